@@ -1,0 +1,36 @@
+# `make help` lists what there is.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+install: $(VENV)/installed ## create .venv and install the project
+train: install ## train the demo: word problems, a tiny model, a CPU (a few minutes)
+	$(BIN)/python train.py
+test: $(VENV)/installed-test ## the tests, without the slow ones
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest
+test-slow: $(VENV)/installed-test ## the tests that train for minutes
+	$(BIN)/python -m pytest -m slow
+curve: $(VENV)/installed-test ## the README's picture: three seeds of the demo, then the plot
+	$(BIN)/python train.py -m seed=0,1,2 hydra.sweep.dir=outputs/curve
+	$(BIN)/python -m grpo.runs outputs/curve/0 outputs/curve/1 outputs/curve/2 --out docs/curve.png
+clean: ## remove .venv (runs stay in outputs/, the tiny model in the user's cache)
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	  { echo "error: this needs Python 3.11 to 3.13, $(PYTHON) is $$($(PYTHON) -V); try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+$(VENV)/installed: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -e .
+	@touch $@
+$(VENV)/installed-test: pyproject.toml | $(VENV)/installed
+	$(BIN)/pip install --quiet -e '.[test]'
+	@touch $@
+
+.PHONY: help install train test test-slow curve clean

@@ -1,0 +1,45 @@
+"""Layer 3 - Checkpoint: the run as it can be resumed, and the policy as a folder that anything of Hugging Face loads."""
+
+import os
+from pathlib import Path
+
+import lightning as L
+
+from grpo.data import PromptBatch
+from grpo.policy import Pretrained
+
+
+class Checkpoint(L.Callback):
+    """Every `every` rollouts and at the end writes under `folder`:
+
+    last.ckpt   all that `ckpt_path=` needs, replaced in one move, so that a crash leaves the one before it
+    last/       the policy with its tokenizer (under an adapter: the adapter)
+    best/       the same, at the best held-out accuracy so far; `best_accuracy` survives a resume
+    """
+
+    def __init__(self, folder: str, model: Pretrained, num_rollouts: int, every: int = 10) -> None:
+        self.folder, self.num_rollouts, self.every = Path(folder), num_rollouts, every
+        self.tokenizer = model.tokenizer()
+        self.best_accuracy = -1.0
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: PromptBatch, batch_idx: int
+    ) -> None:
+        rollouts = batch.rollout + 1
+        if (accuracy := batch.metrics.get("eval/accuracy", -1.0)) > self.best_accuracy:
+            self.best_accuracy = accuracy
+            self.export(module, "best")
+        if rollouts == self.num_rollouts or (self.every and rollouts % self.every == 0):
+            self.export(module, "last")
+            trainer.save_checkpoint(self.folder / "last.ckpt.new")
+            os.replace(self.folder / "last.ckpt.new", self.folder / "last.ckpt")
+
+    def export(self, module: L.LightningModule, name: str) -> None:
+        module.policy.save_pretrained(self.folder / name)
+        self.tokenizer.save_pretrained(self.folder / name)
+
+    def state_dict(self) -> dict:
+        return {"best_accuracy": self.best_accuracy}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.best_accuracy = state["best_accuracy"]

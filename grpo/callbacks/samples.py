@@ -1,0 +1,54 @@
+"""Layer 3 - Samples: every rollout and every evaluation as JSON lines, for people and notebooks."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import lightning as L
+
+from grpo.data import PromptBatch
+from grpo.rollout import Group
+
+
+def records(groups: Iterable[Group], **columns: Iterable[Iterable[float]]) -> Iterable[dict]:
+    """One flat dict a sample; `columns` are further values, in the shape of the groups."""
+    for p, group in enumerate(groups):
+        for s, sample in enumerate(group):
+            yield {
+                "prompt_index": p,
+                "sample": s,
+                "messages": [message.as_dict() for message in sample.trajectory.steps[-1].state.messages],
+                "completion": sample.trajectory.answer,
+                "reward": sample.reward.value,
+                "correct": sample.reward.correct,
+                **{f"reward/{name}": value for name, value in sample.reward.parts.items()},
+                **{name: values[p][s] for name, values in columns.items()},
+                "tokens": sample.length,
+                "truncated": sample.trajectory.truncated,
+            }
+
+
+def write(path: Path, rows: Iterable[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+class Samples(L.Callback):
+    """folder: gets rollouts/000001.jsonl and evaluations/000000.jsonl ..., numbered by rollouts learned from.
+
+    every: rollouts between two that are written; evaluations are all written.
+    """
+
+    def __init__(self, folder: str, every: int = 1) -> None:
+        self.folder, self.every = Path(folder), every
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: PromptBatch, batch_idx: int
+    ) -> None:
+        rollout = batch.rollout + 1
+        if rollout % self.every == 0:
+            rows = records(batch.groups, advantage=batch.advantages)
+            write(self.folder / "rollouts" / f"{rollout:06d}.jsonl", ({"rollout": rollout, **row} for row in rows))
+        for evaluation in batch.evaluations:
+            rows = ({"rollout": evaluation.rollout, **row} for row in records(evaluation.groups))
+            write(self.folder / "evaluations" / f"{evaluation.rollout:06d}.jsonl", rows)

@@ -1,0 +1,101 @@
+"""Layer 3 - Terminal: a bar that says how it is going, a table of evaluations, two completions at the start and the end."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import lightning as L
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from grpo.data import PromptBatch
+from grpo.rollout import Rollout
+
+
+def status(metrics: Mapping[str, float]) -> str:
+    return (
+        f"reward {metrics['rollout/reward']:.2f}  solved {metrics['rollout/solve_rate']:.0%}  "
+        f"groups {metrics['rollout/effective_groups']:.0%}  {metrics['tokens/s']:,.0f} tok/s"
+    )
+
+
+def evaluation_table(evaluations: Sequence[tuple[object, Mapping[str, float]]], first: str = "rollouts") -> Table:
+    """A row for each (label, metrics), a column for each metric of the first one; `first` heads the labels."""
+    names = list(evaluations[0][1])
+    table = Table(first, *(name.removeprefix("eval/") for name in names), title="held-out examples")
+    for column in table.columns:
+        column.justify = "right"
+    for label, metrics in evaluations:
+        values = [f"{metrics[name]:.1f}" if name == "eval/length" else f"{metrics[name]:.1%}" for name in names]
+        table.add_row(str(label), *values)
+    return table
+
+
+def sample_panel(title: str, sample: Rollout) -> Panel:
+    """One completion under the end of its prompt."""
+    prompt = sample.trajectory.steps[0].state.messages[-1].content
+    text = Text(prompt if len(prompt) < 500 else "..." + prompt[-500:], style="dim")
+    text.append("\n" + sample.trajectory.answer[:1000], style="default")
+    return Panel(text, title=f"{title}: reward {sample.reward.value:.2f}, {sample.length} tokens", title_align="left")
+
+
+class Terminal(L.Callback):
+    """samples: completions shown at the start and the end. Where there is no terminal, a line every `every` rollouts."""
+
+    def __init__(self, folder: str, num_rollouts: int, samples: int = 2, every: int = 10) -> None:
+        self.folder, self.num_rollouts, self.samples, self.every = Path(folder), num_rollouts, samples, every
+        self.console = Console()
+        self.evaluations: list[tuple[int, Mapping[str, float]]] = []
+        columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}"), TimeRemainingColumn())
+        self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
+        self.bar = self.progress.add_task("", total=num_rollouts, status="first rollout ...")
+        self.last: PromptBatch | None = None
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.progress.start()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, batch: PromptBatch, batch_idx: int
+    ) -> None:
+        if self.last is None:
+            self.show(batch, f"rollout {batch.rollout + 1}")
+        self.note(batch)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: PromptBatch, batch_idx: int
+    ) -> None:
+        self.last = batch
+        self.note(batch)
+        rollout = batch.rollout + 1
+        self.progress.update(self.bar, completed=rollout, status=status(batch.metrics))
+        if not self.console.is_terminal and (rollout % self.every == 0 or rollout == self.num_rollouts):
+            self.console.print(f"rollout {rollout}/{self.num_rollouts}  {status(batch.metrics)}", soft_wrap=True)
+
+    def note(self, batch: PromptBatch) -> None:
+        """Take up the evaluations that were not there before, and say them."""
+        known = {rollout for rollout, _ in self.evaluations}
+        for evaluation in batch.evaluations:
+            if evaluation.rollout not in known:
+                self.evaluations.append((evaluation.rollout, evaluation.metrics))
+                told = "  ".join(f"{name} {value:.3g}" for name, value in evaluation.metrics.items())
+                self.console.print(f"after {evaluation.rollout} rollouts: {told}", soft_wrap=True)
+
+    def show(self, batch: PromptBatch, title: str) -> None:
+        for group in batch.groups[: self.samples]:
+            self.console.print(sample_panel(title, group[0]))
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.progress.stop()
+        if self.last is not None:
+            self.show(self.last, f"rollout {self.last.rollout + 1}")
+        if self.evaluations:
+            self.console.print(evaluation_table(self.evaluations))
+        self.console.print(f"written to {self.folder}", soft_wrap=True)
+
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        self.progress.stop()
+        checkpoint = self.folder / "checkpoints" / "last.ckpt"
+        if checkpoint.exists():
+            self.console.print(f"stopped; to go on from the last checkpoint: ckpt_path={checkpoint}", soft_wrap=True)

@@ -1,0 +1,96 @@
+"""Layer 4 - what a command line needs besides its work: mistakes told in one line, and quiet libraries."""
+
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+
+import transformers
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo.errors import UserError
+
+
+def run(main: Callable[[], object], config_name: str) -> None:
+    """Call a `hydra.main` function. HYDRA_FULL_ERROR=1 in the environment shows every mistake with its traceback."""
+    full_error = "HYDRA_FULL_ERROR" in os.environ
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving
+    quiet()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if full_error or (line := explain(error, config_name)) is None:
+            raise
+        sys.exit(f"error: {line}")
+
+
+def explain(error: BaseException, config_name: str) -> str | None:
+    """One line for a mistake of the user's, None for a mistake of ours (which deserves its traceback)."""
+    causes = list(chain(error))
+    for cause in causes:
+        if isinstance(cause, UserError):
+            return str(cause)
+    for cause in causes:
+        if isinstance(cause, MissingConfigException):
+            group, _, option = (cause.missing_cfg_file or "").rpartition("/")
+            options = ", ".join(cause.options or ())
+            return f"{group} has no option {option!r}; there are: {options}" if options else one_line(cause)
+        if isinstance(cause, OSError) and isinstance(error, OSError):
+            return f"the output folder cannot be written: {cause}; set hydra.run.dir=FOLDER"
+    key = re.search(r"Could not override '([^']+)'", str(error)) or re.search(r"full_key: (\S+)", str(error))
+    if key and isinstance(error, HydraException):
+        known = known_keys(config_name)
+        near = get_close_matches(key[1], known, n=1, cutoff=0.3)
+        last = [name for name in known if name.rpartition(".")[2] == key[1].rpartition(".")[2]]
+        meant = (last or near or [None])[0]
+        hint = f"did you mean {meant}?" if meant else "python train.py --help lists them"
+        return f"there is no key {key[1]!r}; {hint} (+{key[1]}=... adds a new key)"
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        return one_line(error)
+    return None
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def known_keys(config_name: str) -> list[str]:
+    """Every key of the default configuration, dotted, groups included."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(Path(__file__).parents[1] / "conf"), version_base="1.3"):
+        config = compose(config_name)
+
+    def walk(node: DictConfig, prefix: str) -> Iterator[str]:
+        for name in node:
+            yield prefix + str(name)
+            if not node._is_interpolation(name) and isinstance(child := node._get_node(name), DictConfig):
+                yield from walk(child, f"{prefix}{name}.")
+
+    return list(walk(config, ""))
+
+
+def quiet() -> None:
+    """Silence what a user cannot act on: advertising, and advice for set-ups that are not this one."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name in ("lightning.pytorch", "lightning.fabric", "httpx"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)

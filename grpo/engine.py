@@ -1,0 +1,59 @@
+"""Layer 1 - the seam between training and generation: token ids in, token ids and their log-probabilities out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import nn
+
+from grpo.errors import UserError
+from grpo.tokens import Completion
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. temperature 0 is greedy; top_p 1, top_k 0 and min_p 0 switch that filter off."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, allowed in {
+            "max_tokens": self.max_tokens >= 1,
+            "temperature": self.temperature >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "top_k": self.top_k >= 0,
+            "min_p": 0 <= self.min_p < 1,
+        }.items():
+            if not allowed:
+                raise UserError(
+                    f"sampling.{name}={getattr(self, name)} is out of range: max_tokens >= 1, temperature >= 0, "
+                    "0 < top_p <= 1, top_k >= 0 (0 is off), 0 <= min_p < 1"
+                )
+
+
+class Engine(Protocol):
+    """Whatever samples from the policy. `version` says which weights it holds; None before the first load."""
+
+    version: int | None
+
+    def load_weights(self, model: nn.Module, version: int) -> None:
+        """Take the weights of `model` (a Hugging Face causal LM, maybe with a PEFT adapter) as version `version`.
+
+        After it nothing that older weights computed, a prefix cache for one, may still be used.
+        """
+        ...
+
+    def sample(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+        """One completion for each prompt, in order. Equal prompts are how a group is asked for.
+
+        seeds: one a prompt. The same prompt, weights and seed give the same completion, whatever else is in the batch.
+        The completion's log-probabilities are those of softmax(logits / temperature) over the whole vocabulary, before
+        top-p, top-k and min-p (and at temperature 1 when greedy): what the trainer computes for the same tokens.
+        """
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,27 @@
+"""Layer 1 - the engine for whoever does not care which: vLLM where a GPU and vLLM are there, else the built-in one."""
+
+import logging
+from importlib.util import find_spec
+
+import torch
+
+from grpo.engine import Engine
+from grpo.engines.transformers import TransformersEngine
+
+log = logging.getLogger(__name__)
+
+
+def auto_engine(path: str, dtype: str = "auto") -> Engine:
+    """path, dtype: the model, as for VLLMEngine; the built-in engine samples from the trained model itself."""
+    missing = [
+        name
+        for name, there in (("GPU", torch.cuda.is_available()), ("vllm", find_spec("vllm") is not None))
+        if not there
+    ]
+    if missing:
+        log.info("engine: the built-in one (engine=transformers), there is no %s here", " and no ".join(missing))
+        return TransformersEngine()
+    from grpo.engines.vllm import VLLMEngine
+
+    log.info("engine: vLLM (engine=vllm)")
+    return VLLMEngine(path=path, dtype=dtype)

@@ -1,0 +1,141 @@
+"""Layer 1 - the built-in engine: samples from the very model that is trained, so there are no weights to copy.
+
+Each distinct prompt is read once and its cache expanded to the group; finished rows leave the batch. Works wherever the
+model works: CPU, MPS, one GPU.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from grpo.engine import Sampling
+from grpo.errors import UserError
+from grpo.tokens import Completion
+
+
+def filter_logits(logits: Tensor, sampling: Sampling) -> Tensor:
+    """-inf where top-k, top-p (on what top-k left) or min-p forbids a token. logits: [B, V]. Returns [B, V].
+
+    top-p keeps the smallest set of most likely tokens that reaches top_p, min-p those at least min_p times as likely as
+    the likeliest (arXiv 2407.01082).
+    """
+    if 0 < sampling.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        probs = ordered.softmax(-1)
+        cut = probs.cumsum(-1) - probs >= sampling.top_p
+        logits = logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -torch.inf)
+    if sampling.min_p > 0:
+        probs = logits.softmax(-1)
+        logits = logits.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    return logits
+
+
+def draw(logits: Tensor, uniform: Tensor) -> Tensor:
+    """The token whose slice of the cumulative distribution holds `uniform`. logits: [B, V]; uniform: [B] in [0, 1).
+
+    One number a row decides, so a row's draw depends on its own seed only. Returns [B] int64.
+    """
+    cumulative = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
+    threshold = uniform[:, None] * cumulative[:, -1:]  # rounding leaves the sum a little off 1
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+
+
+class TransformersEngine:
+    """max_rows bounds the rows generated side by side, and so the memory of the cache."""
+
+    def __init__(self, max_rows: int = 256) -> None:
+        if max_rows < 1:
+            raise UserError(f"engine.max_rows={max_rows} must be at least 1")
+        self.max_rows = max_rows
+        self.version: int | None = None
+        self.model: nn.Module | None = None
+
+    def load_weights(self, model: nn.Module, version: int) -> None:
+        self.model, self.version = model, version
+
+    def sample(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+        context = self.model.config.max_position_embeddings
+        longest = max(map(len, prompts))
+        if longest + sampling.max_tokens > context:
+            raise UserError(
+                f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens} exceed the model's context of "
+                f"{context}: lower max_tokens, or take shorter prompts"
+            )
+        completions: list[Completion] = []
+        for start in range(0, len(prompts), self.max_rows):
+            piece = slice(start, start + self.max_rows)
+            completions += self._sample(prompts[piece], sampling, seeds[piece])
+        return completions
+
+    @torch.no_grad()
+    def _sample(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+        model, device = self.model, self.model.device
+        eos = model.generation_config.eos_token_id
+        stop_ids = torch.tensor(eos if isinstance(eos, list) else [-1 if eos is None else eos], device=device)
+        uniform = torch.stack(
+            [
+                torch.rand(sampling.max_tokens, generator=torch.Generator().manual_seed(s), dtype=torch.float64)
+                for s in seeds
+            ]
+        ).to(device)  # [B, max_tokens]
+
+        # Prefill: U distinct prompts, padded on the left, then one row a sample.
+        distinct = list(dict.fromkeys(map(tuple, prompts)))
+        place = {prompt: i for i, prompt in enumerate(distinct)}
+        sample_of = torch.tensor([place[tuple(prompt)] for prompt in prompts], device=device)
+        width = max(map(len, distinct))
+        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in distinct], device=device)  # [U, P]
+        attention = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in distinct], device=device)
+        positions = (attention.cumsum(-1) - 1).clamp(min=0)
+        cache = DynamicCache(config=model.config)
+        logits = model(
+            ids,
+            attention_mask=attention,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1][sample_of]  # [B, V]
+        cache.batch_select_indices(sample_of)
+        attention, positions = attention[sample_of], positions[sample_of, -1:]
+
+        rows = torch.arange(len(prompts), device=device)  # which sample each row of the shrinking batch is
+        tokens = torch.zeros(len(prompts), sampling.max_tokens, dtype=torch.int64, device=device)
+        logprobs = torch.zeros(len(prompts), sampling.max_tokens, device=device)
+        lengths = torch.full((len(prompts),), sampling.max_tokens, device=device)
+        stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        for t in range(sampling.max_tokens):
+            scaled = logits.float() / (sampling.temperature or 1.0)
+            if sampling.temperature == 0:
+                token = scaled.argmax(-1)
+            else:
+                token = draw(filter_logits(scaled, sampling), uniform[rows, t])
+            tokens[rows, t] = token
+            logprobs[rows, t] = scaled.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
+            done = torch.isin(token, stop_ids)
+            lengths[rows[done]] = t + 1
+            stopped[rows[done]] = True
+            if done.all() or t + 1 == sampling.max_tokens:
+                break
+            if done.any():
+                keep = (~done).nonzero().squeeze(-1)
+                cache.batch_select_indices(keep)
+                rows, token, attention, positions = rows[keep], token[keep], attention[keep], positions[keep]
+            attention = torch.cat([attention, attention.new_ones(len(rows), 1)], dim=1)
+            positions = positions + 1
+            logits = model(
+                token[:, None], attention_mask=attention, position_ids=positions, past_key_values=cache, use_cache=True
+            ).logits[:, -1]
+        return [
+            Completion(tuple(ids[:n]), tuple(values[:n]), "stop" if ended else "length")
+            for ids, values, n, ended in zip(
+                tokens.tolist(), logprobs.tolist(), lengths.tolist(), stopped.tolist(), strict=True
+            )
+        ]
+
+    def close(self) -> None:
+        self.model = None

@@ -1,0 +1,84 @@
+"""Layer 2 - how good is the policy? The same environments and rewards as in training, on examples it never trains on."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import comb
+
+import numpy as np
+
+from grpo.engine import Engine, Sampling
+from grpo.errors import UserError
+from grpo.renderer import Renderer
+from grpo.rl import Task
+from grpo.rollout import EVALUATION, Group, derive_seed, play
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """1 - C(n-c, k) / C(n, k): the chance that at least one of k is right, unbiased, from n samples with c right.
+
+    arXiv 2107.03374.
+    """
+    return 1.0 - comb(n - c, k) / comb(n, k)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """rollout: how many rollouts the policy had learned from. A group holds the samples of one example."""
+
+    rollout: int
+    groups: Sequence[Group]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """eval/accuracy over all samples, eval/pass@k with k the samples of an example, eval/length in tokens,
+    eval/truncated, and every part of the reward by name (eval/format among them)."""
+    samples = [sample for group in groups for sample in group]
+    k = len(groups[0])
+    found = {
+        "accuracy": np.mean([sample.reward.correct for sample in samples]),
+        f"pass@{k}": np.mean([pass_at_k(k, sum(sample.reward.correct for sample in group), k) for group in groups]),
+        "length": np.mean([sample.length for sample in samples]),
+        "truncated": np.mean([sample.trajectory.truncated for sample in samples]),
+    }
+    for part in dict.fromkeys(name for sample in samples for name in sample.reward.parts):
+        found[part] = np.mean([sample.reward.parts[part] for sample in samples if part in sample.reward.parts])
+    return {f"eval/{name}": float(value) for name, value in found.items()}
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Plays the first `limit` test examples (all of them: null), `samples` times each.
+
+    With one sample greedy is the usual choice (temperature 0); pass@k wants several, and a temperature. every: rollouts
+    between two evaluations in training, 0 for none; on_start: also before the first.
+    """
+
+    sampling: Sampling
+    samples: int = 1
+    limit: int | None = 200
+    every: int = 10
+    on_start: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples", 1), ("limit", 1), ("every", 0)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise UserError(f"eval.{name}={value} must be at least {least}")
+        if self.samples > 1 and self.sampling.temperature == 0:
+            raise UserError(
+                f"eval.samples={self.samples} at temperature 0 would be equal samples: set eval.sampling.temperature=1"
+            )
+
+    def __call__(self, task: Task, engine: Engine, renderer: Renderer, seed: int, rollout: int = 0) -> Evaluation:
+        examples = task.examples("test")
+        examples = [examples[i] for i in range(min(len(examples), self.limit or len(examples)))]
+        groups = play(
+            task,
+            examples,
+            self.samples,
+            engine,
+            renderer,
+            self.sampling,
+            lambda *path: derive_seed(seed, EVALUATION, *path),
+        )
+        return Evaluation(rollout, groups, metrics(groups))

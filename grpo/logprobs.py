@@ -1,0 +1,30 @@
+"""Layer 1 - log-probabilities of the sampled tokens under a model. The plain padded layout, the one to trust."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from grpo.tokens import TokenBatch
+
+
+def completion_logprobs(model: nn.Module, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature) of every completion token, and the entropy there (without gradient).
+
+    temperature: the one they were sampled at, or every ratio is wrong. Returns two [B, C] float32; columns outside
+    `batch.mask` hold numbers that mean nothing. The softmax is in float32: in bfloat16 it alone would cost most of the
+    agreement with the engine.
+    """
+    width = batch.completion_width
+    positions = (batch.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    logits = model(
+        input_ids=batch.ids,
+        attention_mask=batch.attention_mask,
+        position_ids=positions,
+        use_cache=False,
+        logits_to_keep=width + 1,  # the last prompt token predicts the first of the completion
+    ).logits[:, :-1]  # [B, C, V]
+    log_softmax = F.log_softmax(logits.float() / temperature, dim=-1)
+    logprobs = log_softmax.gather(-1, batch.ids[:, -width:, None]).squeeze(-1)
+    with torch.no_grad():
+        entropy = torch.special.entr(log_softmax.exp()).sum(dim=-1)
+    return logprobs, entropy

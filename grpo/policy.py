@@ -1,0 +1,86 @@
+"""Layer 2 - the policy: a Hugging Face causal LM, maybe with an adapter; and the reference, frozen where it started."""
+
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from grpo.errors import UserError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model by folder or hub id (path), and how to load it. A PEFT adapter's folder loads with its base.
+
+    dtype: of the parameters. They are what the optimizer updates: bfloat16 loses most updates at a learning rate of
+    1e-6, so training takes float32 with `trainer.precision: bf16-mixed` on a GPU.
+    """
+
+    path: str
+    revision: str | None = None
+    dtype: str = "float32"
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UserError(f"model.dtype={self.dtype} is not one of {', '.join(DTYPES)}")
+
+    def _load(self, loader: type, **kwargs):
+        try:
+            return loader.from_pretrained(
+                self.path, revision=self.revision, trust_remote_code=self.trust_remote_code, **kwargs
+            )
+        except (OSError, ValueError) as error:
+            if Path(self.path).exists():
+                what = "has no model that transformers can load"
+            else:
+                what = "is neither a local folder nor a model that the hub gives (is there a network? is it gated?)"
+            raise UserError(f"model.path={self.path} {what}: {str(error).splitlines()[0]}") from error
+
+    def config(self) -> PretrainedConfig:
+        if (Path(self.path) / "adapter_config.json").exists():
+            return Pretrained(PeftConfig.from_pretrained(self.path).base_model_name_or_path).config()
+        return self._load(AutoConfig)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._load(AutoTokenizer)
+
+    def model(self) -> nn.Module:
+        """In evaluation mode, and it stays there: dropout would make the trainer disagree with the engine."""
+        dtype = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
+        return self._load(AutoModelForCausalLM, dtype=dtype, attn_implementation=self.attn_implementation).eval()
+
+
+def with_adapter(model: nn.Module, adapter: PeftConfig | None) -> nn.Module:
+    """The policy that is trained: `model` itself, or with a fresh adapter on it, the only part that then learns."""
+    if adapter is None:
+        return model
+    try:
+        return get_peft_model(model, adapter).eval()
+    except ValueError as error:
+        raise UserError(f"adapter: {str(error).splitlines()[0]}") from error
+
+
+class Reference:
+    """The policy as it was before training: a frozen copy, or the policy itself with its adapter switched off.
+
+    Holds the copy outside of the module tree, so that checkpoints and optimizers never see it.
+    """
+
+    def __init__(self, policy: nn.Module) -> None:
+        self.policy = policy
+        self.copy = None if isinstance(policy, PeftModel) else deepcopy(policy).requires_grad_(False)
+
+    @contextmanager
+    def model(self):
+        """The reference, for the length of a `with`."""
+        with self.policy.disable_adapter() if self.copy is None else nullcontext():
+            yield self.policy if self.copy is None else self.copy.to(self.policy.device)

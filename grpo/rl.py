@@ -1,0 +1,98 @@
+"""Layer 1 - reinforcement learning in message space: states, actions, trajectories, rewards. No tokens, no tensors.
+
+The slots (`Env`, `EnvBuilder`, `RewardModel`, `Task`) are Protocols: a class fits by its shape and inherits nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from grpo.messages import Message
+
+Example = Mapping[str, Any]  # one row of a dataset, with whatever columns its task needs
+Split = Literal["train", "test"]
+
+
+@dataclass(frozen=True)
+class State:
+    """What the policy sees: the whole conversation so far."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the policy said, and whether the limit of tokens cut it short."""
+
+    message: Message
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    state: State
+    action: Action
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One episode, oldest step first."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def answer(self) -> str:
+        """The text of the last action."""
+        return self.steps[-1].action.message.content
+
+    @property
+    def truncated(self) -> bool:
+        return self.steps[-1].action.truncated
+
+
+@dataclass(frozen=True)
+class Reward:
+    """`value` is what is learned from; `correct` is what accuracy counts; `parts` are named numbers that get logged."""
+
+    value: float
+    correct: bool
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+class Env(Protocol):
+    """One episode of one example. Single-use: built, started once, stepped until it returns None."""
+
+    def start(self) -> State: ...
+
+    def step(self, action: Action) -> State | None:
+        """The next state, or None when the episode is over."""
+        ...
+
+
+class EnvBuilder(Protocol):
+    def build(self, example: Example) -> Env: ...
+
+
+class RewardModel(Protocol):
+    def score(self, example: Example, trajectory: Trajectory) -> Reward: ...
+
+
+class Task(EnvBuilder, RewardModel, Protocol):
+    """A dataset, the environment that poses each row of it, and the reward for what comes back."""
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """The rows of a split, read once and cheap to index. Raises UserError where there are none."""
+        ...
+
+
+@dataclass
+class SingleTurn:
+    """The environment of a plain question: one prompt, one answer."""
+
+    messages: tuple[Message, ...]
+
+    def start(self) -> State:
+        return State(self.messages)
+
+    def step(self, action: Action) -> State | None:
+        return None

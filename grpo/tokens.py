@@ -1,0 +1,85 @@
+"""Layer 0 - token ids, log-probabilities and masks. Knows nothing of text, tasks or models.
+
+Shapes: B rows, P prompt width, C completion width. Prompts are padded on the left and completions on the right, so that
+column P is the first token after every prompt.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine sampled: ids (EOS among them where it came), the engine's log-probability of each, why it ended."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Literal["stop", "length"]
+
+    def __post_init__(self) -> None:
+        if len(self.ids) != len(self.logprobs):
+            raise ValueError(f"{len(self.ids)} token ids but {len(self.logprobs)} log-probabilities")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One call of the engine: the prompt as it was sent, and what came back."""
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """What the loss sees. The last four are filled in on the way: by the module, before the update that needs them."""
+
+    ids: Tensor  # [B, P+C] int64
+    attention_mask: Tensor  # [B, P+C] int64, 0 on padding
+    mask: Tensor  # [B, C] bool, True where the policy sampled the token
+    rollout_logprobs: Tensor  # [B, C] float32, the engine's
+    advantages: Tensor  # [B] float32
+    old_logprobs: Tensor | None = None  # [B, C] the trainer's, before the first update on this batch
+    reference_logprobs: Tensor | None = None  # [B, C]
+    weights: Tensor | None = None  # [B, C] a token's share in the loss of one update, see loss.token_weights
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def completion_width(self) -> int:
+        return self.mask.shape[1]
+
+    def _map(self, function) -> Self:
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: function(t) for name, t in tensors.items() if t is not None})
+
+    def to(self, *args, **kwargs) -> Self:
+        """Moved as `Tensor.to` moves (Lightning calls this on whatever has it)."""
+        return self._map(lambda tensor: tensor.to(*args, **kwargs))
+
+    def rows(self, index: Tensor | slice) -> Self:
+        """A choice of rows, without the columns in which all of them are padding."""
+        return self._map(lambda tensor: tensor[index]).trimmed()
+
+    def trimmed(self) -> Self:
+        prompt_width = self.ids.shape[1] - self.completion_width
+        used = self.attention_mask.any(dim=0)
+        left = int(used[:prompt_width].int().argmax())
+        right = int(used[prompt_width:].sum())
+        change = {name: getattr(self, name)[:, left : prompt_width + right] for name in ("ids", "attention_mask")}
+        for name in ("mask", "rollout_logprobs", "old_logprobs", "reference_logprobs", "weights"):
+            if (tensor := getattr(self, name)) is not None:
+                change[name] = tensor[:, :right]
+        return replace(self, **change)
+
+    def shuffled(self, generator: torch.Generator) -> Self:
+        return self.rows(torch.randperm(len(self), generator=generator).to(self.ids.device))
+
+    def split(self, size: int) -> Iterator[Self]:
+        """Consecutive pieces of at most `size` rows."""
+        for start in range(0, len(self), size):
+            yield self.rows(slice(start, start + size))

@@ -1,0 +1,56 @@
+"""Train a policy with GRPO: configuration to objects, objects to a fitted policy. `python train.py --help` says how."""
+
+from pathlib import Path
+
+import hydra
+import lightning as L
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from grpo.callbacks.rollout import RolloutCallback
+from grpo.cli import run
+from grpo.data import PromptLoader, check_prompts
+from grpo.errors import UserError
+from grpo.module import GRPOModule
+from grpo.policy import with_adapter
+from grpo.renderer import TokenizerRenderer
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+def main(config: DictConfig) -> float | None:
+    return train(config)
+
+
+def train(config: DictConfig) -> float | None:
+    """Returns the last held-out accuracy, for a sweep to maximise. Cheap things first: a mistake shows before a model loads."""
+    OmegaConf.save(config, Path(config.output_dir) / "config.yaml", resolve=True)
+    L.seed_everything(config.seed, verbose=False)
+    if config.ckpt_path and not Path(config.ckpt_path).is_file():
+        raise UserError(f"ckpt_path={config.ckpt_path} is not a file: give a run's checkpoints/last.ckpt")
+
+    plan = instantiate(config.rollout)
+    algorithm = instantiate(config.algo)
+    algorithm.check(plan.prompts, plan.group_size)
+    evaluator = instantiate(config.eval)
+    optim = instantiate(config.optim)
+    make_trainer = instantiate(config.trainer)
+    task = instantiate(config.task)
+    loader = PromptLoader(task.examples("train"), plan.prompts, config.seed)
+
+    pretrained = instantiate(config.model)
+    renderer = TokenizerRenderer(pretrained.tokenizer())
+    check_prompts(task, renderer, pretrained.config().max_position_embeddings, config.max_tokens)
+    engine = instantiate(config.engine)
+    rollout = RolloutCallback(plan, task, loader, engine, renderer, algorithm.advantage, evaluator, config.seed)
+    callbacks = [rollout, *instantiate(config.callbacks).values()]  # the rest look at what the first has made
+    trainer = make_trainer(callbacks=callbacks, logger=list(instantiate(config.logger).values()))
+
+    policy = with_adapter(pretrained.model(), instantiate(config.adapter))
+    module = GRPOModule(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, config.seed)
+    trainer.fit(module, train_dataloaders=loader, ckpt_path=config.ckpt_path, weights_only=False)
+    accuracy = trainer.callback_metrics.get("eval/accuracy")
+    return None if accuracy is None else float(accuracy)
+
+
+if __name__ == "__main__":
+    run(main, "train")
