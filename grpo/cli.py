@@ -12,8 +12,8 @@ from pathlib import Path
 import transformers
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig
+from hydra.errors import HydraException, InstantiationException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo.errors import UserError
@@ -44,19 +44,21 @@ def explain(error: BaseException, config_name: str) -> str | None:
         if isinstance(cause, MissingConfigException):
             group, _, option = (cause.missing_cfg_file or "").rpartition("/")
             options = ", ".join(cause.options or ())
-            return f"{group} has no option {option!r}; there are: {options}" if options else one_line(cause)
+            return f"{group} has no option {option!r}; there are: {options}" if options else " ".join(str(cause).split())
         if isinstance(cause, OSError) and isinstance(error, OSError):
             return f"the output folder cannot be written: {cause}; set hydra.run.dir=FOLDER"
-    key = re.search(r"Could not override '([^']+)'", str(error)) or re.search(r"full_key: (\S+)", str(error))
-    if key and isinstance(error, HydraException):
+    if key := re.search(r"Could not override '([^']+)'", str(error)):
         known = known_keys(config_name)
-        near = get_close_matches(key[1], known, n=1, cutoff=0.3)
         last = [name for name in known if name.rpartition(".")[2] == key[1].rpartition(".")[2]]
-        meant = (last or near or [None])[0]
-        hint = f"did you mean {meant}?" if meant else "python train.py --help lists them"
+        near = last or get_close_matches(key[1], known, n=1, cutoff=0.3)
+        hint = f"did you mean {near[0]}?" if near else "--help lists them"
         return f"there is no key {key[1]!r}; {hint} (+{key[1]}=... adds a new key)"
+    if isinstance(error, InstantiationException):
+        where = re.search(r"full_key: (\S+)", str(error))
+        reason = f"{where[1]}: {error.__cause__}" if where and error.__cause__ else str(error)
+        return f"{' '.join(reason.split())} (a key too many, or a value of the wrong type?)"
     if isinstance(error, (HydraException, OmegaConfBaseException)):
-        return one_line(error)
+        return " ".join(str(error).split())
     return None
 
 
@@ -64,10 +66,6 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def known_keys(config_name: str) -> list[str]:
@@ -79,7 +77,7 @@ def known_keys(config_name: str) -> list[str]:
     def walk(node: DictConfig, prefix: str) -> Iterator[str]:
         for name in node:
             yield prefix + str(name)
-            if not node._is_interpolation(name) and isinstance(child := node._get_node(name), DictConfig):
+            if not OmegaConf.is_interpolation(node, name) and isinstance(child := node[name], DictConfig):
                 yield from walk(child, f"{prefix}{name}.")
 
     return list(walk(config, ""))

@@ -10,9 +10,9 @@ from grpo.tokens import TokenBatch
 def completion_logprobs(model: nn.Module, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) of every completion token, and the entropy there (without gradient).
 
-    temperature: the one they were sampled at, or every ratio is wrong. Returns two [B, C] float32; columns outside
-    `batch.mask` hold numbers that mean nothing. The softmax is in float32: in bfloat16 it alone would cost most of the
-    agreement with the engine.
+    temperature: the one they were sampled at, or every ratio is wrong. Returns two [B, C] float32, 0 outside `batch.mask`:
+    a ratio is 1 there and a KL 0, where the numbers of padding could overflow. The softmax is in float32: in bfloat16 it
+    alone would cost most of the agreement with the engine.
     """
     width = batch.completion_width
     positions = (batch.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -27,4 +27,4 @@ def completion_logprobs(model: nn.Module, batch: TokenBatch, temperature: float)
     logprobs = log_softmax.gather(-1, batch.ids[:, -width:, None]).squeeze(-1)
     with torch.no_grad():
         entropy = torch.special.entr(log_softmax.exp()).sum(dim=-1)
-    return logprobs, entropy
+    return logprobs.masked_fill(~batch.mask, 0.0), entropy.masked_fill(~batch.mask, 0.0)

@@ -38,6 +38,10 @@ class Optimization:
     def __post_init__(self) -> None:
         if self.microbatch_size < 1:
             raise UserError(f"optim.microbatch_size={self.microbatch_size} must be at least 1")
+        try:  # on one number, to find a wrong name or value before a model loads
+            self.schedule(optimizer=self.optimizer([torch.zeros(1, requires_grad=True)]), num_training_steps=1)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"optim: {error}") from error
 
 
 class Means:
@@ -143,9 +147,10 @@ class GRPOModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint["policy_shapes"] = self.policy_shapes()
-        frozen = {f"policy.{name}" for name, parameter in self.policy.named_parameters() if not parameter.requires_grad}
-        for name in frozen:  # under an adapter the base is where it came from
-            checkpoint["state_dict"].pop(name)
+        named = self.policy.named_parameters(remove_duplicate=False)  # tied weights under both names
+        frozen = {f"policy.{name}" for name, parameter in named if not parameter.requires_grad}
+        for name in frozen & checkpoint["state_dict"].keys():  # under an adapter the base is where it came from
+            del checkpoint["state_dict"][name]
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         theirs, ours = checkpoint["policy_shapes"], self.policy_shapes()

@@ -4,6 +4,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from grpo.errors import UserError
 
@@ -25,16 +26,19 @@ def make_trainer(
         raise UserError(
             f"trainer.devices={kwargs['devices']}: training runs on one device; start one job for each of them"
         )
-    return L.Trainer(
-        accelerator=accelerator,
-        precision=precision,
-        devices=1,
-        callbacks=callbacks,
-        logger=logger,
-        max_epochs=1,  # endless: RolloutCallback stops the run
-        enable_checkpointing=False,  # callbacks.checkpoint does it, counting rollouts
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        **{name: value for name, value in kwargs.items() if name != "devices"},
-    )
+    ours = {
+        "accelerator": accelerator,
+        "precision": precision,
+        "devices": 1,
+        "callbacks": callbacks,
+        "logger": logger,
+        "max_epochs": 1,  # endless: RolloutCallback stops the run
+        "enable_checkpointing": False,  # callbacks.checkpoint does it, counting rollouts
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+    }
+    try:
+        return L.Trainer(**kwargs | ours)
+    except (TypeError, ValueError, MisconfigurationException) as error:
+        raise UserError(f"trainer: {error}") from error

@@ -110,10 +110,8 @@ class TransformersEngine:
         stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
         for t in range(sampling.max_tokens):
             scaled = logits.float() / (sampling.temperature or 1.0)
-            if sampling.temperature == 0:
-                token = scaled.argmax(-1)
-            else:
-                token = draw(filter_logits(scaled, sampling), uniform[rows, t])
+            greedy = sampling.temperature == 0
+            token = scaled.argmax(-1) if greedy else draw(filter_logits(scaled, sampling), uniform[rows, t])
             tokens[rows, t] = token
             logprobs[rows, t] = scaled.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
             done = torch.isin(token, stop_ids)

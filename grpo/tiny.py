@@ -1,0 +1,214 @@
+"""Layer 2 - the demo's base model: made in memory, warmed up in about a minute on a CPU, kept as a Hugging Face folder.
+
+A Llama of 1.3 M parameters learns careful worked answers (stage 1), then is spoiled by hasty ones (stage 2): it answers
+too early and is mostly wrong, but the skill is still inside, and a reward can bring it out. Knows no task: the worked
+answers come from a callable.
+"""
+
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from platformdirs import user_cache_path
+from rich.console import Console
+from rich.progress import Progress
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+RECIPE = 1  # count up when this file changes what comes out
+BATCH = 32
+WARM_UP = 20  # steps
+SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+# single digits, a box's opening as one piece, words with their spaces (a number has none of its own), the rest
+PIECES = r"\\boxed\{|\p{N}| ?\p{L}+(?: (?=\p{N}))?| ?[^\s\p{L}\p{N}]+|\s+"
+
+Pair = tuple[str, str]  # a question and its worked answer
+
+
+def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: what is frequent in `texts` is one token, and any other text can still be written."""
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,
+        min_frequency=20,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=list(SPECIAL[2:]),
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=4096,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=6,  # of 32: the smallest head that vLLM serves on a CPU
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def tokenize(tokenizer: PreTrainedTokenizerFast, pairs: list[Pair]) -> list[tuple[list[int], int]]:
+    """The ids of each conversation, and how many of them are the prompt."""
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        for question, _ in pairs
+    ]
+    prompt_ids = tokenizer(prompts, add_special_tokens=False).input_ids
+    answer_ids = tokenizer([answer for _, answer in pairs], add_special_tokens=False).input_ids
+    return [
+        (prompt + answer + [tokenizer.eos_token_id], len(prompt))
+        for prompt, answer in zip(prompt_ids, answer_ids, strict=True)
+    ]
+
+
+def batches(rows: list[tuple[list[int], int]], pad: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every row once, with prompts of like length together: ids [B, T] and where the answer is, [B, T] bool."""
+    rng = random.Random(seed)
+    rows = sorted(rows, key=lambda row: (row[1], rng.random()))  # by answers, the last batch would decide on haste
+    chunks = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
+    rng.shuffle(chunks)
+    for chunk in chunks:
+        width = max(len(ids) for ids, _ in chunk)
+        yield (
+            torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in chunk]),
+            torch.tensor([[prompt <= t < len(ids) for t in range(width)] for ids, prompt in chunk]),
+        )
+
+
+def answer_loss(model: LlamaForCausalLM, ids: Tensor, answer: Tensor) -> Tensor:
+    # padding is on the right, where a causal model cannot see it: no attention mask, and so the fast kernel
+    hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state  # [B, T-1, H]
+    return cross_entropy(model.lm_head(hidden[answer[:, 1:]]), ids[answer])
+
+
+def train(
+    model: LlamaForCausalLM,
+    rows: list[tuple[list[int], int]],
+    optimizers: list[torch.optim.Optimizer],
+    seed: int,
+    done: Callable[[], None],
+) -> None:
+    """One pass over the rows; learning rates rise over WARM_UP steps, then fall to nothing."""
+    steps = math.ceil(len(rows) / BATCH)
+    schedules = [LambdaLR(o, lambda step: min((step + 1) / WARM_UP, 1 - step / steps)) for o in optimizers]
+    for ids, answer in batches(rows, model.config.pad_token_id, seed):
+        answer_loss(model, ids, answer).backward()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        done()
+
+
+def split_parameters(model: LlamaForCausalLM) -> tuple[list[Parameter], list[Parameter]]:
+    """The matrices inside the layers, for Muon; the embedding and the norms, for AdamW."""
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    inside = set(map(id, matrices))
+    return matrices, [p for p in model.parameters() if id(p) not in inside]
+
+
+def tiny_folder(
+    worked_answers: Callable[..., list[Pair]],
+    seed: int = 0,
+    clean_steps: int = 700,
+    hasty_steps: int = 40,
+    clean_lr: float = 6e-3,
+    hasty_lr: float = 1e-3,
+    hasty: float = 0.55,
+    slips: float = 0.05,
+    cache: str | None = None,
+) -> str:
+    """The folder of the model that this recipe makes: made on the first call, found on later ones.
+
+    worked_answers: called with (count, seed, hasty=..., slips=...), gives (question, worked answer) pairs.
+    cache: the folder that keeps the models; None is the user's own cache.
+    """
+    recipe = [RECIPE, seed, clean_steps, hasty_steps, clean_lr, hasty_lr, hasty, slips]
+    taste = worked_answers(100, seed, hasty=hasty, slips=slips)  # the recipe changes when its text does
+    name = hashlib.sha256(json.dumps([recipe, taste]).encode()).hexdigest()[:12]
+    parent = Path(cache) if cache else user_cache_path("grpo")
+    folder = parent / f"tiny-{name}"
+    if folder.exists():
+        return str(folder)
+
+    print("warm-starting the tiny model (about two minutes, once) ...", flush=True)
+    began = time.perf_counter()
+    clean = worked_answers(clean_steps * BATCH, 2 * seed)
+    spoiled = worked_answers(hasty_steps * BATCH, 2 * seed + 1, hasty=hasty, slips=slips)
+    tokenizer = make_tokenizer([text for pair in clean[:2000] for text in pair])
+    model = make_model(tokenizer, seed)
+    matrices, rest = split_parameters(model)
+    # updates of the size that AdamW's have, so that both take one learning rate
+    muon = torch.optim.Muon(matrices, lr=clean_lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(rest, lr=clean_lr, weight_decay=0.0)
+    console = Console()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("warm start", total=clean_steps + hasty_steps)
+        train(model, tokenize(tokenizer, clean), [muon, adamw], seed, lambda: progress.advance(bar))
+        if spoiled:
+            everything = torch.optim.AdamW(model.parameters(), lr=hasty_lr, weight_decay=0.0)
+            train(model, tokenize(tokenizer, spoiled), [everything], seed, lambda: progress.advance(bar))
+    save(model, tokenizer, folder)
+    print(f"... done in {time.perf_counter() - began:.0f} s: {folder}", flush=True)
+    return str(folder)
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """All of the folder or nothing: another process may be looking, or making the same."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}.")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # of shards, of which there is one
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    if shown:
+        logging.enable_progress_bar()
+    try:
+        os.rename(unfinished, folder)
+    except OSError:
+        shutil.rmtree(unfinished)
+        if not folder.exists():
+            raise  # it was not the other process, which would have been as good

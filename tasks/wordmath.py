@@ -1,0 +1,199 @@
+"""Word problems of the GSM8K form, made from templates: a task with a reasoning chain that a tiny model can learn.
+
+    Sam has 14 coins. Sam buys 3 bags of 4 coins. Sam loses 5 coins. How many coins does Sam have?
+    3*4=12
+    14+12=26
+    26-5=21
+    \\boxed{21}
+
+A step is a line of the worked answer. Nothing is stored or downloaded: a row is a function of the seed and its index.
+"""
+
+import hashlib
+import operator
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from grpo.errors import UserError
+from grpo.grading import extract_answer, is_correct
+from grpo.messages import Message
+from grpo.rl import Example, Reward, SingleTurn, Split, Trajectory
+
+NAMES = ("Sam", "Mia", "Tom", "Ana", "Ben", "Eva", "Leo", "Zoe", "Max", "Ida")
+THINGS = ("coins", "books", "cards", "shells", "apples", "stamps", "pens", "stones")
+LARGEST = 99  # no number on the way is larger
+MOST_STEPS = 8
+TEST_SHARE = 10  # one question in so many belongs to the test side
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
+
+
+@dataclass(frozen=True)
+class Event:
+    """What may happen to the things: {n} changes their number by the operator; {each}, if told, multiplies {n}."""
+
+    operator: str
+    text: str
+    question: str = ""  # an event that ends the story asks about something else than the things
+
+    @property
+    def lines(self) -> int:
+        return 2 if "{each}" in self.text else 1
+
+
+EVENTS = (
+    Event("+", "{name} finds {n} {things}."),
+    Event("+", "{name} buys {n} more {things}."),
+    Event("+", "{name} buys {n} bags of {each} {things}."),
+    Event("+", "{friend} gives {name} {n} boxes of {each} {things}."),
+    Event("-", "{name} loses {n} {things}."),
+    Event("-", "{name} gives {n} {things} to {friend}."),
+    Event("*", "Now {name} gets {n} times as many {things}."),
+    Event("*", "{name} sells all the {things} for {n} dollars each.", "How many dollars does {name} get?"),
+    Event("/", "{name} packs all the {things} into boxes of {n}.", "How many boxes does {name} fill?"),
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    question: str
+    start: int
+    sums: tuple[tuple[str, int, int | None], ...]  # operator, n, each; one for every event
+
+    def lines(self, rng: random.Random, slips: float) -> Iterator[tuple[str, int]]:
+        """The working, line by line, with the result of each; a slip is carried on."""
+
+        def line(left: int, sign: str, right: int) -> tuple[str, int]:
+            result = OPERATORS[sign](left, right)
+            if rng.random() < slips:
+                result = abs(result + rng.choice((-10, -2, -1, 1, 2, 10)))
+            return f"{left}{sign}{right}={result}", result
+
+        value = self.start
+        for sign, n, each in self.sums:
+            if each is not None:
+                text, n = line(n, "*", each)
+                yield text, n
+            text, value = line(value, sign, n)
+            yield text, value
+
+    def worked(self, rng: random.Random, hasty: float = 0.0, slips: float = 0.0) -> tuple[str, int]:
+        """The worked answer and its result. A hasty author may stop before any line and box what he has so far."""
+        written, value = [], self.start
+        lines = self.lines(rng, slips)
+        while rng.random() >= hasty and (line := next(lines, None)):
+            text, value = line
+            written.append(text)
+        return "\n".join([*written, f"\\boxed{{{value}}}"]), value
+
+
+def draw(rng: random.Random, steps: int) -> Problem:
+    """A problem whose worked answer has `steps` lines."""
+    name, friend = rng.sample(NAMES, 2)
+    words = {"name": name, "friend": friend, "things": rng.choice(THINGS)}
+    start = value = rng.randint(3, 20)
+    told, sums = [f"{name} has {value} {words['things']}."], []
+    question = "How many {things} does {name} have?"
+    while steps:
+        event, n, each = rng.choice(EVENTS), rng.randint(2, 9), None
+        amount = n
+        if event.lines == 2:
+            each = rng.randint(2, 9)
+            amount = n * each
+        result = OPERATORS[event.operator](value, amount)
+        divides = event.operator != "/" or value % amount == 0
+        if event.lines > steps or (event.question and steps > 1) or not (divides and 2 <= result <= LARGEST):
+            continue
+        told.append(event.text.format(n=n, each=each, **words))
+        sums.append((event.operator, n, each))
+        question = event.question or question
+        value, steps = result, steps - event.lines
+    return Problem(" ".join([*told, question.format(**words)]), start, tuple(sums))
+
+
+def side(question: str) -> Split:
+    """The split that a question may appear in, whoever draws it: a stable hash of its text decides."""
+    digest = int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big")
+    return "test" if digest % TEST_SHARE == 0 else "train"
+
+
+def draw_from(split: Split, rng: random.Random, steps: Sequence[int]) -> Problem:
+    while True:
+        problem = draw(rng, rng.randint(*steps))
+        if side(problem.question) == split:
+            return problem
+
+
+def worked_answers(
+    count: int, seed: int, hasty: float = 0.0, slips: float = 0.0, steps: Sequence[int] = (2, 4)
+) -> list[tuple[str, str]]:
+    """Questions of the train side with their worked answers, to warm a model up on.
+
+    hasty: chance, before each line, that the author stops and boxes what he has so far.
+    slips: chance that a line is miscalculated.
+    """
+    rng = random.Random(f"worked answers {seed}")
+    problems = (draw_from("train", rng, steps) for _ in range(count))
+    return [(problem.question, problem.worked(rng, hasty, slips)[0]) for problem in problems]
+
+
+@dataclass(frozen=True)
+class Rows(Sequence):
+    """A row is made when it is asked for, by its index alone."""
+
+    split: Split
+    size: int
+    steps: Sequence[int]
+    seed: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Example:
+        index = range(self.size)[index]  # counts from the end too, and ends the iteration
+        rng = random.Random(f"{self.split} {self.seed} {index}")
+        problem = draw_from(self.split, rng, self.steps)
+        solution, answer = problem.worked(rng)
+        steps = solution.count("\n")
+        return {"question": problem.question, "answer": str(answer), "steps": steps, "solution": solution}
+
+
+class Wordmath:
+    """Rewards 1 for the right number, 0 for any other.
+
+    steps: fewest and most lines that a worked answer takes, both possible.
+    """
+
+    def __init__(
+        self, steps: Sequence[int] = (2, 4), train_size: int = 20000, test_size: int = 500, seed: int = 0
+    ) -> None:
+        if len(steps) != 2 or not 2 <= steps[0] <= steps[1] <= MOST_STEPS:
+            raise UserError(f"task.steps={list(steps)} must be [fewest, most] with 2 <= fewest <= most <= {MOST_STEPS}")
+        if min(train_size, test_size) < 1:
+            raise UserError(f"task.train_size={train_size} and task.test_size={test_size} must both be 1 or more")
+        self.steps, self.seed = tuple(steps), seed
+        self.train_size, self.test_size = train_size, test_size
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        if split == "train":
+            return Rows("train", self.train_size, self.steps, self.seed)
+        if split == "test":
+            return self.distinct(Rows("test", 10 * self.test_size, self.steps, self.seed))
+        raise UserError(f"there is no split {split!r}: choose train or test")
+
+    def distinct(self, rows: Rows) -> Sequence[Example]:
+        """The first `test_size` different questions: a row that counts twice would make intervals too narrow."""
+        found: dict[str, Example] = {}
+        for row in rows:
+            found.setdefault(row["question"], row)
+            if len(found) == self.test_size:
+                break
+        return list(found.values())
+
+    def build(self, example: Example) -> SingleTurn:
+        return SingleTurn((Message("user", example["question"]),))
+
+    def score(self, example: Example, trajectory: Trajectory) -> Reward:
+        correct = is_correct(extract_answer(trajectory.answer), example["answer"])
+        boxed = "\\boxed{" in trajectory.answer
+        return Reward(value=float(correct), correct=correct, parts={"format": float(boxed)})

@@ -1,0 +1,63 @@
+"""Fixtures: a toy model that is made in a second, the real configuration, and real data where it is at hand."""
+
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # what is not here should fail at once
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from grpo.cli import quiet
+from grpo.policy import Pretrained
+from grpo.tiny import make_model, make_tokenizer
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "tests" / "data"  # seven rows of our own
+REAL_DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data"))  # gsm8k_test.jsonl and more
+
+quiet()
+torch.set_num_threads(1)  # the models are so small that a second thread only waits
+
+
+def compose_config(*overrides: str, name: str = "train") -> DictConfig:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose(name, overrides=list(overrides))
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small random Llama that reads and writes any text."""
+    folder = tmp_path_factory.mktemp("toy")
+    tokenizer = make_tokenizer(["How many coins are left? 12 + 7 = 19"] * 30)
+    tokenizer.save_pretrained(folder)
+    make_model(tokenizer, seed=0).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def toy_model(toy: Path):
+    return Pretrained(str(toy)).model()
+
+
+@pytest.fixture
+def smoke(toy: Path, tmp_path: Path):
+    """Overrides of a run that takes seconds, on our own examples, written to tmp_path."""
+
+    def overrides(*more: str) -> list[str]:
+        return [
+            "task=gsm8k",
+            f"task.path={EXAMPLES}",
+            "model=path",
+            f"model.path={toy}",
+            "debug=smoke",
+            "callbacks=none",
+            "max_tokens=8",
+            "optim.optimizer.lr=1e-3",
+            f"output_dir={tmp_path}",
+            *more,
+        ]
+
+    return overrides

@@ -1,0 +1,95 @@
+"""Every option of every group composes, and every node fits the signature of what it names."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, compose_config
+from hydra.utils import get_object
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+GROUPS = (
+    "task",
+    "model",
+    "adapter",
+    "algo",
+    "rollout",
+    "eval",
+    "engine",
+    "optim",
+    "trainer",
+    "callbacks",
+    "logger",
+    "debug",
+)
+OPTIONS = [(group, file.stem) for group in GROUPS for file in sorted((ROOT / "conf" / group).glob("*.yaml"))]
+
+
+def nodes(config, path=""):
+    """(dotted path, node) of everything that will be called."""
+    if isinstance(config, dict):
+        if "_target_" in config:
+            yield path, config
+        for name, child in config.items():
+            yield from nodes(child, f"{path}.{name}".lstrip("."))
+    elif isinstance(config, list):
+        for i, child in enumerate(config):
+            yield from nodes(child, f"{path}.{i}")
+
+
+def check_signatures(config: DictConfig | ListConfig) -> int:
+    count = 0
+    for path, node in nodes(OmegaConf.to_container(config, resolve=True)):
+        if node["_target_"].startswith("grpo.engines.vllm"):
+            continue  # its signature is open: engine arguments go through to vLLM
+        arguments = {name: value for name, value in node.items() if name not in ("_target_", "_partial_", "_convert_")}
+        signature = inspect.signature(get_object(node["_target_"]))
+        bind = signature.bind_partial if node.get("_partial_") else signature.bind
+        try:
+            bind(**arguments)
+        except TypeError as error:
+            pytest.fail(f"{path}: {node['_target_']}: {error}")
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda value: str(value))
+def test_option_composes_and_binds(group, option, tmp_path):
+    overrides = [f"{group}={option}", f"output_dir={tmp_path}"] + (["model.path=x"] if option == "path" else [])
+    assert check_signatures(compose_config(*overrides)) >= 10
+    if group in ("task", "model", "engine", "trainer", "eval"):
+        assert check_signatures(compose_config(*overrides, name="eval")) >= 5
+
+
+def test_promised_options_are_there():
+    assert {"tiny", "llama1b", "llama8b", "qwen05b", "qwen15b", "qwen7b", "path"} <= {
+        o for g, o in OPTIONS if g == "model"
+    }
+    assert {"grpo", "dr_grpo"} <= {o for g, o in OPTIONS if g == "algo"}
+
+
+def test_variants_are_diffs_and_the_command_line_wins(tmp_path):
+    config = compose_config("algo=dr_grpo", "model=tiny", f"output_dir={tmp_path}")
+    assert (config.algo.advantage.scale_by_std, config.algo.loss.reduce, config.algo.loss.clip_low) == (
+        False,
+        "constant",
+        0.2,
+    )
+    assert (config.max_tokens, config.rollout.sampling.max_tokens, config.eval.sampling.max_tokens) == (40, 40, 40)
+    config = compose_config("max_tokens=7", "optim.optimizer.lr=0.5", f"output_dir={tmp_path}")
+    assert (config.algo.loss.max_tokens, config.rollout.sampling.max_tokens, config.optim.optimizer.lr) == (7, 7, 0.5)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_help_and_cfg_are_for_people(tmp_path):
+    text = command("train.py", "--help").stdout
+    for group in GROUPS:
+        assert f"\n{group}: " in text
+    assert "python train.py -m algo=grpo,dr_grpo seed=0,1" in text
+    printed = command("train.py", "--cfg", "job", "--resolve", f"hydra.run.dir={tmp_path}")
+    assert OmegaConf.create(printed.stdout).algo.loss.max_tokens == 40, printed.stderr
+    assert "python eval.py run=" in command("eval.py", "--help").stdout

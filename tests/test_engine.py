@@ -1,0 +1,135 @@
+"""The built-in engine: its samples follow the model, its log-probabilities are the trainer's, its seeds hold."""
+
+import pytest
+import torch
+from torch import tensor
+
+from grpo.collate import collate
+from grpo.engine import Sampling
+from grpo.engines.auto import auto_engine
+from grpo.engines.transformers import TransformersEngine, draw, filter_logits
+from grpo.errors import UserError
+from grpo.logprobs import completion_logprobs
+from grpo.messages import Message
+from grpo.rl import Action, Reward, State, Step, Trajectory
+from grpo.rollout import Rollout
+from grpo.tokens import Turn
+
+PROMPTS = [(60, 61, 62, 63, 64), (60, 61), (60, 61, 62, 63, 64), (70,) * 9]
+
+
+@pytest.fixture
+def engine(toy_model):
+    engine = TransformersEngine()
+    assert engine.version is None
+    engine.load_weights(toy_model, 3)
+    assert engine.version == 3
+    return engine
+
+
+EOS = [1, *range(100, 130)]  # many, so that rows end at different lengths
+
+
+def test_logprobs_are_the_trainers(engine, toy_model):
+    """Prefill, expanded caches, left padding and dropped rows change nothing: what the engine says the trainer finds."""
+    toy_model.generation_config.eos_token_id = EOS
+    for temperature in (1.0, 0.6):
+        got = engine.sample(PROMPTS * 4, Sampling(12, temperature=temperature), seeds=range(16))
+        assert {completion.finish for completion in got} == {"stop", "length"}
+        assert len({len(completion.ids) for completion in got}) > 3
+        state = Step(State((Message("user", ""),)), Action(Message("assistant", "")))
+        groups = [
+            [Rollout({}, Trajectory((state,)), (Turn(prompt, completion),), Reward(0, False))]
+            for prompt, completion in zip(PROMPTS * 4, got, strict=True)
+        ]
+        batch = collate(groups, torch.zeros(16, 1))
+        trainer, _ = completion_logprobs(toy_model, batch, temperature)
+        assert ((trainer - batch.rollout_logprobs).abs() * batch.mask).max() < 1e-5
+
+
+def test_a_completion_ends_with_its_eos_or_at_the_limit(engine, toy_model):
+    toy_model.generation_config.eos_token_id = EOS
+    for completion in engine.sample(PROMPTS * 4, Sampling(12), seeds=range(16)):
+        ends = [token in EOS for token in completion.ids]
+        assert not any(ends[:-1])
+        assert (completion.finish == "stop") == ends[-1]
+        assert completion.finish == "stop" or len(completion.ids) == 12
+
+
+def test_seeds_decide_whatever_else_is_in_the_batch(engine):
+    sampling = Sampling(8)
+    together = engine.sample(PROMPTS, sampling, seeds=[5, 6, 7, 8])
+    alone = [
+        engine.sample([prompt], sampling, seeds=[seed])[0] for prompt, seed in zip(PROMPTS, [5, 6, 7, 8], strict=True)
+    ]
+    engine.max_rows = 3
+    in_pieces = engine.sample(PROMPTS, sampling, seeds=[5, 6, 7, 8])
+    assert [c.ids for c in together] == [c.ids for c in alone] == [c.ids for c in in_pieces]
+    assert engine.sample(PROMPTS, sampling, seeds=[5, 6, 9, 8])[2].ids != together[2].ids
+
+
+def test_greedy_takes_the_likeliest_token(engine, toy_model):
+    (completion,) = engine.sample([PROMPTS[0]], Sampling(5, temperature=0.0), seeds=[0])
+    ids = list(PROMPTS[0])
+    for token in completion.ids:
+        assert token == toy_model(tensor([ids])).logits[0, -1].argmax()
+        ids.append(token)
+
+
+def test_samples_follow_the_distribution(engine, toy_model):
+    """Chi-square over the eight likeliest tokens and the rest, 4,000 draws: 8 degrees of freedom, 26.1 is the 99.9 % point."""
+    engine.max_rows = 4000
+    drawn = engine.sample([PROMPTS[0]] * 4000, Sampling(1, temperature=0.3), seeds=range(4000))
+    probs = (toy_model(tensor([PROMPTS[0]])).logits[0, -1] / 0.3).softmax(-1)
+    top = probs.topk(8).indices.tolist()
+    counts = [sum(completion.ids[0] == token for completion in drawn) for token in top]
+    expected = [4000 * probs[token].item() for token in top]
+    counts.append(4000 - sum(counts))
+    expected.append(4000 - sum(expected))
+    assert sum((c - e) ** 2 / e for c, e in zip(counts, expected, strict=True)) < 26.1
+
+
+LOGITS = tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"top_k": 2}, [0, 1]),
+        ({"top_p": 0.5}, [0]),
+        ({"top_p": 0.51}, [0, 1]),
+        ({"top_p": 0.96}, [0, 1, 2, 3]),
+        ({"min_p": 0.3}, [0, 1, 2]),  # 0.15 is 0.3 of 0.5
+        ({"min_p": 0.31}, [0, 1]),
+        ({"top_k": 3, "top_p": 0.6}, [0, 1]),  # 0.5 / 0.95 alone is below 0.6
+    ],
+)
+def test_filters(sampling, kept):
+    left = filter_logits(LOGITS.flip(-1), Sampling(1, **sampling)).isfinite().flip(-1)
+    assert left.nonzero()[:, 1].tolist() == kept
+
+
+def test_draw_reads_the_cumulative_distribution():
+    uniform = tensor([0.0, 0.49, 0.51, 0.79, 0.81, 0.94, 0.96, 1 - 1e-16], dtype=torch.float64)
+    assert draw(LOGITS.expand(8, -1), uniform).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    banned = LOGITS.masked_fill(tensor([[True, False, False, True]]), -torch.inf)
+    assert draw(banned.expand(2, -1), tensor([0.0, 1 - 1e-16], dtype=torch.float64)).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"min_p": 1}, {"max_tokens": 0}])
+def test_sampling_out_of_range_is_refused(wrong):
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        Sampling(**{"max_tokens": 1} | wrong)
+
+
+def test_a_prompt_beyond_the_context_is_refused(engine):
+    with pytest.raises(UserError, match=r"prompt of 4090 tokens and max_tokens=10 exceed .* context of 4096"):
+        engine.sample([(60,) * 4090], Sampling(10), seeds=[0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it may well choose vLLM")
+def test_auto_takes_the_built_in_engine_without_a_gpu_and_says_so(caplog):
+    caplog.set_level("INFO")
+    assert isinstance(auto_engine("anything"), TransformersEngine)
+    assert "built-in" in caplog.text and "no GPU" in caplog.text

@@ -1,0 +1,66 @@
+"""The house: who may import whom."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LAYERS = [
+    {"errors", "messages", "tokens"},
+    {"rl", "rows", "renderer", "engine", "engines", "advantage", "kl", "loss", "logprobs", "algorithm", "grading"},
+    {"rollout", "collate", "data", "policy", "evaluation", "tiny"},
+    {"module", "callbacks", "trainer", "runs"},
+    {"cli"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def imports(file: Path) -> set[str]:
+    """Dotted names of every module that the file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            names.add(node.module)
+    return names
+
+
+def room(module: str) -> str:
+    """grpo.engines.auto -> engines"""
+    return module.split(".")[1]
+
+
+def test_every_file_has_a_layer_and_imports_only_its_own_or_lower_ones():
+    for file in sorted((ROOT / "grpo").rglob("*.py")):
+        here = file.relative_to(ROOT / "grpo").parts[0].removesuffix(".py")
+        if here == "__init__":
+            continue
+        for name in imports(file):
+            if name.startswith("grpo."):
+                assert LEVEL[room(name)] <= LEVEL[here], f"{file.name} (layer {LEVEL[here]}) imports {name}"
+            assert not name.startswith("tasks"), f"{file.name} imports {name}: tasks are named by Hydra, never imported"
+
+
+def test_module_and_callbacks_do_not_know_each_other():
+    assert not any(name.startswith("grpo.callbacks") for name in imports(ROOT / "grpo" / "module.py"))
+    for file in (ROOT / "grpo" / "callbacks").glob("*.py"):
+        assert "grpo.module" not in imports(file)
+
+
+def test_only_the_composition_roots_know_hydra_and_only_its_engine_knows_vllm():
+    for file in [*(ROOT / "grpo").rglob("*.py"), *(ROOT / "tasks").rglob("*.py")]:
+        libraries = {name.split(".")[0] for name in imports(file)}
+        assert not libraries & {"hydra", "omegaconf"} or file.name == "cli.py", f"{file} imports hydra"
+        assert "vllm" not in libraries or file == ROOT / "grpo" / "engines" / "vllm.py", f"{file} imports vllm"
+
+
+def test_tasks_live_in_message_space():
+    allowed = {"grpo.errors", "grpo.messages", "grpo.rl", "grpo.rows", "grpo.grading"}
+    for file in (ROOT / "tasks").glob("*.py"):
+        ours = {name for name in imports(file) if name.startswith("grpo")}
+        assert ours <= allowed, f"{file.name} imports {ours - allowed}"
+
+
+def test_train_py_fits_on_a_screen():
+    assert len((ROOT / "train.py").read_text().splitlines()) <= 80

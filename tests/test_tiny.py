@@ -1,0 +1,154 @@
+"""The demo's base model: tokenizer, loss, cache. The real recipe is too long for a test: 2 + 1 steps here."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo.tiny import BATCH, answer_loss, batches, make_model, make_tokenizer, save, tiny_folder, tokenize
+from tasks.wordmath import worked_answers
+
+brief = partial(tiny_folder, worked_answers, clean_steps=2, hasty_steps=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Two processes with two threads each on two cores wait for each other more than they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer([text for pair in worked_answers(500, 0) for text in pair])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return brief(cache=str(tmp_path_factory.mktemp("cache")))
+
+
+def test_any_text_survives_the_tokenizer(tokenizer):
+    scripts = "".join(map(chr, range(0x250))) + "你好 ✓ 𒀀 👩‍🚀 é e\u0301\u2028\x00"
+    spaces = "  a\n\n b\t c   4  5 \r\n\n"
+    for text in (scripts, spaces, "zebras eat 12 quinces", "\\boxed{\\frac{1}{2}} #### 3,000.5", ""):
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert tokenizer.decode(ids) == text
+
+
+def test_a_digit_is_a_token_and_so_is_a_word_of_the_task(tokenizer):
+    def pieces(text: str) -> list[str]:
+        return [tokenizer.decode([i]) for i in tokenizer(text, add_special_tokens=False).input_ids]
+
+    assert pieces("14+7=21\n\\boxed{21}") == ["1", "4", "+", "7", "=", "2", "1", "\n", "\\boxed{", "2", "1", "}"]
+    assert pieces("Sam has 14 coins.") == ["Sam", " has ", "1", "4", " coins", "."]
+    assert pieces("2024") == ["2", "0", "2", "4"]
+
+
+def test_the_chat_template(tokenizer):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|system|>Be brief.<|end|><|user|>1+1?<|end|><|assistant|>"
+    answered = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": "2"}], tokenize=False)
+    assert answered == prompt + "2" + tokenizer.eos_token
+    ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    special = [i for i in ids if i in tokenizer.all_special_ids]
+    assert tokenizer.convert_ids_to_tokens(special) == ["<|system|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>"]
+
+
+def test_a_batch_marks_the_answer_and_its_end(tokenizer):
+    rows = tokenize(tokenizer, [("1+1?", "2"), ("How many?", "1+1=2\n\\boxed{2}")])
+    ((ids, answer),) = batches(rows, tokenizer.pad_token_id, seed=0)
+    texts = {tokenizer.decode(row[marks]) for row, marks in zip(ids, answer, strict=True)}
+    assert texts == {"2<|end|>", "1+1=2\n\\boxed{2}<|end|>"}
+
+
+def test_every_row_is_in_one_batch(tokenizer):
+    rows = tokenize(tokenizer, worked_answers(150, 0))
+    got = list(batches(rows, tokenizer.pad_token_id, seed=0))
+    assert sorted(len(ids) for ids, _ in got) == [150 % BATCH] + [BATCH] * (150 // BATCH)
+    assert sum(int(answer.sum()) for _, answer in got) == sum(len(ids) - prompt for ids, prompt in rows)
+
+
+def test_the_loss_is_that_of_each_row_alone(tokenizer):
+    """Padding, and the rows beside it, change nothing."""
+    model = make_model(tokenizer, seed=0)
+    rows = tokenize(tokenizer, [("1+1?", "2"), ("How many coins does Sam have?", "1+1=2\n\\boxed{2}")])
+    ((ids, answer),) = batches(rows, tokenizer.pad_token_id, seed=0)
+    with torch.no_grad():
+        together = answer_loss(model, ids, answer)
+        total = count = 0
+        for row, prompt in rows:
+            logprobs = model(torch.tensor([row])).logits[0].log_softmax(-1)
+            total -= sum(logprobs[t - 1, row[t]] for t in range(prompt, len(row)))
+            count += len(row) - prompt
+    torch.testing.assert_close(together, total / count)
+    assert abs(together - math.log(len(tokenizer))) < 0.5  # it knows nothing yet
+
+
+def test_the_folder_loads(folder):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert 1e6 < sum(p.numel() for p in model.parameters()) < 2e6
+    assert model.config.head_dim == 32 and model.config.max_position_embeddings == 4096
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == model.config.eos_token_id
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert model.config.bos_token_id is None and tokenizer.bos_token is None
+    assert tokenizer("Sam has 14 👩‍🚀").input_ids == tokenizer("Sam has 14 👩‍🚀", add_special_tokens=False).input_ids
+    assert tokenizer.decode(tokenizer("Sam has 14 👩‍🚀").input_ids) == "Sam has 14 👩‍🚀"
+
+
+def test_made_once_and_found_again(tmp_path, capsys):
+    folder = brief(cache=str(tmp_path))
+    assert "warm-starting" in capsys.readouterr().out
+    weights = next(tmp_path.glob("*/model.safetensors"))
+    made = weights.stat().st_mtime_ns
+    assert brief(cache=str(tmp_path)) == folder
+    assert weights.stat().st_mtime_ns == made and capsys.readouterr().out == ""
+    assert [str(path) for path in tmp_path.iterdir()] == [folder]  # nothing unfinished is left
+
+
+def test_another_recipe_is_another_model(folder, tmp_path):
+    name = folder.rpartition("/")[2]
+    assert name not in brief(seed=1, cache=str(tmp_path))
+    assert name not in tiny_folder(
+        lambda *args, **kwargs: [(q, "\\boxed{0}") for q, _ in worked_answers(*args, **kwargs)],
+        clean_steps=2,
+        hasty_steps=1,
+        cache=str(tmp_path),
+    )
+
+
+def test_equal_seeds_equal_weights_and_the_callers_dice_untouched(folder, tmp_path):
+    torch.manual_seed(123)
+    before = torch.random.get_rng_state()
+    again = brief(cache=str(tmp_path))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    one, two = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, again))
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_two_at_once_leave_one_whole_folder(folder, tmp_path):
+    """The slower of two processes finds the folder in place, and drops its own."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    for _ in range(2):
+        save(model, tokenizer, tmp_path / "tiny-x")
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-x"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-x")
+
+
+def test_training_learns(folder, tmp_path):
+    """A few steps on a single sum, and it is known by heart."""
+
+    def by_heart(count: int, seed: int, hasty: float = 0.0, slips: float = 0.0) -> list[tuple[str, str]]:
+        return [("1+1?", "2")] * count
+
+    folder = tiny_folder(by_heart, clean_steps=20, hasty_steps=0, cache=str(tmp_path))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    chat = [{"role": "user", "content": "1+1?"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    said = model.generate(**prompt, max_new_tokens=5, do_sample=False)[0, prompt.input_ids.shape[1] :]
+    assert tokenizer.decode(said) == "2<|end|>"

@@ -1,0 +1,271 @@
+"""train.py and eval.py as a user runs them: what a run leaves, how it resumes, how a mistake is told."""
+
+import csv
+import json
+import math
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import lightning as L
+import pytest
+import torch
+from conftest import EXAMPLES, ROOT, compose_config
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import eval as eval_script
+from grpo.callbacks.checkpoint import Checkpoint
+from grpo.cli import explain
+from grpo.data import PromptBatch
+from grpo.errors import UserError
+from grpo.policy import Pretrained
+from grpo.rl import Example, Reward, Trajectory
+from tasks.gsm8k import GSM8K
+from train import train
+
+TIMES = ("time/rollout", "time/update", "time/sync", "tokens/s")
+
+
+class Varied(GSM8K):
+    """GSM8K's questions with a reward in which the samples of a random model differ; they would never be right."""
+
+    def score(self, example: Example, trajectory: Trajectory) -> Reward:
+        value = len(trajectory.answer.encode()) % 7 / 7
+        return Reward(value, correct=value > 0.5)
+
+
+class Crash(L.Callback):
+    """Fails in the middle of a rollout, as a full disk or a lost GPU would."""
+
+    def __init__(self, rollout: int) -> None:
+        self.rollout = rollout
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        if batch.rollout == self.rollout:
+            raise RuntimeError("the disk is full")
+
+
+def rows(folder) -> list[dict[str, float]]:
+    with open(folder / "metrics.csv") as file:
+        return [{k: float(v) for k, v in row.items() if v and k not in TIMES} for row in csv.DictReader(file)]
+
+
+def state(folder) -> dict:
+    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=False)
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, adapter):
+    """8 rollouts in one go, or 5 and a crash and the rest: every weight, moment, metric and sample is the same."""
+
+    def run(folder: str, *more: str) -> None:
+        settings = [
+            "callbacks=[samples,checkpoint]",
+            "callbacks.checkpoint.every=4",
+            "rollout.num_rollouts=8",
+            "algo.num_epochs=2",
+            "algo.num_minibatches=2",
+            "algo.loss.kl_coef=0.05",
+            "optim.schedule.name=linear",
+            f"adapter={adapter}",
+            f"output_dir={tmp_path / folder}",
+        ]
+        config = compose_config(*smoke(*settings, *more))
+        config.task = {"_target_": "test_train.Varied", "path": str(EXAMPLES)}
+        (tmp_path / folder).mkdir(exist_ok=True)
+        train(config)
+
+    run("straight")
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        run("crashed", "+callbacks.crash={_target_: test_train.Crash, rollout: 5}")
+    assert len(rows(tmp_path / "crashed")) == 6  # nothing that was measured is lost
+    run("resumed", f"ckpt_path={tmp_path / 'crashed' / 'checkpoints' / 'last.ckpt'}")
+
+    straight, resumed = state(tmp_path / "straight"), state(tmp_path / "resumed")
+    assert straight["state_dict"].keys() == resumed["state_dict"].keys()
+    for name, tensor in straight["state_dict"].items():
+        assert torch.equal(tensor, resumed["state_dict"][name]), name
+    for a, b in zip(
+        straight["optimizer_states"][0]["state"].values(), resumed["optimizer_states"][0]["state"].values(), strict=True
+    ):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    assert straight["lr_schedulers"] == resumed["lr_schedulers"]
+    assert rows(tmp_path / "straight")[5:] == rows(tmp_path / "resumed")  # from rollout 5 on
+    name = "rollouts/000008.jsonl"
+    assert (tmp_path / "straight" / name).read_text() == (tmp_path / "resumed" / name).read_text()
+    assert {row["loss/grad_norm"] for row in rows(tmp_path / "straight")[1:]} != {0.0}  # there was something to learn
+    if adapter == "lora":
+        assert all("lora_" in key for key in straight["state_dict"])
+
+
+def test_what_a_run_leaves(smoke, tmp_path, capsys):
+    accuracy = train(compose_config(*smoke("callbacks=default", "rollout.num_rollouts=3", "eval.every=2")))
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert {
+        "config.yaml",
+        "metrics.csv",
+        "rollouts/000001.jsonl",
+        "rollouts/000003.jsonl",
+        "evaluations/000000.jsonl",
+        "evaluations/000002.jsonl",
+        "evaluations/000003.jsonl",
+        "checkpoints/last.ckpt",
+        "checkpoints/last/model.safetensors",
+        "checkpoints/last/tokenizer.json",
+        "checkpoints/best/model.safetensors",
+        "checkpoints/best/chat_template.jinja",
+    } <= left
+    assert any(name.startswith("tensorboard/events") for name in left)
+
+    table = rows(tmp_path)
+    assert [row["step"] for row in table] == [0, 1, 2, 3]
+    assert ["eval/accuracy" in row for row in table] == [True, False, True, True]
+    assert table[-1]["eval/accuracy"] == accuracy == 0.0
+    names = "reward reward_std solve_rate effective_groups length truncated logprob_gap format"
+    assert {f"rollout/{name}" for name in names.split()} <= table[1].keys()
+    assert {f"loss/{name}" for name in ["policy", "approx_kl", "clip_fraction", "entropy", "grad_norm"]} <= table[
+        1
+    ].keys()
+    assert table[1]["rollout/logprob_gap"] < 1e-5 and table[1]["lr"] == 1e-3
+
+    sample = json.loads((tmp_path / "rollouts" / "000001.jsonl").read_text().splitlines()[3])
+    assert (sample["rollout"], sample["prompt_index"], sample["sample"]) == (1, 1, 1)
+    assert sample["messages"][0]["role"] == "user" and sample["advantage"] == 0.0 and sample["tokens"] <= 8
+
+    ours = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)["state_dict"]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "last").state_dict()
+    assert all(torch.equal(ours[f"policy.{name}"], tensor) for name, tensor in theirs.items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "checkpoints" / "last").chat_template
+
+    said = capsys.readouterr().out
+    assert "rollout 3/3" in said and "held-out examples" in said and f"written to {tmp_path}" in said
+    assert said.count("╭─ rollout 1: reward") == 2 and said.count("╭─ rollout 3: reward") == 2
+
+
+def test_best_is_the_best_and_survives_worse(smoke, tmp_path):
+    pretrained = Pretrained(next(o for o in smoke() if o.startswith("model.path=")).partition("=")[2])
+    module = L.LightningModule()
+    module.policy = pretrained.model()
+    checkpoint = Checkpoint(str(tmp_path), pretrained, num_rollouts=10, every=0)
+    weight = module.policy.model.norm.weight
+    for rollout, accuracy in enumerate([0.1, 0.3, 0.2, 0.3]):
+        weight.data.fill_(rollout)
+        checkpoint.on_train_batch_end(
+            None, module, {}, PromptBatch(rollout, [], metrics={"eval/accuracy": accuracy}), 0
+        )
+    assert load_file(tmp_path / "best" / "model.safetensors")["model.norm.weight"].unique().item() == 1
+    resumed = Checkpoint(str(tmp_path), pretrained, num_rollouts=10)
+    resumed.load_state_dict(checkpoint.state_dict())
+    assert resumed.best_accuracy == 0.3
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_eval_reads_a_run_a_checkpoint_a_folder_and_a_base_model(smoke, toy, tmp_path, adapter):
+    run = tmp_path / "run"
+    run.mkdir()
+    train(compose_config(*smoke("callbacks=[checkpoint]", f"adapter={adapter}", f"output_dir={run}")))
+    common = ["task=gsm8k", f"task.path={EXAMPLES}", "max_tokens=8"]
+    for i, which in enumerate([run, run / "checkpoints" / "last.ckpt", run / "checkpoints" / "best"]):
+        folder = tmp_path / f"eval{i}"
+        folder.mkdir()
+        config = compose_config(*common, f"run={which}", f"output_dir={folder}", name="eval")
+        assert eval_script.evaluate(config) == 0.0
+        found = json.loads((folder / "metrics.json").read_text())
+        assert found["eval/truncated"] <= 1.0 and found["eval/length"] > 0
+        assert len((folder / "samples.jsonl").read_text().splitlines()) == 3  # every test row once
+    config = compose_config(
+        *common, "model=path", f"model.path={toy}", "eval.samples=4", "eval.sampling.temperature=1",
+        f"output_dir={tmp_path}", name="eval",
+    )  # fmt: skip
+    eval_script.evaluate(config)
+    assert json.loads((tmp_path / "metrics.json").read_text())["eval/pass@4"] == 0.0
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 12
+    with pytest.raises(UserError, match="has no policy"):
+        eval_script.policy_folder(str(tmp_path / "nothing"))
+
+
+def told(*overrides: str, name: str = "train") -> str:
+    """The line that a user gets."""
+    try:
+        config = compose_config(*overrides, name=name)
+        train(config) if name == "train" else eval_script.evaluate(config)
+    except Exception as error:
+        line = explain(error, name)
+        assert line is not None and "\n" not in line, f"no one-line answer to {error!r}"
+        return line
+    pytest.fail(f"{overrides} was accepted")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["task=gsm9k"], ["task has no option 'gsm9k'", "gsm8k, wordmath"]),
+        (["algo=grppo"], ["algo has no option 'grppo'", "dr_grpo, grpo"]),
+        (["model=llama"], ["model has no option 'llama'", "llama1b, llama8b, path"]),
+        (["rollout.group_sze=4"], ["no key 'rollout.group_sze'", "did you mean rollout.group_size?"]),
+        (["group_size=4"], ["did you mean rollout.group_size?"]),
+        (["optim.lr=1"], ["did you mean optim.optimizer.lr?"]),
+        (["rollout.group_size=1"], ["rollout.group_size=1", "at least 2"]),
+        (["rollout.group_size=x"], ["rollout:", "wrong type"]),
+        (["algo.num_minibatches=3"], ["3 does not divide the 4 rows", "valid values: 1, 2, 4"]),
+        (["rollout.prompts=5"], ["rollout.prompts=5 is more than the 4"]),
+        (["rollout.sampling.temperature=0"], ["temperature=0", "nothing can be learned"]),
+        (["max_tokens=0"], ["sampling.max_tokens=0"]),
+        (["max_tokens=4090"], ["train example 1", "context of 4096"]),
+        (["task.path=nowhere"], ["task.path=nowhere does not exist"]),
+        (["task.prompt=two"], ["task.prompt=two is not one of chat, one_shot"]),
+        (["model.path=nowhere/at_all"], ["model.path=nowhere/at_all is neither a local folder nor"]),
+        (["model.dtype=float8"], ["model.dtype=float8 is not one of auto, float32"]),
+        (["adapter=lora", "adapter.target_modules=[nothing]"], ["adapter:", "nothing"]),
+        (["ckpt_path=nowhere.ckpt"], ["ckpt_path=nowhere.ckpt is not a file"]),
+        (["algo.loss.reduce=mean"], ["algo.loss.reduce=mean is not one of sequence, token, constant"]),
+        (["eval.samples=2"], ["eval.samples=2 at temperature 0"]),
+        (["+rollout.colour=red"], ["rollout:", "unexpected keyword argument 'colour'"]),
+        (["optim.schedule.name=wavy"], ["optim: wavy is not a valid", "linear"]),
+        (["trainer.precision=8"], ["Precision 8 is invalid", "32-true"]),
+    ],
+)
+def test_mistakes_are_told_in_one_line(smoke, overrides, parts):
+    line = told(*smoke(*overrides))
+    for part in parts:
+        assert part in line, line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
+def test_cuda_that_is_not_there(smoke):
+    assert "trainer.accelerator=cuda is not available here; usable: cpu, auto" in told(*smoke("trainer=gpu"))
+
+
+def test_vllm_that_is_not_there(smoke):
+    if find_spec("vllm"):
+        pytest.skip("vLLM is here")
+    assert "pip install" in told(*smoke("engine=vllm"))
+
+
+def test_a_checkpoint_of_another_model(smoke, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    train(compose_config(*smoke("callbacks=[checkpoint]", f"output_dir={run}")))
+    checkpoint = f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
+    assert "a checkpoint of another model" in told(*smoke(checkpoint, "adapter=lora"))
+    assert "learned from 2 rollouts already" in told(*smoke(checkpoint))
+
+
+def test_the_command_line_prints_that_one_line(smoke, tmp_path):
+    (tmp_path / "file").touch()
+    for arguments, message in [
+        (["algo=grppo"], "error: algo has no option 'grppo'; there are: dr_grpo, grpo\n"),
+        ([f"hydra.run.dir={tmp_path}/file/run"], "error: the output folder cannot be written"),
+    ]:
+        done = subprocess.run([sys.executable, "train.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 1 and done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_bug_keeps_its_traceback():
+    assert explain(KeyError("ours"), "train") is None
+
+
+def test_means_of_a_run_are_numbers(smoke, tmp_path):
+    train(compose_config(*smoke("algo=dr_grpo", "algo.num_epochs=2")))
+    assert all(math.isfinite(value) for row in rows(tmp_path) for value in row.values())

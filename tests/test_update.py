@@ -1,0 +1,235 @@
+"""From episodes to gradients: batches, log-probabilities, and an update that does not depend on how it is cut."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import tensor
+
+from grpo.advantage import group_advantages
+from grpo.algorithm import Algorithm
+from grpo.collate import collate
+from grpo.data import PromptBatch
+from grpo.logprobs import completion_logprobs
+from grpo.loss import PolicyLoss
+from grpo.messages import Message
+from grpo.module import GRPOModule, Means, Optimization
+from grpo.policy import Pretrained, with_adapter
+from grpo.rl import Action, Reward, State, Step, Trajectory
+from grpo.rollout import Rollout
+from grpo.tokens import Completion, Turn
+
+
+def episode(prompt: tuple[int, ...], ids: tuple[int, ...], logprobs: tuple[float, ...] | None = None) -> Rollout:
+    step = Step(State((Message("user", "q"),)), Action(Message("assistant", "a")))
+    completion = Completion(ids, logprobs or (-0.5,) * len(ids), "stop")
+    return Rollout({}, Trajectory((step,)), (Turn(prompt, completion),), Reward(0.0, False))
+
+
+GROUPS = [
+    [episode((11, 12, 13), (21, 22)), episode((11, 12, 13), (23,))],
+    [episode((14,), (24, 25, 26, 27)), episode((14,), (28, 29, 30))],
+]
+ADVANTAGES = tensor([[1.0, -1.0], [0.5, -0.5]])
+
+
+def test_collate_pads_prompts_left_and_completions_right():
+    groups = [GROUPS[0], [episode((14,), (24, 25, 26), (-1.0, -2.0, -3.0)), episode((14,), (27,))]]
+    batch = collate(groups, tensor([[1.0, -1.0], [0.5, math.nan]]))
+    assert batch.ids.tolist() == [
+        [11, 12, 13, 21, 22, 0],
+        [11, 12, 13, 23, 0, 0],
+        [0, 0, 14, 24, 25, 26],
+        [0, 0, 14, 27, 0, 0],
+    ]
+    assert batch.attention_mask.tolist()[1:3] == [[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]
+    assert batch.mask.int().tolist() == [[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]]  # no reward, nothing to learn
+    assert batch.rollout_logprobs[2].tolist() == [-1.0, -2.0, -3.0]
+    assert batch.advantages.tolist() == [1.0, -1.0, 0.5, 0.0]
+
+
+def test_rows_lose_the_columns_that_only_pad():
+    batch = collate(GROUPS, ADVANTAGES)
+    short = batch.rows(tensor([1, 0]))
+    assert short.ids.tolist() == [[11, 12, 13, 23, 0], [11, 12, 13, 21, 22]]
+    assert short.mask.shape == short.rollout_logprobs.shape == (2, 2)
+    other = next(batch.rows(slice(2, 4)).split(1))
+    assert other.ids.tolist() == [[14, 24, 25, 26, 27]]
+
+
+def test_logprobs_are_those_of_a_lone_unpadded_forward(toy_model):
+    batch = collate(GROUPS, ADVANTAGES)
+    for temperature in (1.0, 0.7):
+        got, entropy = completion_logprobs(toy_model, batch, temperature)
+        rows = [episode.turns[0] for group in GROUPS for episode in group]
+        for row, turn in enumerate(rows):
+            ids = tensor([turn.prompt_ids + turn.completion.ids])
+            expected = (toy_model(ids).logits[0, :-1] / temperature).log_softmax(-1)
+            first, n = len(turn.prompt_ids) - 1, len(turn.completion.ids)
+            alone = expected[first:].gather(-1, ids[0, first + 1 :, None]).squeeze(-1)
+            torch.testing.assert_close(got[row, :n], alone, atol=1e-5, rtol=0)
+            exact = -(expected[first:].exp() * expected[first:]).sum(-1)
+            torch.testing.assert_close(entropy[row, :n], exact, atol=1e-4, rtol=0)
+
+
+def make_module(policy, microbatch_size=64, optimizer=torch.optim.SGD, lr=0.1, **algorithm) -> GRPOModule:
+    loss = PolicyLoss(
+        max_tokens=4, **{k: algorithm.pop(k) for k in ("reduce", "kl_coef", "clip_high") if k in algorithm}
+    )
+    module = GRPOModule(
+        policy,
+        Algorithm(group_advantages, loss, **algorithm),
+        Optimization(
+            lambda parameters: optimizer(parameters, lr=lr),
+            lambda optimizer, num_training_steps: torch.optim.lr_scheduler.LinearLR(
+                optimizer, 1.0, 0.0, num_training_steps
+            ),
+            microbatch_size,
+            max_grad_norm=0.0,
+        ),
+        temperature=1.0,
+        num_rollouts=4,
+        seed=0,
+    )
+    optimizers, schedules = module.configure_optimizers()
+    # stand in for the Trainer, which only hands these out
+    module.optimizers, module.lr_schedulers = lambda: optimizers[0], lambda: schedules[0]
+    module.manual_backward = lambda loss: loss.backward()
+    return module
+
+
+def trained(policy, tokens=None, **settings) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    module = make_module(policy, **settings)
+    metrics = module.training_step(PromptBatch(0, [], tokens=tokens or collate(GROUPS, ADVANTAGES)), 0)
+    return {name: p.detach().clone() for name, p in policy.named_parameters()}, metrics
+
+
+def fresh(toy):
+    return Pretrained(str(toy)).model()
+
+
+@pytest.mark.parametrize("reduce", ["sequence", "token", "constant"])
+def test_an_update_is_the_same_however_it_is_cut(toy, reduce):
+    before = dict(fresh(toy).named_parameters())
+    whole, metrics = trained(fresh(toy), reduce=reduce, kl_coef=0.1, microbatch_size=4)
+    for microbatch_size in (1, 3):
+        pieces, others = trained(fresh(toy), reduce=reduce, kl_coef=0.1, microbatch_size=microbatch_size)
+        for name in whole:
+            torch.testing.assert_close(pieces[name], whole[name], atol=1e-6, rtol=0)
+        for name in metrics:
+            assert others[name] == pytest.approx(metrics[name], abs=1e-4), name
+    assert max((whole[name] - before[name]).abs().max() for name in whole) > 1e-4
+
+
+def test_first_update_follows_the_policy_gradient_worked_by_autograd(toy):
+    """At ratio 1 the gradient of the loss is that of -mean_i mean_t A_i log pi(o_t)."""
+    policy = fresh(toy)
+    batch = collate(GROUPS, ADVANTAGES)
+    logprobs, _ = completion_logprobs(policy, batch, 1.0)
+    means = (logprobs * batch.mask).sum(1) / batch.mask.sum(1)
+    gradients = torch.autograd.grad(-(batch.advantages * means).mean(), list(policy.parameters()))
+    expected = {name: p.detach() - 0.1 * g for (name, p), g in zip(policy.named_parameters(), gradients, strict=True)}
+    got, metrics = trained(fresh(toy), reduce="sequence")
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], atol=1e-6, rtol=0)
+    assert metrics["loss/approx_kl"] == 0.0 and metrics["loss/policy"] == pytest.approx(0.0, abs=1e-6)
+    norm = torch.stack([g.norm() for g in gradients]).norm()
+    assert metrics["loss/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+def test_what_padding_predicts_cannot_reach_the_loss(toy):
+    """A model so sure of itself that padding tokens have log-probabilities below -100, where exp overflows."""
+    policy = fresh(toy)
+    with torch.no_grad():
+        policy.model.norm.weight.mul_(300)
+    module = make_module(policy, kl_coef=0.1, num_epochs=2, lr=1e-6, microbatch_size=2)
+    metrics = module.training_step(PromptBatch(0, [], tokens=collate(GROUPS, ADVANTAGES)), 0)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_zero_advantages_change_nothing(toy):
+    before = fresh(toy)
+    after, metrics = trained(fresh(toy), tokens=collate(GROUPS, torch.zeros(2, 2)))
+    assert all(torch.equal(after[name], p) for name, p in before.named_parameters())
+    assert metrics["loss/grad_norm"] == 0.0
+
+
+def test_logprob_gap_is_engine_against_trainer(toy):
+    policy = fresh(toy)
+    tokens = collate(GROUPS, ADVANTAGES)
+    exact, _ = completion_logprobs(policy, tokens, 1.0)
+    tokens = replace(tokens, rollout_logprobs=(exact + 0.25).detach())
+    _, metrics = trained(policy, tokens=tokens)
+    assert metrics["rollout/logprob_gap"] == pytest.approx(0.25, abs=1e-5)
+
+
+def unpadded(tokens) -> list[tuple[int, ...]]:
+    return [tuple(ids[keep.bool()].tolist()) for ids, keep in zip(tokens.ids, tokens.attention_mask, strict=True)]
+
+
+def test_epochs_compare_with_the_policy_before_the_first(toy):
+    """Old log-probabilities stay frozen: later epochs move away from them, until the bound stops them."""
+    policy = fresh(toy)
+    module = make_module(policy, num_epochs=3, num_minibatches=2, lr=0.1, kl_coef=0.01)
+    seen = []
+    inner = module.update
+    module.update = lambda minibatch, means: (seen.append(minibatch), inner(minibatch, means))
+    tokens = collate(GROUPS, ADVANTAGES)
+    start, _ = completion_logprobs(fresh(toy), tokens, 1.0)
+    metrics = module.training_step(PromptBatch(0, [], tokens=tokens), 0)
+
+    assert len(seen) == 6 and all(len(minibatch) == 2 for minibatch in seen)
+    row_of = {ids: row for row, ids in enumerate(unpadded(tokens))}
+    for minibatch in seen:
+        for i, ids in enumerate(unpadded(minibatch)):
+            n = int(minibatch.mask[i].sum())
+            expected = start[row_of[ids], :n].detach()
+            torch.testing.assert_close(minibatch.old_logprobs[i, :n], expected, atol=1e-5, rtol=0)
+            torch.testing.assert_close(minibatch.reference_logprobs[i, :n], expected, atol=1e-5, rtol=0)
+    for epoch in range(3):  # every epoch sees every row once
+        assert sorted(unpadded(seen[2 * epoch]) + unpadded(seen[2 * epoch + 1])) == sorted(row_of)
+    assert metrics["loss/approx_kl"] > 1e-4 and metrics["loss/clip_fraction"] > 0
+    assert metrics["lr"] == pytest.approx(
+        0.1 * (1 + 23 / 24 + 22 / 24 + 21 / 24 + 20 / 24 + 19 / 24) / 6
+    )  # linear over 24
+
+
+def test_reference_stays_where_the_run_began(toy):
+    policy = fresh(toy)
+    module = make_module(policy, kl_coef=0.1, lr=1.0)
+    tokens = collate(GROUPS, ADVANTAGES)
+    start = module.freeze(tokens).reference_logprobs
+    module.training_step(PromptBatch(0, [], tokens=tokens), 0)
+    metrics = module.training_step(PromptBatch(1, [], tokens=tokens), 0)
+    assert torch.equal(module.freeze(tokens).reference_logprobs, start)
+    assert metrics["loss/kl"] > 1e-3
+    assert not any("reference" in name for name in module.state_dict())
+
+
+def test_no_kl_no_reference(toy):
+    assert make_module(fresh(toy)).reference is None
+
+
+def test_lora_reference_is_the_base_and_only_the_adapter_learns(toy):
+    torch.manual_seed(0)
+    policy = with_adapter(fresh(toy), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
+    module = make_module(policy, kl_coef=0.1, lr=5.0)
+    assert module.reference.copy is None  # no second copy of the weights
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    tokens = collate(GROUPS, ADVANTAGES)
+    base, _ = completion_logprobs(fresh(toy), tokens, 1.0)
+    first = module.training_step(PromptBatch(0, [], tokens=tokens), 0)
+    second = module.training_step(PromptBatch(1, [], tokens=tokens), 0)
+    assert first["loss/kl"] == pytest.approx(0.0, abs=1e-6) and second["loss/kl"] > 1e-5
+    torch.testing.assert_close(module.freeze(tokens).reference_logprobs, base.detach(), atol=1e-5, rtol=0)
+    changed = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
+    assert changed and all("lora_" in name for name in changed)
+
+
+def test_means_weigh_by_what_they_count():
+    means = Means()
+    means.add("x", 6.0, 3)
+    means.add("x", 2.0, 1)
+    assert means.result() == {"x": 2.0}
