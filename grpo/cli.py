@@ -44,7 +44,9 @@ def explain(error: BaseException, config_name: str) -> str | None:
         if isinstance(cause, MissingConfigException):
             group, _, option = (cause.missing_cfg_file or "").rpartition("/")
             options = ", ".join(cause.options or ())
-            return f"{group} has no option {option!r}; there are: {options}" if options else " ".join(str(cause).split())
+            return (
+                f"{group} has no option {option!r}; there are: {options}" if options else " ".join(str(cause).split())
+            )
         if isinstance(cause, OSError) and isinstance(error, OSError):
             return f"the output folder cannot be written: {cause}; set hydra.run.dir=FOLDER"
     if key := re.search(r"Could not override '([^']+)'", str(error)):

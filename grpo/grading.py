@@ -1,4 +1,4 @@
-"""Layer 1 - is this answer right? Extraction is ours, mathematics is math-verify's. Text in, verdict out.
+"""Layer 1 - is this answer right? Extraction is ours, mathematics is math-verify's. Text in, reward out.
 
 Simplified: `is_correct` runs in the calling thread, which must be the main one, because math-verify's time limit is an
 alarm signal. Plain numbers, nearly every answer of a word problem, never get that far.
@@ -8,6 +8,8 @@ import re
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from functools import lru_cache
+
+from grpo.rl import Reward
 
 MAX_LENGTH = 1000  # characters of an answer worth parsing; longer ones are loops, and some take minutes
 MAX_NESTING = 10  # depth 16 already costs seconds
@@ -84,3 +86,17 @@ def is_correct(answer: str | None, gold: str) -> bool:
         return bool(verify(*parsed, timeout_seconds=TIME_LIMIT, raise_on_error=True))
     except TimeoutException as error:
         raise TimeoutError(f"math-verify needs more than {TIME_LIMIT} s for {answer!r} against {gold!r}") from error
+
+
+def grade(text: str, gold: str, format_reward: float = 0.0) -> Reward:
+    """1 for a text whose answer equals `gold`, plus format_reward for an answer in the form that `extract_answer` reads.
+
+    parts: format, and timeout, which is 1 where nobody could tell in time: then the reward is NaN, not 0.
+    """
+    answer = extract_answer(text)
+    has_answer = float(answer is not None)
+    try:
+        correct = is_correct(answer, gold)
+    except TimeoutError:
+        return Reward(float("nan"), False, {"format": has_answer, "timeout": 1.0})
+    return Reward(correct + format_reward * has_answer, correct, {"format": has_answer, "timeout": 0.0})

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from grpo.errors import UserError
-from grpo.grading import extract_answer, is_correct
+from grpo.grading import grade
 from grpo.messages import Message
 from grpo.rl import Example, Reward, SingleTurn, Split, Trajectory
 from grpo.rows import read_rows
@@ -51,11 +51,4 @@ class GSM8K:
 
     def score(self, example: Example, trajectory: Trajectory) -> Reward:
         text = trajectory.answer.partition("\nQuestion:")[0]  # a base model goes on to invent the next question
-        answer = extract_answer(text)
-        has_answer = float(answer is not None)
-        gold = example["answer"].rpartition("####")[2].strip()
-        try:
-            correct = is_correct(answer, gold)
-        except TimeoutError:
-            return Reward(float("nan"), False, {"format": has_answer, "timeout": 1.0})
-        return Reward(correct + self.format_reward * has_answer, correct, {"format": has_answer, "timeout": 0.0})
+        return grade(text, example["answer"].rpartition("####")[2].strip(), self.format_reward)

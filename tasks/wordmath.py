@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from grpo.errors import UserError
-from grpo.grading import extract_answer, is_correct
+from grpo.grading import grade
 from grpo.messages import Message
 from grpo.rl import Example, Reward, SingleTurn, Split, Trajectory
 
@@ -149,8 +149,10 @@ class Rows(Sequence):
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, index: int) -> Example:
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
         index = range(self.size)[index]  # counts from the end too, and ends the iteration
+        if isinstance(index, range):
+            return [self[i] for i in index]
         rng = random.Random(f"{self.split} {self.seed} {index}")
         problem = draw_from(self.split, rng, self.steps)
         solution, answer = problem.worked(rng)
@@ -194,6 +196,4 @@ class Wordmath:
         return SingleTurn((Message("user", example["question"]),))
 
     def score(self, example: Example, trajectory: Trajectory) -> Reward:
-        correct = is_correct(extract_answer(trajectory.answer), example["answer"])
-        boxed = "\\boxed{" in trajectory.answer
-        return Reward(value=float(correct), correct=correct, parts={"format": float(boxed)})
+        return grade(trajectory.answer, example["answer"])

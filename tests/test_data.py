@@ -174,6 +174,7 @@ def test_gsm8k_grades_its_own_solutions():
         assert task.score(row, said(other["answer"])).correct == (gold == wrong)
 
 
+@pytest.mark.slow  # four of them run into the time limit
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason="no grading cases on this machine")
 def test_grading_cases():
     def verdict(case: dict) -> bool | None:

@@ -92,7 +92,7 @@ def test_a_row_depends_on_its_index_alone():
     rows = Wordmath().examples("train")
     assert len(rows) == 20000
     assert rows[19999] == rows[-1] == Wordmath(train_size=30000).examples("train")[19999]
-    assert rows[0] != rows[1]
+    assert rows[0] != rows[1] and rows[1:3] == [rows[1], rows[2]]
     assert rows[0] != Wordmath(seed=1).examples("train")[0]
     assert len(list(Wordmath(train_size=7).examples("train"))) == 7
     with pytest.raises(IndexError):
@@ -103,11 +103,11 @@ def test_scores():
     task = Wordmath()
     for row in task.examples("test")[:50]:
         right = task.score(row, said(row["solution"]))
-        assert (right.value, right.correct, right.parts) == (1.0, True, {"format": 1.0})
+        assert (right.value, right.correct, right.parts["format"]) == (1.0, True, 1.0)
         wrong = task.score(row, said(f"\\boxed{{{int(row['answer']) + 1}}}"))
-        assert (wrong.value, wrong.correct, wrong.parts) == (0.0, False, {"format": 1.0})
+        assert (wrong.value, wrong.correct, wrong.parts["format"]) == (0.0, False, 1.0)
         bare = task.score(row, said(row["answer"]))
-        assert (bare.value, bare.correct, bare.parts) == (0.0, False, {"format": 0.0})
+        assert (bare.value, bare.correct, bare.parts["format"]) == (0.0, False, 0.0)
 
 
 def test_the_prompt_is_the_question():

@@ -11,8 +11,8 @@ from grpo.engines.transformers import TransformersEngine
 log = logging.getLogger(__name__)
 
 
-def auto_engine(path: str, dtype: str = "auto") -> Engine:
-    """path, dtype: the model, as for VLLMEngine; the built-in engine samples from the trained model itself."""
+def auto_engine(path: str) -> Engine:
+    """path: the model, for vLLM; the built-in engine samples from the trained model itself."""
     missing = [
         name
         for name, there in (("GPU", torch.cuda.is_available()), ("vllm", find_spec("vllm") is not None))
@@ -24,4 +24,4 @@ def auto_engine(path: str, dtype: str = "auto") -> Engine:
     from grpo.engines.vllm import VLLMEngine
 
     log.info("engine: vLLM (engine=vllm)")
-    return VLLMEngine(path=path, dtype=dtype)
+    return VLLMEngine(path)

@@ -22,7 +22,7 @@ from grpo.tokens import Completion
 
 
 class VLLMEngine:
-    """path: a Hugging Face folder or hub id. dtype: "auto" takes the checkpoint's, but makes 16 bits of float32.
+    """path: a Hugging Face folder or hub id. dtype: "auto" is float32 on a CPU, 16 bits on a GPU.
 
     args: whatever `vllm.LLM` takes, over the defaults below. On a CPU the cache of keys and values has 1 GiB unless
     `kv_cache_memory_bytes` says otherwise; on a GPU engine and trainer share the memory, so vLLM asks for 40 % of it.
@@ -48,6 +48,7 @@ class VLLMEngine:
             "use_tqdm_on_load": False,
         }
         if current_platform.is_cpu():
+            dtype = "float32" if dtype == "auto" else dtype
             defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
             _skip_compiled_ranks()
         with isolate_rng():  # the constructor reseeds every global generator
