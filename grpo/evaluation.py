@@ -31,16 +31,16 @@ class Evaluation:
 
 
 def metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """eval/accuracy over all samples, eval/pass@k with k the samples of an example, eval/length in tokens,
-    eval/truncated, and every part of the reward by name (eval/format among them)."""
+    """eval/accuracy over all samples; eval/pass@k with k the samples of an example, where there are several; eval/length in
+    tokens; eval/truncated; and every part of the reward by name (eval/format among them)."""
     samples = [sample for group in groups for sample in group]
     k = len(groups[0])
-    found = {
-        "accuracy": np.mean([sample.reward.correct for sample in samples]),
-        f"pass@{k}": np.mean([pass_at_k(k, sum(sample.reward.correct for sample in group), k) for group in groups]),
-        "length": np.mean([sample.length for sample in samples]),
-        "truncated": np.mean([sample.trajectory.truncated for sample in samples]),
-    }
+    found = {"accuracy": np.mean([sample.reward.correct for sample in samples])}
+    if k > 1:
+        right = [sum(sample.reward.correct for sample in group) for group in groups]
+        found[f"pass@{k}"] = np.mean([pass_at_k(k, c, k) for c in right])
+    found["length"] = np.mean([sample.length for sample in samples])
+    found["truncated"] = np.mean([sample.trajectory.truncated for sample in samples])
     for part in dict.fromkeys(name for sample in samples for name in sample.reward.parts):
         found[part] = np.mean([sample.reward.parts[part] for sample in samples if part in sample.reward.parts])
     return {f"eval/{name}": float(value) for name, value in found.items()}
