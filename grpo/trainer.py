@@ -22,6 +22,10 @@ def make_trainer(
         raise UserError(f"trainer.accelerator={accelerator} is not available here; usable: {usable}")
     if precision == "auto":
         precision = "bf16-mixed" if accelerator in ("auto", "cuda") and there["cuda"] else "32-true"
+    if precision in ("16-mixed", "16", 16):
+        raise UserError(
+            f"trainer.precision={precision} needs a loss scale that is not here: take bf16-mixed or 32-true"
+        )
     if kwargs.get("devices", 1) not in (1, "1", "auto"):
         raise UserError(
             f"trainer.devices={kwargs['devices']}: training runs on one device; start one job for each of them"

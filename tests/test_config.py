@@ -21,6 +21,7 @@ GROUPS = (
     "trainer",
     "callbacks",
     "logger",
+    "experiment",
     "debug",
 )
 OPTIONS = [(group, file.stem) for group in GROUPS for file in sorted((ROOT / "conf" / group).glob("*.yaml"))]

@@ -1,0 +1,143 @@
+"""Episodes: single-use environments side by side, several turns, seeds; evaluation on top of them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import EXAMPLES
+
+from grpo.collate import collate
+from grpo.engine import Sampling
+from grpo.engines.transformers import TransformersEngine
+from grpo.errors import UserError
+from grpo.evaluation import Evaluator, metrics, pass_at_k
+from grpo.messages import Message
+from grpo.policy import Pretrained
+from grpo.renderer import TokenizerRenderer
+from grpo.rl import Reward
+from grpo.rollout import Plan, derive_seed, play
+from tasks.gsm8k import GSM8K
+
+
+class Counting:
+    """An environment of `turns` turns, that fits its slot without importing anything of ours but the messages."""
+
+    built = 0
+
+    def __init__(self, turns: int, name: str) -> None:
+        type(self).built += 1
+        self.left, self.name, self.heard = turns, name, []
+
+    def start(self):
+        return SimpleNamespace(messages=(Message("user", self.name),))
+
+    def step(self, action):
+        self.heard.append(action.message)
+        self.left -= 1
+        if self.left == 0:
+            return None
+        turns = [m for said in self.heard for m in (said, Message("user", "and then?"))]
+        return SimpleNamespace(messages=(Message("user", self.name), *turns))
+
+
+class CountingTask:
+    def build(self, example):
+        return Counting(*example)
+
+    def score(self, example, trajectory):
+        return Reward(len(trajectory.steps), correct=False)
+
+
+@pytest.fixture
+def parts(toy, toy_model):
+    engine = TransformersEngine()
+    engine.load_weights(toy_model, 0)
+    return engine, TokenizerRenderer(Pretrained(str(toy)).tokenizer())
+
+
+def seed(*path: int) -> int:
+    return derive_seed(7, *path)
+
+
+def test_every_sample_has_an_environment_of_its_own_and_turns_go_on_as_long_as_it_says(parts):
+    Counting.built = 0
+    groups = play(CountingTask(), [(1, "a"), (3, "b"), (2, "c")], 2, *parts, Sampling(4), seed)
+    assert Counting.built == 6
+    assert [[len(sample.turns) for sample in group] for group in groups] == [[1, 1], [3, 3], [2, 2]]
+    assert [[sample.reward.value for sample in group] for group in groups] == [[1, 1], [3, 3], [2, 2]]
+    assert [group[0].trajectory.steps[0].state.messages[0].content for group in groups] == ["a", "b", "c"]
+    for group in groups:
+        for sample in group:
+            said = [step.action.message for step in sample.trajectory.steps]
+            assert list(sample.trajectory.steps[-1].state.messages[1::2]) == said[:-1]  # its own words, nobody else's
+    batch = collate(groups, torch.tensor([[1.0, -1.0], [2.0, -2.0], [3.0, -3.0]]))
+    assert batch.advantages.tolist() == [
+        1,
+        -1,
+        2,
+        2,
+        2,
+        -2,
+        -2,
+        -2,
+        3,
+        3,
+        -3,
+        -3,
+    ]  # a row a turn, the episode's advantage
+
+
+def test_what_a_sample_says_depends_on_its_own_seed_only(parts):
+    examples = [(1, "a"), (2, "b")]
+    both = play(CountingTask(), examples, 3, *parts, Sampling(6), seed)
+    alone = play(CountingTask(), examples[:1], 2, *parts, Sampling(6), seed)
+    ids = [[sample.turns[0].completion.ids for sample in group] for group in (both[0][:2], alone[0])]
+    assert ids[0] == ids[1]
+    assert len({sample.turns[0].completion.ids for sample in both[0]}) == 3
+    assert len({derive_seed(0, p, s, t) for p in range(20) for s in range(20) for t in range(3)}) == 1200
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "value"), [(4, 1, 1, 0.25), (4, 2, 2, 1 - 1 / 6), (4, 3, 2, 1.0), (5, 0, 5, 0.0)]
+)
+def test_pass_at_k(n, c, k, value):
+    assert pass_at_k(n, c, k) == pytest.approx(value)
+
+
+def test_evaluation_metrics():
+    def sample(correct: bool, length: int, form: float):
+        reward = Reward(0.0, correct, {"format": form})
+        return SimpleNamespace(reward=reward, length=length, trajectory=SimpleNamespace(truncated=length == 9))
+
+    groups = [[sample(True, 3, 1.0), sample(False, 9, 0.0)], [sample(False, 2, 1.0), sample(False, 2, 0.0)]]
+    assert metrics(groups) == {
+        "eval/accuracy": 0.25,
+        "eval/pass@2": 0.5,
+        "eval/length": 4.0,
+        "eval/truncated": 0.25,
+        "eval/format": 0.5,
+    }
+
+
+def test_evaluator_plays_the_first_test_rows(parts):
+    evaluation = Evaluator(Sampling(4, temperature=0.0), limit=2)(GSM8K(str(EXAMPLES)), *parts, seed=0, rollout=3)
+    rows = GSM8K(str(EXAMPLES)).examples("test")
+    assert [group[0].example for group in evaluation.groups] == [rows[0], rows[1]]
+    assert (evaluation.rollout, evaluation.metrics["eval/accuracy"], evaluation.metrics["eval/length"]) == (3, 0.0, 4.0)
+
+
+@pytest.mark.parametrize("wrong", [{"prompts": 0}, {"group_size": 1}, {"num_rollouts": 0}])
+def test_plans_that_cannot_be_are_refused(wrong):
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        Plan(**{"prompts": 2, "group_size": 2, "num_rollouts": 1, "sampling": Sampling(1)} | wrong)
+
+
+def test_a_renderer_without_template_reads_plain_text_and_a_prefill_is_continued(toy):
+    tokenizer = Pretrained(str(toy)).tokenizer()
+    renderer = TokenizerRenderer(tokenizer)
+    question, prefill = Message("user", "2 + 2?"), Message("assistant", "It is")
+    asked, continued = (tokenizer.decode(renderer.prompt_ids(m)) for m in ([question], [question, prefill]))
+    assert asked == "<|user|>2 + 2?<|end|><|assistant|>" and continued == asked + "It is"
+    assert renderer.parse(tokenizer("four<|end|>").input_ids) == Message("assistant", "four")
+    tokenizer.chat_template = None
+    assert tokenizer.decode(renderer.prompt_ids([question])) == "2 + 2?"
