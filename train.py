@@ -1,5 +1,6 @@
 """Train a policy with GRPO: configuration to objects, objects to a fitted policy. `python train.py --help` says how."""
 
+import logging
 from pathlib import Path
 
 import hydra
@@ -8,12 +9,14 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from grpo.callbacks.rollout import RolloutCallback
-from grpo.cli import run
+from grpo.cli import changes, run
 from grpo.data import PromptLoader, check_prompts
 from grpo.errors import UserError
 from grpo.module import GRPOModule
 from grpo.policy import with_adapter
 from grpo.renderer import TokenizerRenderer
+
+log = logging.getLogger(__name__)
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -25,8 +28,8 @@ def train(config: DictConfig) -> float | None:
     """Returns the last held-out accuracy, for a sweep to maximise. Cheap things first: a mistake shows before a model loads."""
     OmegaConf.save(config, Path(config.output_dir) / "config.yaml", resolve=True)
     L.seed_everything(config.seed, verbose=False)
-    if config.ckpt_path and not Path(config.ckpt_path).is_file():
-        raise UserError(f"ckpt_path={config.ckpt_path} is not a file: give a run's checkpoints/last.ckpt")
+    if config.ckpt_path:
+        resume_from(Path(config.ckpt_path), config)
 
     plan = instantiate(config.rollout)
     algorithm = instantiate(config.algo)
@@ -50,6 +53,15 @@ def train(config: DictConfig) -> float | None:
     trainer.fit(module, train_dataloaders=loader, ckpt_path=config.ckpt_path, weights_only=False)
     accuracy = trainer.callback_metrics.get("eval/accuracy")
     return None if accuracy is None else float(accuracy)
+
+
+def resume_from(checkpoint: Path, config: DictConfig) -> None:
+    """Say what differs from the run that is resumed: a forgotten argument would change it in silence."""
+    if not checkpoint.is_file():
+        raise UserError(f"ckpt_path={checkpoint} is not a file: give a run's checkpoints/last.ckpt")
+    before = checkpoint.parents[1] / "config.yaml"
+    if before.is_file() and (changed := changes(config, before)):
+        log.warning("resuming with other values: %s", ", ".join(changed))
 
 
 if __name__ == "__main__":

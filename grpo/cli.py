@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import transformers
 from hydra import compose, initialize_config_dir
@@ -83,6 +84,20 @@ def known_keys(config_name: str) -> list[str]:
                 yield from walk(child, f"{prefix}{name}.")
 
     return list(walk(config, ""))
+
+
+def flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys and values of a resolved configuration."""
+    if isinstance(node, dict):
+        return {key: value for name, child in node.items() for key, value in flat(child, f"{prefix}.{name}").items()}
+    return {prefix.lstrip("."): node}
+
+
+def changes(config: DictConfig, before: Path) -> list[str]:
+    """What differs from the configuration saved in `before`, as 'key=now (was then)'."""
+    now, then = (flat(OmegaConf.to_container(c, resolve=True)) for c in (config, OmegaConf.load(before)))
+    keys = [key for key in now | then if not key.startswith(("output_dir", "ckpt_path", "callbacks", "logger"))]
+    return [f"{key}={now.get(key)} (was {then.get(key)})" for key in keys if now.get(key) != then.get(key)]
 
 
 def quiet() -> None:

@@ -14,6 +14,7 @@ import operator
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from grpo.errors import UserError
 from grpo.grading import grade
@@ -180,13 +181,14 @@ class Wordmath:
         if split == "train":
             return Rows("train", self.train_size, self.steps, self.seed)
         if split == "test":
-            return self.distinct(Rows("test", 10 * self.test_size, self.steps, self.seed))
+            return self.test_rows
         raise UserError(f"there is no split {split!r}: choose train or test")
 
-    def distinct(self, rows: Rows) -> Sequence[Example]:
+    @cached_property
+    def test_rows(self) -> Sequence[Example]:
         """The first `test_size` different questions: a row that counts twice would make intervals too narrow."""
         found: dict[str, Example] = {}
-        for row in rows:
+        for row in Rows("test", 10 * self.test_size, self.steps, self.seed):
             found.setdefault(row["question"], row)
             if len(found) == self.test_size:
                 break

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import EXAMPLES
+from conftest import EXAMPLES, compose_config
 
 from grpo.collate import collate
 from grpo.engine import Sampling
@@ -17,6 +17,7 @@ from grpo.renderer import TokenizerRenderer
 from grpo.rl import Reward
 from grpo.rollout import Plan, derive_seed, play
 from tasks.gsm8k import GSM8K
+from train import train
 
 
 class Counting:
@@ -141,3 +142,20 @@ def test_a_renderer_without_template_reads_plain_text_and_a_prefill_is_continued
     assert renderer.parse(tokenizer("four<|end|>").input_ids) == Message("assistant", "four")
     tokenizer.chat_template = None
     assert tokenizer.decode(renderer.prompt_ids([question])) == "2 + 2?"
+
+
+def test_weights_are_loaded_once_a_version(smoke, tmp_path, monkeypatch):
+    """Evaluations at the start, in the middle and at the end cost no load of their own; no rollout samples old weights."""
+    loads, sampled = [], []
+    load, sample = TransformersEngine.load_weights, TransformersEngine.sample
+    monkeypatch.setattr(
+        TransformersEngine,
+        "load_weights",
+        lambda self, model, version: (loads.append(version), load(self, model, version)),
+    )
+    monkeypatch.setattr(
+        TransformersEngine, "sample", lambda self, *args: (sampled.append(self.version), sample(self, *args))[1]
+    )
+    train(compose_config(*smoke("rollout.num_rollouts=3", "eval.every=2")))
+    assert loads == [0, 1, 2, 3]
+    assert sampled == [0, 0, 1, 2, 2, 3]  # evaluation, rollout, rollout, evaluation, rollout, evaluation

