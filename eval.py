@@ -10,7 +10,7 @@ from rich.console import Console
 
 from grpo.callbacks.samples import records, write
 from grpo.callbacks.terminal import evaluation_table
-from grpo.cli import run
+from grpo.cli import one_line_errors, run
 from grpo.data import check_prompts
 from grpo.errors import UserError
 from grpo.renderer import TokenizerRenderer
@@ -18,7 +18,8 @@ from grpo.renderer import TokenizerRenderer
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="eval")
 def main(config: DictConfig) -> float:
-    return evaluate(config)
+    with one_line_errors("eval"):
+        return evaluate(config)
 
 
 def policy_folder(run: str) -> str:

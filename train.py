@@ -9,7 +9,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from grpo.callbacks.rollout import RolloutCallback
-from grpo.cli import changes, run
+from grpo.cli import changes, one_line_errors, run
 from grpo.data import PromptLoader, check_prompts
 from grpo.errors import UserError
 from grpo.module import GRPOModule
@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(config: DictConfig) -> float | None:
-    return train(config)
+    with one_line_errors("train"):
+        return train(config)
 
 
 def train(config: DictConfig) -> float | None:

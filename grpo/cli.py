@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -19,20 +20,28 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo.errors import UserError
 
+FULL_ERROR = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user set it
+
 
 def run(main: Callable[[], object], config_name: str) -> None:
     """Call a `hydra.main` function. HYDRA_FULL_ERROR=1 in the environment shows every mistake with its traceback."""
-    full_error = "HYDRA_FULL_ERROR" in os.environ
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving
     quiet()
-    try:
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
+    with one_line_errors(config_name):
         main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+
+
+@contextmanager
+def one_line_errors(config_name: str) -> Iterator[None]:
+    """Leave the program with one line where `explain` has one. Inside of a job too, or Hydra would comment on it."""
+    try:
+        yield
     except Exception as error:
-        if full_error or (line := explain(error, config_name)) is None:
+        if FULL_ERROR or (line := explain(error, config_name)) is None:
             raise
         sys.exit(f"error: {line}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def explain(error: BaseException, config_name: str) -> str | None:
@@ -103,7 +112,7 @@ def changes(config: DictConfig, before: Path) -> list[str]:
 def quiet() -> None:
     """Silence what a user cannot act on: advertising, and advice for set-ups that are not this one."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for name in ("lightning.pytorch", "lightning.fabric", "httpx"):
+    for name in ("lightning.pytorch", "lightning.fabric", "httpx", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="lightning")

@@ -136,6 +136,11 @@ class GRPOModule(L.LightningModule):
             for name, values in stats.items():
                 means.add(name, values[microbatch.mask].sum(), microbatch.mask.sum())
         grad_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.optim.max_grad_norm or torch.inf)
+        if not grad_norm.isfinite():
+            raise UserError(
+                "the gradient is not finite, the policy was left as it is: lower optim.optimizer.lr or optim.max_grad_norm, "
+                "and go on from the last checkpoint"
+            )
         means.add("loss/policy", total)
         means.add("loss/grad_norm", grad_norm)
         means.add("lr", optimizer.param_groups[0]["lr"])

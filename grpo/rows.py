@@ -48,9 +48,13 @@ def read_rows(
         else:
             rows = load_dataset(path, config, split=split)
     except Exception as error:  # whatever a parser or a network can raise
-        source = f"the dataset file {file}" if local.exists() else f"task.path={path}, neither a local folder nor"
         reason = str(error.__cause__ or error).splitlines()[0]
-        raise UserError(f"{source} could not be read from the hub or disk: {reason}") from error
+        if local.exists():
+            raise UserError(f"the dataset file {file} could not be read: {reason}") from error
+        raise UserError(
+            f"task.path={path} is no folder of this machine, and the hub does not give it ({reason}): "
+            f"give task.path=FOLDER with a train.jsonl and a test.jsonl"
+        ) from error
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows))))
     if len(rows) == 0:

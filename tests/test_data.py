@@ -71,6 +71,11 @@ def test_bad_paths_are_named(tmp_path):
     assert read_rows(str(tmp_path), "train", "gsm8k", ("question",))[0]["question"] == "ours"
 
 
+def test_a_hub_that_cannot_be_reached_is_said():
+    with pytest.raises(UserError, match=r"task\.path=nobody/nothing is no folder .* task\.path=FOLDER"):
+        read_rows("nobody/nothing", "train", "gsm8k", ("question",))
+
+
 def test_limit(tmp_path):
     assert len(read_rows(str(EXAMPLES), "train", "gsm8k", ("question",), limit=3)) == 3
     with pytest.raises(UserError, match="limit=0"):

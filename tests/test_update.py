@@ -12,6 +12,7 @@ from grpo.advantage import group_advantages
 from grpo.algorithm import Algorithm
 from grpo.collate import collate
 from grpo.data import PromptBatch
+from grpo.errors import UserError
 from grpo.logprobs import completion_logprobs
 from grpo.loss import PolicyLoss
 from grpo.messages import Message
@@ -147,6 +148,15 @@ def test_what_padding_predicts_cannot_reach_the_loss(toy):
     module = make_module(policy, kl_coef=0.1, num_epochs=2, lr=1e-6, microbatch_size=2)
     metrics = module.training_step(PromptBatch(0, [], tokens=collate(GROUPS, ADVANTAGES)), 0)
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_a_gradient_that_is_not_finite_does_not_touch_the_policy(toy):
+    policy = fresh(toy)
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    tokens = collate(GROUPS, ADVANTAGES * math.inf)
+    with pytest.raises(UserError, match="not finite"):
+        make_module(policy).training_step(PromptBatch(0, [], tokens=tokens), 0)
+    assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())
 
 
 def test_zero_advantages_change_nothing(toy):

@@ -61,6 +61,7 @@ class Terminal(L.Callback):
     ) -> None:
         if self.last is None:
             self.show(batch, f"rollout {batch.rollout + 1}")
+            self.progress.reset(self.bar, completed=batch.rollout)  # what a resumed run did before is not its speed
         self.note(batch)
 
     def on_train_batch_end(
