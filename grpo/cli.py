@@ -57,8 +57,8 @@ def explain(error: BaseException, config_name: str) -> str | None:
             return (
                 f"{group} has no option {option!r}; there are: {options}" if options else " ".join(str(cause).split())
             )
-        if isinstance(cause, OSError) and isinstance(error, OSError):
-            return f"the output folder cannot be written: {cause}; set hydra.run.dir=FOLDER"
+    if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
+        return f"the output folder cannot be written: {error}; set hydra.run.dir=FOLDER"
     if key := re.search(r"Could not override '([^']+)'", str(error)):
         known = known_keys(config_name)
         last = [name for name in known if name.rpartition(".")[2] == key[1].rpartition(".")[2]]
