@@ -20,6 +20,7 @@ test-slow: $(VENV)/installed-test ## the tests that train for minutes
 test-vllm: $(VENV)-vllm/installed ## the tests that need vLLM, on a CPU, in an environment of their own
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest -m vllm
 curve: $(VENV)/installed-test ## the README's picture: three seeds of the demo, then the plot
+	rm -rf outputs/curve
 	$(BIN)/python train.py -m seed=0,1,2 hydra.sweep.dir=outputs/curve
 	$(BIN)/python -m grpo.runs outputs/curve/0 outputs/curve/1 outputs/curve/2 --out docs/curve.png
 clean: ## remove the environments (runs stay in outputs/, the tiny model in the user's cache)

@@ -27,7 +27,10 @@ def main(config: DictConfig) -> float | None:
 
 def train(config: DictConfig) -> float | None:
     """Returns the last held-out accuracy, for a sweep to maximise. Cheap things first: a mistake shows before a model loads."""
-    OmegaConf.save(config, Path(config.output_dir) / "config.yaml", resolve=True)
+    saved = Path(config.output_dir) / "config.yaml"
+    if saved.exists():
+        raise UserError(f"{config.output_dir} holds a run already: set hydra.run.dir to a new folder")
+    OmegaConf.save(config, saved, resolve=True)
     L.seed_everything(config.seed, verbose=False)
     if config.ckpt_path:
         resume_from(Path(config.ckpt_path), config)

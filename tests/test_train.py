@@ -252,13 +252,23 @@ def test_a_resumed_run_says_what_is_different(smoke, tmp_path, caplog):
     assert "other values: algo.loss.clip_high=0.28 (was 0.2), rollout.num_rollouts=3 (was 2)\n" in caplog.text
 
 
+def test_a_folder_with_a_run_is_not_written_over(smoke, tmp_path):
+    train(compose_config(*smoke()))
+    assert "holds a run already: set hydra.run.dir" in told(*smoke())
+    assert len(rows(tmp_path)) == 3
+
+
 def test_a_checkpoint_of_another_model(smoke, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     train(compose_config(*smoke("callbacks=[checkpoint]", f"output_dir={run}")))
     checkpoint = f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
-    assert "a checkpoint of another model" in told(*smoke(checkpoint, "adapter=lora"))
-    assert "learned from 2 rollouts already" in told(*smoke(checkpoint))
+    for i, (more, message) in enumerate([
+        ("adapter=lora", "a checkpoint of another model"),
+        ("adapter=none", "learned from 2 rollouts already"),
+    ]):  # fmt: skip
+        (tmp_path / str(i)).mkdir()
+        assert message in told(*smoke(checkpoint, more, f"output_dir={tmp_path / str(i)}"))
 
 
 def test_the_command_line_prints_that_one_line(smoke, tmp_path):
