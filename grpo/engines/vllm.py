@@ -54,6 +54,8 @@ class VLLMEngine:
         if current_platform.is_cpu():
             dtype = "float32" if dtype == "auto" else dtype
             defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+            # a prompt read in pieces makes vLLM rewind the generator of its seed, which a CPU's cannot
+            defaults["enable_chunked_prefill"] = False
             _skip_compiled_ranks()
         with isolate_rng():  # the constructor reseeds every global generator
             self._llm = LLM(
