@@ -1,9 +1,11 @@
 """Evaluate a run, a checkpoint or a base model on the test split of a task. `python eval.py --help` says how."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
@@ -19,24 +21,39 @@ from grpo.renderer import TokenizerRenderer
 @hydra.main(version_base="1.3", config_path="conf", config_name="eval")
 def main(config: DictConfig) -> float:
     with one_line_errors("eval"):
-        return evaluate(config)
+        return evaluate(config, HydraConfig.get().overrides.task)
 
 
-def policy_folder(run: str) -> str:
+def policy_folder(run: str) -> Path:
     """The Hugging Face folder that `run=` means: a run's best policy, that of a checkpoint, or the folder itself."""
-    path = Path(run)
-    candidates = [path / "checkpoints" / "best", path / "checkpoints" / "last", path.with_suffix(""), path]
-    for folder in candidates:
+    path = Path(run).resolve()
+    for folder in (path / "checkpoints" / "best", path / "checkpoints" / "last", path.with_suffix(""), path):
         if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
-            return str(folder)
+            return folder
     raise UserError(f"run={run} has no policy: give a run's folder, a checkpoint of it, or a Hugging Face folder")
 
 
-def evaluate(config: DictConfig) -> float:
-    """Returns the accuracy. Writes metrics.json and samples.jsonl beside config.yaml."""
+def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """The policy of `config.run`, with model, task and max_tokens as that run had them; a task on the command line wins."""
+    folder = policy_folder(config.run)
+    trained = folder.parent.parent / "config.yaml"
+    with open_dict(config):
+        if trained.exists():
+            before = OmegaConf.load(trained)
+            config.model = OmegaConf.merge(
+                before, OmegaConf.from_dotlist([o for o in overrides if o.startswith("model.")])
+            ).model
+            if not any(override.startswith("task") for override in overrides):
+                config.task, config.max_tokens = before.task, before.max_tokens
+                config.merge_with_dotlist([o for o in overrides if o.startswith("max_tokens=")])
+        config.model.path = str(folder)
+    return config
+
+
+def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
+    """Returns the accuracy. Writes metrics.json and samples.jsonl beside config.yaml. overrides: of the command line."""
     if config.run:
-        with open_dict(config):
-            config.model = {"_target_": "grpo.policy.Pretrained", "path": policy_folder(config.run), "dtype": "float32"}
+        config = as_in_run(config, overrides)
     folder = Path(config.output_dir)
     OmegaConf.save(config, folder / "config.yaml", resolve=True)
     evaluator = instantiate(config.eval)
@@ -56,8 +73,9 @@ def evaluate(config: DictConfig) -> float:
     write(folder / "samples.jsonl", records(evaluation.groups))
     (folder / "metrics.json").write_text(json.dumps(evaluation.metrics, indent=2) + "\n")
     console = Console()
-    console.print(evaluation_table([(pretrained.path, evaluation.metrics)], first="policy"))
-    console.print(f"{len(evaluation.groups)} examples; written to {folder}", soft_wrap=True)
+    title = f"{type(task).__name__}: {len(evaluation.groups)} held-out examples"
+    console.print(evaluation_table([(pretrained.path, evaluation.metrics)], first="policy", title=title))
+    console.print(f"written to {folder}", soft_wrap=True)
     return evaluation.metrics["eval/accuracy"]
 
 

@@ -30,7 +30,8 @@ def train(config: DictConfig) -> float | None:
     saved = Path(config.output_dir) / "config.yaml"
     if saved.exists():
         raise UserError(f"{config.output_dir} holds a run already: set hydra.run.dir to a new folder")
-    OmegaConf.save(config, saved, resolve=True)
+    if not isinstance(config.seed, int) or config.seed < 0:
+        raise UserError(f"seed={config.seed} must be a whole number, 0 or more")
     L.seed_everything(config.seed, verbose=False)
     if config.ckpt_path:
         resume_from(Path(config.ckpt_path), config)
@@ -46,12 +47,14 @@ def train(config: DictConfig) -> float | None:
 
     pretrained = instantiate(config.model)
     renderer = TokenizerRenderer(pretrained.tokenizer())
-    check_prompts(task, renderer, pretrained.config().max_position_embeddings, config.max_tokens)
+    splits = ("train", "test") if evaluator.every else ("train",)
+    check_prompts(task, renderer, pretrained.config().max_position_embeddings, config.max_tokens, splits)
     engine = instantiate(config.engine)
     rollout = RolloutCallback(plan, task, loader, engine, renderer, algorithm.advantage, evaluator, config.seed)
     callbacks = [rollout, *instantiate(config.callbacks).values()]  # the rest look at what the first has made
     trainer = make_trainer(callbacks=callbacks, logger=list(instantiate(config.logger).values()))
 
+    OmegaConf.save(config, saved, resolve=True)
     policy = with_adapter(pretrained.model(), instantiate(config.adapter))
     module = GRPOModule(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, config.seed)
     trainer.fit(module, train_dataloaders=loader, ckpt_path=config.ckpt_path, weights_only=False)
@@ -63,7 +66,7 @@ def resume_from(checkpoint: Path, config: DictConfig) -> None:
     """Say what differs from the run that is resumed: a forgotten argument would change it in silence."""
     if not checkpoint.is_file():
         raise UserError(f"ckpt_path={checkpoint} is not a file: give a run's checkpoints/last.ckpt")
-    before = checkpoint.parents[1] / "config.yaml"
+    before = checkpoint.resolve().parents[1] / "config.yaml"
     if before.is_file() and (changed := changes(config, before)):
         log.warning("resuming with other values: %s", ", ".join(changed))
 

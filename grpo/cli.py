@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,13 +14,21 @@ from typing import Any
 import transformers
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException, MissingConfigException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo.errors import UserError
 
 FULL_ERROR = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user set it
+
+FAILED: list[str] = []  # what ended jobs of a sweep
+
+
+def in_sweep() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def run(main: Callable[[], object], config_name: str) -> None:
@@ -29,6 +37,8 @@ def run(main: Callable[[], object], config_name: str) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
     with one_line_errors(config_name):
         main()
+    if FAILED:
+        sys.exit(f"error: {len(FAILED)} of the sweep's jobs failed")
 
 
 @contextmanager
@@ -37,15 +47,21 @@ def one_line_errors(config_name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if FULL_ERROR or (line := explain(error, config_name)) is None:
+        if FULL_ERROR or (line := explain(error, config_name, sys.argv[1:])) is None:
             raise
-        sys.exit(f"error: {line}")
+        if not in_sweep():
+            sys.exit(f"error: {line}")
+        print(f"error: {line}", file=sys.stderr)  # and on with the next job
+        FAILED.append(line)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def explain(error: BaseException, config_name: str) -> str | None:
-    """One line for a mistake of the user's, None for a mistake of ours (which deserves its traceback)."""
+def explain(error: BaseException, config_name: str, arguments: Sequence[str] = ()) -> str | None:
+    """One line for a mistake of the user's, None for a mistake of ours (which deserves its traceback).
+
+    arguments: of the command line, for the groups that were chosen.
+    """
     causes = list(chain(error))
     for cause in causes:
         if isinstance(cause, UserError):
@@ -60,10 +76,8 @@ def explain(error: BaseException, config_name: str) -> str | None:
     if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
         return f"the output folder cannot be written: {error}; set hydra.run.dir=FOLDER"
     if key := re.search(r"Could not override '([^']+)'", str(error)):
-        known = known_keys(config_name)
-        last = [name for name in known if name.rpartition(".")[2] == key[1].rpartition(".")[2]]
-        near = last or get_close_matches(key[1], known, n=1, cutoff=0.3)
-        hint = f"did you mean {near[0]}?" if near else "--help lists them"
+        near = nearest(key[1], known_keys(config_name, arguments))
+        hint = f"did you mean {near}?" if near else "--help lists them"
         return f"there is no key {key[1]!r}; {hint} (+{key[1]}=... adds a new key)"
     if isinstance(error, InstantiationException):
         where = re.search(r"full_key: (\S+)", str(error))
@@ -80,16 +94,32 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def known_keys(config_name: str) -> list[str]:
-    """Every key of the default configuration, dotted, groups included."""
+def nearest(key: str, known: list[str]) -> str | None:
+    """The key that was probably meant: one of the same group, or of the same last name, or whatever looks alike."""
+    group, last = key.partition(".")[0], key.rpartition(".")[2]
+    siblings = [name for name in known if name.startswith(f"{group}.")]
+    for names in (siblings, known):
+        if same := [name for name in names if name.rpartition(".")[2] == last]:
+            return same[0]
+        if alike := get_close_matches(key, names, n=1, cutoff=0.6):
+            return alike[0]
+    return None
+
+
+def known_keys(config_name: str, arguments: Sequence[str]) -> list[str]:
+    """Every key of the configuration with the groups that were chosen, dotted."""
+    conf = Path(__file__).parents[1] / "conf"
+    chosen = [a for a in arguments if (conf / f"{a.replace('=', '/')}.yaml").is_file()]
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(Path(__file__).parents[1] / "conf"), version_base="1.3"):
-        config = compose(config_name)
+    with initialize_config_dir(str(conf), version_base="1.3"):
+        config = compose(config_name, overrides=chosen)
 
     def walk(node: DictConfig, prefix: str) -> Iterator[str]:
         for name in node:
             yield prefix + str(name)
-            if not OmegaConf.is_interpolation(node, name) and isinstance(child := node[name], DictConfig):
+            if not (OmegaConf.is_interpolation(node, name) or OmegaConf.is_missing(node, name)) and isinstance(
+                child := node[name], DictConfig
+            ):
                 yield from walk(child, f"{prefix}{name}.")
 
     return list(walk(config, ""))

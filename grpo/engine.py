@@ -22,7 +22,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, allowed in {
-            "max_tokens": self.max_tokens >= 1,
+            "max_tokens": isinstance(self.max_tokens, int) and self.max_tokens >= 1,
             "temperature": self.temperature >= 0,
             "top_p": 0 < self.top_p <= 1,
             "top_k": self.top_k >= 0,
@@ -30,7 +30,7 @@ class Sampling:
         }.items():
             if not allowed:
                 raise UserError(
-                    f"sampling.{name}={getattr(self, name)} is out of range: max_tokens >= 1, temperature >= 0, "
+                    f"sampling.{name}={getattr(self, name)} is out of range: a whole max_tokens >= 1, temperature >= 0, "
                     "0 < top_p <= 1, top_k >= 0 (0 is off), 0 <= min_p < 1"
                 )
 

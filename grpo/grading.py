@@ -69,7 +69,8 @@ def _nesting(text: str) -> int:
 def is_correct(answer: str | None, gold: str) -> bool:
     """Whether `answer` equals `gold` as mathematics. None, overlong and over-nested answers are wrong.
 
-    Raises TimeoutError where math-verify does not finish in TIME_LIMIT seconds: a verdict nobody reached is not a 0.
+    Raises TimeoutError where math-verify does not finish in TIME_LIMIT seconds: a verdict nobody reached is not a 0. What
+    it cannot read is wrong if the model wrote it, and raised if it is `gold`.
     """
     if answer is None or len(answer) > MAX_LENGTH or _nesting(answer) > MAX_NESTING:
         return False
@@ -81,11 +82,14 @@ def is_correct(answer: str | None, gold: str) -> bool:
     from math_verify import parse, verify  # slow to import, and mostly not needed
     from math_verify.errors import TimeoutException
 
+    wanted = parse(f"${gold}$", parsing_timeout=TIME_LIMIT, raise_on_error=True)
     try:
-        parsed = [parse(f"${text}$", parsing_timeout=TIME_LIMIT, raise_on_error=True) for text in (gold, answer)]
-        return bool(verify(*parsed, timeout_seconds=TIME_LIMIT, raise_on_error=True))
+        got = parse(f"${answer}$", parsing_timeout=TIME_LIMIT, raise_on_error=True)
+        return bool(verify(wanted, got, timeout_seconds=TIME_LIMIT, raise_on_error=True))
     except TimeoutException as error:
         raise TimeoutError(f"math-verify needs more than {TIME_LIMIT} s for {answer!r} against {gold!r}") from error
+    except Exception:  # a policy writes anything, and sympy raises anything
+        return False
 
 
 def grade(text: str, gold: str, format_reward: float = 0.0) -> Reward:

@@ -95,7 +95,11 @@ class PolicyLoss:
             logprobs, batch.old_logprobs, batch.advantages, self.clip_low, self.clip_high
         )
         loss = (batch.weights * surrogate).sum()
-        stats = {"loss/clip_fraction": clipped.float(), "loss/approx_kl": k3(batch.old_logprobs, logprobs.detach())}
+        stats = {
+            "loss/policy": surrogate.detach(),
+            "loss/clip_fraction": clipped.float(),
+            "loss/approx_kl": k3(batch.old_logprobs, logprobs.detach()),
+        }
         if self.needs_reference:
             kl = k3(logprobs, batch.reference_logprobs)
             loss = loss + self.kl_coef * (batch.weights * kl).sum()

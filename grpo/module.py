@@ -6,7 +6,6 @@ Group Relative Policy Optimization, arXiv 2402.03300. Knows nothing of text, tas
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from math import ceil
 
 import lightning as L
 import torch
@@ -39,7 +38,7 @@ class Optimization:
         if self.microbatch_size < 1:
             raise UserError(f"optim.microbatch_size={self.microbatch_size} must be at least 1")
         try:  # on one number, to find a wrong name or value before a model loads
-            self.schedule(optimizer=self.optimizer([torch.zeros(1, requires_grad=True)]), num_training_steps=1)
+            self.schedule(optimizer=self.optimizer([torch.zeros(1, requires_grad=True)]), num_training_steps=1).step()
         except (TypeError, ValueError) as error:
             raise UserError(f"optim: {error}") from error
 
@@ -89,8 +88,7 @@ class GRPOModule(L.LightningModule):
         tokens = self.freeze(batch.tokens)
         generator = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
         for _ in range(self.algorithm.num_epochs):
-            minibatch_size = ceil(len(tokens) / self.algorithm.num_minibatches)
-            for minibatch in tokens.shuffled(generator).split(minibatch_size):
+            for minibatch in tokens.shuffled(generator).divide(self.algorithm.num_minibatches):
                 self.update(minibatch, means)
         return means.result()
 
@@ -120,15 +118,12 @@ class GRPOModule(L.LightningModule):
         """One optimizer step on the loss of a minibatch, summed over its microbatches."""
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
         minibatch = replace(minibatch, weights=self.algorithm.loss.weights(minibatch.mask))
-        total = 0.0
         for microbatch in minibatch.split(self.optim.microbatch_size):
             logprobs, entropy = completion_logprobs(self.policy, microbatch, self.temperature)
             if microbatch.old_logprobs is None:
                 microbatch = replace(microbatch, old_logprobs=logprobs.detach())
             loss, stats = self.algorithm.loss(logprobs, microbatch)
             self.manual_backward(loss)
-
-            total += float(loss.detach())
             stats |= {
                 "loss/entropy": entropy,
                 "rollout/logprob_gap": (microbatch.old_logprobs - microbatch.rollout_logprobs).abs(),
@@ -141,7 +136,6 @@ class GRPOModule(L.LightningModule):
                 "the gradient is not finite, the policy was left as it is: lower optim.optimizer.lr or optim.max_grad_norm, "
                 "and go on from the last checkpoint"
             )
-        means.add("loss/policy", total)
         means.add("loss/grad_norm", grad_norm)
         means.add("lr", optimizer.param_groups[0]["lr"])
         optimizer.step()

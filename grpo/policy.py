@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model by folder or hub id (path), and how to load it. A PEFT adapter's folder loads with its base.
+    """A model by folder or hub id (path), and how to load it. A PEFT adapter's folder brings its base.
 
     dtype: of the parameters. They are what the optimizer updates: bfloat16 loses most updates at a learning rate of
     1e-6, so training takes float32 with `trainer.precision: bf16-mixed` on a GPU.
@@ -38,23 +38,34 @@ class Pretrained:
             return loader.from_pretrained(
                 self.path, revision=self.revision, trust_remote_code=self.trust_remote_code, **kwargs
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError) as error:
             if Path(self.path).exists():
                 what = "has no model that transformers can load"
             else:
                 what = "is neither a local folder nor a model that the hub gives (is there a network? is it gated?)"
             raise UserError(f"model.path={self.path} {what}: {str(error).splitlines()[0]}") from error
 
+    def base(self) -> "Pretrained | None":
+        """What an adapter's folder was made on; None where the folder is a whole model."""
+        if not (Path(self.path) / "adapter_config.json").exists():
+            return None
+        return replace(self, path=PeftConfig.from_pretrained(self.path).base_model_name_or_path, revision=None)
+
     def config(self) -> PretrainedConfig:
-        if (Path(self.path) / "adapter_config.json").exists():
-            return Pretrained(PeftConfig.from_pretrained(self.path).base_model_name_or_path).config()
-        return self._load(AutoConfig)
+        base = self.base()
+        return base.config() if base else self._load(AutoConfig)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self._load(AutoTokenizer)
 
     def model(self) -> nn.Module:
-        """In evaluation mode, and it stays there: dropout would make the trainer disagree with the engine."""
+        """In evaluation mode, and it stays there: dropout would make the trainer disagree with the engine.
+
+        An adapter is merged into its base, so that training goes on from both, with a new adapter or without.
+        """
+        if base := self.base():
+            merged = PeftModel.from_pretrained(base.model(), self.path).merge_and_unload()
+            return merged.requires_grad_(True).eval()
         dtype = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
         return self._load(AutoModelForCausalLM, dtype=dtype, attn_implementation=self.attn_implementation).eval()
 

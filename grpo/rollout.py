@@ -13,7 +13,7 @@ from grpo.tokens import Turn
 
 
 @dataclass(frozen=True)
-class Rollout:
+class Sample:
     """One episode in both views: the trajectory (messages), the turns (tokens), one a step; and what it earned."""
 
     example: Example
@@ -27,7 +27,7 @@ class Rollout:
         return sum(len(turn.completion.ids) for turn in self.turns)
 
 
-Group = list[Rollout]  # the G samples of one example
+Group = list[Sample]  # the G samples of one example
 
 
 @dataclass(frozen=True)
@@ -97,5 +97,5 @@ def play(
     groups: list[Group] = [[] for _ in examples]
     for episode in episodes:
         example, trajectory = examples[episode[0]], Trajectory(tuple(steps[episode]))
-        groups[episode[0]].append(Rollout(example, trajectory, tuple(turns[episode]), task.score(example, trajectory)))
+        groups[episode[0]].append(Sample(example, trajectory, tuple(turns[episode]), task.score(example, trajectory)))
     return groups

@@ -1,4 +1,4 @@
-"""Layer 2 - the demo's base model: made in memory, warmed up in about a minute on a CPU, kept as a Hugging Face folder.
+"""Layer 2 - the demo's base model: made in memory, warmed up in about two minutes on a CPU, kept as a Hugging Face folder.
 
 A Llama of 1.3 M parameters learns careful worked answers (stage 1), then is spoiled by hasty ones (stage 2): it answers
 too early and is mostly wrong, but the skill is still inside, and a reward can bring it out. Knows no task: the worked

@@ -35,7 +35,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """What the loss sees. The last four are filled in on the way: by the module, before the update that needs them."""
+    """What the loss sees. The module fills in the last three, before the update that needs them."""
 
     ids: Tensor  # [B, P+C] int64
     attention_mask: Tensor  # [B, P+C] int64, 0 on padding
@@ -83,3 +83,8 @@ class TokenBatch:
         """Consecutive pieces of at most `size` rows."""
         for start in range(0, len(self), size):
             yield self.rows(slice(start, start + size))
+
+    def divide(self, count: int) -> Iterator[Self]:
+        """`count` consecutive pieces, whose sizes differ by one row at most."""
+        for index in torch.arange(len(self), device=self.ids.device).tensor_split(count):
+            yield self.rows(index)

@@ -8,41 +8,48 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from grpo.errors import UserError
 
+# not bf16-true, where a parameter loses most of its updates; not 16-mixed, where clipping would need the loss scale
+PRECISIONS = ("auto", "32-true", "bf16-mixed")
+ELSEWHERE = {
+    "gradient_clip_val": "optim.max_grad_norm",
+    "accumulate_grad_batches": "optim.microbatch_size",
+    "max_epochs": "rollout.num_rollouts",
+    "max_steps": "rollout.num_rollouts",
+}
+
 
 def make_trainer(
     callbacks: list[Callback], logger: list[Logger], accelerator: str = "auto", precision: str = "auto", **kwargs
 ) -> L.Trainer:
     """accelerator: auto, cpu, cuda or mps. precision: auto is bf16-mixed on a GPU (float32 parameters), else 32-true.
 
-    kwargs go to lightning.Trainer. Raises UserError for a device that is not there.
+    kwargs go to lightning.Trainer. Raises UserError for a device that is not there and for what has no effect.
     """
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True, "auto": True}
     if not there.get(accelerator, False):
         usable = ", ".join(name for name, is_there in there.items() if is_there)
         raise UserError(f"trainer.accelerator={accelerator} is not available here; usable: {usable}")
+    if precision not in PRECISIONS:
+        raise UserError(f"trainer.precision={precision} is not one of {', '.join(PRECISIONS)}")
     if precision == "auto":
         precision = "bf16-mixed" if accelerator in ("auto", "cuda") and there["cuda"] else "32-true"
-    if precision in ("16-mixed", "16", 16):
-        raise UserError(
-            f"trainer.precision={precision} needs a loss scale that is not here: take bf16-mixed or 32-true"
-        )
-    if kwargs.get("devices", 1) not in (1, "1", "auto"):
-        raise UserError(
-            f"trainer.devices={kwargs['devices']}: training runs on one device; start one job for each of them"
-        )
-    ours = {
-        "accelerator": accelerator,
-        "precision": precision,
-        "devices": 1,
-        "callbacks": callbacks,
-        "logger": logger,
-        "max_epochs": 1,  # endless: RolloutCallback stops the run
-        "enable_checkpointing": False,  # callbacks.checkpoint does it, counting rollouts
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "use_distributed_sampler": False,
-    }
+    if kwargs.pop("devices", 1) not in (1, "1", "auto"):
+        raise UserError("trainer.devices: training runs on one device; start one job for each of them")
+    for name in kwargs.keys() & ELSEWHERE:
+        raise UserError(f"trainer.{name} has no effect here: set {ELSEWHERE[name]}")
     try:
-        return L.Trainer(**kwargs | ours)
+        return L.Trainer(
+            accelerator=accelerator,
+            precision=precision,
+            devices=1,
+            callbacks=callbacks,
+            logger=logger,
+            max_epochs=1,  # endless: RolloutCallback stops the run
+            enable_checkpointing=False,  # callbacks.checkpoint does it, counting rollouts
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            **kwargs,
+        )
     except (TypeError, ValueError, MisconfigurationException) as error:
         raise UserError(f"trainer: {error}") from error

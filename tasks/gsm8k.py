@@ -51,4 +51,4 @@ class GSM8K:
 
     def score(self, example: Example, trajectory: Trajectory) -> Reward:
         text = trajectory.answer.partition("\nQuestion:")[0]  # a base model goes on to invent the next question
-        return grade(text, example["answer"].rpartition("####")[2].strip(), self.format_reward)
+        return grade(text, str(example["answer"]).rpartition("####")[2].strip(), self.format_reward)

@@ -12,7 +12,7 @@ from grpo.errors import UserError
 from grpo.logprobs import completion_logprobs
 from grpo.messages import Message
 from grpo.rl import Action, Reward, State, Step, Trajectory
-from grpo.rollout import Rollout
+from grpo.rollout import Sample
 from grpo.tokens import Turn
 
 PROMPTS = [(60, 61, 62, 63, 64), (60, 61), (60, 61, 62, 63, 64), (70,) * 9]
@@ -39,7 +39,7 @@ def test_logprobs_are_the_trainers(engine, toy_model):
         assert len({len(completion.ids) for completion in got}) > 3
         state = Step(State((Message("user", ""),)), Action(Message("assistant", "")))
         groups = [
-            [Rollout({}, Trajectory((state,)), (Turn(prompt, completion),), Reward(0, False))]
+            [Sample({}, Trajectory((state,)), (Turn(prompt, completion),), Reward(0, False))]
             for prompt, completion in zip(PROMPTS * 4, got, strict=True)
         ]
         batch = collate(groups, torch.zeros(16, 1))

@@ -18,8 +18,12 @@ import eval as eval_script
 from grpo.callbacks.checkpoint import Checkpoint
 from grpo.cli import explain
 from grpo.data import PromptBatch
+from grpo.engine import Sampling
+from grpo.engines.transformers import TransformersEngine
 from grpo.errors import UserError
+from grpo.evaluation import Evaluator
 from grpo.policy import Pretrained
+from grpo.renderer import TokenizerRenderer
 from grpo.rl import Example, Reward, Trajectory
 from tasks.gsm8k import GSM8K
 from train import train
@@ -33,6 +37,9 @@ class Varied(GSM8K):
     def score(self, example: Example, trajectory: Trajectory) -> Reward:
         value = len(trajectory.answer.encode()) % 7 / 7
         return Reward(value, correct=value > 0.5)
+
+
+VARIED = {"_target_": "test_train.Varied", "path": str(EXAMPLES)}
 
 
 class Crash(L.Callback):
@@ -72,7 +79,7 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, adapter):
             f"output_dir={tmp_path / folder}",
         ]
         config = compose_config(*smoke(*settings, *more))
-        config.task = {"_target_": "test_train.Varied", "path": str(EXAMPLES)}
+        config.task = VARIED
         (tmp_path / folder).mkdir(exist_ok=True)
         train(config)
 
@@ -155,34 +162,79 @@ def test_best_is_the_best_and_survives_worse(smoke, tmp_path):
             None, module, {}, PromptBatch(rollout, [], metrics={"eval/accuracy": accuracy}), 0
         )
     assert load_file(tmp_path / "best" / "model.safetensors")["model.norm.weight"].unique().item() == 1
-    resumed = Checkpoint(str(tmp_path), pretrained, num_rollouts=10)
+    # a run that is resumed elsewhere brings its best along
+    resumed = Checkpoint(str(tmp_path / "resumed"), pretrained, num_rollouts=10)
     resumed.load_state_dict(checkpoint.state_dict())
-    assert resumed.best_accuracy == 0.3
+    weight.data.fill_(9)
+    resumed.on_train_batch_end(None, module, {}, PromptBatch(4, [], metrics={"eval/accuracy": 0.25}), 0)
+    assert load_file(tmp_path / "resumed" / "best" / "model.safetensors")["model.norm.weight"].unique().item() == 1
+
+
+def greedy(model) -> list[str]:
+    """What a model says to our test rows."""
+    engine = TransformersEngine()
+    engine.load_weights(model, 0)
+    renderer = TokenizerRenderer(Pretrained(model.config._name_or_path).tokenizer())
+    evaluation = Evaluator(Sampling(16, temperature=0.0))(GSM8K(str(EXAMPLES)), engine, renderer, seed=0)
+    return [group[0].trajectory.answer for group in evaluation.groups]
+
+
+def completions(folder) -> list[str]:
+    return [json.loads(line)["completion"] for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_eval_reads_a_run_a_checkpoint_a_folder_and_a_base_model(smoke, toy, tmp_path, adapter):
     run = tmp_path / "run"
     run.mkdir()
-    train(compose_config(*smoke("callbacks=[checkpoint]", f"adapter={adapter}", f"output_dir={run}")))
-    common = ["task=gsm8k", f"task.path={EXAMPLES}", "max_tokens=8"]
-    for i, which in enumerate([run, run / "checkpoints" / "last.ckpt", run / "checkpoints" / "best"]):
-        folder = tmp_path / f"eval{i}"
+    settings = ("callbacks=[checkpoint]", f"adapter={adapter}", "optim.optimizer.lr=0.03", "max_tokens=16")
+    config = compose_config(*smoke(*settings, f"output_dir={run}"))
+    config.task = VARIED
+    train(config)
+    base, last = greedy(Pretrained(str(toy)).model()), greedy(Pretrained(str(run / "checkpoints" / "last")).model())
+    assert base != last
+
+    def evaluated(*overrides: str) -> list[str]:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
-        config = compose_config(*common, f"run={which}", f"output_dir={folder}", name="eval")
-        assert eval_script.evaluate(config) == 0.0
-        found = json.loads((folder / "metrics.json").read_text())
-        assert found["eval/truncated"] <= 1.0 and found["eval/length"] > 0
-        assert len((folder / "samples.jsonl").read_text().splitlines()) == 3  # every test row once
-    config = compose_config(
-        *common, "model=path", f"model.path={toy}", "eval.samples=4", "eval.sampling.temperature=1",
-        f"output_dir={tmp_path}", name="eval",
-    )  # fmt: skip
-    eval_script.evaluate(config)
-    assert json.loads((tmp_path / "metrics.json").read_text())["eval/pass@4"] == 0.0
-    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 12
+        config = compose_config(*overrides, f"output_dir={folder}", name="eval")
+        eval_script.evaluate(config, overrides)
+        return completions(folder)
+
+    # the run's own task and limit of tokens, unless the command line names others
+    assert evaluated(f"run={run / 'checkpoints' / 'last.ckpt'}") == last
+    assert evaluated(f"run={run / 'checkpoints' / 'last'}") == last
+    (run / "checkpoints" / "best").rename(run / "checkpoints" / "gone")
+    assert evaluated(f"run={run}") == last
+    assert evaluated(f"run={run}", "max_tokens=2") != last
+    ours = ("task=gsm8k", f"task.path={EXAMPLES}", "max_tokens=16")
+    assert evaluated(f"run={run}", *ours) == last
+    assert evaluated("model=path", f"model.path={toy}", *ours) == base
+    four = evaluated("model=path", f"model.path={toy}", *ours, "eval.samples=4", "eval.sampling.temperature=1")
+    assert len(four) == 12 and len(set(four)) > 3
     with pytest.raises(UserError, match="has no policy"):
         eval_script.policy_folder(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_training_goes_on_from_an_adapter(smoke, tmp_path, adapter):
+    """The folder of a trained adapter is a model like any other: merged into its base, then trained, with a new adapter or
+    without."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, more in (
+        (first, ["adapter=lora"]),
+        (second, [f"adapter={adapter}", f"model.path={first / 'checkpoints/last'}"]),
+    ):
+        folder.mkdir()
+        config = compose_config(
+            *smoke("callbacks=[checkpoint,samples]", "optim.optimizer.lr=0.03", f"output_dir={folder}", *more)
+        )
+        config.task = VARIED
+        train(config)
+    before = [json.loads(line) for line in (second / "evaluations" / "000000.jsonl").read_text().splitlines()]
+    after = [json.loads(line) for line in (first / "evaluations" / "000002.jsonl").read_text().splitlines()]
+    assert [row["completion"] for row in before] == [row["completion"] for row in after]
+    assert rows(second)[1]["loss/grad_norm"] > 0
 
 
 def told(*overrides: str, name: str = "train") -> str:
@@ -191,7 +243,7 @@ def told(*overrides: str, name: str = "train") -> str:
         config = compose_config(*overrides, name=name)
         train(config) if name == "train" else eval_script.evaluate(config)
     except Exception as error:
-        line = explain(error, name)
+        line = explain(error, name, overrides)
         assert line is not None and "\n" not in line, f"no one-line answer to {error!r}"
         return line
     pytest.fail(f"{overrides} was accepted")
@@ -223,7 +275,14 @@ def told(*overrides: str, name: str = "train") -> str:
         (["eval.samples=2"], ["eval.samples=2 at temperature 0"]),
         (["+rollout.colour=red"], ["rollout:", "unexpected keyword argument 'colour'"]),
         (["optim.schedule.name=wavy"], ["optim: wavy is not a valid", "linear"]),
-        (["trainer.precision=8"], ["Precision 8 is invalid", "32-true"]),
+        (["task.promt=chat"], ["did you mean task.prompt?"]),
+        (["task.test=5"], ["did you mean task.test_limit?"]),
+        (["seed=abc"], ["seed=abc must be a whole number"]),
+        (["max_tokens=2.5"], ["sampling.max_tokens=2.5", "whole"]),
+        (["+trainer.gradient_clip_val=1"], ["trainer.gradient_clip_val has no effect here: set optim.max_grad_norm"]),
+        (["+trainer.devices=2"], ["trainer.devices", "one device"]),
+        (["optim.schedule.name=reduce_lr_on_plateau"], ["optim:"]),
+        (["trainer.precision=8"], ["trainer.precision=8 is not one of auto, 32-true, bf16-mixed"]),
     ],
 )
 def test_mistakes_are_told_in_one_line(smoke, overrides, parts):
@@ -282,10 +341,22 @@ def test_the_command_line_prints_that_one_line(smoke, tmp_path):
         assert done.returncode == 1 and done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr
 
 
+def test_a_job_that_fails_does_not_end_its_sweep(smoke, tmp_path):
+    sweep = ["-m", "rollout.group_size=1,2", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    sweep += [override for override in smoke() if not override.startswith("output_dir")]
+    done = subprocess.run([sys.executable, "train.py", *sweep], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "error: rollout.group_size=1" in done.stderr
+    assert done.stderr.endswith("error: 1 of the sweep's jobs failed\n")
+    assert not (tmp_path / "sweep" / "0" / "metrics.csv").exists() and len(rows(tmp_path / "sweep" / "1")) == 3
+
+
 def test_a_bug_keeps_its_traceback():
     assert explain(KeyError("ours"), "train") is None
 
 
 def test_means_of_a_run_are_numbers(smoke, tmp_path):
-    train(compose_config(*smoke("algo=dr_grpo", "algo.num_epochs=2")))
+    config = compose_config(*smoke("algo=dr_grpo", "algo.num_epochs=2", "algo.loss.kl_coef=0.1"))
+    config.task = VARIED
+    train(config)
+    assert rows(tmp_path)[1]["loss/grad_norm"] > 0
     assert all(math.isfinite(value) for row in rows(tmp_path) for value in row.values())

@@ -19,14 +19,14 @@ from grpo.messages import Message
 from grpo.module import GRPOModule, Means, Optimization
 from grpo.policy import Pretrained, with_adapter
 from grpo.rl import Action, Reward, State, Step, Trajectory
-from grpo.rollout import Rollout
+from grpo.rollout import Sample
 from grpo.tokens import Completion, Turn
 
 
-def episode(prompt: tuple[int, ...], ids: tuple[int, ...], logprobs: tuple[float, ...] | None = None) -> Rollout:
+def episode(prompt: tuple[int, ...], ids: tuple[int, ...], logprobs: tuple[float, ...] | None = None) -> Sample:
     step = Step(State((Message("user", "q"),)), Action(Message("assistant", "a")))
     completion = Completion(ids, logprobs or (-0.5,) * len(ids), "stop")
-    return Rollout({}, Trajectory((step,)), (Turn(prompt, completion),), Reward(0.0, False))
+    return Sample({}, Trajectory((step,)), (Turn(prompt, completion),), Reward(0.0, False))
 
 
 GROUPS = [
@@ -135,7 +135,8 @@ def test_first_update_follows_the_policy_gradient_worked_by_autograd(toy):
     got, metrics = trained(fresh(toy), reduce="sequence")
     for name in expected:
         torch.testing.assert_close(got[name], expected[name], atol=1e-6, rtol=0)
-    assert metrics["loss/approx_kl"] == 0.0 and metrics["loss/policy"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["loss/approx_kl"] == 0.0 and metrics["loss/policy"] == pytest.approx(-0.15)
+    # -(1 x 2 - 1 x 1 + 0.5 x 4 - 0.5 x 3) / 10, over all tokens
     norm = torch.stack([g.norm() for g in gradients]).norm()
     assert metrics["loss/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 

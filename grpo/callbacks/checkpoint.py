@@ -1,6 +1,7 @@
 """Layer 3 - Checkpoint: the run as it can be resumed, and the policy as a folder that anything of Hugging Face loads."""
 
 import os
+import shutil
 from pathlib import Path
 
 import lightning as L
@@ -14,7 +15,7 @@ class Checkpoint(L.Callback):
 
     last.ckpt   all that `ckpt_path=` needs, replaced in one move, so that a crash leaves the one before it
     last/       the policy with its tokenizer (under an adapter: the adapter)
-    best/       the same, at the best held-out accuracy so far; `best_accuracy` survives a resume
+    best/       the same, at the best held-out accuracy so far, that of the run that was resumed included
     """
 
     def __init__(self, folder: str, model: Pretrained, num_rollouts: int, every: int = 10) -> None:
@@ -39,7 +40,9 @@ class Checkpoint(L.Callback):
         self.tokenizer.save_pretrained(self.folder / name)
 
     def state_dict(self) -> dict:
-        return {"best_accuracy": self.best_accuracy}
+        return {"best_accuracy": self.best_accuracy, "best": str((self.folder / "best").absolute())}
 
     def load_state_dict(self, state: dict) -> None:
-        self.best_accuracy = state["best_accuracy"]
+        if Path(state["best"]).is_dir():  # else it has gone, and the best starts anew
+            self.best_accuracy = state["best_accuracy"]
+            shutil.copytree(state["best"], self.folder / "best", dirs_exist_ok=True)

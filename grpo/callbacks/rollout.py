@@ -129,7 +129,7 @@ class RolloutCallback(L.Callback):
 def rollout_metrics(batch: PromptBatch, rewards: Tensor) -> dict[str, float]:
     """What can be said of a rollout before anything is learned from it. rewards: [N, G]."""
     samples = [sample for group in batch.groups for sample in group]
-    uneven = [max(row) != min(row) for row in batch.advantages]
+    uneven = [any(advantage == advantage and advantage != 0 for advantage in row) for row in batch.advantages]
     parts: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.reward.parts.items():

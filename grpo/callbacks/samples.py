@@ -36,7 +36,7 @@ def write(path: Path, rows: Iterable[dict]) -> None:
 class Samples(L.Callback):
     """folder: gets rollouts/000001.jsonl and evaluations/000000.jsonl ..., numbered by rollouts learned from.
 
-    every: rollouts between two that are written; evaluations are all written.
+    every: rollouts between two that are written, 0 for none; evaluations are all written.
     """
 
     def __init__(self, folder: str, every: int = 1) -> None:
@@ -46,7 +46,7 @@ class Samples(L.Callback):
         self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: PromptBatch, batch_idx: int
     ) -> None:
         rollout = batch.rollout + 1
-        if rollout % self.every == 0:
+        if self.every and rollout % self.every == 0:
             rows = records(batch.groups, advantage=batch.advantages)
             write(self.folder / "rollouts" / f"{rollout:06d}.jsonl", ({"rollout": rollout, **row} for row in rows))
         for evaluation in batch.evaluations:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo.data import PromptBatch
-from grpo.rollout import Rollout
+from grpo.rollout import Sample
 
 
 def status(metrics: Mapping[str, float]) -> str:
@@ -21,10 +21,12 @@ def status(metrics: Mapping[str, float]) -> str:
     )
 
 
-def evaluation_table(evaluations: Sequence[tuple[object, Mapping[str, float]]], first: str = "rollouts") -> Table:
+def evaluation_table(
+    evaluations: Sequence[tuple[object, Mapping[str, float]]], first: str = "rollouts", title: str = "held-out examples"
+) -> Table:
     """A row for each (label, metrics), a column for each metric of the first one; `first` heads the labels."""
     names = list(evaluations[0][1])
-    table = Table(first, *(name.removeprefix("eval/") for name in names), title="held-out examples")
+    table = Table(first, *(name.removeprefix("eval/") for name in names), title=title)
     for column in table.columns:
         column.justify = "right"
     for label, metrics in evaluations:
@@ -33,7 +35,7 @@ def evaluation_table(evaluations: Sequence[tuple[object, Mapping[str, float]]], 
     return table
 
 
-def sample_panel(title: str, sample: Rollout) -> Panel:
+def sample_panel(title: str, sample: Sample) -> Panel:
     """One completion under the end of its prompt."""
     prompt = sample.trajectory.steps[0].state.messages[-1].content
     text = Text(prompt if len(prompt) < 500 else "..." + prompt[-500:], style="dim")
@@ -42,7 +44,7 @@ def sample_panel(title: str, sample: Rollout) -> Panel:
 
 
 class Terminal(L.Callback):
-    """samples: completions shown at the start and the end. Where there is no terminal, a line every `every` rollouts."""
+    """samples: completions shown at the start and the end. Without a terminal: a line every `every` rollouts, 0 for none."""
 
     def __init__(self, folder: str, num_rollouts: int, samples: int = 2, every: int = 10) -> None:
         self.folder, self.num_rollouts, self.samples, self.every = Path(folder), num_rollouts, samples, every
@@ -71,7 +73,8 @@ class Terminal(L.Callback):
         self.note(batch)
         rollout = batch.rollout + 1
         self.progress.update(self.bar, completed=rollout, status=status(batch.metrics))
-        if not self.console.is_terminal and (rollout % self.every == 0 or rollout == self.num_rollouts):
+        due = self.every and (rollout % self.every == 0 or rollout == self.num_rollouts)
+        if due and not self.console.is_terminal:
             self.console.print(f"rollout {rollout}/{self.num_rollouts}  {status(batch.metrics)}", soft_wrap=True)
 
     def note(self, batch: PromptBatch) -> None:
