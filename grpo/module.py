@@ -38,7 +38,10 @@ class Optimization:
         if self.microbatch_size < 1:
             raise UserError(f"optim.microbatch_size={self.microbatch_size} must be at least 1")
         try:  # on one number, to find a wrong name or value before a model loads
-            self.schedule(optimizer=self.optimizer([torch.zeros(1, requires_grad=True)]), num_training_steps=1).step()
+            optimizer = self.optimizer([torch.zeros(1, 1, requires_grad=True)])
+            schedule = self.schedule(optimizer=optimizer, num_training_steps=1)
+            optimizer.step()
+            schedule.step()
         except (TypeError, ValueError) as error:
             raise UserError(f"optim: {error}") from error
 
