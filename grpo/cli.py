@@ -95,14 +95,12 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def nearest(key: str, known: list[str]) -> str | None:
-    """The key that was probably meant: one of the same group, or of the same last name, or whatever looks alike."""
+    """The key that was probably meant: by its last name, then as a whole, in its own group before the others."""
     group, last = key.partition(".")[0], key.rpartition(".")[2]
-    siblings = [name for name in known if name.startswith(f"{group}.")]
-    for names in (siblings, known):
-        if same := [name for name in names if name.rpartition(".")[2] == last]:
-            return same[0]
-        if alike := get_close_matches(key, names, n=1, cutoff=0.6):
-            return alike[0]
+    for names in ([name for name in known if name.startswith(f"{group}.")], known):
+        ends = {name.rpartition(".")[2]: name for name in reversed(names)}
+        if alike := get_close_matches(last, ends, n=1) or get_close_matches(key, names, n=1):
+            return ends.get(alike[0], alike[0])
     return None
 
 
@@ -112,21 +110,12 @@ def known_keys(config_name: str, arguments: Sequence[str]) -> list[str]:
     chosen = [a for a in arguments if (conf / f"{a.replace('=', '/')}.yaml").is_file()]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf), version_base="1.3"):
-        config = compose(config_name, overrides=chosen)
-
-    def walk(node: DictConfig, prefix: str) -> Iterator[str]:
-        for name in node:
-            yield prefix + str(name)
-            if not (OmegaConf.is_interpolation(node, name) or OmegaConf.is_missing(node, name)) and isinstance(
-                child := node[name], DictConfig
-            ):
-                yield from walk(child, f"{prefix}{name}.")
-
-    return list(walk(config, ""))
+        leaves = [key.split(".") for key in flat(OmegaConf.to_container(compose(config_name, overrides=chosen)))]
+    return sorted({".".join(names[:depth]) for names in leaves for depth in range(1, len(names) + 1)})
 
 
 def flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and values of a resolved configuration."""
+    """Dotted keys and values of a configuration as plain dicts."""
     if isinstance(node, dict):
         return {key: value for name, child in node.items() for key, value in flat(child, f"{prefix}.{name}").items()}
     return {prefix.lstrip("."): node}
