@@ -28,7 +28,7 @@ class GSM8K:
     def __init__(
         self,
         path: str = "openai/gsm8k",
-        prompt: str = "chat",
+        prompt: str = "one_shot",
         format_reward: float = 0.1,
         train_limit: int | None = None,
         test_limit: int | None = None,

@@ -151,7 +151,7 @@ def test_gsm8k_rewards():
 
 def test_gsm8k_prompts():
     example = {"question": "How many?", "answer": "#### 1"}
-    (chat,) = GSM8K(str(EXAMPLES)).build(example).start().messages
+    (chat,) = GSM8K(str(EXAMPLES), prompt="chat").build(example).start().messages
     assert chat.role == "user" and chat.content.startswith("How many?") and "\\boxed{}" in chat.content
     (shot,) = GSM8K(str(EXAMPLES), prompt="one_shot").build(example).start().messages
     assert shot.content.endswith("Question: How many?\nAnswer:") and shot.content.count("Question:") == 2
