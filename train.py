@@ -46,6 +46,11 @@ def train(config: DictConfig) -> float | None:
     loader = PromptLoader(task.examples("train"), plan.prompts, config.seed)
 
     pretrained = instantiate(config.model)
+    if config.adapter and pretrained.base():
+        raise UserError(
+            f"model.path={pretrained.path} is an adapter, and a new one on top of it would be saved without it: set adapter=none, "
+            "which trains the two merged"
+        )
     renderer = TokenizerRenderer(pretrained.tokenizer())
     splits = ("train", "test") if evaluator.every else ("train",)
     check_prompts(task, renderer, pretrained.config().max_position_embeddings, config.max_tokens, splits)

@@ -61,7 +61,7 @@ class Pretrained:
     def model(self) -> nn.Module:
         """In evaluation mode, and it stays there: dropout would make the trainer disagree with the engine.
 
-        An adapter is merged into its base, so that training goes on from both, with a new adapter or without.
+        An adapter is merged into its base, so that training goes on from both.
         """
         if base := self.base():
             merged = PeftModel.from_pretrained(base.model(), self.path).merge_and_unload()
