@@ -48,8 +48,8 @@ def train(config: DictConfig) -> float | None:
     pretrained = instantiate(config.model)
     if config.adapter and pretrained.base():
         raise UserError(
-            f"model.path={pretrained.path} is an adapter, and a new one on top of it would be saved without it: set adapter=none, "
-            "which trains the two merged"
+            f"model.path={pretrained.path} is an adapter, and a new one on it would be saved without it: adapter=none trains "
+            "it merged into its base"
         )
     renderer = TokenizerRenderer(pretrained.tokenizer())
     splits = ("train", "test") if evaluator.every else ("train",)
