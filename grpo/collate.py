@@ -17,8 +17,8 @@ def collate(groups: Sequence[Group], advantages: Tensor) -> TokenBatch:
     """
     rows: list[tuple[Turn, float]] = []
     for group, group_advantages in zip(groups, advantages.tolist(), strict=True):
-        for rollout, advantage in zip(group, group_advantages, strict=True):
-            rows += [(turn, advantage) for turn in rollout.turns]
+        for sample, advantage in zip(group, group_advantages, strict=True):
+            rows += [(turn, advantage) for turn in sample.turns]
 
     prompt_width = max(len(turn.prompt_ids) for turn, _ in rows)
     width = max(len(turn.completion.ids) for turn, _ in rows)

@@ -10,7 +10,7 @@ from grpo.engine import Engine, Sampling
 from grpo.errors import UserError
 from grpo.renderer import Renderer
 from grpo.rl import Task
-from grpo.rollout import EVALUATION, Group, derive_seed, play
+from grpo.rollout import EVALUATION, Group, derive_seed, play, sample_means
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -39,10 +39,7 @@ def metrics(groups: Sequence[Group]) -> dict[str, float]:
     if k > 1:
         right = [sum(sample.reward.correct for sample in group) for group in groups]
         found[f"pass@{k}"] = np.mean([pass_at_k(k, c, k) for c in right])
-    found["length"] = np.mean([sample.length for sample in samples])
-    found["truncated"] = np.mean([sample.trajectory.truncated for sample in samples])
-    for part in dict.fromkeys(name for sample in samples for name in sample.reward.parts):
-        found[part] = np.mean([sample.reward.parts[part] for sample in samples if part in sample.reward.parts])
+    found |= sample_means(samples)
     return {f"eval/{name}": float(value) for name, value in found.items()}
 
 

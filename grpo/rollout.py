@@ -30,6 +30,16 @@ class Sample:
 Group = list[Sample]  # the G samples of one example
 
 
+def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
+    """length in tokens, truncated (a share), and every part of the reward by name, over the samples that have it."""
+    values: dict[str, list[float]] = {"length": [], "truncated": []}
+    for sample in samples:
+        named = {"length": sample.length, "truncated": sample.trajectory.truncated, **sample.reward.parts}
+        for name, value in named.items():
+            values.setdefault(name, []).append(value)
+    return {name: float(np.mean(column)) for name, column in values.items()}
+
+
 @dataclass(frozen=True)
 class Plan:
     """A run is `num_rollouts` rollouts of `prompts` prompts with `group_size` samples each."""

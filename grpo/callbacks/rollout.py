@@ -16,7 +16,7 @@ from grpo.errors import UserError
 from grpo.evaluation import Evaluation, Evaluator
 from grpo.renderer import Renderer
 from grpo.rl import Task
-from grpo.rollout import TRAIN, Plan, derive_seed, play
+from grpo.rollout import TRAIN, Plan, derive_seed, play, sample_means
 
 
 class RolloutCallback(L.Callback):
@@ -80,7 +80,7 @@ class RolloutCallback(L.Callback):
         self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: PromptBatch, batch_idx: int
     ) -> None:
         elapsed = time.perf_counter() - self.started
-        batch.metrics |= {name: value for name, value in outputs.items()}
+        batch.metrics |= outputs
         batch.metrics["time/update"] = elapsed - batch.metrics["time/sync"] - batch.metrics["time/rollout"]
         batch.metrics["tokens/s"] = sum(sample.length for group in batch.groups for sample in group) / elapsed
         self.rollouts = batch.rollout + 1
@@ -130,16 +130,10 @@ def rollout_metrics(batch: PromptBatch, rewards: Tensor) -> dict[str, float]:
     """What can be said of a rollout before anything is learned from it. rewards: [N, G]."""
     samples = [sample for group in batch.groups for sample in group]
     uneven = [any(advantage == advantage and advantage != 0 for advantage in row) for row in batch.advantages]
-    parts: dict[str, list[float]] = {}
-    for sample in samples:
-        for name, value in sample.reward.parts.items():
-            parts.setdefault(name, []).append(value)
     return {
         "rollout/reward": float(rewards.nanmean()),
         "rollout/reward_std": float(np.nanstd(rewards.numpy())),
         "rollout/solve_rate": float(np.mean([sample.reward.correct for sample in samples])),
         "rollout/effective_groups": float(np.mean(uneven)),  # the share of groups that have something to teach
-        "rollout/length": float(np.mean([sample.length for sample in samples])),
-        "rollout/truncated": float(np.mean([sample.trajectory.truncated for sample in samples])),
-        **{f"rollout/{name}": float(np.mean(values)) for name, values in parts.items()},
+        **{f"rollout/{name}": mean for name, mean in sample_means(samples).items()},
     }
