@@ -55,7 +55,7 @@ def train(config: DictConfig) -> float | None:
     splits = ("train", "test") if evaluator.every else ("train",)
     check_prompts(task, renderer, pretrained.config().max_position_embeddings, config.max_tokens, splits)
     engine = instantiate(config.engine)
-    rollout = RolloutCallback(plan, task, loader, engine, renderer, algorithm.advantage, evaluator, config.seed)
+    rollout = RolloutCallback(plan, task, loader, engine, renderer, algorithm, evaluator, config.seed)
     callbacks = [rollout, *instantiate(config.callbacks).values()]  # the rest look at what the first has made
     trainer = make_trainer(callbacks=callbacks, logger=list(instantiate(config.logger).values()))
 

@@ -1,26 +1,132 @@
-"""Layer 1 - from rewards to advantages. Pure functions; N prompts, G samples of each.
+"""Layer 1 - from rewards to advantages. Pure functions of tensors; N prompts, G samples of each, S = N x G.
 
-A reward nobody could give (a grader that timed out) is NaN: it stays out of its group's baseline and has advantage NaN,
-which `collate` turns into a row that nothing is learned from.
+An advantage function returns [N, G] and is given what it names among `rewards` [N, G], `lengths` [N, G] (sampled tokens) and
+`parts` {name: [N, G]} (the numbers a reward consists of, `correct` among them). A reward nobody could give (a grader that
+timed out) is NaN: it stays out of its group's baseline and has advantage NaN, a sample that nothing is learned from. Samples
+of equal reward have an advantage of exactly 0 under every function with a baseline.
 """
+
+from collections.abc import Callable, Mapping
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from grpo.errors import UserError
 
-def group_advantages(rewards: Tensor, scale_by_std: bool = True, eps: float = 1e-4) -> Tensor:
-    """A_i = (r_i - mean(r)) / (std(r) + eps), without the division for Dr.GRPO (arXiv 2402.03300 sec. 4.1, 2503.20783).
+Scale = Literal["group", "batch", "none"]
 
-    rewards: [N, G], one row per prompt; the standard deviation is the unbiased one, over G-1. Returns [N, G]. A group
-    whose rewards are all equal gets exactly 0.
+
+def has_signal(rewards: Tensor) -> Tensor:
+    """Whether the rewards of a group differ: only then is there something to learn from it. [N, G] to [N] bool."""
+    low = rewards.nan_to_num(torch.inf).amin(dim=1)
+    high = rewards.nan_to_num(-torch.inf).amax(dim=1)
+    return low < high
+
+
+def less_baseline(rewards: Tensor, baseline: Tensor) -> Tensor:
+    """rewards - baseline, and exactly 0 where a group's rewards are equal: a mean in floating point can miss them."""
+    return torch.where(has_signal(rewards)[:, None] | rewards.isnan(), rewards - baseline, 0.0)
+
+
+def std(values: Tensor, dim: int | None, ddof: int) -> Tensor:
+    """The standard deviation of what is known, over n - ddof; 0 where that is not positive."""
+    count = (~values.isnan()).sum(dim=dim, keepdim=dim is not None)
+    centred = values - values.nanmean(dim=dim, keepdim=dim is not None)
+    squares = centred.nan_to_num(0.0).square().sum(dim=dim, keepdim=dim is not None)
+    return torch.where(count > ddof, squares / (count - ddof).clamp(min=1), 0.0).sqrt()
+
+
+def group_advantages(rewards: Tensor, scale: Scale = "group", ddof: int = 1, eps: float = 1e-4) -> Tensor:
+    """A_i = (r_i - mean_group(r)) / (std(r) + eps)
+
+    scale: the standard deviation is that of the group (GRPO, arXiv 2402.03300 sec. 4.1), of the whole batch (Lite PPO,
+    arXiv 2508.08221), or there is none (Dr.GRPO, arXiv 2503.20783). It is taken over n - ddof.
     """
-    known = ~rewards.isnan()
-    count = known.sum(dim=1, keepdim=True)
-    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
-    low = rewards.nan_to_num(torch.inf).amin(dim=1, keepdim=True)
-    high = rewards.nan_to_num(-torch.inf).amax(dim=1, keepdim=True)
-    centred = torch.where(known & (low == high), 0.0, centred)  # a mean in floating point can miss equal rewards
-    if not scale_by_std:
+    if scale not in get_args(Scale):
+        raise UserError(f"algo.advantage.scale={scale} is not one of {', '.join(get_args(Scale))}")
+    centred = less_baseline(rewards, rewards.nanmean(dim=1, keepdim=True))
+    if scale == "none":
         return centred
-    std = (centred.nan_to_num(0.0).square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-    return centred / (std + eps)
+    return centred / (std(rewards, 1 if scale == "group" else None, ddof) + eps)
+
+
+def leave_one_out(rewards: Tensor) -> Tensor:
+    """A_i = r_i - mean_{j != i}(r_j) = G / (G-1) (r_i - mean(r)), RLOO, arXiv 2402.14740. 0 for a sample alone."""
+    count = (~rewards.isnan()).sum(dim=1, keepdim=True)
+    centred = less_baseline(rewards, rewards.nanmean(dim=1, keepdim=True))
+    return centred * count / (count - 1).clamp(min=1)
+
+
+def no_baseline(rewards: Tensor) -> Tensor:
+    """A_i = r_i: REINFORCE++ (arXiv 2501.03262) leaves the baseline to `whiten`. Takes groups of 1."""
+    return rewards.clone()
+
+
+def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """A_i = r_i - sum_j |o_j| r_j / sum_j |o_j|: the baseline of least variance, OPO, arXiv 2505.23585."""
+    lengths = torch.where(rewards.isnan(), 0.0, lengths.to(rewards.dtype))
+    baseline = (lengths * rewards.nan_to_num(0.0)).sum(dim=1, keepdim=True) / lengths.sum(dim=1, keepdim=True)
+    return less_baseline(rewards, baseline)
+
+
+def max_rl(rewards: Tensor) -> Tensor:
+    """A_i = (r_i - mean(r)) / mean(r): hard prompts count for more, MaxRL, arXiv 2602.02710. Rewards must not be negative."""
+    if (rewards < 0).any():
+        raise UserError("algo/advantage=max_rl divides by the mean reward of a group: rewards must not be negative")
+    mean = rewards.nanmean(dim=1, keepdim=True)
+    return less_baseline(rewards, mean) / torch.where(mean > 0, mean, 1.0)
+
+
+def gdpo(parts: Mapping[str, Tensor], weights: Mapping[str, float], eps: float = 1e-4) -> Tensor:
+    """GDPO: every part of the reward normalised in its group, their weighted sum then normalised over the batch.
+
+    weights: of the parts by name; a part that does not apply to a sample is NaN there and counts nothing.
+    """
+    try:
+        scaled = torch.stack([weight * group_advantages(parts[name], eps=eps) for name, weight in weights.items()])
+    except KeyError as error:
+        raise UserError(
+            f"algo.advantage.weights: the reward has no part {error}; there are {', '.join(parts)}"
+        ) from error
+    summed = torch.where(scaled.isnan().all(dim=0), torch.nan, scaled.nansum(dim=0))
+    centred = torch.where((scaled.nan_to_num(0.0) == 0).all(dim=0), summed, summed - summed.nanmean())
+    return centred / (std(summed, None, 1) + eps)
+
+
+# -- from samples to tokens; B rows, C completion tokens
+
+
+def reward_to_go(values: Tensor, mask: Tensor, sample: Tensor) -> Tensor:
+    """For every token the sum of `values` from it to the end of its sample (no discount).
+
+    values: [B, C], mask: [B, C] bool, sample: [B], whose row it is; the rows of a sample are in order. Returns [B, C].
+    """
+    values = values * mask
+    within = values.flip(1).cumsum(1).flip(1)
+    order = torch.arange(len(sample), device=sample.device)
+    later = (sample[:, None] == sample[None, :]) & (order[None, :] > order[:, None])  # [B, B]
+    return (within + (later.to(values.dtype) @ values.sum(1))[:, None]) * mask
+
+
+def whiten(
+    advantages: Tensor, mask: Tensor, eps: float = 1e-8, total: Callable[[Tensor], Tensor] = lambda sums: sums
+) -> Tensor:
+    """Mean 0 and standard deviation 1 over all tokens of the mask (REINFORCE++, arXiv 2501.03262). [B, C] to [B, C].
+
+    total: sums a tensor over ranks, where a rank holds a part of the tokens.
+    """
+    values = torch.where(mask, advantages, 0.0).double()
+    count, first, second = total(torch.stack([mask.sum().double(), values.sum(), values.square().sum()]))
+    mean = first / count.clamp(min=1)
+    variance = (second / count.clamp(min=1) - mean.square()).clamp(min=0)
+    return torch.where(mask, (values - mean) / (variance + eps).sqrt(), 0.0).to(advantages.dtype)
+
+
+def overlong_penalty(lengths: Tensor, max_tokens: int, share: float) -> Tensor:
+    """DAPO's soft punishment (arXiv 2503.14476, eq. 13), to be added to the reward.
+
+    0 up to L_max - L_c, from there falling linearly to -1 at L_max; L_c = share x L_max. lengths: any shape.
+    """
+    cache = share * max_tokens
+    return -((lengths - (max_tokens - cache)) / cache).clamp(0.0, 1.0)

@@ -1,34 +1,153 @@
-"""Layer 1 - an algorithm is an advantage, a loss, and how often a rollout is used. conf/algo holds the named ones."""
+"""Layer 1 - an algorithm: a point on six axes, and how often a rollout is used. conf/algo holds the named ones.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+    advantage x level of the ratio x surrogate x reduction x KL x correction of the engine's mismatch
 
+Every axis is a pure function of tensors in its own file; this one puts them together and refuses what has no meaning.
+"""
+
+import inspect
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
 from torch import Tensor
 
+from grpo import ranks
+from grpo.advantage import overlong_penalty, reward_to_go, whiten
+from grpo.entropy import EntropyBonus
 from grpo.errors import UserError
-from grpo.loss import PolicyLoss
+from grpo.kl import KL, k3
+from grpo.loss import Level, Reduce, clip, off_policy_keep, policy_log_ratio, token_weights
+from grpo.tokens import Scores, TokenBatch
+
+log = logging.getLogger(__name__)
+
+FOR_ADVANTAGE = ("rewards", "lengths", "parts")
+WITHOUT_RATIO = ("logprobs", "rollout_logprobs", "advantages", "mask")
+FOR_SURROGATE = ("ratio", "log_ratio", "old_logprobs", *WITHOUT_RATIO)
+
+
+def call(function: Callable, given: Mapping[str, Any]) -> Any:
+    """The function on those of the `given` values that it has parameters for."""
+    parameters = inspect.signature(function).parameters
+    return function(**{name: value for name, value in given.items() if name in parameters})
+
+
+def name_of(function: Callable) -> str:
+    return getattr(function, "func", function).__name__
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """advantage: [N, G] rewards to [N, G] advantages. Each of num_epochs passes over a rollout is num_minibatches updates."""
+    """advantage, surrogate, correction: functions, see grpo/advantage.py, loss.py and correction.py for what they are given.
 
-    advantage: Callable[[Tensor], Tensor]
-    loss: PolicyLoss
+    level and reduce: see `policy_log_ratio` and `token_weights`; max_tokens is L_max, the run's limit of new tokens.
+    old_policy: what the ratio compares with. `trainer`: the policy before the update by the trainer's own log-probabilities;
+    `rollout`: the policy that sampled by the engine's, which needs no pass of its own, and no correction (bypass).
+    whiten: advantages to mean 0 and standard deviation 1 over all tokens of a rollout.
+    top_entropy: the share of tokens, by entropy, that the surrogate counts. off_policy_delta: see `off_policy_keep`.
+    overlong_share: of max_tokens, over which `overlong_penalty` falls; 0 is off. mask_truncated: answers cut short stay in
+    their group's baseline, and nothing is learned from them.
+    sampling_rounds: above 1, groups of equal rewards are replaced by others until none is left or the rounds are (DAPO).
+    Each of num_epochs passes over a rollout is num_minibatches updates.
+    """
+
+    advantage: Callable[..., Tensor]
+    surrogate: Callable[..., Any]
+    max_tokens: int
+    level: Level = "token"
+    reduce: Reduce = "sequence"
+    kl: KL = field(default_factory=KL)
+    correction: Callable[[Tensor, Tensor], Tensor] | None = None
+    old_policy: Literal["trainer", "rollout"] = "trainer"
+    whiten: bool = False
+    entropy: EntropyBonus = field(default_factory=EntropyBonus)
+    top_entropy: float = 1.0
+    off_policy_delta: float | None = None
+    overlong_share: float = 0.0
+    mask_truncated: bool = False
+    sampling_rounds: int = 1
     num_epochs: int = 1
     num_minibatches: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_epochs", "num_minibatches"):
+        for name in ("num_epochs", "num_minibatches", "sampling_rounds"):
             if getattr(self, name) < 1:
                 raise UserError(f"algo.{name}={getattr(self, name)} must be at least 1")
+        choices = {"level": get_args(Level), "reduce": get_args(Reduce), "old_policy": ("trainer", "rollout")}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise UserError(f"algo.{name}={getattr(self, name)} is not one of {', '.join(allowed)}")
+        if not 0 < self.top_entropy <= 1:
+            raise UserError(
+                f"algo.top_entropy={self.top_entropy} is a share of the tokens: above 0, and 1 for all of them"
+            )
+        if not 0 <= self.overlong_share <= 1:
+            raise UserError(
+                f"algo.overlong_share={self.overlong_share} is a share of max_tokens: 0 (off) to 1, DAPO's is 0.2"
+            )
+        self.check_names()
+        self.check_surrogate()
 
-    @property
-    def updates_per_rollout(self) -> int:
-        return self.num_epochs * self.num_minibatches
+    def check_names(self) -> None:
+        """Refuse a function that wants what there is not."""
+        offered = {"advantage": FOR_ADVANTAGE, "surrogate": FOR_SURROGATE, "correction": ("log_w", "mask")}
+        if self.level == "none":
+            offered["surrogate"] = WITHOUT_RATIO
+        for axis, names in offered.items():
+            if (function := getattr(self, axis)) is None:
+                continue
+            for name, parameter in inspect.signature(function).parameters.items():
+                if parameter.default is not parameter.empty or parameter.kind == parameter.VAR_KEYWORD or name in names:
+                    continue
+                if axis == "surrogate" and name in FOR_SURROGATE:
+                    raise UserError(
+                        f"algo.level=none, but algo.surrogate ({name_of(function)}) needs the {name}: take "
+                        "algo/surrogate=reinforce, or algo.level=token"
+                    )
+                raise UserError(f"algo.{axis} ({name_of(function)}) wants {name!r}, there is only: {', '.join(names)}")
+
+    def check_surrogate(self) -> None:
+        """Refuse combinations of axes without meaning."""
+        if self.level == "none" and self.kl.in_loss and self.kl.place == "loss_with_ratio":
+            raise UserError("algo.kl.place=loss_with_ratio, but algo.level=none has no ratio: set algo.kl.place=loss")
+        if self.old_policy == "rollout" and self.correction is not None:
+            raise UserError(
+                "algo.old_policy=rollout puts the engine's mismatch into the ratio, and algo.correction would count it "
+                "twice: set algo/correction=none or algo.old_policy=trainer"
+            )
+        if getattr(self.surrogate, "func", self.surrogate) is not clip:
+            return
+        settings = inspect.signature(self.surrogate).parameters
+        low, high, dual = (settings[name].default for name in ("low", "high", "dual"))
+        said = f"algo.surrogate.low={low} high={high}"
+        if (low is not None and not 0 < low <= 1) or (high is not None and high <= 0):
+            raise UserError(
+                f"{said}: they are distances from 1, 0 < low <= 1 and high > 0, as in 0.2 and 0.28; null is no bound"
+            )
+        if dual is not None and dual <= 1 + (high or 0):
+            raise UserError(f"algo.surrogate.dual={dual} must be above 1 + high, 3 is usual; null is off")
+        widest = max(low or 0, high or 0)
+        if self.level in ("sequence", "sequence_token") and widest >= 0.05:
+            raise UserError(
+                f"{said} with algo.level={self.level}: a mean over the tokens moves far less than a token's ratio, such bounds "
+                "never act; GSPO's are low=3e-4 high=4e-4, or set algo.level=token"
+            )
+        if self.level in ("token", "sequence_sum") and 0 < widest < 0.005:
+            raise UserError(
+                f"{said} with algo.level={self.level}: nearly every token would be clipped; such bounds are for "
+                "algo.level=sequence, token ratios take 0.2"
+            )
 
     def check(self, prompts: int, group_size: int) -> None:
-        """Refuse a rollout that does not divide into minibatches. Raises UserError."""
+        """Refuse what does not fit the rollout: its size, a group too small. Tries the functions on random numbers, and logs
+        what works and is rarely meant."""
+        for line in self.advice():
+            log.warning(line)
         rows = prompts * group_size
         if rows % self.num_minibatches:
             valid = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
@@ -36,3 +155,163 @@ class Algorithm:
                 f"algo.num_minibatches={self.num_minibatches} does not divide the {rows} rows of a rollout "
                 f"({prompts} prompts x {group_size} samples); valid values: {valid}"
             )
+        if group_size == 1 and self.sampling_rounds > 1:
+            raise UserError(
+                "rollout.group_size=1: a group of one never differs in reward, dynamic sampling would discard them all; "
+                "set algo.sampling_rounds=1 or a larger group"
+            )
+        generator = torch.Generator().manual_seed(0)
+        some = partial(torch.rand, (prompts, group_size), generator=generator)
+        given = {"rewards": some(), "lengths": 1 + some(), "parts": defaultdict(some)}
+        advantages = self.tried("advantage", lambda: call(self.advantage, given), (prompts, group_size))
+        if group_size == 1 and not advantages.any():
+            raise UserError(
+                "rollout.group_size=1: advantages compare the samples of one prompt, so at least 2 are needed "
+                "(algo=reinforce_pp takes 1)"
+            )
+        logprobs = (-torch.rand(2, 3, generator=generator)).requires_grad_()
+        batch = TokenBatch(
+            ids=torch.zeros(2, 4, dtype=torch.int64),
+            attention_mask=torch.ones(2, 4, dtype=torch.int64),
+            mask=torch.ones(2, 3, dtype=torch.bool),
+            rollout_logprobs=-torch.rand(2, 3, generator=generator),
+            sample=torch.arange(2),
+            advantages=torch.tensor([[1.0], [-1.0]]).expand(2, 3),
+            old_logprobs=-torch.rand(2, 3, generator=generator),
+        )
+        surrogate = self.tried("surrogate", lambda: self.policy_term(logprobs, batch)[0], (2, 3))
+        if self.correction is not None:
+            log_w = batch.old_logprobs - batch.rollout_logprobs
+            self.tried("correction", lambda: self.correction(log_w, batch.mask), (2, 3))
+        if not surrogate.requires_grad:
+            raise UserError(
+                f"algo.surrogate ({name_of(self.surrogate)}) has no gradient: it must depend on logprobs or ratio"
+            )
+
+    def tried(self, axis: str, attempt: Callable[[], Tensor], shape: tuple[int, int]) -> Tensor:
+        function = name_of(getattr(self, axis))
+        try:
+            result = attempt()
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"algo.{axis} ({function}) fails on random numbers: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(result, Tensor) or result.shape != shape:
+            found = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise UserError(f"algo.{axis} ({function}) must return a tensor of shape {list(shape)}, and gave {found}")
+        return result
+
+    def advice(self) -> list[str]:
+        said = []
+        if self.kl.coef and self.kl.estimator == "k1" and self.kl.place == "loss":
+            said.append(
+                "algo.kl: the expected gradient of k1 in the loss is 0 (arXiv 2510.01555), it only adds noise; k2 there, k1 with "
+                "place=reward, and k1 or k3 with place=loss_with_ratio pull towards the reference"
+            )
+        if self.kl.in_reward and self.kl.estimator != "k1":
+            said.append(f"algo.kl: {self.kl.estimator} in the reward does not have the gradient of the KL, k1 does")
+        return said
+
+    # -- what it needs
+
+    @property
+    def updates_per_rollout(self) -> int:
+        return self.num_epochs * self.num_minibatches
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether a pass before the first update is needed: with one update its own log-probabilities are the old ones."""
+        if self.top_entropy < 1:
+            return True
+        return self.old_policy == "trainer" and (self.updates_per_rollout > 1 or self.kl.in_reward)
+
+    @property
+    def skips_zero_advantages(self) -> bool:
+        """Whether a row without advantage has no gradient."""
+        return not self.kl.in_loss and not self.entropy.active
+
+    # -- what it does
+
+    def shaped(self, scores: Scores) -> Scores:
+        """The scores with the penalty for overlong answers in the rewards."""
+        if not self.overlong_share:
+            return scores
+        penalty = overlong_penalty(scores.last_lengths, self.max_tokens, self.overlong_share)
+        return replace(scores, rewards=scores.rewards + penalty, parts={**scores.parts, "overlong": penalty})
+
+    def credit(self, scores: Scores, tokens: TokenBatch) -> TokenBatch:
+        """Adds the advantages, and takes out of the mask what nothing is learned from: samples without a reward, and cut short.
+
+        With the KL in the reward the tokens must bring reference_logprobs and, for old_policy: trainer, old_logprobs.
+        """
+        rewards, mask = scores.rewards, tokens.mask
+        if self.kl.in_reward:
+            kl = self.kl.coef * self.kl.estimate(self.old_logprobs(tokens), tokens.reference_logprobs) * mask
+            if self.kl.place == "reward":
+                of_samples = torch.zeros(rewards.numel(), device=kl.device).index_add(0, tokens.sample, kl.sum(1))
+                rewards = rewards - of_samples.view_as(rewards)
+        given = {"rewards": rewards, "lengths": scores.lengths, "parts": scores.parts}
+        of_rows = call(self.advantage, given).flatten()[tokens.sample, None]  # [B, 1]
+        mask = mask & ~of_rows.isnan()
+        advantages = torch.where(mask, of_rows, 0.0)  # [B, C]
+        if self.kl.in_reward and self.kl.place == "reward_to_go":
+            advantages = advantages - reward_to_go(kl, mask, tokens.sample)
+        if self.whiten:
+            advantages = whiten(advantages, mask, total=ranks.total)
+        if self.mask_truncated:
+            mask = mask & ~scores.truncated.flatten()[tokens.sample, None]
+        return replace(tokens, mask=mask, advantages=torch.where(mask, advantages, 0.0))
+
+    def old_logprobs(self, batch: TokenBatch) -> Tensor | None:
+        return batch.rollout_logprobs if self.old_policy == "rollout" else batch.old_logprobs
+
+    def weights(self, mask: Tensor) -> Tensor:
+        """[B, C]: a token's share in the loss of one update, of which `mask` [B, C] holds this rank's rows."""
+        return token_weights(mask, self.reduce, self.max_tokens, ranks.total)
+
+    def policy_term(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+        """The surrogate [B, C], what it says [B, C] each, and the ratio [B, C], where there is one."""
+        given = {name: getattr(batch, name) for name in ("rollout_logprobs", "advantages", "mask")} | {
+            "logprobs": logprobs
+        }
+        ratio = None
+        if self.level != "none":
+            old = self.old_logprobs(batch)
+            log_ratio = policy_log_ratio(logprobs, old, batch.mask, self.level)
+            ratio = log_ratio.exp()
+            given |= {"old_logprobs": old, "log_ratio": log_ratio, "ratio": ratio}
+        result = call(self.surrogate, given)
+        term, stats = result if isinstance(result, tuple) else (result, {})
+        return term, stats, ratio
+
+    def loss(
+        self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch, entropy_coef: float = 0.0
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a microbatch (a scalar, to be summed), and numbers to log, each [B, C].
+
+        logprobs, entropy: [B, C], with gradient (the entropy only where `entropy.active`). The batch brings advantages,
+        weights, old_logprobs (the trainer's), and reference_logprobs and counted where they are needed.
+        """
+        term, said, ratio = self.policy_term(logprobs, batch)
+        stats = {"policy": term, "approx_kl": k3(self.old_logprobs(batch), logprobs), "entropy": entropy, **said}
+        if batch.counted is not None:
+            term = term * batch.counted
+        if self.off_policy_delta is not None:
+            keep = off_policy_keep(
+                logprobs, batch.rollout_logprobs, batch.advantages, batch.mask, self.off_policy_delta
+            )
+            term, stats["off_policy_dropped"] = term * keep, 1.0 - keep.expand_as(term).float()
+        if self.correction is not None:
+            factor = self.correction((batch.old_logprobs - batch.rollout_logprobs) * batch.mask, batch.mask)
+            term, stats["correction"] = term * factor, factor
+        if self.kl.in_loss:
+            target = batch.reference_logprobs if self.kl.target == "reference" else batch.rollout_logprobs
+            kl = stats["kl"] = self.kl.estimate(logprobs, target)
+            term = term + self.kl.coef * (kl * ratio if self.kl.place == "loss_with_ratio" else kl)
+        if entropy_coef:
+            term = term - entropy_coef * entropy
+        if ratio is not None:
+            stats["ratio"] = ratio
+        return (batch.weights * term).sum(), {name: values.detach().float() for name, values in stats.items()}

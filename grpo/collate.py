@@ -1,37 +1,51 @@
-"""Layer 2 - turns and advantages to a TokenBatch."""
+"""Layer 2 - what was played to tensors: turns to a TokenBatch, rewards to Scores."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from grpo.rollout import Group
-from grpo.tokens import TokenBatch, Turn
+from grpo.rollout import Group, Sample
+from grpo.tokens import Scores, TokenBatch
 
 
-def collate(groups: Sequence[Group], advantages: Tensor) -> TokenBatch:
-    """One row a turn, each with its episode's advantage.
-
-    advantages: [N, G]; NaN, where no reward could be given, makes a row with nothing to learn from (mask all False).
-    Rows are never dropped: every rank and every update must see the same number.
-    """
-    rows: list[tuple[Turn, float]] = []
-    for group, group_advantages in zip(groups, advantages.tolist(), strict=True):
-        for sample, advantage in zip(group, group_advantages, strict=True):
-            rows += [(turn, advantage) for turn in sample.turns]
-
-    prompt_width = max(len(turn.prompt_ids) for turn, _ in rows)
-    width = max(len(turn.completion.ids) for turn, _ in rows)
-    ids = torch.zeros(len(rows), prompt_width + width, dtype=torch.int64)
+def collate(groups: Sequence[Group]) -> TokenBatch:
+    """One row a turn, in order, samples one after the other."""
+    turns = [turn for group in groups for sample in group for turn in sample.turns]
+    samples = [sample for group in groups for sample in group]
+    prompt_width = max(len(turn.prompt_ids) for turn in turns)
+    width = max(len(turn.completion.ids) for turn in turns)
+    ids = torch.zeros(len(turns), prompt_width + width, dtype=torch.int64)
     attention_mask = torch.zeros_like(ids)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    rollout_logprobs = torch.zeros(len(rows), width)  # padding: `mask` keeps it out of every sum
-    for i, (turn, advantage) in enumerate(rows):
+    mask = torch.zeros(len(turns), width, dtype=torch.bool)
+    rollout_logprobs = torch.zeros(len(turns), width)  # padding: `mask` keeps it out of every sum
+    for i, turn in enumerate(turns):
         start, end = prompt_width - len(turn.prompt_ids), prompt_width + len(turn.completion.ids)
         ids[i, start:end] = torch.tensor(turn.prompt_ids + turn.completion.ids)
         attention_mask[i, start:end] = 1
-        mask[i, : len(turn.completion.ids)] = advantage == advantage
+        mask[i, : len(turn.completion.ids)] = True
         rollout_logprobs[i, : len(turn.completion.ids)] = torch.tensor(turn.completion.logprobs)
-    return TokenBatch(
-        ids, attention_mask, mask, rollout_logprobs, torch.tensor([advantage for _, advantage in rows]).nan_to_num(0.0)
+    owner = torch.tensor([s for s, sample in enumerate(samples) for _ in sample.turns])
+    return TokenBatch(ids, attention_mask, mask, rollout_logprobs, owner)
+
+
+def scores(groups: Sequence[Group]) -> Scores:
+    """What the samples earned, [N, G] each. A part that a sample's reward does not have is NaN."""
+
+    def tensor(value) -> Tensor:
+        return torch.tensor([[float(value(sample)) for sample in group] for group in groups])
+
+    def part(name: str) -> Tensor:
+        return tensor(lambda sample: sample.reward.parts.get(name, torch.nan))
+
+    def last(sample: Sample) -> int:
+        return len(sample.turns[-1].completion.ids)
+
+    names = dict.fromkeys(name for group in groups for sample in group for name in sample.reward.parts)
+    return Scores(
+        rewards=tensor(lambda sample: sample.reward.value),
+        parts={"correct": tensor(lambda sample: sample.reward.correct), **{name: part(name) for name in names}},
+        lengths=tensor(lambda sample: sample.length),
+        last_lengths=tensor(last),
+        truncated=tensor(lambda sample: sample.trajectory.truncated).bool(),
     )

@@ -11,7 +11,7 @@ from grpo.evaluation import Evaluation
 from grpo.renderer import Renderer
 from grpo.rl import Example, Split, Task
 from grpo.rollout import Group
-from grpo.tokens import TokenBatch
+from grpo.tokens import Scores, TokenBatch
 
 
 @dataclass
@@ -21,8 +21,9 @@ class PromptBatch:
     rollout: int  # 0 for the first of the run
     examples: list[Example]
     groups: list[Group] = field(default_factory=list)
-    advantages: list[list[float]] = field(default_factory=list)  # as groups
     tokens: TokenBatch | None = None
+    scores: Scores | None = None
+    advantages: list[list[float]] = field(default_factory=list)  # as groups; the mean over a sample's tokens
     metrics: dict[str, float] = field(default_factory=dict)
     evaluations: list[Evaluation] = field(default_factory=list)
 
@@ -47,13 +48,22 @@ class PromptLoader:
         self.examples, self.size, self.seed = examples, size, seed
         self.start = 0
 
-    def batch(self, rollout: int) -> PromptBatch:
-        """The prompts of a rollout. A pass that does not divide into batches gives its tail to the next pass."""
+    def places(self, rollout: int) -> list[int]:
+        """The examples of a rollout by index. A pass that does not divide into batches gives its tail to the next pass."""
         count = len(self.examples)
         first = rollout * self.size
         places = [divmod(i, count) for i in range(first, first + self.size)]
         orders = {epoch: np.random.default_rng([self.seed, epoch]).permutation(count) for epoch, _ in places}
-        return PromptBatch(rollout, [self.examples[int(orders[epoch][i])] for epoch, i in places])
+        return [int(orders[epoch][i]) for epoch, i in places]
+
+    def batch(self, rollout: int) -> PromptBatch:
+        return PromptBatch(rollout, [self.examples[i] for i in self.places(rollout)])
+
+    def more(self, rollout: int, count: int, skip: int) -> list[Example]:
+        """`count` further examples for a rollout, or as many as there are: in an order of its own, after the first `skip`."""
+        order = np.random.default_rng([self.seed, rollout, len(self.examples)]).permutation(len(self.examples))
+        others = [int(i) for i in order[~np.isin(order, self.places(rollout))]]
+        return [self.examples[i] for i in others[skip : skip + count]]
 
     def __iter__(self) -> Iterator[PromptBatch]:
         rollout = self.start

@@ -3,8 +3,10 @@
 Group Relative Policy Optimization, arXiv 2402.03300. Knows nothing of text, tasks, engines or rewards.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import lightning as L
@@ -13,13 +15,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from grpo import ranks
 from grpo.algorithm import Algorithm
 from grpo.data import PromptBatch
+from grpo.entropy import threshold
 from grpo.errors import UserError
 from grpo.logprobs import completion_logprobs
 from grpo.policy import Reference
 from grpo.rollout import SHUFFLE, derive_seed
 from grpo.tokens import TokenBatch
+
+PROGRESS = ("updates", "entropy_coef", "last_entropy")  # of a GRPOModule, beside the weights
 
 
 @dataclass(frozen=True)
@@ -47,18 +53,46 @@ class Optimization:
 
 
 class Means:
-    """Running means by name, each weighted by what it was counted over."""
+    """Running means by name, each weighted by what it was counted over, and extremes (a name that ends in _min or _max)."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = defaultdict(float)
         self.counts: dict[str, float] = defaultdict(float)
+        self.extremes: dict[str, float] = {}
 
     def add(self, name: str, total: float, count: float = 1.0) -> None:
         self.sums[name] += float(total)
         self.counts[name] += float(count)
 
+    def add_tokens(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """values: [B, C], counted where the mask [B, C] is True."""
+        self.add(name, values[mask].sum(), mask.sum())
+
+    def add_extreme(self, name: str, values: Tensor) -> None:
+        """name ends in _min or _max."""
+        if values.numel():
+            smaller = name.endswith("_min")
+            value = float(values.min() if smaller else values.max())
+            self.extremes[name] = (min if smaller else max)(value, self.extremes.get(name, value))
+
     def result(self) -> dict[str, float]:
-        return {name: total / max(self.counts[name], 1e-9) for name, total in self.sums.items()}
+        """Over all ranks. A mean of nothing is left out."""
+        sums, counts, extremes = defaultdict(float), defaultdict(float), {}
+        for other in ranks.concatenated([self]):
+            for name, value in other.sums.items():
+                sums[name] += value
+                counts[name] += other.counts[name]
+            for name, value in other.extremes.items():
+                extremes[name] = (min if name.endswith("_min") else max)(value, extremes.get(name, value))
+        return {name: value / counts[name] for name, value in sums.items() if counts[name]} | extremes
+
+
+def sample_means(values: Tensor, tokens: TokenBatch, shape: tuple[int, int]) -> Tensor:
+    """The mean of `values` [B, C] over the tokens of each sample, as `shape` [N, G]; NaN for one without tokens in the mask."""
+    sums = torch.zeros(2, shape[0] * shape[1], dtype=torch.float64, device=values.device)
+    of_rows = torch.stack([(values * tokens.mask).sum(1), tokens.mask.sum(1)]).double()
+    total, count = ranks.total(sums.index_add(1, tokens.sample, of_rows))
+    return torch.where(count > 0, total / count, torch.nan).view(shape)
 
 
 class GRPOModule(L.LightningModule):
@@ -77,9 +111,11 @@ class GRPOModule(L.LightningModule):
         self.automatic_optimization = False
         self.strict_loading = False  # what an adapter leaves frozen is not in the checkpoint
         self.policy = policy
-        self.reference = Reference(policy) if algorithm.loss.needs_reference else None
+        self.reference = Reference(policy, moves=algorithm.kl.sync_every > 0) if algorithm.kl.needs_reference else None
         self.algorithm, self.optim, self.temperature, self.seed = algorithm, optim, temperature, seed
         self.num_updates = num_rollouts * algorithm.updates_per_rollout
+        self.updates = 0  # so far
+        self.entropy_coef, self.last_entropy = algorithm.entropy.coef, math.inf
 
     def configure_optimizers(self):
         optimizer = self.optim.optimizer([p for p in self.policy.parameters() if p.requires_grad])
@@ -88,12 +124,20 @@ class GRPOModule(L.LightningModule):
     def training_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, float]:
         """Learn from one rollout: num_epochs passes of num_minibatches updates. Returns what there is to log."""
         means = Means()
-        tokens = self.freeze(batch.tokens)
+        tokens, scores = batch.tokens, batch.scores.to(batch.tokens.ids.device)
+        if self.algorithm.kl.in_reward:
+            tokens = self.freeze(tokens)
+        tokens = self.algorithm.credit(scores, tokens)
+        if not self.algorithm.kl.in_reward:
+            tokens = self.freeze(tokens)
+        advantages = sample_means(tokens.advantages, tokens, scores.rewards.shape)
+        batch.advantages = advantages.tolist()
         generator = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
         for _ in range(self.algorithm.num_epochs):
             for minibatch in tokens.shuffled(generator).divide(self.algorithm.num_minibatches):
                 self.update(minibatch, means)
-        return means.result()
+        counts = {"positive": float((advantages > 0).sum()), "negative": float((advantages < 0).sum())}
+        return means.result() | {f"rollout/advantages_{sign}": count for sign, count in counts.items()}
 
     @torch.no_grad()
     def freeze(self, tokens: TokenBatch) -> TokenBatch:
@@ -103,36 +147,59 @@ class GRPOModule(L.LightningModule):
         """
         if self.reference is not None:
             with self.reference.model() as model:
-                tokens = replace(tokens, reference_logprobs=self.logprobs_of(model, tokens))
-        if self.algorithm.updates_per_rollout > 1:
-            tokens = replace(tokens, old_logprobs=self.logprobs_of(self.policy, tokens))
+                reference_logprobs, _ = self.logprobs_of(model, tokens, self.live(tokens))
+            tokens = replace(tokens, reference_logprobs=reference_logprobs)
+        if self.algorithm.needs_old:
+            choose = self.algorithm.top_entropy < 1
+            rows = torch.arange(len(tokens), device=tokens.ids.device) if choose else self.live(tokens)
+            old_logprobs, entropy = self.logprobs_of(self.policy, tokens, rows)
+            tokens = replace(tokens, old_logprobs=old_logprobs)
+            if choose:
+                entropies = torch.cat(ranks.concatenated([entropy[tokens.mask].cpu()]))
+                counted = tokens.mask & (entropy >= threshold(entropies, self.algorithm.top_entropy))
+                tokens = replace(tokens, counted=counted)
         return tokens
 
-    def logprobs_of(self, model: nn.Module, tokens: TokenBatch) -> Tensor:
-        """[B, C], a microbatch at a time."""
-        out = torch.zeros_like(tokens.rollout_logprobs)
-        for start in range(0, len(tokens), self.optim.microbatch_size):
-            rows = slice(start, start + self.optim.microbatch_size)
-            values, _ = completion_logprobs(model, tokens.rows(rows), self.temperature)
-            out[rows, : values.shape[1]] = values
-        return out
+    def live(self, tokens: TokenBatch) -> Tensor:
+        """The rows by index that have something to teach, and at least one: every rank must have a backward pass."""
+        rows = torch.arange(len(tokens), device=tokens.ids.device)
+        if tokens.advantages is None or not self.algorithm.skips_zero_advantages:
+            return rows
+        return rows[tokens.advantages.any(dim=1)] if tokens.advantages.any() else rows[:1]
+
+    def logprobs_of(self, model: nn.Module, tokens: TokenBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies, [B, C] each, of these rows, a microbatch at a time; 0 on the others."""
+        logprobs, entropy = torch.zeros_like(tokens.rollout_logprobs), torch.zeros_like(tokens.rollout_logprobs)
+        for some in rows.split(self.optim.microbatch_size):
+            values = completion_logprobs(model, tokens.rows(some), self.temperature)
+            width = values[0].shape[1]
+            logprobs[some, :width], entropy[some, :width] = values
+        return logprobs, entropy
 
     def update(self, minibatch: TokenBatch, means: Means) -> None:
         """One optimizer step on the loss of a minibatch, summed over its microbatches."""
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
-        minibatch = replace(minibatch, weights=self.algorithm.loss.weights(minibatch.mask))
-        for microbatch in minibatch.split(self.optim.microbatch_size):
-            logprobs, entropy = completion_logprobs(self.policy, microbatch, self.temperature)
+        bonus = self.algorithm.entropy
+        entropy_coef = bonus.applied(self.entropy_coef, self.last_entropy)
+        # ranks.count(): their gradients get averaged
+        minibatch = replace(minibatch, weights=self.algorithm.weights(minibatch.mask) * ranks.count())
+        pieces = list(minibatch.rows(self.live(minibatch)).split(self.optim.microbatch_size))
+        # the trainer's log-probabilities of this very policy: later ones would tell of the updates in between
+        fresh = minibatch.old_logprobs is not None or self.updates % self.algorithm.updates_per_rollout == 0
+        of_update = Means()
+        for i, microbatch in enumerate(pieces):
+            logprobs, entropy = completion_logprobs(self.policy, microbatch, self.temperature, bonus.active)
             if microbatch.old_logprobs is None:
                 microbatch = replace(microbatch, old_logprobs=logprobs.detach())
-            loss, stats = self.algorithm.loss(logprobs, microbatch)
-            self.manual_backward(loss)
-            stats |= {
-                "loss/entropy": entropy,
-                "rollout/logprob_gap": (microbatch.old_logprobs - microbatch.rollout_logprobs).abs(),
-            }
-            for name, values in stats.items():
-                means.add(name, values[microbatch.mask].sum(), microbatch.mask.sum())
+            loss, stats = self.algorithm.loss(logprobs, entropy, microbatch, entropy_coef)
+            with nullcontext() if i == len(pieces) - 1 else self.gradients_stay():
+                self.manual_backward(loss)
+            self.note(microbatch, logprobs.detach(), stats, means)
+            if fresh:
+                gap = (microbatch.old_logprobs - microbatch.rollout_logprobs).abs()
+                means.add_tokens("rollout/logprob_gap", gap, microbatch.mask)
+                means.add_extreme("rollout/logprob_gap_max", gap[microbatch.mask])
+            of_update.add_tokens("entropy", stats["entropy"], microbatch.mask)
         grad_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.optim.max_grad_norm or torch.inf)
         if not grad_norm.isfinite():
             raise UserError(
@@ -144,11 +211,35 @@ class GRPOModule(L.LightningModule):
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
+        self.updates += 1
+        if bonus.active:
+            means.add("loss/entropy_coef", entropy_coef)
+            self.last_entropy = of_update.result()["entropy"]
+            self.entropy_coef = bonus.steered(self.entropy_coef, self.last_entropy)
+        if (kl := self.algorithm.kl).sync_every and self.updates % kl.sync_every == 0:
+            self.reference.move(kl.sync_alpha)
+
+    def gradients_stay(self):
+        """Context in which a backward pass leaves its gradients on this rank."""
+        return self.trainer.strategy.block_backward_sync() if ranks.count() > 1 else nullcontext()
+
+    def note(self, microbatch: TokenBatch, logprobs: Tensor, stats: dict[str, Tensor], means: Means) -> None:
+        mask = microbatch.mask
+        for name, values in stats.items():
+            means.add_tokens(f"loss/{name}", values, mask)
+        if "ratio" in stats:
+            means.add_extreme("loss/ratio_min", stats["ratio"][mask])
+            means.add_extreme("loss/ratio_max", stats["ratio"][mask])
+        means.add_tokens("loss/logprobs_positive", logprobs, mask & (microbatch.advantages > 0))
+        means.add_tokens("loss/logprobs_negative", logprobs, mask & (microbatch.advantages < 0))
 
     # -- checkpoints: a run resumes only into the model it was made with
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint["policy_shapes"] = self.policy_shapes()
+        checkpoint["progress"] = {name: getattr(self, name) for name in PROGRESS}
+        if self.reference is not None and self.reference.moves:
+            checkpoint["reference"] = self.reference.weights
         named = self.policy.named_parameters(remove_duplicate=False)  # tied weights under both names
         frozen = {f"policy.{name}" for name, parameter in named if not parameter.requires_grad}
         for name in frozen & checkpoint["state_dict"].keys():  # under an adapter the base is where it came from
@@ -164,6 +255,10 @@ class GRPOModule(L.LightningModule):
                 f"({theirs.get(name, 'missing')} there, {ours.get(name, 'missing')} here); give the model= and adapter= of "
                 "that run"
             )
+        for name in PROGRESS:
+            setattr(self, name, checkpoint["progress"][name])
+        if self.reference is not None and self.reference.moves and "reference" in checkpoint:
+            self.reference.load(checkpoint["reference"])
 
     def policy_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self.policy.state_dict().items()}

@@ -1,13 +1,13 @@
 """Layer 2 - the policy: a Hugging Face causal LM, maybe with an adapter; and the reference, frozen where it started."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from grpo.errors import UserError
@@ -83,15 +83,52 @@ def with_adapter(model: nn.Module, adapter: PeftConfig | None) -> nn.Module:
 class Reference:
     """The policy as it was before training: a frozen copy, or the policy itself with its adapter switched off.
 
-    Holds the copy outside of the module tree, so that checkpoints and optimizers never see it.
+    moves: it will be moved towards the policy (TR-DPO, arXiv 2404.09656), so under an adapter that is copied too. Only what is
+    trained moves: under LoRA the matrices of the adapter, so what the reference adds to the base is the product of means.
+    Held outside of the module tree, so that checkpoints and optimizers never see it.
     """
 
-    def __init__(self, policy: nn.Module) -> None:
-        self.policy = policy
+    def __init__(self, policy: nn.Module, moves: bool = False) -> None:
+        self.policy, self.moves = policy, moves
         self.copy = None if isinstance(policy, PeftModel) else deepcopy(policy).requires_grad_(False)
+        parameters = (self.copy or policy).named_parameters()
+        if self.copy is None:
+            parameters = ((name, p.detach().clone()) for name, p in parameters if p.requires_grad)
+        self.weights = {name: p.detach() for name, p in parameters} if moves else {}
 
     @contextmanager
     def model(self):
         """The reference, for the length of a `with`."""
-        with self.policy.disable_adapter() if self.copy is None else nullcontext():
-            yield self.policy if self.copy is None else self.copy.to(self.policy.device)
+        if self.copy is not None:
+            yield self.copy.to(self.policy.device)
+        elif not self.moves:
+            with self.policy.disable_adapter():
+                yield self.policy
+        else:
+            with self.swapped():
+                yield self.policy
+
+    @contextmanager
+    def swapped(self):
+        """The policy with the adapter of the reference."""
+        trained = {name: p.data for name, p in self.policy.named_parameters() if name in self.weights}
+        try:
+            for name, p in self.policy.named_parameters():
+                if name in trained:
+                    p.data = self.weights[name].to(p.device)
+            yield
+        finally:
+            for name, p in self.policy.named_parameters():
+                if name in trained:
+                    p.data = trained[name]
+
+    @torch.no_grad()
+    def move(self, alpha: float) -> None:
+        """reference <- alpha policy + (1 - alpha) reference"""
+        for name, p in self.policy.named_parameters():
+            if name in self.weights:
+                self.weights[name].lerp_(p.detach().to(self.weights[name]), alpha)
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            self.weights[name].copy_(weight)

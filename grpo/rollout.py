@@ -50,13 +50,9 @@ class Plan:
     sampling: Sampling
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "num_rollouts"):
+        for name in ("prompts", "group_size", "num_rollouts"):
             if getattr(self, name) < 1:
                 raise UserError(f"rollout.{name}={getattr(self, name)} must be at least 1")
-        if self.group_size < 2:
-            raise UserError(
-                f"rollout.group_size={self.group_size}: advantages compare the samples of one prompt, so at least 2 are needed"
-            )
         if self.sampling.temperature == 0:
             raise UserError(
                 "rollout.sampling.temperature=0: greedy samples of a prompt are equal, nothing can be learned"

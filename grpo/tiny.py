@@ -1,4 +1,4 @@
-"""Layer 2 - the demo's base model: made in memory, warmed up in about two minutes on a CPU, kept as a Hugging Face folder.
+"""Layer 2 - the demo's base model: made in memory, warmed up in a few minutes on a CPU, kept as a Hugging Face folder.
 
 A Llama of 1.3 M parameters learns careful worked answers (stage 1), then is spoiled by hasty ones (stage 2): it answers
 too early and is mostly wrong, but the skill is still inside, and a reward can bring it out. Knows no task: the worked
@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-RECIPE = 1  # count up when this file changes what comes out
+RECIPE = 2  # count up when this file changes what comes out
 BATCH = 32
 WARM_UP = 20  # steps
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
@@ -124,6 +124,40 @@ def answer_loss(model: LlamaForCausalLM, ids: Tensor, answer: Tensor) -> Tensor:
     return cross_entropy(model.lm_head(hidden[answer[:, 1:]]), ids[answer])
 
 
+def orthogonal(matrices: Tensor) -> Tensor:
+    """U V^T of each U S V^T, roughly: five Newton-Schulz steps, whose coefficients are Muon's. [K, A, B] with A <= B."""
+    matrices = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = matrices @ matrices.mT
+        matrices = 3.4445 * matrices + torch.baddbmm(gram, gram, gram, beta=-4.775, alpha=2.0315) @ matrices
+    return matrices
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (kellerjordan.github.io/posts/muon) in float32, with updates of the size that AdamW's have (arXiv 2502.16982).
+
+    torch.optim.Muon works in bfloat16, which takes 35 times as long as float32 on a CPU without instructions for it.
+    """
+
+    def __init__(self, params: list[Parameter], lr: float, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            updates: dict[tuple[int, int], list[tuple[Parameter, Tensor]]] = {}
+            for p in group["params"]:
+                average = self.state[p].setdefault("average", torch.zeros_like(p))
+                average.lerp_(p.grad, 1 - group["momentum"])
+                update = p.grad.lerp(average, group["momentum"])
+                updates.setdefault(tuple(p.shape), []).append((p, update))
+            for (rows, columns), pairs in updates.items():  # those of one shape at once
+                stacked = torch.stack([update if rows <= columns else update.T for _, update in pairs])
+                for (p, _), update in zip(pairs, orthogonal(stacked), strict=True):
+                    size = 0.2 * max(rows, columns) ** 0.5
+                    p.sub_(update if rows <= columns else update.T, alpha=group["lr"] * size)
+
+
 def train(
     model: LlamaForCausalLM,
     rows: list[tuple[list[int], int]],
@@ -174,15 +208,14 @@ def tiny_folder(
     if folder.exists():
         return str(folder)
 
-    print("warm-starting the tiny model (about two minutes, once) ...", flush=True)
+    print("warm-starting the tiny model (a few minutes, once) ...", flush=True)
     began = time.perf_counter()
     clean = worked_answers(clean_steps * BATCH, 2 * seed)
     spoiled = worked_answers(hasty_steps * BATCH, 2 * seed + 1, hasty=hasty, slips=slips)
     tokenizer = make_tokenizer([text for pair in clean[:2000] for text in pair])
     model = make_model(tokenizer, seed)
     matrices, rest = split_parameters(model)
-    # updates of the size that AdamW's have, so that both take one learning rate
-    muon = torch.optim.Muon(matrices, lr=clean_lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    muon = Muon(matrices, lr=clean_lr)
     adamw = torch.optim.AdamW(rest, lr=clean_lr, weight_decay=0.0)
     console = Console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

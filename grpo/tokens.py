@@ -1,10 +1,10 @@
-"""Layer 0 - token ids, log-probabilities and masks. Knows nothing of text, tasks or models.
+"""Layer 0 - token ids, log-probabilities, masks and scores. Knows nothing of text, tasks or models.
 
-Shapes: B rows, P prompt width, C completion width. Prompts are padded on the left and completions on the right, so that
-column P is the first token after every prompt.
+Shapes: N prompts, G samples of each, S = N x G; B rows, P prompt width, C completion width. Prompts are padded on the left
+and completions on the right, so that column P is the first token after every prompt.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal, Self
 
@@ -34,16 +34,43 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """What a rollout earned, sample by sample. NaN where nobody could tell."""
+
+    rewards: Tensor  # [N, G] float32
+    parts: Mapping[str, Tensor]  # [N, G] each: the named numbers of the rewards, `correct` among them
+    lengths: Tensor  # [N, G] float32, tokens that were sampled
+    last_lengths: Tensor  # [N, G] float32, those of the last turn, which is the one a limit cuts short
+    truncated: Tensor  # [N, G] bool
+
+    def _map(self, function) -> Self:
+        tensors = {f.name: function(getattr(self, f.name)) for f in fields(self) if f.name != "parts"}
+        return replace(self, parts={name: function(part) for name, part in self.parts.items()}, **tensors)
+
+    def to(self, *args, **kwargs) -> Self:
+        return self._map(lambda tensor: tensor.to(*args, **kwargs))
+
+    def rows(self, index: list[int]) -> Self:
+        """A choice of groups."""
+        return self._map(lambda tensor: tensor[index])
+
+
+OPTIONAL = ("advantages", "old_logprobs", "reference_logprobs", "counted", "weights")  # of a TokenBatch, [B, C]
+
+
+@dataclass(frozen=True)
 class TokenBatch:
-    """What the loss sees. The module fills in the last three, before the update that needs them."""
+    """What the loss sees. The module fills in what may be None, before the update that needs it."""
 
     ids: Tensor  # [B, P+C] int64
     attention_mask: Tensor  # [B, P+C] int64, 0 on padding
     mask: Tensor  # [B, C] bool, True where the policy sampled the token
     rollout_logprobs: Tensor  # [B, C] float32, the engine's
-    advantages: Tensor  # [B] float32
+    sample: Tensor  # [B] int64, which of the S samples the row is a turn of
+    advantages: Tensor | None = None  # [B, C] float32, 0 outside the mask
     old_logprobs: Tensor | None = None  # [B, C] the trainer's, before the first update on this batch
     reference_logprobs: Tensor | None = None  # [B, C]
+    counted: Tensor | None = None  # [B, C] bool, the tokens that the surrogate counts, where those are not all
     weights: Tensor | None = None  # [B, C] a token's share in the loss of one update, see loss.token_weights
 
     def __len__(self) -> int:
@@ -71,7 +98,7 @@ class TokenBatch:
         left = int(used[:prompt_width].int().argmax())
         right = int(used[prompt_width:].sum())
         change = {name: getattr(self, name)[:, left : prompt_width + right] for name in ("ids", "attention_mask")}
-        for name in ("mask", "rollout_logprobs", "old_logprobs", "reference_logprobs", "weights"):
+        for name in ("mask", "rollout_logprobs", *OPTIONAL):
             if (tensor := getattr(self, name)) is not None:
                 change[name] = tensor[:, :right]
         return replace(self, **change)

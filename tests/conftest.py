@@ -8,8 +8,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # what is not here should fail at once
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from grpo.algorithm import Algorithm
 from grpo.cli import quiet
 from grpo.policy import Pretrained
 from grpo.tiny import make_model, make_tokenizer
@@ -61,3 +64,14 @@ def smoke(toy: Path, tmp_path: Path):
         ]
 
     return overrides
+
+
+def preset(*overrides: str) -> Algorithm:
+    """The algorithm of a command line, after the checks that train.py makes."""
+    config = compose_config("output_dir=.", *overrides)
+    try:
+        algorithm = instantiate(config.algo)
+    except InstantiationException as error:
+        raise error.__cause__ from error
+    algorithm.check(config.rollout.prompts, config.rollout.group_size)
+    return algorithm

@@ -14,6 +14,10 @@ GROUPS = (
     "model",
     "adapter",
     "algo",
+    "algo/advantage",
+    "algo/surrogate",
+    "algo/kl",
+    "algo/correction",
     "rollout",
     "eval",
     "engine",
@@ -67,19 +71,16 @@ def test_promised_options_are_there():
     assert {"tiny", "llama1b", "llama8b", "qwen05b", "qwen15b", "qwen7b", "path"} <= {
         o for g, o in OPTIONS if g == "model"
     }
-    assert {"grpo", "dr_grpo"} <= {o for g, o in OPTIONS if g == "algo"}
+    presets = "grpo dr_grpo bnpo dapo gspo gspo_token cispo sapo rloo reinforce_pp reinforce_pp_baseline lite_ppo rolo atropos"
+    assert {*presets.split(), "ppo_sequence"} <= {o for g, o in OPTIONS if g == "algo"}
 
 
 def test_variants_are_diffs_and_the_command_line_wins(tmp_path):
     config = compose_config("algo=dr_grpo", "model=tiny", f"output_dir={tmp_path}")
-    assert (config.algo.advantage.scale_by_std, config.algo.loss.reduce, config.algo.loss.clip_low) == (
-        False,
-        "constant",
-        0.2,
-    )
+    assert (config.algo.advantage.scale, config.algo.reduce, config.algo.surrogate.low) == ("none", "constant", 0.2)
     assert (config.max_tokens, config.rollout.sampling.max_tokens, config.eval.sampling.max_tokens) == (40, 40, 40)
     config = compose_config("max_tokens=7", "optim.optimizer.lr=0.5", f"output_dir={tmp_path}")
-    assert (config.algo.loss.max_tokens, config.rollout.sampling.max_tokens, config.optim.optimizer.lr) == (7, 7, 0.5)
+    assert (config.algo.max_tokens, config.rollout.sampling.max_tokens, config.optim.optimizer.lr) == (7, 7, 0.5)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
@@ -92,5 +93,5 @@ def test_help_and_cfg_are_for_people(tmp_path):
         assert f"\n{group}: " in text
     assert "python train.py -m algo=grpo,dr_grpo seed=0,1" in text
     printed = command("train.py", "--cfg", "job", "--resolve", f"hydra.run.dir={tmp_path}")
-    assert OmegaConf.create(printed.stdout).algo.loss.max_tokens == 40, printed.stderr
+    assert OmegaConf.create(printed.stdout).algo.max_tokens == 40, printed.stderr
     assert "python eval.py run=" in command("eval.py", "--help").stdout

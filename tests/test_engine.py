@@ -42,7 +42,7 @@ def test_logprobs_are_the_trainers(engine, toy_model):
             [Sample({}, Trajectory((state,)), (Turn(prompt, completion),), Reward(0, False))]
             for prompt, completion in zip(PROMPTS * 4, got, strict=True)
         ]
-        batch = collate(groups, torch.zeros(16, 1))
+        batch = collate(groups)
         trainer, _ = completion_logprobs(toy_model, batch, temperature)
         assert ((trainer - batch.rollout_logprobs).abs() * batch.mask).max() < 1e-5
 

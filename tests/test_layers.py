@@ -5,8 +5,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    {"errors", "messages", "tokens"},
-    {"rl", "rows", "renderer", "engine", "engines", "advantage", "kl", "loss", "logprobs", "algorithm", "grading"},
+    {"errors", "messages", "tokens", "ranks"},
+    {"rl", "rows", "renderer", "engine", "engines", "grading", "logprobs"}
+    | {"advantage", "kl", "loss", "correction", "entropy", "algorithm"},
     {"rollout", "collate", "data", "policy", "evaluation", "tiny"},
     {"module", "callbacks", "trainer", "runs"},
     {"cli"},

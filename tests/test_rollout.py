@@ -3,14 +3,16 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import EXAMPLES, compose_config
 
-from grpo.collate import collate
+from grpo.advantage import no_baseline
+from grpo.algorithm import Algorithm
+from grpo.collate import collate, scores
 from grpo.engine import Sampling
 from grpo.engines.transformers import TransformersEngine
 from grpo.errors import UserError
 from grpo.evaluation import Evaluator, metrics, pass_at_k
+from grpo.loss import clip
 from grpo.messages import Message
 from grpo.policy import Pretrained
 from grpo.renderer import TokenizerRenderer
@@ -71,21 +73,13 @@ def test_every_sample_has_an_environment_of_its_own_and_turns_go_on_as_long_as_i
         for sample in group:
             said = [step.action.message for step in sample.trajectory.steps]
             assert list(sample.trajectory.steps[-1].state.messages[1::2]) == said[:-1]  # its own words, nobody else's
-    batch = collate(groups, torch.tensor([[1.0, -1.0], [2.0, -2.0], [3.0, -3.0]]))
-    assert batch.advantages.tolist() == [
-        1,
-        -1,
-        2,
-        2,
-        2,
-        -2,
-        -2,
-        -2,
-        3,
-        3,
-        -3,
-        -3,
-    ]  # a row a turn, the episode's advantage
+    batch = collate(groups)  # a row a turn
+    assert batch.sample.tolist() == [0, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 5]
+    scored = scores(groups)
+    advantages = Algorithm(no_baseline, clip, max_tokens=4).credit(scored, batch).advantages
+    assert advantages[:, 0].tolist() == [1, 1, 3, 3, 3, 3, 3, 3, 2, 2, 2, 2]  # the episode's advantage
+    assert scored.lengths[1].tolist() == [sum(len(t.completion.ids) for t in sample.turns) for sample in groups[1]]
+    assert scored.last_lengths[1].tolist() == [len(sample.turns[-1].completion.ids) for sample in groups[1]]
 
 
 def test_what_a_sample_says_depends_on_its_own_seed_only(parts):
@@ -127,7 +121,7 @@ def test_evaluator_plays_the_first_test_rows(parts):
     assert (evaluation.rollout, evaluation.metrics["eval/accuracy"], evaluation.metrics["eval/length"]) == (3, 0.0, 4.0)
 
 
-@pytest.mark.parametrize("wrong", [{"prompts": 0}, {"group_size": 1}, {"num_rollouts": 0}])
+@pytest.mark.parametrize("wrong", [{"prompts": 0}, {"group_size": 0}, {"num_rollouts": 0}])
 def test_plans_that_cannot_be_are_refused(wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):
         Plan(**{"prompts": 2, "group_size": 2, "num_rollouts": 1, "sampling": Sampling(1)} | wrong)

@@ -73,7 +73,7 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, adapter):
             "rollout.num_rollouts=8",
             "algo.num_epochs=2",
             "algo.num_minibatches=2",
-            "algo.loss.kl_coef=0.05",
+            "algo.kl.coef=0.05",
             "optim.schedule.name=linear",
             f"adapter={adapter}",
             f"output_dir={tmp_path / folder}",
@@ -129,11 +129,14 @@ def test_what_a_run_leaves(smoke, tmp_path, capsys):
     assert [row["step"] for row in table] == [0, 1, 2, 3]
     assert ["eval/accuracy" in row for row in table] == [True, False, True, True]
     assert table[-1]["eval/accuracy"] == accuracy == 0.0
-    names = "reward reward_std solve_rate effective_groups length truncated logprob_gap format"
+    names = (
+        "reward reward_std solve_rate effective_groups length truncated logprob_gap logprob_gap_max format format_std "
+    )
+    names += "rounds discarded_groups advantages_positive advantages_negative"
     assert {f"rollout/{name}" for name in names.split()} <= table[1].keys()
-    assert {f"loss/{name}" for name in ["policy", "approx_kl", "clip_fraction", "entropy", "grad_norm"]} <= table[
-        1
-    ].keys()
+    assert {
+        f"loss/{name}" for name in ["policy", "approx_kl", "clip_fraction_high", "entropy", "grad_norm", "ratio_max"]
+    } <= table[1].keys()
     assert table[1]["rollout/logprob_gap"] < 1e-5 and table[1]["lr"] == 1e-3
 
     sample = json.loads((tmp_path / "rollouts" / "000001.jsonl").read_text().splitlines()[3])
@@ -247,7 +250,7 @@ def told(*overrides: str, name: str = "train") -> str:
     ("overrides", "parts"),
     [
         (["task=gsm9k"], ["task has no option 'gsm9k'", "gsm8k, wordmath"]),
-        (["algo=grppo"], ["algo has no option 'grppo'", "dr_grpo, grpo"]),
+        (["algo=grppo"], ["algo has no option 'grppo'", "dr_grpo, grpo, gspo"]),
         (["model=llama"], ["model has no option 'llama'", "llama1b, llama8b, path"]),
         (["rollout.group_sze=4"], ["no key 'rollout.group_sze'", "did you mean rollout.group_size?"]),
         (["group_size=4"], ["did you mean rollout.group_size?"]),
@@ -265,7 +268,7 @@ def told(*overrides: str, name: str = "train") -> str:
         (["model.dtype=float8"], ["model.dtype=float8 is not one of auto, float32"]),
         (["adapter=lora", "adapter.target_modules=[nothing]"], ["adapter:", "nothing"]),
         (["ckpt_path=nowhere.ckpt"], ["ckpt_path=nowhere.ckpt is not a file"]),
-        (["algo.loss.reduce=mean"], ["algo.loss.reduce=mean is not one of sequence, token, constant"]),
+        (["algo.reduce=mean"], ["algo.reduce=mean is not one of sequence, token, constant, sum"]),
         (["eval.samples=2"], ["eval.samples=2 at temperature 0"]),
         (["+rollout.colour=red"], ["rollout:", "unexpected keyword argument 'colour'"]),
         (["optim.schedule.name=wavy"], ["optim: wavy is not a valid", "linear"]),
@@ -300,9 +303,9 @@ def test_a_resumed_run_says_what_is_different(smoke, tmp_path, caplog):
     run = tmp_path / "run"
     run.mkdir()
     train(compose_config(*smoke("callbacks=[checkpoint]", f"output_dir={run}")))
-    resumed = [f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}", "rollout.num_rollouts=3", "algo.loss.clip_high=0.28"]
+    resumed = [f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}", "rollout.num_rollouts=3", "algo.surrogate.high=0.28"]
     train(compose_config(*smoke(*resumed)))
-    assert "other values: algo.loss.clip_high=0.28 (was 0.2), rollout.num_rollouts=3 (was 2)\n" in caplog.text
+    assert "other values: algo.surrogate.high=0.28 (was 0.2), rollout.num_rollouts=3 (was 2)\n" in caplog.text
 
 
 def test_a_folder_with_a_run_is_not_written_over(smoke, tmp_path):
@@ -327,7 +330,7 @@ def test_a_checkpoint_of_another_model(smoke, tmp_path):
 def test_the_command_line_prints_that_one_line(smoke, tmp_path):
     (tmp_path / "file").touch()
     for arguments, message in [
-        (["algo=grppo"], "error: algo has no option 'grppo'; there are: dr_grpo, grpo\n"),
+        (["algo=grppo"], "error: algo has no option 'grppo'; there are: atropos, bnpo,"),
         ([f"hydra.run.dir={tmp_path}/file/run"], "error: the output folder cannot be written"),
         (["rollout.group_size=1", f"hydra.run.dir={tmp_path}/run"], "error: rollout.group_size=1: advantages compare"),
     ]:
@@ -349,7 +352,7 @@ def test_a_bug_keeps_its_traceback():
 
 
 def test_means_of_a_run_are_numbers(smoke, tmp_path):
-    config = compose_config(*smoke("algo=dr_grpo", "algo.num_epochs=2", "algo.loss.kl_coef=0.1"))
+    config = compose_config(*smoke("algo=dr_grpo", "algo.num_epochs=2", "algo.kl.coef=0.1"))
     config.task = VARIED
     train(config)
     assert rows(tmp_path)[1]["loss/grad_norm"] > 0

@@ -8,13 +8,13 @@ import torch
 from peft import LoraConfig
 from torch import tensor
 
-from grpo.advantage import group_advantages
 from grpo.algorithm import Algorithm
-from grpo.collate import collate
+from grpo.collate import collate, scores
 from grpo.data import PromptBatch
 from grpo.errors import UserError
+from grpo.kl import KL
 from grpo.logprobs import completion_logprobs
-from grpo.loss import PolicyLoss
+from grpo.loss import clip
 from grpo.messages import Message
 from grpo.module import GRPOModule, Means, Optimization
 from grpo.policy import Pretrained, with_adapter
@@ -38,7 +38,7 @@ ADVANTAGES = tensor([[1.0, -1.0], [0.5, -0.5]])
 
 def test_collate_pads_prompts_left_and_completions_right():
     groups = [GROUPS[0], [episode((14,), (24, 25, 26), (-1.0, -2.0, -3.0)), episode((14,), (27,))]]
-    batch = collate(groups, tensor([[1.0, -1.0], [0.5, math.nan]]))
+    batch = collate(groups)
     assert batch.ids.tolist() == [
         [11, 12, 13, 21, 22, 0],
         [11, 12, 13, 23, 0, 0],
@@ -46,13 +46,13 @@ def test_collate_pads_prompts_left_and_completions_right():
         [0, 0, 14, 27, 0, 0],
     ]
     assert batch.attention_mask.tolist()[1:3] == [[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]
-    assert batch.mask.int().tolist() == [[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]]  # no reward, nothing to learn
+    assert batch.mask.int().tolist() == [[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 0]]
     assert batch.rollout_logprobs[2].tolist() == [-1.0, -2.0, -3.0]
-    assert batch.advantages.tolist() == [1.0, -1.0, 0.5, 0.0]
+    assert batch.sample.tolist() == [0, 1, 2, 3]
 
 
 def test_rows_lose_the_columns_that_only_pad():
-    batch = collate(GROUPS, ADVANTAGES)
+    batch = collate(GROUPS)
     short = batch.rows(tensor([1, 0]))
     assert short.ids.tolist() == [[11, 12, 13, 23, 0], [11, 12, 13, 21, 22]]
     assert short.mask.shape == short.rollout_logprobs.shape == (2, 2)
@@ -61,7 +61,7 @@ def test_rows_lose_the_columns_that_only_pad():
 
 
 def test_logprobs_are_those_of_a_lone_unpadded_forward(toy_model):
-    batch = collate(GROUPS, ADVANTAGES)
+    batch = collate(GROUPS)
     for temperature in (1.0, 0.7):
         got, entropy = completion_logprobs(toy_model, batch, temperature)
         rows = [episode.turns[0] for group in GROUPS for episode in group]
@@ -75,20 +75,27 @@ def test_logprobs_are_those_of_a_lone_unpadded_forward(toy_model):
             torch.testing.assert_close(entropy[row, :n], exact, atol=1e-4, rtol=0)
 
 
-def make_module(policy, microbatch_size=64, optimizer=torch.optim.SGD, lr=0.1, **algorithm) -> GRPOModule:
-    loss = PolicyLoss(
-        max_tokens=4, **{k: algorithm.pop(k) for k in ("reduce", "kl_coef", "clip_high") if k in algorithm}
-    )
+def as_given(rewards):
+    """Rewards that are the advantages already."""
+    return rewards
+
+
+def make_module(
+    policy, microbatch_size=64, optimizer=torch.optim.SGD, lr=0.1, max_grad_norm=0.0, **algorithm
+) -> GRPOModule:
+    settings = {"advantage": as_given, "surrogate": clip, "max_tokens": 4, **algorithm}
+    if "kl_coef" in settings:
+        settings["kl"] = KL(coef=settings.pop("kl_coef"))
     module = GRPOModule(
         policy,
-        Algorithm(group_advantages, loss, **algorithm),
+        Algorithm(**settings),
         Optimization(
             lambda parameters: optimizer(parameters, lr=lr),
             lambda optimizer, num_training_steps: torch.optim.lr_scheduler.LinearLR(
                 optimizer, 1.0, 0.0, num_training_steps
             ),
             microbatch_size,
-            max_grad_norm=0.0,
+            max_grad_norm,
         ),
         temperature=1.0,
         num_rollouts=4,
@@ -101,9 +108,16 @@ def make_module(policy, microbatch_size=64, optimizer=torch.optim.SGD, lr=0.1, *
     return module
 
 
-def trained(policy, tokens=None, **settings) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def rollout(number=0, rewards=ADVANTAGES, groups=GROUPS, tokens=None, **change) -> PromptBatch:
+    """What the module gets of a rollout in which these groups were sampled, with these rewards."""
+    return PromptBatch(
+        number, [], tokens=tokens or collate(groups), scores=replace(scores(groups), rewards=rewards, **change)
+    )
+
+
+def trained(policy, batch=None, **settings) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     module = make_module(policy, **settings)
-    metrics = module.training_step(PromptBatch(0, [], tokens=tokens or collate(GROUPS, ADVANTAGES)), 0)
+    metrics = module.training_step(batch or rollout(), 0)
     return {name: p.detach().clone() for name, p in policy.named_parameters()}, metrics
 
 
@@ -127,10 +141,10 @@ def test_an_update_is_the_same_however_it_is_cut(toy, reduce):
 def test_first_update_follows_the_policy_gradient_worked_by_autograd(toy):
     """At ratio 1 the gradient of the loss is that of -mean_i mean_t A_i log pi(o_t)."""
     policy = fresh(toy)
-    batch = collate(GROUPS, ADVANTAGES)
+    batch = collate(GROUPS)
     logprobs, _ = completion_logprobs(policy, batch, 1.0)
     means = (logprobs * batch.mask).sum(1) / batch.mask.sum(1)
-    gradients = torch.autograd.grad(-(batch.advantages * means).mean(), list(policy.parameters()))
+    gradients = torch.autograd.grad(-(ADVANTAGES.flatten() * means).mean(), list(policy.parameters()))
     expected = {name: p.detach() - 0.1 * g for (name, p), g in zip(policy.named_parameters(), gradients, strict=True)}
     got, metrics = trained(fresh(toy), reduce="sequence")
     for name in expected:
@@ -147,33 +161,33 @@ def test_what_padding_predicts_cannot_reach_the_loss(toy):
     with torch.no_grad():
         policy.model.norm.weight.mul_(300)
     module = make_module(policy, kl_coef=0.1, num_epochs=2, lr=1e-6, microbatch_size=2)
-    metrics = module.training_step(PromptBatch(0, [], tokens=collate(GROUPS, ADVANTAGES)), 0)
+    metrics = module.training_step(rollout(), 0)
     assert all(math.isfinite(value) for value in metrics.values())
 
 
 def test_a_gradient_that_is_not_finite_does_not_touch_the_policy(toy):
     policy = fresh(toy)
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    tokens = collate(GROUPS, ADVANTAGES * math.inf)
     with pytest.raises(UserError, match="not finite"):
-        make_module(policy).training_step(PromptBatch(0, [], tokens=tokens), 0)
+        make_module(policy).training_step(rollout(rewards=ADVANTAGES * math.inf), 0)
     assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())
 
 
 def test_zero_advantages_change_nothing(toy):
     before = fresh(toy)
-    after, metrics = trained(fresh(toy), tokens=collate(GROUPS, torch.zeros(2, 2)))
+    after, metrics = trained(fresh(toy), rollout(rewards=torch.zeros(2, 2)))
     assert all(torch.equal(after[name], p) for name, p in before.named_parameters())
     assert metrics["loss/grad_norm"] == 0.0
 
 
 def test_logprob_gap_is_engine_against_trainer(toy):
     policy = fresh(toy)
-    tokens = collate(GROUPS, ADVANTAGES)
+    tokens = collate(GROUPS)
     exact, _ = completion_logprobs(policy, tokens, 1.0)
     tokens = replace(tokens, rollout_logprobs=(exact + 0.25).detach())
-    _, metrics = trained(policy, tokens=tokens)
+    _, metrics = trained(policy, rollout(tokens=tokens))
     assert metrics["rollout/logprob_gap"] == pytest.approx(0.25, abs=1e-5)
+    assert metrics["rollout/logprob_gap_max"] == pytest.approx(0.25, abs=1e-5)
 
 
 def unpadded(tokens) -> list[tuple[int, ...]]:
@@ -187,9 +201,9 @@ def test_epochs_compare_with_the_policy_before_the_first(toy):
     seen = []
     inner = module.update
     module.update = lambda minibatch, means: (seen.append(minibatch), inner(minibatch, means))
-    tokens = collate(GROUPS, ADVANTAGES)
+    tokens = collate(GROUPS)
     start, _ = completion_logprobs(fresh(toy), tokens, 1.0)
-    metrics = module.training_step(PromptBatch(0, [], tokens=tokens), 0)
+    metrics = module.training_step(rollout(tokens=tokens), 0)
 
     assert len(seen) == 6 and all(len(minibatch) == 2 for minibatch in seen)
     row_of = {ids: row for row, ids in enumerate(unpadded(tokens))}
@@ -201,7 +215,7 @@ def test_epochs_compare_with_the_policy_before_the_first(toy):
             torch.testing.assert_close(minibatch.reference_logprobs[i, :n], expected, atol=1e-5, rtol=0)
     for epoch in range(3):  # every epoch sees every row once
         assert sorted(unpadded(seen[2 * epoch]) + unpadded(seen[2 * epoch + 1])) == sorted(row_of)
-    assert metrics["loss/approx_kl"] > 1e-4 and metrics["loss/clip_fraction"] > 0
+    assert metrics["loss/approx_kl"] > 1e-4 and metrics["loss/clip_fraction_high"] > 0
     assert metrics["lr"] == pytest.approx(
         0.1 * (1 + 23 / 24 + 22 / 24 + 21 / 24 + 20 / 24 + 19 / 24) / 6
     )  # linear over 24
@@ -210,10 +224,10 @@ def test_epochs_compare_with_the_policy_before_the_first(toy):
 def test_reference_stays_where_the_run_began(toy):
     policy = fresh(toy)
     module = make_module(policy, kl_coef=0.1, lr=1.0)
-    tokens = collate(GROUPS, ADVANTAGES)
+    tokens = collate(GROUPS)
     start = module.freeze(tokens).reference_logprobs
-    module.training_step(PromptBatch(0, [], tokens=tokens), 0)
-    metrics = module.training_step(PromptBatch(1, [], tokens=tokens), 0)
+    module.training_step(rollout(tokens=tokens), 0)
+    metrics = module.training_step(rollout(1, tokens=tokens), 0)
     assert torch.equal(module.freeze(tokens).reference_logprobs, start)
     assert metrics["loss/kl"] > 1e-3
     assert not any("reference" in name for name in module.state_dict())
@@ -229,10 +243,10 @@ def test_lora_reference_is_the_base_and_only_the_adapter_learns(toy):
     module = make_module(policy, kl_coef=0.1, lr=5.0)
     assert module.reference.copy is None  # no second copy of the weights
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    tokens = collate(GROUPS, ADVANTAGES)
+    tokens = collate(GROUPS)
     base, _ = completion_logprobs(fresh(toy), tokens, 1.0)
-    first = module.training_step(PromptBatch(0, [], tokens=tokens), 0)
-    second = module.training_step(PromptBatch(1, [], tokens=tokens), 0)
+    first = module.training_step(rollout(tokens=tokens), 0)
+    second = module.training_step(rollout(1, tokens=tokens), 0)
     assert first["loss/kl"] == pytest.approx(0.0, abs=1e-6) and second["loss/kl"] > 1e-5
     torch.testing.assert_close(module.freeze(tokens).reference_logprobs, base.detach(), atol=1e-5, rtol=0)
     changed = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}

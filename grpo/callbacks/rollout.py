@@ -2,21 +2,22 @@
 
 import random
 import time
-from collections.abc import Callable
 
 import lightning as L
 import numpy as np
 import torch
-from torch import Tensor
 
-from grpo.collate import collate
+from grpo.advantage import has_signal
+from grpo.algorithm import Algorithm
+from grpo.collate import collate, scores
 from grpo.data import PromptBatch, PromptLoader
 from grpo.engine import Engine
 from grpo.errors import UserError
 from grpo.evaluation import Evaluation, Evaluator
 from grpo.renderer import Renderer
 from grpo.rl import Task
-from grpo.rollout import TRAIN, Plan, derive_seed, play, sample_means
+from grpo.rollout import TRAIN, Group, Plan, derive_seed, play, sample_means
+from grpo.tokens import Scores
 
 
 class RolloutCallback(L.Callback):
@@ -33,12 +34,12 @@ class RolloutCallback(L.Callback):
         loader: PromptLoader,
         engine: Engine,
         renderer: Renderer,
-        advantage: Callable[[Tensor], Tensor],
+        algorithm: Algorithm,
         evaluator: Evaluator,
         seed: int,
     ) -> None:
         self.plan, self.task, self.loader, self.engine, self.renderer = plan, task, loader, engine, renderer
-        self.advantage, self.evaluator, self.seed = advantage, evaluator, seed
+        self.algorithm, self.evaluator, self.seed = algorithm, evaluator, seed
         self.rollouts = 0  # learned from so far
         self.started = 0.0
 
@@ -60,20 +61,17 @@ class RolloutCallback(L.Callback):
         self.sync(module)
         synced = time.perf_counter()
         with trainer.precision_plugin.forward_context():
-            batch.groups = play(
-                self.task,
-                batch.examples,
-                self.plan.group_size,
-                self.engine,
-                self.renderer,
-                self.plan.sampling,
-                lambda *path: derive_seed(self.seed, TRAIN, batch.rollout, *path),
-            )
-        rewards = torch.tensor([[sample.reward.value for sample in group] for group in batch.groups])  # [N, G]
-        advantages = self.advantage(rewards)
-        batch.advantages = advantages.tolist()
-        batch.tokens = collate(batch.groups, advantages).to(module.device)
-        batch.metrics |= rollout_metrics(batch, rewards)
+            played, rounds = self.play(batch)
+        scored = self.algorithm.shaped(scores(played))
+        order = (~has_signal(scored.rewards)).int().argsort(stable=True)  # those with a signal first
+        kept = sorted(order[: self.plan.prompts].tolist())
+        batch.groups, batch.scores = [played[i] for i in kept], scored.rows(kept)
+        batch.examples = [group[0].example for group in batch.groups]
+        batch.tokens = collate(batch.groups).to(module.device)
+        batch.metrics |= rollout_metrics(played, scored) | {
+            "rollout/rounds": float(rounds),
+            "rollout/discarded_groups": float(len(played) - len(kept)),
+        }
         batch.metrics |= {"time/sync": synced - self.started, "time/rollout": time.perf_counter() - synced}
 
     def on_train_batch_end(
@@ -90,6 +88,25 @@ class RolloutCallback(L.Callback):
             batch.metrics |= batch.evaluations[-1].metrics
         self.record(trainer, batch.metrics)
         trainer.should_stop = last
+
+    def play(self, batch: PromptBatch) -> tuple[list[Group], int]:
+        """All groups that were sampled, and in how many rounds: one, unless groups without a signal are to be replaced."""
+        groups, examples, rounds = [], batch.examples, 0
+        while examples and rounds < self.algorithm.sampling_rounds:
+            first = len(groups)
+            groups += play(
+                self.task,
+                examples,
+                self.plan.group_size,
+                self.engine,
+                self.renderer,
+                self.plan.sampling,
+                lambda p, *path, first=first: derive_seed(self.seed, TRAIN, batch.rollout, first + p, *path),
+            )
+            rounds += 1
+            missing = self.plan.prompts - int(has_signal(self.algorithm.shaped(scores(groups)).rewards).sum())
+            examples = self.loader.more(batch.rollout, missing, skip=len(groups) - self.plan.prompts) if missing else []
+        return groups, rounds
 
     def sync(self, module: L.LightningModule) -> None:
         """Give the engine the policy's weights, unless it holds these very ones. A version counts rollouts learned from."""
@@ -126,14 +143,17 @@ class RolloutCallback(L.Callback):
             torch.cuda.set_rng_state_all(state["random"]["cuda"])
 
 
-def rollout_metrics(batch: PromptBatch, rewards: Tensor) -> dict[str, float]:
-    """What can be said of a rollout before anything is learned from it. rewards: [N, G]."""
-    samples = [sample for group in batch.groups for sample in group]
-    uneven = [any(advantage == advantage and advantage != 0 for advantage in row) for row in batch.advantages]
-    return {
-        "rollout/reward": float(rewards.nanmean()),
-        "rollout/reward_std": float(np.nanstd(rewards.numpy())),
-        "rollout/solve_rate": float(np.mean([sample.reward.correct for sample in samples])),
-        "rollout/effective_groups": float(np.mean(uneven)),  # the share of groups that have something to teach
-        **{f"rollout/{name}": mean for name, mean in sample_means(samples).items()},
+def rollout_metrics(groups: list[Group], scored: Scores) -> dict[str, float]:
+    """What can be said of a rollout before anything is learned from it, over every sample, those left out of the batch too."""
+    samples = [sample for group in groups for sample in group]
+    means = {"reward": float(scored.rewards.nanmean()), **sample_means(samples)}
+    stds = {"reward": float(np.nanstd(scored.rewards.numpy()))}
+    for name, values in scored.parts.items():
+        means[name], stds[name] = float(values.nanmean()), float(np.nanstd(values.numpy()))
+    means["solve_rate"] = means.pop("correct")
+    del stds["correct"]
+    # the share of groups that have something to teach
+    means["effective_groups"] = float(has_signal(scored.rewards).float().mean())
+    return {f"rollout/{name}": mean for name, mean in means.items()} | {
+        f"rollout/{name}_std": std for name, std in stds.items()
     }
