@@ -1,5 +1,6 @@
 """Fixtures: a toy model that is made in a second, the real configuration, and real data where it is at hand."""
 
+import functools
 import os
 from pathlib import Path
 
@@ -66,6 +67,7 @@ def smoke(toy: Path, tmp_path: Path):
     return overrides
 
 
+@functools.cache
 def preset(*overrides: str) -> Algorithm:
     """The algorithm of a command line, after the checks that train.py makes."""
     config = compose_config("output_dir=.", *overrides)
