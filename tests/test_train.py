@@ -22,9 +22,10 @@ from grpo.engine import Sampling
 from grpo.engines.transformers import TransformersEngine
 from grpo.errors import UserError
 from grpo.evaluation import Evaluator
+from grpo.messages import Message
 from grpo.policy import Pretrained
 from grpo.renderer import TokenizerRenderer
-from grpo.rl import Example, Reward, Trajectory
+from grpo.rl import Example, Reward, SingleTurn, Trajectory
 from tasks.gsm8k import GSM8K
 from train import train
 
@@ -74,6 +75,9 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, adapter):
             "algo.num_epochs=2",
             "algo.num_minibatches=2",
             "algo.kl.coef=0.05",
+            "algo.kl.sync_every=5",
+            "algo.entropy={coef: 0.01, target: 9.0}",
+            "algo.sampling_rounds=2",
             "optim.schedule.name=linear",
             f"adapter={adapter}",
             f"output_dir={tmp_path / folder}",
@@ -357,3 +361,39 @@ def test_means_of_a_run_are_numbers(smoke, tmp_path):
     train(config)
     assert rows(tmp_path)[1]["loss/grad_norm"] > 0
     assert all(math.isfinite(value) for row in rows(tmp_path) for value in row.values())
+
+
+class Halves:
+    """Questions by number. Even ones earn the same whatever is said; the others by what is said."""
+
+    def __init__(self, varied: bool = True) -> None:
+        self.varied = varied
+
+    def examples(self, split):
+        return [{"number": number} for number in range(40)]
+
+    def build(self, example):
+        return SingleTurn((Message("user", str(example["number"])),))
+
+    def score(self, example, trajectory):
+        differs = self.varied and example["number"] % 2
+        return Reward(len(trajectory.answer.encode()) % 7 / 7 if differs else 1.0, correct=False)
+
+
+@pytest.mark.parametrize("varied", [True, False])
+def test_dynamic_sampling_replaces_groups_without_signal(smoke, tmp_path, varied):
+    config = compose_config(*smoke("algo.sampling_rounds=8", "rollout.prompts=6", "callbacks=[samples]"))
+    config.task = {"_target_": "test_train.Halves", "varied": varied}
+    train(config)
+    written = [json.loads(line) for line in (tmp_path / "rollouts" / "000001.jsonl").read_text().splitlines()]
+    groups = [written[i : i + 2] for i in range(0, 12, 2)]
+    assert len(written) == 12 and len({group[0]["messages"][0]["content"] for group in groups}) == 6  # no prompt twice
+    differing = [group for group in groups if group[0]["reward"] != group[1]["reward"]]
+    first = rows(tmp_path)[1]
+    if varied:
+        assert len(differing) == 6 and 2 <= first["rollout/rounds"] <= 8 and first["loss/grad_norm"] > 0
+        total = 6 + first["rollout/discarded_groups"]  # of which more than half had none: the share is that of all
+        assert total > 8 and 6 / total <= first["rollout/effective_groups"] < 0.7
+    else:  # all 40 questions were tried
+        assert not differing and first["rollout/rounds"] == 7 and first["rollout/discarded_groups"] == 34
+        assert first["loss/grad_norm"] == 0.0 and first["rollout/effective_groups"] == 0.0

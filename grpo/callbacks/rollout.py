@@ -1,5 +1,6 @@
 """Layer 3 - RolloutCallback: from prompts to a TokenBatch before each update, evaluation and metrics after it."""
 
+import math
 import random
 import time
 
@@ -104,8 +105,14 @@ class RolloutCallback(L.Callback):
                 lambda p, *path, first=first: derive_seed(self.seed, TRAIN, batch.rollout, first + p, *path),
             )
             rounds += 1
-            missing = self.plan.prompts - int(has_signal(self.algorithm.shaped(scores(groups)).rewards).sum())
-            examples = self.loader.more(batch.rollout, missing, skip=len(groups) - self.plan.prompts) if missing else []
+            live = int(has_signal(self.algorithm.shaped(scores(groups)).rewards).sum())
+            missing = self.plan.prompts - live
+            if missing <= 0:
+                break
+            wanted = min(
+                self.plan.prompts, math.ceil(missing * len(groups) / max(live, 1))
+            )  # some will be of no use again
+            examples = self.loader.more(batch.rollout, wanted, skip=len(groups) - self.plan.prompts)
         return groups, rounds
 
     def sync(self, module: L.LightningModule) -> None:

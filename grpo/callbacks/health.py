@@ -1,0 +1,75 @@
+"""Layer 3 - Health: says, once and in words, when a number has left the range in which runs are known to be well."""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import lightning as L
+
+from grpo.data import PromptBatch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Range:
+    """What is well: low <= metric <= high. words: what it means if not, and what to do. after: rollouts on end of it."""
+
+    metric: str
+    low: float
+    high: float
+    words: str
+    after: int = 1
+
+
+CLIPPED = (
+    "many tokens are beyond the bound and teach nothing (usual with algo.level=sequence): lower optim.optimizer.lr, or widen "
+    "the bounds of algo.surrogate"
+)
+RANGES = (
+    Range("rollout/logprob_gap", 0, 0.03, "engine and trainer disagree about the same tokens: the engine may hold old weights, "
+          "or compute at a lower precision (healthy in bfloat16: 0.010 to 0.018); algo/correction=tis lessens the harm"),
+    Range("rollout/truncated", 0, 0.5, "most answers are cut short: raise max_tokens, or see algo.mask_truncated and "
+          "algo.overlong_share"),
+    Range("rollout/effective_groups", 0.01, 1, "no group's rewards differ, so nothing was learned: the task may be too hard or "
+          "too easy for the policy, or the reward broken; look at rollouts/", after=3),
+    Range("loss/ratio", 0.8, 1.2, "the policy moves far within one rollout: lower optim.optimizer.lr, algo.num_epochs or "
+          "algo.num_minibatches"),
+    Range("loss/approx_kl", -math.inf, 0.5, "the policy has left the one that sampled: lower optim.optimizer.lr, "
+          "algo.num_epochs or algo.num_minibatches"),
+    Range("loss/kl", -math.inf, 0.5, "the policy is far from what algo.kl holds it to (0.01 to 0.1 is usual): lower "
+          "optim.optimizer.lr or raise algo.kl.coef"),
+    Range("loss/clip_fraction_high", 0, 0.3, CLIPPED),
+    Range("loss/clip_fraction_low", 0, 0.3, CLIPPED),
+)  # fmt: skip
+
+
+class Health(L.Callback):
+    """ignore: metrics not to speak of. Behind RolloutCallback, which collects the metrics."""
+
+    def __init__(self, ignore: tuple[str, ...] = ()) -> None:
+        self.silent = set(ignore)
+        self.unwell: Counter[str] = Counter()  # rollouts on end
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Mapping, batch: PromptBatch, batch_idx: int
+    ) -> None:
+        for well in RANGES:
+            value = batch.metrics.get(well.metric)
+            if value is None or well.low <= value <= well.high:
+                self.unwell[well.metric] = 0
+                continue
+            self.unwell[well.metric] += 1
+            if self.unwell[well.metric] < well.after or well.metric in self.silent:
+                continue
+            self.silent.add(well.metric)
+            bound = f"above {well.high:g}" if value > well.high else f"below {well.low:g}"
+            log.warning(f"rollout {batch.rollout + 1}: {well.metric} is {value:.3g}, {bound}: {well.words}")
+
+    def state_dict(self) -> dict:
+        return {"silent": sorted(self.silent)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.silent |= set(state["silent"])
