@@ -1,22 +1,20 @@
 """Train a policy with GRPO: configuration to objects, objects to a fitted policy. `python train.py --help` says how."""
 
-import logging
 from pathlib import Path
 
 import hydra
 import lightning as L
 from hydra.utils import instantiate
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from grpo.callbacks.rollout import RolloutCallback
-from grpo.cli import changes, one_line_errors, run
+from grpo.cli import one_line_errors, resume_from, run
 from grpo.data import PromptLoader, check_prompts
 from grpo.errors import UserError
 from grpo.module import GRPOModule
 from grpo.policy import with_adapter
 from grpo.renderer import TokenizerRenderer
-
-log = logging.getLogger(__name__)
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -28,7 +26,8 @@ def main(config: DictConfig) -> float | None:
 def train(config: DictConfig) -> float | None:
     """Returns the last held-out accuracy, for a sweep to maximise. Cheap things first: a mistake shows before a model loads."""
     saved = Path(config.output_dir) / "config.yaml"
-    if saved.exists():
+    first = rank_zero_only.rank == 0  # with several devices this file runs once for each
+    if first and saved.exists():
         raise UserError(f"{config.output_dir} holds a run already: set hydra.run.dir to a new folder")
     if not isinstance(config.seed, int) or config.seed < 0:
         raise UserError(f"seed={config.seed} must be a whole number, 0 or more")
@@ -59,21 +58,13 @@ def train(config: DictConfig) -> float | None:
     callbacks = [rollout, *instantiate(config.callbacks).values()]  # the rest look at what the first has made
     trainer = make_trainer(callbacks=callbacks, logger=list(instantiate(config.logger).values()))
 
-    OmegaConf.save(config, saved, resolve=True)
+    if first:
+        OmegaConf.save(config, saved, resolve=True)
     policy = with_adapter(pretrained.model(), instantiate(config.adapter))
     module = GRPOModule(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, config.seed)
     trainer.fit(module, train_dataloaders=loader, ckpt_path=config.ckpt_path, weights_only=False)
     accuracy = trainer.callback_metrics.get("eval/accuracy")
     return None if accuracy is None else float(accuracy)
-
-
-def resume_from(checkpoint: Path, config: DictConfig) -> None:
-    """Say what differs from the run that is resumed: a forgotten argument would change it in silence."""
-    if not checkpoint.is_file():
-        raise UserError(f"ckpt_path={checkpoint} is not a file: give a run's checkpoints/last.ckpt")
-    before = checkpoint.resolve().parents[1] / "config.yaml"
-    if before.is_file() and (changed := changes(config, before)):
-        log.warning("resuming with other values: %s", ", ".join(changed))
 
 
 if __name__ == "__main__":

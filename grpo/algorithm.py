@@ -251,7 +251,7 @@ class Algorithm:
             kl = self.kl.coef * self.kl.estimate(self.old_logprobs(tokens), tokens.reference_logprobs) * mask
             if self.kl.place == "reward":
                 of_samples = torch.zeros(rewards.numel(), device=kl.device).index_add(0, tokens.sample, kl.sum(1))
-                rewards = rewards - of_samples.view_as(rewards)
+                rewards = rewards - ranks.total(of_samples).view_as(rewards)
         given = {"rewards": rewards, "lengths": scores.lengths, "parts": scores.parts}
         of_rows = call(self.advantage, given).flatten()[tokens.sample, None]  # [B, 1]
         mask = mask & ~of_rows.isnan()

@@ -22,6 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo.errors import UserError
 
+log = logging.getLogger(__name__)
+
 FULL_ERROR = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user set it
 
 FAILED: list[str] = []  # what ended jobs of a sweep
@@ -126,6 +128,15 @@ def changes(config: DictConfig, before: Path) -> list[str]:
     now, then = (flat(OmegaConf.to_container(c, resolve=True)) for c in (config, OmegaConf.load(before)))
     keys = [key for key in now | then if not key.startswith(("output_dir", "ckpt_path", "callbacks", "logger"))]
     return [f"{key}={now.get(key)} (was {then.get(key)})" for key in keys if now.get(key) != then.get(key)]
+
+
+def resume_from(checkpoint: Path, config: DictConfig) -> None:
+    """Say what differs from the run that is resumed: a forgotten argument would change it in silence."""
+    if not checkpoint.is_file():
+        raise UserError(f"ckpt_path={checkpoint} is not a file: give a run's checkpoints/last.ckpt")
+    before = checkpoint.resolve().parents[1] / "config.yaml"
+    if before.is_file() and (changed := changes(config, before)):
+        log.warning("resuming with other values: %s", ", ".join(changed))
 
 
 def quiet() -> None:

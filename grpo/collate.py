@@ -9,8 +9,8 @@ from grpo.rollout import Group, Sample
 from grpo.tokens import Scores, TokenBatch
 
 
-def collate(groups: Sequence[Group]) -> TokenBatch:
-    """One row a turn, in order, samples one after the other."""
+def collate(groups: Sequence[Group], first: int = 0) -> TokenBatch:
+    """One row a turn, in order, samples one after the other; `first` is the place of the first sample in the rollout."""
     turns = [turn for group in groups for sample in group for turn in sample.turns]
     samples = [sample for group in groups for sample in group]
     prompt_width = max(len(turn.prompt_ids) for turn in turns)
@@ -25,7 +25,7 @@ def collate(groups: Sequence[Group]) -> TokenBatch:
         attention_mask[i, start:end] = 1
         mask[i, : len(turn.completion.ids)] = True
         rollout_logprobs[i, : len(turn.completion.ids)] = torch.tensor(turn.completion.logprobs)
-    owner = torch.tensor([s for s, sample in enumerate(samples) for _ in sample.turns])
+    owner = torch.tensor([s for s, sample in enumerate(samples, first) for _ in sample.turns])
     return TokenBatch(ids, attention_mask, mask, rollout_logprobs, owner)
 
 

@@ -5,7 +5,7 @@ Group Relative Policy Optimization, arXiv 2402.03300. Knows nothing of text, tas
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -134,7 +134,7 @@ class GRPOModule(L.LightningModule):
         batch.advantages = advantages.tolist()
         generator = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
         for _ in range(self.algorithm.num_epochs):
-            for minibatch in tokens.shuffled(generator).divide(self.algorithm.num_minibatches):
+            for minibatch in self.minibatches(tokens, generator):
                 self.update(minibatch, means)
         counts = {"positive": float((advantages > 0).sum()), "negative": float((advantages < 0).sum())}
         return means.result() | {f"rollout/advantages_{sign}": count for sign, count in counts.items()}
@@ -159,6 +159,15 @@ class GRPOModule(L.LightningModule):
                 counted = tokens.mask & (entropy >= threshold(entropies, self.algorithm.top_entropy))
                 tokens = replace(tokens, counted=counted)
         return tokens
+
+    def minibatches(self, tokens: TokenBatch, generator: torch.Generator) -> Iterator[TokenBatch]:
+        """The rows of all ranks in a random order, in pieces whose sizes differ by one at most; of each piece this rank's."""
+        counts = ranks.concatenated([len(tokens)])
+        first = sum(counts[: ranks.rank()])
+        order = torch.randperm(sum(counts), generator=generator)
+        for piece in order.tensor_split(self.algorithm.num_minibatches):
+            mine = piece[(piece >= first) & (piece < first + len(tokens))] - first
+            yield tokens.rows(mine.to(tokens.ids.device)) if len(mine) else tokens.rows(slice(0, 1)).silenced()
 
     def live(self, tokens: TokenBatch) -> Tensor:
         """The rows by index that have something to teach, and at least one: every rank must have a backward pass."""

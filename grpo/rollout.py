@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from grpo import ranks
 from grpo.engine import Engine, Sampling
 from grpo.errors import UserError
 from grpo.renderer import Renderer
@@ -78,10 +79,11 @@ def play(
 ) -> list[Group]:
     """Play `group_size` episodes of every example, all of them side by side: one batched `sample` a turn.
 
-    seed: (index of the example, index of the sample, turn) to the seed of that one completion.
-    Returns a group for each example, both in order.
+    seed: (index of the example, index of the sample, turn) to the seed of that one completion. Every rank plays its share of
+    the examples. Returns, on each rank, a group for every example, both in order.
     """
-    episodes = [(p, s) for p in range(len(examples)) for s in range(group_size)]
+    mine = ranks.share(len(examples))
+    episodes = [(p, s) for p in mine for s in range(group_size)]
     envs = {episode: task.build(examples[episode[0]]) for episode in episodes}  # never shared: a fresh one a sample
     states = {episode: env.start() for episode, env in envs.items()}
     steps: dict[tuple[int, int], list[Step]] = {episode: [] for episode in episodes}
@@ -100,8 +102,8 @@ def play(
         states = following
         turn += 1
 
-    groups: list[Group] = [[] for _ in examples]
+    groups: dict[int, Group] = {p: [] for p in mine}
     for episode in episodes:
         example, trajectory = examples[episode[0]], Trajectory(tuple(steps[episode]))
         groups[episode[0]].append(Sample(example, trajectory, tuple(turns[episode]), task.score(example, trajectory)))
-    return groups
+    return ranks.concatenated(list(groups.values()))

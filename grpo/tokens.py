@@ -103,15 +103,11 @@ class TokenBatch:
                 change[name] = tensor[:, :right]
         return replace(self, **change)
 
-    def shuffled(self, generator: torch.Generator) -> Self:
-        return self.rows(torch.randperm(len(self), generator=generator).to(self.ids.device))
+    def silenced(self) -> Self:
+        """The same rows with nothing to learn from."""
+        return replace(self, mask=torch.zeros_like(self.mask), advantages=torch.zeros_like(self.rollout_logprobs))
 
     def split(self, size: int) -> Iterator[Self]:
         """Consecutive pieces of at most `size` rows."""
         for start in range(0, len(self), size):
             yield self.rows(slice(start, start + size))
-
-    def divide(self, count: int) -> Iterator[Self]:
-        """`count` consecutive pieces, whose sizes differ by one row at most."""
-        for index in torch.arange(len(self), device=self.ids.device).tensor_split(count):
-            yield self.rows(index)

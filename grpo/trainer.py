@@ -1,4 +1,4 @@
-"""Layer 3 - the Lightning Trainer as this project needs it: one device, and an epoch that does not end."""
+"""Layer 3 - the Lightning Trainer as this project needs it: one process a device, and an epoch that does not end."""
 
 import lightning as L
 import torch
@@ -19,11 +19,17 @@ ELSEWHERE = {
 
 
 def make_trainer(
-    callbacks: list[Callback], logger: list[Logger], accelerator: str = "auto", precision: str = "auto", **kwargs
+    callbacks: list[Callback],
+    logger: list[Logger],
+    accelerator: str = "auto",
+    devices: int = 1,
+    precision: str = "auto",
+    **kwargs,
 ) -> L.Trainer:
     """accelerator: auto, cpu, cuda or mps. precision: auto is bf16-mixed on a GPU (float32 parameters), else 32-true.
 
-    kwargs go to lightning.Trainer. Raises UserError for a device that is not there and for what has no effect.
+    devices: with several, each samples and learns from its share of every rollout (DistributedDataParallel), which gives the
+    gradient of one. kwargs go to lightning.Trainer. Raises UserError for a device that is not there and for what has no effect.
     """
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True, "auto": True}
     if not there.get(accelerator, False):
@@ -33,15 +39,16 @@ def make_trainer(
         raise UserError(f"trainer.precision={precision} is not one of {', '.join(PRECISIONS)}")
     if precision == "auto":
         precision = "bf16-mixed" if accelerator in ("auto", "cuda") and there["cuda"] else "32-true"
-    if kwargs.pop("devices", 1) not in (1, "1", "auto"):
-        raise UserError("trainer.devices: training runs on one device; start one job for each of them")
+    if not isinstance(devices, int) or devices < 1:
+        raise UserError(f"trainer.devices={devices} must be a number of devices, 1 or more")
     for name in kwargs.keys() & ELSEWHERE:
         raise UserError(f"trainer.{name} has no effect here: set {ELSEWHERE[name]}")
     try:
         return L.Trainer(
             accelerator=accelerator,
             precision=precision,
-            devices=1,
+            devices=devices,
+            strategy="ddp" if devices > 1 else "auto",
             callbacks=callbacks,
             logger=logger,
             max_epochs=1,  # endless: RolloutCallback stops the run

@@ -281,7 +281,6 @@ def told(*overrides: str, name: str = "train") -> str:
         (["seed=abc"], ["seed=abc must be a whole number"]),
         (["max_tokens=2.5"], ["sampling.max_tokens=2.5", "whole"]),
         (["+trainer.gradient_clip_val=1"], ["trainer.gradient_clip_val has no effect here: set optim.max_grad_norm"]),
-        (["+trainer.devices=2"], ["trainer.devices", "one device"]),
         (["optim.schedule.name=reduce_lr_on_plateau"], ["optim:"]),
         (["trainer.precision=8"], ["trainer.precision=8 is not one of auto, 32-true, bf16-mixed"]),
     ],

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import lightning as L
+from lightning.pytorch.utilities import rank_zero_only
 
 from grpo.data import PromptBatch
 from grpo.policy import Pretrained
@@ -33,8 +34,10 @@ class Checkpoint(L.Callback):
         if rollouts == self.num_rollouts or (self.every and rollouts % self.every == 0):
             self.export(module, "last")
             trainer.save_checkpoint(self.folder / "last.ckpt.new")
-            os.replace(self.folder / "last.ckpt.new", self.folder / "last.ckpt")
+            if trainer.is_global_zero:
+                os.replace(self.folder / "last.ckpt.new", self.folder / "last.ckpt")
 
+    @rank_zero_only
     def export(self, module: L.LightningModule, name: str) -> None:
         module.policy.save_pretrained(self.folder / name)
         self.tokenizer.save_pretrained(self.folder / name)
@@ -42,6 +45,7 @@ class Checkpoint(L.Callback):
     def state_dict(self) -> dict:
         return {"best_accuracy": self.best_accuracy, "best": str((self.folder / "best").absolute())}
 
+    @rank_zero_only
     def load_state_dict(self, state: dict) -> None:
         if Path(state["best"]).is_dir():  # else it has gone, and the best starts anew
             self.best_accuracy = state["best_accuracy"]

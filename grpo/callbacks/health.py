@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import lightning as L
+from lightning.pytorch.utilities import rank_zero_only
 
 from grpo.data import PromptBatch
 
@@ -53,6 +54,7 @@ class Health(L.Callback):
         self.silent = set(ignore)
         self.unwell: Counter[str] = Counter()  # rollouts on end
 
+    @rank_zero_only
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Mapping, batch: PromptBatch, batch_idx: int
     ) -> None:

@@ -8,6 +8,7 @@ import lightning as L
 import numpy as np
 import torch
 
+from grpo import ranks
 from grpo.advantage import has_signal
 from grpo.algorithm import Algorithm
 from grpo.collate import collate, scores
@@ -47,6 +48,14 @@ class RolloutCallback(L.Callback):
     # -- the way of a batch
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if ranks.count() != trainer.world_size:  # vLLM in the trainer's process makes a group of its own
+            raise UserError(
+                f"trainer.devices={trainer.world_size} does not go with this engine: set engine=transformers"
+            )
+        if self.plan.prompts < ranks.count():
+            raise UserError(
+                f"rollout.prompts={self.plan.prompts} is fewer than the {ranks.count()} devices: every one needs a prompt"
+            )
         if self.rollouts >= self.plan.num_rollouts:
             raise UserError(
                 f"ckpt_path has learned from {self.rollouts} rollouts already: set rollout.num_rollouts above that to go on"
@@ -68,7 +77,10 @@ class RolloutCallback(L.Callback):
         kept = sorted(order[: self.plan.prompts].tolist())
         batch.groups, batch.scores = [played[i] for i in kept], scored.rows(kept)
         batch.examples = [group[0].example for group in batch.groups]
-        batch.tokens = collate(batch.groups).to(module.device)
+        mine = ranks.share(len(kept))
+        batch.tokens = collate(batch.groups[mine.start : mine.stop], mine.start * self.plan.group_size).to(
+            module.device
+        )
         batch.metrics |= rollout_metrics(played, scored) | {
             "rollout/rounds": float(rounds),
             "rollout/discarded_groups": float(len(played) - len(kept)),

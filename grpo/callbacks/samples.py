@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import lightning as L
+from lightning.pytorch.utilities import rank_zero_only
 
 from grpo.data import PromptBatch
 from grpo.rollout import Group
@@ -42,6 +43,7 @@ class Samples(L.Callback):
     def __init__(self, folder: str, every: int = 1) -> None:
         self.folder, self.every = Path(folder), every
 
+    @rank_zero_only
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: PromptBatch, batch_idx: int
     ) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import lightning as L
+from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -55,9 +56,11 @@ class Terminal(L.Callback):
         self.bar = self.progress.add_task("", total=num_rollouts, status="first rollout ...")
         self.last: PromptBatch | None = None
 
+    @rank_zero_only
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.progress.start()
 
+    @rank_zero_only
     def on_train_batch_start(
         self, trainer: L.Trainer, module: L.LightningModule, batch: PromptBatch, batch_idx: int
     ) -> None:
@@ -66,6 +69,7 @@ class Terminal(L.Callback):
             self.progress.reset(self.bar, completed=batch.rollout)  # what a resumed run did before is not its speed
         self.note(batch)
 
+    @rank_zero_only
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: PromptBatch, batch_idx: int
     ) -> None:
@@ -90,6 +94,7 @@ class Terminal(L.Callback):
         for group in batch.groups[: self.samples]:
             self.console.print(sample_panel(title, group[0]))
 
+    @rank_zero_only
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.progress.stop()
         if self.last is not None:
@@ -98,6 +103,7 @@ class Terminal(L.Callback):
             self.console.print(evaluation_table(self.evaluations))
         self.console.print(f"written to {self.folder}", soft_wrap=True)
 
+    @rank_zero_only
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         self.progress.stop()
         checkpoint = self.folder / "checkpoints" / "last.ckpt"
