@@ -75,6 +75,13 @@ def test_promised_options_are_there():
     assert {*presets.split(), "ppo_sequence"} <= {o for g, o in OPTIONS if g == "algo"}
 
 
+def test_every_algorithm_and_axis_is_in_the_documentation():
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    for group, option in OPTIONS:
+        if group in ("algo", "algo/advantage", "algo/surrogate", "algo/correction"):
+            assert f"`{option}`" in text, f"{group}={option}"
+
+
 def test_variants_are_diffs_and_the_command_line_wins(tmp_path):
     config = compose_config("algo=dr_grpo", "model=tiny", f"output_dir={tmp_path}")
     assert (config.algo.advantage.scale, config.algo.reduce, config.algo.surrogate.low) == ("none", "constant", 0.2)

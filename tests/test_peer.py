@@ -1,12 +1,13 @@
 """The same rollout through TRL's own code and through ours: advantages, loss and gradient agree."""
 
+import re
 from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import preset
+from conftest import ROOT, preset
 
 from grpo.entropy import threshold
 from grpo.tokens import Scores, TokenBatch
@@ -42,9 +43,9 @@ class Case:
         self.parts = torch.stack([self.rewards, torch.rand(B, generator=generator, dtype=torch.float64)], 1)
 
 
-def peer(case: Case, **settings) -> tuple[torch.Tensor, torch.Tensor]:
+def peer(case: Case, trainer: type = GRPOTrainer, **settings) -> tuple[torch.Tensor, torch.Tensor]:
     """TRL's advantages [B] and its loss. The model and the engine are stood in for: they say what the case says."""
-    trl = object.__new__(GRPOTrainer)
+    trl = object.__new__(trainer)
     defaults = {
         "loss_type": "grpo",
         "epsilon_low": 0.2,
@@ -223,3 +224,25 @@ def test_a_reward_that_nobody_could_give_is_left_out_as_trl_leaves_it():
         their_advantages, _ = peer(case, scale_rewards=scale)
         our_advantages, _ = ours(case, f"algo.advantage.scale={scale}")
         torch.testing.assert_close(our_advantages, their_advantages, atol=1e-6, rtol=0)
+
+
+def test_the_worked_example_of_the_documentation_is_trls_gmpo(tmp_path, monkeypatch):
+    """The blocks of docs/algorithms.md as a user would save them, named on the command line."""
+    from trl.experimental.gmpo import GMPOTrainer
+
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    code, yaml = (re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)[1] for language in ("python", "yaml"))
+    assert len(code.splitlines()) + len(yaml.splitlines()) <= 10
+    (tmp_path / "ideas.py").write_text(code)
+    (tmp_path / "algo" / "surrogate").mkdir(parents=True)
+    (tmp_path / "algo" / "surrogate" / "gmpo.yaml").write_text(yaml)
+    monkeypatch.syspath_prepend(tmp_path)
+    for overrides, settings in (([], {}), (["algo/kl=loss"], {"beta": 0.04})):
+        case = Case(0)
+        _, theirs = peer(case, GMPOTrainer, epsilon_low=0.1, epsilon_high=0.1, **settings)
+        bounds = ["+algo.surrogate.low=0.1", "+algo.surrogate.high=0.1"]
+        _, loss = ours(case, f"hydra.searchpath=[file://{tmp_path}]", "algo/surrogate=gmpo", *bounds, *overrides)
+        torch.testing.assert_close(loss, theirs, atol=1e-6, rtol=0)
+        gradients = [torch.autograd.grad(value, case.logprobs, retain_graph=True)[0] for value in (loss, theirs)]
+        torch.testing.assert_close(*gradients, atol=1e-6, rtol=0)
+        assert gradients[0].abs().max() > 1e-3
