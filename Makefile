@@ -35,7 +35,7 @@ $(VENV)/installed: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/pip install --quiet -e .
 	@touch $@
 $(VENV)/installed-test: pyproject.toml | $(VENV)/installed
-	$(BIN)/pip install --quiet -e '.[test]'
+	$(BIN)/pip install --quiet -e '.[test,peers]'
 	@touch $@
 
 # torchvision and its like come as CUDA builds, which break vLLM's import where there is no CUDA

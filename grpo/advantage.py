@@ -116,11 +116,11 @@ def whiten(
 
     total: sums a tensor over ranks, where a rank holds a part of the tokens.
     """
-    values = torch.where(mask, advantages, 0.0).double()
-    count, first, second = total(torch.stack([mask.sum().double(), values.sum(), values.square().sum()]))
-    mean = first / count.clamp(min=1)
-    variance = (second / count.clamp(min=1) - mean.square()).clamp(min=0)
-    return torch.where(mask, (values - mean) / (variance + eps).sqrt(), 0.0).to(advantages.dtype)
+    advantages = torch.where(mask, advantages, 0.0)
+    count, added = total(torch.stack([mask.sum().to(advantages.dtype), advantages.sum()]))
+    centred = torch.where(mask, advantages - added / count.clamp(min=1), 0.0)
+    variance = total(centred.square().sum()) / count.clamp(min=1)
+    return centred / (variance + eps).sqrt()
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, share: float) -> Tensor:

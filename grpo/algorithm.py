@@ -91,7 +91,7 @@ class Algorithm:
                 f"algo.overlong_share={self.overlong_share} is a share of max_tokens: 0 (off) to 1, DAPO's is 0.2"
             )
         self.check_names()
-        self.check_surrogate()
+        self.check_axes()
 
     def check_names(self) -> None:
         """Refuse a function that wants what there is not."""
@@ -111,7 +111,7 @@ class Algorithm:
                     )
                 raise UserError(f"algo.{axis} ({name_of(function)}) wants {name!r}, there is only: {', '.join(names)}")
 
-    def check_surrogate(self) -> None:
+    def check_axes(self) -> None:
         """Refuse combinations of axes without meaning."""
         if self.level == "none" and self.kl.in_loss and self.kl.place == "loss_with_ratio":
             raise UserError("algo.kl.place=loss_with_ratio, but algo.level=none has no ratio: set algo.kl.place=loss")

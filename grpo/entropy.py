@@ -41,6 +41,6 @@ class EntropyBonus:
         return min(coef + self.step, self.most) if entropy <= self.target else max(coef - self.step, 0.0)
 
 
-def threshold(entropies: Tensor, share: float) -> Tensor:
-    """The entropy that the upper `share` of the tokens reaches: there the policy decides (arXiv 2506.01939). [n] to a scalar."""
-    return torch.quantile(entropies.double(), 1 - share)
+def threshold(entropies: Tensor, share: float) -> float:
+    """The entropy that the upper `share` of the tokens reaches: there the policy decides (arXiv 2506.01939). entropies: [n]."""
+    return float(torch.quantile(entropies.double(), 1 - share)) if len(entropies) else 0.0

@@ -89,8 +89,8 @@ class Means:
 
 def sample_means(values: Tensor, tokens: TokenBatch, shape: tuple[int, int]) -> Tensor:
     """The mean of `values` [B, C] over the tokens of each sample, as `shape` [N, G]; NaN for one without tokens in the mask."""
-    sums = torch.zeros(2, shape[0] * shape[1], dtype=torch.float64, device=values.device)
-    of_rows = torch.stack([(values * tokens.mask).sum(1), tokens.mask.sum(1)]).double()
+    sums = torch.zeros(2, shape[0] * shape[1], device=values.device)
+    of_rows = torch.stack([(values * tokens.mask).sum(1), tokens.mask.sum(1).float()])
     total, count = ranks.total(sums.index_add(1, tokens.sample, of_rows))
     return torch.where(count > 0, total / count, torch.nan).view(shape)
 
@@ -170,11 +170,11 @@ class GRPOModule(L.LightningModule):
             yield tokens.rows(mine.to(tokens.ids.device)) if len(mine) else tokens.rows(slice(0, 1)).silenced()
 
     def live(self, tokens: TokenBatch) -> Tensor:
-        """The rows by index that have something to teach, and at least one: every rank must have a backward pass."""
+        """The rows by index that have something to teach."""
         rows = torch.arange(len(tokens), device=tokens.ids.device)
         if tokens.advantages is None or not self.algorithm.skips_zero_advantages:
             return rows
-        return rows[tokens.advantages.any(dim=1)] if tokens.advantages.any() else rows[:1]
+        return rows[tokens.advantages.any(dim=1)]
 
     def logprobs_of(self, model: nn.Module, tokens: TokenBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, [B, C] each, of these rows, a microbatch at a time; 0 on the others."""
@@ -192,7 +192,16 @@ class GRPOModule(L.LightningModule):
         entropy_coef = bonus.applied(self.entropy_coef, self.last_entropy)
         # ranks.count(): their gradients get averaged
         minibatch = replace(minibatch, weights=self.algorithm.weights(minibatch.mask) * ranks.count())
-        pieces = list(minibatch.rows(self.live(minibatch)).split(self.optim.microbatch_size))
+        live = self.live(minibatch)
+        anywhere = ranks.total(torch.tensor(float(len(live)), device=live.device))
+        rows = minibatch.rows(
+            live if len(live) else slice(0, 1)
+        )  # every rank has a backward pass, every optimizer its step
+        if not len(live) and (
+            anywhere or minibatch.old_logprobs is not None
+        ):  # else the one row is there to be measured
+            rows = rows.silenced()
+        pieces = list(rows.split(self.optim.microbatch_size))
         # the trainer's log-probabilities of this very policy: later ones would tell of the updates in between
         fresh = minibatch.old_logprobs is not None or self.updates % self.algorithm.updates_per_rollout == 0
         of_update = Means()
@@ -223,7 +232,7 @@ class GRPOModule(L.LightningModule):
         self.updates += 1
         if bonus.active:
             means.add("loss/entropy_coef", entropy_coef)
-            self.last_entropy = of_update.result()["entropy"]
+            self.last_entropy = of_update.result().get("entropy", self.last_entropy)
             self.entropy_coef = bonus.steered(self.entropy_coef, self.last_entropy)
         if (kl := self.algorithm.kl).sync_every and self.updates % kl.sync_every == 0:
             self.reference.move(kl.sync_alpha)
@@ -264,8 +273,8 @@ class GRPOModule(L.LightningModule):
                 f"({theirs.get(name, 'missing')} there, {ours.get(name, 'missing')} here); give the model= and adapter= of "
                 "that run"
             )
-        for name in PROGRESS:
-            setattr(self, name, checkpoint["progress"][name])
+        for name, value in checkpoint["progress"].items():
+            setattr(self, name, value)
         if self.reference is not None and self.reference.moves and "reference" in checkpoint:
             self.reference.load(checkpoint["reference"])
 

@@ -91,10 +91,13 @@ class Reference:
     def __init__(self, policy: nn.Module, moves: bool = False) -> None:
         self.policy, self.moves = policy, moves
         self.copy = None if isinstance(policy, PeftModel) else deepcopy(policy).requires_grad_(False)
-        parameters = (self.copy or policy).named_parameters()
-        if self.copy is None:
-            parameters = ((name, p.detach().clone()) for name, p in parameters if p.requires_grad)
-        self.weights = {name: p.detach() for name, p in parameters} if moves else {}
+        trained = ((name, p) for name, p in policy.named_parameters() if p.requires_grad)
+        self.adapter = {name: p.detach().clone() for name, p in trained} if moves and self.copy is None else {}
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """What moves, by the policy's names."""
+        return self.adapter or {name: p.detach() for name, p in self.copy.named_parameters()}
 
     @contextmanager
     def model(self):
@@ -111,24 +114,23 @@ class Reference:
     @contextmanager
     def swapped(self):
         """The policy with the adapter of the reference."""
-        trained = {name: p.data for name, p in self.policy.named_parameters() if name in self.weights}
+        trained = {name: p for name, p in self.policy.named_parameters() if name in self.adapter}
+        kept = {name: p.data for name, p in trained.items()}
         try:
-            for name, p in self.policy.named_parameters():
-                if name in trained:
-                    p.data = self.weights[name].to(p.device)
+            for name, p in trained.items():
+                p.data = self.adapter[name].to(p.device)
             yield
         finally:
-            for name, p in self.policy.named_parameters():
-                if name in trained:
-                    p.data = trained[name]
+            for name, p in trained.items():
+                p.data = kept[name]
 
     @torch.no_grad()
     def move(self, alpha: float) -> None:
         """reference <- alpha policy + (1 - alpha) reference"""
-        for name, p in self.policy.named_parameters():
-            if name in self.weights:
-                self.weights[name].lerp_(p.detach().to(self.weights[name]), alpha)
+        trained, weights = dict(self.policy.named_parameters()), self.weights
+        for name, weight in weights.items():
+            weight.lerp_(trained[name].detach().to(weight), alpha)
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        for name, weight in weights.items():
-            self.weights[name].copy_(weight)
+        for name, weight in self.weights.items():
+            weight.copy_(weights[name])
