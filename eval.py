@@ -58,6 +58,8 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     OmegaConf.save(config, folder / "config.yaml", resolve=True)
     evaluator = instantiate(config.eval)
     trainer = instantiate(config.trainer)(callbacks=[], logger=[])
+    if trainer.num_devices > 1:
+        raise UserError(f"trainer.devices={trainer.num_devices}: an evaluation runs on one device")
     task = instantiate(config.task)
     task.examples("test")
 

@@ -28,7 +28,7 @@ PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
 def run(preset: str, seed: int, folder: Path, rollouts: int) -> Path:
     """One training run, unless it is there already."""
     out = folder / f"{preset}-{seed}"
-    if not (out / "checkpoints" / "last.ckpt").exists():
+    if not (out / "metrics.csv").exists() or metrics(out).index[-1] < rollouts:
         command = [sys.executable, "train.py", f"algo={preset}", "algo.num_minibatches=4", f"seed={seed}"]
         command += [f"rollout.num_rollouts={rollouts}", "eval.every=5", f"hydra.run.dir={out}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

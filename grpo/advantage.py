@@ -45,10 +45,12 @@ def group_advantages(rewards: Tensor, scale: Scale = "group", ddof: int = 1, eps
     """
     if scale not in get_args(Scale):
         raise UserError(f"algo.advantage.scale={scale} is not one of {', '.join(get_args(Scale))}")
+    if eps < 0:
+        raise UserError(f"algo.advantage.eps={eps} must not be negative")
     centred = less_baseline(rewards, rewards.nanmean(dim=1, keepdim=True))
     if scale == "none":
         return centred
-    return centred / (std(rewards, 1 if scale == "group" else None, ddof) + eps)
+    return torch.where(centred == 0, 0.0, centred / (std(rewards, 1 if scale == "group" else None, ddof) + eps))
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
@@ -83,6 +85,8 @@ def gdpo(parts: Mapping[str, Tensor], weights: Mapping[str, float], eps: float =
 
     weights: of the parts by name; a part that does not apply to a sample is NaN there and counts nothing.
     """
+    if not weights:
+        raise UserError("algo.advantage.weights is empty: name parts of the reward, as in {correct: 1, format: 0.5}")
     try:
         scaled = torch.stack([weight * group_advantages(parts[name], eps=eps) for name, weight in weights.items()])
     except KeyError as error:
@@ -110,17 +114,21 @@ def reward_to_go(values: Tensor, mask: Tensor, sample: Tensor) -> Tensor:
 
 
 def whiten(
-    advantages: Tensor, mask: Tensor, eps: float = 1e-8, total: Callable[[Tensor], Tensor] = lambda sums: sums
+    advantages: Tensor, mask: Tensor, eps: float = 1e-8, concatenated: Callable[[list], list] = lambda items: items
 ) -> Tensor:
     """Mean 0 and standard deviation 1 over all tokens of the mask (REINFORCE++, arXiv 2501.03262). [B, C] to [B, C].
 
-    total: sums a tensor over ranks, where a rank holds a part of the tokens.
+    Exactly 0 where all are equal. concatenated: the lists of all ranks, where a rank holds a part of the tokens.
     """
-    advantages = torch.where(mask, advantages, 0.0)
-    count, added = total(torch.stack([mask.sum().to(advantages.dtype), advantages.sum()]))
-    centred = torch.where(mask, advantages - added / count.clamp(min=1), 0.0)
-    variance = total(centred.square().sum()) / count.clamp(min=1)
-    return centred / (variance + eps).sqrt()
+    values = advantages[mask].cpu().double()
+    found = [(len(values), values.sum(), values.min(), values.max())] if len(values) else []
+    found = concatenated(found)
+    count = sum(n for n, *_ in found)
+    if not found or min(low for *_, low, _ in found) == max(high for *_, high in found):
+        return torch.zeros_like(advantages)
+    mean = float(sum(added for _, added, *_ in found)) / count
+    variance = float(sum(concatenated([(values - mean).square().sum()]))) / count
+    return torch.where(mask, (advantages - mean) / (variance + eps) ** 0.5, 0.0)
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, share: float) -> Tensor:

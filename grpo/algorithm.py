@@ -10,7 +10,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -35,6 +35,22 @@ def call(function: Callable, given: Mapping[str, Any]) -> Any:
     """The function on those of the `given` values that it has parameters for."""
     parameters = inspect.signature(function).parameters
     return function(**{name: value for name, value in given.items() if name in parameters})
+
+
+def random_batch() -> tuple[Tensor, TokenBatch]:
+    """Log-probabilities [2, 3] and what goes with them, to try functions on."""
+    generator = torch.Generator().manual_seed(0)
+    logprobs, old, rollout = -torch.rand(3, 2, 3, generator=generator)
+    batch = TokenBatch(
+        ids=torch.zeros(2, 4, dtype=torch.int64),
+        attention_mask=torch.ones(2, 4, dtype=torch.int64),
+        mask=torch.ones(2, 3, dtype=torch.bool),
+        rollout_logprobs=rollout,
+        sample=torch.arange(2),
+        advantages=torch.tensor([[1.0], [-1.0]]).expand(2, 3),
+        old_logprobs=old,
+    )
+    return logprobs.requires_grad_(), batch
 
 
 def name_of(function: Callable) -> str:
@@ -75,9 +91,19 @@ class Algorithm:
     num_minibatches: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_epochs", "num_minibatches", "sampling_rounds"):
-            if getattr(self, name) < 1:
-                raise UserError(f"algo.{name}={getattr(self, name)} must be at least 1")
+        for name in ("num_epochs", "num_minibatches", "sampling_rounds", "max_tokens"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise UserError(f"algo.{name}={value} must be a whole number, at least 1")
+        for name in ("whiten", "mask_truncated"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise UserError(f"algo.{name}={value} must be true or false")
+        for name, kind in (("kl", KL), ("entropy", EntropyBonus)):
+            if not isinstance(getattr(self, name), kind):
+                raise UserError(
+                    f"algo.{name}={getattr(self, name)} must be a grpo {kind.__name__}: coef 0 switches it off"
+                )
+        if (delta := self.off_policy_delta) is not None and (not isinstance(delta, int | float) or delta <= 0):
+            raise UserError(f"algo.off_policy_delta={delta} must be a number above 0, or null")
         choices = {"level": get_args(Level), "reduce": get_args(Reduce), "old_policy": ("trainer", "rollout")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -119,6 +145,22 @@ class Algorithm:
             raise UserError(
                 "algo.old_policy=rollout puts the engine's mismatch into the ratio, and algo.correction would count it "
                 "twice: set algo/correction=none or algo.old_policy=trainer"
+            )
+        takes = inspect.signature(self.surrogate).parameters.keys()
+        if (
+            self.level not in ("token", "none")
+            and not takes & {"ratio", "log_ratio"}
+            and self.kl.place != "loss_with_ratio"
+        ):
+            raise UserError(
+                f"algo.level={self.level} has no effect: algo.surrogate ({name_of(self.surrogate)}) does not look at the ratio; "
+                "set algo.level=none"
+            )
+        changed = {"algo.overlong_share": self.overlong_share, "algo.kl.place=reward": self.kl.of_reward}
+        if "rewards" not in inspect.signature(self.advantage).parameters and any(changed.values()):
+            what = next(name for name, is_on in changed.items() if is_on)
+            raise UserError(
+                f"{what} changes the reward, and algo.advantage ({name_of(self.advantage)}) does not look at it"
             )
         if getattr(self.surrogate, "func", self.surrogate) is not clip:
             return
@@ -162,33 +204,29 @@ class Algorithm:
             )
         generator = torch.Generator().manual_seed(0)
         some = partial(torch.rand, (prompts, group_size), generator=generator)
-        given = {"rewards": some(), "lengths": 1 + some(), "parts": defaultdict(some)}
+        least = -1.0 if self.overlong_share or self.kl.of_reward else 0.0  # those make rewards negative
+        given = {"rewards": some() + least, "lengths": 1 + some(), "parts": defaultdict(some)}
         advantages = self.tried("advantage", lambda: call(self.advantage, given), (prompts, group_size))
         if group_size == 1 and not advantages.any():
             raise UserError(
                 "rollout.group_size=1: advantages compare the samples of one prompt, so at least 2 are needed "
                 "(algo=reinforce_pp takes 1)"
             )
-        logprobs = (-torch.rand(2, 3, generator=generator)).requires_grad_()
-        batch = TokenBatch(
-            ids=torch.zeros(2, 4, dtype=torch.int64),
-            attention_mask=torch.ones(2, 4, dtype=torch.int64),
-            mask=torch.ones(2, 3, dtype=torch.bool),
-            rollout_logprobs=-torch.rand(2, 3, generator=generator),
-            sample=torch.arange(2),
-            advantages=torch.tensor([[1.0], [-1.0]]).expand(2, 3),
-            old_logprobs=-torch.rand(2, 3, generator=generator),
-        )
-        surrogate = self.tried("surrogate", lambda: self.policy_term(logprobs, batch)[0], (2, 3))
+        logprobs, batch = random_batch()
+        term, said, _ = self.tried("surrogate", lambda: self.policy_term(logprobs, batch), (2, 3))
         if self.correction is not None:
-            log_w = batch.old_logprobs - batch.rollout_logprobs
-            self.tried("correction", lambda: self.correction(log_w, batch.mask), (2, 3))
-        if not surrogate.requires_grad:
+            self.tried("correction", lambda: self.correction(torch.zeros(2, 3), batch.mask), (2, 3))
+        if not term.requires_grad:
             raise UserError(
                 f"algo.surrogate ({name_of(self.surrogate)}) has no gradient: it must depend on logprobs or ratio"
             )
+        for name, values in said.items():
+            if not isinstance(values, Tensor) or values.shape != (2, 3):
+                raise UserError(
+                    f"algo.surrogate ({name_of(self.surrogate)}) says {name!r}, which must be [B, C] like the loss"
+                )
 
-    def tried(self, axis: str, attempt: Callable[[], Tensor], shape: tuple[int, int]) -> Tensor:
+    def tried(self, axis: str, attempt: Callable[[], Any], shape: tuple[int, int]) -> Any:
         function = name_of(getattr(self, axis))
         try:
             result = attempt()
@@ -198,9 +236,14 @@ class Algorithm:
             raise UserError(
                 f"algo.{axis} ({function}) fails on random numbers: {type(error).__name__}: {error}"
             ) from error
-        if not isinstance(result, Tensor) or result.shape != shape:
-            found = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        tensor = result[0] if isinstance(result, tuple) else result
+        if not isinstance(tensor, Tensor) or tensor.shape != shape:
+            found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise UserError(f"algo.{axis} ({function}) must return a tensor of shape {list(shape)}, and gave {found}")
+        if not tensor.isfinite().all():
+            raise UserError(
+                f"algo.{axis} ({function}) gives numbers that are not finite on random ones: look at its settings"
+            )
         return result
 
     def advice(self) -> list[str]:
@@ -212,6 +255,13 @@ class Algorithm:
             )
         if self.kl.in_reward and self.kl.estimator != "k1":
             said.append(f"algo.kl: {self.kl.estimator} in the reward does not have the gradient of the KL, k1 does")
+        if not self.kl.coef and (self.kl.place, self.kl.estimator, self.kl.target) != ("loss", "k3", "reference"):
+            said.append("algo.kl.coef=0: there is no KL, and the other keys of algo.kl do nothing")
+        if self.level == "none" and self.updates_per_rollout > 1:
+            said.append(
+                f"algo.level=none with {self.updates_per_rollout} updates a rollout: all but the first learn from an older "
+                "policy's samples as if they were their own; algo/surrogate=clip algo.level=token weighs them"
+            )
         return said
 
     # -- what it needs
@@ -227,10 +277,15 @@ class Algorithm:
             return True
         return self.old_policy == "trainer" and (self.updates_per_rollout > 1 or self.kl.in_reward)
 
-    @property
+    @cached_property
     def skips_zero_advantages(self) -> bool:
-        """Whether a row without advantage has no gradient."""
-        return not self.kl.in_loss and not self.entropy.active
+        """Whether a row without advantage has no gradient. A surrogate of a user's may have terms of its own."""
+        if self.kl.in_loss or self.entropy.active:
+            return False
+        logprobs, batch = random_batch()
+        with torch.enable_grad():
+            term, _, _ = self.policy_term(logprobs, replace(batch, advantages=torch.zeros(2, 3)))
+            return not torch.autograd.grad(term.sum(), logprobs, materialize_grads=True)[0].any()
 
     # -- what it does
 
@@ -249,7 +304,7 @@ class Algorithm:
         rewards, mask = scores.rewards, tokens.mask
         if self.kl.in_reward:
             kl = self.kl.coef * self.kl.estimate(self.old_logprobs(tokens), tokens.reference_logprobs) * mask
-            if self.kl.place == "reward":
+            if self.kl.of_reward:
                 of_samples = torch.zeros(rewards.numel(), device=kl.device).index_add(0, tokens.sample, kl.sum(1))
                 rewards = rewards - ranks.total(of_samples).view_as(rewards)
         given = {"rewards": rewards, "lengths": scores.lengths, "parts": scores.parts}
@@ -259,7 +314,7 @@ class Algorithm:
         if self.kl.in_reward and self.kl.place == "reward_to_go":
             advantages = advantages - reward_to_go(kl, mask, tokens.sample)
         if self.whiten:
-            advantages = whiten(advantages, mask, total=ranks.total)
+            advantages = whiten(advantages, mask, concatenated=ranks.concatenated)
         if self.mask_truncated:
             mask = mask & ~scores.truncated.flatten()[tokens.sample, None]
         return replace(tokens, mask=mask, advantages=torch.where(mask, advantages, 0.0))
@@ -295,7 +350,8 @@ class Algorithm:
         weights, old_logprobs (the trainer's), and reference_logprobs and counted where they are needed.
         """
         term, said, ratio = self.policy_term(logprobs, batch)
-        stats = {"policy": term, "approx_kl": k3(self.old_logprobs(batch), logprobs), "entropy": entropy, **said}
+        stats = {"policy": term, "approx_kl": k3(self.old_logprobs(batch), logprobs), "entropy": entropy}
+        stats = said | stats
         if batch.counted is not None:
             term = term * batch.counted
         if self.off_policy_delta is not None:

@@ -30,21 +30,22 @@ def collate(groups: Sequence[Group], first: int = 0) -> TokenBatch:
 
 
 def scores(groups: Sequence[Group]) -> Scores:
-    """What the samples earned, [N, G] each. A part that a sample's reward does not have is NaN."""
+    """What the samples earned, [N, G] each. A part is NaN where a reward does not have it, or nobody could give the reward."""
 
     def tensor(value) -> Tensor:
         return torch.tensor([[float(value(sample)) for sample in group] for group in groups])
 
     def part(name: str) -> Tensor:
-        return tensor(lambda sample: sample.reward.parts.get(name, torch.nan))
+        return tensor(lambda sample: {**sample.reward.parts, "correct": sample.reward.correct}.get(name, torch.nan))
 
     def last(sample: Sample) -> int:
         return len(sample.turns[-1].completion.ids)
 
-    names = dict.fromkeys(name for group in groups for sample in group for name in sample.reward.parts)
+    names = dict.fromkeys(["correct", *(name for group in groups for sample in group for name in sample.reward.parts)])
+    rewards = tensor(lambda sample: sample.reward.value)
     return Scores(
-        rewards=tensor(lambda sample: sample.reward.value),
-        parts={"correct": tensor(lambda sample: sample.reward.correct), **{name: part(name) for name in names}},
+        rewards=rewards,
+        parts={name: part(name).masked_fill(rewards.isnan(), torch.nan) for name in names},
         lengths=tensor(lambda sample: sample.length),
         last_lengths=tensor(last),
         truncated=tensor(lambda sample: sample.trajectory.truncated).bool(),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from grpo.errors import UserError
@@ -23,6 +23,9 @@ class EntropyBonus:
     most: float = 1.0
 
     def __post_init__(self) -> None:
+        numbers = (self.coef, self.step, self.most, 0.0 if self.target is None else self.target)
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise UserError("algo.entropy: coef, step and most are numbers, target is one or null")
         if self.coef < 0 or self.step <= 0 or self.most < self.coef:
             raise UserError("algo.entropy: coef must be at least 0 and at most `most`, and step above 0")
 
@@ -43,4 +46,4 @@ class EntropyBonus:
 
 def threshold(entropies: Tensor, share: float) -> float:
     """The entropy that the upper `share` of the tokens reaches: there the policy decides (arXiv 2506.01939). entropies: [n]."""
-    return float(torch.quantile(entropies.double(), 1 - share)) if len(entropies) else 0.0
+    return float(np.quantile(entropies.double().numpy(), 1 - share)) if len(entropies) else 0.0

@@ -58,6 +58,8 @@ class KL:
         for name, allowed in (("estimator", ESTIMATORS), ("place", get_args(Place)), ("target", get_args(Target))):
             if getattr(self, name) not in allowed:
                 raise UserError(f"algo.kl.{name}={getattr(self, name)} is not one of {', '.join(allowed)}")
+        if not isinstance(self.coef, int | float) or not isinstance(self.sync_every, int):
+            raise UserError(f"algo.kl.coef={self.coef} must be a number, sync_every={self.sync_every} a whole one")
         if self.coef < 0:
             raise UserError(f"algo.kl.coef={self.coef} is negative: 0 is off (no reference is loaded), 0.04 usual")
         if self.in_reward and self.target == "rollout":
@@ -80,6 +82,10 @@ class KL:
     @property
     def in_reward(self) -> bool:
         return self.coef > 0 and self.place.startswith("reward")
+
+    @property
+    def of_reward(self) -> bool:
+        return self.coef > 0 and self.place == "reward"
 
     @property
     def in_loss(self) -> bool:

@@ -62,17 +62,21 @@ def clip(
     return -term, {"clip_fraction_low": below, "clip_fraction_high": above}
 
 
-def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, high: float = 5.0) -> Loss:
-    """-sg(min(r, high)) A log pi: bounds the weight and not the gradient, so no token falls silent (arXiv 2506.13585).
+def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, bound: float = 5.0) -> Loss:
+    """-sg(min(r, bound)) A log pi: bounds the weight and not the gradient, so no token falls silent (arXiv 2506.13585).
 
-    high is the bound of the ratio itself, 5 in ScaleRL (arXiv 2510.13786).
+    bound: of the ratio itself, 5 in ScaleRL (arXiv 2510.13786).
     """
-    weight = ratio.detach().clamp(max=high)
-    return -weight * advantages * logprobs, {"clip_fraction_high": ratio > high}
+    if bound < 1:
+        raise UserError(f"algo.surrogate.bound={bound} is a bound of the ratio itself: 1 or more, 5 is usual")
+    weight = ratio.detach().clamp(max=bound)
+    return -weight * advantages * logprobs, {"clip_fraction_high": ratio > bound}
 
 
 def sapo(ratio: Tensor, advantages: Tensor, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Tensor:
     """-sigmoid(tau (r - 1)) 4 / tau A: a soft gate, steepest at r = 1, where it has PPO's gradient (arXiv 2511.20347)."""
+    if tau_positive <= 0 or tau_negative <= 0:
+        raise UserError(f"algo.surrogate.tau_positive={tau_positive} tau_negative={tau_negative} must be above 0")
     tau = torch.where(advantages > 0, tau_positive, tau_negative)
     return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
 

@@ -115,6 +115,7 @@ class GRPOModule(L.LightningModule):
         self.algorithm, self.optim, self.temperature, self.seed = algorithm, optim, temperature, seed
         self.num_updates = num_rollouts * algorithm.updates_per_rollout
         self.updates = 0  # so far
+        self.moved = False  # since the rollout
         self.entropy_coef, self.last_entropy = algorithm.entropy.coef, math.inf
 
     def configure_optimizers(self):
@@ -130,8 +131,13 @@ class GRPOModule(L.LightningModule):
         tokens = self.algorithm.credit(scores, tokens)
         if not self.algorithm.kl.in_reward:
             tokens = self.freeze(tokens)
+        if self.algorithm.top_entropy < 1:
+            entropies = torch.cat(ranks.concatenated([tokens.old_entropy[tokens.mask].cpu()]))
+            counted = tokens.mask & (tokens.old_entropy >= threshold(entropies, self.algorithm.top_entropy))
+            tokens = replace(tokens, counted=counted)
         advantages = sample_means(tokens.advantages, tokens, scores.rewards.shape)
         batch.advantages = advantages.tolist()
+        self.moved = False
         generator = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
         for _ in range(self.algorithm.num_epochs):
             for minibatch in self.minibatches(tokens, generator):
@@ -150,14 +156,10 @@ class GRPOModule(L.LightningModule):
                 reference_logprobs, _ = self.logprobs_of(model, tokens, self.live(tokens))
             tokens = replace(tokens, reference_logprobs=reference_logprobs)
         if self.algorithm.needs_old:
-            choose = self.algorithm.top_entropy < 1
-            rows = torch.arange(len(tokens), device=tokens.ids.device) if choose else self.live(tokens)
-            old_logprobs, entropy = self.logprobs_of(self.policy, tokens, rows)
-            tokens = replace(tokens, old_logprobs=old_logprobs)
-            if choose:
-                entropies = torch.cat(ranks.concatenated([entropy[tokens.mask].cpu()]))
-                counted = tokens.mask & (entropy >= threshold(entropies, self.algorithm.top_entropy))
-                tokens = replace(tokens, counted=counted)
+            every = self.algorithm.top_entropy < 1  # whose entropies are compared
+            rows = torch.arange(len(tokens), device=tokens.ids.device) if every else self.live(tokens)
+            old_logprobs, old_entropy = self.logprobs_of(self.policy, tokens, rows)
+            tokens = replace(tokens, old_logprobs=old_logprobs, old_entropy=old_entropy)
         return tokens
 
     def minibatches(self, tokens: TokenBatch, generator: torch.Generator) -> Iterator[TokenBatch]:
@@ -179,7 +181,7 @@ class GRPOModule(L.LightningModule):
     def logprobs_of(self, model: nn.Module, tokens: TokenBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, [B, C] each, of these rows, a microbatch at a time; 0 on the others."""
         logprobs, entropy = torch.zeros_like(tokens.rollout_logprobs), torch.zeros_like(tokens.rollout_logprobs)
-        for some in rows.split(self.optim.microbatch_size):
+        for some in rows.split(self.optim.microbatch_size) if len(rows) else ():
             values = completion_logprobs(model, tokens.rows(some), self.temperature)
             width = values[0].shape[1]
             logprobs[some, :width], entropy[some, :width] = values
@@ -203,7 +205,7 @@ class GRPOModule(L.LightningModule):
             rows = rows.silenced()
         pieces = list(rows.split(self.optim.microbatch_size))
         # the trainer's log-probabilities of this very policy: later ones would tell of the updates in between
-        fresh = minibatch.old_logprobs is not None or self.updates % self.algorithm.updates_per_rollout == 0
+        fresh = minibatch.old_logprobs is not None or not self.moved
         of_update = Means()
         for i, microbatch in enumerate(pieces):
             logprobs, entropy = completion_logprobs(self.policy, microbatch, self.temperature, bonus.active)
@@ -229,7 +231,7 @@ class GRPOModule(L.LightningModule):
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        self.updates += 1
+        self.updates, self.moved = self.updates + 1, True
         if bonus.active:
             means.add("loss/entropy_coef", entropy_coef)
             self.last_entropy = of_update.result().get("entropy", self.last_entropy)
@@ -273,7 +275,7 @@ class GRPOModule(L.LightningModule):
                 f"({theirs.get(name, 'missing')} there, {ours.get(name, 'missing')} here); give the model= and adapter= of "
                 "that run"
             )
-        for name, value in checkpoint["progress"].items():
+        for name, value in checkpoint.get("progress", {}).items():
             setattr(self, name, value)
         if self.reference is not None and self.reference.moves and "reference" in checkpoint:
             self.reference.load(checkpoint["reference"])

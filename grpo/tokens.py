@@ -55,7 +55,14 @@ class Scores:
         return self._map(lambda tensor: tensor[index])
 
 
-OPTIONAL = ("advantages", "old_logprobs", "reference_logprobs", "counted", "weights")  # of a TokenBatch, [B, C]
+OPTIONAL = (
+    "advantages",
+    "old_logprobs",
+    "old_entropy",
+    "reference_logprobs",
+    "counted",
+    "weights",
+)  # of a TokenBatch, [B, C]
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,7 @@ class TokenBatch:
     sample: Tensor  # [B] int64, which of the S samples the row is a turn of
     advantages: Tensor | None = None  # [B, C] float32, 0 outside the mask
     old_logprobs: Tensor | None = None  # [B, C] the trainer's, before the first update on this batch
+    old_entropy: Tensor | None = None  # [B, C] nats
     reference_logprobs: Tensor | None = None  # [B, C]
     counted: Tensor | None = None  # [B, C] bool, the tokens that the surrogate counts, where those are not all
     weights: Tensor | None = None  # [B, C] a token's share in the loss of one update, see loss.token_weights

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from peft import LoraConfig
 from test_update import GROUPS, episode, fresh, make_module, rollout, trained
 from torch import tensor
 
-from grpo.advantage import group_advantages, no_baseline
+from grpo.advantage import gdpo, group_advantages, no_baseline
 from grpo.algorithm import Algorithm
 from grpo.collate import collate, scores
 from grpo.entropy import EntropyBonus
@@ -235,3 +236,47 @@ def test_alpha_one_makes_the_reference_the_policy(toy):
     tokens = collate(GROUPS)
     now, _ = completion_logprobs(policy, tokens, 1.0)
     close(module.freeze(tokens).reference_logprobs, now.detach(), atol=1e-6, rtol=0)
+
+
+# -- corners
+
+
+@pytest.mark.parametrize("settings", [{"num_epochs": 2}, {"num_minibatches": 2}, {"kl": KL(0.1)}])
+def test_a_rollout_without_signal_is_learned_from_in_every_arrangement(toy, settings):
+    before = fresh(toy)
+    module = make_module(fresh(toy), **settings)
+    metrics = module.training_step(rollout(rewards=torch.zeros(2, 2)), 0)
+    assert metrics["loss/grad_norm"] < 1e-6 and module.updates == module.algorithm.updates_per_rollout
+    for p, q in zip(module.policy.parameters(), before.parameters(), strict=True):
+        close(p, q, atol=1e-6, rtol=0)
+
+
+def test_equal_rewards_whiten_to_nothing():
+    algorithm = preset("algo=reinforce_pp", "algo/kl=none")
+    tokens = replace(TOKENS, old_logprobs=None, reference_logprobs=None)
+    got = algorithm.credit(scored([0.7, 0.7]), tokens).advantages
+    assert torch.equal(got, torch.zeros(2, 2))
+
+
+def test_a_surrogate_with_a_term_of_its_own_is_never_skipped(toy):
+    def regularised(ratio, advantages):
+        return -ratio * advantages + 0.5 * (ratio - 1.3).square()
+
+    module = make_module(fresh(toy), surrogate=regularised)
+    tokens = module.algorithm.credit(rollout(rewards=torch.zeros(2, 2)).scores, collate(GROUPS))
+    assert len(module.live(tokens)) == 4
+    assert module.training_step(rollout(rewards=torch.zeros(2, 2)), 0)["loss/grad_norm"] > 0.01
+
+
+def test_gdpo_does_not_learn_from_a_reward_that_nobody_could_give():
+    timeout = [replace(TWO[0], reward=replace(TWO[0].reward, value=NAN)), TWO[1]]
+    assert scores([timeout]).parts["correct"].isnan().tolist() == [[True, False]]
+    algorithm = Algorithm(partial(gdpo, weights={"correct": 1.0}), clip, 4)
+    got = algorithm.credit(scores([timeout]), TOKENS)
+    assert got.mask.tolist() == [[False, False], [True, False]] and not got.advantages.any()
+
+
+def test_an_older_checkpoint_starts_what_it_did_not_know_anew(toy):
+    module = make_module(fresh(toy))
+    module.on_load_checkpoint({"policy_shapes": module.policy_shapes()})
+    assert module.updates == 0

@@ -1,13 +1,17 @@
 """Every option of every group composes, and every node fits the signature of what it names."""
 
+import functools
 import inspect
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT, compose_config
-from hydra.utils import get_object
+from hydra.errors import InstantiationException
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from grpo.errors import UserError
 
 GROUPS = (
     "task",
@@ -73,6 +77,29 @@ def test_promised_options_are_there():
     }
     presets = "grpo dr_grpo bnpo dapo gspo gspo_token cispo sapo rloo reinforce_pp reinforce_pp_baseline lite_ppo rolo atropos"
     assert {*presets.split(), "ppo_sequence"} <= {o for g, o in OPTIONS if g == "algo"}
+
+
+AXES = [(group, option) for group, option in OPTIONS if group.startswith("algo/")]
+
+
+@functools.cache
+def composed(group: str, option: str) -> DictConfig:
+    return compose_config(f"{group}={option}", "output_dir=.").algo
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [option for group, option in OPTIONS if group == "algo"])
+def test_every_preset_moves_along_every_axis(name):
+    """The option that is asked for is what one gets, whole, or one line says why they do not go together."""
+    for group, option in AXES:
+        config = compose_config(f"algo={name}", f"{group}={option}", "output_dir=.").algo
+        axis = group.removeprefix("algo/")
+        assert config[axis] == composed(group, option)[axis], f"algo={name} {group}={option}"
+        try:
+            instantiate(config).check(4, 4)
+        except (UserError, InstantiationException) as error:
+            reason = error.__cause__ if isinstance(error, InstantiationException) else error
+            assert isinstance(reason, UserError), f"algo={name} {group}={option}: {reason!r}"
 
 
 def test_every_algorithm_and_axis_is_in_the_documentation():

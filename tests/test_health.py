@@ -41,7 +41,7 @@ def test_groups_without_signal_are_told_when_they_go_on(caplog):
     none, some = {"rollout/effective_groups": 0.0}, {"rollout/effective_groups": 0.1}
     assert said(Health(), caplog, none, none, some, none, none) == []
     assert said(Health(), caplog, none, none, none)[0].startswith(
-        "rollout 3: rollout/effective_groups is 0, below 0.01"
+        "rollout 3: rollout/effective_groups is 0, below 1e-09"
     )
 
 

@@ -119,6 +119,10 @@ def test_which_groups_have_a_signal():
     assert has_signal(tensor([[1.0, 0], [1.0, 1], [NAN, 1], [NAN, NAN]])).tolist() == [True, False, False, False]
 
 
+def test_eps_may_be_nothing():
+    assert group_advantages(tensor([[0.3, 0.3], [1.0, 0.0]]), eps=0.0)[0].tolist() == [0.0, 0.0]
+
+
 def test_no_baseline():
     assert no_baseline(tensor([[2.0], [0.0]])).tolist() == [[2.0], [0.0]]
 
@@ -230,7 +234,7 @@ def test_a_bound_that_is_not_there():
 
 @pytest.mark.parametrize(("ratio", "weight"), [(0.1, 0.1), (2.0, 2.0), (9.0, 5.0)])
 def test_cispo_bounds_the_weight_and_keeps_the_gradient(ratio, weight):
-    loss, gradient, said = surrogate(cispo, ratio, -2.0, high=5.0)
+    loss, gradient, said = surrogate(cispo, ratio, -2.0, bound=5.0)
     assert loss == pytest.approx(2 * weight * (math.log(ratio) - 2.0))  # -weight x A x log pi
     assert gradient == pytest.approx(2 * weight) and said == ({"clip_fraction_high"} if ratio > 5 else set())
 
@@ -274,7 +278,7 @@ SEEN = tensor([[True, True], [True, False]])
     ("function", "settings", "first", "second"),
     [
         (correction.truncated, {"high": 1.5}, [1.5, 0.25], 1.0),
-        (correction.truncated, {"level": "sequence", "high": 0.4}, [0.4, 0.4], 0.4),  # 2 x 1/4 = 1/2
+        (correction.truncated, {"level": "sequence", "high": 1.5}, [0.5, 0.5], 1.0),  # 2 x 1/4 = 1/2
         (correction.masked, {"level": "token", "low": 0.5, "high": 5.0}, [2.0, 0.0], 1.0),  # IcePop
         (correction.masked, {"low": 0.4, "high": 2.0}, [0.5, 0.5], 1.0),  # MIS
         (correction.masked, {"low": 0.6, "high": 2.0}, [0.0, 0.0], 1.0),
@@ -286,6 +290,10 @@ def test_corrections(function, settings, first, second):
     got = function(LOG_W, SEEN, **settings)
     close(got[0], tensor(first))
     close(got[1, 0].item(), second)
+
+
+def test_the_weight_of_a_row_is_truncated_as_one():
+    close(correction.truncated(-LOG_W, SEEN, "sequence", 1.5)[0], tensor([1.5, 1.5]))  # 1/2 x 4 = 2
 
 
 def test_rows_that_the_policy_has_left_are_dropped():
@@ -340,6 +348,22 @@ def test_a_steered_entropy_bonus():
         (["algo.overlong_share=4096"], "a share of max_tokens"),
         (["algo.entropy.coef=-1"], "algo.entropy"),
         (["algo=dapo", "rollout.group_size=1"], "dynamic sampling would discard"),
+        (["algo.num_epochs=1.5"], "algo.num_epochs=1.5 must be a whole number"),
+        (["algo.whiten=no"], "algo.whiten=no must be true or false"),
+        (["algo.entropy=null"], "algo.entropy=None must be a grpo EntropyBonus"),
+        (["algo.entropy.target=abc"], "target is one or null"),
+        (["algo.off_policy_delta=abc"], "algo.off_policy_delta=abc must be a number above 0"),
+        (["algo.kl.coef=abc"], "algo.kl.coef=abc must be a number"),
+        (["algo=cispo", "algo.surrogate.bound=0.28"], "a bound of the ratio itself"),
+        (["algo=sapo", "algo.surrogate.tau_positive=0"], "must be above 0"),
+        (["algo/correction=mis", "algo.correction.low=5"], "must have 1 between them"),
+        (["algo/correction=tis", "algo.correction.high=0"], "must have 1 between them"),
+        (["algo.advantage.eps=-1"], "must not be negative"),
+        (["algo/surrogate=reinforce", "algo.level=sequence"], "algo.level=sequence has no effect"),
+        (["algo/advantage=gdpo", "algo.advantage.weights=null"], "algo.advantage.weights is empty"),
+        (["algo=dapo", "algo/advantage=gdpo"], "algo.overlong_share changes the reward"),
+        (["algo=rloo", "algo/advantage=gdpo"], "algo.kl.place=reward changes the reward"),
+        (["algo=dapo", "algo/advantage=max_rl"], "rewards must not be negative"),
         (["algo=rloo", "rollout.group_size=1"], "rollout.group_size=1: advantages compare"),
         (["algo=grpo", "rollout.group_size=1"], "at least 2 are needed \\(algo=reinforce_pp takes 1\\)"),
     ],
@@ -363,6 +387,8 @@ def test_reinforce_pp_takes_groups_of_one():
             "must return a tensor of shape \\[2, 3\\], and gave \\(\\)",
         ),
         (lambda ratio: ratio @ ratio, "fails on random numbers: RuntimeError"),
+        (lambda ratio: ratio / 0, "not finite on random ones"),
+        (lambda ratio: (ratio, {"mean": ratio.mean()}), "says 'mean', which must be \\[B, C\\]"),
     ],
 )
 def test_a_surrogate_that_cannot_work_is_refused(function, message):
@@ -378,4 +404,6 @@ def test_an_advantage_of_the_wrong_shape_is_refused():
 def test_what_is_rarely_meant_is_said():
     assert "the expected gradient of k1 in the loss is 0" in preset("algo/kl=loss", "algo.kl.estimator=k1").advice()[0]
     assert "k3 in the reward" in preset("algo/kl=reward", "algo.kl.estimator=k3").advice()[0]
+    assert "there is no KL" in preset("algo.kl.place=reward").advice()[0]
+    assert "learn from an older policy's samples" in preset("algo=rloo", "algo.num_minibatches=4").advice()[0]
     assert preset().advice() == preset("algo=rloo").advice() == []

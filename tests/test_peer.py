@@ -165,7 +165,7 @@ CASES = {
                    {**SEQUENCE, "epsilon_low": 0.04, "epsilon_high": 0.03}),
     "luspo": (["algo=gspo", "algo.reduce=sum"], {**SEQUENCE, "loss_type": "luspo"}),
     "cispo": (["algo=cispo"], {"loss_type": "cispo", "epsilon_high": 5.0}),
-    "cispo, narrow": (["algo=cispo", "algo.surrogate.high=1.1"], {"loss_type": "cispo", "epsilon_high": 1.1}),
+    "cispo, narrow": (["algo=cispo", "algo.surrogate.bound=1.1"], {"loss_type": "cispo", "epsilon_high": 1.1}),
     "sapo": (["algo=sapo"], {"loss_type": "sapo"}),
     "kl": (["algo/kl=loss"], {"beta": 0.04, "use_bias_correction_kl": False}),
     "kl with ratio": (["algo/kl=loss_with_ratio"], {"beta": 0.04}),

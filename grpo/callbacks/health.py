@@ -10,6 +10,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
 from grpo.data import PromptBatch
+from grpo.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +35,8 @@ RANGES = (
           "or compute at a lower precision (healthy in bfloat16: 0.010 to 0.018); algo/correction=tis lessens the harm"),
     Range("rollout/truncated", 0, 0.5, "most answers are cut short: raise max_tokens, or see algo.mask_truncated and "
           "algo.overlong_share"),
-    Range("rollout/effective_groups", 0.01, 1, "no group's rewards differ, so nothing was learned: the task may be too hard or "
-          "too easy for the policy, or the reward broken; look at rollouts/", after=3),
+    Range("rollout/effective_groups", 1e-9, 1, "no group's rewards differ, and there is nothing to compare: the task may be too "
+          "hard or too easy for the policy, or the reward broken; look at rollouts/", after=3),
     Range("loss/ratio", 0.8, 1.2, "the policy moves far within one rollout: lower optim.optimizer.lr, algo.num_epochs or "
           "algo.num_minibatches"),
     Range("loss/approx_kl", -math.inf, 0.5, "the policy has left the one that sampled: lower optim.optimizer.lr, "
@@ -51,6 +52,9 @@ class Health(L.Callback):
     """ignore: metrics not to speak of. Behind RolloutCallback, which collects the metrics."""
 
     def __init__(self, ignore: tuple[str, ...] = ()) -> None:
+        known = [well.metric for well in RANGES]
+        if isinstance(ignore, str) or not set(ignore) <= set(known):
+            raise UserError(f"callbacks.health.ignore={ignore} must be a list of some of {', '.join(known)}")
         self.silent = set(ignore)
         self.unwell: Counter[str] = Counter()  # rollouts on end
 

@@ -93,7 +93,7 @@ class RolloutCallback(L.Callback):
         elapsed = time.perf_counter() - self.started
         batch.metrics |= outputs
         batch.metrics["time/update"] = elapsed - batch.metrics["time/sync"] - batch.metrics["time/rollout"]
-        batch.metrics["tokens/s"] = sum(sample.length for group in batch.groups for sample in group) / elapsed
+        batch.metrics["tokens/s"] = batch.metrics["rollout/tokens"] / elapsed
         self.rollouts = batch.rollout + 1
         last = self.rollouts == self.plan.num_rollouts
         if self.evaluator.every and (last or self.rollouts % self.evaluator.every == 0):
@@ -171,8 +171,9 @@ def rollout_metrics(groups: list[Group], scored: Scores) -> dict[str, float]:
         means[name], stds[name] = float(values.nanmean()), float(np.nanstd(values.numpy()))
     means["solve_rate"] = means.pop("correct")
     del stds["correct"]
-    # the share of groups that have something to teach
-    means["effective_groups"] = float(has_signal(scored.rewards).float().mean())
+    means["tokens"] = float(scored.lengths.sum())
+    if scored.rewards.shape[1] > 1:  # the share of groups that have something to teach
+        means["effective_groups"] = float(has_signal(scored.rewards).float().mean())
     return {f"rollout/{name}": mean for name, mean in means.items()} | {
         f"rollout/{name}_std": std for name, std in stds.items()
     }

@@ -31,7 +31,10 @@ def records(groups: Iterable[Group], **columns: Iterable[Iterable[float]]) -> It
 
 def write(path: Path, rows: Iterable[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    known = (
+        {name: None if value != value else value for name, value in row.items()} for row in rows
+    )  # JSON has no NaN
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in known), encoding="utf-8")
 
 
 class Samples(L.Callback):
@@ -49,7 +52,10 @@ class Samples(L.Callback):
     ) -> None:
         rollout = batch.rollout + 1
         if self.every and rollout % self.every == 0:
-            rows = records(batch.groups, advantage=batch.advantages)
+            columns = {"advantage": batch.advantages}
+            if "overlong" in batch.scores.parts:
+                columns["overlong"] = batch.scores.parts["overlong"].tolist()
+            rows = records(batch.groups, **columns)
             write(self.folder / "rollouts" / f"{rollout:06d}.jsonl", ({"rollout": rollout, **row} for row in rows))
         for evaluation in batch.evaluations:
             rows = ({"rollout": evaluation.rollout, **row} for row in records(evaluation.groups))
