@@ -91,7 +91,7 @@ def plot(runs: dict[str, list[pd.DataFrame]], out: str) -> None:
         axes.grid(alpha=0.3)
     panels[0, 0].legend(fontsize=7, loc="lower right")
     figure.supxlabel("rollouts")
-    figure.savefig(out, dpi=120)
+    figure.savefig(out, dpi=90)
 
 
 def main() -> None:
