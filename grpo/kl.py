@@ -2,7 +2,7 @@
 
 What an estimator's value tells and what its gradient does are two things. As a loss on fresh samples the expected gradient
 of k1 is 0, of k2 that of the KL, of k3 that of the opposite KL (target || policy). In the reward k1 has the gradient of the
-KL; so has k1, k3 with the opposite one no more, times the ratio with its gradient (arXiv 2510.01555, 2506.09477, 2512.02556).
+KL; so have k1 and k3 in the loss times the ratio, with the gradient through both (arXiv 2510.01555, 2506.09477, 2512.02556).
 """
 
 from dataclasses import dataclass
