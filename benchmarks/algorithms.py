@@ -4,7 +4,7 @@
     python benchmarks/algorithms.py --presets grpo gspo --seeds 0 1
 
 Four updates a rollout, so that the ratio leaves 1 and the presets differ in more than their advantage. All else is the demo's
-default, tuned for none of them. Writes TABLE (markdown) and PLOT; each run's folder stays in outputs/algorithms.
+default, tuned for none of them. Prints the table (markdown) and draws the plot; each run's folder stays in --folder.
 """
 
 import argparse

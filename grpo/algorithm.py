@@ -350,8 +350,7 @@ class Algorithm:
         weights, old_logprobs (the trainer's), and reference_logprobs and counted where they are needed.
         """
         term, said, ratio = self.policy_term(logprobs, batch)
-        stats = {"policy": term, "approx_kl": k3(self.old_logprobs(batch), logprobs), "entropy": entropy}
-        stats = said | stats
+        stats = {**said, "policy": term, "approx_kl": k3(self.old_logprobs(batch), logprobs), "entropy": entropy}
         if batch.counted is not None:
             term = term * batch.counted
         if self.off_policy_delta is not None:

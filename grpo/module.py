@@ -87,7 +87,7 @@ class Means:
         return {name: value / counts[name] for name, value in sums.items() if counts[name]} | extremes
 
 
-def sample_means(values: Tensor, tokens: TokenBatch, shape: tuple[int, int]) -> Tensor:
+def of_samples(values: Tensor, tokens: TokenBatch, shape: tuple[int, int]) -> Tensor:
     """The mean of `values` [B, C] over the tokens of each sample, as `shape` [N, G]; NaN for one without tokens in the mask."""
     sums = torch.zeros(2, shape[0] * shape[1], device=values.device)
     of_rows = torch.stack([(values * tokens.mask).sum(1), tokens.mask.sum(1).float()])
@@ -135,7 +135,7 @@ class GRPOModule(L.LightningModule):
             entropies = torch.cat(ranks.concatenated([tokens.old_entropy[tokens.mask].cpu()]))
             counted = tokens.mask & (tokens.old_entropy >= threshold(entropies, self.algorithm.top_entropy))
             tokens = replace(tokens, counted=counted)
-        advantages = sample_means(tokens.advantages, tokens, scores.rewards.shape)
+        advantages = of_samples(tokens.advantages, tokens, scores.rewards.shape)
         batch.advantages = advantages.tolist()
         self.moved = False
         generator = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))

@@ -1,5 +1,6 @@
 """Episodes: single-use environments side by side, several turns, seeds; evaluation on top of them."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ from conftest import EXAMPLES, compose_config
 
 from grpo.advantage import no_baseline
 from grpo.algorithm import Algorithm
+from grpo.callbacks.rollout import rollout_metrics
 from grpo.collate import collate, scores
 from grpo.engine import Sampling
 from grpo.engines.transformers import TransformersEngine
@@ -16,8 +18,9 @@ from grpo.loss import clip
 from grpo.messages import Message
 from grpo.policy import Pretrained
 from grpo.renderer import TokenizerRenderer
-from grpo.rl import Reward
-from grpo.rollout import Plan, derive_seed, play
+from grpo.rl import Action, Reward, State, Step, Trajectory
+from grpo.rollout import Plan, Sample, derive_seed, play
+from grpo.tokens import Completion, Turn
 from tasks.gsm8k import GSM8K
 from train import train
 
@@ -153,3 +156,20 @@ def test_weights_are_loaded_once_a_version(smoke, tmp_path, monkeypatch):
     train(compose_config(*smoke("rollout.num_rollouts=3", "eval.every=2")))
     assert loads == [0, 1, 2, 3]
     assert sampled == [0, 0, 1, 2, 2, 3]  # evaluation, rollout, rollout, evaluation, rollout, evaluation
+
+
+def test_a_grader_that_fails_is_counted_and_spoils_no_mean():
+    """Two right, one wrong, one that nobody could grade: its own word of the timeout is what tells of it."""
+
+    def sample(value: float, correct: bool, timeout: float) -> Sample:
+        step = Step(State((Message("user", "q"),)), Action(Message("assistant", "a")))
+        turn = Turn((1,), Completion((2, 3), (-1.0, -1.0), "stop"))
+        return Sample({}, Trajectory((step,)), (turn,), Reward(value, correct, {"timeout": timeout}))
+
+    groups = [[sample(1.0, True, 0.0), sample(0.0, False, 0.0)], [sample(1.0, True, 0.0), sample(math.nan, False, 1.0)]]
+    got = rollout_metrics(groups, scores(groups))
+    assert got["rollout/timeout"] == 0.25 and got["rollout/solve_rate"] == 0.5
+    assert got["rollout/reward"] == pytest.approx(2 / 3) and got["rollout/reward_std"] == pytest.approx(
+        math.sqrt(2) / 3
+    )
+    assert got["rollout/effective_groups"] == 0.5 and got["rollout/tokens"] == 8.0

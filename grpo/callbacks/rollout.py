@@ -71,8 +71,7 @@ class RolloutCallback(L.Callback):
         self.sync(module)
         synced = time.perf_counter()
         with trainer.precision_plugin.forward_context():
-            played, rounds = self.play(batch)
-        scored = self.algorithm.shaped(scores(played))
+            played, scored, rounds = self.play(batch)
         order = (~has_signal(scored.rewards)).int().argsort(stable=True)  # those with a signal first
         kept = sorted(order[: self.plan.prompts].tolist())
         batch.groups, batch.scores = [played[i] for i in kept], scored.rows(kept)
@@ -102,8 +101,9 @@ class RolloutCallback(L.Callback):
         self.record(trainer, batch.metrics)
         trainer.should_stop = last
 
-    def play(self, batch: PromptBatch) -> tuple[list[Group], int]:
-        """All groups that were sampled, and in how many rounds: one, unless groups without a signal are to be replaced."""
+    def play(self, batch: PromptBatch) -> tuple[list[Group], Scores, int]:
+        """All groups that were sampled, what they earned, and in how many rounds: one, unless those without a signal are to be
+        replaced."""
         groups, examples, rounds = [], batch.examples, 0
         while examples and rounds < self.algorithm.sampling_rounds:
             first = len(groups)
@@ -117,15 +117,15 @@ class RolloutCallback(L.Callback):
                 lambda p, *path, first=first: derive_seed(self.seed, TRAIN, batch.rollout, first + p, *path),
             )
             rounds += 1
-            live = int(has_signal(self.algorithm.shaped(scores(groups)).rewards).sum())
+            scored = self.algorithm.shaped(scores(groups))
+            live = int(has_signal(scored.rewards).sum())
             missing = self.plan.prompts - live
             if missing <= 0:
                 break
-            wanted = min(
-                self.plan.prompts, math.ceil(missing * len(groups) / max(live, 1))
-            )  # some will be of no use again
+            wanted = math.ceil(missing * len(groups) / max(live, 1))  # some will be of no use again
+            wanted = min(wanted, self.plan.prompts)
             examples = self.loader.more(batch.rollout, wanted, skip=len(groups) - self.plan.prompts)
-        return groups, rounds
+        return groups, scored, rounds
 
     def sync(self, module: L.LightningModule) -> None:
         """Give the engine the policy's weights, unless it holds these very ones. A version counts rollouts learned from."""
@@ -165,12 +165,11 @@ class RolloutCallback(L.Callback):
 def rollout_metrics(groups: list[Group], scored: Scores) -> dict[str, float]:
     """What can be said of a rollout before anything is learned from it, over every sample, those left out of the batch too."""
     samples = [sample for group in groups for sample in group]
-    means = {"reward": float(scored.rewards.nanmean()), **sample_means(samples)}
-    stds = {"reward": float(np.nanstd(scored.rewards.numpy()))}
-    for name, values in scored.parts.items():
-        means[name], stds[name] = float(values.nanmean()), float(np.nanstd(values.numpy()))
-    means["solve_rate"] = means.pop("correct")
-    del stds["correct"]
+    known = {"reward": scored.rewards, **scored.parts}
+    stds = {name: float(np.nanstd(values.numpy())) for name, values in known.items() if name != "correct"}
+    # the samples' own parts come last: what a grader that failed says of itself is not known to `scored`
+    means = {name: float(known[name].nanmean()) for name in stds} | sample_means(samples)
+    means["solve_rate"] = float(np.mean([sample.reward.correct for sample in samples]))
     means["tokens"] = float(scored.lengths.sum())
     if scored.rewards.shape[1] > 1:  # the share of groups that have something to teach
         means["effective_groups"] = float(has_signal(scored.rewards).float().mean())

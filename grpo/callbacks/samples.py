@@ -31,9 +31,8 @@ def records(groups: Iterable[Group], **columns: Iterable[Iterable[float]]) -> It
 
 def write(path: Path, rows: Iterable[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = (
-        {name: None if value != value else value for name, value in row.items()} for row in rows
-    )  # JSON has no NaN
+    # JSON has no NaN
+    known = ({name: None if value != value else value for name, value in row.items()} for row in rows)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in known), encoding="utf-8")
 
 
