@@ -10,7 +10,8 @@ from typing import Any, Literal, Protocol
 from grpo.messages import Message
 
 Example = Mapping[str, Any]  # one row of a dataset, with whatever columns its task needs
-Split = Literal["train", "test"]
+Split = Literal["train", "validation", "test"]
+Outcome = Literal["right", "wrong", "no_answer", "timeout", "error"]  # of grading; in the last two nobody could tell
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,11 @@ class State:
 
 @dataclass(frozen=True)
 class Action:
-    """What the policy said, and whether the limit of tokens cut it short."""
+    """What the policy said, whether the limit of tokens cut it short, and how many tokens it took."""
 
     message: Message
     truncated: bool = False
+    length: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,12 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Reward:
-    """`value` is what is learned from; `correct` is what accuracy counts; `parts` are named numbers that get logged."""
+    """What an episode earned. Where nobody could tell, `value` is NaN: out of its group's baseline, without a loss, never a 0."""
 
-    value: float
-    correct: bool
-    parts: Mapping[str, float] = field(default_factory=dict)
+    value: float  # what is learned from
+    correct: bool  # what accuracy counts
+    parts: Mapping[str, float] = field(default_factory=dict)  # named numbers that get logged
+    outcome: Outcome | None = None  # None where nothing was graded; the shares of the last three get logged
 
 
 class Env(Protocol):
