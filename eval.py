@@ -13,8 +13,7 @@ from rich.console import Console
 from grpo.callbacks.samples import records, write
 from grpo.callbacks.terminal import evaluation_table
 from grpo.cli import one_line_errors, run
-from grpo.data import check_prompts
-from grpo.errors import UserError
+from grpo.errors import RewardError, UserError
 from grpo.renderer import TokenizerRenderer
 
 
@@ -60,16 +59,22 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     trainer = instantiate(config.trainer)(callbacks=[], logger=[])
     if trainer.num_devices > 1:
         raise UserError(f"trainer.devices={trainer.num_devices}: an evaluation runs on one device")
+    prompt_limit = instantiate(config.prompt_limit)
     task = instantiate(config.task)
-    task.examples("test")
+    task.examples(evaluator.split)
 
     pretrained = instantiate(config.model)
-    renderer = TokenizerRenderer(pretrained.tokenizer())
-    check_prompts(task, renderer, pretrained.config().max_position_embeddings, config.max_tokens, splits=("test",))
+    prompt_limit = prompt_limit.within(pretrained.config().max_position_embeddings, config.max_tokens)
+    renderer = TokenizerRenderer(pretrained.tokenizer(), prompt_limit.kept)
+    examples = prompt_limit.fitting(task, evaluator.split, renderer)
     engine = instantiate(config.engine)
     engine.load_weights(pretrained.model().to(trainer.strategy.root_device), 0)
-    with trainer.precision_plugin.forward_context():
-        evaluation = evaluator(task, engine, renderer, config.seed)
+    try:
+        with trainer.precision_plugin.forward_context():
+            evaluation = evaluator(task, engine, renderer, config.seed, examples=examples)
+    except RewardError as error:
+        write(folder / "samples.failed.jsonl", records(error.groups))
+        raise UserError(f"{error}; what was played is in {folder / 'samples.failed.jsonl'}") from error
     engine.close()
 
     write(folder / "samples.jsonl", records(evaluation.groups))

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo.callbacks.rollout import RolloutCallback
 from grpo.cli import one_line_errors, resume_from, run
-from grpo.data import PromptLoader, check_prompts
+from grpo.data import PromptLoader
 from grpo.errors import UserError
 from grpo.module import GRPOModule
 from grpo.policy import with_adapter
@@ -41,8 +41,11 @@ def train(config: DictConfig) -> float | None:
     evaluator = instantiate(config.eval)
     optim = instantiate(config.optim)
     make_trainer = instantiate(config.trainer)
+    prompt_limit = instantiate(config.prompt_limit)
     task = instantiate(config.task)
-    loader = PromptLoader(task.examples("train"), plan.prompts, config.seed)
+    splits = ("train", evaluator.split) if evaluator.every else ("train",)
+    for split in splits:
+        task.examples(split)
 
     pretrained = instantiate(config.model)
     if config.adapter and pretrained.base():
@@ -50,11 +53,15 @@ def train(config: DictConfig) -> float | None:
             f"model.path={pretrained.path} is an adapter, and a new one on it would be saved without it: adapter=none trains "
             "it merged into its base"
         )
-    renderer = TokenizerRenderer(pretrained.tokenizer())
-    splits = ("train", "test") if evaluator.every else ("train",)
-    check_prompts(task, renderer, pretrained.config().max_position_embeddings, config.max_tokens, splits)
+    prompt_limit = prompt_limit.within(pretrained.config().max_position_embeddings, config.max_tokens)
+    renderer = TokenizerRenderer(pretrained.tokenizer(), prompt_limit.kept)
+    examples = {split: prompt_limit.fitting(task, split, renderer) for split in splits}
+    loader = PromptLoader(examples["train"], plan.prompts, config.seed)
     engine = instantiate(config.engine)
-    rollout = RolloutCallback(plan, task, loader, engine, renderer, algorithm, evaluator, config.seed)
+    held_out = examples.get(evaluator.split, ())
+    rollout = RolloutCallback(
+        plan, task, loader, engine, renderer, algorithm, evaluator, held_out, config.output_dir, config.seed
+    )
     callbacks = [rollout, *instantiate(config.callbacks).values()]  # the rest look at what the first has made
     trainer = make_trainer(callbacks=callbacks, logger=list(instantiate(config.logger).values()))
 

@@ -17,12 +17,16 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException, MissingConfigException
 from hydra.types import RunMode
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo.errors import UserError
+from grpo.rl import Task
 
 log = logging.getLogger(__name__)
+
+CONF = Path(__file__).parents[1] / "conf"
 
 FULL_ERROR = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user set it
 
@@ -108,12 +112,24 @@ def nearest(key: str, known: list[str]) -> str | None:
 
 def known_keys(config_name: str, arguments: Sequence[str]) -> list[str]:
     """Every key of the configuration with the groups that were chosen, dotted."""
-    conf = Path(__file__).parents[1] / "conf"
-    chosen = [a for a in arguments if (conf / f"{a.replace('=', '/')}.yaml").is_file()]
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf), version_base="1.3"):
-        leaves = [key.split(".") for key in flat(OmegaConf.to_container(compose(config_name, overrides=chosen)))]
+    chosen = [a for a in arguments if (CONF / f"{a.replace('=', '/')}.yaml").is_file()]
+    leaves = [key.split(".") for key in flat(OmegaConf.to_container(composed(config_name, chosen)))]
     return sorted({".".join(names[:depth]) for names in leaves for depth in range(1, len(names) + 1)})
+
+
+def composed(config_name: str, overrides: Sequence[str]) -> DictConfig:
+    """The configuration of a command line, without running anything."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(config_name, overrides=list(overrides))
+
+
+def make_task(overrides: Sequence[str], path: str) -> Task:
+    """The task that a command line means; `path` is its dataset's where it has none of its own."""
+    config = composed("train", overrides).task
+    if OmegaConf.is_missing(config, "path"):
+        config.path = path
+    return instantiate(config)
 
 
 def flat(node: Any, prefix: str = "") -> dict[str, Any]:

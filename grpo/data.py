@@ -1,7 +1,8 @@
 """Layer 2 - examples in a seeded order, and the batch that travels from prompts to loss."""
 
+import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -11,7 +12,10 @@ from grpo.evaluation import Evaluation
 from grpo.renderer import Renderer
 from grpo.rl import Example, Split, Task
 from grpo.rollout import Group
+from grpo.rows import Chosen
 from grpo.tokens import Scores, TokenBatch
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -72,22 +76,68 @@ class PromptLoader:
             rollout += 1
 
 
-def check_prompts(
-    task: Task,
-    renderer: Renderer,
-    context: int,
-    max_tokens: int,
-    splits: Sequence[Split] = ("train", "test"),
-    most: int = 500,
-) -> None:
-    """Refuse prompts that leave no room for an answer in the model's context. Looks at the first `most` of each split;
-    the engine refuses the rest when it meets them. Raises UserError that names the example."""
-    for split in splits:
+@dataclass(frozen=True)
+class PromptLimit:
+    """How long prompts may be, and what becomes of longer ones.
+
+    max_tokens: of a prompt; None for what the answer leaves of the model's context. too_long: "refuse" the run, "drop" the
+    example, or "truncate" the prompt from the left, so that its end stays.
+    """
+
+    max_tokens: int | None = None
+    too_long: str = "refuse"
+    why: str = ""  # the number, in words
+
+    def __post_init__(self) -> None:
+        if self.too_long not in ("refuse", "drop", "truncate"):
+            raise UserError(f"prompt_limit.too_long={self.too_long} is not one of refuse, drop, truncate")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise UserError(f"prompt_limit.max_tokens={self.max_tokens} must be at least 1")
+
+    def within(self, context: int, answer: int) -> "PromptLimit":
+        """The same with a number, for a model with `context` tokens of which an answer may take `answer`."""
+        if context - answer < 1:
+            raise UserError(
+                f"max_tokens={answer} leaves no room for a prompt in the model's context of {context}: lower it"
+            )
+        room = context - answer
+        if self.max_tokens is not None and self.max_tokens <= room:
+            return replace(self, why=f"prompt_limit.max_tokens={self.max_tokens}")
+        return replace(
+            self, max_tokens=room, why=f"max_tokens={answer} leaves {room} of the model's context of {context}"
+        )
+
+    @property
+    def kept(self) -> int | None:
+        """Tokens at the end of a prompt that a renderer keeps; None for all."""
+        return self.max_tokens if self.too_long == "truncate" else None
+
+    def fitting(self, task: Task, split: Split, renderer: Renderer, most: int = 500) -> Sequence[Example]:
+        """The examples of a split whose prompts fit. Says how many do not, or raises UserError that names the first.
+
+        Unless it drops them it looks at the first `most` only; the engine refuses the rest when it meets them.
+        """
         examples = task.examples(split)
-        for i in range(min(len(examples), most)):
+        if self.too_long == "truncate":
+            return examples
+        fits, longest = [], 0
+        for i in range(len(examples) if self.too_long == "drop" else min(len(examples), most)):
             length = len(renderer.prompt_ids(task.build(examples[i]).start().messages))
-            if length + max_tokens > context:
+            longest = max(longest, length)
+            if length <= self.max_tokens:
+                fits.append(i)
+            elif self.too_long == "refuse":
                 raise UserError(
-                    f"the prompt of {split} example {i + 1} has {length} tokens: with max_tokens={max_tokens} that exceeds the "
-                    f"model's context of {context}; lower max_tokens, shorten the prompt, or take another model"
+                    f"the prompt of {split} example {i + 1} has {length} tokens, and {self.why}: lower max_tokens, take another "
+                    "model, or set prompt_limit.too_long to drop or truncate"
                 )
+        if self.too_long == "refuse" or len(fits) == len(examples):
+            return examples
+        if not fits:
+            raise UserError(
+                f"prompt_limit.max_tokens={self.max_tokens} removes all {len(examples)} examples of the split {split!r}; the "
+                f"longest has {longest} tokens"
+            )
+        log.info("%s: %d of %d prompts are longer than %d tokens and left out", split, len(examples) - len(fits), len(examples),
+                 self.max_tokens)  # fmt: skip
+        return Chosen(examples, fits)

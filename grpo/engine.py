@@ -1,6 +1,6 @@
 """Layer 1 - the seam between training and generation: token ids in, token ids and their log-probabilities out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,8 +47,16 @@ class Engine(Protocol):
         """
         ...
 
-    def sample(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        done: Callable[[int, Completion], None] | None = None,
+    ) -> list[Completion]:
         """One completion for each prompt, in order. Equal prompts are how a group is asked for.
+
+        done: told of a prompt's place and completion as soon as it is finished, while others are not, by engines that can.
 
         seeds: one a prompt. The same prompt, weights and seed give the same completion, whatever else is in the batch.
         The completion's log-probabilities are those of softmax(logits / temperature) over the whole vocabulary, before

@@ -1,5 +1,26 @@
-"""Layer 0 - the one exception a user is meant to read."""
+"""Layer 0 - the exceptions a user is meant to read."""
+
+from collections.abc import Sequence
+from pathlib import Path
 
 
 class UserError(ValueError):
     """A mistake in the set-up, told in one line: what was wrong, what is allowed, what to do."""
+
+
+class RewardError(UserError):
+    """A reward that raised, or gave what is no reward. sample: which of those it was given, where that is known; groups: all
+    that was played when it happened, scored as far as it got."""
+
+    def __init__(self, message: str, sample: int | None = None, groups: Sequence = ()) -> None:
+        super().__init__(message)
+        self.sample, self.groups = sample, groups
+
+
+def told(error: BaseException) -> str:
+    """An exception in one line, with the place in the code that raised it."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    place = f" ({Path(frame.tb_frame.f_code.co_filename).name}, line {frame.tb_lineno})" if frame else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"

@@ -3,14 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
+from typing import get_args
 
 import numpy as np
 
 from grpo.engine import Engine, Sampling
 from grpo.errors import UserError
 from grpo.renderer import Renderer
-from grpo.rl import Task
+from grpo.rl import Example, Split, Task
 from grpo.rollout import EVALUATION, Group, derive_seed, play, sample_means
+from grpo.scoring import check_timeout
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -32,7 +34,7 @@ class Evaluation:
 
 def metrics(groups: Sequence[Group]) -> dict[str, float]:
     """eval/accuracy over all samples; eval/pass@k with k the samples of an example, where there are several; eval/length in
-    tokens; eval/truncated; and every part of the reward by name (eval/format among them)."""
+    tokens; eval/truncated; the shares of outcomes, and every part of the reward by name (eval/format among them)."""
     samples = [sample for group in groups for sample in group]
     k = len(groups[0])
     found = {"accuracy": np.mean([sample.reward.correct for sample in samples])}
@@ -45,10 +47,10 @@ def metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Plays the first `limit` test examples (all of them: null), `samples` times each.
+    """Plays the first `limit` examples of a split (all of them: null), `samples` times each.
 
     With one sample greedy is the usual choice (temperature 0); pass@k wants several, and a temperature. every: rollouts
-    between two evaluations in training, 0 for none; on_start: also before the first.
+    between two evaluations in training, 0 for none; on_start: also before the first. score_timeout: as in `Plan`.
     """
 
     sampling: Sampling
@@ -56,8 +58,13 @@ class Evaluator:
     limit: int | None = 200
     every: int = 10
     on_start: bool = True
+    split: Split = "test"
+    score_timeout: float = 120.0
 
     def __post_init__(self) -> None:
+        check_timeout("eval.score_timeout", self.score_timeout)
+        if self.split not in get_args(Split):
+            raise UserError(f"eval.split={self.split} is not one of {', '.join(get_args(Split))}")
         for name, least in (("samples", 1), ("limit", 1), ("every", 0)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise UserError(f"eval.{name}={value} must be at least {least}")
@@ -66,8 +73,17 @@ class Evaluator:
                 f"eval.samples={self.samples} at temperature 0 would be equal samples: set eval.sampling.temperature=1"
             )
 
-    def __call__(self, task: Task, engine: Engine, renderer: Renderer, seed: int, rollout: int = 0) -> Evaluation:
-        examples = task.examples("test")
+    def __call__(
+        self,
+        task: Task,
+        engine: Engine,
+        renderer: Renderer,
+        seed: int,
+        rollout: int = 0,
+        examples: Sequence[Example] | None = None,
+    ) -> Evaluation:
+        """examples: others than those of the task's split."""
+        examples = task.examples(self.split) if examples is None else examples
         examples = [examples[i] for i in range(min(len(examples), self.limit or len(examples)))]
         groups = play(
             task,
@@ -77,5 +93,6 @@ class Evaluator:
             renderer,
             self.sampling,
             lambda *path: derive_seed(seed, EVALUATION, *path),
+            self.score_timeout,
         )
         return Evaluation(rollout, groups, metrics(groups))

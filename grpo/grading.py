@@ -1,106 +1,139 @@
-"""Layer 1 - is this answer right? Extraction is ours, mathematics is math-verify's. Text in, reward out.
+"""Layer 1 - is this answer right? Extraction and arithmetic are ours, algebra is math-verify's. Text in, reward out.
 
-Simplified: `is_correct` runs in the calling thread, which must be the main one, because math-verify's time limit is an
-alarm signal. Plain numbers, nearly every answer of a word problem, never get that far.
+Plain numbers, nearly every answer of a word problem, are decided where they are, in microseconds. The rest goes to worker
+processes, because math-verify and sympy may take minutes, gigabytes, and the alarm signal.
 """
 
+import os
 import re
-from decimal import Decimal, InvalidOperation
-from fractions import Fraction
 from functools import lru_cache
 
-from grpo.rl import Reward
+from grpo.answers import MAX_LENGTH, equal, extract_answer, read, readable, without_names
+from grpo.rl import Outcome, Reward
+from grpo.workers import WorkerError, Workers
 
-MAX_LENGTH = 1000  # characters of an answer worth parsing; longer ones are loops, and some take minutes
-MAX_NESTING = 10  # depth 16 already costs seconds
-TIME_LIMIT = 3  # whole seconds: math-verify swallows a float, and then everything is wrong in silence
+DEADLINE = 5.0  # seconds; real answers take 0.4 at most
+ALARM = (
+    3  # whole seconds, for each step in a worker: math-verify swallows a float, and then everything is wrong in silence
+)
+MEMORY = 2**30  # bytes of a worker
+WORKERS = min(4, os.cpu_count() or 1)
 
-_BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
-_HASHES = re.compile(r"####[ \t]*([^\n]+)")
-_NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?(/\d+)?")
-_UNITS = re.compile(r"\\(?:text|mathrm)\{[^{}]*\}\s*$|\\[!,;: ]|\\%|%|\\\$|\$|\s+$")
-
-
-def boxed(text: str) -> str | None:
-    """The content of the last balanced, non-empty \\boxed{...} (or \\fbox), None if there is none."""
-    for match in reversed(list(_BOX.finditer(text))):
-        depth = 1
-        for end in range(match.end(), min(len(text), match.end() + MAX_LENGTH)):
-            depth += (text[end] == "{") - (text[end] == "}")
-            if depth == 0:
-                return text[match.end() : end].strip() or None
-    return None
+_DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
 
 
-def extract_answer(text: str) -> str | None:
-    """What a completion claims: after the last `</think>`, the last box, else the last `#### ...`.
+def by_algebra(answer: str, gold: str) -> Outcome:
+    """Runs in a worker: whether math-verify finds two cleaned answers equal.
 
-    The last one counts: an answer that was corrected on the way is judged by its correction.
+    What it cannot read is wrong in an answer, and raises in gold.
     """
-    text = text.rpartition("</think>")[2]
-    if (answer := boxed(text)) is not None:
-        return answer
-    lines = _HASHES.findall(text)
-    return lines[-1].strip().removesuffix(".") or None if lines else None
-
-
-def number(text: str) -> Fraction | None:
-    """The exact value of a plain number: sign, thousands commas, decimals, a/b, $ or % around it. Else None."""
-    text = _UNITS.sub("", text.strip()).strip().removesuffix(".")
-    match = _NUMBER.fullmatch(text)
-    if not match or not (match[1] or match[3]):
-        return None
-    numerator, _, denominator = text.replace(",", "").partition("/")
-    try:
-        return Fraction(Decimal(numerator)) / Fraction(denominator or 1)
-    except (InvalidOperation, ZeroDivisionError):
-        return None
-
-
-def _nesting(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "({[") - (character in ")}]")
-        deepest = max(deepest, depth)
-    return deepest
-
-
-@lru_cache(maxsize=65536)
-def is_correct(answer: str | None, gold: str) -> bool:
-    """Whether `answer` equals `gold` as mathematics. None, overlong and over-nested answers are wrong.
-
-    Raises TimeoutError where math-verify does not finish in TIME_LIMIT seconds: a verdict nobody reached is not a 0. What
-    it cannot read is wrong if the model wrote it, and raised if it is `gold`.
-    """
-    if answer is None or len(answer) > MAX_LENGTH or _nesting(answer) > MAX_NESTING:
-        return False
-    if answer.strip() == gold.strip():
-        return True
-    ours, theirs = number(answer), number(gold)
-    if ours is not None and theirs is not None:
-        return ours == theirs
-    from math_verify import parse, verify  # slow to import, and mostly not needed
+    from math_verify import verify
     from math_verify.errors import TimeoutException
 
-    wanted = parse(f"${gold}$", parsing_timeout=TIME_LIMIT, raise_on_error=True)
     try:
-        got = parse(f"${answer}$", parsing_timeout=TIME_LIMIT, raise_on_error=True)
-        return bool(verify(wanted, got, timeout_seconds=TIME_LIMIT, raise_on_error=True))
-    except TimeoutException as error:
-        raise TimeoutError(f"math-verify needs more than {TIME_LIMIT} s for {answer!r} against {gold!r}") from error
-    except Exception:  # a policy writes anything, and sympy raises anything
+        theirs = _parse(gold)
+        try:
+            ours = _parse(answer)
+            return _OUTCOME[not _differ(ours, theirs) and verify(theirs, ours, **_EXACTLY)]
+        except MemoryError:
+            raise
+        except Exception:  # a policy writes anything, and sympy raises anything
+            return "wrong"
+    except TimeoutException:
+        return "timeout"
+
+
+def _parse(text: str):
+    """A sympy object. Decimals become fractions, so that nothing is rounded; i is the imaginary unit."""
+    from math_verify import LatexExtractionConfig, parse
+    from sympy import FiniteSet, I, Union
+    from sympy.core.relational import Relational
+
+    exact = _DECIMAL.sub(lambda d: f"\\frac{{{int(d[1] + d[2])}}}{{{10 ** len(d[2])}}}", text)
+    only_latex = [LatexExtractionConfig(boxed_match_priority=-1)]
+    found = parse(f"${exact}$", only_latex, "no_fallback", "first_match", parsing_timeout=ALARM, raise_on_error=True)
+    if not found:
+        raise ValueError(f"math-verify cannot read {text!r}")
+    found = found[0]
+    if isinstance(found, FiniteSet) and all(isinstance(item, Relational) for item in found.args):
+        return Union(*(item.as_set() for item in found.args))  # x < 2 or x > 3
+    units = {symbol: I for symbol in found.free_symbols if symbol.name == "i"}
+    return found.subs(units) if units and not isinstance(found, Relational) else found
+
+
+def _differ(ours, theirs) -> bool:
+    """Whether two expressions have different values at some point.
+
+    Then they are not equal, and nobody has to simplify (sin x + cos x)^1000 to find out.
+    """
+    from math_verify.errors import TimeoutException
+    from math_verify.utils import timeout
+    from sympy import Expr, Integral, Limit, Product, Rational, Sum
+
+    names = sorted({symbol.name for symbol in ours.free_symbols | theirs.free_symbols})
+
+    def at_a_point(expression):
+        point = {symbol: Rational(137 + 61 * names.index(symbol.name), 101) for symbol in expression.free_symbols}
+        return expression.evalf(15, subs=point)
+
+    if not (isinstance(ours, Expr) and isinstance(theirs, Expr)) or ours.is_Symbol or theirs.is_Symbol:
+        return False  # math-verify reads a word as one symbol, or as the product of its letters
+    if any(expression.has(Sum, Product, Integral, Limit) for expression in (ours, theirs)):
+        return False  # their numerical values may be far off
+    try:
+        x, y = (timeout(1)(at_a_point)(expression) for expression in (ours, theirs))
+        return bool(abs(x - y) > 1e-9 * (1 + abs(x) + abs(y)))  # raises where one of them is no number
+    except (Exception, TimeoutException):
         return False
+
+
+_OUTCOME: dict[bool, Outcome] = {True: "right", False: "wrong"}
+_EXACTLY = {
+    "numeric_precision": 50,  # digits; with 15, sqrt(2) 10^-20 is sqrt(3) 10^-20
+    "allow_set_relation_comp": True,  # x <= 2 is an answer to (-oo, 2]
+    "timeout_seconds": ALARM,
+    "raise_on_error": True,
+}
+_ALGEBRA = Workers(f"{__name__}.by_algebra", WORKERS, DEADLINE, MEMORY, warm_up=("x+1", "1+x"))
+
+
+@lru_cache(maxsize=16384)
+def _decide(answer: str, gold: str) -> Outcome:
+    """Raises TimeoutError and WorkerError, and so remembers only what somebody found out."""
+    if not read(gold).text:
+        raise WorkerError("there is no gold answer")
+    if len(answer) <= MAX_LENGTH and (known := equal(answer, gold)) is not None:
+        return _OUTCOME[known]
+    ours, theirs = without_names(answer, gold) if readable(answer) else ("", read(gold).amount)
+    outcome = _ALGEBRA.call(ours, theirs)
+    if outcome == "timeout":
+        raise TimeoutError
+    return outcome
+
+
+def verdict(answer: str | None, gold: str) -> Outcome:
+    """Whether `answer` equals `gold` as mathematics; from any thread. Returns within DEADLINE once a worker is free.
+
+    None is no_answer. Overlong, over-nested and unreadable answers are wrong; an unreadable `gold` is an error. timeout and
+    error are verdicts that nobody reached: never count them as wrong.
+    """
+    if answer is None:
+        return "no_answer"
+    try:
+        return _decide(answer, gold)
+    except TimeoutError:
+        return "timeout"
+    except WorkerError:
+        return "error"
 
 
 def grade(text: str, gold: str, format_reward: float = 0.0) -> Reward:
     """1 for a text whose answer equals `gold`, plus format_reward for an answer in the form that `extract_answer` reads.
 
-    parts: format, and timeout, which is 1 where nobody could tell in time: then the reward is NaN, not 0.
+    parts: format. Where nobody could tell (timeout, error), the value is NaN, not 0.
     """
     answer = extract_answer(text)
-    has_answer = float(answer is not None)
-    try:
-        correct = is_correct(answer, gold)
-    except TimeoutError:
-        return Reward(float("nan"), False, {"format": has_answer, "timeout": 1.0})
-    return Reward(correct + format_reward * has_answer, correct, {"format": has_answer, "timeout": 0.0})
+    outcome, has_answer = verdict(answer, gold), float(answer is not None)
+    right = outcome == "right"
+    value = float("nan") if outcome in ("timeout", "error") else right + format_reward * has_answer
+    return Reward(value, right, {"format": has_answer}, outcome)

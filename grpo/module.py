@@ -88,11 +88,11 @@ class Means:
 
 
 def of_samples(values: Tensor, tokens: TokenBatch, shape: tuple[int, int]) -> Tensor:
-    """The mean of `values` [B, C] over the tokens of each sample, as `shape` [N, G]; NaN for one without tokens in the mask."""
+    """The mean of `values` [B, C] over the tokens of each sample, as `shape` [N, G]; 0 for one without tokens in the mask."""
     sums = torch.zeros(2, shape[0] * shape[1], device=values.device)
     of_rows = torch.stack([(values * tokens.mask).sum(1), tokens.mask.sum(1).float()])
     total, count = ranks.total(sums.index_add(1, tokens.sample, of_rows))
-    return torch.where(count > 0, total / count, torch.nan).view(shape)
+    return (total / count.clamp(min=1)).view(shape)
 
 
 class GRPOModule(L.LightningModule):

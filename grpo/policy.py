@@ -20,7 +20,8 @@ class Pretrained:
     """A model by folder or hub id (path), and how to load it. A PEFT adapter's folder brings its base.
 
     dtype: of the parameters. They are what the optimizer updates: bfloat16 loses most updates at a learning rate of
-    1e-6, so training takes float32 with `trainer.precision: bf16-mixed` on a GPU.
+    1e-6, so training takes float32 with `trainer.precision: bf16-mixed` on a GPU. chat_template: a file with another one than
+    the tokenizer's (None), or "none": prompts are plain text, as a base model reads them.
     """
 
     path: str
@@ -28,6 +29,7 @@ class Pretrained:
     dtype: str = "float32"
     attn_implementation: str | None = None
     trust_remote_code: bool = False
+    chat_template: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -56,7 +58,15 @@ class Pretrained:
         return base.config() if base else self._load(AutoConfig)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self._load(AutoTokenizer)
+        tokenizer = self._load(AutoTokenizer)
+        if self.chat_template is not None:
+            file = Path(self.chat_template).expanduser()
+            if self.chat_template != "none" and not file.is_file():
+                raise UserError(
+                    f"model.chat_template={self.chat_template} is not a file: give one, none for plain text, or null"
+                )
+            tokenizer.chat_template = None if self.chat_template == "none" else file.read_text(encoding="utf-8")
+        return tokenizer
 
     def model(self) -> nn.Module:
         """In evaluation mode, and it stays there: dropout would make the trainer disagree with the engine.

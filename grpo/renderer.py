@@ -21,13 +21,18 @@ class Renderer(Protocol):
 class TokenizerRenderer:
     """Renders with the tokenizer's own chat template; a tokenizer without one gets the plain text, as a base model expects.
 
-    A conversation that ends with an assistant message is continued, not answered (a prefill).
+    A conversation that ends with an assistant message is continued, not answered (a prefill). keep: tokens at the end of a
+    prompt that are kept where it is longer; None for all.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, keep: int | None = None) -> None:
+        self.tokenizer, self.keep = tokenizer, keep
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        ids = self._prompt_ids(messages)
+        return ids if self.keep is None else ids[-self.keep :]
+
+    def _prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         if self.tokenizer.chat_template is None:
             return tuple(self.tokenizer("\n\n".join(message.content for message in messages)).input_ids)
         prefill = messages[-1].role == "assistant"

@@ -77,11 +77,20 @@ class EnvBuilder(Protocol):
 
 
 class RewardModel(Protocol):
+    """Scores one episode. Called in threads, several at once; may be a coroutine."""
+
     def score(self, example: Example, trajectory: Trajectory) -> Reward: ...
 
 
+class GroupRewardModel(Protocol):
+    """Scores the samples of an example together, so that it can compare them. Else as RewardModel."""
+
+    def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> Sequence[Reward]: ...
+
+
 class Task(EnvBuilder, RewardModel, Protocol):
-    """A dataset, the environment that poses each row of it, and the reward for what comes back."""
+    """A dataset, the environment that poses each row of it, and the reward for what comes back: `score`, or `score_group`
+    (of a class and one it inherits from the class's own counts)."""
 
     def examples(self, split: Split) -> Sequence[Example]:
         """The rows of a split, read once and cheap to index. Raises UserError where there are none."""

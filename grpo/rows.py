@@ -1,68 +1,233 @@
-"""Layer 1 - rows of a dataset, from a hub id, a folder or a file. Knows nothing of what the columns mean."""
+"""Layer 1 - rows of a dataset: a hub id, a folder or a file, filtered, and split so that no question is on two sides.
 
-from collections.abc import Sequence
+Knows nothing of what the columns mean, but that the first of those a task needs is the question.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args
 
 from grpo.errors import UserError
 from grpo.rl import Example, Split
 
+log = logging.getLogger(__name__)
+
+SPLITS = get_args(Split)
+FILTERS = ("empty", "duplicate")
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-def split_file(path: Path, split: Split, name: str) -> Path:
+def side(question: Any, held_out: Mapping[str, float]) -> Split:
+    """The split that a question belongs to, whatever rows are around it: a stable hash of its text decides.
+
+    held_out: the shares of validation and test; train has the rest.
+    """
+    place = int.from_bytes(hashlib.sha256(_key(question).encode()).digest()[:8], "big") / 2**64
+    for split in ("test", "validation"):
+        if place < (share := held_out.get(split, 0.0)):
+            return split
+        place -= share
+    return "train"
+
+
+class Dataset:
+    """The rows of a task, by split, each read once.
+
+    path: a folder or file of this machine (jsonl, json, parquet, csv), else a dataset of the hub with its `config`.
+    columns: what every row must have, the question first. name: tells the file of a folder with several datasets.
+    splits: ours (train, validation, test) to the source's, where the source has them; a single file has none.
+    held_out: for a split that the source lacks, the share of its train rows to keep from training, as {validation: 0.1}, picked
+    by a hash of the question. What stands in a test or validation split is never trained on, even if it is in train too.
+    filters: of `empty` (a column of it is missing or blank) and `duplicate` (the question came before). What they remove is
+    said. limits: of rows, after all that. streaming: read no more of a hub dataset than train_limit and the others ask for.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        columns: Sequence[str],
+        name: str = "",
+        config: str | None = None,
+        splits: Mapping[str, str] | None = None,
+        held_out: Mapping[str, float] | None = None,
+        filters: Sequence[str] = FILTERS,
+        train_limit: int | None = None,
+        validation_limit: int | None = None,
+        test_limit: int | None = None,
+        streaming: bool = False,
+    ) -> None:
+        self.path, self.columns, self.name, self.config = path, tuple(columns), name, config
+        self.splits = dict(splits if splits is not None else {"train": "train", "test": "test"})
+        self.held_out = {split: float(share) for split, share in dict(held_out or {}).items() if share}
+        self.filters, self.streaming = tuple(filters), streaming
+        self.limits = {"train": train_limit, "validation": validation_limit, "test": test_limit}
+        self.read: dict[str, Sequence[Example]] = {}
+        for key, names, known in (
+            ("splits", self.splits, SPLITS),
+            ("held_out", self.held_out, SPLITS[1:]),
+            ("filters", self.filters, FILTERS),
+        ):
+            if unknown := [name for name in names if name not in known]:
+                raise UserError(f"task.{key} has {unknown[0]!r}, which is not one of {', '.join(known)}")
+        if not 0 <= sum(self.held_out.values()) < 1 or any(share < 0 for share in self.held_out.values()):
+            raise UserError(f"task.held_out={self.held_out} must be shares of the rows that leave some to train on")
+        if not Path(path).expanduser().is_file():
+            self.held_out = {split: share for split, share in self.held_out.items() if split not in self.splits}
+        for split, limit in self.limits.items():
+            if limit is not None and limit < 1:
+                raise UserError(f"task.{split}_limit={limit} must be at least 1, or null for all rows")
+
+    def split(self, split: Split) -> Sequence[Example]:
+        """Its rows. Raises UserError for what is missing, empty or unreadable; a row is named by its number, from 1."""
+        if split not in self.read:
+            self.read[split] = self._split(split)
+        return self.read[split]
+
+    def _split(self, split: Split) -> Sequence[Example]:
+        if split not in self.splits and split not in self.held_out:
+            has = [name for name in SPLITS if name in self.splits or name in self.held_out]
+            raise UserError(
+                f"there is no split {split!r}: task.splits and task.held_out give {', '.join(has)}; "
+                f"task.held_out.{split}=0.1 takes a tenth of the train rows"
+            )
+        if split in self.held_out:
+            source, sides = self._source("train"), {split}
+        else:
+            source = self._source(split)
+            sides = {"train"} if split == "train" else set(SPLITS)
+        elsewhere = self._held_out_elsewhere() if split == "train" else set()
+        return self._kept(split, source, sides, elsewhere)
+
+    def _held_out_elsewhere(self) -> set[str]:
+        """Questions of the source's own test and validation rows, as far as there are any."""
+        found: set[str] = set()
+        for split in ("validation", "test"):
+            if split in self.splits and split not in self.held_out and not self.streaming:
+                try:
+                    found |= {_key(question) for question in self._source(split)[self.columns[0]]}
+                except (UserError, KeyError, ValueError):
+                    continue  # told when somebody asks for it
+        return found
+
+    def _kept(self, split: Split, source: Any, sides: set[str], elsewhere: set[str]) -> Sequence[Example]:
+        """The rows of `source` that are on one of `sides`, not `elsewhere`, and pass the filters; says what went."""
+        removed = dict.fromkeys((*self.filters, "held out"), 0)
+        kept, seen, read = [], set(), 0
+        limit = self.limits[split]
+        for number, (row, values) in enumerate(self._rows(source, split)):
+            if limit is not None and len(kept) == limit:
+                break
+            read += 1
+            question = _key(values[0])
+            if blank := [name for name, value in zip(self.columns, values, strict=True) if _blank(value)]:
+                if "empty" in self.filters:
+                    removed["empty"] += 1
+                    continue
+                raise UserError(
+                    f"{self.path}, {split} row {number + 1}: no field {blank[0]!r}; every row needs "
+                    f"{', '.join(self.columns)} (task.filters=[empty] leaves such rows out)"
+                )
+            if side(values[0], self.held_out) not in sides:
+                continue
+            if "duplicate" in self.filters and question in seen:
+                removed["duplicate"] += 1
+            elif question in elsewhere:
+                removed["held out"] += 1
+            else:
+                kept.append(row)
+                seen.add(question)
+        told = ", ".join(f"{count} {name}" for name, count in removed.items() if count)
+        if not kept:
+            raise UserError(
+                f"task.path={self.path} has no rows for the split {split!r}: {read} read, {told or 'none held out for it'} (see "
+                "task.filters and task.held_out; a single file needs task.held_out.test=0.1 or the like)"
+            )
+        if told:
+            log.info("%s, %s: %d rows kept of %d; removed: %s", self.path, split, len(kept), read, told)
+        return kept if self.streaming else source.select(kept)
+
+    def _rows(self, source: Any, split: Split) -> Iterable[tuple[Any, tuple]]:
+        """(what to keep, the values of our columns) of each row: the row itself where it streams by, else its place."""
+        if self.streaming:
+            return ((row, tuple(row.get(name) for name in self.columns)) for row in source)
+        for name in self.columns:
+            if name not in source.column_names:
+                raise UserError(f"{self.path}, {split}: no column {name!r}; it has {', '.join(source.column_names)}")
+        return enumerate(zip(*(source[name] for name in self.columns), strict=True))
+
+    def _source(self, split: Split) -> Any:
+        """All rows of the source's split, from wherever they are."""
+        from datasets import load_dataset
+        from datasets.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        if self.streaming and self.limits[split] is None:
+            raise UserError(f"task.streaming=true reads the first rows only: set task.{split}_limit to how many")
+        local = Path(self.path).expanduser()
+        if not local.exists() and (self.path.startswith((".", "/", "~")) or self.path.count("/") != 1):
+            raise UserError(
+                f"task.path={self.path} does not exist: give a folder, a file, or the id of a dataset on the hub"
+            )
+        name = self.splits.get(split, split)
+        file = split_file(local, name, self.name) if local.is_dir() else local
+        if local.exists() and file.suffix not in _KINDS:
+            raise UserError(f"task.path={self.path} is not a dataset file: {', '.join(_KINDS)} are read")
+        if local.exists() and file.stat().st_size == 0:
+            raise UserError(f"the dataset file {file} is empty")
+        try:
+            if local.exists():
+                kind = _KINDS[file.suffix]
+                return load_dataset(kind, data_files=str(file), split="train", streaming=self.streaming)
+            return load_dataset(self.path, self.config, split=name, streaming=self.streaming)
+        except Exception as error:  # whatever a parser or a network can raise
+            reason = str(error.__cause__ or error).splitlines()[0]
+            if local.exists():
+                raise UserError(f"the dataset file {file} could not be read: {reason}") from error
+            if "split" in reason.lower():
+                raise UserError(f"task.path={self.path} has no split {name!r} ({reason}): see task.splits") from error
+            raise UserError(
+                f"task.path={self.path} is no folder of this machine, and the hub does not give it ({reason}): "
+                f"give task.path=FOLDER with a train.jsonl and a test.jsonl"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Chosen(Sequence):
+    """Some of a sequence, by their places."""
+
+    items: Sequence
+    places: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index):
+        chosen = self.places[index]
+        return [self.items[i] for i in chosen] if isinstance(index, slice) else self.items[chosen]
+
+
+def split_file(path: Path, split: str, name: str) -> Path:
     """The one file of a folder that holds a split: with the split in its name, and of several the one with `name` too."""
     files = sorted(file for file in path.iterdir() if file.suffix in _KINDS and split in file.stem)
     if len(files) > 1:
-        files = [file for file in files if file.stem == split] or [file for file in files if name in file.stem]
+        files = [file for file in files if file.stem == split] or [file for file in files if name and name in file.stem]
     if len(files) != 1:
         raise UserError(
             f"task.path={path} has {len(files) or 'no'} files for the split {split!r}: there must be one, such as "
-            f"{split}.jsonl or {name}_{split}.jsonl ({', '.join(_KINDS)} are read)"
+            f"{split}.jsonl{f' or {name}_{split}.jsonl' if name else ''} ({', '.join(_KINDS)} are read)"
         )
     return files[0]
 
 
-def read_rows(
-    path: str, split: Split, name: str, fields: Sequence[str], config: str | None = None, limit: int | None = None
-) -> Sequence[Example]:
-    """The rows of a split, the first `limit` of them, every one with all of `fields`.
+def _key(question: Any) -> str:
+    """What two rows share that ask the same."""
+    text = question if isinstance(question, str) else json.dumps(question, sort_keys=True)
+    return " ".join(text.split())
 
-    path: a folder or a file of this machine, else a dataset of the hub with its `config`. Raises UserError for what is
-    missing, empty or unreadable; a row without a field is named by its number, from 1.
-    """
-    from datasets import load_dataset
-    from datasets.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
-    local = Path(path).expanduser()
-    if not local.exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
-        raise UserError(f"task.path={path} does not exist: give a folder, a file, or the id of a dataset on the hub")
-    file = split_file(local, split, name) if local.is_dir() else local
-    if local.exists() and file.suffix not in _KINDS:
-        raise UserError(f"task.path={path} is not a dataset file: {', '.join(_KINDS)} are read")
-    if local.exists() and file.stat().st_size == 0:
-        raise UserError(f"the dataset file {file} is empty")
-    try:
-        if local.exists():
-            rows = load_dataset(_KINDS[file.suffix], data_files=str(file), split="train")
-        else:
-            rows = load_dataset(path, config, split=split)
-    except Exception as error:  # whatever a parser or a network can raise
-        reason = str(error.__cause__ or error).splitlines()[0]
-        if local.exists():
-            raise UserError(f"the dataset file {file} could not be read: {reason}") from error
-        raise UserError(
-            f"task.path={path} is no folder of this machine, and the hub does not give it ({reason}): "
-            f"give task.path=FOLDER with a train.jsonl and a test.jsonl"
-        ) from error
-    if limit is not None:
-        rows = rows.select(range(min(limit, len(rows))))
-    if len(rows) == 0:
-        raise UserError(f"{file} has no rows for the split {split!r}: the file is empty or limit={limit}")
-    for field in fields:
-        if field not in rows.column_names:
-            raise UserError(f"{file}, row 1: no field {field!r}; it has {', '.join(rows.column_names)}")
-        for number, value in enumerate(rows[field], start=1):
-            if value is None:
-                raise UserError(f"{file}, row {number}: no field {field!r}; every row needs {', '.join(fields)}")
-    return rows
+def _blank(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value)

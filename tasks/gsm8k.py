@@ -1,54 +1,42 @@
 """GSM8K: grade-school word problems with a number for an answer (arXiv 2110.14168)."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from grpo.errors import UserError
-from grpo.grading import grade
 from grpo.messages import Message
-from grpo.rl import Example, Reward, SingleTurn, Split, Trajectory
-from grpo.rows import read_rows
+from grpo.rewards import Function
+from grpo.rl import Example
+from grpo.rows import Dataset
+from grpo.rowtask import RowTask, chosen, templates
 
-INSTRUCTIONS = "Reason step by step, and put the final answer in \\boxed{}."
-ONE_SHOT = """Question: A baker makes 3 trays of 12 rolls and sells 20 of them. How many rolls are left?
-Answer: 3 trays of 12 rolls are 3 * 12 = 36 rolls. After 20 are sold, 36 - 20 = 16 are left. The answer is \\boxed{16}.
-
-"""
-PROMPTS = {
-    "chat": lambda question: f"{question}\n\n{INSTRUCTIONS}",
-    "one_shot": lambda question: f"{INSTRUCTIONS}\n\n{ONE_SHOT}Question: {question}\nAnswer:",
-}
+PROMPTS = templates(
+    "Reason step by step, and put the final answer in \\boxed{}.",
+    "A baker makes 3 trays of 12 rolls and sells 20 of them. How many rolls are left?",
+    "3 trays of 12 rolls are 3 * 12 = 36 rolls. After 20 are sold, 36 - 20 = 16 are left. The answer is \\boxed{16}.",
+)
 
 
-class GSM8K:
-    """path: a hub id, or a folder with train.jsonl and test.jsonl; rows have `question`, and `answer` that ends in `#### 18`.
+class GSM8K(RowTask):
+    """path: a hub id, a file, or a folder with train.jsonl and test.jsonl; rows have `question`, and `answer` that ends in
+    `#### 18`. rows: further arguments of `Dataset`."""
 
-    Reward: 1 for the right number, in a \\boxed{} or after ####, plus format_reward for any answer in one of the two.
-    """
+    stop = "\nQuestion:"
 
     def __init__(
         self,
         path: str = "openai/gsm8k",
         prompt: str = "one_shot",
-        format_reward: float = 0.1,
-        train_limit: int | None = None,
-        test_limit: int | None = None,
+        rewards: str | Sequence[str | Function] = ("correct", "format"),
+        weights: Sequence[float] | None = (1.0, 0.1),
+        solved: float = 1.0,
+        config: str | None = "main",
+        **rows: Any,
     ) -> None:
-        if prompt not in PROMPTS:
-            raise UserError(f"task.prompt={prompt} is not one of {', '.join(PROMPTS)}")
-        self.path, self.prompt, self.format_reward = path, PROMPTS[prompt], format_reward
-        self.limits = {"train": train_limit, "test": test_limit}
-        self.rows: dict[Split, Sequence[Example]] = {}
+        self.template = chosen(PROMPTS, prompt)
+        super().__init__(Dataset(path, ("question", "answer"), "gsm8k", config, **rows), rewards, weights, solved)
 
-    def examples(self, split: Split) -> Sequence[Example]:
-        if split not in self.rows:
-            self.rows[split] = read_rows(
-                self.path, split, "gsm8k", ("question", "answer"), config="main", limit=self.limits[split]
-            )
-        return self.rows[split]
+    def messages(self, example: Example) -> tuple[Message, ...]:
+        return self.template(example["question"])
 
-    def build(self, example: Example) -> SingleTurn:
-        return SingleTurn((Message("user", self.prompt(example["question"])),))
-
-    def score(self, example: Example, trajectory: Trajectory) -> Reward:
-        text = trajectory.answer.partition("\nQuestion:")[0]  # a base model goes on to invent the next question
-        return grade(text, str(example["answer"]).rpartition("####")[2].strip(), self.format_reward)
+    def gold(self, example: Example) -> str:
+        return str(example["answer"]).rpartition("####")[2].strip()

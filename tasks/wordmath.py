@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from grpo.errors import UserError
-from grpo.grading import grade
 from grpo.messages import Message
-from grpo.rl import Example, Reward, SingleTurn, Split, Trajectory
+from grpo.rewards import Function
+from grpo.rl import Example, Split
+from grpo.rowtask import RowTask
 
 NAMES = ("Sam", "Mia", "Tom", "Ana", "Ben", "Eva", "Leo", "Zoe", "Max", "Ida")
 THINGS = ("coins", "books", "cards", "shells", "apples", "stamps", "pens", "stones")
@@ -161,14 +162,17 @@ class Rows(Sequence):
         return {"question": problem.question, "answer": str(answer), "steps": steps, "solution": solution}
 
 
-class Wordmath:
-    """Rewards 1 for the right number, 0 for any other.
-
-    steps: fewest and most lines that a worked answer takes, both possible.
-    """
+class Wordmath(RowTask):
+    """steps: fewest and most lines that a worked answer takes, both possible. There are as many validation rows as test rows."""
 
     def __init__(
-        self, steps: Sequence[int] = (2, 4), train_size: int = 20000, test_size: int = 500, seed: int = 0
+        self,
+        steps: Sequence[int] = (2, 4),
+        train_size: int = 20000,
+        test_size: int = 500,
+        seed: int = 0,
+        rewards: str | Sequence[str | Function] = ("correct", "format"),
+        weights: Sequence[float] | None = (1.0, 0.0),
     ) -> None:
         if len(steps) != 2 or not 2 <= steps[0] <= steps[1] <= MOST_STEPS:
             raise UserError(f"task.steps={list(steps)} must be [fewest, most] with 2 <= fewest <= most <= {MOST_STEPS}")
@@ -176,26 +180,26 @@ class Wordmath:
             raise UserError(f"task.train_size={train_size} and task.test_size={test_size} must both be 1 or more")
         self.steps, self.seed = tuple(steps), seed
         self.train_size, self.test_size = train_size, test_size
+        super().__init__(self, rewards, weights)
 
-    def examples(self, split: Split) -> Sequence[Example]:
+    def split(self, split: Split) -> Sequence[Example]:
         if split == "train":
             return Rows("train", self.train_size, self.steps, self.seed)
-        if split == "test":
-            return self.test_rows
-        raise UserError(f"there is no split {split!r}: choose train or test")
+        if split in ("validation", "test"):
+            return self.held_out[split]
+        raise UserError(f"there is no split {split!r}: choose train, validation or test")
 
     @cached_property
-    def test_rows(self) -> Sequence[Example]:
-        """The first `test_size` different questions: a row that counts twice would make intervals too narrow."""
+    def held_out(self) -> dict[Split, Sequence[Example]]:
+        """The first `test_size` different questions of the test side, and for validation as many after them: a row that
+        counts twice would make intervals too narrow."""
         found: dict[str, Example] = {}
-        for row in Rows("test", 10 * self.test_size, self.steps, self.seed):
+        for row in Rows("test", 20 * self.test_size, self.steps, self.seed):
             found.setdefault(row["question"], row)
-            if len(found) == self.test_size:
+            if len(found) == 2 * self.test_size:
                 break
-        return list(found.values())
+        rows = list(found.values())
+        return {"test": rows[: self.test_size], "validation": rows[self.test_size :]}
 
-    def build(self, example: Example) -> SingleTurn:
-        return SingleTurn((Message("user", example["question"]),))
-
-    def score(self, example: Example, trajectory: Trajectory) -> Reward:
-        return grade(trajectory.answer, example["answer"])
+    def messages(self, example: Example) -> tuple[Message, ...]:
+        return (Message("user", example["question"]),)

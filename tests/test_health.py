@@ -21,6 +21,8 @@ def said(health: Health, caplog, *values: dict[str, float]) -> list[str]:
     [
         ("rollout/logprob_gap", 0.03, 0.031, "old weights"),
         ("rollout/truncated", 0.5, 0.51, "raise max_tokens"),
+        ("rollout/timeout", 0.02, 0.021, "teach nothing"),
+        ("rollout/error", 0.0, 0.01, "the grader failed"),
         ("loss/ratio", 1.2, 1.21, "moves far"),
         ("loss/ratio", 0.8, 0.79, "moves far"),
         ("loss/approx_kl", 0.5, 0.51, "has left the one that sampled"),

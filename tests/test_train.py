@@ -253,7 +253,10 @@ def told(*overrides: str, name: str = "train") -> str:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["task=gsm9k"], ["task has no option 'gsm9k'", "gsm8k, wordmath"]),
+        (
+            ["task=gsm9k"],
+            ["task has no option 'gsm9k'", "code, countdown, gsm8k, jsonl, math, mixture, tldr, wordmath"],
+        ),
         (["algo=grppo"], ["algo has no option 'grppo'", "dr_grpo, grpo, gspo"]),
         (["model=llama"], ["model has no option 'llama'", "llama1b, llama8b, path"]),
         (["rollout.group_sze=4"], ["no key 'rollout.group_sze'", "did you mean rollout.group_size?"]),
@@ -267,7 +270,7 @@ def told(*overrides: str, name: str = "train") -> str:
         (["max_tokens=0"], ["sampling.max_tokens=0"]),
         (["max_tokens=4090"], ["train example 1", "context of 4096"]),
         (["task.path=nowhere"], ["task.path=nowhere does not exist"]),
-        (["task.prompt=two"], ["task.prompt=two is not one of chat, one_shot"]),
+        (["task.prompt=two"], ["task.prompt=two is not one of chat, chat_one_shot"]),
         (["model.path=nowhere/at_all"], ["model.path=nowhere/at_all is neither a local folder nor"]),
         (["model.dtype=float8"], ["model.dtype=float8 is not one of auto, float32"]),
         (["adapter=lora", "adapter.target_modules=[nothing]"], ["adapter:", "nothing"]),
@@ -277,7 +280,7 @@ def told(*overrides: str, name: str = "train") -> str:
         (["+rollout.colour=red"], ["rollout:", "unexpected keyword argument 'colour'"]),
         (["optim.schedule.name=wavy"], ["optim: wavy is not a valid", "linear"]),
         (["task.promt=chat"], ["did you mean task.prompt?"]),
-        (["task.test=5"], ["did you mean task.test_limit?"]),
+        (["task.test_limt=5"], ["did you mean task.test_limit?"]),
         (["seed=abc"], ["seed=abc must be a whole number"]),
         (["max_tokens=2.5"], ["sampling.max_tokens=2.5", "whole"]),
         (["+trainer.gradient_clip_val=1"], ["trainer.gradient_clip_val has no effect here: set optim.max_grad_norm"]),

@@ -151,5 +151,5 @@ def test_bad_arguments_are_told_in_one_line(arguments):
 
 
 def test_an_unknown_split_is_told():
-    with pytest.raises(UserError, match="train or test"):
-        Wordmath().examples("validation")
+    with pytest.raises(UserError, match="train, validation or test"):
+        Wordmath().examples("dev")

@@ -35,6 +35,12 @@ RANGES = (
           "or compute at a lower precision (healthy in bfloat16: 0.010 to 0.018); algo/correction=tis lessens the harm"),
     Range("rollout/truncated", 0, 0.5, "most answers are cut short: raise max_tokens, or see algo.mask_truncated and "
           "algo.overlong_share"),
+    Range("rollout/timeout", 0, 0.02, "the grader often runs out of time, and those samples teach nothing: see the slowest of "
+          "rollouts/ with python -m grpo.rewards, or raise score_timeout"),
+    Range("rollout/error", 0, 0, "the grader failed on some samples, as on a right answer that it cannot read: look for "
+          "reward null in rollouts/"),
+    Range("rollout/no_answer", 0, 0.5, "most answers are not where the reward looks for them (a box, a last ####): ask for it in "
+          "the prompt, reward the form, or raise max_tokens", after=3),
     Range("rollout/effective_groups", 1e-9, 1, "no group's rewards differ, and there is nothing to compare: the task may be too "
           "hard or too easy for the policy, or the reward broken; look at rollouts/", after=3),
     Range("loss/ratio", 0.8, 1.2, "the policy moves far within one rollout: lower optim.optimizer.lr, algo.num_epochs or "

@@ -3,6 +3,9 @@
 import math
 import random
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import lightning as L
 import numpy as np
@@ -11,13 +14,14 @@ import torch
 from grpo import ranks
 from grpo.advantage import has_signal
 from grpo.algorithm import Algorithm
+from grpo.callbacks.samples import records, write
 from grpo.collate import collate, scores
 from grpo.data import PromptBatch, PromptLoader
 from grpo.engine import Engine
-from grpo.errors import UserError
+from grpo.errors import RewardError, UserError
 from grpo.evaluation import Evaluation, Evaluator
 from grpo.renderer import Renderer
-from grpo.rl import Task
+from grpo.rl import Example, Task
 from grpo.rollout import TRAIN, Group, Plan, derive_seed, play, sample_means
 from grpo.tokens import Scores
 
@@ -26,7 +30,8 @@ class RolloutCallback(L.Callback):
     """One Lightning batch is one rollout.
 
     Owns the count of rollouts, the x-axis of everything: 0 is the policy before training. With it, the loader's place and
-    all seeds are known; the random state that other code may use is saved beside it.
+    all seeds are known; the random state that other code may use is saved beside it. held_out: the examples to evaluate on;
+    folder: of the run, where a rollout goes whose reward failed.
     """
 
     def __init__(
@@ -38,8 +43,11 @@ class RolloutCallback(L.Callback):
         renderer: Renderer,
         algorithm: Algorithm,
         evaluator: Evaluator,
+        held_out: Sequence[Example],
+        folder: str,
         seed: int,
     ) -> None:
+        self.held_out, self.folder = held_out, Path(folder)
         self.plan, self.task, self.loader, self.engine, self.renderer = plan, task, loader, engine, renderer
         self.algorithm, self.evaluator, self.seed = algorithm, evaluator, seed
         self.rollouts = 0  # learned from so far
@@ -70,7 +78,7 @@ class RolloutCallback(L.Callback):
         self.started = time.perf_counter()
         self.sync(module)
         synced = time.perf_counter()
-        with trainer.precision_plugin.forward_context():
+        with trainer.precision_plugin.forward_context(), self.on_disk(f"rollouts/{batch.rollout + 1:06d}.failed.jsonl"):
             played, scored, rounds = self.play(batch)
         order = (~has_signal(scored.rewards)).int().argsort(stable=True)  # those with a signal first
         kept = sorted(order[: self.plan.prompts].tolist())
@@ -83,6 +91,8 @@ class RolloutCallback(L.Callback):
         batch.metrics |= rollout_metrics(played, scored) | {
             "rollout/rounds": float(rounds),
             "rollout/discarded_groups": float(len(played) - len(kept)),
+            "data/prompts": float((batch.rollout + 1) * self.loader.size),  # of the loader, those left out included
+            "data/epoch": (batch.rollout + 1) * self.loader.size / len(self.loader.examples),
         }
         batch.metrics |= {"time/sync": synced - self.started, "time/rollout": time.perf_counter() - synced}
 
@@ -115,6 +125,7 @@ class RolloutCallback(L.Callback):
                 self.renderer,
                 self.plan.sampling,
                 lambda p, *path, first=first: derive_seed(self.seed, TRAIN, batch.rollout, first + p, *path),
+                self.plan.score_timeout,
             )
             rounds += 1
             scored = self.algorithm.shaped(scores(groups))
@@ -134,8 +145,20 @@ class RolloutCallback(L.Callback):
 
     def evaluate(self, trainer: L.Trainer, module: L.LightningModule) -> Evaluation:
         self.sync(module)
-        with trainer.precision_plugin.forward_context():
-            return self.evaluator(self.task, self.engine, self.renderer, self.seed, self.rollouts)
+        name = f"evaluations/{self.rollouts:06d}.failed.jsonl"
+        with trainer.precision_plugin.forward_context(), self.on_disk(name):
+            return self.evaluator(self.task, self.engine, self.renderer, self.seed, self.rollouts, self.held_out)
+
+    @contextmanager
+    def on_disk(self, name: str) -> Iterator[None]:
+        """Leave what was played there when its reward fails, and say so."""
+        try:
+            yield
+        except RewardError as error:
+            file = self.folder / name
+            if ranks.rank() == 0:
+                write(file, records(error.groups))
+            raise RewardError(f"{error}; what was played is in {file}", error.sample) from error
 
     def record(self, trainer: L.Trainer, metrics: dict[str, float]) -> None:
         for logger in trainer.loggers:

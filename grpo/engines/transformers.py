@@ -4,7 +4,8 @@ Each distinct prompt is read once and its cache expanded to the group; finished 
 model works: CPU, MPS, one GPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,13 @@ class TransformersEngine:
     def load_weights(self, model: nn.Module, version: int) -> None:
         self.model, self.version = model, version
 
-    def sample(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        done: Callable[[int, Completion], None] | None = None,
+    ) -> list[Completion]:
         context = self.model.config.max_position_embeddings
         longest = max(map(len, prompts))
         if longest + sampling.max_tokens > context:
@@ -69,11 +76,18 @@ class TransformersEngine:
         completions: list[Completion] = []
         for start in range(0, len(prompts), self.max_rows):
             piece = slice(start, start + self.max_rows)
-            completions += self._sample(prompts[piece], sampling, seeds[piece])
+            tell = done and (lambda i, completion, start=start: done(start + i, completion))
+            completions += self._sample(prompts[piece], sampling, seeds[piece], tell)
         return completions
 
     @torch.no_grad()
-    def _sample(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+    def _sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        tell: Callable[[int, Completion], None] | None,
+    ) -> list[Completion]:
         model, device = self.model, self.model.device
         eos = model.generation_config.eos_token_id
         stop_ids = torch.tensor(eos if isinstance(eos, list) else [-1 if eos is None else eos], device=device)
@@ -108,8 +122,15 @@ class TransformersEngine:
         rows = torch.arange(len(prompts), device=device)  # which sample each row of the shrinking batch is
         tokens = torch.zeros(len(prompts), sampling.max_tokens, dtype=torch.int64, device=device)
         logprobs = torch.zeros(len(prompts), sampling.max_tokens, device=device)
-        lengths = torch.full((len(prompts),), sampling.max_tokens, device=device)
-        stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        completions: list[Completion | None] = [None] * len(prompts)
+
+        def finish(ended: Tensor, length: int, reason: Literal["stop", "length"]) -> None:
+            columns = tokens[ended, :length].tolist(), logprobs[ended, :length].tolist()
+            for i, ids, values in zip(ended.tolist(), *columns, strict=True):
+                completions[i] = Completion(tuple(ids), tuple(values), reason)
+                if tell is not None:
+                    tell(i, completions[i])
+
         for t in range(sampling.max_tokens):
             scaled = logits.float() / (sampling.temperature or 1.0)
             greedy = sampling.temperature == 0
@@ -117,8 +138,8 @@ class TransformersEngine:
             tokens[rows, t] = token
             logprobs[rows, t] = scaled.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
             done = torch.isin(token, stop_ids)
-            lengths[rows[done]] = t + 1
-            stopped[rows[done]] = True
+            if done.any():
+                finish(rows[done], t + 1, "stop")
             if done.all() or t + 1 == sampling.max_tokens:
                 break
             if done.any():
@@ -130,12 +151,9 @@ class TransformersEngine:
             logits = model(
                 token[:, None], attention_mask=attention, position_ids=positions, past_key_values=cache, use_cache=True
             ).logits[:, -1]
-        return [
-            Completion(tuple(ids[:n]), tuple(values[:n]), "stop" if ended else "length")
-            for ids, values, n, ended in zip(
-                tokens.tolist(), logprobs.tolist(), lengths.tolist(), stopped.tolist(), strict=True
-            )
-        ]
+        if not done.all():
+            finish(rows[~done], sampling.max_tokens, "length")
+        return completions
 
     def close(self) -> None:
         self.model = None

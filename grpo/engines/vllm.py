@@ -7,7 +7,7 @@ With several ranks build it after the trainer's process group: where there is no
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,13 @@ class VLLMEngine:
             raise RuntimeError("vLLM kept its prefix cache: a request is still running")
         self.version = version
 
-    def sample(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        done: Callable[[int, Completion], None] | None = None,
+    ) -> list[Completion]:
         """See `Engine.sample`. A completion that meets the end of the context ends there, with finish "length"."""
         from vllm import SamplingParams
 
@@ -127,9 +133,20 @@ class VLLMEngine:
         ]
         self._temperature = sampling.temperature or 1.0
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        completions: list[Completion | None] = [None] * len(prompts)
         with isolate_rng():  # vLLM's CPU sampler draws from torch's global generator even for seeded requests
-            outputs = [request.outputs[0] for request in self._llm.generate(inputs, params, use_tqdm=False)]
-        return [Completion(tuple(o.token_ids), tuple(o.logprobs.logprobs), o.finish_reason) for o in outputs]
+            names = self._llm.enqueue(inputs, params, use_tqdm=False)
+            places = {name.partition("-")[0]: i for i, name in enumerate(names)}  # without the engine's own suffix
+            while self._llm.llm_engine.has_unfinished_requests():
+                for request in self._llm.llm_engine.step():
+                    if request.finished:
+                        i, out = places[request.request_id], request.outputs[0]
+                        completions[i] = Completion(
+                            tuple(out.token_ids), tuple(out.logprobs.logprobs), out.finish_reason
+                        )
+                        if done is not None:
+                            done(i, completions[i])
+        return completions
 
     def close(self) -> None:
         """Only at the end of a run: with the engine goes torch's default process group, also one the trainer made."""

@@ -1,0 +1,111 @@
+"""Layer 4 - a profile of a task's reward: what it says of given completions, and how long that takes.
+
+    python -m grpo.rewards FILE.jsonl --task gsm8k --out OUT.jsonl
+
+FILE has a row for each completion, with `completion` and what the reward needs: `gold`, the right answer, or the columns of the
+task's own rows. OUT repeats them, each with outcome (right, wrong, no_answer, timeout, error), reward (null where nobody could
+tell) and ms.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from grpo.cli import explain, make_task, quiet
+from grpo.errors import RewardError, UserError
+from grpo.messages import Message
+from grpo.rewards import text_of
+from grpo.rl import Action, Example, Reward, State, Step, Task, Trajectory
+from grpo.rowtask import RowTask
+from grpo.scoring import score_group
+
+
+def read(file: Path) -> list[dict]:
+    """Rows with a completion each. Raises UserError that names the line."""
+    if not file.is_file():
+        raise UserError(f"there is no file {file}: give JSON lines with `completion` and `gold`")
+    rows = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            text_of(row["completion"])
+        except (ValueError, TypeError, LookupError) as error:
+            raise UserError(f"{file}, line {number}: not a JSON object with `completion` ({error})") from error
+        rows.append(row)
+    if not rows:
+        raise UserError(f"{file} is empty: give JSON lines with `completion` and `gold`")
+    return rows
+
+
+def profiled(task: Task, row: dict) -> dict:
+    """The row with what the task says of it."""
+    example: Example = row
+    if "gold" in row:
+        example = {getattr(task, "gold_column", None) or "answer": row["gold"]} | row
+    try:
+        state = task.build(example).start()
+    except Exception:  # the question is not needed
+        state = State(())
+    trajectory = Trajectory((Step(state, Action(Message("assistant", text_of(row["completion"])))),))
+    start, message = time.perf_counter(), None
+    try:
+        (reward,) = score_group(task, example, [trajectory])
+    except RewardError as error:
+        reward, message = Reward(float("nan"), False, outcome="error"), str(error)
+    ms = 1000 * (time.perf_counter() - start)
+    told = {
+        "outcome": reward.outcome or ("right" if reward.correct else "wrong"),
+        "reward": None if reward.value != reward.value else reward.value,
+        "ms": round(ms, 3),
+    }
+    return row | told | ({"message": message} if message else {})
+
+
+def report(rows: Sequence[dict], worst: int = 5) -> str:
+    ms = np.array([row["ms"] for row in rows])
+    middle, high = np.percentile(ms, [50, 95])
+    counts = Counter(row["outcome"] for row in rows)
+    lines = [
+        f"{len(rows)} samples, ms each: median {middle:.3f}, 95 % {high:.3f}, worst {ms.max():.3f}",
+        ", ".join(f"{name} {counts[name]}" for name in ("right", "wrong", "no_answer", "timeout", "error")),
+        "the slowest:",
+    ]
+    for i in np.argsort(-ms)[:worst]:
+        text = " ".join(text_of(rows[i]["completion"]).split())
+        lines.append(f"  row {i + 1}: {ms[i]:.1f} ms, {rows[i]['outcome']}: {text[-80:]}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m grpo.rewards", description="Profile the reward of a task.")
+    parser.add_argument("file", type=Path, help="JSON lines with `completion`, and `gold` or the columns of the task")
+    parser.add_argument("--task", required=True, help="an option of conf/task")
+    parser.add_argument("--out", type=Path, help="where the rows go with outcome, reward and ms")
+    parser.add_argument("overrides", nargs="*", help="KEY=VALUE of the task, as on the command line of train.py")
+    given = parser.parse_intermixed_args(arguments)
+    rows = read(given.file)
+    task = make_task([f"task={given.task}", *given.overrides], str(given.file))
+    if isinstance(task, RowTask):
+        task.rewards.check(rows[0], str(given.file))
+    profiled(task, rows[0])  # what starts with the first sample is not its own time
+    done = [profiled(task, row) for row in rows]
+    if given.out:
+        given.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in done), encoding="utf-8")
+    print(report(done))
+
+
+if __name__ == "__main__":
+    quiet()
+    try:
+        main(sys.argv[1:])
+    except Exception as error:
+        line = explain(error, "train", sys.argv[1:])
+        if line is None:
+            raise
+        sys.exit(f"error: {line}")

@@ -1,0 +1,142 @@
+"""Layer 1 - the reward functions that come along; `task.rewards` knows them by name. Text in, a number a sample out.
+
+Arguments after the columns are set in YAML: {_target_: grpo.rewards.functions.near_length, _partial_: true, target: 200}.
+Lengths are tokens where the columns bring them, else characters.
+"""
+
+import inspect
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo.answers import extract_answer
+from grpo.errors import UserError
+from grpo.grading import verdict
+from grpo.rewards import Function, locate, name_of, text_of
+from grpo.rl import Reward
+
+Completions = Sequence[str] | Sequence[Sequence[Mapping[str, str]]]
+
+
+def correct(completions: Completions, gold: Sequence[str], wrong: float = 0.0, **columns: Any) -> list[Reward]:
+    """1 for an answer (the last box, else after the last ####) equal to `gold` as mathematics, `wrong` for another or none.
+    NaN where the grader ran out of time or failed."""
+    found = []
+    for completion, right in zip(completions, gold, strict=True):
+        outcome = verdict(extract_answer(text_of(completion)), right)
+        value = {"right": 1.0, "timeout": math.nan, "error": math.nan}.get(outcome, wrong)
+        found.append(Reward(value, outcome == "right", outcome=outcome))
+    return found
+
+
+def format(completions: Completions, **columns: Any) -> list[float]:
+    """1 for an answer in a form that `correct` reads."""
+    return [float(extract_answer(text_of(completion)) is not None) for completion in completions]
+
+
+def think_answer(completions: Completions, **columns: Any) -> list[float]:
+    """1 for exactly <think>...</think><answer>...</answer>."""
+    form = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
+    return [float(bool(form.fullmatch(text_of(completion)))) for completion in completions]
+
+
+def think_levels(completions: Completions, **columns: Any) -> list[float]:
+    """A quarter for each: <think> is there, </think> comes after it, there is one of each, and both the thought and what
+    follows it say something."""
+
+    def level(text: str) -> float:
+        _, opened, rest = text.partition("<think>")
+        thought, closed, answer = rest.partition("</think>")
+        once = text.count("<think>") == text.count("</think>") == 1
+        steps = (opened, closed, once, thought.strip() and answer.strip())
+        return next((i for i, step in enumerate(steps) if not step), len(steps)) / len(steps)
+
+    return [level(text_of(completion)) for completion in completions]
+
+
+def longer(completions: Completions, per: float = 1.0, **columns: Any) -> list[float]:
+    """Characters / per."""
+    return [len(text_of(completion)) / per for completion in completions]
+
+
+def near_length(completions: Completions, target: int = 20, **columns: Any) -> list[float]:
+    """-|target - characters|."""
+    return [-float(abs(target - len(text_of(completion)))) for completion in completions]
+
+
+def unique_letters(completions: Completions, **columns: Any) -> list[float]:
+    """How many different characters there are: a reward that any model can raise, in any language."""
+    return [float(len(set(text_of(completion)))) for completion in completions]
+
+
+def _sizes(completions: Completions, lengths: Sequence[int] | None) -> list[int]:
+    return list(lengths) if lengths is not None else [len(text_of(completion)) for completion in completions]
+
+
+def overlong(
+    completions: Completions, limit: int, buffer: int, lengths: Sequence[int] | None = None, **columns: Any
+) -> list[float]:
+    """0 up to limit - buffer, from there down to -1 at the limit (arXiv 2503.14476, eq. 13)."""
+    return [-min(max((size - limit + buffer) / buffer, 0.0), 1.0) for size in _sizes(completions, lengths)]
+
+
+def long_when_all_right(
+    completions: Completions, gold: Sequence[str], limit: int, lengths: Sequence[int] | None = None, **columns: Any
+) -> list[float]:
+    """Where every sibling is right, length is what is left to learn from: 0 up to limit / 2, from there down to -1 at the
+    limit. 0 for all where one is wrong."""
+    if not all(reward.correct for reward in correct(completions, gold)):
+        return [0.0] * len(completions)
+    return overlong(completions, limit, limit / 2, lengths)
+
+
+def cosine_length(
+    completions: Completions,
+    gold: Sequence[str],
+    limit: int = 1000,
+    right: tuple[float, float] = (0.5, 1.0),
+    wrong: tuple[float, float] = (-1.0, -0.5),
+    lengths: Sequence[int] | None = None,
+    **columns: Any,
+) -> list[float | None]:
+    """Right answers earn the more the shorter, wrong ones lose the more the shorter, along half a cosine up to `limit`
+    (arXiv 2502.03373, sec. 4.2). right and wrong: (least, most). None where the grader could not tell."""
+    found: list[float | None] = []
+    for reward, size in zip(correct(completions, gold), _sizes(completions, lengths), strict=True):
+        short, long = (right[1], right[0]) if reward.correct else (wrong[0], wrong[1])
+        value = long + (short - long) * (1 + math.cos(math.pi * min(size / limit, 1.0))) / 2
+        found.append(None if math.isnan(reward.value) else value)
+    return found
+
+
+def repetition(completions: Completions, size: int = 3, most: float = 1.0, **columns: Any) -> list[float]:
+    """-most x the share of n-grams (of `size` words) that came before in the text (arXiv 2502.03373, app. C)."""
+
+    def share(text: str) -> float:
+        words = text.lower().split()
+        grams = [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
+        return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+    return [-most * share(text_of(completion)) for completion in completions]
+
+
+class Normalised:
+    """Another function's values, clamped to [low, high] and scaled to [0, 1]; 0 where low equals high."""
+
+    def __init__(self, function: str | Function, low: float, high: float) -> None:
+        if low > high:
+            raise UserError(f"a reward normalised from low={low} to high={high}: low must not be above high")
+        self.function = locate(function) if isinstance(function, str) else function
+        self.low, self.high, self.__name__ = low, high, name_of(self.function)
+
+    def __call__(self, **columns: Any) -> Any:
+        values = self.function(**columns)
+        return self._later(values) if inspect.isawaitable(values) else self._scaled(values)
+
+    async def _later(self, values: Any) -> list[float | None]:
+        return self._scaled(await values)
+
+    def _scaled(self, values: Sequence[float | None]) -> list[float | None]:
+        width = (self.high - self.low) or math.inf
+        return [None if v is None else (min(max(v, self.low), self.high) - self.low) / width for v in values]

@@ -1,0 +1,95 @@
+"""Layer 1 - RowTask: a question in a row of a dataset, an answer in one turn, reward functions for it.
+
+What most tasks share. A task that is more than this needs nothing from here: see `rl.Task`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from grpo.errors import UserError
+from grpo.messages import Message
+from grpo.rewards import Function, Rewards
+from grpo.rl import Example, Reward, SingleTurn, Split, Trajectory
+
+Template = Callable[[str], tuple[Message, ...]]  # of a question
+
+
+class Rows(Protocol):
+    """Whatever has the rows of a task: `rows.Dataset`, or rows that are made up."""
+
+    def split(self, split: Split) -> Sequence[Example]: ...
+
+
+class RowTask:
+    """A task of this kind says how a row is asked (`messages`), and of what is graded what `gold` is.
+
+    rewards, weights, solved: see `Rewards`. Its functions get the columns of the row and `gold`.
+    """
+
+    gold_column = "answer"
+    stop: str | None = None  # where a base model has finished its answer and goes on to invent the next question
+
+    def __init__(
+        self,
+        data: Rows,
+        rewards: str | Sequence[str | Function],
+        weights: Sequence[float] | None = None,
+        solved: float = 1.0,
+    ) -> None:
+        self.data, self.rewards = data, Rewards(rewards, weights, solved)
+
+    def messages(self, example: Example) -> tuple[Message, ...]:
+        raise NotImplementedError
+
+    def gold(self, example: Example) -> Any:
+        """What the right answer is, None where a row does not say."""
+        return example.get(self.gold_column)
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        rows = self.data.split(split)
+        gold = set() if self.gold(rows[0]) is None else {"gold"}
+        self.rewards.check({*rows[0], *gold}, split)
+        return rows
+
+    def build(self, example: Example) -> SingleTurn:
+        return SingleTurn(self.messages(example))
+
+    def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
+        if self.stop is not None:
+            trajectories = [cut(trajectory, self.stop) for trajectory in trajectories]
+        gold = self.gold(example)
+        return self.rewards.score(example if gold is None else {**example, "gold": gold}, trajectories)
+
+    def score(self, example: Example, trajectory: Trajectory) -> Reward:
+        return self.score_group(example, [trajectory])[0]
+
+
+def cut(trajectory: Trajectory, stop: str) -> Trajectory:
+    """The same with the last answer ended before `stop`."""
+    *before, last = trajectory.steps
+    message = replace(last.action.message, content=last.action.message.content.partition(stop)[0])
+    return Trajectory((*before, replace(last, action=replace(last.action, message=message))))
+
+
+def templates(instructions: str, question: str, solution: str) -> dict[str, Template]:
+    """Ways to ask, by name: chat and chat_one_shot for a chat model, zero_shot and one_shot as text that a base model
+    continues. question and solution: the worked example of the two with one."""
+    worked = f"Question: {question}\nAnswer: {solution}\n\n"
+
+    def ask(text: str) -> Message:
+        return Message("user", f"{text}\n\n{instructions}")
+
+    return {
+        "chat": lambda text: (ask(text),),
+        "chat_one_shot": lambda text: (ask(question), Message("assistant", solution), ask(text)),
+        "zero_shot": lambda text: (Message("user", f"{instructions}\n\nQuestion: {text}\nAnswer:"),),
+        "one_shot": lambda text: (Message("user", f"{instructions}\n\n{worked}Question: {text}\nAnswer:"),),
+    }
+
+
+def chosen(prompts: Mapping[str, Any], name: str) -> Any:
+    """The template that task.prompt names."""
+    if name not in prompts:
+        raise UserError(f"task.prompt={name} is not one of {', '.join(sorted(prompts))}")
+    return prompts[name]

@@ -1,0 +1,97 @@
+"""Write a Python function that passes tests: rows in the form of HumanEval (arXiv 2107.03374) or MBPP (arXiv 2108.07732)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from grpo.programs import code_verdict
+
+from grpo import sandbox
+from grpo.errors import UserError
+from grpo.messages import Message
+from grpo.rewards import Function, text_of
+from grpo.rl import Example, Reward, Split, Trajectory
+from grpo.rows import Dataset
+from grpo.rowtask import RowTask, chosen
+
+FENCE = "```python\n"
+
+
+def passes(
+    completions: Sequence[Any],
+    continuation: Sequence[bool],
+    seconds: float = 10.0,
+    memory_mb: int = 512,
+    unconfined: bool = False,
+    **columns: Any,
+) -> list[Reward]:
+    """1 for a program that passes all tests of its row within the limits; see `programs.code_verdict`.
+
+    unconfined: run it even where the machine can only limit time and memory.
+    """
+    limits = sandbox.Limits(seconds=seconds, memory_mb=memory_mb)
+    found = []
+    for i, completion in enumerate(completions):
+        row = {name: values[i] for name, values in columns.items()}
+        verdict = code_verdict(text_of(completion), row, limits, continuation[i], unconfined)
+        right = verdict.outcome == "right"
+        value = float("nan") if verdict.outcome == "timeout" else float(right)
+        ending = verdict.result.ending if verdict.result else None
+        found.append(Reward(value, right, {"program_timeout": float(ending == "timeout")}, verdict.outcome))
+    return found
+
+
+def chat(row: Example) -> str:
+    if "entry_point" in row:
+        return f"Complete this function. Give the whole of it in a ```python block.\n\n{FENCE}{row['prompt']}```"
+    return f"{_mbpp(row)}\n\nGive the function in a ```python block."
+
+
+def base(row: Example) -> str:
+    return row["prompt"] if "entry_point" in row else f"{_mbpp(row)}\n\n{FENCE}"
+
+
+def _mbpp(row: Example) -> str:
+    tests = "\n".join(row["test_list"])
+    return f"{row['prompt']} Your code should pass these tests:\n\n{tests}"
+
+
+class Code(RowTask):
+    """prompt: chat, or base: text that a base model goes on with. rows: further arguments of `Dataset`."""
+
+    def __init__(
+        self,
+        path: str,
+        prompt: str = "chat",
+        rewards: str | Sequence[str | Function] = "tasks.code.passes",
+        weights: Sequence[float] | None = None,
+        solved: float = 1.0,
+        **rows: Any,
+    ) -> None:
+        self.template = chosen({"chat": chat, "base": base}, prompt)
+        super().__init__(Dataset(path, ("prompt",), "", **rows), rewards, weights, solved)
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        rows = self.data.split(split)
+        if not {"test_list", "entry_point"} & rows[0].keys():
+            raise UserError(
+                f"the rows of the code task have {', '.join(rows[0])}: they need HumanEval's prompt, entry_point and test, or "
+                "MBPP's prompt, test_imports and test_list"
+            )
+        return rows
+
+    def messages(self, example: Example) -> tuple[Message, ...]:
+        return (Message("user", self.template(example)),)
+
+    def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
+        continuation = self.template is base and "entry_point" in example
+        if self.template is base and not continuation:
+            trajectories = [_reopened(trajectory) for trajectory in trajectories]
+        return super().score_group({**example, "continuation": continuation}, trajectories)
+
+
+def _reopened(trajectory: Trajectory) -> Trajectory:
+    """The same with the fence that the prompt had opened."""
+    *before, last = trajectory.steps
+    message = replace(last.action.message, content=FENCE + last.action.message.content)
+    return Trajectory((*before, replace(last, action=replace(last.action, message=message))))

@@ -1,0 +1,152 @@
+"""Countdown: reach a number with four given ones and + - * /. Made up by a seed, so there is no end of it.
+
+Using each of the numbers 3, 7, 25 exactly once ... that equals 46.
+<answer>(25 - 3) * 7</answer>  is wrong,  <answer>25 + 3 * 7</answer>  is right
+"""
+
+import ast
+import operator
+import random
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from grpo.answers import boxed
+from grpo.errors import UserError
+from grpo.messages import Message
+from grpo.rewards import Function, text_of
+from grpo.rl import Example, Reward, Split
+from grpo.rows import side
+from grpo.rowtask import RowTask, chosen
+
+HELD_OUT = {"test": 0.1, "validation": 0.1}  # of all the puzzles there can be
+LONGEST = 200  # characters of an expression that are read
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+QUESTION = (
+    "Using each of {numbers} exactly once, with + - * / and parentheses, write an expression that equals {target}."
+)
+FORM = "Think first, then give the expression alone in <answer> </answer>, for example <answer>(1 + 2) / 3</answer>."
+PROMPTS = {
+    "chat": lambda question: (Message("user", f"{question} {FORM}"),),
+    "base": lambda question: (Message("user", f"Question: {question} {FORM}\nAnswer: Let me think step by step."),),
+}
+
+
+def answer(text: str) -> str | None:
+    """The expression that a completion claims: the last <answer>, else the last box; without what follows a `=`."""
+    text = text.rpartition("</think>")[2]
+    tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    found = tagged[-1] if tagged else boxed(text)
+    return (found or "").partition("=")[0].strip() or None
+
+
+def value(expression: str) -> tuple[Fraction, list[int]]:
+    """What an expression comes to, exactly, and the numbers in it. Raises ValueError for anything but whole numbers and
+    + - * / (and the signs that schools use)."""
+    used: list[int] = []
+
+    def walk(node: ast.AST) -> Fraction:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            used.append(node.value)
+            return Fraction(node.value)
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](walk(node.left), walk(node.right))
+        raise ValueError(f"not arithmetic: {expression!r}")
+
+    if len(expression) > LONGEST:
+        raise ValueError("too long")
+    return walk(ast.parse(expression.translate({0xD7: "*", 0xF7: "/"}), mode="eval").body), used
+
+
+def solved(
+    completions: Sequence[Any], numbers: Sequence[Sequence[int]], target: Sequence[int], **columns: Any
+) -> list[Reward]:
+    """1 for an expression of exactly the given numbers, each once, that equals the target."""
+    found = []
+    for completion, given, wanted in zip(completions, numbers, target, strict=True):
+        expression = answer(text_of(completion))
+        try:
+            got, used = value(expression or "")
+            right = got == int(wanted) and Counter(used) == Counter(map(int, given))
+        except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+            right = False
+        outcome = "no_answer" if expression is None else "right" if right else "wrong"
+        found.append(Reward(float(right), right, outcome=outcome))
+    return found
+
+
+def form(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """1 for an expression where it is looked for."""
+    return [float(answer(text_of(completion)) is not None) for completion in completions]
+
+
+def draw(rng: random.Random, count: int, largest: int) -> Example:
+    """A puzzle that has a solution: its target is what some expression of the numbers comes to."""
+    while True:
+        numbers = [rng.randint(1, largest) for _ in range(count)]
+        terms = [Fraction(number) for number in numbers]
+        while len(terms) > 1:
+            left, right = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
+            terms.append(rng.choice([left + right, left - right, left * right, left / right if right else left]))
+        if terms[0].denominator == 1 and 10 <= terms[0] <= 100 and terms[0] not in numbers:
+            return {"numbers": numbers, "target": int(terms[0])}
+
+
+@dataclass(frozen=True)
+class Puzzles(Sequence):
+    """A row is made when it is asked for, by its index alone."""
+
+    name: Split
+    size: int
+    numbers: Sequence[int]
+    largest: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        places = range(self.size)[index]
+        if isinstance(places, range):
+            return [self[i] for i in places]
+        rng = random.Random(f"{self.name} {self.seed} {places}")
+        while True:
+            row = draw(rng, rng.choice(self.numbers), self.largest)
+            if side([sorted(row["numbers"]), row["target"]], HELD_OUT) == self.name:
+                return row
+
+
+class Countdown(RowTask):
+    """numbers: how many are given, one of these; largest: the largest of them."""
+
+    gold_column = "target"
+
+    def __init__(
+        self,
+        prompt: str = "chat",
+        rewards: str | Sequence[str | Function] = (solved, form),
+        weights: Sequence[float] | None = (1.0, 0.1),
+        numbers: Sequence[int] = (3, 4),
+        largest: int = 99,
+        sizes: Mapping[str, int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not numbers or not all(2 <= count <= 6 for count in numbers):
+            raise UserError(f"task.numbers={list(numbers)} must be some of 2 to 6")
+        if largest < 10:
+            raise UserError(f"task.largest={largest} must be at least 10")
+        self.sizes = {"train": 20000, "validation": 500, "test": 500, **(sizes or {})}
+        self.template, self.numbers, self.largest, self.seed = chosen(PROMPTS, prompt), tuple(numbers), largest, seed
+        super().__init__(self, rewards, weights)
+
+    def split(self, split: Split) -> Sequence[Example]:
+        if self.sizes.get(split, 0) < 1:
+            raise UserError(f"there is no split {split!r}: task.sizes={self.sizes}")
+        return Puzzles(split, self.sizes[split], self.numbers, self.largest, self.seed)
+
+    def messages(self, example: Example) -> tuple[Message, ...]:
+        numbers = ", ".join(map(str, example["numbers"]))
+        return self.template(QUESTION.format(numbers=numbers, target=example["target"]))

@@ -1,0 +1,71 @@
+"""MATH: competition problems with a formula for an answer, on five levels (arXiv 2103.03874)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from grpo.answers import boxed
+from grpo.errors import UserError
+from grpo.messages import Message
+from grpo.rewards import Function
+from grpo.rl import Example, Reward, Split, Trajectory
+from grpo.rows import Chosen, Dataset
+from grpo.rowtask import RowTask, chosen, templates
+
+PROMPTS = templates(
+    "Reason step by step, and put the final answer in \\boxed{}.",
+    "What is the sum of the roots of $x^2 - 5x + 6 = 0$?",
+    "$x^2 - 5x + 6 = (x - 2)(x - 3)$, so the roots are 2 and 3, and their sum is \\boxed{5}.",
+)
+
+
+def level(example: Example) -> int | None:
+    """1 to 5, from `5` or `Level 5`; None where a row does not say, or says `Level ?`."""
+    digits = "".join(filter(str.isdigit, str(example.get("level", ""))))
+    return int(digits) if digits else None
+
+
+class Math(RowTask):
+    """Rows have `problem` and `solution` with its answer in a box, maybe also `answer` and `level`.
+
+    levels: those to keep, null for all; every level also has its own accuracy (level_1 ... level_5). rows: further
+    arguments of `Dataset`.
+    """
+
+    stop = "\nQuestion:"
+
+    def __init__(
+        self,
+        path: str,
+        prompt: str = "chat",
+        rewards: str | Sequence[str | Function] = ("correct", "format"),
+        weights: Sequence[float] | None = (1.0, 0.1),
+        solved: float = 1.0,
+        levels: Sequence[int] | None = None,
+        **rows: Any,
+    ) -> None:
+        self.template, self.levels = chosen(PROMPTS, prompt), levels
+        super().__init__(Dataset(path, ("problem", "solution"), "math", **rows), rewards, weights, solved)
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        rows = super().examples(split)
+        if self.levels is None:
+            return rows
+        places = [i for i, row in enumerate(rows) if level(row) in self.levels]
+        if not places:
+            raise UserError(
+                f"task.levels={list(self.levels)} leaves none of the {len(rows)} rows of the split {split!r}"
+            )
+        return Chosen(rows, places)
+
+    def messages(self, example: Example) -> tuple[Message, ...]:
+        return self.template(example["problem"])
+
+    def gold(self, example: Example) -> str | None:
+        return example["answer"] if example.get("answer") else boxed(example["solution"])
+
+    def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
+        rewards = super().score_group(example, trajectories)
+        if (number := level(example)) is None:
+            return rewards
+        return [replace(r, parts={**r.parts, f"level_{number}": float(r.correct)}) for r in rewards]

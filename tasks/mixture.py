@@ -1,0 +1,78 @@
+"""Several tasks in one run, each with its share of the prompts and with metrics of its own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grpo.errors import UserError
+from grpo.rl import Env, Example, Reward, Split, Task, Trajectory
+from grpo.scoring import score_group
+
+
+@dataclass(frozen=True)
+class Mixed(Sequence):
+    """Rows of several sources, in a fixed order in which every stretch has about the shares of the whole; a source that is
+    too short for its share starts again."""
+
+    rows: Mapping[str, Sequence[Example]]
+    order: Sequence[tuple[str, int]]  # source, place in it
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        source, place = self.order[index]
+        return {"source": source, "example": self.rows[source][place]}
+
+
+def shares(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
+    """Rows of each source in one pass: in proportion to the weights, as many as it takes to show all of every source once."""
+    scale = max(sizes[source] / weights[source] for source in sizes)
+    return {source: round(scale * weights[source]) for source in sizes}
+
+
+def interleaved(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """(source, number) with the numbers of each source spread evenly."""
+    places = [((i + 0.5) / count, source, i) for source, count in counts.items() for i in range(count)]
+    return [(source, i) for _, source, i in sorted(places)]
+
+
+class Mixture:
+    """sources: tasks by name, each as its own file in conf/task has it. weights: shares of the prompts in training, in any unit.
+
+    An example is {"source": name, "example": the source's own}. Parts of rewards carry the name of their source, among them
+    reward and correct, so metrics are told source by source. Held-out examples are all of every source's, mixed.
+    """
+
+    def __init__(self, sources: Mapping[str, Mapping[str, Any]], weights: Mapping[str, float] | None = None) -> None:
+        self.tasks: dict[str, Task] = {name: source["task"] for name, source in sources.items()}
+        self.weights = {name: float(weight) for name, weight in (weights or dict.fromkeys(self.tasks, 1)).items()}
+        if self.weights.keys() != self.tasks.keys():
+            raise UserError(
+                f"task.weights has {len(self.weights)} sources ({', '.join(self.weights)}) and task.sources {len(self.tasks)} "
+                f"({', '.join(self.tasks)}): they must be the same"
+            )
+        if not self.tasks or min(self.weights.values()) <= 0:
+            raise UserError(f"task.weights={self.weights} must all be above 0")
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        rows = {name: task.examples(split) for name, task in self.tasks.items()}
+        sizes = {name: len(found) for name, found in rows.items()}
+        counts = shares(sizes, self.weights) if split == "train" else sizes
+        return Mixed(rows, [(name, i % sizes[name]) for name, i in interleaved(counts)])
+
+    def build(self, example: Example) -> Env:
+        return self.tasks[example["source"]].build(example["example"])
+
+    def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
+        source = example["source"]
+        rewards = score_group(self.tasks[source], example["example"], trajectories)
+        return [self._named(source, reward) for reward in rewards]
+
+    def _named(self, source: str, reward: Reward) -> Reward:
+        parts = {**reward.parts, "correct": float(reward.correct)}
+        if reward.value == reward.value:
+            parts["reward"] = reward.value
+        return replace(reward, parts={f"{source}/{name}": value for name, value in parts.items()})
