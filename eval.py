@@ -44,6 +44,7 @@ def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
             ).model
             if not any(override.startswith("task") for override in overrides):
                 config.task, config.max_tokens = before.task, before.max_tokens
+                config.prompt_limit = before.get("prompt_limit", config.prompt_limit)
                 config.merge_with_dotlist([o for o in overrides if o.startswith("max_tokens=")])
         config.model.path = str(folder)
     return config

@@ -8,14 +8,12 @@ import os
 import re
 from functools import lru_cache
 
-from grpo.answers import MAX_LENGTH, equal, extract_answer, read, readable, without_names
-from grpo.rl import Outcome, Reward
+from grpo.answers import MAX_LENGTH, equal, read, readable, without_names
+from grpo.rl import Outcome
 from grpo.workers import WorkerError, Workers
 
 DEADLINE = 5.0  # seconds; real answers take 0.4 at most
-ALARM = (
-    3  # whole seconds, for each step in a worker: math-verify swallows a float, and then everything is wrong in silence
-)
+ALARM = 3  # seconds of each step in a worker; whole ones: of a float math-verify makes "wrong", in silence
 MEMORY = 2**30  # bytes of a worker
 WORKERS = min(4, os.cpu_count() or 1)
 
@@ -45,17 +43,20 @@ def by_algebra(answer: str, gold: str) -> Outcome:
 
 def _parse(text: str):
     """A sympy object. Decimals become fractions, so that nothing is rounded; i is the imaginary unit."""
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
     from sympy import FiniteSet, I, Union
     from sympy.core.relational import Relational
 
     exact = _DECIMAL.sub(lambda d: f"\\frac{{{int(d[1] + d[2])}}}{{{10 ** len(d[2])}}}", text)
-    only_latex = [LatexExtractionConfig(boxed_match_priority=-1)]
-    found = parse(f"${exact}$", only_latex, "no_fallback", "first_match", parsing_timeout=ALARM, raise_on_error=True)
+    spelling = NormalizationConfig(units=False, malformed_operators=True, boxed="none")  # its units: 4s is 4
+    only_latex = LatexExtractionConfig(boxed_match_priority=-1, normalization_config=spelling)
+    found = parse(f"${exact}$", [only_latex], "no_fallback", "first_match", parsing_timeout=ALARM, raise_on_error=True)
     if not found:
         raise ValueError(f"math-verify cannot read {text!r}")
     found = found[0]
-    if isinstance(found, FiniteSet) and all(isinstance(item, Relational) for item in found.args):
+    relations = isinstance(found, FiniteSet) and all(isinstance(item, Relational) for item in found.args)
+    if relations and len(found.free_symbols) == 1:
         return Union(*(item.as_set() for item in found.args))  # x < 2 or x > 3
     units = {symbol: I for symbol in found.free_symbols if symbol.name == "i"}
     return found.subs(units) if units and not isinstance(found, Relational) else found
@@ -94,7 +95,7 @@ _EXACTLY = {
     "timeout_seconds": ALARM,
     "raise_on_error": True,
 }
-_ALGEBRA = Workers(f"{__name__}.by_algebra", WORKERS, DEADLINE, MEMORY, warm_up=("x+1", "1+x"))
+ALGEBRA = Workers(f"{__name__}.by_algebra", WORKERS, DEADLINE, MEMORY, warm_up=("x+1", "1+x"))
 
 
 @lru_cache(maxsize=16384)
@@ -105,7 +106,7 @@ def _decide(answer: str, gold: str) -> Outcome:
     if len(answer) <= MAX_LENGTH and (known := equal(answer, gold)) is not None:
         return _OUTCOME[known]
     ours, theirs = without_names(answer, gold) if readable(answer) else ("", read(gold).amount)
-    outcome = _ALGEBRA.call(ours, theirs)
+    outcome = ALGEBRA.call(ours, theirs)
     if outcome == "timeout":
         raise TimeoutError
     return outcome
@@ -125,15 +126,3 @@ def verdict(answer: str | None, gold: str) -> Outcome:
         return "timeout"
     except WorkerError:
         return "error"
-
-
-def grade(text: str, gold: str, format_reward: float = 0.0) -> Reward:
-    """1 for a text whose answer equals `gold`, plus format_reward for an answer in the form that `extract_answer` reads.
-
-    parts: format. Where nobody could tell (timeout, error), the value is NaN, not 0.
-    """
-    answer = extract_answer(text)
-    outcome, has_answer = verdict(answer, gold), float(answer is not None)
-    right = outcome == "right"
-    value = float("nan") if outcome in ("timeout", "error") else right + format_reward * has_answer
-    return Reward(value, right, {"format": has_answer}, outcome)

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import importlib
+import itertools
 import json
 import os
 import queue
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,11 @@ class Workers:
         with self.lock:
             if self.pid == os.getpid():
                 return
-            self.idle: queue.LifoQueue[Future | None] = queue.LifoQueue()
-            for _ in range(self.size):
-                self.idle.put(None)
+            # a warm one (0) before one that starts (1) before one that is not there yet (2)
+            self.idle: queue.PriorityQueue[tuple[int, int, Future | None]] = queue.PriorityQueue()
+            for i in range(self.size):
+                self.idle.put((2, i, None))
+            self.turns = itertools.count(self.size)
             self.alive: set[_Worker] = set()
             # One thread starts all workers and lives as long as the process: Linux sends a child its death signal when
             # the thread that started it ends.
@@ -72,29 +75,38 @@ class Workers:
     def call(self, *args: Any) -> Any:
         """function(*args). Blocks until it is done; as many threads may wait as like to."""
         self._open()
-        slot = self.idle.get()
-        done = False
+        idle, worker, done = self.idle, None, False
+        _, _, slot = idle.get()
         try:
             slot = slot or self.starter.submit(self._start)
             worker = slot.result()
             worker.wait_until_warm()
             reply = worker.ask(args, self.deadline)
             done = True
+        except (RuntimeError, CancelledError) as error:  # the process ends, or has no thread left
+            raise WorkerError(f"no worker can be started: {error}") from error
         finally:  # also when Ctrl-C ended the wait: a worker that still counts cannot take the next item
-            self.idle.put(slot if done else self._replace(slot))
+            idle.put((0, next(self.turns), slot) if done else (1, next(self.turns), self._replace(worker)))
         if "error" in reply:
             raise WorkerError(reply["error"])
         return reply["result"]
 
-    def _replace(self, slot: Future | None) -> Future | None:
-        try:
-            if slot is not None and slot.done() and not slot.exception():
-                worker = slot.result()
-                self.alive.discard(worker)
-                worker.kill()
+    def start(self) -> None:
+        """Start all that are not there yet, and wait until they are warm: for whoever measures."""
+        self._open()
+        slots = [self.idle.get() for _ in range(self.size)]
+        slots = [slot or self.starter.submit(self._start) for _, _, slot in slots]
+        for slot in slots:
+            slot.result().wait_until_warm()
+            self.idle.put((0, next(self.turns), slot))
+
+    def _replace(self, worker: "_Worker | None") -> Future | None:
+        if worker is not None:
+            self.alive.discard(worker)
+            worker.kill()
+        with contextlib.suppress(RuntimeError):
             return self.starter.submit(self._start)
-        except RuntimeError:  # at the end of the process, when nothing is started any more
-            return None
+        return None
 
     def close(self) -> None:
         """End the workers; a later call starts new ones."""

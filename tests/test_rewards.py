@@ -102,7 +102,7 @@ def test_what_nobody_could_tell_is_never_a_zero():
     unknown, right = Rewards([hard, letters], [1, 1]).score({}, [said("ab"), said("ab")])
     assert math.isnan(unknown.value) and unknown.outcome == "timeout" and unknown.parts == {"letters": 2.0}
     assert (right.value, right.correct, right.outcome) == (3.0, True, "right")
-    assert right.parts == {"steps": 2.0, "hard": 1.0, "letters": 2.0}
+    assert right.parts == {"steps": 2.0, "letters": 2.0}
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,15 @@ def train_a_little(model, seed: int) -> None:
         parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
 
 
+def test_it_tells_of_each_completion_as_it_ends(engine, model):
+    heard = []
+    prompts = [*PROMPTS, *PROMPTS]
+    found = engine.sample(prompts, Sampling(24), list(range(6)), lambda i, completion: heard.append((i, completion)))
+    assert sorted(heard, key=lambda one: one[0]) == list(enumerate(found))
+    lengths = [len(completion.ids) for _, completion in heard]
+    assert lengths == sorted(lengths) and len(set(lengths)) > 1  # the short ones are not kept back by the long ones
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.2}], ids=str)
 def test_logprobs_are_those_of_the_whole_vocabulary_at_the_temperature(engine, model, temperature, filters):

@@ -1,5 +1,6 @@
 """Layer 3 - Terminal: a bar that says how it is going, a table of evaluations, two completions at the start and the end."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,16 +23,26 @@ def status(metrics: Mapping[str, float]) -> str:
     )
 
 
+SHARES = re.compile(r"/(accuracy|pass@\d+|truncated|no_answer|timeout|error|format|level_\d|correct)$")
+
+
+def worth_telling(name: str, value: float) -> bool:
+    """Not: that nothing went wrong in grading."""
+    return value != 0 or name not in ("eval/no_answer", "eval/timeout", "eval/error")
+
+
 def evaluation_table(
     evaluations: Sequence[tuple[object, Mapping[str, float]]], first: str = "rollouts", title: str = "held-out examples"
 ) -> Table:
     """A row for each (label, metrics), a column for each metric of the first one; `first` heads the labels."""
-    names = list(evaluations[0][1])
+    names = [
+        name for name in evaluations[0][1] if any(worth_telling(name, metrics[name]) for _, metrics in evaluations)
+    ]
     table = Table(first, *(name.removeprefix("eval/") for name in names), title=title)
     for column in table.columns:
         column.justify = "right"
     for label, metrics in evaluations:
-        values = [f"{metrics[name]:.1f}" if name == "eval/length" else f"{metrics[name]:.1%}" for name in names]
+        values = [f"{metrics[name]:.1%}" if SHARES.search(name) else f"{metrics[name]:.4g}" for name in names]
         table.add_row(str(label), *values)
     return table
 
@@ -87,7 +98,9 @@ class Terminal(L.Callback):
         for evaluation in batch.evaluations:
             if evaluation.rollout not in known:
                 self.evaluations.append((evaluation.rollout, evaluation.metrics))
-                told = "  ".join(f"{name} {value:.3g}" for name, value in evaluation.metrics.items())
+                told = "  ".join(
+                    f"{name} {value:.3g}" for name, value in evaluation.metrics.items() if worth_telling(name, value)
+                )
                 self.console.print(f"after {evaluation.rollout} rollouts: {told}", soft_wrap=True)
 
     def show(self, batch: PromptBatch, title: str) -> None:

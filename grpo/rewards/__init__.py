@@ -127,8 +127,9 @@ class Rewards:
     def score(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
         """A reward for each of the trajectories, which are samples of one example.
 
-        Parts: what each function gave, by its name, before weights. A sample that a function gives NaN by a `Reward` (nobody
-        could tell) has no reward at all; nor has one to which no function applies, of which the log warns once.
+        Parts: what each function gave, by its name, before weights; of one that gives a `Reward` that one's parts. A sample of
+        which a function says by a `Reward` that nobody could tell has no reward at all (NaN); nor has one to which none
+        applies, of which the log warns once.
         """
         given = self._called(as_lists(example, trajectories))
         rewards = [self._combined([values[i] for values in given]) for i in range(len(trajectories))]
@@ -197,7 +198,7 @@ class Rewards:
                 if graded is None or graded.correct or math.isnan(value.value):  # right is right by all that grade
                     graded = value
                 value = value.value
-            if not math.isnan(value):
+            else:
                 parts[name] = value
             total += weight * value if weight else 0.0
         if not applies:

@@ -19,6 +19,7 @@ import numpy as np
 
 from grpo.cli import explain, make_task, quiet
 from grpo.errors import RewardError, UserError
+from grpo.grading import ALGEBRA
 from grpo.messages import Message
 from grpo.rewards import text_of
 from grpo.rl import Action, Example, Reward, State, Step, Task, Trajectory
@@ -93,7 +94,8 @@ def main(arguments: Sequence[str]) -> None:
     task = make_task([f"task={given.task}", *given.overrides], str(given.file))
     if isinstance(task, RowTask):
         task.rewards.check(rows[0], str(given.file))
-    profiled(task, rows[0])  # what starts with the first sample is not its own time
+    ALGEBRA.start()  # what starts with the first sample is not its own time
+    profiled(task, rows[0])
     done = [profiled(task, row) for row in rows]
     if given.out:
         given.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in done), encoding="utf-8")
