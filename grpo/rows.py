@@ -142,9 +142,13 @@ class Dataset:
                 seen.add(question)
         told = ", ".join(f"{count} {name}" for name, count in removed.items() if count)
         if not kept:
+            hint = "see task.filters"
+            if split in self.held_out:
+                hint = f"raise task.held_out.{split}, which is {self.held_out[split]}, or give more rows"
+            elif removed["held out"]:
+                hint = "they stand in the test or validation rows too; one file for all needs task.held_out.test=0.1"
             raise UserError(
-                f"task.path={self.path} has no rows for the split {split!r}: {read} read, {told or 'none held out for it'} (see "
-                "task.filters and task.held_out; a single file needs task.held_out.test=0.1 or the like)"
+                f"task.path={self.path} has no rows for the split {split!r}: {read} read, {told or 'none for it'}; {hint}"
             )
         if told:
             log.info("%s, %s: %d rows kept of %d; removed: %s", self.path, split, len(kept), read, told)
