@@ -133,6 +133,8 @@ def test_names_paths_and_files(tmp_path, monkeypatch):
     )
     by_file = Rewards(f"{tmp_path}/mine_rewards.py:brevity")
     assert by_file.names == ["brevity"] and by_file.score({}, [said("abc")])[0].value == -3
+    (tmp_path / "judge.py").write_text("def reward(completions, **_):\n    return [1.0] * len(completions)\n")
+    assert Rewards(f"{tmp_path}/judge.py:reward").names == ["judge.reward"]  # `reward` is the name of the sum
     monkeypatch.syspath_prepend(tmp_path)
     assert locate("mine_rewards.brevity")(completions=["ab"]) == [-2]
 

@@ -80,10 +80,17 @@ def _module_of_file(file: Path) -> Any:
 
 
 def name_of(function: Function) -> str:
-    """What its part of the reward is called in metrics and samples."""
+    """What its part of the reward is called in metrics and samples; with its module where a metric has that name already."""
     while isinstance(function, partial):
         function = function.func
-    return getattr(function, "__name__", type(function).__name__)
+    name = getattr(function, "__name__", type(function).__name__)
+    return f"{function.__module__}.{name}" if name in _TAKEN else name
+
+
+_TAKEN = (
+    "reward reward_std accuracy solve_rate length truncated no_answer timeout error tokens effective_groups rounds "
+    "discarded_groups logprob_gap logprob_gap_max advantages_positive advantages_negative"
+).split()
 
 
 class Rewards:
