@@ -44,7 +44,8 @@ def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
         named = {"length": sample.length, "truncated": sample.trajectory.truncated, **outcomes, **sample.reward.parts}
         for name, value in named.items():
             values.setdefault(name, []).append(value)
-    return {name: float(np.mean(column)) for name, column in values.items()}
+    first = ["length", "truncated", *told]
+    return {name: float(np.mean(values[name])) for name in [*first, *sorted(values.keys() - first)]}
 
 
 @dataclass(frozen=True)

@@ -34,16 +34,21 @@ def worth_telling(name: str, value: float) -> bool:
 def evaluation_table(
     evaluations: Sequence[tuple[object, Mapping[str, float]]], first: str = "rollouts", title: str = "held-out examples"
 ) -> Table:
-    """A row for each (label, metrics), a column for each metric of the first one; `first` heads the labels."""
+    """A row for each (label, metrics) and a column for each metric of the first one, or the other way round where there are more
+    metrics; `first` heads the labels."""
     names = [
         name for name in evaluations[0][1] if any(worth_telling(name, metrics[name]) for _, metrics in evaluations)
     ]
-    table = Table(first, *(name.removeprefix("eval/") for name in names), title=title)
-    for column in table.columns:
-        column.justify = "right"
+    rows = [[first, *(name.removeprefix("eval/") for name in names)]]
     for label, metrics in evaluations:
         values = [f"{metrics[name]:.1%}" if SHARES.search(name) else f"{metrics[name]:.4g}" for name in names]
-        table.add_row(str(label), *values)
+        rows.append([str(label), *values])
+    head, *rest = rows if len(names) <= len(evaluations) else zip(*rows, strict=True)
+    table = Table(*head, title=title)
+    for column in table.columns:
+        column.justify = "right"
+    for row in rest:
+        table.add_row(*row)
     return table
 
 

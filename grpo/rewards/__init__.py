@@ -87,10 +87,22 @@ def name_of(function: Function) -> str:
     return f"{function.__module__}.{name}" if name in _TAKEN else name
 
 
-_TAKEN = (
-    "reward reward_std accuracy solve_rate length truncated no_answer timeout error tokens effective_groups rounds "
-    "discarded_groups logprob_gap logprob_gap_max advantages_positive advantages_negative"
-).split()
+_TAKEN = {
+    *(
+        "reward",
+        "reward_std",
+        "accuracy",
+        "solve_rate",
+        "length",
+        "truncated",
+        "no_answer",
+        "timeout",
+        "error",
+        "tokens",
+    ),
+    *("effective_groups", "rounds", "discarded_groups", "logprob_gap", "logprob_gap_max"),
+    *("advantages_positive", "advantages_negative"),
+}
 
 
 class Rewards:

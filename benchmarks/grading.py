@@ -1,0 +1,84 @@
+"""How fast answers are graded, and what one that takes for ever costs the others. D has gsm8k_test.jsonl and math500_test.jsonl.
+
+    python benchmarks/grading.py D
+
+Prints answers per second on GSM8K's own solutions (one by one, and in groups of 8 as a run scores them, nothing remembered
+between rounds), and seconds for 64 answers that need algebra, without and with an endless one among them. Medians of three.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from grpo import grading
+from grpo.messages import Message
+from grpo.rl import Action, State, Step, Trajectory
+from grpo.scoring import Scoring
+from tasks.gsm8k import GSM8K
+
+ENDLESS = "\\boxed{\\prod_{k=1}^{10^{9}} k}"
+
+
+def said(text: str) -> Trajectory:
+    return Trajectory((Step(State((Message("user", "?"),)), Action(Message("assistant", text))),))
+
+
+def seconds(work: Callable[[], None]) -> float:
+    times = []
+    for _ in range(3):
+        grading._decide.cache_clear()
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def main(folder: str) -> None:
+    task = GSM8K(folder)
+    rows = [(row, said(row["answer"])) for row in task.examples("test")]
+    grading.ALGEBRA.start()
+
+    def one_by_one() -> None:
+        for row, trajectory in rows:
+            assert task.score(row, trajectory).correct
+
+    def in_groups(pairs: list, group: int) -> list[str | None]:
+        scoring = Scoring(task, 60)
+        for i, (row, trajectory) in enumerate(pairs):
+            scoring.start(i, row, [trajectory] * group)
+        rewards, errors = scoring.finish()
+        assert not errors
+        return [rewards[i][0].outcome for i in range(len(pairs))]
+
+    print(f"GSM8K, one by one: {len(rows) / seconds(one_by_one):,.0f} answers per second")
+    print(f"GSM8K, groups of 8: {8 * len(rows) / seconds(lambda: in_groups(rows, 8)):,.0f} answers per second")
+
+    lines = (Path(folder) / "math500_test.jsonl").read_text(encoding="utf-8").splitlines()
+    golds = [json.loads(line)["answer"] for line in lines]
+    pairs = [
+        ({"question": "?", "answer": gold}, said(f"\\boxed{{{other}}}"))
+        for gold, other in pairwise(golds)
+        if grading.equal(other, gold) is None  # exact arithmetic cannot tell
+    ][:64]
+    poisoned = [*pairs[:63], ({"question": "?", "answer": "4"}, said(ENDLESS))]
+    outcomes = {}
+
+    def graded(name: str, pairs: list) -> None:
+        outcomes[name] = in_groups(pairs, 1)
+
+    clean, endless = (
+        seconds(lambda n=name, p=p: graded(n, p)) for name, p in (("clean", pairs), ("poisoned", poisoned))
+    )
+    print(
+        f"64 answers for algebra: {clean:.2f} s; one of them endless: {endless:.2f} s (deadline {grading.DEADLINE} s)"
+    )
+    assert outcomes["poisoned"][63] == "timeout" and outcomes["poisoned"][:63] == outcomes["clean"][:63]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
