@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from grpo.answers import extract_answer
 from grpo.errors import UserError
-from grpo.grading import extract_answer
 from grpo.messages import Message
 from grpo.rl import Action, State, Step, Trajectory
 from tasks.wordmath import EVENTS, LARGEST, Problem, Wordmath, draw, side, worked_answers
