@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 CONF = Path(__file__).parents[1] / "conf"
 
-FULL_ERROR = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user set it
+# as the user set it: `run` sets it too, and a further device's process inherits that
+FULL_ERROR = os.environ.setdefault("GRPO_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "0")) == "1"
 
 FAILED: list[str] = []  # what ended jobs of a sweep
 
