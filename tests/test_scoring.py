@@ -159,6 +159,29 @@ def test_a_reward_that_fails_leaves_what_was_played(smoke, tmp_path):
     assert [row["reward"] is None for row in left] == [row["prompt_index"] == place for row in left]
 
 
+def test_a_run_whose_reward_failed_goes_on_where_it_was(smoke, tmp_path):
+    """The judge is down in rollout 3, mended, and the rest is as if nothing had happened."""
+    judge = (
+        "from pathlib import Path\n\ndef judge(completions, **columns):\n"
+        "    if (Path(__file__).parent / 'down').exists() and len(list(Path(__file__).parent.glob('*/rollouts/*'))) == 2:\n"
+        "        raise OSError('the judge is down')\n"
+        "    return [sum(text.encode()) % 97 / 97 for text in completions]\n"
+    )
+    (tmp_path / "mine.py").write_text(judge)
+    settings = (f"task.rewards={tmp_path}/mine.py:judge", "task.weights=null", "callbacks=[samples,checkpoint]")
+    settings = (*settings, "rollout.num_rollouts=4", "eval.every=0")
+
+    (tmp_path / "down").touch()
+    (tmp_path / "a").mkdir()
+    assert "OSError: the judge is down" in told(*smoke(*settings, f"output_dir={tmp_path / 'a'}"))
+    assert len(rows(tmp_path / "a")) == 2
+    (tmp_path / "down").unlink()
+    for name, more in (("b", [f"ckpt_path={tmp_path / 'a' / 'checkpoints' / 'last.ckpt'}"]), ("c", [])):
+        (tmp_path / name).mkdir()
+        train(compose_config(*smoke(*settings, f"output_dir={tmp_path / name}", *more)))
+    assert rows(tmp_path / "b") == rows(tmp_path / "c")[2:] and rows(tmp_path / "c")[3]["loss/grad_norm"] > 0
+
+
 def test_timeouts_are_counted_and_left_out(smoke, tmp_path):
     (tmp_path / "slow.py").write_text(
         "import time\n\ndef slow(completions, question, **columns):\n"

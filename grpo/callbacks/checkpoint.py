@@ -8,11 +8,12 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
 from grpo.data import PromptBatch
+from grpo.errors import RewardError
 from grpo.policy import Pretrained
 
 
 class Checkpoint(L.Callback):
-    """Every `every` rollouts and at the end writes under `folder`:
+    """Every `every` rollouts, at the end, and when a reward fails, writes under `folder`:
 
     last.ckpt   all that `ckpt_path=` needs, replaced in one move, so that a crash leaves the one before it
     last/       the policy with its tokenizer (under an adapter: the adapter)
@@ -32,10 +33,17 @@ class Checkpoint(L.Callback):
             self.best_accuracy = accuracy
             self.export(module, "best")
         if rollouts == self.num_rollouts or (self.every and rollouts % self.every == 0):
-            self.export(module, "last")
-            trainer.save_checkpoint(self.folder / "last.ckpt.new")
-            if trainer.is_global_zero:
-                os.replace(self.folder / "last.ckpt.new", self.folder / "last.ckpt")
+            self.save(trainer, module)
+
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, RewardError):  # raised between two updates, on every rank alike
+            self.save(trainer, module)
+
+    def save(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.export(module, "last")
+        trainer.save_checkpoint(self.folder / "last.ckpt.new")
+        if trainer.is_global_zero:
+            os.replace(self.folder / "last.ckpt.new", self.folder / "last.ckpt")
 
     @rank_zero_only
     def export(self, module: L.LightningModule, name: str) -> None:
