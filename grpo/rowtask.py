@@ -27,7 +27,7 @@ class RowTask:
     rewards, weights, solved: see `Rewards`. Its functions get the columns of the row and `gold`.
     """
 
-    gold_column = "answer"
+    gold_column: str | None = "answer"
     stop: str | None = None  # where a base model has finished its answer and goes on to invent the next question
 
     def __init__(
@@ -58,8 +58,8 @@ class RowTask:
     def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
         if self.stop is not None:
             trajectories = [cut(trajectory, self.stop) for trajectory in trajectories]
-        gold = self.gold(example)
-        return self.rewards.score(example if gold is None else {**example, "gold": gold}, trajectories)
+        columns = example if self.gold_column is None else {**example, "gold": self.gold(example)}
+        return self.rewards.score(columns, trajectories)
 
     def score(self, example: Example, trajectory: Trajectory) -> Reward:
         return self.score_group(example, [trajectory])[0]

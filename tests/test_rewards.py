@@ -168,6 +168,8 @@ def test_weights_that_do_not_match_and_names_that_clash():
 def test_a_column_that_a_function_needs_is_missed_before_anything_runs():
     rewards = Rewards([letters, no_kwargs, partial(functions.overlong, limit=8, buffer=4)])
     rewards.check(["level"], "train")
+    with pytest.raises(UserError, match="'correct' needs 'gold'"):
+        Rewards(functions.Normalised("correct", 0, 1)).check(["level"], "train")
     with pytest.raises(UserError, match=r"'no_kwargs' needs 'level', which is no column of train \(other\)"):
         rewards.check(["other"], "train")
 

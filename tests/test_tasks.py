@@ -99,6 +99,7 @@ def test_math_rows_levels_and_rewards(tmp_path):
     assert (right.value, right.outcome) == (1.1, "right")
     assert right.parts == {"format": 1.0, "level_3": 1.0}
     assert task.score(second, said("\\boxed{1}")).parts == {"format": 1.0, "level_5": 0.0}
+    assert task.score({**ROW, "solution": "no box"}, said("\\boxed{1}")).outcome == "error"  # and not wrong
     assert [row["problem"] for row in Math(path, levels=[5]).examples("test")] == ["And twice?"]
     with pytest.raises(UserError, match=r"task\.levels=\[1\] leaves none of the 2 rows"):
         Math(path, levels=[1]).examples("test")

@@ -19,12 +19,12 @@ from grpo.rl import Reward
 Completions = Sequence[str] | Sequence[Sequence[Mapping[str, str]]]
 
 
-def correct(completions: Completions, gold: Sequence[str], wrong: float = 0.0, **columns: Any) -> list[Reward]:
+def correct(completions: Completions, gold: Sequence[Any], wrong: float = 0.0, **columns: Any) -> list[Reward]:
     """1 for an answer (the last box, else after the last ####) equal to `gold` as mathematics, `wrong` for another or none.
-    NaN where the grader ran out of time or failed."""
+    NaN where the grader ran out of time or failed, or nobody knows the right answer (None)."""
     found = []
     for completion, right in zip(completions, gold, strict=True):
-        outcome = verdict(extract_answer(text_of(completion)), right)
+        outcome = "error" if right is None else verdict(extract_answer(text_of(completion)), str(right))
         value = {"right": 1.0, "timeout": math.nan, "error": math.nan}.get(outcome, wrong)
         found.append(Reward(value, outcome == "right", outcome=outcome))
     return found
@@ -129,6 +129,7 @@ class Normalised:
             raise UserError(f"a reward normalised from low={low} to high={high}: low must not be above high")
         self.function = locate(function) if isinstance(function, str) else function
         self.low, self.high, self.__name__ = low, high, name_of(self.function)
+        self.__wrapped__ = self.function  # whose signature counts
 
     def __call__(self, **columns: Any) -> Any:
         values = self.function(**columns)
