@@ -21,7 +21,7 @@ from grpo.rl import Action, State, Step, Trajectory
 from grpo.scoring import Scoring
 from tasks.gsm8k import GSM8K
 
-ENDLESS = "\\boxed{\\prod_{k=1}^{10^{9}} k}"
+ENDLESS = "\\boxed{\\ln(10^{10^{10}})}"
 
 
 def said(text: str) -> Trajectory:

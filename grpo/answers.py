@@ -14,24 +14,39 @@ from grpo.arithmetic import Value, multiply, same, value
 MAX_LENGTH = 1000  # characters of an answer worth reading; longer ones are loops, and some take minutes
 MAX_NESTING = 10  # of brackets, where algebra is needed
 
-_SPECIAL = re.compile(r"<[|｜][^<>\s]{1,40}[|｜]>|</?s>|<(?:eos|pad|end_of_turn)>")  # <|im_end|> and its like
-_BRACE = re.compile(r"\\f?box(?:ed)?\s*\{|\\[{}]|[{}]")
-_HASHES = re.compile(r"####[ \t]*([^\n]+)")
+# <|im_end|> and its like
+_SPECIAL = re.compile(r"<[|｜][^<>\s]{1,40}[|｜]>|</?(?:s|answer)>|<(?:eos|pad|end_of_turn)>|\[/?INST\]")
+_BOX = re.compile(r"\\f?box")
+_BRACE = re.compile(r"\\f?box(?:ed)?(?:\s*\{| *(-?[0-9][0-9.,/]{0,99}))|\\\\(?![a-z])|\\[{}]|[{}]")
+_HASHES = re.compile(r"(?<!#)####+([^\n#]+)")
 
 
 def boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...} or \\fbox{...}, the innermost of nested ones. Empty, unclosed, overlong: none."""
-    opened: list[tuple[int, bool]] = []
-    answer, latest = None, -1
-    for match in _BRACE.finditer(text):
-        if match[0] == "}" and opened:
-            start, is_box = opened.pop()
-            if is_box and start > latest:
-                latest = start
-                if match.start() - start <= MAX_LENGTH:
-                    answer = text[start : match.start()].strip() or answer
-        elif match[0][-1] == "{" and match[0] != "\\{":
-            opened.append((match.end(), match[0] != "{"))
+    """The content of the last \\boxed{...} or \\fbox{...}, the innermost of nested ones. Empty, unclosed, overlong: none.
+
+    `\\boxed 7` is TeX too, and in MATH.
+    """
+    answer, latest, position = None, -1, 0
+    while box := _BOX.search(text, position):
+        opened: list[tuple[int, bool]] = []
+        recent = box.end()
+        for match in _BRACE.finditer(text, box.start()):
+            if match.start() - recent > MAX_LENGTH:  # no box that is still open will be short enough
+                position = match.start()
+                break
+            if match[1]:
+                answer, latest = match[1], match.start()
+            elif match[0] == "}" and opened:
+                start, is_box = opened.pop()
+                if is_box and start > latest:
+                    latest = start
+                    if match.start() - start <= MAX_LENGTH:
+                        answer = text[start : match.start()].strip() or answer
+            elif match[0][-1] == "{" and match[0] != "\\{":
+                opened.append((match.end(), match[0] != "{"))
+                recent = match.end() if match[0] != "{" else recent
+        else:
+            break
     return answer
 
 
@@ -46,8 +61,11 @@ def extract_answer(text: str) -> str | None:
         return None
     if (answer := boxed(text)) is not None:
         return answer
-    lines = [_SPECIAL.sub("", line).strip() for line in _HASHES.findall(text)]
-    return next((line for line in reversed(lines) if 0 < len(line) <= MAX_LENGTH), None)
+    for line in reversed(_HASHES.findall(text)):  # what follows <|eot_id|> is another turn
+        answer = next(filter(None, map(str.strip, _SPECIAL.split(line))), "")
+        if 0 < len(answer) <= MAX_LENGTH and answer.strip("*_ "):
+            return answer
+    return None
 
 
 # One spelling for what is written in many.
@@ -57,7 +75,7 @@ _CHARACTERS = str.maketrans(
     | dict.fromkeys("−–—﹣", "-")
     | dict.fromkeys("\u00a0\u3000\t\r\n", " ")
     | dict.fromkeys("\u2005\u2006\u2009\u202f", "\\,")
-    | dict.fromkeys("\u200b\u2060\ufeff`£€¥₹", None)
+    | dict.fromkeys("\u200b\u2060\ufeff\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069`£€¥₹¢", None)
     | {"½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "÷": "/", "°": "^\\circ "}
     | {"π": "\\pi ", "θ": "\\theta ", "∞": "\\infty ", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "±": "\\pm "}
     | {"≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset "}
@@ -79,17 +97,36 @@ _REWRITES = [
         (r"[₀-₉]+", lambda match: f"_{{{match[0].translate(_SMALL)}}}"),
         (r"(?:√|(?<![\\a-zA-Z])sqrt)\s*(?:\(([^()]*)\)|([0-9]+(?:\.[0-9]+)?|[a-z]))", r"\\sqrt{\1\2}"),
         (r"√", r"\\sqrt"),
-        (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?|\\displaystyle|(?<!\\)\\!\s*|\\?\$", ""),
+        (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?|\\displaystyle|(?<!\\)\\!\s*|\\?\$|\bUSD\b", ""),
+        (
+            r"\\(?:tiny|small|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline|pounds|checkmark)(?![a-zA-Z])"
+            r"|\\(?:text)?color\s*\{[^{}]*\}",
+            "",
+        ),
+        (r"(?i)\b(?:the )?(?:final )?answer(?: is)?[:\s]+", ""),
+        (r"\\text\s*\{\s*\}", ""),
+        (r"^\\text\s*\{\s*(-?[0-9][^{}]*)\}$", r"\1"),
+        (r"(?<![\w)}])\*\*([^*]*)\*\*|^\*\*|\*\*\.?$", r"\1"),  # bold, and no power
+        (r"\\[lr]brace(?![a-zA-Z])", lambda match: "\\{" if match[0][1] == "l" else "\\}"),
+        (r"^\\\{\s*[a-z]\s*(?:\\mid(?![a-zA-Z])|[:|])(.*)\\\}$", r"\1"),  # {x | x < 2}
+        (r"\\\{\s*\\\}", r"\\emptyset"),
+        (r"\\R(?![a-zA-Z])|\\mathbb\s*R", r"\\mathbb{R}"),
+        (r"\\backslash", r"\\setminus"),
+        (r"\\(?:operatorname|mathrm)\s*\{((?:arc)?(?:sin|cos|tan)|ln|log|exp)\}", r"\\\1 "),
+        (r"(?<![\\a-zA-Z])(pi|(?:arc)?(?:sin|cos|tan)|ln|log)(?![a-zA-Z])", r"\\\1"),
         (r"\{,\}", ","),
         (r"\\mathrm\s*\{\s*([eid])\s*\}", r"\1"),
-        (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|mbox|hbox|math(?:rm|bf|it|sf))(?![a-zA-Z])", r"\\text"),
+        (r"\\(?:text(?:bf|it|rm|sf|tt|sc|normal)|emph|mbox|hbox|math(?:rm|bf|it|sf|tt))(?![a-zA-Z])", r"\\text"),
         (r"\\[dtc]frac", r"\\frac"),
         (r"\\langle", "("),
         (r"\\rangle", ")"),
         (r"\\varnothing", r"\\emptyset"),
         (r"\\log_\{?e\}?(?![a-zA-Z])", r"\\ln"),
         (r"\*\*", "^"),
-        (r"(?<![\w.,^])[1-9][0-9]{0,2}(?:(?: |\\,)[0-9]{3})+(?![0-9])", lambda match: re.sub(r" |\\,", "", match[0])),
+        (
+            r"(?<![\w.,^])[1-9][0-9]{0,2}(?:(?:\\[,;: ]|[ ~])[0-9]{3})+(?![0-9])",
+            lambda match: re.sub(r"[^0-9]", "", match[0]),
+        ),
         (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-zA-Z])", " "),
         (r"\\frac\s*([0-9a-z])", r"\\frac{\1}"),
         (r"(\\frac\s*\{[^{}]*\})\s*([0-9a-z])", r"\1{\2}"),
@@ -97,7 +134,11 @@ _REWRITES = [
         (r"\\([lgn]e)q?(?:slant)?(?![a-zA-Z])", r"\\\1 "),
         (r"\s*(?:\\%|\\text\s*\{\s*(?:percent|%|\\%)\s*\}|(?<![a-zA-Z])per ?cent\b)", "%"),
         (r"\\deg(?:ree)?(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
-        (r"([0-9]*)\.([0-9]*)\\overline\s*\{([0-9]{1,50})\}", lambda match: _repeating(*match.groups())),
+        (
+            r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)([0-9.]+)\s*\^\\circ",
+            r"\1\\frac{\2\\pi}{180}",
+        ),
+        (r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*\{([0-9]{1,50})\}", lambda match: _repeating(*match.groups())),
         (
             r"(?<=[0-9])\s*(?:\\text\s*\{\s*)?(thousand|million|billion|trillion)\b\s*\}?",
             lambda match: f"\\cdot 10^{{{_ZEROS[match[1]]}}}",
@@ -118,12 +159,13 @@ def clean(text: str) -> str:
         text = next(inside for inside in match.groups() if inside is not None)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    return text.strip(" =").rstrip(".,;: ")
+    return text.strip(" =*_").rstrip(".,;: \\*_")
 
 
 # What stands behind a number.
 
-_SHORT = "cm|mm|km|ft|kg|mg|lbs?|oz|in|mi|yd|hrs?|m[lL]|mph|am|pm|st|nd|rd|th"  # also right behind the number, as 10cm
+# also right behind the number, as 10cm
+_SHORT = "cm|mm|km|ft|kg|mg|lbs?|oz|in|mi|yd|sq|hrs?|m[lL]|mph|[aApP]\\.?[mM]|st|nd|rd|th"
 _NO_UNIT = (
     "sin|cos|tan|cot|sec|csc|arc[a-z]+|log|ln|exp|sqrt|pi|theta|alpha|beta|mod|and|or|inf|infinity|hundred|dozen|choose"
 )
@@ -131,7 +173,7 @@ _UNITS = re.compile(
     r"(?<=[0-9}])(?:\s*\^\s*\\circ\s*[CFK]?\b|"  # after a number, or a fraction
     rf"(?:\s*-?\s*(?:{_SHORT})\b|[ -](?!(?:{_NO_UNIT})\b)(?:[mgshL]|of|[a-zA-Z]{{3,}})\b)"
     r"(?:[ /.]+[a-zA-Z]+)*\.?(?:\s*\^\s*\{?[0-9]\}?)?)$"
-    r"|(?<=[0-9a-zA-Z)}\]])(?:\s*/?\s*\\text\s*\{[^{}]*\}(?:\s*\^\s*\{?[0-9]\}?)?)+$"
+    r"|(?<=[0-9a-zA-Z)}\]])(?:\s*(?:/|\\cdot)?\s*\\text\s*\{[^{}]*\}(?:\s*\^\s*\{?-?[0-9]\}?)?)+$"
 )
 _NAMED = re.compile(r"(\\?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?)\s*=")  # and not \sum_{k=
 _WORDS = re.compile(
@@ -140,6 +182,8 @@ _WORDS = re.compile(
 _PIECE = re.compile(r"\\text\s*\{([^{}]*)\}")
 _BASED = re.compile(r"\(?([0-9][0-9A-F]*)\)?_\{?([0-9]+)\}?")
 _APART = re.compile(r"[0-9] +[0-9]")
+_POWER = re.compile(r"\^\s*\{?(-?[0-9])\}?$")
+_CLOSED_AT_INFINITY = re.compile(r"\[\s*-?\s*\\infty|\\infty\s*\]")
 
 
 class Reading(NamedTuple):
@@ -183,7 +227,8 @@ def without_names(answer: str, gold: str) -> tuple[str, str]:
 
 def words(text: str) -> str:
     """The bare words of a text: `\\text{(C)}`, `(C)` and `c` are one."""
-    return " ".join(_PIECE.sub(r" \1 ", text).replace("(", " ").replace(")", " ").casefold().split()).strip(" .\"'")
+    bare = re.sub(r"[(){}\s]+", " ", _PIECE.sub(r" \1 ", text)).casefold().strip(" .\"'")
+    return re.sub(r"^an? (?=\w\w)", "", bare)
 
 
 def _equal_amounts(ours: Reading, gold: Reading) -> bool | None:
@@ -236,5 +281,10 @@ def equal(answer: str, gold: str) -> bool | None:
     bases = [_BASED.fullmatch(reading.text.replace(" ", "")) for reading in (ours, theirs)]
     if any(bases):  # 5 is not 5_8: how it is written is what was asked
         return all(bases) and bases[0].groups() == bases[1].groups()
+    powers = [_POWER.search(reading.text.removeprefix(reading.amount)) for reading in (ours, theirs)]
+    if all(powers) and powers[0][1] != powers[1][1]:  # cm^2 and cm^3; a unit may be left out
+        return False
+    if _CLOSED_AT_INFINITY.search(ours.text) and not _CLOSED_AT_INFINITY.search(theirs.text):
+        return False
     known = _equal_amounts(ours, theirs)
     return _equal_lists(ours.amount, theirs.amount) if known is None else known

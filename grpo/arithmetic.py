@@ -93,6 +93,8 @@ def inverse(x: Value) -> Value:
 
 
 def power(x: Value, n: Value) -> Value:
+    if x == 1 or (n == 0 and x != 0):
+        return Fraction(1)
     if isinstance(n, Size):
         return _power_of_size(x, n)
     if n.denominator != 1 or (x == 0 and n <= 0):
@@ -111,7 +113,7 @@ def power(x: Value, n: Value) -> Value:
 
 
 def _power_of_size(x: Value, n: Size) -> Value:
-    if x in (0, 1) or (base := size(x)).sign < 0 or base.low <= 0 <= base.high:
+    if x == 0 or (base := size(x)).sign < 0 or base.low <= 0 <= base.high:
         raise Undecided
     times = 2.0 ** min(n.low, 900)
     result = sized(1, base.low * times, math.inf) if base.low > 0 else sized(1, -math.inf, base.high * times)

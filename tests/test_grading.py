@@ -25,7 +25,7 @@ from grpo.rewards.functions import correct
 from grpo.workers import WorkerError, Workers
 
 SLACK = 10.0  # seconds, on a busy machine: a worker that was killed has to start again
-ENDLESS = "\\prod_{k=1}^{10^{9}} k"  # sympy multiplies for minutes
+ENDLESS = "\\ln(10^{10^{10}})"  # sympy writes the power down
 real_data = pytest.mark.skipif(not REAL_DATA.is_dir(), reason="no real answers on this machine")
 
 RIGHT = r"""
@@ -49,6 +49,24 @@ True ~ true ~ \text{true} ~ \textbf{True}
 90^\circ ~ 90 ~ 90^{\circ} ~ 90 \text{ degrees} ~ 90 degrees ~ 90\degree
 \sqrt{2} ~ √2 ~ √(2) ~ \sqrt2 ~ 2^{1/2} ~ sqrt(2) ~ 2^{0.5} ~ \frac{2}{\sqrt2}
 \sqrt{12} ~ 2√3
+18 ~ Answer: 18 ~ The answer is $18. ~ \text{Answer: }18 ~ \text{The answer is 18} ~ **18**. ~ 18** ~ ** 18 ~ **18** eggs
+18 ~ *18* ~ __18__ ~ USD 18 ~ 18¢ ~ \pounds 18 ~ 18\ ~ 18\\ ~ \large 18 ~ {\bf 18} ~ \boldsymbol{18}
+18 ~ \color{red}{18} ~ \underline{18} ~ \textcolor{red}{18} ~ \text{18 eggs} ~ 18 sq ft ~ 18 a.m.
+18 ~ 18\text{ kg}\cdot\text{m} ~ 18\text{ m s}^{-1} ~ ‎18‏
+1/3 ~ 0.\bar{3} ~ 0.\dot{3}
+1000 ~ 1\;000 ~ 1\ 000 ~ 1~000
+1 ~ 1^{10^{10^{10}}} ~ (10^{10^{10}})^0
+\frac12 ~ \sin 30^\circ ~ \cos(60^\circ) ~ \sin{30^{\circ}}
+\tan x ~ tan x ~ tan(x) ~ \operatorname{tan} x ~ \mathrm{tan}(x)
+2\pi\ln 2 ~ 2 pi ln 2 ~ pi ln(4)
+(-\infty,2] ~ \{x\mid x\le 2\} ~ \{x : x \le 2\}
+\{1,2\} ~ \lbrace 1,2\rbrace
+\emptyset ~ \{\} ~ \{ \}
+\mathbb{R} ~ \R ~ \mathbb R
+\mathbb{R}\setminus\{0\} ~ \mathbb{R}\backslash\{0\}
+\text{ellipse} ~ an ellipse ~ \text{an ellipse} ~ {ellipse} ~ \emph{ellipse} ~ \textsc{Ellipse}
+3r^2 ~ 3 r^{2}
+15\text{ cm}^2 ~ 15\text{ m} ~ 15\text{ cm}^{2}
 \{1,2\} ~ \{2,1\} ~ 1,2 ~ {1,2} ~ 1 \text{ and } 2 ~ 1 and 2 ~ \left\{1,2\right\} ~ \{1,1,2\}
 \{1,2\} ~ x=1 \text{ or } x=2
 1,2 ~ x=1,2 ~ x=1, x=2 ~ x=1 \text{ or } x=2 ~ x = 1 or 2
@@ -165,6 +183,13 @@ x^2 ~ x^3 ~ 2x
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} ~ \begin{pmatrix} 2 \\ 1 \end{pmatrix}
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} ~ \begin{pmatrix} 1 & 2 \end{pmatrix}
 [-1,1) ~ [-1,1]
+15\text{ cm}^2 ~ 15\text{ cm}^3 ~ 15 cm^3
+3r^2 ~ 3R^2
+512 ~ 2**3**1
+\sin 30 ~ \sin 30^\circ
+4 ~ \prod_{k=1}^{10^6} k ~ \sum_{k=1}^{1000000}\frac{1}{k}
+(-\infty,2) ~ [-\infty,2)
+(0,\infty) ~ (0,\infty]
 (-\infty,2] ~ x<2 ~ x\ge2
 (2,3)\cup(4,5) ~ (2,3)\cap(4,5) ~ (2,3)
 6-5i ~ 6+5i
@@ -182,8 +207,7 @@ x^2+1 ~ (x+1)^2
 
 # Right to a reader, and not read: text before a number, numbers as words, words beside words.
 UNREAD = r"""
-5 ~ \text{five} ~ 5 (five) ~ \approx 5 ~ about 5 ~ Answer: 5 ~ \text{The answer is } 5
-\text{ellipse} ~ an ellipse
+5 ~ \text{five} ~ 5 (five) ~ \approx 5 ~ about 5
 """
 
 
@@ -242,6 +266,16 @@ def others(questions: list[tuple[str, str]], wanted: str) -> list[tuple]:
         ("\\boxed{\\boxed{}}", None),
         ("\\boxed{" * 50000 + "4" * 1001 + "}" * 50000, None),
         ("\\boxed{3", None),
+        ("\\boxed 18", "18"),
+        ("\\boxed{3}, \\boxed4.", "4."),
+        ("\\boxed{\n4\\\\}", "4\\\\"),
+        ("\\boxed{3} \\boxed{" + "{" * 2000 + "\\boxed{4}", "4"),
+        ("\\\\boxed{4}", "4"),
+        ("#### 3 #### 4 ####", "4"),
+        ("##### 18", "18"),
+        ("<answer>#### 42</answer>", "42"),
+        ("#### 42<|eot_id|><|start_header_id|>assistant", "42"),
+        ("#### 42\n**####**", "42"),
         ("{" * 50000, None),
         ("The answer is 3", None),
         ("", None),
@@ -254,7 +288,7 @@ def test_extraction(text, answer):
 @pytest.mark.parametrize("text", ["\\boxed{", "\\boxed{{", "####", "#### \n", "<think>", "<|", "#### <|", "\\boxed  "])
 def test_extraction_is_linear(text):
     start = time.monotonic()
-    assert extract_answer(text * 50000) is None or text == "####"
+    assert extract_answer(text * 50000) in (None, "<|")
     assert time.monotonic() - start < 5
 
 

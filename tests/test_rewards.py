@@ -283,16 +283,20 @@ def test_the_profile_of_a_file(tmp_path):
         {"id": "b", "gold": "\\frac{1}{2}", "completion": "so $\\boxed{0.5}$."},
         {"id": "c", "gold": "18", "completion": "\\boxed{17}"},
         {"id": "d", "gold": "18", "completion": "eighteen"},
+        {"id": "e", "gold": "18", "completion": "\u2028\x85 \\boxed{18}"},
     ]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    lines.append(json.dumps({"id": "f", "gold": "18", "completion": "\\boxed{\ud800}"}))
+    (tmp_path / "in.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     done = profile(str(tmp_path / "in.jsonl"), "--task", "gsm8k", "--out", str(tmp_path / "out.jsonl"))
     assert done.returncode == 0, done.stderr
     out = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["id"], row["outcome"], row["reward"]) for row in out] == [
-        ("a", "right", 1.1), ("b", "right", 1.1), ("c", "wrong", 0.1), ("d", "no_answer", 0.0)
+        ("a", "right", 1.1), ("b", "right", 1.1), ("c", "wrong", 0.1), ("d", "no_answer", 0.0),
+        ("e", "right", 1.1), ("f", "wrong", 0.1),
     ]  # fmt: skip
     assert all(row["ms"] >= 0 for row in out)
-    assert "right 2, wrong 1, no_answer 1, timeout 0, error 0" in done.stdout and "4 samples, ms each" in done.stdout
+    assert "right 3, wrong 2, no_answer 1, timeout 0, error 0" in done.stdout and "6 samples, ms each" in done.stdout
 
     for arguments, message in [
         (["nowhere.jsonl", "--task", "gsm8k"], "there is no file nowhere.jsonl"),

@@ -32,7 +32,9 @@ def read(file: Path) -> list[dict]:
     if not file.is_file():
         raise UserError(f"there is no file {file}: give JSON lines with `completion` and `gold`")
     rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    with file.open(encoding="utf-8") as lines:  # which end with \n, and not at a U+2028
+        numbered = list(enumerate(lines, start=1))
+    for number, line in numbered:
         try:
             row = json.loads(line)
             text_of(row["completion"])
@@ -78,7 +80,7 @@ def report(rows: Sequence[dict], worst: int = 5) -> str:
         "the slowest:",
     ]
     for i in np.argsort(-ms)[:worst]:
-        text = " ".join(text_of(rows[i]["completion"]).split())
+        text = " ".join(text_of(rows[i]["completion"]).encode(errors="replace").decode().split())
         lines.append(f"  row {i + 1}: {ms[i]:.1f} ms, {rows[i]['outcome']}: {text[-80:]}")
     return "\n".join(lines)
 
@@ -98,7 +100,7 @@ def main(arguments: Sequence[str]) -> None:
     profiled(task, rows[0])
     done = [profiled(task, row) for row in rows]
     if given.out:
-        given.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in done), encoding="utf-8")
+        given.out.write_text("".join(json.dumps(row) + "\n" for row in done), encoding="utf-8")
     print(report(done))
 
 
