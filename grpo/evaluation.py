@@ -41,7 +41,7 @@ def metrics(groups: Sequence[Group]) -> dict[str, float]:
     if k > 1:
         right = [sum(sample.reward.correct for sample in group) for group in groups]
         found[f"pass@{k}"] = np.mean([pass_at_k(k, c, k) for c in right])
-    found |= sample_means(samples)
+    found = found | sample_means(samples) | found  # in this order, and no part of a reward takes our names
     return {f"eval/{name}": float(value) for name, value in found.items()}
 
 

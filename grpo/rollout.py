@@ -41,7 +41,8 @@ def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
     values: dict[str, list[float]] = {"length": [], "truncated": []}
     for sample in samples:
         outcomes = {name: sample.reward.outcome == name for name in told}
-        named = {"length": sample.length, "truncated": sample.trajectory.truncated, **outcomes, **sample.reward.parts}
+        ours = {"length": sample.length, "truncated": sample.trajectory.truncated, **outcomes}
+        named = ours | sample.reward.parts | ours  # no part of a reward takes our names
         for name, value in named.items():
             values.setdefault(name, []).append(value)
     first = ["length", "truncated", *told]

@@ -29,44 +29,53 @@ class _Job:
 
     def run(self) -> None:
         while not self.done.is_set():
-            first = len(self.rewards)
-            self.since = time.monotonic()
+            with self.lock:
+                first, self.since = len(self.rewards), time.monotonic()
             self.begun.set()
+            given, error = [], None
             try:
                 rest = self.trajectories[first:]
                 given = score_group(self.task, self.example, rest if self.group else rest[:1])
-            except RewardError as error:
-                self.error = error if error.sample is not None else RewardError(str(error), self._culprit(first))
-            except Exception as error:  # whatever a task of the user's does
-                place = f"{type(self.task).__name__}.{'score_group' if self.group else 'score'}"
-                self.error = RewardError(f"{place} raised {told(error)}", self._culprit(first))
-                self.error.__cause__ = error
+            except RewardError as raised:
+                error = raised
+            except BaseException as raised:  # whatever a task of the user's does, sys.exit() too
+                error = RewardError(f"{_place(self.task)} raised {told(raised)}")
+                error.__cause__ = raised
             with self.lock:
                 if first != len(self.rewards):  # it took too long and was given up meanwhile
                     return
-                if self.error is None:
-                    self.rewards += given
-                if self.error or len(self.rewards) == len(self.trajectories):
+                self.rewards += given
+                self.error = error
+                if error is None and len(self.rewards) == len(self.trajectories):
                     self.done.set()
+            if error is not None:
+                if not self.group:
+                    error.sample = first
+                elif error.sample is None:
+                    error.sample = self._culprit()  # which may hang in its turn: see give_up
+                self.done.set()
 
-    def _culprit(self, first: int) -> int | None:
+    def _culprit(self) -> int | None:
         """Which sample it was, if it fails alone too."""
-        if not self.group:
-            return first
         for i, trajectory in enumerate(self.trajectories):
             try:
                 score_group(self.task, self.example, [trajectory])
-            except Exception:
+            except BaseException:
                 return i
         return None
 
-    def give_up(self) -> None:
-        """What the hanging call was for is unknown; all of its siblings, where it was for all of them."""
+    def give_up(self, since: float) -> bool:
+        """What the call that began then was for is unknown; all of its siblings, where it was for all of them. False if it
+        has come after all."""
         with self.lock:
-            left = len(self.trajectories) - len(self.rewards)
-            self.rewards += [NOBODY_KNOWS] * (left if self.group else 1)
-            if len(self.rewards) == len(self.trajectories):
+            if self.done.is_set() or self.since != since:
+                return False
+            if self.error is None:
+                left = len(self.trajectories) - len(self.rewards)
+                self.rewards += [NOBODY_KNOWS] * (left if self.group else 1)
+            if self.error or len(self.rewards) == len(self.trajectories):
                 self.done.set()
+            return True
 
 
 def scores_groups(task: Task) -> bool:
@@ -78,15 +87,32 @@ def scores_groups(task: Task) -> bool:
 
 
 def score_group(task: Task, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
-    """What a task gives samples of one example, by `score_group` or one after the other by `score`."""
-    if not scores_groups(task):
-        return [_waited(task.score(example, trajectory)) for trajectory in trajectories]
-    given = list(_waited(task.score_group(example, trajectories)))
+    """What a task gives samples of one example, by `score_group` or one after the other by `score`. Raises RewardError where
+    that is no `Reward` of numbers."""
+    if scores_groups(task):
+        given = list(_waited(task.score_group(example, trajectories)))
+    else:
+        given = [_waited(task.score(example, trajectory)) for trajectory in trajectories]
     if len(given) != len(trajectories):
-        raise RewardError(
-            f"{type(task).__name__}.score_group gave {len(given)} rewards for {len(trajectories)} samples"
-        )
-    return given
+        raise RewardError(f"{_place(task)} gave {len(given)} rewards for {len(trajectories)} samples")
+    return [_checked(task, i, reward) for i, reward in enumerate(given)]
+
+
+def _checked(task: Task, i: int, reward: Any) -> Reward:
+    """The same in Python's own numbers, which can be written as JSON; NaN is a reward that nobody could give."""
+    try:
+        parts = {name: float(value) for name, value in reward.parts.items()}
+        plain = Reward(float(reward.value), bool(reward.correct), parts, reward.outcome)
+    except (AttributeError, TypeError, ValueError):
+        raise RewardError(f"{_place(task)} gave {reward!r}: it must give a grpo.rl.Reward of numbers", i) from None
+    if math.isinf(plain.value):
+        raise RewardError(f"{_place(task)} gave a reward of {plain.value}: it must be finite", i)
+    return plain
+
+
+def _place(task: Task) -> str:
+    """Where its rewards come from, in words."""
+    return f"{type(task).__name__}.{'score_group' if scores_groups(task) else 'score'}"
 
 
 def _waited(value: Any) -> Any:
@@ -127,19 +153,19 @@ class Scoring:
 
     def finish(self) -> tuple[dict[Hashable, list[Reward]], dict[Hashable, RewardError]]:
         """The rewards by place, and what went wrong by place."""
-        for (
-            job
-        ) in self.jobs.values():  # they begin in this order, so those that hang come up before those that wait for them
-            job.begun.wait()
-            while not job.done.wait(max(job.since + self.timeout - time.monotonic(), 0)):
-                if time.monotonic() < job.since + self.timeout:
-                    continue  # it has gone on to the next sample
-                job.give_up()
-                self._hire(self._work)
-                if not job.done.is_set():
-                    job.begun.clear()
-                    self._hire(job.run)
-                    job.begun.wait()
+        left = list(self.jobs.values())
+        while left := [job for job in left if not job.done.is_set()]:
+            going_on = [(job, job.since) for job in left if job.begun.is_set()]
+            ends = min([since for _, since in going_on], default=time.monotonic()) + self.timeout
+            if left[0].done.wait(max(ends - time.monotonic(), 0)):
+                continue
+            for job, since in going_on:  # side by side: a call that hangs does not put off the end of another one
+                if time.monotonic() >= since + self.timeout and job.give_up(since):
+                    self._hire(self._work)
+                    if not job.done.is_set():
+                        job.begun.clear()
+                        self._hire(job.run)
+                        job.begun.wait()
         for _ in range(self.threads):
             self.waiting.put(None)
         jobs = self.jobs.items()

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 from conftest import EXAMPLES, REAL_DATA, ROOT, compose_config
 from test_train import rows, told
@@ -87,6 +88,66 @@ def test_a_call_that_hangs_is_given_up_and_its_siblings_are_not():
 def test_more_that_hang_than_there_are_threads():
     rewards, errors = finish(Echo(), *[["hang"]] * (2 * THREADS), ["1"], timeout=0.1)
     assert rewards[2 * THREADS] == [1] and not errors and len(rewards) == 2 * THREADS + 1
+
+
+def test_calls_that_hang_are_given_up_side_by_side():
+    started = time.monotonic()
+    rewards, _ = finish(Echo(), *[["hang"] * 4] * 6, timeout=0.3)
+    assert (
+        all(math.isnan(value) for found in rewards.values() for value in found) and time.monotonic() - started < 3
+    )  # one by one: 7.2
+
+
+def test_what_was_given_up_cannot_fail_any_more():
+    class Late(Echo):
+        def score(self, example, trajectory):
+            time.sleep(float(trajectory.answer))
+            if trajectory.answer == "0.5":
+                raise OSError("late")
+            return Reward(1.0, correct=True)
+
+    rewards, errors = finish(Late(), ["0.5"], ["0.2"] * 4)
+    assert math.isnan(rewards[0][0]) and rewards[1] == [1] * 4 and not errors
+
+
+def test_a_failure_stays_one_while_its_sample_is_looked_for():
+    class Slow(Echo):
+        def score_group(self, example, trajectories):
+            time.sleep(0.2)
+            if len(trajectories) > 1 or trajectories[0].answer == "bad":
+                raise OSError("no network")
+            return [Reward(0.0, correct=False)]
+
+    _, errors = finish(Slow(), ["1", "2", "3", "bad"])
+    assert errors[0].sample is None and "no network" in str(errors[0])
+
+
+@pytest.mark.parametrize(
+    ("gives", "message"),
+    [
+        (lambda: 0.5, "Odd.score gave 0.5: it must give a grpo.rl.Reward"),
+        (lambda: None, "Odd.score gave None"),
+        (lambda: Reward(math.inf, True), "Odd.score gave a reward of inf: it must be finite"),
+        (lambda: sys.exit(3), "Odd.score raised SystemExit: 3"),
+    ],
+)
+def test_what_a_task_gives_is_a_reward(gives, message):
+    class Odd(Echo):
+        def score(self, example, trajectory):
+            return Reward(1.0, True) if trajectory.answer == "good" else gives()
+
+    started = time.monotonic()
+    _, errors = finish(Odd(), ["good", "odd"], timeout=20)
+    assert message in str(errors[0]) and errors[0].sample == 1 and time.monotonic() - started < 5
+
+
+def test_rewards_become_numbers_that_can_be_written():
+    class Arrays(Echo):
+        def score(self, example, trajectory):
+            return Reward(np.float32(0.5), np.bool_(True), {"a": np.float32(2)})
+
+    (reward,) = score_group(Arrays(), {}, [said("1")])
+    assert json.loads(json.dumps([reward.value, reward.correct, reward.parts])) == [0.5, True, {"a": 2.0}]
 
 
 def test_what_raises_is_named_with_its_sample():
@@ -269,6 +330,7 @@ def test_a_task_and_a_reward_from_outside_the_repository(toy, tmp_path):
         (["task.weights=[1,2,3]"], "number of reward weights (3) must match number of reward functions (2)"),
         (["task.rewards=[nothing.at.all]", "task.weights=null"], "'nothing.at.all' cannot be imported"),
         (["task.rewards=[{_target_: nothing.at.all, _partial_: true}]"], "nothing"),
+        (["task.rewards=rewards/mine.py", "task.weights=null"], "is a file: say which of its functions"),
         (["eval.split=validation"], "there is no split 'validation'"),
         (["eval.split=dev"], "eval.split=dev is not one of train, validation, test"),
         (["task.filters=[long]"], "task.filters has 'long'"),
@@ -284,12 +346,25 @@ def test_mistakes_with_tasks_and_rewards_are_told_in_one_line(smoke, overrides, 
     assert message in told(*smoke(*overrides))
 
 
+def test_a_function_with_the_name_of_a_metric_leaves_it_alone(smoke, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def accuracy(completions, **_):\n    return [7.0 for _ in completions]\n\n"
+        "def length(completions, **_):\n    return [-3.0 for _ in completions]\n"
+    )
+    functions = f"task.rewards=[correct,{tmp_path}/mine.py:accuracy,{tmp_path}/mine.py:length]"
+    train(compose_config(*smoke(functions, "task.weights=[1,0,1]")))
+    first, second, *_ = rows(tmp_path)
+    assert first["eval/accuracy"] == 0 and first["eval/mine.accuracy"] == 7 and first["eval/length"] > 0
+    assert second["rollout/length"] > 0 and second["rollout/mine.length"] == -3 == second["rollout/reward"]
+
+
 def test_a_run_of_a_mixture_tells_its_sources_apart(smoke, tmp_path):
     task = GSM8K(str(EXAMPLES))
     assert len(task.examples("train")) == 4
     overrides = [o for o in smoke() if not o.startswith("task")]
     path = f"task.sources.gsm8k.task.path={REAL_DATA if REAL_DATA.is_dir() else EXAMPLES}"
-    config = compose_config("task=mixture", path, *overrides, "rollout.prompts=6", "eval.limit=6")
+    sizes = "task.sources.countdown.task.sizes.test=3"
+    config = compose_config("task=mixture", path, sizes, *overrides, "rollout.prompts=6", "eval.limit=6")
     train(config)
     table = rows(tmp_path)
     assert {"eval/gsm8k/correct", "eval/countdown/correct"} <= table[0].keys()

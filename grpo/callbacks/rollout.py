@@ -188,10 +188,11 @@ class RolloutCallback(L.Callback):
 def rollout_metrics(groups: list[Group], scored: Scores) -> dict[str, float]:
     """What can be said of a rollout before anything is learned from it, over every sample, those left out of the batch too."""
     samples = [sample for group in groups for sample in group]
-    known = {"reward": scored.rewards, **scored.parts}
+    known = {**scored.parts, "reward": scored.rewards}
     stds = {name: float(np.nanstd(values.numpy())) for name, values in known.items() if name != "correct"}
     # the samples' own parts come last: what a grader that failed says of itself is not known to `scored`
     means = {name: float(known[name].nanmean()) for name in stds} | sample_means(samples)
+    means["reward"] = float(scored.rewards.nanmean())
     means["solve_rate"] = float(np.mean([sample.reward.correct for sample in samples]))
     means["tokens"] = float(scored.lengths.sum())
     if scored.rewards.shape[1] > 1:  # the share of groups that have something to teach
