@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from conftest import EXAMPLES
+from conftest import EXAMPLES, compose_config
+from hydra.utils import instantiate
 
 from grpo.errors import UserError
 from grpo.rows import Dataset, side
@@ -149,3 +150,38 @@ def test_streaming_reads_as_much_as_it_needs(tmp_path):
     write(tmp_path / "train.jsonl", [{"question": f"q{i % 50}", "answer": "1"} for i in range(1000)])
     rows = dataset(tmp_path, streaming=True, train_limit=10).split("train")
     assert [row["question"] for row in rows] == [f"q{i}" for i in range(10)]
+
+
+def test_a_stream_does_not_leak_and_misses_columns_at_once(tmp_path):
+    write(tmp_path / "train.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(20)])
+    write(tmp_path / "test.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(0, 20, 2)])
+    stream = dataset(tmp_path, streaming=True, train_limit=5, test_limit=3)
+    assert [row["question"] for row in stream.split("train")] == ["q1", "q3", "q5", "q6", "q7"]  # q0, q2, q4 are tested
+    with pytest.raises(UserError, match="no column 'prompt'; it has question, answer"):
+        dataset(tmp_path, ("prompt",), streaming=True, train_limit=5).split("train")
+    with pytest.raises(UserError, match=r"set task\.validation_limit"):
+        dataset(tmp_path, streaming=True, train_limit=5, held_out={"validation": 0.5}).split("validation")
+    (tmp_path / "bad.jsonl").write_text('{"question": "q", "answer": "1"}\n{"question"\n')
+    with pytest.raises(UserError, match="could not be read"):
+        dataset(tmp_path / "bad.jsonl", streaming=True, train_limit=5).split("train")
+
+
+def test_a_split_that_the_folder_lacks_is_held_out_of_train(tmp_path):
+    write(tmp_path / "train.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(100)])
+    ours = dataset(tmp_path, held_out={"test": 0.2})
+    assert len(ours.split("train")) + len(ours.split("test")) == 100
+    with pytest.raises(UserError, match="no files for the split 'test'"):
+        dataset(tmp_path).split("test")
+    none = dataset(tmp_path, splits={"train": "train", "validation": None, "test": None})
+    with pytest.raises(UserError, match=r"no split 'test': .* give train; task\.held_out\.test=0\.1"):
+        none.split("test")
+
+
+def test_what_the_messages_say_to_set_can_be_set(tmp_path):
+    write(tmp_path / "train.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(100)])
+    config = compose_config(
+        "task=gsm8k", f"task.path={tmp_path}", "task.held_out.validation=0.1", "task.held_out.test=0.2"
+    )
+    task = instantiate(config.task)
+    assert sum(len(task.examples(split)) for split in ("train", "validation", "test")) == 100
+    compose_config("task=gsm8k", "task.splits.test=null", "task.splits.validation=dev")
