@@ -87,6 +87,7 @@ class PromptLimit:
     max_tokens: int | None = None
     too_long: str = "refuse"
     why: str = ""  # the number, in words
+    by_context: bool = False  # it is what the context leaves, where the engine stops by itself
 
     def __post_init__(self) -> None:
         if self.too_long not in ("refuse", "drop", "truncate"):
@@ -104,7 +105,10 @@ class PromptLimit:
         if self.max_tokens is not None and self.max_tokens <= room:
             return replace(self, why=f"prompt_limit.max_tokens={self.max_tokens}")
         return replace(
-            self, max_tokens=room, why=f"max_tokens={answer} leaves {room} of the model's context of {context}"
+            self,
+            max_tokens=room,
+            why=f"max_tokens={answer} leaves {room} of the model's context of {context}",
+            by_context=True,
         )
 
     @property
@@ -115,13 +119,15 @@ class PromptLimit:
     def fitting(self, task: Task, split: Split, renderer: Renderer, most: int = 500) -> Sequence[Example]:
         """The examples of a split whose prompts fit. Says how many do not, or raises UserError that names the first.
 
-        Unless it drops them it looks at the first `most` only; the engine refuses the rest when it meets them.
+        Where the context is the limit it looks at the first `most` only, unless it drops them; the engine refuses the rest when
+        it meets them.
         """
         examples = task.examples(split)
         if self.too_long == "truncate":
             return examples
         fits, longest = [], 0
-        for i in range(len(examples) if self.too_long == "drop" else min(len(examples), most)):
+        every = self.too_long == "drop" or not self.by_context
+        for i in range(len(examples) if every else min(len(examples), most)):
             length = len(renderer.prompt_ids(task.build(examples[i]).start().messages))
             longest = max(longest, length)
             if length <= self.max_tokens:

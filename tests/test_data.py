@@ -44,6 +44,12 @@ def test_long_prompts_are_refused_dropped_or_cut_from_the_left(toy, caplog):
     with pytest.raises(UserError, match=f"train example {lengths.index(longest) + 1} has {longest} tokens"):
         PromptLimit().within(longest + 7, 8).fitting(task, "train", renderer)
 
+    with pytest.raises(
+        UserError, match=f"example {lengths.index(longest) + 1} has {longest} tokens"
+    ):  # a limit holds for all
+        PromptLimit(longest - 1).within(4096, 8).fitting(task, "train", renderer, most=0)
+    assert PromptLimit().within(longest + 7, 8).fitting(task, "train", renderer, most=0)  # the engine sees to it
+
     limit = PromptLimit(longest - 1, "drop").within(4096, 8)
     kept = limit.fitting(task, "train", renderer)
     assert [row["question"] for row in kept] == [
