@@ -5,6 +5,7 @@ from conftest import compose_config
 from test_train import rows
 
 from grpo.callbacks.health import RANGES, Health
+from grpo.callbacks.terminal import evaluation_table
 from grpo.data import PromptBatch
 from train import train
 
@@ -57,3 +58,12 @@ def test_what_was_said_stays_said(caplog):
 def test_every_range_is_of_a_metric_that_runs_have(smoke, tmp_path):
     train(compose_config(*smoke("algo/kl=loss")))
     assert {well.metric for well in RANGES} <= rows(tmp_path)[1].keys()
+
+
+def test_a_table_of_evaluations_with_other_metrics_each():
+    told = evaluation_table([(0, {"eval/accuracy": 0.5, "eval/a": 2.0}), (1, {"eval/accuracy": 1.0, "eval/b": 3.0})])
+    assert [[*column.cells] for column in told.columns] == [
+        ["accuracy", "a", "b"],
+        ["50.0%", "2", "-"],
+        ["100.0%", "-", "3"],
+    ]

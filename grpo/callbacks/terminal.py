@@ -34,15 +34,14 @@ def worth_telling(name: str, value: float) -> bool:
 def evaluation_table(
     evaluations: Sequence[tuple[object, Mapping[str, float]]], first: str = "rollouts", title: str = "held-out examples"
 ) -> Table:
-    """A row for each (label, metrics) and a column for each metric of the first one, or the other way round where there are more
-    metrics; `first` heads the labels."""
-    names = [
-        name for name in evaluations[0][1] if any(worth_telling(name, metrics[name]) for _, metrics in evaluations)
-    ]
+    """A row for each (label, metrics) and a column for each metric, or the other way round where there are more metrics; `first`
+    heads the labels. A part of the reward that applied to no sample of an evaluation is no metric of it."""
+    known = dict.fromkeys(name for _, metrics in evaluations for name in metrics)
+    names = [name for name in known if any(worth_telling(name, metrics.get(name, 0)) for _, metrics in evaluations)]
     rows = [[first, *(name.removeprefix("eval/") for name in names)]]
     for label, metrics in evaluations:
-        values = [f"{metrics[name]:.1%}" if SHARES.search(name) else f"{metrics[name]:.4g}" for name in names]
-        rows.append([str(label), *values])
+        told = {name: f"{value:.1%}" if SHARES.search(name) else f"{value:.4g}" for name, value in metrics.items()}
+        rows.append([str(label), *(told.get(name, "-") for name in names)])
     head, *rest = rows if len(names) <= len(evaluations) else zip(*rows, strict=True)
     table = Table(*head, title=title)
     for column in table.columns:
