@@ -48,9 +48,12 @@ class RowTask:
 
     def examples(self, split: Split) -> Sequence[Example]:
         rows = self.data.split(split)
-        gold = set() if self.gold(rows[0]) is None else {"gold"}
-        self.rewards.check({*rows[0], *gold}, split)
+        self.check(rows[0], split)
         return rows
+
+    def check(self, row: Example, where: str) -> None:
+        """Refuse a row that lacks what a reward function cannot do without. where: whose row it is."""
+        self.rewards.check({*row, *(() if self.gold(row) is None else ("gold",))}, where)
 
     def build(self, example: Example) -> SingleTurn:
         return SingleTurn(self.messages(example))

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo.programs import code_verdict
-
 from grpo import sandbox
 from grpo.errors import UserError
 from grpo.messages import Message
+from grpo.programs import code_verdict
 from grpo.rewards import Function, text_of
 from grpo.rl import Example, Reward, Split, Trajectory
 from grpo.rows import Dataset
@@ -58,6 +57,8 @@ def _mbpp(row: Example) -> str:
 
 class Code(RowTask):
     """prompt: chat, or base: text that a base model goes on with. rows: further arguments of `Dataset`."""
+
+    gold_column = None
 
     def __init__(
         self,

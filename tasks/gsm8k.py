@@ -38,5 +38,6 @@ class GSM8K(RowTask):
     def messages(self, example: Example) -> tuple[Message, ...]:
         return self.template(example["question"])
 
-    def gold(self, example: Example) -> str:
-        return str(example["answer"]).rpartition("####")[2].strip()
+    def gold(self, example: Example) -> str | None:
+        answer = example.get("answer")
+        return None if answer is None else str(answer).rpartition("####")[2].strip()

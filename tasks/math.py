@@ -62,10 +62,14 @@ class Math(RowTask):
         return self.template(example["problem"])
 
     def gold(self, example: Example) -> str | None:
-        return example["answer"] if example.get("answer") else boxed(example["solution"])
+        answer = example.get("answer")
+        return boxed(example.get("solution") or "") if answer in (None, "") else answer
 
     def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
         rewards = super().score_group(example, trajectories)
         if (number := level(example)) is None:
             return rewards
-        return [replace(r, parts={**r.parts, f"level_{number}": float(r.correct)}) for r in rewards]
+        return [
+            r if r.value != r.value else replace(r, parts={**r.parts, f"level_{number}": float(r.correct)})
+            for r in rewards
+        ]

@@ -72,7 +72,7 @@ class Mixture:
         return [self._named(source, reward) for reward in rewards]
 
     def _named(self, source: str, reward: Reward) -> Reward:
-        parts = {**reward.parts, "correct": float(reward.correct)}
-        if reward.value == reward.value:
-            parts["reward"] = reward.value
+        parts = dict(reward.parts)
+        if reward.value == reward.value:  # else nobody could tell
+            parts |= {"correct": float(reward.correct), "reward": reward.value}
         return replace(reward, parts={f"{source}/{name}": value for name, value in parts.items()})

@@ -95,6 +95,14 @@ def test_none_is_not_applicable_and_nothing_but_none_is_no_reward(caplog):
     assert caplog.text.count("no reward function (sums, products) applies") == 1
 
 
+def test_what_is_only_logged_is_no_reward():
+    def never(completions, **columns):
+        return [None] * len(completions)
+
+    (reward,) = Rewards([never, letters], [1, 0]).score({}, [said("ab")])
+    assert math.isnan(reward.value) and reward.parts == {"letters": 2.0}
+
+
 def test_what_nobody_could_tell_is_never_a_zero():
     def hard(completions, **columns):
         return [Reward(math.nan, False, outcome="timeout"), Reward(1.0, True, {"steps": 2.0}, "right")]
@@ -137,6 +145,16 @@ def test_names_paths_and_files(tmp_path, monkeypatch):
     assert Rewards(f"{tmp_path}/judge.py:reward").names == ["judge.reward"]  # `reward` is the name of the sum
     monkeypatch.syspath_prepend(tmp_path)
     assert locate("mine_rewards.brevity")(completions=["ab"]) == [-2]
+
+
+def test_a_file_is_run_once_and_may_have_dataclasses(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n"
+        "@dataclass\nclass Judge:\n    name: str\n\nJUDGE = Judge('j')\n\n"
+        "def a(completions):\n    return JUDGE\n\ndef b(completions):\n    return JUDGE\n"
+    )
+    a, b = (locate(f"{tmp_path}/mine.py:{name}") for name in "ab")
+    assert a([]) is b([])
 
 
 @pytest.mark.parametrize(
@@ -209,6 +227,9 @@ def test_correct_and_what_is_built_on_it():
     assert [(r.value, r.correct, r.outcome) for r in given] == [
         (1.0, True, "right"), (-1.0, False, "wrong"), (-1.0, False, "no_answer")
     ]  # fmt: skip
+    # rows from a file: numbers, or none
+    given = functions.correct(texts, gold=[2, None, None])
+    assert [r.outcome for r in given] == ["right", "error", "error"] and math.isnan(given[1].value)
     # half a cosine: at 0, a half and all of the limit
     right = functions.cosine_length([texts[0]] * 3, ["2"] * 3, limit=100, lengths=[0, 50, 200])
     wrong = functions.cosine_length([texts[1]] * 3, ["5"] * 3, limit=100, lengths=[0, 50, 200])
@@ -224,6 +245,14 @@ def test_normalised_is_clamped_and_scaled():
     assert [r.value for r in Rewards([scaled], [3]).score({}, [said("a"), said("abc"), said("a" * 9)])] == [0, 0.75, 3]
     assert functions.Normalised(letters, 2, 2)(completions=["abc"]) == [0.0]
     assert Rewards(functions.Normalised(later, 0, 2)).score({}, [said("a")])[0].parts == {"later": 0.25}
+    level = functions.Normalised(no_kwargs, 0, 4)  # is given what the other one names, and misses what it misses
+    assert Rewards(level).score({"level": 3, "more": 1}, [said("a")])[0].value == 0.75
+    with pytest.raises(UserError, match="'no_kwargs' needs 'level'"):
+        Rewards(level).check(["more"], "train")
+    graded = Rewards(functions.Normalised(partial(functions.correct, wrong=-1.0), -1, 1))
+    assert [(r.value, r.outcome) for r in graded.score({"gold": "2"}, [said("#### 2"), said("#### 3")])] == [
+        (1.0, "right"), (0.0, "wrong")
+    ]  # fmt: skip
     with pytest.raises(UserError, match="low=3 to high=2"):
         functions.Normalised("correct", 3, 2)
 
@@ -298,7 +327,22 @@ def test_the_profile_of_a_file(tmp_path):
     assert all(row["ms"] >= 0 for row in out)
     assert "right 3, wrong 2, no_answer 1, timeout 0, error 0" in done.stdout and "6 samples, ms each" in done.stdout
 
+    odd = [
+        {"gold": "18", "completion": "a\u2028b #### 18", "answer": "17"},  # its own answer, not the task's
+        {"gold": None, "completion": "#### 18"},
+        {"completion": "#### 18"},
+    ]
+    text = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in odd)
+    (tmp_path / "odd.jsonl").write_text(text, encoding="utf-8-sig")
+    done = profile(str(tmp_path / "odd.jsonl"), "--task", "gsm8k")
+    assert "right 1, wrong 0, no_answer 0, timeout 0, error 2" in done.stdout, done.stderr
+    row = {"question": "?", "answer": "so #### 18", "completion": "#### 18"}
+    (tmp_path / "own.jsonl").write_text(json.dumps(row))
+    assert "right 1" in profile(str(tmp_path / "own.jsonl"), "--task", "gsm8k").stdout
+    (tmp_path / "bytes.jsonl").write_bytes(b'{"gold": "1", "completion": "\xff"}\n')
+
     for arguments, message in [
+        ([str(tmp_path / "bytes.jsonl"), "--task", "gsm8k"], "line 1: not a JSON object"),
         (["nowhere.jsonl", "--task", "gsm8k"], "there is no file nowhere.jsonl"),
         ([str(tmp_path / "in.jsonl"), "--task", "gsm9k"], "task has no option 'gsm9k'"),
         ([str(tmp_path / "in.jsonl"), "--task", "countdown"], "needs 'numbers'"),

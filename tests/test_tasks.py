@@ -101,6 +101,8 @@ def test_math_rows_levels_and_rewards(tmp_path):
     assert task.score(second, said("\\boxed{1}")).parts == {"format": 1.0, "level_5": 0.0}
     assert task.score({**ROW, "solution": "no box"}, said("\\boxed{1}")).outcome == "error"  # and not wrong
     assert [row["problem"] for row in Math(path, levels=[5]).examples("test")] == ["And twice?"]
+    unknown = task.score({"problem": "?", "solution": "no box", "level": 3}, said("\\boxed{1}"))
+    assert unknown.outcome == "error" and "level_3" not in unknown.parts  # nobody knows: not a 0
     with pytest.raises(UserError, match=r"task\.levels=\[1\] leaves none of the 2 rows"):
         Math(path, levels=[1]).examples("test")
 
@@ -168,6 +170,9 @@ def test_jsonl_takes_texts_and_conversations(tmp_path):
     row = task.examples("test")[0]
     assert [m.role for m in asked(task, row)] == ["system", "user"]
     assert task.score(row, said("\\boxed{4}")).outcome == "right"
+    numbers = write(tmp_path / "numbers.jsonl", [{"prompt": f"{i} + 1?", "right": i + 1} for i in range(40)])
+    task = Jsonl(numbers, "correct", gold="right", held_out={"test": 0.2})
+    assert task.score({"prompt": "2 + 1?", "right": 3}, said("#### 3")).outcome == "right"
     path = write(tmp_path / "texts.jsonl", [{"prompt": f"{i} + {i}?"} for i in range(40)])
     task = Jsonl(path, "unique_letters", template="Say: {prompt}", system="Be brief.", held_out={"test": 0.2})
     assert asked(task, {"prompt": "1?"}) == (Message("system", "Be brief."), Message("user", "Say: 1?"))

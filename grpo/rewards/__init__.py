@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -35,11 +36,15 @@ def locate(name: str) -> Function:
     from grpo.rewards import functions
 
     shipped = [
-        key for key, value in vars(functions).items() if callable(value) and value.__module__ == functions.__name__
+        key
+        for key, value in vars(functions).items()
+        if callable(value) and value.__module__ == functions.__name__ and not key.startswith("_")
     ]
     if name in shipped:
         return getattr(functions, name)
     file, colon, attribute = name.rpartition(":")
+    if name.endswith(".py"):
+        raise UserError(f"the reward function {name!r} is a file: say which of its functions, {name}:NAME")
     if Path(name).expanduser().is_dir() or ("/" in name and not colon):
         from grpo.rewards.classifier import Classifier
 
@@ -71,12 +76,19 @@ def locate(name: str) -> Function:
 
 
 def _module_of_file(file: Path) -> Any:
+    """Runs a file once, however many functions are taken from it."""
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
-    spec = spec_from_file_location(file.stem, file)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    if (path := file.resolve()) not in _FILES:
+        spec = spec_from_file_location(file.stem, file)
+        module = module_from_spec(spec)
+        sys.modules.setdefault(file.stem, module)  # before it runs: a dataclass in it looks there
+        spec.loader.exec_module(module)
+        _FILES[path] = module
+    return _FILES[path]
+
+
+_FILES: dict[Path, Any] = {}
 
 
 def name_of(function: Function) -> str:
@@ -148,7 +160,7 @@ class Rewards:
 
         Parts: what each function gave, by its name, before weights; of one that gives a `Reward` that one's parts. A sample of
         which a function says by a `Reward` that nobody could tell has no reward at all (NaN); nor has one to which none
-        applies, of which the log warns once.
+        applies (one of weight 0 does not count), of which the log warns once.
         """
         given = self._called(as_lists(example, trajectories))
         rewards = [self._combined([values[i] for values in given]) for i in range(len(trajectories))]
@@ -171,7 +183,7 @@ class Rewards:
         for function in self.functions:
             try:
                 given.append(function(**_wanted(function, arguments)))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 given.append(error)
         places = [i for i, values in enumerate(given) if inspect.isawaitable(values)]
         if places:
@@ -181,7 +193,7 @@ class Rewards:
 
     def _checked(self, i: int, values: Any, arguments: Mapping[str, list]) -> list[float | Reward | None]:
         count, name = len(arguments["completions"]), self.names[i]
-        if isinstance(values, Exception):
+        if isinstance(values, BaseException):
             raise RewardError(f"the reward function {name!r} raised {told(values)}") from values
         try:
             values = list(values)
@@ -211,7 +223,7 @@ class Rewards:
         for name, weight, value in zip(self.names, self.weights, values, strict=True):
             if value is None:
                 continue
-            applies = True
+            applies = applies or weight != 0  # what is only logged is no reward
             if isinstance(value, Reward):
                 parts |= value.parts
                 if graded is None or graded.correct or math.isnan(value.value):  # right is right by all that grade

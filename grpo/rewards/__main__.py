@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from grpo.cli import explain, make_task, quiet
-from grpo.errors import RewardError, UserError
+from grpo.errors import RewardError, UserError, told
 from grpo.grading import ALGEBRA
 from grpo.messages import Message
 from grpo.rewards import text_of
@@ -32,9 +32,9 @@ def read(file: Path) -> list[dict]:
     if not file.is_file():
         raise UserError(f"there is no file {file}: give JSON lines with `completion` and `gold`")
     rows = []
-    with file.open(encoding="utf-8") as lines:  # which end with \n, and not at a U+2028
-        numbered = list(enumerate(lines, start=1))
-    for number, line in numbered:
+    for number, line in enumerate(file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             text_of(row["completion"])
@@ -46,11 +46,14 @@ def read(file: Path) -> list[dict]:
     return rows
 
 
+def with_gold(task: Task, row: dict) -> Example:
+    """The row as one of the task's: `gold` stands where the task looks for the right answer."""
+    return row | {getattr(task, "gold_column", None) or "gold": row["gold"]} if "gold" in row else row
+
+
 def profiled(task: Task, row: dict) -> dict:
     """The row with what the task says of it."""
-    example: Example = row
-    if "gold" in row:
-        example = {getattr(task, "gold_column", None) or "answer": row["gold"]} | row
+    example = with_gold(task, row)
     try:
         state = task.build(example).start()
     except Exception:  # the question is not needed
@@ -61,13 +64,15 @@ def profiled(task: Task, row: dict) -> dict:
         (reward,) = score_group(task, example, [trajectory])
     except RewardError as error:
         reward, message = Reward(float("nan"), False, outcome="error"), str(error)
+    except Exception as error:  # the row is no row of the task's
+        reward, message = Reward(float("nan"), False, outcome="error"), told(error)
     ms = 1000 * (time.perf_counter() - start)
-    told = {
+    said = {
         "outcome": reward.outcome or ("right" if reward.correct else "wrong"),
         "reward": None if reward.value != reward.value else reward.value,
         "ms": round(ms, 3),
     }
-    return row | told | ({"message": message} if message else {})
+    return row | said | ({"message": message} if message else {})
 
 
 def report(rows: Sequence[dict], worst: int = 5) -> str:
@@ -95,7 +100,12 @@ def main(arguments: Sequence[str]) -> None:
     rows = read(given.file)
     task = make_task([f"task={given.task}", *given.overrides], str(given.file))
     if isinstance(task, RowTask):
-        task.rewards.check(rows[0], str(given.file))
+        try:
+            task.check(with_gold(task, rows[0]), str(given.file))
+        except LookupError as error:
+            raise UserError(
+                f"{given.file} has no {error}, which the task needs: give `gold`, or its own columns"
+            ) from error
     ALGEBRA.start()  # what starts with the first sample is not its own time
     profiled(task, rows[0])
     done = [profiled(task, row) for row in rows]

@@ -8,6 +8,7 @@ import inspect
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from grpo.answers import extract_answer
@@ -138,6 +139,14 @@ class Normalised:
     async def _later(self, values: Any) -> list[float | None]:
         return self._scaled(await values)
 
-    def _scaled(self, values: Sequence[float | None]) -> list[float | None]:
+    def _scaled(self, values: Sequence[float | Reward | None]) -> list[float | Reward | None]:
         width = (self.high - self.low) or math.inf
-        return [None if v is None else (min(max(v, self.low), self.high) - self.low) / width for v in values]
+
+        def scaled(value: float | Reward | None) -> float | Reward | None:
+            if isinstance(value, Reward):
+                return replace(value, value=scaled(value.value))
+            return (
+                value if value is None or value != value else (min(max(value, self.low), self.high) - self.low) / width
+            )
+
+        return [scaled(value) for value in values]
