@@ -42,10 +42,11 @@ def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
             config.model = OmegaConf.merge(
                 before, OmegaConf.from_dotlist([o for o in overrides if o.startswith("model.")])
             ).model
-            if not any(override.startswith("task") for override in overrides):
+            if not any(override.startswith("task=") for override in overrides):
                 config.task, config.max_tokens = before.task, before.max_tokens
                 config.prompt_limit = before.get("prompt_limit", config.prompt_limit)
-                config.merge_with_dotlist([o for o in overrides if o.startswith("max_tokens=")])
+                again = ("task.", "max_tokens=", "prompt_limit.")
+                config.merge_with_dotlist([o.lstrip("+") for o in overrides if o.lstrip("+").startswith(again)])
         config.model.path = str(folder)
     return config
 

@@ -11,7 +11,7 @@ from grpo.engine import Engine, Sampling
 from grpo.errors import UserError
 from grpo.renderer import Renderer
 from grpo.rl import Example, Split, Task
-from grpo.rollout import EVALUATION, Group, derive_seed, play, sample_means
+from grpo.rollout import EVALUATION, Group, derive_seed, play, sample_means, share_right
 from grpo.scoring import check_timeout
 
 
@@ -33,14 +33,17 @@ class Evaluation:
 
 
 def metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """eval/accuracy over all samples; eval/pass@k with k the samples of an example, where there are several; eval/length in
-    tokens; eval/truncated; the shares of outcomes, and every part of the reward by name (eval/format among them)."""
+    """eval/accuracy, and where there are several samples of an example eval/pass@k of so many: both over what could be graded,
+    since what nobody could tell is not wrong (NaN where that is all). eval/length in tokens; eval/truncated; the shares of
+    outcomes; and every part of the reward by name (eval/format among them)."""
     samples = [sample for group in groups for sample in group]
     k = len(groups[0])
-    found = {"accuracy": np.mean([sample.reward.correct for sample in samples])}
+    found = {"accuracy": share_right(samples)}
     if k > 1:
-        right = [sum(sample.reward.correct for sample in group) for group in groups]
-        found[f"pass@{k}"] = np.mean([pass_at_k(k, c, k) for c in right])
+        right = [
+            sum(sample.reward.correct for sample in group) for group in groups if all(s.reward.known for s in group)
+        ]
+        found[f"pass@{k}"] = np.mean([pass_at_k(k, c, k) for c in right]) if right else np.nan
     found = found | sample_means(samples) | found  # in this order, and no part of a reward takes our names
     return {f"eval/{name}": float(value) for name, value in found.items()}
 

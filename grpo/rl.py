@@ -61,6 +61,10 @@ class Reward:
     parts: Mapping[str, float] = field(default_factory=dict)  # named numbers that get logged
     outcome: Outcome | None = None  # None where nothing was graded; the shares of the last three get logged
 
+    @property
+    def known(self) -> bool:
+        return self.value == self.value
+
 
 class Env(Protocol):
     """One episode of one example. Single-use: built, started once, stepped until it returns None."""

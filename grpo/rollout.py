@@ -49,6 +49,12 @@ def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
     return {name: float(np.mean(values[name])) for name in [*first, *sorted(values.keys() - first)]}
 
 
+def share_right(samples: Sequence[Sample]) -> float:
+    """Of those whose reward is known; NaN if none is."""
+    known = [sample.reward.correct for sample in samples if sample.reward.known]
+    return float(np.mean(known)) if known else math.nan
+
+
 @dataclass(frozen=True)
 class Plan:
     """A run is `num_rollouts` rollouts of `prompts` prompts with `group_size` samples each.
@@ -115,12 +121,11 @@ def play(
     mine = ranks.share(len(examples))
     # never shared: a fresh environment a sample
     played = {p: [_Episode(task.build(examples[p])) for _ in range(group_size)] for p in mine}
-    scoring = Scoring(task, score_timeout)
 
     def trajectories(p: int) -> list[Trajectory]:
         return [Trajectory(tuple(episode.steps)) for episode in played[p]]
 
-    def one_turn(active: list[tuple[int, int]], turn: int) -> None:
+    def one_turn(active: list[tuple[int, int]], turn: int, scoring: Scoring) -> None:
         prompts = [renderer.prompt_ids(played[p][s].state.messages) for p, s in active]
         taken = set()
 
@@ -136,12 +141,13 @@ def play(
             if i not in taken:  # an engine need not tell of each as it comes
                 take(i, completion)
 
-    turn = 0
-    while active := [(p, s) for p in mine for s in range(group_size) if played[p][s].state is not None]:
-        one_turn(active, turn)
-        turn += 1
+    with Scoring(task, score_timeout) as scoring:
+        turn = 0
+        while active := [(p, s) for p in mine for s in range(group_size) if played[p][s].state is not None]:
+            one_turn(active, turn, scoring)
+            turn += 1
+        rewards, errors = scoring.finish()
 
-    rewards, errors = scoring.finish()
     groups: list[Group] = []
     for p in mine:
         earned = [*rewards[p], *[Reward(math.nan, False)] * group_size]  # a group whose reward failed may have fewer

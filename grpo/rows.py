@@ -6,6 +6,7 @@ Knows nothing of what the columns mean, but that the first of those a task needs
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,6 +160,8 @@ class Dataset:
             raise UserError(
                 f"task.path={self.path} has no rows for the split {split!r}: {read} read, {told or 'none for it'}; {hint}"
             )
+        if split in self.held_out:
+            log.info("%s, %s: %d of %d rows, held out of training", self.path, split, len(kept), read)
         if told:
             log.info("%s, %s: %d rows kept of %d; removed: %s", self.path, split, len(kept), read, told)
         return kept if self.streaming else source.select(kept)
@@ -239,7 +242,8 @@ class Chosen(Sequence):
 
 
 def _files(path: Path, split: str) -> list[Path]:
-    return sorted(file for file in path.iterdir() if file.suffix in _KINDS and split in file.stem)
+    named = re.compile(rf"(?<![a-z]){re.escape(split)}(?![a-z])")  # and not latest.jsonl
+    return sorted(file for file in path.iterdir() if file.suffix in _KINDS and named.search(file.stem.lower()))
 
 
 def split_file(path: Path, split: str, name: str) -> Path:

@@ -1,15 +1,14 @@
 """Layer 2 - rewards, given in threads of their own: while other episodes still go on, and no call for longer than a limit."""
 
-import asyncio
-import inspect
 import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from grpo.errors import RewardError, UserError, told
+from grpo.rewards import awaited, leave_blocked_loop
 from grpo.rl import Example, Reward, Task, Trajectory
 
 THREADS = 16
@@ -90,9 +89,9 @@ def score_group(task: Task, example: Example, trajectories: Sequence[Trajectory]
     """What a task gives samples of one example, by `score_group` or one after the other by `score`. Raises RewardError where
     that is no `Reward` of numbers."""
     if scores_groups(task):
-        given = list(_waited(task.score_group(example, trajectories)))
+        given = list(awaited(task.score_group(example, trajectories)))
     else:
-        given = [_waited(task.score(example, trajectory)) for trajectory in trajectories]
+        given = [awaited(task.score(example, trajectory)) for trajectory in trajectories]
     if len(given) != len(trajectories):
         raise RewardError(f"{_place(task)} gave {len(given)} rewards for {len(trajectories)} samples")
     return [_checked(task, i, reward) for i, reward in enumerate(given)]
@@ -115,27 +114,26 @@ def _place(task: Task) -> str:
     return f"{type(task).__name__}.{'score_group' if scores_groups(task) else 'score'}"
 
 
-def _waited(value: Any) -> Any:
-    """A task may score with a coroutine."""
-
-    async def wait() -> Any:
-        return await value
-
-    return asyncio.run(wait()) if inspect.isawaitable(value) else value
-
-
 class Scoring:
     """Scores groups as they are handed in. One for each time that episodes are played.
 
     timeout: seconds for one call of the task's. A thread cannot be stopped, so one that hangs is left behind, and another one
-    takes its place.
+    takes its place. When as many hang as there are threads and none has ever come back, the reward is broken: that is an
+    error, not hours of waiting.
     """
 
     def __init__(self, task: Task, timeout: float) -> None:
         self.task, self.timeout = task, timeout
         self.jobs: dict[Hashable, _Job] = {}
         self.waiting: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self.threads = 0
+        self.threads = self.given_up = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _ in range(self.threads):
+            self.waiting.put(None)
 
     def _work(self) -> None:
         while (job := self.waiting.get()) is not None:
@@ -161,13 +159,22 @@ class Scoring:
                 continue
             for job, since in going_on:  # side by side: a call that hangs does not put off the end of another one
                 if time.monotonic() >= since + self.timeout and job.give_up(since):
+                    self.given_up += 1
+                    leave_blocked_loop()
                     self._hire(self._work)
                     if not job.done.is_set():
                         job.begun.clear()
                         self._hire(job.run)
                         job.begun.wait()
-        for _ in range(self.threads):
-            self.waiting.put(None)
+            if self.given_up >= THREADS and not any(
+                r is not NOBODY_KNOWS for job in self.jobs.values() for r in job.rewards
+            ):
+                message = (
+                    f"{_place(self.task)} did not come back in {self.timeout:g} s, {self.given_up} times and never once"
+                )
+                left[0].error = RewardError(f"{message}: mend it, or raise score_timeout")
+                for job in left:
+                    job.done.set()
         jobs = self.jobs.items()
         return {place: job.rewards for place, job in jobs}, {place: job.error for place, job in jobs if job.error}
 

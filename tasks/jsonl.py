@@ -6,7 +6,7 @@ from typing import Any
 from grpo.errors import UserError
 from grpo.messages import Message
 from grpo.rewards import Function
-from grpo.rl import Example
+from grpo.rl import Example, Reward, Trajectory
 from grpo.rows import Dataset
 from grpo.rowtask import RowTask
 
@@ -34,6 +34,10 @@ class Jsonl(RowTask):
         self.prompt, self.gold_column, self.template, self.system = prompt, gold, template, system
         columns = (prompt,) if gold is None else (prompt, gold)
         super().__init__(Dataset(path, columns, **rows), rewards, weights, solved)
+
+    def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
+        """The column goes by the name `prompt` too: it says whether this is a conversation."""
+        return super().score_group({**example, "prompt": example.get(self.prompt)}, trajectories)
 
     def messages(self, example: Example) -> tuple[Message, ...]:
         prompt = example[self.prompt]

@@ -43,7 +43,7 @@ class Mixture:
     """sources: tasks by name, each as its own file in conf/task has it. weights: shares of the prompts in training, in any unit.
 
     An example is {"source": name, "example": the source's own}. Parts of rewards carry the name of their source, among them
-    reward and correct, so metrics are told source by source. Held-out examples are all of every source's, mixed.
+    reward and correct, so metrics are told source by source. Held-out examples are all of every source's, in turn.
     """
 
     def __init__(self, sources: Mapping[str, Mapping[str, Any]], weights: Mapping[str, float] | None = None) -> None:
@@ -60,8 +60,10 @@ class Mixture:
     def examples(self, split: Split) -> Sequence[Example]:
         rows = {name: task.examples(split) for name, task in self.tasks.items()}
         sizes = {name: len(found) for name, found in rows.items()}
-        counts = shares(sizes, self.weights) if split == "train" else sizes
-        return Mixed(rows, [(name, i % sizes[name]) for name, i in interleaved(counts)])
+        if split != "train":  # in turn, so that the first rows are of every source
+            in_turn = sorted((i, place, name) for place, name in enumerate(rows) for i in range(sizes[name]))
+            return Mixed(rows, [(name, i) for i, _, name in in_turn])
+        return Mixed(rows, [(name, i % sizes[name]) for name, i in interleaved(shares(sizes, self.weights))])
 
     def build(self, example: Example) -> Env:
         return self.tasks[example["source"]].build(example["example"])

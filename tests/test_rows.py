@@ -44,6 +44,7 @@ def test_bad_paths_are_named(tmp_path):
     (tmp_path / "b_train.csv").write_text("question\nq\n")
     with pytest.raises(UserError, match="no files for the split"):
         dataset(tmp_path, ("question",)).split("train")
+    (tmp_path / "retrained.csv").write_text("question\nno\n")  # no file of the split
     (tmp_path / "my_gsm8k_train.csv").write_text("question\nours\n")  # of several the one that has the task's name
     assert dataset(tmp_path, ("question",)).split("train")[0]["question"] == "ours"
 

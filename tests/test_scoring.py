@@ -20,6 +20,7 @@ from grpo.engines.transformers import TransformersEngine
 from grpo.messages import Message
 from grpo.policy import Pretrained
 from grpo.renderer import TokenizerRenderer
+from grpo.rewards import Rewards
 from grpo.rl import Action, Reward, SingleTurn, State, Step, Trajectory
 from grpo.rollout import derive_seed, play
 from grpo.scoring import THREADS, Scoring, score_group
@@ -54,6 +55,15 @@ class GroupEcho(Echo):
         return [Reward(value - max(values), correct=False) for value in values]
 
 
+class Patient(GroupEcho):
+    """One that hangs as a coroutine should, leaving the others alone."""
+
+    async def score_group(self, example, trajectories):
+        if any(trajectory.answer == "hang" for trajectory in trajectories):
+            await asyncio.sleep(3600)
+        return await super().score_group(example, trajectories)
+
+
 def finish(task, *groups, timeout=0.3):
     scoring = Scoring(task, timeout)
     for place, group in enumerate(groups):
@@ -78,16 +88,43 @@ def test_a_call_that_hangs_is_given_up_and_its_siblings_are_not():
     assert rewards[2] == [6] and not errors
     assert [value if value == value else None for value in rewards[0]] == [1, None, 3]
     assert all(map(math.isnan, rewards[1]))
-    scoring = Scoring(GroupEcho(), 0.3)
-    scoring.start(0, {}, [said("1"), said("hang")])  # one call for both: nobody knows either
-    scoring.start(1, {}, [said("5")])
-    found, _ = scoring.finish()
-    assert [r.outcome for r in found[0]] == ["timeout", "timeout"] and [r.value for r in found[1]] == [0]
+    rewards, errors = finish(Patient(), ["1", "hang"], ["5"])  # one call for both: nobody knows either
+    assert all(map(math.isnan, rewards[0])) and rewards[1] == [0] and not errors
+    finish(GroupEcho(), ["1", "hang"])  # blocks the loop of all coroutines, which get another one
+    assert finish(GroupEcho(), ["1", "2"]) == ({0: [-1, 0]}, {})
 
 
 def test_more_that_hang_than_there_are_threads():
-    rewards, errors = finish(Echo(), *[["hang"]] * (2 * THREADS), ["1"], timeout=0.1)
-    assert rewards[2 * THREADS] == [1] and not errors and len(rewards) == 2 * THREADS + 1
+    rewards, errors = finish(Echo(), ["1"], *[["hang"]] * (2 * THREADS), ["2"], timeout=0.1)
+    assert rewards[0] == [1] and rewards[2 * THREADS + 1] == [2] and not errors
+    assert all(map(math.isnan, rewards[5]))
+
+
+def test_a_reward_that_never_comes_back_is_broken():
+    """A judge that is down costs the limit once, not once for every sixteen prompts."""
+    _, errors = finish(Echo(), *[["hang"] * 2] * (4 * THREADS), timeout=0.1)
+    (error,) = errors.values()
+    assert "Echo.score did not come back in 0.1 s" in str(
+        error
+    ) and "never once: mend it, or raise score_timeout" in str(error)
+
+
+def test_coroutines_share_a_loop():
+    """So that a client which belongs to a loop can be made once."""
+    loops = set()
+
+    class Client(Echo):
+        async def score(self, example, trajectory):
+            loops.add(asyncio.get_running_loop())
+            return Reward(1.0, correct=True)
+
+    async def judge(completions, **columns):
+        loops.add(asyncio.get_running_loop())
+        return [1.0] * len(completions)
+
+    finish(Client(), ["a", "b"], ["c"])
+    Rewards(judge).score({}, [said("a")])
+    assert len(loops) == 1
 
 
 def test_calls_that_hang_are_given_up_side_by_side():

@@ -22,7 +22,7 @@ from grpo.errors import RewardError, UserError
 from grpo.evaluation import Evaluation, Evaluator
 from grpo.renderer import Renderer
 from grpo.rl import Example, Task
-from grpo.rollout import TRAIN, Group, Plan, derive_seed, play, sample_means
+from grpo.rollout import TRAIN, Group, Plan, derive_seed, play, sample_means, share_right
 from grpo.tokens import Scores
 
 
@@ -189,11 +189,12 @@ def rollout_metrics(groups: list[Group], scored: Scores) -> dict[str, float]:
     """What can be said of a rollout before anything is learned from it, over every sample, those left out of the batch too."""
     samples = [sample for group in groups for sample in group]
     known = {**scored.parts, "reward": scored.rewards}
-    stds = {name: float(np.nanstd(values.numpy())) for name, values in known.items() if name != "correct"}
+    graded = {name: values[~values.isnan()] for name, values in known.items() if name != "correct"}
+    stds = {name: float(values.std(correction=0)) if len(values) else math.nan for name, values in graded.items()}
     # the samples' own parts come last: what a grader that failed says of itself is not known to `scored`
     means = {name: float(known[name].nanmean()) for name in stds} | sample_means(samples)
     means["reward"] = float(scored.rewards.nanmean())
-    means["solve_rate"] = float(np.mean([sample.reward.correct for sample in samples]))
+    means["solve_rate"] = share_right(samples)
     means["tokens"] = float(scored.lengths.sum())
     if scored.rewards.shape[1] > 1:  # the share of groups that have something to teach
         means["effective_groups"] = float(has_signal(scored.rewards).float().mean())

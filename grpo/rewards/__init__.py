@@ -12,10 +12,12 @@ import asyncio
 import inspect
 import logging
 import math
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -100,20 +102,24 @@ def name_of(function: Function) -> str:
 
 
 _TAKEN = {
-    *(
-        "reward",
-        "reward_std",
-        "accuracy",
-        "solve_rate",
-        "length",
-        "truncated",
-        "no_answer",
-        "timeout",
-        "error",
-        "tokens",
-    ),
-    *("effective_groups", "rounds", "discarded_groups", "logprob_gap", "logprob_gap_max"),
-    *("advantages_positive", "advantages_negative"),
+    "reward",
+    "reward_std",
+    "accuracy",
+    "solve_rate",
+    "length",
+    "truncated",
+    "no_answer",
+    "timeout",
+    "error",
+    "tokens",
+}
+_TAKEN |= {
+    "effective_groups",
+    "rounds",
+    "discarded_groups",
+    "logprob_gap",
+    "advantages_positive",
+    "advantages_negative",
 }
 
 
@@ -176,9 +182,6 @@ class Rewards:
     def _called(self, arguments: Mapping[str, list]) -> list[list[float | Reward | None]]:
         """What every function gives; the coroutines among them wait side by side."""
 
-        async def gathered(waiting: Sequence[Any]) -> list[Any]:
-            return await asyncio.gather(*waiting, return_exceptions=True)
-
         given: list[Any] = []
         for function in self.functions:
             try:
@@ -187,7 +190,7 @@ class Rewards:
                 given.append(error)
         places = [i for i, values in enumerate(given) if inspect.isawaitable(values)]
         if places:
-            for place, values in zip(places, asyncio.run(gathered([given[i] for i in places])), strict=True):
+            for place, values in zip(places, awaited(_side_by_side([given[i] for i in places])), strict=True):
                 given[place] = values
         return [self._checked(i, values, arguments) for i, values in enumerate(given)]
 
@@ -237,6 +240,39 @@ class Rewards:
         if graded is None:
             return Reward(total, total >= self.solved, parts)
         return Reward(total, graded.correct, parts, graded.outcome)
+
+
+async def _side_by_side(waiting: Sequence[Any]) -> list[Any]:
+    return await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def awaited(value: Any) -> Any:
+    """The value itself, or what a coroutine comes to. All of them share one loop, so that the client of a service, made once, can
+    be used by every call."""
+
+    async def wait() -> Any:
+        return await value
+
+    return (
+        asyncio.run_coroutine_threadsafe(wait(), _loop(os.getpid())).result() if inspect.isawaitable(value) else value
+    )
+
+
+@lru_cache(maxsize=1)
+def _loop(pid: int) -> asyncio.AbstractEventLoop:
+    """In a thread of its own; a fork makes a new one."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="coroutines", daemon=True).start()
+    return loop
+
+
+def leave_blocked_loop() -> None:
+    """A coroutine that blocks, by a call that it should have awaited, holds up all others: later ones get another loop."""
+    if _loop.cache_info().currsize:
+        try:
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), _loop(os.getpid())).result(1)
+        except TimeoutError:
+            _loop.cache_clear()
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

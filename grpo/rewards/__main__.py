@@ -5,10 +5,12 @@
 FILE has a row for each completion, with `completion` and what the reward needs: `gold`, the right answer, or the columns of the
 task's own rows. OUT repeats them, each with outcome (right, wrong, no_answer, timeout, error), reward (null where nobody could
 tell) and ms.
+A sample to which no reward function applies has neither outcome nor reward.
 """
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections import Counter
@@ -18,13 +20,15 @@ from pathlib import Path
 import numpy as np
 
 from grpo.cli import explain, make_task, quiet
-from grpo.errors import RewardError, UserError, told
+from grpo.errors import UserError
 from grpo.grading import ALGEBRA
 from grpo.messages import Message
 from grpo.rewards import text_of
 from grpo.rl import Action, Example, Reward, State, Step, Task, Trajectory
 from grpo.rowtask import RowTask
-from grpo.scoring import score_group
+from grpo.scoring import Scoring
+
+TIMEOUT = 120.0  # seconds of one sample, as in a run
 
 
 def read(file: Path) -> list[dict]:
@@ -59,20 +63,15 @@ def profiled(task: Task, row: dict) -> dict:
     except Exception:  # the question is not needed
         state = State(())
     trajectory = Trajectory((Step(state, Action(Message("assistant", text_of(row["completion"])))),))
-    start, message = time.perf_counter(), None
-    try:
-        (reward,) = score_group(task, example, [trajectory])
-    except RewardError as error:
-        reward, message = Reward(float("nan"), False, outcome="error"), str(error)
-    except Exception as error:  # the row is no row of the task's
-        reward, message = Reward(float("nan"), False, outcome="error"), told(error)
+    start = time.perf_counter()
+    with Scoring(task, TIMEOUT) as scoring:
+        scoring.start(0, example, [trajectory])
+        rewards, errors = scoring.finish()
     ms = 1000 * (time.perf_counter() - start)
-    said = {
-        "outcome": reward.outcome or ("right" if reward.correct else "wrong"),
-        "reward": None if reward.value != reward.value else reward.value,
-        "ms": round(ms, 3),
-    }
-    return row | said | ({"message": message} if message else {})
+    reward = Reward(math.nan, False, outcome="error") if errors else rewards[0][0]
+    graded = reward.outcome or ("right" if reward.correct else "wrong" if reward.known else None)
+    said = {"outcome": graded, "reward": reward.value if reward.known else None, "ms": round(ms, 3)}
+    return row | said | ({"message": str(errors[0])} if errors else {})
 
 
 def report(rows: Sequence[dict], worst: int = 5) -> str:
@@ -107,7 +106,8 @@ def main(arguments: Sequence[str]) -> None:
                 f"{given.file} has no {error}, which the task needs: give `gold`, or its own columns"
             ) from error
     ALGEBRA.start()  # what starts with the first sample is not its own time
-    profiled(task, rows[0])
+    if "KeyError" in (first := profiled(task, rows[0])).get("message", ""):
+        raise UserError(f"{given.file}, row 1 lacks a column that task={given.task} needs ({first['message']})")
     done = [profiled(task, row) for row in rows]
     if given.out:
         given.out.write_text("".join(json.dumps(row) + "\n" for row in done), encoding="utf-8")

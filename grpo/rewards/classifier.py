@@ -15,7 +15,7 @@ class Classifier:
     """Reads prompt and completion, right padded, and gives its one logit.
 
     path: a folder or a hub id; tokenizer: another one's, if it has none. Conversations are rendered by its own chat template.
-    Its weights are loaded with the first rollout. device: null takes a GPU where there is one.
+    max_length: tokens that are read, from the end; null: as many as the model can. device: null takes a GPU where there is one.
     """
 
     def __init__(
@@ -27,29 +27,31 @@ class Classifier:
         max_rows: int = 16,
         max_length: int | None = None,
     ) -> None:
-        self.path, self.dtype, self.max_rows, self.max_length = path, dtype, max_rows, max_length
+        self.path, self.max_rows = path, max_rows
         self.__name__ = Path(path).name
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.lock = threading.Lock()  # groups are scored side by side; one model is not
-        self.model: Any = None
         try:
-            labels = AutoConfig.from_pretrained(path).num_labels
-            self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or path, padding_side="right")
+            config = AutoConfig.from_pretrained(path)
+            self.tokenizer = AutoTokenizer.from_pretrained(
+                tokenizer or path, padding_side="right", truncation_side="left"
+            )
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise UserError(f"the reward model {path} is neither a folder with one nor on the hub: {reason}") from error
-        if labels != 1:
-            raise UserError(f"the reward model {path} has {labels} labels: it must have one, whose logit is the reward")
+        if config.num_labels != 1:
+            raise UserError(
+                f"the reward model {path} has {config.num_labels} labels: it must have one, whose logit is the reward"
+            )
+        self.max_length = max_length or getattr(config, "max_position_embeddings", None)
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype).to(self.device).eval()
+        self.model.config.pad_token_id = self.tokenizer.pad_token_id
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         with self.lock, torch.no_grad():
-            if self.model is None:
-                self.model = AutoModelForSequenceClassification.from_pretrained(self.path, dtype=self.dtype)
-                self.model.config.pad_token_id = self.tokenizer.pad_token_id
-                self.model.to(self.device).eval()
             values: list[float] = []
             for start in range(0, len(texts), self.max_rows):
                 inputs = self.tokenizer(
