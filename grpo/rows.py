@@ -107,13 +107,12 @@ class Dataset:
         else:
             source = self._source(split)
             sides = {"train"} if split == "train" else set(SPLITS)
-        elsewhere = self._held_out_elsewhere() if split == "train" else set()
-        return self._kept(split, source, sides, elsewhere)
+        return self._kept(split, source, sides, self._questions(SPLITS[SPLITS.index(split) + 1 :]))
 
-    def _held_out_elsewhere(self) -> set[str]:
-        """Questions of the source's own test and validation rows, as far as there are any."""
+    def _questions(self, splits: Sequence[Split]) -> set[str]:
+        """What the source's own rows of these splits ask, as far as there are any."""
         found: set[str] = set()
-        for split in ("validation", "test"):
+        for split in splits:
             if split in self.splits and split not in self.held_out:
                 try:  # of a stream as much as is read
                     name = self.columns[0]

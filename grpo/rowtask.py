@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from grpo.errors import UserError
 from grpo.messages import Message
-from grpo.rewards import Function, Rewards
+from grpo.rewards import Rewards
+from grpo.rewards.names import Function
 from grpo.rl import Example, Reward, SingleTurn, Split, Trajectory
 
 Template = Callable[[str], tuple[Message, ...]]  # of a question

@@ -8,7 +8,8 @@ from grpo import sandbox
 from grpo.errors import UserError
 from grpo.messages import Message
 from grpo.programs import code_verdict
-from grpo.rewards import Function, text_of
+from grpo.rewards import text_of
+from grpo.rewards.names import Function
 from grpo.rl import Example, Reward, Split, Trajectory
 from grpo.rows import Dataset
 from grpo.rowtask import RowTask, chosen

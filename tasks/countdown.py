@@ -17,7 +17,8 @@ from typing import Any
 from grpo.answers import boxed
 from grpo.errors import UserError
 from grpo.messages import Message
-from grpo.rewards import Function, text_of
+from grpo.rewards import text_of
+from grpo.rewards.names import Function
 from grpo.rl import Example, Reward, Split
 from grpo.rows import side
 from grpo.rowtask import RowTask, chosen

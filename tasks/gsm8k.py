@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo.messages import Message
-from grpo.rewards import Function
+from grpo.rewards.names import Function
 from grpo.rl import Example
 from grpo.rows import Dataset
 from grpo.rowtask import RowTask, chosen, templates

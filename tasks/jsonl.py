@@ -5,7 +5,7 @@ from typing import Any
 
 from grpo.errors import UserError
 from grpo.messages import Message
-from grpo.rewards import Function
+from grpo.rewards.names import Function
 from grpo.rl import Example, Reward, Trajectory
 from grpo.rows import Dataset
 from grpo.rowtask import RowTask

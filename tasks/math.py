@@ -7,7 +7,7 @@ from typing import Any
 from grpo.answers import boxed
 from grpo.errors import UserError
 from grpo.messages import Message
-from grpo.rewards import Function
+from grpo.rewards.names import Function
 from grpo.rl import Example, Reward, Split, Trajectory
 from grpo.rows import Chosen, Dataset
 from grpo.rowtask import RowTask, chosen, templates

@@ -18,7 +18,7 @@ from functools import cached_property
 
 from grpo.errors import UserError
 from grpo.messages import Message
-from grpo.rewards import Function
+from grpo.rewards.names import Function
 from grpo.rl import Example, Split
 from grpo.rowtask import RowTask
 

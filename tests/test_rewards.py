@@ -14,8 +14,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 
 from grpo.errors import RewardError, UserError
 from grpo.messages import Message
-from grpo.rewards import Rewards, as_lists, functions, locate
+from grpo.rewards import Rewards, as_lists, functions
 from grpo.rewards.classifier import Classifier
+from grpo.rewards.names import locate
 from grpo.rl import Action, Reward, State, Step, Trajectory
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from grpo.answers import extract_answer
 from grpo.errors import UserError
 from grpo.grading import verdict
-from grpo.rewards import Function, locate, name_of, text_of
+from grpo.rewards import text_of
+from grpo.rewards.names import Function, locate, name_of
 from grpo.rl import Reward
 
 Completions = Sequence[str] | Sequence[Sequence[Mapping[str, str]]]
