@@ -76,6 +76,10 @@ def cut(trajectory: Trajectory, stop: str) -> Trajectory:
     return Trajectory((*before, replace(last, action=replace(last.action, message=message))))
 
 
+AS_TEXT = ("zero_shot", "one_shot")  # of the templates below those that a base model continues
+NEXT_QUESTION = "\nQuestion:"
+
+
 def templates(instructions: str, question: str, solution: str) -> dict[str, Template]:
     """Ways to ask, by name: chat and chat_one_shot for a chat model, zero_shot and one_shot as text that a base model
     continues. question and solution: the worked example of the two with one."""

@@ -80,6 +80,7 @@ class Code(RowTask):
                 f"the rows of the code task have {', '.join(rows[0])}: they need HumanEval's prompt, entry_point and test, or "
                 "MBPP's prompt, test_imports and test_list"
             )
+        self.check({**rows[0], "continuation": False}, split)
         return rows
 
     def messages(self, example: Example) -> tuple[Message, ...]:

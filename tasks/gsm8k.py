@@ -7,7 +7,7 @@ from grpo.messages import Message
 from grpo.rewards.names import Function
 from grpo.rl import Example
 from grpo.rows import Dataset
-from grpo.rowtask import RowTask, chosen, templates
+from grpo.rowtask import AS_TEXT, NEXT_QUESTION, RowTask, chosen, templates
 
 PROMPTS = templates(
     "Reason step by step, and put the final answer in \\boxed{}.",
@@ -20,8 +20,6 @@ class GSM8K(RowTask):
     """path: a hub id, a file, or a folder with train.jsonl and test.jsonl; rows have `question`, and `answer` that ends in
     `#### 18`. rows: further arguments of `Dataset`."""
 
-    stop = "\nQuestion:"
-
     def __init__(
         self,
         path: str = "openai/gsm8k",
@@ -32,6 +30,7 @@ class GSM8K(RowTask):
         config: str | None = "main",
         **rows: Any,
     ) -> None:
+        self.stop = NEXT_QUESTION if prompt in AS_TEXT else None
         self.template = chosen(PROMPTS, prompt)
         super().__init__(Dataset(path, ("question", "answer"), "gsm8k", config, **rows), rewards, weights, solved)
 

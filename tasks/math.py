@@ -10,7 +10,7 @@ from grpo.messages import Message
 from grpo.rewards.names import Function
 from grpo.rl import Example, Reward, Split, Trajectory
 from grpo.rows import Chosen, Dataset
-from grpo.rowtask import RowTask, chosen, templates
+from grpo.rowtask import AS_TEXT, NEXT_QUESTION, RowTask, chosen, templates
 
 PROMPTS = templates(
     "Reason step by step, and put the final answer in \\boxed{}.",
@@ -32,8 +32,6 @@ class Math(RowTask):
     arguments of `Dataset`.
     """
 
-    stop = "\nQuestion:"
-
     def __init__(
         self,
         path: str,
@@ -44,6 +42,7 @@ class Math(RowTask):
         levels: Sequence[int] | None = None,
         **rows: Any,
     ) -> None:
+        self.stop = NEXT_QUESTION if prompt in AS_TEXT else None
         self.template, self.levels = chosen(PROMPTS, prompt), levels
         super().__init__(Dataset(path, ("problem", "solution"), "math", **rows), rewards, weights, solved)
 
@@ -69,7 +68,5 @@ class Math(RowTask):
         rewards = super().score_group(example, trajectories)
         if (number := level(example)) is None:
             return rewards
-        return [
-            r if r.value != r.value else replace(r, parts={**r.parts, f"level_{number}": float(r.correct)})
-            for r in rewards
-        ]
+        named = f"level_{number}"
+        return [replace(r, parts={**r.parts, named: float(r.correct)}) if r.known else r for r in rewards]

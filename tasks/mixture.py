@@ -75,6 +75,6 @@ class Mixture:
 
     def _named(self, source: str, reward: Reward) -> Reward:
         parts = dict(reward.parts)
-        if reward.value == reward.value:  # else nobody could tell
+        if reward.known:
             parts |= {"correct": float(reward.correct), "reward": reward.value}
         return replace(reward, parts={f"{source}/{name}": value for name, value in parts.items()})

@@ -57,6 +57,8 @@ def test_gsm8k_rewards():
         reward = task.score(example, said(text))
         assert (reward.value, reward.outcome, reward.parts["format"]) == (pytest.approx(value), outcome, form), text
         assert reward.correct == (outcome == "right")
+    chat = GSM8K(str(EXAMPLES), "chat")  # a chat model that repeats the question has not gone on to another one
+    assert chat.score(example, said("Sure.\nQuestion: how many?\n\\boxed{1000}")).correct
 
 
 def test_gsm8k_prompts():
