@@ -8,6 +8,7 @@ from grpo.rl import Example, Outcome
 from grpo.sandbox import Limits, Result, run
 
 _FENCE = re.compile(r"([ \t]*)(`{3,})[ \t]*([^\s`]*)[^`]*")
+_FUNCTION = re.compile(r"^(?:async )?def \w", re.MULTILINE)
 _STOP = re.compile(r"\n(?:class|def|#|if|print)")  # HumanEval, arXiv 2107.03374 sec. 2.2
 
 
@@ -42,6 +43,13 @@ def extract_continuation(text: str) -> str | None:
     return body if body.strip() else None
 
 
+def bare_program(text: str, row: Example) -> str | None:
+    """A completion without any fence that looks like code and nothing else: a function, or the body of a HumanEval prompt."""
+    text = text.rpartition("</think>")[2].strip("\n")
+    is_body = "entry_point" in row and text[:1] in (" ", "\t")
+    return text if "```" not in text and (is_body or _FUNCTION.search(text)) else None
+
+
 def assemble(row: Example, code: str) -> str:
     """The program that comes to its end if `code` is right: with HumanEval's columns, or those of (sanitized) MBPP.
 
@@ -74,7 +82,7 @@ def code_verdict(
     problem's endless loop would cost nothing, and be worth more than an honest failure. "timeout" is what no program can
     bring about: the machine never got as far as its first line.
     """
-    code = extract_continuation(text) if continuation else extract_program(text)
+    code = extract_continuation(text) if continuation else extract_program(text) or bare_program(text, row)
     if code is None:
         return Verdict("no_answer")
     result = run(assemble(row, code), limits, unconfined)

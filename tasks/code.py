@@ -19,7 +19,7 @@ FENCE = "```python\n"
 
 def passes(
     completions: Sequence[Any],
-    continuation: Sequence[bool],
+    continuation: Sequence[bool] | None = None,
     seconds: float = 10.0,
     memory_mb: int = 512,
     unconfined: bool = False,
@@ -33,7 +33,7 @@ def passes(
     found = []
     for i, completion in enumerate(completions):
         row = {name: values[i] for name, values in columns.items()}
-        verdict = code_verdict(text_of(completion), row, limits, continuation[i], unconfined)
+        verdict = code_verdict(text_of(completion), row, limits, bool(continuation and continuation[i]), unconfined)
         right = verdict.outcome == "right"
         value = float("nan") if verdict.outcome == "timeout" else float(right)
         ending = verdict.result.ending if verdict.result else None
@@ -80,7 +80,7 @@ class Code(RowTask):
                 f"the rows of the code task have {', '.join(rows[0])}: they need HumanEval's prompt, entry_point and test, or "
                 "MBPP's prompt, test_imports and test_list"
             )
-        self.check({**rows[0], "continuation": False}, split)
+        self.check(rows[0], split)
         return rows
 
     def messages(self, example: Example) -> tuple[Message, ...]:

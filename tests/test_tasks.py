@@ -224,7 +224,11 @@ def test_code_prompts_and_rewards(tmp_path):
     rewards = chat.score_group(
         ADD, [said(t) for t in (f"```python\n{good}```", "```python\ndef add(a, b): pass\n```", good)]
     )
-    assert [(r.value, r.outcome) for r in rewards] == [(1, "right"), (0, "wrong"), (0, "no_answer")]
+    assert [(r.value, r.outcome) for r in rewards] == [(1, "right"), (0, "wrong"), (1, "right")]
+    assert [
+        chat.score(row, said(text)).outcome
+        for row, text in ((ADD, "a + b"), (DOUBLE, "    return 2 * x"), (DOUBLE, "2 * x"), (ADD, f"```python\n{good}"))
+    ] == ["no_answer", "right", "no_answer", "no_answer"]
     assert base.score(ADD, said(f"{good}```")).correct and base.score(DOUBLE, said("    return 2 * x\nprint()")).correct
     loop = instantiate(
         compose_config("task=code", f"task.path={path}", "task.rewards.0.seconds=0.5", "output_dir=.").task
@@ -241,6 +245,8 @@ def test_code_rows_and_their_own_solutions():
     task = Code(str(REAL_DATA / "humaneval_20.jsonl"), "base")
     rows = task.examples("test")
     assert [task.score(row, said(row["canonical_solution"])).outcome for row in rows] == ["right"] * 20
+    task = Code(str(REAL_DATA / "mbpp_sanitized_30.jsonl"), "chat")
+    assert [task.score(row, said(row["code"])).outcome for row in task.examples("test")] == ["right"] * 30
 
 
 # -- several
