@@ -342,6 +342,11 @@ def test_the_profile_of_a_file(tmp_path):
     assert "right 1" in profile(str(tmp_path / "own.jsonl"), "--task", "gsm8k").stdout
     (tmp_path / "bytes.jsonl").write_bytes(b'{"gold": "1", "completion": "\xff"}\n')
 
+    task = {"prompt": "Add.", "test_imports": [], "test_list": ["assert add(1, 2) == 3"]}
+    row = task | {"completion": "def add(a, b):\n    return a + b\n"}
+    (tmp_path / "code.jsonl").write_text(json.dumps(row) + "\n")
+    assert "right 1, wrong 0" in profile(str(tmp_path / "code.jsonl"), "--task", "code").stdout
+
     for arguments, message in [
         ([str(tmp_path / "bytes.jsonl"), "--task", "gsm8k"], "line 1: not a JSON object"),
         (["nowhere.jsonl", "--task", "gsm8k"], "there is no file nowhere.jsonl"),

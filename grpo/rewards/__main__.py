@@ -11,6 +11,7 @@ A sample to which no reward function applies has neither outcome nor reward.
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections import Counter
@@ -118,6 +119,9 @@ if __name__ == "__main__":
     quiet()
     try:
         main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         line = explain(error, "train", sys.argv[1:])
         if line is None:
