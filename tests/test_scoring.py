@@ -294,7 +294,7 @@ def test_timeouts_are_counted_and_left_out(smoke, tmp_path):
     assert row["data/epoch"] == 1.0 and row["data/prompts"] == 4 and row["loss/grad_norm"] > 0
     lost = [json.loads(text) for text in (tmp_path / "rollouts" / "000001.jsonl").read_text().splitlines()]
     assert sorted(sample["reward"] is None for sample in lost) == [False] * 6 + [True] * 2
-    assert all(sample["advantage"] == 0 for sample in lost if sample["reward"] is None)
+    assert all((s["advantage"], s["outcome"]) == (0, "timeout") for s in lost if s["reward"] is None)
     assert time.monotonic() - started < 25
 
 

@@ -22,6 +22,7 @@ def records(groups: Iterable[Group], **columns: Iterable[Iterable[float]]) -> It
                 "completion": sample.trajectory.answer,
                 "reward": sample.reward.value,
                 "correct": sample.reward.correct,
+                "outcome": sample.reward.outcome,
                 **{f"reward/{name}": value for name, value in sample.reward.parts.items()},
                 **{name: values[p][s] for name, values in columns.items()},
                 "tokens": sample.length,
