@@ -41,6 +41,7 @@ class Rewards:
             raise UserError("task.rewards is empty: name at least one reward function")
         self.functions = [locate(one) if isinstance(one, str) else one for one in listed]
         self.names = [name_of(function) for function in self.functions]
+        self.wanted = [_wanted(function) for function in self.functions]
         self.weights = [1.0] * len(listed) if weights is None else [float(weight) for weight in weights]
         self.solved = solved
         if len(self.weights) != len(listed):
@@ -86,9 +87,9 @@ class Rewards:
         """What every function gives; the coroutines among them wait side by side."""
 
         given: list[Any] = []
-        for function in self.functions:
+        for function, names in zip(self.functions, self.wanted, strict=True):
             try:
-                given.append(function(**_wanted(function, arguments)))
+                given.append(function(**{name: arguments[name] for name in names or arguments if name in arguments}))
             except (Exception, SystemExit) as error:
                 given.append(error)
         places = [i for i, values in enumerate(given) if inspect.isawaitable(values)]
@@ -190,12 +191,11 @@ def _parameters(function: Function) -> list[inspect.Parameter]:
         return []
 
 
-def _wanted(function: Function, arguments: Mapping[str, list]) -> Mapping[str, list]:
-    """All of it for a function with **columns, else what its parameters name."""
+def _wanted(function: Function) -> list[str]:
+    """The arguments that a function names; none of them means all, as for one with **columns."""
     parameters = _parameters(function)
-    if not parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return arguments
-    return {p.name: arguments[p.name] for p in parameters if p.name in arguments}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return [] if takes_all else [parameter.name for parameter in parameters]
 
 
 def as_lists(example: Example, trajectories: Sequence[Trajectory]) -> dict[str, list]:
