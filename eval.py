@@ -10,10 +10,10 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
-from grpo.callbacks.samples import records, write
+from grpo.callbacks.samples import on_disk, records, write
 from grpo.callbacks.terminal import evaluation_table
 from grpo.cli import one_line_errors, run
-from grpo.errors import RewardError, UserError
+from grpo.errors import UserError
 from grpo.renderer import TokenizerRenderer
 
 
@@ -71,12 +71,8 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     examples = prompt_limit.fitting(task, evaluator.split, renderer)
     engine = instantiate(config.engine)
     engine.load_weights(pretrained.model().to(trainer.strategy.root_device), 0)
-    try:
-        with trainer.precision_plugin.forward_context():
-            evaluation = evaluator(task, engine, renderer, config.seed, examples=examples)
-    except RewardError as error:
-        write(folder / "samples.failed.jsonl", records(error.groups))
-        raise UserError(f"{error}; what was played is in {folder / 'samples.failed.jsonl'}") from error
+    with trainer.precision_plugin.forward_context(), on_disk(folder / "samples.failed.jsonl"):
+        evaluation = evaluator(task, engine, renderer, config.seed, examples=examples)
     engine.close()
 
     write(folder / "samples.jsonl", records(evaluation.groups))

@@ -12,7 +12,7 @@ from grpo.evaluation import Evaluation
 from grpo.renderer import Renderer
 from grpo.rl import Example, Split, Task
 from grpo.rollout import Group
-from grpo.rows import Chosen
+from grpo.rows import picked
 from grpo.tokens import Scores, TokenBatch
 
 log = logging.getLogger(__name__)
@@ -146,4 +146,4 @@ class PromptLimit:
             )
         log.info("%s: %d of %d prompts are longer than %d tokens and left out", split, len(examples) - len(fits), len(examples),
                  self.max_tokens)  # fmt: skip
-        return Chosen(examples, fits)
+        return picked(examples, fits)

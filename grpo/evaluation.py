@@ -12,7 +12,7 @@ from grpo.errors import UserError
 from grpo.renderer import Renderer
 from grpo.rl import Example, Split, Task
 from grpo.rollout import EVALUATION, Group, derive_seed, play, sample_means, share_right
-from grpo.scoring import check_timeout
+from grpo.scoring import TIMEOUT, check_timeout
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -62,7 +62,7 @@ class Evaluator:
     every: int = 10
     on_start: bool = True
     split: Split = "test"
-    score_timeout: float = 120.0
+    score_timeout: float = TIMEOUT
 
     def __post_init__(self) -> None:
         check_timeout("eval.score_timeout", self.score_timeout)

@@ -12,7 +12,7 @@ from grpo.errors import RewardError, UserError
 from grpo.messages import Message
 from grpo.renderer import Renderer
 from grpo.rl import Action, Env, Example, Reward, Step, Task, Trajectory
-from grpo.scoring import Scoring, check_timeout
+from grpo.scoring import TIMEOUT, Scoring, check_timeout
 from grpo.tokens import Completion, Turn
 
 
@@ -38,12 +38,11 @@ def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
     """length in tokens; shares: truncated, and where anything was graded no_answer, timeout and error; and every part of the
     reward by name, over the samples that have it."""
     told = ("no_answer", "timeout", "error") if any(sample.reward.outcome for sample in samples) else ()
-    values: dict[str, list[float]] = {"length": [], "truncated": []}
+    values: dict[str, list[float]] = {}
     for sample in samples:
         outcomes = {name: sample.reward.outcome == name for name in told}
         ours = {"length": sample.length, "truncated": sample.trajectory.truncated, **outcomes}
-        named = ours | sample.reward.parts | ours  # no part of a reward takes our names
-        for name, value in named.items():
+        for name, value in {**sample.reward.parts, **ours}.items():  # no part of a reward takes our names
             values.setdefault(name, []).append(value)
     first = ["length", "truncated", *told]
     return {name: float(np.mean(values[name])) for name in [*first, *sorted(values.keys() - first)]}
@@ -66,7 +65,7 @@ class Plan:
     group_size: int
     num_rollouts: int
     sampling: Sampling
-    score_timeout: float = 120.0
+    score_timeout: float = TIMEOUT
 
     def __post_init__(self) -> None:
         check_timeout("rollout.score_timeout", self.score_timeout)
@@ -110,7 +109,7 @@ def play(
     renderer: Renderer,
     sampling: Sampling,
     seed: Callable[[int, int, int], int],
-    score_timeout: float = 120.0,
+    score_timeout: float = TIMEOUT,
 ) -> list[Group]:
     """Play `group_size` episodes of every example, all of them side by side: one batched `sample` a turn.
 

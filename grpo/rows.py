@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -67,7 +67,8 @@ class Dataset:
         self.held_out = {split: float(share) for split, share in dict(held_out or {}).items() if share}
         self.filters, self.streaming = tuple(filters), streaming
         self.limits = {"train": train_limit, "validation": validation_limit, "test": test_limit}
-        self.read: dict[str, Sequence[Example]] = {}
+        self.sources: dict[Split, Any] = {}
+        self.read: dict[Split, Sequence[Example]] = {}
         for key, names, known in (
             ("splits", self.splits, SPLITS),
             ("held_out", self.held_out, SPLITS[1:]),
@@ -189,7 +190,12 @@ class Dataset:
                 raise UserError(f"{self.path}, {split}: no column {name!r}; it has {', '.join(there)}")
 
     def _source(self, split: Split) -> Any:
-        """All rows of the source's split, from wherever they are."""
+        """All rows of the source's split, from wherever they are; opened once."""
+        if split not in self.sources:
+            self.sources[split] = self._opened(split)
+        return self.sources[split]
+
+    def _opened(self, split: Split) -> Any:
         from datasets import load_dataset
         from datasets.utils.logging import disable_progress_bar
 
@@ -226,18 +232,23 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class Chosen(Sequence):
-    """Some of a sequence, by their places."""
+class Made(Sequence):
+    """Rows that are made when they are asked for, each from its place alone."""
 
-    items: Sequence
-    places: Sequence[int]
+    size: int
+    make: Callable[[int], Example]
 
     def __len__(self) -> int:
-        return len(self.places)
+        return self.size
 
-    def __getitem__(self, index):
-        chosen = self.places[index]
-        return [self.items[i] for i in chosen] if isinstance(index, slice) else self.items[chosen]
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        place = range(self.size)[index]  # counts from the end too, and ends the iteration
+        return [self.make(i) for i in place] if isinstance(place, range) else self.make(place)
+
+
+def picked(rows: Sequence[Example], places: Sequence[int]) -> Sequence[Example]:
+    """Some of the rows, by their places."""
+    return Made(len(places), lambda i: rows[places[i]])
 
 
 def _files(path: Path, split: str) -> list[Path]:

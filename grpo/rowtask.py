@@ -61,7 +61,7 @@ class RowTask:
 
     def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
         if self.stop is not None:
-            trajectories = [cut(trajectory, self.stop) for trajectory in trajectories]
+            trajectories = [with_answer(t, t.answer.partition(self.stop)[0]) for t in trajectories]
         columns = example if self.gold_column is None else {**example, "gold": self.gold(example)}
         return self.rewards.score(columns, trajectories)
 
@@ -69,10 +69,10 @@ class RowTask:
         return self.score_group(example, [trajectory])[0]
 
 
-def cut(trajectory: Trajectory, stop: str) -> Trajectory:
-    """The same with the last answer ended before `stop`."""
+def with_answer(trajectory: Trajectory, text: str) -> Trajectory:
+    """The same with another text for its last action."""
     *before, last = trajectory.steps
-    message = replace(last.action.message, content=last.action.message.content.partition(stop)[0])
+    message = replace(last.action.message, content=text)
     return Trajectory((*before, replace(last, action=replace(last.action, message=message))))
 
 

@@ -12,6 +12,7 @@ from grpo.rewards import awaited, leave_blocked_loop
 from grpo.rl import Example, Reward, Task, Trajectory
 
 THREADS = 16
+TIMEOUT = 120.0  # seconds of one call, where nobody says otherwise
 NOBODY_KNOWS = Reward(math.nan, False, outcome="timeout")
 
 
@@ -166,13 +167,12 @@ class Scoring:
                         job.begun.clear()
                         self._hire(job.run)
                         job.begun.wait()
-            if self.given_up >= THREADS and not any(
-                r is not NOBODY_KNOWS for job in self.jobs.values() for r in job.rewards
-            ):
-                message = (
-                    f"{_place(self.task)} did not come back in {self.timeout:g} s, {self.given_up} times and never once"
+            answered = any(reward is not NOBODY_KNOWS for job in self.jobs.values() for reward in job.rewards)
+            if self.given_up >= THREADS and not answered:
+                left[0].error = RewardError(
+                    f"{_place(self.task)} did not come back in {self.timeout:g} s, {self.given_up} times and never once: mend "
+                    "it, or raise score_timeout"
                 )
-                left[0].error = RewardError(f"{message}: mend it, or raise score_timeout")
                 for job in left:
                     job.done.set()
         jobs = self.jobs.items()

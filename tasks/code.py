@@ -1,7 +1,6 @@
 """Write a Python function that passes tests: rows in the form of HumanEval (arXiv 2107.03374) or MBPP (arXiv 2108.07732)."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from grpo import sandbox
@@ -12,7 +11,7 @@ from grpo.rewards import text_of
 from grpo.rewards.names import Function
 from grpo.rl import Example, Reward, Split, Trajectory
 from grpo.rows import Dataset
-from grpo.rowtask import RowTask, chosen
+from grpo.rowtask import RowTask, chosen, with_answer
 
 FENCE = "```python\n"
 
@@ -89,12 +88,5 @@ class Code(RowTask):
     def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
         continuation = self.template is base and "entry_point" in example
         if self.template is base and not continuation:
-            trajectories = [_reopened(trajectory) for trajectory in trajectories]
+            trajectories = [with_answer(t, FENCE + t.answer) for t in trajectories]  # the prompt has opened it
         return super().score_group({**example, "continuation": continuation}, trajectories)
-
-
-def _reopened(trajectory: Trajectory) -> Trajectory:
-    """The same with the fence that the prompt had opened."""
-    *before, last = trajectory.steps
-    message = replace(last.action.message, content=FENCE + last.action.message.content)
-    return Trajectory((*before, replace(last, action=replace(last.action, message=message))))

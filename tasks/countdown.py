@@ -10,7 +10,6 @@ import random
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -20,7 +19,7 @@ from grpo.messages import Message
 from grpo.rewards import text_of
 from grpo.rewards.names import Function
 from grpo.rl import Example, Reward, Split
-from grpo.rows import side
+from grpo.rows import Made, side
 from grpo.rowtask import RowTask, chosen
 
 HELD_OUT = {"test": 0.1, "validation": 0.1}  # of all the puzzles there can be
@@ -96,30 +95,6 @@ def draw(rng: random.Random, count: int, largest: int) -> Example:
             return {"numbers": numbers, "target": int(terms[0])}
 
 
-@dataclass(frozen=True)
-class Puzzles(Sequence):
-    """A row is made when it is asked for, by its index alone."""
-
-    name: Split
-    size: int
-    numbers: Sequence[int]
-    largest: int
-    seed: int
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        places = range(self.size)[index]
-        if isinstance(places, range):
-            return [self[i] for i in places]
-        rng = random.Random(f"{self.name} {self.seed} {places}")
-        while True:
-            row = draw(rng, rng.choice(self.numbers), self.largest)
-            if side([sorted(row["numbers"]), row["target"]], HELD_OUT) == self.name:
-                return row
-
-
 class Countdown(RowTask):
     """numbers: how many are given, one of these; largest: the largest of them."""
 
@@ -146,7 +121,14 @@ class Countdown(RowTask):
     def split(self, split: Split) -> Sequence[Example]:
         if self.sizes.get(split, 0) < 1:
             raise UserError(f"there is no split {split!r}: task.sizes={self.sizes}")
-        return Puzzles(split, self.sizes[split], self.numbers, self.largest, self.seed)
+        return Made(self.sizes[split], lambda i: self.puzzle(split, i))
+
+    def puzzle(self, split: Split, place: int) -> Example:
+        rng = random.Random(f"{split} {self.seed} {place}")
+        while True:
+            row = draw(rng, rng.choice(self.numbers), self.largest)
+            if side([sorted(row["numbers"]), row["target"]], HELD_OUT) == split:
+                return row
 
     def messages(self, example: Example) -> tuple[Message, ...]:
         numbers = ", ".join(map(str, example["numbers"]))

@@ -9,7 +9,7 @@ from grpo.errors import UserError
 from grpo.messages import Message
 from grpo.rewards.names import Function
 from grpo.rl import Example, Reward, Split, Trajectory
-from grpo.rows import Chosen, Dataset
+from grpo.rows import Dataset, picked
 from grpo.rowtask import AS_TEXT, NEXT_QUESTION, RowTask, chosen, templates
 
 PROMPTS = templates(
@@ -44,18 +44,20 @@ class Math(RowTask):
     ) -> None:
         self.stop = NEXT_QUESTION if prompt in AS_TEXT else None
         self.template, self.levels = chosen(PROMPTS, prompt), levels
+        self.places: dict[Split, list[int]] = {}  # of the rows of these levels
         super().__init__(Dataset(path, ("problem", "solution"), "math", **rows), rewards, weights, solved)
 
     def examples(self, split: Split) -> Sequence[Example]:
         rows = super().examples(split)
         if self.levels is None:
             return rows
-        places = [i for i, row in enumerate(rows) if level(row) in self.levels]
-        if not places:
+        if split not in self.places:
+            self.places[split] = [i for i, row in enumerate(rows) if level(row) in self.levels]
+        if not self.places[split]:
             raise UserError(
                 f"task.levels={list(self.levels)} leaves none of the {len(rows)} rows of the split {split!r}"
             )
-        return Chosen(rows, places)
+        return picked(rows, self.places[split])
 
     def messages(self, example: Example) -> tuple[Message, ...]:
         return self.template(example["problem"])

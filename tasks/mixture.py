@@ -1,30 +1,13 @@
 """Several tasks in one run, each with its share of the prompts and with metrics of its own."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from grpo.errors import UserError
 from grpo.rl import Env, Example, Reward, Split, Task, Trajectory
+from grpo.rows import Made
 from grpo.scoring import score_group
-
-
-@dataclass(frozen=True)
-class Mixed(Sequence):
-    """Rows of several sources, in a fixed order in which every stretch has about the shares of the whole; a source that is
-    too short for its share starts again."""
-
-    rows: Mapping[str, Sequence[Example]]
-    order: Sequence[tuple[str, int]]  # source, place in it
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        source, place = self.order[index]
-        return {"source": source, "example": self.rows[source][place]}
 
 
 def shares(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
@@ -62,8 +45,15 @@ class Mixture:
         sizes = {name: len(found) for name, found in rows.items()}
         if split != "train":  # in turn, so that the first rows are of every source
             in_turn = sorted((i, place, name) for place, name in enumerate(rows) for i in range(sizes[name]))
-            return Mixed(rows, [(name, i) for i, _, name in in_turn])
-        return Mixed(rows, [(name, i % sizes[name]) for name, i in interleaved(shares(sizes, self.weights))])
+            order = [(name, i) for i, _, name in in_turn]
+        else:  # a source that is too short for its share starts again
+            order = [(name, i % sizes[name]) for name, i in interleaved(shares(sizes, self.weights))]
+
+        def row(place: int) -> Example:
+            name, i = order[place]
+            return {"source": name, "example": rows[name][i]}
+
+        return Made(len(order), row)
 
     def build(self, example: Example) -> Env:
         return self.tasks[example["source"]].build(example["example"])

@@ -20,6 +20,7 @@ from grpo.errors import UserError
 from grpo.messages import Message
 from grpo.rewards.names import Function
 from grpo.rl import Example, Split
+from grpo.rows import Made
 from grpo.rowtask import RowTask
 
 NAMES = ("Sam", "Mia", "Tom", "Ana", "Ben", "Eva", "Leo", "Zoe", "Max", "Ida")
@@ -139,29 +140,6 @@ def worked_answers(
     return [(problem.question, problem.worked(rng, hasty, slips)[0]) for problem in problems]
 
 
-@dataclass(frozen=True)
-class Rows(Sequence):
-    """A row is made when it is asked for, by its index alone."""
-
-    split: Split
-    size: int
-    steps: Sequence[int]
-    seed: int
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        index = range(self.size)[index]  # counts from the end too, and ends the iteration
-        if isinstance(index, range):
-            return [self[i] for i in index]
-        rng = random.Random(f"{self.split} {self.seed} {index}")
-        problem = draw_from(self.split, rng, self.steps)
-        solution, answer = problem.worked(rng)
-        steps = solution.count("\n")
-        return {"question": problem.question, "answer": str(answer), "steps": steps, "solution": solution}
-
-
 class Wordmath(RowTask):
     """steps: fewest and most lines that a worked answer takes, both possible. There are as many validation rows as test rows."""
 
@@ -184,17 +162,24 @@ class Wordmath(RowTask):
 
     def split(self, split: Split) -> Sequence[Example]:
         if split == "train":
-            return Rows("train", self.train_size, self.steps, self.seed)
+            return Made(self.train_size, lambda i: self.row("train", i))
         if split in ("validation", "test"):
             return self.held_out[split]
         raise UserError(f"there is no split {split!r}: choose train, validation or test")
+
+    def row(self, side: Split, place: int) -> Example:
+        rng = random.Random(f"{side} {self.seed} {place}")
+        problem = draw_from(side, rng, self.steps)
+        solution, answer = problem.worked(rng)
+        steps = solution.count("\n")
+        return {"question": problem.question, "answer": str(answer), "steps": steps, "solution": solution}
 
     @cached_property
     def held_out(self) -> dict[Split, Sequence[Example]]:
         """The first `test_size` different questions of the test side, and for validation as many after them: a row that
         counts twice would make intervals too narrow."""
         found: dict[str, Example] = {}
-        for row in Rows("test", 20 * self.test_size, self.steps, self.seed):
+        for row in Made(20 * self.test_size, lambda i: self.row("test", i)):
             found.setdefault(row["question"], row)
             if len(found) == 2 * self.test_size:
                 break

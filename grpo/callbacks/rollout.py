@@ -3,8 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning as L
@@ -14,11 +13,11 @@ import torch
 from grpo import ranks
 from grpo.advantage import has_signal
 from grpo.algorithm import Algorithm
-from grpo.callbacks.samples import records, write
+from grpo.callbacks.samples import on_disk
 from grpo.collate import collate, scores
 from grpo.data import PromptBatch, PromptLoader
 from grpo.engine import Engine
-from grpo.errors import RewardError, UserError
+from grpo.errors import UserError
 from grpo.evaluation import Evaluation, Evaluator
 from grpo.renderer import Renderer
 from grpo.rl import Example, Task
@@ -78,7 +77,8 @@ class RolloutCallback(L.Callback):
         self.started = time.perf_counter()
         self.sync(module)
         synced = time.perf_counter()
-        with trainer.precision_plugin.forward_context(), self.on_disk(f"rollouts/{batch.rollout + 1:06d}.failed.jsonl"):
+        failed = self.folder / "rollouts" / f"{batch.rollout + 1:06d}.failed.jsonl"
+        with trainer.precision_plugin.forward_context(), on_disk(failed):
             played, scored, rounds = self.play(batch)
         order = (~has_signal(scored.rewards)).int().argsort(stable=True)  # those with a signal first
         kept = sorted(order[: self.plan.prompts].tolist())
@@ -145,20 +145,9 @@ class RolloutCallback(L.Callback):
 
     def evaluate(self, trainer: L.Trainer, module: L.LightningModule) -> Evaluation:
         self.sync(module)
-        name = f"evaluations/{self.rollouts:06d}.failed.jsonl"
-        with trainer.precision_plugin.forward_context(), self.on_disk(name):
+        failed = self.folder / "evaluations" / f"{self.rollouts:06d}.failed.jsonl"
+        with trainer.precision_plugin.forward_context(), on_disk(failed):
             return self.evaluator(self.task, self.engine, self.renderer, self.seed, self.rollouts, self.held_out)
-
-    @contextmanager
-    def on_disk(self, name: str) -> Iterator[None]:
-        """Leave what was played there when its reward fails, and say so."""
-        try:
-            yield
-        except RewardError as error:
-            file = self.folder / name
-            if ranks.rank() == 0:
-                write(file, records(error.groups))
-            raise RewardError(f"{error}; what was played is in {file}", error.sample) from error
 
     def record(self, trainer: L.Trainer, metrics: dict[str, float]) -> None:
         for logger in trainer.loggers:

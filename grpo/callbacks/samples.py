@@ -1,13 +1,16 @@
 """Layer 3 - Samples: every rollout and every evaluation as JSON lines, for people and notebooks."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
+from grpo import ranks
 from grpo.data import PromptBatch
+from grpo.errors import RewardError
 from grpo.rollout import Group
 
 
@@ -35,6 +38,17 @@ def write(path: Path, rows: Iterable[dict]) -> None:
     # JSON has no NaN
     known = ({name: None if value != value else value for name, value in row.items()} for row in rows)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in known), encoding="utf-8")
+
+
+@contextmanager
+def on_disk(file: Path) -> Iterator[None]:
+    """Leave there what was played when its reward fails, and say so."""
+    try:
+        yield
+    except RewardError as error:
+        if ranks.rank() == 0:
+            write(file, records(error.groups))
+        raise RewardError(f"{error}; what was played is in {file}", error.sample) from error
 
 
 class Samples(L.Callback):

@@ -74,7 +74,7 @@ class Rewards:
         """
         given = self._called(as_lists(example, trajectories))
         rewards = [self._combined([values[i] for values in given]) for i in range(len(trajectories))]
-        if not self.warned and any(math.isnan(r.value) and r.outcome is None for r in rewards):
+        if not self.warned and any(not reward.known and reward.outcome is None for reward in rewards):
             self.warned = True
             log.warning(
                 "no reward function (%s) applies to a sample: it has no advantage and teaches nothing. Its columns: %s",
@@ -85,7 +85,6 @@ class Rewards:
 
     def _called(self, arguments: Mapping[str, list]) -> list[list[float | Reward | None]]:
         """What every function gives; the coroutines among them wait side by side."""
-
         given: list[Any] = []
         for function, names in zip(self.functions, self.wanted, strict=True):
             try:
@@ -133,7 +132,7 @@ class Rewards:
             applies = applies or weight != 0  # what is only logged is no reward
             if isinstance(value, Reward):
                 parts |= value.parts
-                if graded is None or graded.correct or math.isnan(value.value):  # right is right by all that grade
+                if graded is None or graded.correct or not value.known:  # right is right by all that grade
                     graded = value
                 value = value.value
             else:
@@ -157,9 +156,9 @@ def awaited(value: Any) -> Any:
     async def wait() -> Any:
         return await value
 
-    return (
-        asyncio.run_coroutine_threadsafe(wait(), _loop(os.getpid())).result() if inspect.isawaitable(value) else value
-    )
+    if not inspect.isawaitable(value):
+        return value
+    return asyncio.run_coroutine_threadsafe(wait(), _loop(os.getpid())).result()
 
 
 @lru_cache(maxsize=1)

@@ -21,15 +21,13 @@ from pathlib import Path
 import numpy as np
 
 from grpo.cli import explain, make_task, quiet
-from grpo.errors import UserError
+from grpo.errors import RewardError, UserError
 from grpo.grading import ALGEBRA
 from grpo.messages import Message
 from grpo.rewards import text_of
 from grpo.rl import Action, Example, Reward, State, Step, Task, Trajectory
 from grpo.rowtask import RowTask
-from grpo.scoring import Scoring
-
-TIMEOUT = 120.0  # seconds of one sample, as in a run
+from grpo.scoring import TIMEOUT, Scoring
 
 
 def read(file: Path) -> list[dict]:
@@ -56,8 +54,8 @@ def with_gold(task: Task, row: dict) -> Example:
     return row | {getattr(task, "gold_column", None) or "gold": row["gold"]} if "gold" in row else row
 
 
-def profiled(task: Task, row: dict) -> dict:
-    """The row with what the task says of it."""
+def scored(task: Task, row: dict) -> tuple[Reward, RewardError | None, float]:
+    """What the task gives a row, why it could not, and the milliseconds it took."""
     example = with_gold(task, row)
     try:
         state = task.build(example).start()
@@ -69,10 +67,15 @@ def profiled(task: Task, row: dict) -> dict:
         scoring.start(0, example, [trajectory])
         rewards, errors = scoring.finish()
     ms = 1000 * (time.perf_counter() - start)
-    reward = Reward(math.nan, False, outcome="error") if errors else rewards[0][0]
+    return Reward(math.nan, False, outcome="error") if errors else rewards[0][0], errors.get(0), ms
+
+
+def profiled(task: Task, row: dict) -> dict:
+    """The row with what the task says of it."""
+    reward, error, ms = scored(task, row)
     graded = reward.outcome or ("right" if reward.correct else "wrong" if reward.known else None)
     said = {"outcome": graded, "reward": reward.value if reward.known else None, "ms": round(ms, 3)}
-    return row | said | ({"message": str(errors[0])} if errors else {})
+    return row | said | ({"message": str(error)} if error else {})
 
 
 def report(rows: Sequence[dict], worst: int = 5) -> str:
@@ -107,8 +110,9 @@ def main(arguments: Sequence[str]) -> None:
                 f"{given.file} has no {error}, which the task needs: give `gold`, or its own columns"
             ) from error
     ALGEBRA.start()  # what starts with the first sample is not its own time
-    if "KeyError" in (first := profiled(task, rows[0])).get("message", ""):
-        raise UserError(f"{given.file}, row 1 lacks a column that task={given.task} needs ({first['message']})")
+    _, error, _ = scored(task, rows[0])
+    if error is not None and isinstance(error.__cause__, KeyError):
+        raise UserError(f"{given.file}, row 1 lacks a column that task={given.task} needs ({error})")
     done = [profiled(task, row) for row in rows]
     if given.out:
         given.out.write_text("".join(json.dumps(row) + "\n" for row in done), encoding="utf-8")

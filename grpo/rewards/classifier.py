@@ -31,14 +31,18 @@ class Classifier:
         self.__name__ = Path(path).name
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.lock = threading.Lock()  # groups are scored side by side; one model is not
-        try:
-            config = AutoConfig.from_pretrained(path)
-            self.tokenizer = AutoTokenizer.from_pretrained(
-                tokenizer or path, padding_side="right", truncation_side="left"
-            )
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"the reward model {path} is neither a folder with one nor on the hub: {reason}") from error
+
+        def load(loader: Any, source: str, **kwargs: Any) -> Any:
+            try:
+                return loader.from_pretrained(source, **kwargs)
+            except (OSError, ValueError) as error:
+                reason = " ".join(str(error).split())
+                raise UserError(
+                    f"the reward model {path} is neither a folder with one nor on the hub: {reason}"
+                ) from error
+
+        config = load(AutoConfig, path)
+        self.tokenizer = load(AutoTokenizer, tokenizer or path, padding_side="right", truncation_side="left")
         if config.num_labels != 1:
             raise UserError(
                 f"the reward model {path} has {config.num_labels} labels: it must have one, whose logit is the reward"
@@ -46,7 +50,7 @@ class Classifier:
         self.max_length = max_length or getattr(config, "max_position_embeddings", None)
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        self.model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype).to(self.device).eval()
+        self.model = load(AutoModelForSequenceClassification, path, dtype=dtype).to(self.device).eval()
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:

@@ -108,7 +108,7 @@ def cosine_length(
     for reward, size in zip(correct(completions, gold), _sizes(completions, lengths), strict=True):
         short, long = (right[1], right[0]) if reward.correct else (wrong[0], wrong[1])
         value = long + (short - long) * (1 + math.cos(math.pi * min(size / limit, 1.0))) / 2
-        found.append(None if math.isnan(reward.value) else value)
+        found.append(value if reward.known else None)
     return found
 
 
