@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Self
 
+from grpo.coroutines import awaited, leave_blocked_loop
 from grpo.errors import RewardError, UserError, told
-from grpo.rewards import awaited, leave_blocked_loop
 from grpo.rl import Example, Reward, Task, Trajectory
 
 THREADS = 16

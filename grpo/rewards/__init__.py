@@ -12,12 +12,10 @@ import asyncio
 import inspect
 import logging
 import math
-import os
-import threading
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
+from grpo.coroutines import awaited
 from grpo.errors import RewardError, UserError, told
 from grpo.messages import Message
 from grpo.rewards.names import Function, locate, name_of
@@ -147,35 +145,6 @@ class Rewards:
 
 async def _side_by_side(waiting: Sequence[Any]) -> list[Any]:
     return await asyncio.gather(*waiting, return_exceptions=True)
-
-
-def awaited(value: Any) -> Any:
-    """The value itself, or what a coroutine comes to. All of them share one loop, so that the client of a service, made once, can
-    be used by every call."""
-
-    async def wait() -> Any:
-        return await value
-
-    if not inspect.isawaitable(value):
-        return value
-    return asyncio.run_coroutine_threadsafe(wait(), _loop(os.getpid())).result()
-
-
-@lru_cache(maxsize=1)
-def _loop(pid: int) -> asyncio.AbstractEventLoop:
-    """In a thread of its own; a fork makes a new one."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="coroutines", daemon=True).start()
-    return loop
-
-
-def leave_blocked_loop() -> None:
-    """A coroutine that blocks, by a call that it should have awaited, holds up all others: later ones get another loop."""
-    if _loop.cache_info().currsize:
-        try:
-            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), _loop(os.getpid())).result(1)
-        except TimeoutError:
-            _loop.cache_clear()
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
