@@ -43,9 +43,9 @@ def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
                 before, OmegaConf.from_dotlist([o for o in overrides if o.startswith("model.")])
             ).model
             if not any(override.startswith("task=") for override in overrides):
-                config.task, config.max_tokens = before.task, before.max_tokens
-                config.prompt_limit = before.get("prompt_limit", config.prompt_limit)
-                again = ("task.", "max_tokens=", "prompt_limit.")
+                for key in ("task", "max_tokens", "max_turns", "prompt_limit"):
+                    config[key] = before.get(key, config[key])
+                again = ("task.", "max_tokens=", "max_turns=", "prompt_limit.")
                 config.merge_with_dotlist([o.lstrip("+") for o in overrides if o.lstrip("+").startswith(again)])
         config.model.path = str(folder)
     return config

@@ -322,9 +322,9 @@ class Algorithm:
     def old_logprobs(self, batch: TokenBatch) -> Tensor | None:
         return batch.rollout_logprobs if self.old_policy == "rollout" else batch.old_logprobs
 
-    def weights(self, mask: Tensor) -> Tensor:
-        """[B, C]: a token's share in the loss of one update, of which `mask` [B, C] holds this rank's rows."""
-        return token_weights(mask, self.reduce, self.max_tokens, ranks.total)
+    def weights(self, mask: Tensor, sample: Tensor | None = None) -> Tensor:
+        """[B, C]: a token's share in the loss of one update, of which `mask` [B, C] and `sample` [B] hold this rank's rows."""
+        return token_weights(mask, self.reduce, self.max_tokens, sample, ranks.total)
 
     def policy_term(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """The surrogate [B, C], what it says [B, C] each, and the ratio [B, C], where there is one."""

@@ -1,4 +1,4 @@
-"""Layer 2 - what was played to tensors: turns to a TokenBatch, rewards to Scores."""
+"""Layer 2 - what was played to tensors: turns to rows of a TokenBatch, rewards to Scores."""
 
 from collections.abc import Sequence
 
@@ -6,26 +6,28 @@ import torch
 from torch import Tensor
 
 from grpo.rollout import Group, Sample
-from grpo.tokens import Scores, TokenBatch
+from grpo.tokens import Row, Scores, TokenBatch, rows
+
+NOTHING = Row((0,), (0,), (False,), (0.0,))  # every rank has a row, even where each of its environments failed at once
 
 
 def collate(groups: Sequence[Group], first: int = 0) -> TokenBatch:
-    """One row a turn, in order, samples one after the other; `first` is the place of the first sample in the rollout."""
-    turns = [turn for group in groups for sample in group for turn in sample.turns]
+    """The rows of all samples, in order; `first` is the place of the first sample in the rollout."""
     samples = [sample for group in groups for sample in group]
-    prompt_width = max(len(turn.prompt_ids) for turn in turns)
-    width = max(len(turn.completion.ids) for turn in turns)
-    ids = torch.zeros(len(turns), prompt_width + width, dtype=torch.int64)
+    owned = [(s, row) for s, sample in enumerate(samples, first) for row in rows(sample.turns)] or [(first, NOTHING)]
+    prompt_width = max(len(row.prompt_ids) for _, row in owned)
+    width = max(len(row.ids) for _, row in owned)
+    ids = torch.zeros(len(owned), prompt_width + width, dtype=torch.int64)
     attention_mask = torch.zeros_like(ids)
-    mask = torch.zeros(len(turns), width, dtype=torch.bool)
-    rollout_logprobs = torch.zeros(len(turns), width)  # padding: `mask` keeps it out of every sum
-    for i, turn in enumerate(turns):
-        start, end = prompt_width - len(turn.prompt_ids), prompt_width + len(turn.completion.ids)
-        ids[i, start:end] = torch.tensor(turn.prompt_ids + turn.completion.ids)
+    mask = torch.zeros(len(owned), width, dtype=torch.bool)
+    rollout_logprobs = torch.zeros(len(owned), width)  # padding: `mask` keeps it out of every sum
+    for i, (_, row) in enumerate(owned):
+        start, end = prompt_width - len(row.prompt_ids), prompt_width + len(row.ids)
+        ids[i, start:end] = torch.tensor(row.prompt_ids + row.ids)
         attention_mask[i, start:end] = 1
-        mask[i, : len(turn.completion.ids)] = True
-        rollout_logprobs[i, : len(turn.completion.ids)] = torch.tensor(turn.completion.logprobs)
-    owner = torch.tensor([s for s, sample in enumerate(samples, first) for _ in sample.turns])
+        mask[i, : len(row.ids)] = torch.tensor(row.sampled)
+        rollout_logprobs[i, : len(row.ids)] = torch.tensor(row.logprobs)
+    owner = torch.tensor([s for s, _ in owned])
     return TokenBatch(ids, attention_mask, mask, rollout_logprobs, owner)
 
 
@@ -39,7 +41,7 @@ def scores(groups: Sequence[Group]) -> Scores:
         return tensor(lambda sample: {**sample.reward.parts, "correct": sample.reward.correct}.get(name, torch.nan))
 
     def last(sample: Sample) -> int:
-        return len(sample.turns[-1].completion.ids)
+        return len(sample.turns[-1].completion.ids) if sample.turns else 0
 
     names = dict.fromkeys(["correct", *(name for group in groups for sample in group for name in sample.reward.parts)])
     rewards = tensor(lambda sample: sample.reward.value)

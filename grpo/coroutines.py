@@ -4,20 +4,24 @@ import asyncio
 import inspect
 import os
 import threading
+from collections.abc import Awaitable
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any
 
 
-def awaited(value: Any) -> Any:
-    """The value itself, or what a coroutine comes to. All of them share one loop, so that the client of a service, made once, can
-    be used by every call."""
+def submitted(awaitable: Awaitable) -> Future:
+    """What it will come to. All of them share one loop, so that the client of a service, made once, can be used by every call."""
 
     async def wait() -> Any:
-        return await value
+        return await awaitable
 
-    if not inspect.isawaitable(value):
-        return value
-    return asyncio.run_coroutine_threadsafe(wait(), _loop(os.getpid())).result()
+    return asyncio.run_coroutine_threadsafe(wait(), _loop(os.getpid()))
+
+
+def awaited(value: Any) -> Any:
+    """The value itself, or what a coroutine comes to."""
+    return submitted(value).result() if inspect.isawaitable(value) else value
 
 
 @lru_cache(maxsize=1)

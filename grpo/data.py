@@ -7,10 +7,11 @@ from typing import Self
 
 import numpy as np
 
+from grpo.coroutines import awaited
 from grpo.errors import UserError
 from grpo.evaluation import Evaluation
 from grpo.renderer import Renderer
-from grpo.rl import Example, Split, Task
+from grpo.rl import Example, Split, Task, build, state_of
 from grpo.rollout import Group
 from grpo.rows import picked
 from grpo.tokens import Scores, TokenBatch
@@ -128,7 +129,8 @@ class PromptLimit:
         fits, longest = [], 0
         every = self.too_long == "drop" or not self.by_context
         for i in range(len(examples) if every else min(len(examples), most)):
-            length = len(renderer.prompt_ids(task.build(examples[i]).start().messages))
+            state = state_of(awaited(build(task, examples[i], 0).start()))
+            length = len(renderer.prompt_ids(state.messages, state.tools))
             longest = max(longest, length)
             if length <= self.max_tokens:
                 fits.append(i)

@@ -36,9 +36,16 @@ class Sampling:
 
 
 class Engine(Protocol):
-    """Whatever samples from the policy. `version` says which weights it holds; None before the first load."""
+    """Whatever samples from the policy.
+
+    version: which weights it holds; None before the first load. context: tokens that a prompt and its completion may have
+    together, None where there is no limit; asked for after the first load.
+    """
 
     version: int | None
+
+    @property
+    def context(self) -> int | None: ...
 
     def load_weights(self, model: nn.Module, version: int) -> None:
         """Take the weights of `model` (a Hugging Face causal LM, maybe with a PEFT adapter) as version `version`.

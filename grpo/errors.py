@@ -8,13 +8,21 @@ class UserError(ValueError):
     """A mistake in the set-up, told in one line: what was wrong, what is allowed, what to do."""
 
 
-class RewardError(UserError):
-    """A reward that raised, or gave what is no reward. sample: which of those it was given, where that is known; groups: all
-    that was played when it happened, scored as far as it got."""
+class RolloutError(UserError):
+    """A user's code that failed in a rollout, so that the run cannot go on. groups: all that was played when it happened, scored
+    as far as it got."""
+
+    def __init__(self, message: str, groups: Sequence = ()) -> None:
+        super().__init__(message)
+        self.groups = groups
+
+
+class RewardError(RolloutError):
+    """A reward that raised, or gave what is no reward. sample: which of those it was given, where that is known."""
 
     def __init__(self, message: str, sample: int | None = None, groups: Sequence = ()) -> None:
-        super().__init__(message)
-        self.sample, self.groups = sample, groups
+        super().__init__(message, groups)
+        self.sample = sample
 
 
 def told(error: BaseException) -> str:

@@ -9,10 +9,10 @@ import numpy as np
 
 from grpo.engine import Engine, Sampling
 from grpo.errors import UserError
+from grpo.play import play
 from grpo.renderer import Renderer
 from grpo.rl import Example, Split, Task
-from grpo.rollout import EVALUATION, Group, derive_seed, play, sample_means, share_right
-from grpo.scoring import TIMEOUT, check_timeout
+from grpo.rollout import EVALUATION, Group, Limits, derive_seed, sample_means, share_right
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -53,7 +53,7 @@ class Evaluator:
     """Plays the first `limit` examples of a split (all of them: null), `samples` times each.
 
     With one sample greedy is the usual choice (temperature 0); pass@k wants several, and a temperature. every: rollouts
-    between two evaluations in training, 0 for none; on_start: also before the first. score_timeout: as in `Plan`.
+    between two evaluations in training, 0 for none; on_start: also before the first.
     """
 
     sampling: Sampling
@@ -62,10 +62,9 @@ class Evaluator:
     every: int = 10
     on_start: bool = True
     split: Split = "test"
-    score_timeout: float = TIMEOUT
+    limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        check_timeout("eval.score_timeout", self.score_timeout)
         if self.split not in get_args(Split):
             raise UserError(f"eval.split={self.split} is not one of {', '.join(get_args(Split))}")
         for name, least in (("samples", 1), ("limit", 1), ("every", 0)):
@@ -96,6 +95,6 @@ class Evaluator:
             renderer,
             self.sampling,
             lambda *path: derive_seed(seed, EVALUATION, *path),
-            self.score_timeout,
+            self.limits,
         )
         return Evaluation(rollout, groups, metrics(groups))

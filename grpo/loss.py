@@ -90,28 +90,35 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 
 def token_weights(
-    mask: Tensor, reduce: Reduce, max_tokens: int, total: Callable[[Tensor], Tensor] = lambda counts: counts
+    mask: Tensor,
+    reduce: Reduce,
+    max_tokens: int,
+    sample: Tensor | None = None,
+    total: Callable[[Tensor], Tensor] = lambda counts: counts,
 ) -> Tensor:
-    """Each token's share in the loss of one update.
+    """Each token's share in the loss of one update. B counts the samples with a sampled token, |o_i| those of a sample.
 
-    sequence: 1 / (B |o_i|), the mean over a row and then over rows     (GRPO, arXiv 2402.03300)
-    token:    1 / sum |o_i|, the mean over all tokens of the update     (DAPO, arXiv 2503.14476)
-    constant: 1 / (B L_max), no length in it and so no bias by length   (Dr.GRPO, arXiv 2503.20783)
-    sum:      1 / B, the sum over a row, the mean over rows             (sequences' log-probabilities: RLOO, arXiv 2402.14740)
+    sequence: 1 / (B |o_i|), the mean over a sample and then over samples   (GRPO, arXiv 2402.03300)
+    token:    1 / sum |o_i|, the mean over all tokens of the update         (DAPO, arXiv 2503.14476)
+    constant: 1 / (B L_max), no length in it and so no bias by length       (Dr.GRPO, arXiv 2503.20783)
+    sum:      1 / B, the sum over a sample, the mean over samples           (sequences' log-probabilities: RLOO, arXiv 2402.14740)
 
-    mask: [B, C], every row of the update, B counts the rows with at least one sampled token; max_tokens is L_max.
-    total: sums a tensor over ranks, where a rank holds a part of the update. Returns [B, C] float32, 0 outside the mask.
+    mask: [rows, C], every row of the update; sample: [rows], which sample a row is of (None: each is one), with all of its rows
+    here; max_tokens is L_max. total: sums a tensor over ranks, where a rank holds a part of the update. Returns [rows, C]
+    float32, 0 outside the mask.
     """
     if reduce not in get_args(Reduce):
         raise UserError(f"algo.reduce={reduce} is not one of {', '.join(get_args(Reduce))}")
     mask = mask.float()
-    lengths = mask.sum(dim=1, keepdim=True)
-    rows, tokens = total(torch.stack([(lengths > 0).sum().float(), lengths.sum()]))
+    if sample is None:
+        sample = torch.arange(len(mask), device=mask.device)
+    lengths = torch.zeros(int(sample.max()) + 1, device=mask.device).index_add(0, sample, mask.sum(dim=1))
+    samples, tokens = total(torch.stack([(lengths > 0).sum().float(), lengths.sum()]))
     share = {
-        "sequence": 1 / (rows * lengths),
+        "sequence": 1 / (samples * lengths[sample, None]),
         "token": 1 / tokens,
-        "constant": 1 / (rows * max_tokens),
-        "sum": 1 / rows,
+        "constant": 1 / (samples * max_tokens),
+        "sum": 1 / samples,
     }[reduce]
     return torch.where(mask > 0, share, 0.0)
 

@@ -140,7 +140,7 @@ class GRPOModule(L.LightningModule):
         self.moved = False
         generator = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
         for _ in range(self.algorithm.num_epochs):
-            for minibatch in self.minibatches(tokens, generator):
+            for minibatch in self.minibatches(tokens, scores.rewards.numel(), generator):
                 self.update(minibatch, means)
         counts = {"positive": float((advantages > 0).sum()), "negative": float((advantages < 0).sum())}
         return means.result() | {f"rollout/advantages_{sign}": count for sign, count in counts.items()}
@@ -162,13 +162,15 @@ class GRPOModule(L.LightningModule):
             tokens = replace(tokens, old_logprobs=old_logprobs, old_entropy=old_entropy)
         return tokens
 
-    def minibatches(self, tokens: TokenBatch, generator: torch.Generator) -> Iterator[TokenBatch]:
-        """The rows of all ranks in a random order, in pieces whose sizes differ by one at most; of each piece this rank's."""
-        counts = ranks.concatenated([len(tokens)])
-        first = sum(counts[: ranks.rank()])
-        order = torch.randperm(sum(counts), generator=generator)
-        for piece in order.tensor_split(self.algorithm.num_minibatches):
-            mine = piece[(piece >= first) & (piece < first + len(tokens))] - first
+    def minibatches(self, tokens: TokenBatch, samples: int, generator: torch.Generator) -> Iterator[TokenBatch]:
+        """The samples of all ranks in a random order, in pieces whose sizes differ by one at most; of each piece this rank's
+        rows. A sample is in one piece with all of its rows."""
+        places = torch.randperm(samples, generator=generator).argsort()[
+            tokens.sample.cpu()
+        ]  # of the rows, in that order
+        order = places.argsort(stable=True)
+        for piece in torch.arange(samples).tensor_split(self.algorithm.num_minibatches):
+            mine = order[torch.isin(places[order], piece)]
             yield tokens.rows(mine.to(tokens.ids.device)) if len(mine) else tokens.rows(slice(0, 1)).silenced()
 
     def live(self, tokens: TokenBatch) -> Tensor:
@@ -193,7 +195,7 @@ class GRPOModule(L.LightningModule):
         bonus = self.algorithm.entropy
         entropy_coef = bonus.applied(self.entropy_coef, self.last_entropy)
         # ranks.count(): their gradients get averaged
-        minibatch = replace(minibatch, weights=self.algorithm.weights(minibatch.mask) * ranks.count())
+        minibatch = replace(minibatch, weights=self.algorithm.weights(minibatch.mask, minibatch.sample) * ranks.count())
         live = self.live(minibatch)
         anywhere = ranks.total(torch.tensor(float(len(live)), device=live.device))
         rows = minibatch.rows(

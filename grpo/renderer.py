@@ -9,11 +9,11 @@ from grpo.messages import Message
 
 
 class Renderer(Protocol):
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def prompt_ids(self, messages: Sequence[Message], tools=(), before=()) -> tuple[int, ...]:
         """The conversation as the policy reads it, up to where its next words begin."""
         ...
 
-    def parse(self, ids: Sequence[int]) -> Message:
+    def parse(self, ids: Sequence[int], tools=()) -> Message:
         """What the policy said."""
         ...
 
@@ -28,7 +28,7 @@ class TokenizerRenderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, keep: int | None = None) -> None:
         self.tokenizer, self.keep = tokenizer, keep
 
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def prompt_ids(self, messages: Sequence[Message], tools=(), before=()) -> tuple[int, ...]:
         ids = self._prompt_ids(messages)
         return ids if self.keep is None else ids[-self.keep :]
 
@@ -44,5 +44,5 @@ class TokenizerRenderer:
         )
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)  # the template wrote them already
 
-    def parse(self, ids: Sequence[int]) -> Message:
+    def parse(self, ids: Sequence[int], tools=()) -> Message:
         return Message("assistant", self.tokenizer.decode(ids, skip_special_tokens=True))

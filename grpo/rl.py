@@ -15,9 +15,9 @@ Example = Mapping[str, Any]  # one row of a dataset, with whatever columns its t
 Split = Literal["train", "validation", "test"]
 Outcome = Literal["right", "wrong", "no_answer", "timeout", "error"]  # of grading; in the last two nobody could tell
 
-# How an episode ended: the environment was content; the limit of turns came first; the limit of tokens, of one answer or of the
-# model's context; the environment raised; or took too long. In the last two the episode has no reward, it never becomes a 0.
-End = Literal["answered", "turns", "truncated", "error", "timeout"]
+# How an episode ended: the environment was content; the limit of turns came first; the limit of tokens did, of one answer or of
+# the model's context; the environment raised; or took too long. In the last two there is no reward, it never becomes a 0.
+End = Literal["answered", "out_of_turns", "truncated", "env_error", "env_timeout"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Trajectory:
     @property
     def failed(self) -> bool:
         """Nobody can say what it was worth: the environment broke down."""
-        return self.end in ("error", "timeout")
+        return self.end in ("env_error", "env_timeout")
 
     @property
     def messages(self) -> tuple[Message, ...]:

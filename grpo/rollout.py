@@ -1,19 +1,16 @@
-"""Layer 2 - environments played in batches, a group of samples for each example, and scored."""
+"""Layer 2 - what a rollout is: its size, its limits, its samples, what they say in the mean, its seeds. `play` makes one."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from grpo import ranks
-from grpo.engine import Engine, Sampling
-from grpo.errors import RewardError, UserError
-from grpo.messages import Message
-from grpo.renderer import Renderer
-from grpo.rl import Action, Env, Example, Reward, Step, Task, Trajectory
-from grpo.scoring import TIMEOUT, Scoring, check_timeout
-from grpo.tokens import Completion, Turn
+from grpo.engine import Sampling
+from grpo.errors import UserError
+from grpo.rl import Example, Reward, Trajectory
+from grpo.scoring import TIMEOUT
+from grpo.tokens import Turn
 
 
 @dataclass(frozen=True)
@@ -35,17 +32,32 @@ Group = list[Sample]  # the G samples of one example
 
 
 def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
-    """length in tokens; shares: truncated, and where anything was graded no_answer, timeout and error; and every part of the
-    reward by name, over the samples that have it."""
-    told = ("no_answer", "timeout", "error") if any(sample.reward.outcome for sample in samples) else ()
+    """length in tokens; shares: truncated, and where anything was graded no_answer, timeout and error; of conversations also
+    what `conversation` says; and every part of the reward by name, over the samples that have it."""
+    graded = ("no_answer", "timeout", "error") if any(sample.reward.outcome for sample in samples) else ()
+    conversations = any(len(sample.turns) != 1 or sample.trajectory.steps[0].state.tools for sample in samples)
     values: dict[str, list[float]] = {}
     for sample in samples:
-        outcomes = {name: sample.reward.outcome == name for name in told}
-        ours = {"length": sample.length, "truncated": sample.trajectory.truncated, **outcomes}
+        ours = {"length": sample.length, "truncated": sample.trajectory.truncated}
+        ours |= {name: sample.reward.outcome == name for name in graded}
+        ours |= conversation(sample.trajectory) if conversations else {}
         for name, value in {**sample.reward.parts, **ours}.items():  # no part of a reward takes our names
             values.setdefault(name, []).append(value)
-    first = ["length", "truncated", *told]
-    return {name: float(np.mean(values[name])) for name in [*first, *sorted(values.keys() - first)]}
+    ordered = [*ours, *sorted(values.keys() - ours.keys())]
+    return {name: float(np.mean(values[name])) for name in ordered}
+
+
+def conversation(trajectory: Trajectory) -> dict[str, float]:
+    """Of one episode the turns, whether they ran out, whether the environment raised (env_error) or took too long (env_timeout),
+    the calls of tools, those that failed, and messages whose call could not be read."""
+    said = [step.action.message for step in trajectory.steps]
+    return {
+        "turns": len(said),
+        **{end: float(trajectory.end == end) for end in ("out_of_turns", "env_error", "env_timeout")},
+        "tool_calls": sum(len(message.tool_calls) for message in said),
+        "tool_failures": sum(message.role == "tool" and bool(message.error) for message in trajectory.messages),
+        "malformed_calls": sum(bool(message.error) for message in said),
+    }
 
 
 def share_right(samples: Sequence[Sample]) -> float:
@@ -55,20 +67,36 @@ def share_right(samples: Sequence[Sample]) -> float:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A run is `num_rollouts` rollouts of `prompts` prompts with `group_size` samples each.
+class Limits:
+    """Of one episode, whatever its task.
 
-    score_timeout: seconds for one call of the task's reward; what takes longer is unknown, not 0.
+    max_turns: messages of the policy's. step_timeout, score_timeout: seconds for one call of the environment's, of the reward's;
+    the reward of what takes longer is unknown, not 0.
     """
+
+    max_turns: int = 16
+    step_timeout: float = 60.0
+    score_timeout: float = TIMEOUT
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1:
+            raise UserError(f"max_turns={self.max_turns} must be at least 1")
+        for name in ("step_timeout", "score_timeout"):
+            if not (seconds := getattr(self, name)) > 0:
+                raise UserError(f"{name}={seconds} must be more than 0 seconds")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run is `num_rollouts` rollouts of `prompts` prompts with `group_size` samples each."""
 
     prompts: int
     group_size: int
     num_rollouts: int
     sampling: Sampling
-    score_timeout: float = TIMEOUT
+    limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        check_timeout("rollout.score_timeout", self.score_timeout)
         for name in ("prompts", "group_size", "num_rollouts"):
             if getattr(self, name) < 1:
                 raise UserError(f"rollout.{name}={getattr(self, name)} must be at least 1")
@@ -84,82 +112,3 @@ TRAIN, EVALUATION, SHUFFLE = range(3)  # second in the path of a seed: what the 
 def derive_seed(*path: int) -> int:
     """A 63-bit seed that depends on every number of the path, as (run, TRAIN, rollout, prompt, sample, turn)."""
     return int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0] >> 1)
-
-
-class _Episode:
-    """One environment and what has happened in it so far."""
-
-    def __init__(self, env: Env) -> None:
-        self.env, self.state = env, env.start()
-        self.steps: list[Step] = []
-        self.turns: list[Turn] = []
-
-    def act(self, prompt_ids: tuple[int, ...], completion: Completion, message: Message) -> None:
-        action = Action(message, completion.finish == "length", len(completion.ids))
-        self.steps.append(Step(self.state, action))
-        self.turns.append(Turn(prompt_ids, completion))
-        self.state = self.env.step(action)
-
-
-def play(
-    task: Task,
-    examples: Sequence[Example],
-    group_size: int,
-    engine: Engine,
-    renderer: Renderer,
-    sampling: Sampling,
-    seed: Callable[[int, int, int], int],
-    score_timeout: float = TIMEOUT,
-) -> list[Group]:
-    """Play `group_size` episodes of every example, all of them side by side: one batched `sample` a turn.
-
-    seed: (index of the example, index of the sample, turn) to the seed of that one completion. Every rank plays its share of
-    the examples. A group is scored as soon as its last episode is over, while others go on. Returns, on each rank, a group
-    for every example, both in order. Raises RewardError, with the groups as far as they got, where a reward fails.
-    """
-    mine = ranks.share(len(examples))
-    # never shared: a fresh environment a sample
-    played = {p: [_Episode(task.build(examples[p])) for _ in range(group_size)] for p in mine}
-
-    def trajectories(p: int) -> list[Trajectory]:
-        return [Trajectory(tuple(episode.steps)) for episode in played[p]]
-
-    def one_turn(active: list[tuple[int, int]], turn: int, scoring: Scoring) -> None:
-        prompts = [renderer.prompt_ids(played[p][s].state.messages) for p, s in active]
-        taken = set()
-
-        def take(i: int, completion: Completion) -> None:
-            p, s = active[i]
-            taken.add(i)
-            played[p][s].act(prompts[i], completion, renderer.parse(completion.ids))
-            if all(episode.state is None for episode in played[p]):
-                scoring.start(p, examples[p], trajectories(p))
-
-        completions = engine.sample(prompts, sampling, [seed(p, s, turn) for p, s in active], take)
-        for i, completion in enumerate(completions):
-            if i not in taken:  # an engine need not tell of each as it comes
-                take(i, completion)
-
-    with Scoring(task, score_timeout) as scoring:
-        turn = 0
-        while active := [(p, s) for p in mine for s in range(group_size) if played[p][s].state is not None]:
-            one_turn(active, turn, scoring)
-            turn += 1
-        rewards, errors = scoring.finish()
-
-    groups: list[Group] = []
-    for p in mine:
-        earned = [*rewards[p], *[Reward(math.nan, False)] * group_size]  # a group whose reward failed may have fewer
-        groups.append(
-            [
-                Sample(examples[p], trajectory, tuple(episode.turns), reward)
-                for trajectory, episode, reward in zip(trajectories(p), played[p], earned, strict=False)
-            ]
-        )
-    groups = ranks.concatenated(groups)
-    failed = ranks.concatenated([(p, str(error), error.sample) for p, error in errors.items()])
-    if failed:
-        p, message, s = failed[0]
-        place = f"prompt_index {p}" + ("" if s is None else f", sample {s}")
-        raise RewardError(f"{message}; it was scoring {place}", s, groups) from errors.get(p)
-    return groups

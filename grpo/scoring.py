@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Self
 
 from grpo.coroutines import awaited, leave_blocked_loop
-from grpo.errors import RewardError, UserError, told
+from grpo.errors import RewardError, told
 from grpo.rl import Example, Reward, Task, Trajectory
 
 THREADS = 16
@@ -102,7 +102,7 @@ def _checked(task: Task, i: int, reward: Any) -> Reward:
     """The same in Python's own numbers, which can be written as JSON; NaN is a reward that nobody could give."""
     try:
         parts = {name: float(value) for name, value in reward.parts.items()}
-        plain = Reward(float(reward.value), bool(reward.correct), parts, reward.outcome)
+        plain = Reward(float(reward.value), bool(reward.correct), parts, getattr(reward, "outcome", None))
     except (AttributeError, TypeError, ValueError):
         raise RewardError(f"{_place(task)} gave {reward!r}: it must give a grpo.rl.Reward of numbers", i) from None
     if math.isinf(plain.value):
@@ -177,8 +177,3 @@ class Scoring:
                     job.done.set()
         jobs = self.jobs.items()
         return {place: job.rewards for place, job in jobs}, {place: job.error for place, job in jobs if job.error}
-
-
-def check_timeout(name: str, seconds: float) -> None:
-    if not seconds > 0:
-        raise UserError(f"{name}={seconds} must be more than 0 seconds")

@@ -4,7 +4,7 @@ Shapes: N prompts, G samples of each, S = N x G; B rows, P prompt width, C compl
 and completions on the right, so that column P is the first token after every prompt.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, Self
 
@@ -32,6 +32,50 @@ class Turn:
     prompt_ids: tuple[int, ...]
     completion: Completion
 
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.prompt_ids + self.completion.ids
+
+
+@dataclass(frozen=True)
+class Row:
+    """What goes through the model at once: a prompt, and what follows it; `sampled` says which of that the policy sampled."""
+
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    sampled: tuple[bool, ...]
+    logprobs: tuple[float, ...]  # the engine's; 0 where it sampled nothing
+
+    @classmethod
+    def of(cls, turn: Turn) -> Self:
+        completion = turn.completion
+        return cls(turn.prompt_ids, completion.ids, (True,) * len(completion.ids), completion.logprobs)
+
+    def extended(self, turn: Turn) -> Self | None:
+        """The same with a turn whose prompt goes on from here, to the very token; None where it does not."""
+        length = len(self.prompt_ids) + len(self.ids)
+        if turn.prompt_ids[:length] != self.prompt_ids + self.ids:
+            return None
+        between, completion = turn.prompt_ids[length:], turn.completion
+        return replace(
+            self,
+            ids=self.ids + between + completion.ids,
+            sampled=self.sampled + (False,) * len(between) + (True,) * len(completion.ids),
+            logprobs=self.logprobs + (0.0,) * len(between) + completion.logprobs,
+        )
+
+
+def rows(turns: Sequence[Turn]) -> list[Row]:
+    """The turns of one episode, oldest first, as few rows as show the model what the policy saw: a turn joins the row before
+    it where its prompt begins with all of that row. Every sampled token is in one row, once."""
+    found: list[Row] = []
+    for turn in turns:
+        if found and (longer := found[-1].extended(turn)):
+            found[-1] = longer
+        else:
+            found.append(Row.of(turn))
+    return found
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -40,7 +84,9 @@ class Scores:
     rewards: Tensor  # [N, G] float32
     parts: Mapping[str, Tensor]  # [N, G] each: the named numbers of the rewards, `correct` among them
     lengths: Tensor  # [N, G] float32, tokens that were sampled
-    last_lengths: Tensor  # [N, G] float32, those of the last turn, which is the one a limit cuts short
+    last_lengths: (
+        Tensor  # [N, G] float32, those of the last turn, which is the one a limit cuts short; 0 if there is none
+    )
     truncated: Tensor  # [N, G] bool
 
     def _map(self, function) -> Self:
@@ -73,7 +119,7 @@ class TokenBatch:
     attention_mask: Tensor  # [B, P+C] int64, 0 on padding
     mask: Tensor  # [B, C] bool, True where the policy sampled the token
     rollout_logprobs: Tensor  # [B, C] float32, the engine's
-    sample: Tensor  # [B] int64, which of the S samples the row is a turn of
+    sample: Tensor  # [B] int64, which of the S samples the row is of
     advantages: Tensor | None = None  # [B, C] float32, 0 outside the mask
     old_logprobs: Tensor | None = None  # [B, C] the trainer's, before the first update on this batch
     old_entropy: Tensor | None = None  # [B, C] nats

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from grpo.errors import UserError
-from grpo.rl import Env, Example, Reward, Split, Task, Trajectory
+from grpo.rl import Env, Example, Reward, Split, Task, Trajectory, build
 from grpo.rows import Made
 from grpo.scoring import score_group
 
@@ -55,8 +55,8 @@ class Mixture:
 
         return Made(len(order), row)
 
-    def build(self, example: Example) -> Env:
-        return self.tasks[example["source"]].build(example["example"])
+    def build(self, example: Example, seed: int = 0) -> Env:
+        return build(self.tasks[example["source"]], example["example"], seed)
 
     def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
         source = example["source"]

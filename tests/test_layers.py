@@ -9,7 +9,7 @@ LAYERS = [
     {"rl", "rows", "rowtask", "rewards", "renderer", "engine", "engines", "grading", "logprobs"}
     | {"tools", "toolcalls", "answers", "arithmetic", "workers", "sandbox", "confine", "programs"}
     | {"advantage", "kl", "loss", "correction", "entropy", "algorithm"},
-    {"rollout", "scoring", "collate", "data", "policy", "evaluation", "tiny"},
+    {"rollout", "play", "calls", "scoring", "collate", "data", "policy", "evaluation", "tiny"},
     {"module", "callbacks", "trainer", "runs"},
     {"cli"},
 ]

@@ -6,20 +6,18 @@ from types import SimpleNamespace
 import pytest
 from conftest import EXAMPLES, compose_config
 
-from grpo.advantage import no_baseline
-from grpo.algorithm import Algorithm
 from grpo.callbacks.rollout import rollout_metrics
-from grpo.collate import collate, scores
+from grpo.collate import scores
 from grpo.engine import Sampling
 from grpo.engines.transformers import TransformersEngine
 from grpo.errors import UserError
 from grpo.evaluation import Evaluator, metrics, pass_at_k
-from grpo.loss import clip
 from grpo.messages import Message
+from grpo.play import play
 from grpo.policy import Pretrained
 from grpo.renderer import TokenizerRenderer
 from grpo.rl import Action, Reward, State, Step, Trajectory
-from grpo.rollout import Plan, Sample, derive_seed, play
+from grpo.rollout import Plan, Sample, derive_seed
 from grpo.tokens import Completion, Turn
 from tasks.gsm8k import GSM8K
 from train import train
@@ -76,11 +74,7 @@ def test_every_sample_has_an_environment_of_its_own_and_turns_go_on_as_long_as_i
         for sample in group:
             said = [step.action.message for step in sample.trajectory.steps]
             assert list(sample.trajectory.steps[-1].state.messages[1::2]) == said[:-1]  # its own words, nobody else's
-    batch = collate(groups)  # a row a turn
-    assert batch.sample.tolist() == [0, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 5]
     scored = scores(groups)
-    advantages = Algorithm(no_baseline, clip, max_tokens=4).credit(scored, batch).advantages
-    assert advantages[:, 0].tolist() == [1, 1, 3, 3, 3, 3, 3, 3, 2, 2, 2, 2]  # the episode's advantage
     assert scored.lengths[1].tolist() == [sum(len(t.completion.ids) for t in sample.turns) for sample in groups[1]]
     assert scored.last_lengths[1].tolist() == [len(sample.turns[-1].completion.ids) for sample in groups[1]]
 
@@ -104,8 +98,9 @@ def test_pass_at_k(n, c, k, value):
 
 def test_evaluation_metrics():
     def sample(correct: bool, length: int, form: float):
-        reward = Reward(0.0, correct, {"format": form})
-        return SimpleNamespace(reward=reward, length=length, trajectory=SimpleNamespace(truncated=length == 9))
+        step = Step(State((Message("user", "q"),)), Action(Message("assistant", "a"), truncated=length == 9))
+        turn = Turn((1,), Completion((2,) * length, (-1.0,) * length, "stop"))
+        return Sample({}, Trajectory((step,)), (turn,), Reward(0.0, correct, {"format": form}))
 
     groups = [[sample(True, 3, 1.0), sample(False, 9, 0.0)], [sample(False, 2, 1.0), sample(False, 2, 0.0)]]
     assert metrics(groups) == {

@@ -14,11 +14,12 @@ from grpo.collate import collate, scores
 from grpo.engine import Sampling
 from grpo.engines.transformers import TransformersEngine
 from grpo.messages import Message
+from grpo.play import play
 from grpo.policy import Pretrained
 from grpo.renderer import TokenizerRenderer
 from grpo.rewards import Rewards
 from grpo.rl import Action, Reward, SingleTurn, State, Step, Trajectory
-from grpo.rollout import derive_seed, play
+from grpo.rollout import derive_seed
 from grpo.scoring import THREADS, Scoring, score_group
 
 
@@ -208,6 +209,8 @@ def test_rewards_come_while_others_are_still_generating(toy, toy_model):
             return Reward(float(example), correct=False)
 
     class Watched:
+        context = None
+
         def sample(self, prompts, sampling, seeds, done):
             found = engine.sample(prompts[:2], sampling, seeds[:2], done)
             assert first.wait(10)

@@ -8,7 +8,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
 from grpo.data import PromptBatch
-from grpo.errors import RewardError
+from grpo.errors import RolloutError
 from grpo.policy import Pretrained
 
 
@@ -36,7 +36,7 @@ class Checkpoint(L.Callback):
             self.save(trainer, module)
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, RewardError):  # raised between two updates, on every rank alike
+        if isinstance(exception, RolloutError):  # raised between two updates, on every rank alike
             self.save(trainer, module)
 
     def save(self, trainer: L.Trainer, module: L.LightningModule) -> None:

@@ -19,9 +19,10 @@ from grpo.data import PromptBatch, PromptLoader
 from grpo.engine import Engine
 from grpo.errors import UserError
 from grpo.evaluation import Evaluation, Evaluator
+from grpo.play import play
 from grpo.renderer import Renderer
 from grpo.rl import Example, Task
-from grpo.rollout import TRAIN, Group, Plan, derive_seed, play, sample_means, share_right
+from grpo.rollout import TRAIN, Group, Plan, derive_seed, sample_means, share_right
 from grpo.tokens import Scores
 
 
@@ -125,7 +126,7 @@ class RolloutCallback(L.Callback):
                 self.renderer,
                 self.plan.sampling,
                 lambda p, *path, first=first: derive_seed(self.seed, TRAIN, batch.rollout, first + p, *path),
-                self.plan.score_timeout,
+                self.plan.limits,
             )
             rounds += 1
             scored = self.algorithm.shaped(scores(groups))

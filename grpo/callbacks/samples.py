@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from grpo import ranks
 from grpo.data import PromptBatch
-from grpo.errors import RewardError
+from grpo.errors import RolloutError
 from grpo.rollout import Group
 
 
@@ -18,18 +18,28 @@ def records(groups: Iterable[Group], **columns: Iterable[Iterable[float]]) -> It
     """One flat dict a sample; `columns` are further values, in the shape of the groups."""
     for p, group in enumerate(groups):
         for s, sample in enumerate(group):
+            trajectory = sample.trajectory
+            said = trajectory.steps[-1] if trajectory.steps else None
             yield {
                 "prompt_index": p,
                 "sample": s,
-                "messages": [message.as_dict() for message in sample.trajectory.steps[-1].state.messages],
-                "completion": sample.trajectory.answer,
+                "messages": [message.as_dict() for message in said.state.messages] if said else [],
+                "completion": trajectory.answer,
+                **(
+                    {"tool_calls": said.action.message.as_dict()["tool_calls"]}
+                    if said and said.action.message.tool_calls
+                    else {}
+                ),
+                "end": trajectory.end,
+                **({"env_error": trajectory.error} if trajectory.error else {}),
                 "reward": sample.reward.value,
                 "correct": sample.reward.correct,
                 "outcome": sample.reward.outcome,
                 **{f"reward/{name}": value for name, value in sample.reward.parts.items()},
                 **{name: values[p][s] for name, values in columns.items()},
                 "tokens": sample.length,
-                "truncated": sample.trajectory.truncated,
+                "turns": len(sample.turns),
+                "truncated": trajectory.truncated,
             }
 
 
@@ -42,13 +52,13 @@ def write(path: Path, rows: Iterable[dict]) -> None:
 
 @contextmanager
 def on_disk(file: Path) -> Iterator[None]:
-    """Leave there what was played when its reward fails, and say so."""
+    """Leave there what was played when its reward or its environment fails, and say so."""
     try:
         yield
-    except RewardError as error:
+    except RolloutError as error:
         if ranks.rank() == 0:
             write(file, records(error.groups))
-        raise RewardError(f"{error}; what was played is in {file}", error.sample) from error
+        raise RolloutError(f"{error}; what was played is in {file}") from error
 
 
 class Samples(L.Callback):

@@ -56,6 +56,10 @@ class TransformersEngine:
         self.version: int | None = None
         self.model: nn.Module | None = None
 
+    @property
+    def context(self) -> int:
+        return self.model.config.max_position_embeddings
+
     def load_weights(self, model: nn.Module, version: int) -> None:
         self.model, self.version = model, version
 
@@ -66,12 +70,11 @@ class TransformersEngine:
         seeds: Sequence[int],
         done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
-        context = self.model.config.max_position_embeddings
         longest = max(map(len, prompts))
-        if longest + sampling.max_tokens > context:
+        if longest + sampling.max_tokens > self.context:
             raise UserError(
                 f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens} exceed the model's context of "
-                f"{context}: lower max_tokens, or take shorter prompts"
+                f"{self.context}: lower max_tokens, or take shorter prompts"
             )
         completions: list[Completion] = []
         for start in range(0, len(prompts), self.max_rows):

@@ -67,7 +67,7 @@ class VLLMEngine:
                 logprobs_mode="raw_logprobs",  # before every filter; the temperature is put in by _tempered
             )
         config = self._llm.llm_engine.model_config
-        self._context = config.max_model_len
+        self.context = config.max_model_len
         self._eos = eos_token_ids(path, getattr(config.hf_text_config, "eos_token_id", None))
         self._llm.apply_model(self._put_temperature_in)
 
@@ -111,9 +111,9 @@ class VLLMEngine:
         from vllm import SamplingParams
 
         longest = max(map(len, prompts), default=0)
-        if longest >= self._context:
+        if longest >= self.context:
             raise UserError(
-                f"a prompt of {longest} tokens leaves no room in the engine's context of {self._context}: "
+                f"a prompt of {longest} tokens leaves no room in the engine's context of {self.context}: "
                 "raise engine.max_model_len or drop long prompts"
             )
         params = [
