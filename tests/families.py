@@ -201,6 +201,7 @@ class Family:
 A, B = '{"name": "add", "arguments": {"a": 1, "b": 2}}', '{"name": "add", "arguments": {"a": 3, "b": 4}}'
 IM, TAGS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>"), ("<tool_call>", "</tool_call>")
 BLOCK, BLOCKS = (f"<tool_call>\n{A}\n</tool_call>", f"<tool_call>\n{A}\n</tool_call>\n<tool_call>\n{B}\n</tool_call>")
+RESULTS = ("[TOOL_RESULTS]", "[/TOOL_RESULTS]")
 FAMILIES = {
     "qwen25": Family(QWEN25, IM, TAGS, "<|im_end|>", None, BLOCK, BLOCKS),
     "qwen3": Family(QWEN3, IM, (*TAGS, "<think>", "</think>"), "<|im_end|>", None, BLOCK, BLOCKS),
@@ -216,17 +217,7 @@ FAMILIES = {
     ),
     "mistral": Family(
         MISTRAL,
-        (
-            "<s>",
-            "</s>",
-            "[INST]",
-            "[/INST]",
-            "[TOOL_CALLS]",
-            "[AVAILABLE_TOOLS]",
-            "[/AVAILABLE_TOOLS]",
-            "[TOOL_RESULTS]",
-        )
-        + ("[/TOOL_RESULTS]",),
+        ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", *RESULTS),
         (),
         "</s>",
         "<s>",
