@@ -2,11 +2,17 @@
 
 import random
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+from conftest import compose_config
 from families import FAMILIES, spelled
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from tokenizers import normalizers
 
+from eval import as_in_run
 from grpo.errors import UserError
 from grpo.messages import Message, ToolCall
 from grpo.renderer import TokenizerRenderer
@@ -300,3 +306,55 @@ def test_a_tokenizer_with_a_template_for_tools_beside_its_own():
     renderer = TokenizerRenderer(tokenizer)
     assert renderer.form == "hermes" and "<tools>" in tokenizer.decode(renderer.prompt_ids([QUESTION], TOOLS))
     assert tokenizer.decode(renderer.prompt_ids([QUESTION])).startswith("<|im_start|>user")
+
+
+XML = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>"
+QWEN = FAMILIES["qwen3"].call
+THOUGHT = "I think.\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "family", "said"),
+    [
+        ("qwen2_5", "qwen25", f"Let me see.\n{QWEN}"),
+        ("qwen3", "qwen3", f"<think>\n{THOUGHT}{QWEN}"),
+        ("qwen3_instruct_2507", "qwen3", QWEN),
+        ("qwen3_5_think", "qwen3", f"{THOUGHT}Let me see.\n\n{XML}"),
+        ("qwen3_5_nothink", "qwen3", XML),
+        ("llama3_1", "llama31", FAMILIES["llama31"].call),
+        ("llama3_2", "llama31", FAMILIES["llama31"].call),
+    ],
+)
+def test_real_templates_keep_what_was_sampled(template, family, said):
+    """Those of the models themselves, which TRL brings along."""
+    spec = find_spec("trl")
+    if spec is None:
+        pytest.skip("TRL is not installed")
+    tokenizer = FAMILIES[family].tokenizer()
+    folder = Path(spec.submodule_search_locations[0]) / "chat_templates"
+    tokenizer.chat_template = (folder / f"{template}.jinja").read_text(encoding="utf-8")
+    renderer = TokenizerRenderer(tokenizer)
+    prompt = renderer.prompt_ids([QUESTION], TOOLS)
+    before = prompt + spelled(tokenizer, said + FAMILIES[family].end)
+    message = renderer.parse(before[len(prompt) :], TOOLS)
+    assert message.tool_calls == (CALL,)
+    messages = [QUESTION, message, Message("tool", "3", name="add")]
+    got = renderer.prompt_ids(messages, TOOLS, before)
+    assert got[: len(before)] == before
+    assert tokenizer.decode(got) == tokenizer.decode(renderer.prompt_ids(messages, TOOLS))
+
+
+def test_an_evaluation_reads_a_run_with_the_runs_renderer(tmp_path):
+    """And the command line wins."""
+    best = tmp_path / "checkpoints" / "best"
+    best.mkdir(parents=True)
+    (best / "config.json").touch()
+    trained = compose_config(
+        "renderer.tool_calls=hermes", "+renderer.template_args.enable_thinking=false", "output_dir=."
+    )
+    OmegaConf.save(trained, tmp_path / "config.yaml", resolve=True)
+    for overrides, form in [((), "hermes"), (("task=gsm8k",), "hermes"), (("renderer.tool_calls=mistral",), "mistral")]:
+        config = as_in_run(compose_config(f"run={tmp_path}", *overrides, "output_dir=.", name="eval"), overrides)
+        assert config.renderer.tool_calls == form and config.renderer.template_args == {"enable_thinking": False}
+        renderer = instantiate(config.renderer)(FAMILIES["qwen3"].tokenizer(), None)
+        assert renderer.tool_calls == form and renderer.template_args == {"enable_thinking": False}
