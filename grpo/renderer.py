@@ -99,13 +99,10 @@ class TokenizerRenderer:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False, spaces_between_special_tokens=False)
 
     def _extended(self, before: tuple[int, ...], fresh: tuple[int, ...]) -> tuple[int, ...]:
-        """`before` and the ids of what follows it in the text of `fresh`; or `fresh`, where that text does not begin with it."""
+        """`before` and the ids of what follows it in the text of `fresh`; or `fresh`, where this is not the same text."""
         text = self._decoded(fresh)  # not the template's: a tokenizer may normalize what it reads, as Qwen's does
-        start = self._decoded(before)
-        if not text.startswith(start):
-            return fresh
-        ids = before + self._encoded(text[len(start) :])
-        return ids if self._decoded(ids) == text else fresh  # a tokenizer may begin every text with a space
+        ids = before + self._encoded(text[len(self._decoded(before)) :])
+        return ids if self._decoded(ids) == text else fresh
 
     @cached_property
     def form(self) -> str:

@@ -170,9 +170,9 @@ WRITTEN = {
 def after_thinking(text: str) -> int:
     """Where the thinking ends that a message begins with. Its <think> may be missing: some templates end a prompt with it."""
     start, end = text.find("<think>"), text.find("</think>")
-    opened = start >= 0 and not text[:start].strip()
     if end < 0:
-        return len(text) if opened else 0
+        return 0
+    opened = start >= 0 and not text[:start].strip()
     unopened = (start < 0 or end < start) and not text.lstrip().startswith(BEGINNINGS)
     return end + len("</think>") if opened or unopened else 0
 

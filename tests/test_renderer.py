@@ -221,6 +221,18 @@ def test_a_tokenizer_that_normalizes_what_it_reads_keeps_what_was_sampled():
     assert got[: len(before)] == before and "3 \u03a9?" in tokenizer.decode(got)
 
 
+def test_a_tokenizer_that_begins_every_text_with_a_space_is_not_misled():
+    """What follows the sampled ids would get a space that is not in the conversation."""
+    tokenizer = FAMILIES["qwen25"].tokenizer()
+    completion = spelled(tokenizer, "There are 3.")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
+    renderer = TokenizerRenderer(tokenizer)
+    before = renderer.prompt_ids([QUESTION]) + completion
+    messages = [QUESTION, Message("assistant", "There are 3. And"), Message("user", "Sure?")]
+    assert tokenizer.decode(renderer.prompt_ids(messages)).startswith(tokenizer.decode(before))
+    assert renderer.prompt_ids(messages, (), before) == renderer.prompt_ids(messages)
+
+
 @every_family
 def test_any_completion_is_kept_whole_or_rendered_anew(name):
     """Random pieces of text, of calls, of special tokens and of bytes that are no text."""
