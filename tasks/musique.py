@@ -85,13 +85,15 @@ class KnowledgeBase:
 
     def __init__(self, paragraphs: Sequence[Paragraph], k: int) -> None:
         self.paragraphs, self.k, self.index = tuple(paragraphs), k, bm25s.BM25()
-        texts = [paragraph.shown for paragraph in self.paragraphs]
-        self.index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
+        tokens = bm25s.tokenize([paragraph.shown for paragraph in self.paragraphs], show_progress=False)
+        self.empty = not tokens.vocab  # of which bm25s makes no index
+        if not self.empty:
+            self.index.index(tokens, show_progress=False)
 
     def found(self, query: str) -> list[Paragraph]:
         """The best first; none that shares no word with the query."""
         (words,) = bm25s.tokenize([query], return_ids=False, show_progress=False)
-        if not words:
+        if self.empty or not words:
             return []
         scores = self.index.get_scores(words)  # [paragraphs]
         best = np.argsort(-scores, kind="stable")[: self.k]  # bm25s's own choice among equals depends on the processor

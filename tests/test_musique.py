@@ -120,8 +120,12 @@ def test_a_search_shows_the_best_paragraphs_as_text():
         "Vole",
     ]  # equals: in order
     assert base.search("otter").count("\n\n") == 0  # one that shares no word is not shown to make up the number
+    assert [p.title for p in base.found("digs")] == ["Marten", "Badger"]
     for query in ("zebra", "", "is it the", "?"):
         assert base.search(query) == NOTHING
+    assert (
+        KnowledgeBase([Paragraph("?", "!", False)], k=2).search("what") == KnowledgeBase([], k=2).search("x") == NOTHING
+    )
 
 
 def test_the_tool_is_described_and_its_failures_are_text():
@@ -158,6 +162,7 @@ def test_match_by_hand():
         ("Ostrava", ["Ostrava Mills"], 2 / 3),  # precision 1, recall 1/2
         ("Ostrava Mills in Sollen", ["Ostrava Mills"], 2 / 3),  # 1/2, 1
         ("mills mills mills", ["Mills"], 1 / 2),  # 1/3, 1: a word counts as often as it is there
+        ("new new", ["New New York"], 4 / 5),  # 1, 2/3
         ("a b c d e", ["d c x"], 2 * (2 / 4) * (2 / 3) / (2 / 4 + 2 / 3)),  # a is an article
         ("Sollen", ["Ostrava Mills"], 0),
         ("the", ["Mills"], 0),
@@ -188,6 +193,16 @@ def test_match_by_hand():
             {"searches": 6, "repeats": 0, "supports": 1},
         ),
         ([search("x"), search("x"), say("\\boxed{Sollen}")], -0.1, "wrong", {"repeats": 1, "supports": 0}),
+        # no search: a tool that is not there, and arguments that are none
+        (
+            [
+                Message("assistant", "", (ToolCall("find", {"query": "x"}), ToolCall("search", ["x"]))),
+                say("\\boxed{Mills}"),
+            ],
+            1,
+            "right",
+            {"searches": 0},
+        ),
         # the turns run out: what is claimed beside a call is no answer
         (
             [search("Lark Bridge"), search("Ines Korda", text="\\boxed{Mills}")],
