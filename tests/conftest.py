@@ -19,7 +19,7 @@ from grpo.policy import Pretrained
 from grpo.tiny import make_model, make_tokenizer
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = ROOT / "tests" / "data"  # seven rows of our own
+EXAMPLES = ROOT / "tests" / "data"  # a few rows of our own
 REAL_DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data"))  # gsm8k_test.jsonl and more
 
 quiet()

@@ -1,0 +1,249 @@
+"""MuSiQue: questions that take two to four facts, each found by a search of the question's own paragraphs (arXiv 2108.00573)."""
+
+import logging
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import bm25s
+import numpy as np
+
+from grpo.answers import boxed
+from grpo.errors import UserError
+from grpo.messages import Message
+from grpo.rl import Example, Reward, Split, Trajectory
+from grpo.rows import Dataset, picked
+from grpo.tools import ToolEnv
+
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # by itself it tells of every index
+
+# The box, and not a line "Answer: ...": chat models know it from mathematics, prose does not hold one by accident, and where it
+# ends is plain. The instructions come first, so that all prompts begin with the same tokens, which an engine reads once.
+INSTRUCTIONS = (
+    "Answer the question. It takes several facts: find them with the search tool, one fact at a time, as often as needed. "
+    "When you know the answer, give it alone, in as few words as possible, in \\boxed{}."
+)
+NOTHING = "No paragraph matches. Try other words."
+MATCHES = ("em", "f1")
+HOPS = (2, 3, 4)
+_STYLED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")  # what models put round words in a box
+
+
+class Paragraph(NamedTuple):
+    title: str
+    text: str
+    support: bool  # it holds one of the facts
+
+    @property
+    def shown(self) -> str:
+        """As a search shows it, and as it is indexed."""
+        return f"{self.title}\n{self.text}"
+
+
+class Question(NamedTuple):
+    text: str
+    answers: tuple[str, ...]  # the gold one first, then its aliases
+    hops: int | None  # how many facts it takes
+    paragraphs: tuple[Paragraph, ...]
+
+
+def question_of(row: Example) -> Question:
+    """A row of either form: MuSiQue's own (answer_aliases, paragraph_text, is_supporting, and the number of hops in an id like
+    `2hop__1_2`), or the short one (aliases, text, support, hops). Raises UserError for a paragraph of neither."""
+
+    def one_of(given: Mapping[str, Any], *names: str) -> Any:
+        return next((given[name] for name in names if given.get(name) is not None), None)
+
+    def paragraph(given: Mapping[str, Any]) -> Paragraph:
+        title, text = given.get("title"), one_of(given, "text", "paragraph_text")
+        if title is None or text is None:
+            raise UserError(f"a paragraph has {', '.join(given)}: it needs title, and text (or paragraph_text)")
+        return Paragraph(title, text, bool(one_of(given, "support", "is_supporting")))
+
+    aliases = one_of(row, "aliases", "answer_aliases") or ()
+    answers = tuple(str(answer) for answer in (row.get("answer"), *aliases) if answer not in (None, ""))
+    return Question(row.get("question", ""), answers, hops(row), tuple(map(paragraph, row.get("paragraphs") or ())))
+
+
+def hops(row: Example) -> int | None:
+    """From the column of that name, else from the id; None where neither says."""
+    if row.get("hops") is not None:
+        return int(row["hops"])
+    named = re.match(r"(\d+)hop", str(row.get("id", "")))
+    return int(named[1]) if named else None
+
+
+class KnowledgeBase:
+    """Paragraphs, found by BM25 with the defaults of bm25s: lower case, words of two letters and more without the English stop
+    words, k1 = 1.5, b = 0.75. Nothing in it changes after it is made, so any number of samples may share one.
+
+    k: paragraphs that a search shows at most.
+    """
+
+    def __init__(self, paragraphs: Sequence[Paragraph], k: int) -> None:
+        self.paragraphs, self.k, self.index = tuple(paragraphs), k, bm25s.BM25()
+        tokens = bm25s.tokenize([paragraph.shown for paragraph in self.paragraphs], show_progress=False)
+        self.empty = not tokens.vocab  # of which bm25s makes no index
+        if not self.empty:
+            self.index.index(tokens, show_progress=False)
+
+    def found(self, query: str) -> list[Paragraph]:
+        """The best first; none that shares no word with the query."""
+        (words,) = bm25s.tokenize([query], return_ids=False, show_progress=False)
+        if self.empty or not words:
+            return []
+        scores = self.index.get_scores(words)  # [paragraphs]
+        best = np.argsort(-scores, kind="stable")[: self.k]  # bm25s's own choice among equals depends on the processor
+        return [self.paragraphs[i] for i in best if scores[i] > 0]
+
+    def search(self, query: str) -> str:
+        """Search an encyclopedia. Gives the paragraphs that match best, each under its title.
+
+        Args:
+            query: what to look for: names and words that the paragraph should contain
+        """
+        return "\n\n".join(paragraph.shown for paragraph in self.found(query)) or NOTHING
+
+
+@lru_cache(maxsize=256)  # all samples of a question are built one after the other
+def knowledge(paragraphs: tuple[Paragraph, ...], k: int) -> KnowledgeBase:
+    return KnowledgeBase(paragraphs, k)
+
+
+# -- what an answer is worth
+
+
+def normalised(text: str) -> str:
+    """As SQuAD's evaluation has it (arXiv 1606.05250), which MuSiQue uses: lower case, without punctuation (of ASCII), articles
+    and spare white space."""
+    bare = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+
+
+def em(answer: str, golds: Sequence[str]) -> float:
+    """1 if it is one of them, else 0."""
+    return float(normalised(answer) in map(normalised, golds))
+
+
+def f1(answer: str, golds: Sequence[str]) -> float:
+    """2 P R / (P + R) of the words in common, for the gold answer with which that is highest."""
+
+    def of(gold: str) -> float:
+        ours, theirs = normalised(answer).split(), normalised(gold).split()
+        if not ours or not theirs:
+            return float(ours == theirs)
+        return 2 * sum((Counter(ours) & Counter(theirs)).values()) / (len(ours) + len(theirs))
+
+    return max(map(of, golds), default=0.0)
+
+
+def answer_of(trajectory: Trajectory) -> str | None:
+    """What is in the last box of the last message. None where that one searches instead, or the turns ran out."""
+    if trajectory.end == "turns" or not trajectory.steps or trajectory.steps[-1].action.message.tool_calls:
+        return None
+    found = boxed(trajectory.answer.rpartition("</think>")[2])
+    return None if found is None else _STYLED.sub(r"\1", found).strip() or None
+
+
+def queries(trajectory: Trajectory) -> list[str]:
+    """What the policy searched for, normalised."""
+    calls = [call for step in trajectory.steps for call in step.action.message.tool_calls if call.name == "search"]
+    asked = [call.arguments.get("query") for call in calls if isinstance(call.arguments, Mapping)]
+    return [normalised(query) for query in asked if isinstance(query, str)]
+
+
+def shown(trajectory: Trajectory, paragraphs: Sequence[Paragraph]) -> list[Paragraph]:
+    """Those of the paragraphs that a search has shown, whole."""
+    results = [message.content for message in trajectory.messages if message.role == "tool"]
+    return [paragraph for paragraph in paragraphs if any(paragraph.shown in result for result in results)]
+
+
+class Musique:
+    """reward = em or f1 (`match`) - repeat_penalty * repeats - call_penalty * max(0, searches - free_searches)
+
+    repeats: searches for what the same sample has searched for before, up to `normalised`. A search is a call of it with a text,
+    answered or not. An answer is right by em, whatever `match` is.
+    Parts: em, f1, searches, repeats; supports, the share of the supporting paragraphs that the searches showed; and em again as
+    hops_2, hops_3 or hops_4.
+
+    path: a hub id, a file or a folder; rows of either form, those that are not answerable are left out. hops: the numbers of hops
+    to keep, null for all. rows: further arguments of `Dataset`.
+    """
+
+    gold_column = "answer"
+
+    def __init__(
+        self,
+        path: str = "dgslibisey/MuSiQue",
+        k: int = 3,
+        match: str = "em",
+        repeat_penalty: float = 0.1,
+        call_penalty: float = 0.05,
+        free_searches: int = 4,
+        hops: int | Sequence[int] | None = None,
+        **rows: Any,
+    ) -> None:
+        if match not in MATCHES:
+            raise UserError(f"task.match={match} is not one of {', '.join(MATCHES)}")
+        if k < 1:
+            raise UserError(f"task.k={k} must be at least 1: so many paragraphs a search shows")
+        for name, given in (("repeat_penalty", repeat_penalty), ("call_penalty", call_penalty)):
+            if not 0 <= given < float("inf"):
+                raise UserError(f"task.{name}={given} must be 0 or more: it is taken from the reward")
+        if free_searches < 0:
+            raise UserError(f"task.free_searches={free_searches} must be 0 or more")
+        hops = [hops] if isinstance(hops, int) else hops
+        if hops is not None and not (hops and set(hops) <= set(HOPS)):
+            raise UserError(f"task.hops={list(hops)} must be some of {', '.join(map(str, HOPS))}, or null for all")
+        self.k, self.match, self.hops = k, match, hops
+        self.repeat_penalty, self.call_penalty, self.free_searches = repeat_penalty, call_penalty, free_searches
+        self.data = Dataset(path, ("question", "answer"), "musique", **rows)
+        self.kept: dict[Split, Sequence[Example]] = {}
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        if split not in self.kept:
+            rows = self.data.split(split)
+            if not question_of(rows[0]).paragraphs:
+                raise UserError(
+                    f"{self.data.path}, {split}: no `paragraphs` to search; a row has {', '.join(rows[0])} and needs question, "
+                    "answer, paragraphs"
+                )
+            places = self.places(rows)
+            if not places:
+                only = "" if self.hops is None else f" with task.hops={list(self.hops)}"
+                raise UserError(f"none of the {len(rows)} rows of the split {split!r} is an answerable question{only}")
+            self.kept[split] = picked(rows, places)
+        return self.kept[split]
+
+    def places(self, rows: Sequence[Example]) -> list[int]:
+        """Of the answerable questions with these numbers of hops."""
+        if not isinstance(rows, list):  # a table: the twenty paragraphs of each row need not be read for this
+            short = ("question", "id", "hops", "answerable")
+            rows = rows.select_columns([name for name in rows.column_names if name in short])
+        answerable = [i for i, row in enumerate(rows) if row.get("answerable") is not False]
+        return [i for i in answerable if self.hops is None or hops(rows[i]) in self.hops]
+
+    def build(self, example: Example) -> ToolEnv:
+        question = question_of(example)
+        base = knowledge(question.paragraphs, self.k)
+        return ToolEnv([Message("user", f"{INSTRUCTIONS}\n\nQuestion: {question.text}")], [base.search])
+
+    def score(self, example: Example, trajectory: Trajectory) -> Reward:
+        question, answer, asked = question_of(example), answer_of(trajectory), queries(trajectory)
+        parts = {
+            "em": 0.0 if answer is None else em(answer, question.answers),
+            "f1": 0.0 if answer is None else f1(answer, question.answers),
+            "searches": float(len(asked)),
+            "repeats": float(len(asked) - len(set(asked))),
+        }
+        beyond = max(0, len(asked) - self.free_searches)
+        value = parts[self.match] - self.repeat_penalty * parts["repeats"] - self.call_penalty * beyond
+        right = parts["em"] == 1
+        if supports := [paragraph for paragraph in question.paragraphs if paragraph.support]:
+            parts["supports"] = len(shown(trajectory, supports)) / len(supports)
+        if question.hops is not None:
+            parts[f"hops_{question.hops}"] = float(right)
+        return Reward(value, right, parts, "no_answer" if answer is None else "right" if right else "wrong")
