@@ -14,7 +14,6 @@ from grpo.callbacks.samples import on_disk, records, write
 from grpo.callbacks.terminal import evaluation_table
 from grpo.cli import one_line_errors, run
 from grpo.errors import UserError
-from grpo.renderer import TokenizerRenderer
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="eval")
@@ -33,7 +32,8 @@ def policy_folder(run: str) -> Path:
 
 
 def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """The policy of `config.run`, with model, task and max_tokens as that run had them; a task on the command line wins."""
+    """The policy of `config.run`, with model, renderer, task and max_tokens as that run had them; a task on the command line
+    wins."""
     folder = policy_folder(config.run)
     trained = folder.parent.parent / "config.yaml"
     with open_dict(config):
@@ -42,11 +42,14 @@ def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
             config.model = OmegaConf.merge(
                 before, OmegaConf.from_dotlist([o for o in overrides if o.startswith("model.")])
             ).model
+            config.renderer = before.get("renderer", config.renderer)
+            again = ["renderer."]
             if not any(override.startswith("task=") for override in overrides):
                 config.task, config.max_tokens = before.task, before.max_tokens
                 config.prompt_limit = before.get("prompt_limit", config.prompt_limit)
-                again = ("task.", "max_tokens=", "prompt_limit.")
-                config.merge_with_dotlist([o.lstrip("+") for o in overrides if o.lstrip("+").startswith(again)])
+                again += ["task.", "max_tokens=", "prompt_limit."]
+            given = [override.lstrip("+") for override in overrides]
+            config.merge_with_dotlist([override for override in given if override.startswith(tuple(again))])
         config.model.path = str(folder)
     return config
 
@@ -67,7 +70,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
 
     pretrained = instantiate(config.model)
     prompt_limit = prompt_limit.within(pretrained.config().max_position_embeddings, config.max_tokens)
-    renderer = TokenizerRenderer(pretrained.tokenizer(), prompt_limit.kept)
+    renderer = instantiate(config.renderer)(pretrained.tokenizer(), prompt_limit.kept)
     examples = prompt_limit.fitting(task, evaluator.split, renderer)
     engine = instantiate(config.engine)
     engine.load_weights(pretrained.model().to(trainer.strategy.root_device), 0)

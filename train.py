@@ -14,7 +14,6 @@ from grpo.data import PromptLoader
 from grpo.errors import UserError
 from grpo.module import GRPOModule
 from grpo.policy import with_adapter
-from grpo.renderer import TokenizerRenderer
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -54,7 +53,7 @@ def train(config: DictConfig) -> float | None:
             "it merged into its base"
         )
     prompt_limit = prompt_limit.within(pretrained.config().max_position_embeddings, config.max_tokens)
-    renderer = TokenizerRenderer(pretrained.tokenizer(), prompt_limit.kept)
+    renderer = instantiate(config.renderer)(pretrained.tokenizer(), prompt_limit.kept)
     examples = {split: prompt_limit.fitting(task, split, renderer) for split in splits}
     loader = PromptLoader(examples["train"], plan.prompts, config.seed)
     engine = instantiate(config.engine)

@@ -24,6 +24,7 @@ GROUPS = (
     "algo/correction",
     "rollout",
     "eval",
+    "renderer",
     "engine",
     "optim",
     "trainer",
@@ -67,7 +68,7 @@ def check_signatures(config: DictConfig | ListConfig) -> int:
 def test_option_composes_and_binds(group, option, tmp_path):
     overrides = [f"{group}={option}", f"output_dir={tmp_path}"] + (["model.path=x"] if option == "path" else [])
     assert check_signatures(compose_config(*overrides)) >= 10
-    if group in ("task", "model", "engine", "trainer", "eval"):
+    if group in ("task", "model", "engine", "trainer", "eval", "renderer"):
         assert check_signatures(compose_config(*overrides, name="eval")) >= 5
 
 
