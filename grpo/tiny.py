@@ -52,7 +52,9 @@ TOOL_TEMPLATE = (  # calls in the form of Hermes; a tool is told by its name and
 )
 # single digits, a box's opening as one piece, words with their spaces (a number has none of its own), the rest
 PIECES = r"\\boxed\{|\p{N}| ?\p{L}+(?: (?=\p{N}))?| ?[^\s\p{L}\p{N}]+|\s+"
-CALL_PIECES = r'\n?\{"name": "|", "arguments": \{"|": "|"\}\}\n?|'  # of every call: 8 tokens and what is between, not 18
+CALL_PIECES = (
+    r'\n?\{"name": "|", "arguments": \{"|": "|"\}\}\n?|'  # of every call: 8 tokens and what is between, not 18
+)
 
 Row = tuple[list[int], list[bool]]  # the ids of a conversation, and which of them are learned
 

@@ -8,6 +8,7 @@ import pytest
 
 from grpo.errors import UserError
 from grpo.messages import Message, ToolCall
+from grpo.renderer import TokenizerRenderer
 from grpo.rl import Action, Step, Trajectory
 from grpo.tiny import make_tokenizer, texts
 from grpo.tools import ToolError
@@ -136,6 +137,21 @@ def test_the_worked_dialogues_rendered_and_read_back_give_the_answer():
         assert last == f"\\boxed{{{reply}}}<|end|>"
         lengths.add(len(calls))
     assert lengths == {2, 3}
+
+
+def test_the_renderer_reads_a_dialogue_as_it_was_and_every_prompt_goes_on_from_the_last():
+    said = worked_answers(50, seed=0)
+    renderer = TokenizerRenderer(make_tokenizer([text for one in texts(said) for text in one], tools=True))
+    for one in said:
+        before = ()
+        for place, message in enumerate(one.messages):
+            if message.role == "assistant":
+                prompt = renderer.prompt_ids(one.messages[:place], one.tools, before)
+                whole = renderer.prompt_ids([*one.messages[: place + 1], Message("user", "")], one.tools)
+                assert prompt[: len(before)] == before and whole[: len(prompt)] == prompt
+                end = whole.index(renderer.tokenizer.eos_token_id, len(prompt)) + 1
+                assert renderer.parse(whole[len(prompt) : end], one.tools) == message
+                before = whole[:end]
 
 
 def test_following_the_working_is_right_on_every_row():
