@@ -2,7 +2,7 @@
 
 A Llama of 1.3 M parameters learns careful worked answers (stage 1), then is spoiled by hasty ones (stage 2): it answers
 too early and is mostly wrong, but the skill is still inside, and a reward can bring it out. Knows no task: the worked
-answers come from a callable.
+answers come from a callable, as conversations whose assistant's messages are learned.
 """
 
 import hashlib
@@ -20,13 +20,16 @@ import torch
 from platformdirs import user_cache_path
 from rich.console import Console
 from rich.progress import Progress
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
+
+from grpo.messages import Message
+from grpo.rl import State
 
 RECIPE = 2  # count up when this file changes what comes out
 BATCH = 32
@@ -36,16 +39,31 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+CALL = ("<tool_call>", "</tool_call>")  # tokens, but not special: what the policy says is read without the special ones
+TOOL_TEMPLATE = (  # calls in the form of Hermes; a tool is told by its name and the names of its arguments
+    "{% if tools %}{{ '<|system|>' }}{% for tool in tools %}{% set told = tool.function %}"
+    "{{ '\n' if not loop.first }}{{ told.name + '(' + told.parameters.properties | join(', ') + ')' }}{% endfor %}"
+    "{{ '<|end|>' }}{% endif %}"
+    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}"
+    "{% for call in message.tool_calls %}{{ '\n' if message.content or not loop.first }}"
+    "{{ '<tool_call>\n{\"name\": ' + call.function.name | tojson + ', \"arguments\": ' + call.function.arguments | tojson }}"
+    "{{ '}\n</tool_call>' }}{% endfor %}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 # single digits, a box's opening as one piece, words with their spaces (a number has none of its own), the rest
 PIECES = r"\\boxed\{|\p{N}| ?\p{L}+(?: (?=\p{N}))?| ?[^\s\p{L}\p{N}]+|\s+"
+CALL_PIECES = (
+    r'\n?\{"name": "|", "arguments": \{"|": "|"\}\}\n?|'  # of every call: 8 tokens and what is between, not 18
+)
 
-Pair = tuple[str, str]  # a question and its worked answer
+Row = tuple[list[int], list[bool]]  # the ids of a conversation, and which of them are learned
 
 
-def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: what is frequent in `texts` is one token, and any other text can still be written."""
+def make_tokenizer(texts: list[str], tools: bool = False) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: what is frequent in `texts` is one token, and any other text can still be written. tools: with tokens
+    and a chat template for calls of them."""
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(CALL_PIECES + PIECES if tools else PIECES), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
@@ -58,12 +76,14 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    if tools:
+        tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in CALL])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<|pad|>",
         eos_token="<|end|>",
         additional_special_tokens=list(SPECIAL[2:]),
-        chat_template=CHAT_TEMPLATE,
+        chat_template=TOOL_TEMPLATE if tools else CHAT_TEMPLATE,
         model_max_length=4096,
         clean_up_tokenization_spaces=False,
     )
@@ -88,33 +108,49 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
         return LlamaForCausalLM(config)
 
 
-def tokenize(tokenizer: PreTrainedTokenizerFast, pairs: list[Pair]) -> list[tuple[list[int], int]]:
-    """The ids of each conversation, and how many of them are the prompt."""
-    prompts = [
+def texts(conversations: list[State]) -> list[list[str]]:
+    """All that is said in each of them, a text a message."""
+
+    def text(message: Message) -> str:
+        calls = [json.dumps({"name": call.name, "arguments": dict(call.arguments)}) for call in message.tool_calls]
+        return "".join([message.content, *(f"\n{call}\n" for call in calls)])
+
+    return [[text(message) for message in conversation.messages] for conversation in conversations]
+
+
+def tokenize(tokenizer: PreTrainedTokenizerFast, conversations: list[State]) -> list[Row]:
+    """Learned is what the assistant says, and the end of it."""
+    rendered = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+            [message.as_dict() for message in conversation.messages],
+            tools=[tool.as_dict() for tool in conversation.tools] or None,
+            tokenize=False,
         )
-        for question, _ in pairs
+        for conversation in conversations
     ]
-    prompt_ids = tokenizer(prompts, add_special_tokens=False).input_ids
-    answer_ids = tokenizer([answer for _, answer in pairs], add_special_tokens=False).input_ids
-    return [
-        (prompt + answer + [tokenizer.eos_token_id], len(prompt))
-        for prompt, answer in zip(prompt_ids, answer_ids, strict=True)
-    ]
+    begins, ends = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
+    rows = []
+    for ids in tokenizer(rendered, add_special_tokens=False).input_ids if rendered else ():
+        learned, inside = [], False
+        for i in ids:
+            learned.append(inside)
+            inside = i == begins or (inside and i != ends)
+        rows.append((ids, learned))
+    return rows
 
 
-def batches(rows: list[tuple[list[int], int]], pad: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every row once, with prompts of like length together: ids [B, T] and where the answer is, [B, T] bool."""
+def batches(rows: list[Row], pad: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every row once, with prompts of like length together: ids [B, T] and what is learned, [B, T] bool."""
     rng = random.Random(seed)
-    rows = sorted(rows, key=lambda row: (row[1], rng.random()))  # by answers, the last batch would decide on haste
+    # by whole lengths, the last batch would decide on haste
+    rows = sorted(rows, key=lambda row: (row[1].index(True), rng.random()))
     chunks = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
     rng.shuffle(chunks)
     for chunk in chunks:
         width = max(len(ids) for ids, _ in chunk)
         yield (
             torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in chunk]),
-            torch.tensor([[prompt <= t < len(ids) for t in range(width)] for ids, prompt in chunk]),
+            torch.tensor([learned + [False] * (width - len(learned)) for _, learned in chunk]),
         )
 
 
@@ -160,7 +196,7 @@ class Muon(torch.optim.Optimizer):
 
 def train(
     model: LlamaForCausalLM,
-    rows: list[tuple[list[int], int]],
+    rows: list[Row],
     optimizers: list[torch.optim.Optimizer],
     seed: int,
     done: Callable[[], None],
@@ -185,7 +221,7 @@ def split_parameters(model: LlamaForCausalLM) -> tuple[list[Parameter], list[Par
 
 
 def tiny_folder(
-    worked_answers: Callable[..., list[Pair]],
+    worked_answers: Callable[..., list[State]],
     seed: int = 0,
     clean_steps: int = 700,
     hasty_steps: int = 40,
@@ -197,11 +233,12 @@ def tiny_folder(
 ) -> str:
     """The folder of the model that this recipe makes: made on the first call, found on later ones.
 
-    worked_answers: called with (count, seed, hasty=..., slips=...), gives (question, worked answer) pairs.
+    worked_answers: called with (count, seed, hasty=..., slips=...), gives conversations; all of them
+        have tools, or none.
     cache: the folder that keeps the models; None is the user's own cache.
     """
     recipe = [RECIPE, seed, clean_steps, hasty_steps, clean_lr, hasty_lr, hasty, slips]
-    taste = worked_answers(100, seed, hasty=hasty, slips=slips)  # the recipe changes when its text does
+    taste = texts(worked_answers(100, seed, hasty=hasty, slips=slips))  # the recipe changes when its text does
     name = hashlib.sha256(json.dumps([recipe, taste]).encode()).hexdigest()[:12]
     parent = Path(cache) if cache else user_cache_path("grpo")
     folder = parent / f"tiny-{name}"
@@ -212,7 +249,8 @@ def tiny_folder(
     began = time.perf_counter()
     clean = worked_answers(clean_steps * BATCH, 2 * seed)
     spoiled = worked_answers(hasty_steps * BATCH, 2 * seed + 1, hasty=hasty, slips=slips)
-    tokenizer = make_tokenizer([text for pair in clean[:2000] for text in pair])
+    said = [text for conversation in texts(clean[:2000]) for text in conversation]
+    tokenizer = make_tokenizer(said, tools=any(conversation.tools for conversation in clean))
     model = make_model(tokenizer, seed)
     matrices, rest = split_parameters(model)
     muon = Muon(matrices, lr=clean_lr)

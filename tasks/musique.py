@@ -142,7 +142,7 @@ def f1(answer: str, golds: Sequence[str]) -> float:
 
 def answer_of(trajectory: Trajectory) -> str | None:
     """What is in the last box of the last message. None where that one searches instead, or the turns ran out."""
-    if trajectory.end == "turns" or not trajectory.steps or trajectory.steps[-1].action.message.tool_calls:
+    if trajectory.end == "out_of_turns" or not trajectory.steps or trajectory.steps[-1].action.message.tool_calls:
         return None
     found = boxed(trajectory.answer.rpartition("</think>")[2])
     return None if found is None else _STYLED.sub(r"\1", found).strip() or None

@@ -10,6 +10,7 @@ A step is a line of the worked answer. Nothing is stored or downloaded: a row is
 """
 
 import hashlib
+import math
 import operator
 import random
 from collections.abc import Iterator, Sequence
@@ -19,13 +20,13 @@ from functools import cached_property
 from grpo.errors import UserError
 from grpo.messages import Message
 from grpo.rewards.names import Function
-from grpo.rl import Example, Split
+from grpo.rl import Example, Split, State
 from grpo.rows import Made
 from grpo.rowtask import RowTask
 
 NAMES = ("Sam", "Mia", "Tom", "Ana", "Ben", "Eva", "Leo", "Zoe", "Max", "Ida")
 THINGS = ("coins", "books", "cards", "shells", "apples", "stamps", "pens", "stones")
-LARGEST = 99  # no number on the way is larger
+LARGEST = 99  # no number on the way is larger, if nothing else is asked for
 MOST_STEPS = 8
 TEST_SHARE = 10  # one question in so many belongs to the test side
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
@@ -80,32 +81,38 @@ class Problem:
             text, value = line(value, sign, n)
             yield text, value
 
-    def worked(self, rng: random.Random, hasty: float = 0.0, slips: float = 0.0) -> tuple[str, int]:
-        """The worked answer and its result. A hasty author may stop before any line and box what he has so far."""
+    def working(self, rng: random.Random, hasty: float = 0.0, slips: float = 0.0) -> tuple[list[str], int]:
+        """The lines that the author writes, and what he has then. A hasty one may stop before any of them."""
         written, value = [], self.start
         lines = self.lines(rng, slips)
         while rng.random() >= hasty and (line := next(lines, None)):
             text, value = line
             written.append(text)
+        return written, value
+
+    def worked(self, rng: random.Random, hasty: float = 0.0, slips: float = 0.0) -> tuple[str, int]:
+        """The worked answer and its result, which is boxed."""
+        written, value = self.working(rng, hasty, slips)
         return "\n".join([*written, f"\\boxed{{{value}}}"]), value
 
 
-def draw(rng: random.Random, steps: int) -> Problem:
-    """A problem whose worked answer has `steps` lines."""
+def draw(rng: random.Random, steps: int, largest: int = LARGEST) -> Problem:
+    """A problem whose worked answer has `steps` lines, and no number above `largest`."""
     name, friend = rng.sample(NAMES, 2)
     words = {"name": name, "friend": friend, "things": rng.choice(THINGS)}
-    start = value = rng.randint(3, 20)
+    most = math.isqrt(largest)  # so that a product of two told numbers fits
+    start = value = rng.randint(3, 2 * most + 2)
     told, sums = [f"{name} has {value} {words['things']}."], []
     question = "How many {things} does {name} have?"
     while steps:
-        event, n, each = rng.choice(EVENTS), rng.randint(2, 9), None
+        event, n, each = rng.choice(EVENTS), rng.randint(2, most), None
         amount = n
         if event.lines == 2:
-            each = rng.randint(2, 9)
+            each = rng.randint(2, most)
             amount = n * each
         result = OPERATORS[event.operator](value, amount)
         divides = event.operator != "/" or value % amount == 0
-        if event.lines > steps or (event.question and steps > 1) or not (divides and 2 <= result <= LARGEST):
+        if event.lines > steps or (event.question and steps > 1) or not (divides and 2 <= result <= largest):
             continue
         told.append(event.text.format(n=n, each=each, **words))
         sums.append((event.operator, n, each))
@@ -120,16 +127,16 @@ def side(question: str) -> Split:
     return "test" if digest % TEST_SHARE == 0 else "train"
 
 
-def draw_from(split: Split, rng: random.Random, steps: Sequence[int]) -> Problem:
+def draw_from(split: Split, rng: random.Random, steps: Sequence[int], largest: int = LARGEST) -> Problem:
     while True:
-        problem = draw(rng, rng.randint(*steps))
+        problem = draw(rng, rng.randint(*steps), largest)
         if side(problem.question) == split:
             return problem
 
 
 def worked_answers(
     count: int, seed: int, hasty: float = 0.0, slips: float = 0.0, steps: Sequence[int] = (2, 4)
-) -> list[tuple[str, str]]:
+) -> list[State]:
     """Questions of the train side with their worked answers, to warm a model up on.
 
     hasty: chance, before each line, that the author stops and boxes what he has so far.
@@ -137,11 +144,15 @@ def worked_answers(
     """
     rng = random.Random(f"worked answers {seed}")
     problems = (draw_from("train", rng, steps) for _ in range(count))
-    return [(problem.question, problem.worked(rng, hasty, slips)[0]) for problem in problems]
+    return [
+        State((Message("user", problem.question), Message("assistant", problem.worked(rng, hasty, slips)[0])))
+        for problem in problems
+    ]
 
 
 class Wordmath(RowTask):
-    """steps: fewest and most lines that a worked answer takes, both possible. There are as many validation rows as test rows."""
+    """steps: fewest and most lines that a worked answer takes, both possible. largest: of all the numbers on the way. There are
+    as many validation rows as test rows."""
 
     def __init__(
         self,
@@ -149,6 +160,7 @@ class Wordmath(RowTask):
         train_size: int = 20000,
         test_size: int = 500,
         seed: int = 0,
+        largest: int = LARGEST,
         rewards: str | Sequence[str | Function] = ("correct", "format"),
         weights: Sequence[float] | None = (1.0, 0.0),
     ) -> None:
@@ -156,7 +168,9 @@ class Wordmath(RowTask):
             raise UserError(f"task.steps={list(steps)} must be [fewest, most] with 2 <= fewest <= most <= {MOST_STEPS}")
         if min(train_size, test_size) < 1:
             raise UserError(f"task.train_size={train_size} and task.test_size={test_size} must both be 1 or more")
-        self.steps, self.seed = tuple(steps), seed
+        if largest < LARGEST:
+            raise UserError(f"task.largest={largest} must be at least {LARGEST}")
+        self.steps, self.seed, self.largest = tuple(steps), seed, largest
         self.train_size, self.test_size = train_size, test_size
         super().__init__(self, rewards, weights)
 
@@ -169,7 +183,7 @@ class Wordmath(RowTask):
 
     def row(self, side: Split, place: int) -> Example:
         rng = random.Random(f"{side} {self.seed} {place}")
-        problem = draw_from(side, rng, self.steps)
+        problem = draw_from(side, rng, self.steps, self.largest)
         solution, answer = problem.worked(rng)
         steps = solution.count("\n")
         return {"question": problem.question, "answer": str(answer), "steps": steps, "solution": solution}

@@ -39,7 +39,7 @@ def episode(env: ToolEnv, *said: Message, truncated: bool = False) -> Trajectory
         state = env.step(steps[-1].action)
     if truncated:
         return Trajectory(tuple(steps), "truncated")
-    return Trajectory(tuple(steps)) if state is None else Trajectory(tuple(steps), "turns", last=state)
+    return Trajectory(tuple(steps)) if state is None else Trajectory(tuple(steps), "out_of_turns", last=state)
 
 
 def scored(task: Musique, example: Example, *said: Message, **how) -> Reward:
@@ -237,7 +237,7 @@ def test_the_limit_of_turns_takes_the_credit_of_a_plain_answer_too():
     task = task_of()
     row = task.examples("test")[0]
     steps = episode(task.build(row), say("\\boxed{Mills}")).steps
-    assert task.score(row, Trajectory(steps)).correct and not task.score(row, Trajectory(steps, "turns")).correct
+    assert task.score(row, Trajectory(steps)).correct and not task.score(row, Trajectory(steps, "out_of_turns")).correct
 
 
 def test_a_paragraph_that_the_policy_itself_writes_was_not_found():

@@ -7,10 +7,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo.tiny import BATCH, answer_loss, batches, make_model, make_tokenizer, save, tiny_folder, tokenize
+from grpo.messages import Message, ToolCall, ToolSpec
+from grpo.rl import State
+from grpo.tiny import BATCH, answer_loss, batches, make_model, make_tokenizer, save, texts, tiny_folder, tokenize
+from tasks import calculator
 from tasks.wordmath import worked_answers
 
 brief = partial(tiny_folder, worked_answers, clean_steps=2, hasty_steps=1)
+
+
+def asked(question: str, answer: str) -> State:
+    return State((Message("user", question), Message("assistant", answer)))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,7 +31,13 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return make_tokenizer([text for pair in worked_answers(500, 0) for text in pair])
+    return make_tokenizer([text for pair in texts(worked_answers(500, 0)) for text in pair])
+
+
+@pytest.fixture(scope="module")
+def with_tools():
+    """A tokenizer that knows calls."""
+    return make_tokenizer([text for said in texts(calculator.worked_answers(500, 0)) for text in said], tools=True)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +73,78 @@ def test_the_chat_template(tokenizer):
     assert tokenizer.convert_ids_to_tokens(special) == ["<|system|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>"]
 
 
+WEIGHED = State(
+    (
+        Message("user", "12*3, then?"),
+        Message("assistant", "", (ToolCall("calculator", {"expression": "12*3"}),)),
+        Message("tool", "36", name="calculator"),
+        Message("assistant", "\\boxed{36}"),
+    ),
+    (ToolSpec("calculator", "Works it out.", {"type": "object", "properties": {"expression": {"type": "string"}}}),),
+)
+
+
+def test_the_chat_template_with_tools(with_tools):
+    def rendered(count: int, **arguments) -> str:
+        return with_tools.apply_chat_template(
+            [message.as_dict() for message in WEIGHED.messages[:count]],
+            tools=[tool.as_dict() for tool in WEIGHED.tools],
+            tokenize=False,
+            **arguments,
+        )
+
+    asked = rendered(1, add_generation_prompt=True)
+    assert asked == "<|system|>calculator(expression)<|end|><|user|>12*3, then?<|end|><|assistant|>"
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12*3"}}\n</tool_call>'
+    told = rendered(3, add_generation_prompt=True)
+    assert told == f"{asked}{call}<|end|><|tool|>36<|end|><|assistant|>"  # the next prompt begins with this one
+    assert rendered(4) == told + "\\boxed{36}<|end|>"
+
+
+def test_a_message_may_call_twice_and_say_something(with_tools):
+    calls = tuple(ToolCall("add", {"a": a, "b": "é"}) for a in (1, 2))
+    said = [Message("user", "?"), Message("assistant", "Well.", calls)]
+    tools = [ToolSpec(name, "", {"properties": {"a": {}, "b": {}}}) for name in ("add", "sub")]
+    text = with_tools.apply_chat_template(
+        [m.as_dict() for m in said], tools=[t.as_dict() for t in tools], tokenize=False
+    )
+    one, two = (f'<tool_call>\n{{"name": "add", "arguments": {{"a": {a}, "b": "é"}}}}\n</tool_call>' for a in (1, 2))
+    assert text == f"<|system|>add(a, b)\nsub(a, b)<|end|><|user|>?<|end|><|assistant|>Well.\n{one}\n{two}<|end|>"
+
+
+def test_a_call_is_few_tokens_that_are_read_back(with_tools):
+    text = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12*3"}}\n</tool_call>'
+    ids = with_tools(text, add_special_tokens=False).input_ids
+    assert [with_tools.decode([i]) for i in ids] == [
+        "<tool_call>", '\n{"name": "', "calculator", '", "arguments": {"', "expression", '": "', "1", "2", "*", "3",
+        '"}}\n', "</tool_call>",
+    ]  # fmt: skip
+    assert with_tools.decode(ids, skip_special_tokens=True) == text
+
+
+def test_without_tools_there_is_nothing_of_them(tokenizer):
+    assert "tool" not in tokenizer.chat_template and "<tool_call>" not in tokenizer.get_vocab()
+
+
+def test_learned_is_exactly_what_the_assistant_says(with_tools):
+    ((ids, learned),) = tokenize(with_tools, [WEIGHED])
+    assert len(ids) == len(learned)
+    runs, before = [], False
+    for i, one in zip(ids, learned, strict=True):
+        if one and not before:
+            runs.append([])
+        if one:
+            runs[-1].append(i)
+        before = one
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12*3"}}\n</tool_call><|end|>'
+    assert [with_tools.decode(run) for run in runs] == [call, "\\boxed{36}<|end|>"]
+    rest = with_tools.decode([i for i, one in zip(ids, learned, strict=True) if not one])
+    begin = "<|system|>calculator(expression)<|end|><|user|>12*3, then?<|end|><|assistant|>"
+    assert rest == begin + "<|tool|>36<|end|><|assistant|>"
+
+
 def test_a_batch_marks_the_answer_and_its_end(tokenizer):
-    rows = tokenize(tokenizer, [("1+1?", "2"), ("How many?", "1+1=2\n\\boxed{2}")])
+    rows = tokenize(tokenizer, [asked("1+1?", "2"), asked("How many?", "1+1=2\n\\boxed{2}")])
     ((ids, answer),) = batches(rows, tokenizer.pad_token_id, seed=0)
     texts = {tokenizer.decode(row[marks]) for row, marks in zip(ids, answer, strict=True)}
     assert texts == {"2<|end|>", "1+1=2\n\\boxed{2}<|end|>"}
@@ -71,18 +154,19 @@ def test_every_row_is_in_one_batch(tokenizer):
     rows = tokenize(tokenizer, worked_answers(150, 0))
     got = list(batches(rows, tokenizer.pad_token_id, seed=0))
     assert sorted(len(ids) for ids, _ in got) == [150 % BATCH] + [BATCH] * (150 // BATCH)
-    assert sum(int(answer.sum()) for _, answer in got) == sum(len(ids) - prompt for ids, prompt in rows)
+    assert sum(int(answer.sum()) for _, answer in got) == sum(sum(learned) for _, learned in rows) > 0
 
 
 def test_the_loss_is_that_of_each_row_alone(tokenizer):
     """Padding, and the rows beside it, change nothing."""
     model = make_model(tokenizer, seed=0)
-    rows = tokenize(tokenizer, [("1+1?", "2"), ("How many coins does Sam have?", "1+1=2\n\\boxed{2}")])
+    rows = tokenize(tokenizer, [asked("1+1?", "2"), asked("How many coins does Sam have?", "1+1=2\n\\boxed{2}")])
     ((ids, answer),) = batches(rows, tokenizer.pad_token_id, seed=0)
     with torch.no_grad():
         together = answer_loss(model, ids, answer)
         total = count = 0
-        for row, prompt in rows:
+        for row, learned in rows:
+            prompt = learned.index(True)
             logprobs = model(torch.tensor([row])).logits[0].log_softmax(-1)
             total -= sum(logprobs[t - 1, row[t]] for t in range(prompt, len(row)))
             count += len(row) - prompt
@@ -116,7 +200,7 @@ def test_another_recipe_is_another_model(folder, tmp_path):
     name = folder.rpartition("/")[2]
     assert name not in brief(seed=1, cache=str(tmp_path))
     assert name not in tiny_folder(
-        lambda *args, **kwargs: [(q, "\\boxed{0}") for q, _ in worked_answers(*args, **kwargs)],
+        lambda *args, **kwargs: [asked(q, "\\boxed{0}") for q, _ in texts(worked_answers(*args, **kwargs))],
         clean_steps=2,
         hasty_steps=1,
         cache=str(tmp_path),
@@ -144,8 +228,8 @@ def test_two_at_once_leave_one_whole_folder(folder, tmp_path):
 def test_training_learns(folder, tmp_path):
     """A few steps on a single sum, and it is known by heart."""
 
-    def by_heart(count: int, seed: int, hasty: float = 0.0, slips: float = 0.0) -> list[tuple[str, str]]:
-        return [("1+1?", "2")] * count
+    def by_heart(count: int, seed: int, hasty: float = 0.0, slips: float = 0.0) -> list[State]:
+        return [asked("1+1?", "2")] * count
 
     folder = tiny_folder(by_heart, clean_steps=20, hasty_steps=0, cache=str(tmp_path))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)

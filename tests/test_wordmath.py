@@ -9,11 +9,18 @@ from grpo.answers import extract_answer
 from grpo.errors import UserError
 from grpo.messages import Message
 from grpo.rl import Action, State, Step, Trajectory
-from tasks.wordmath import EVENTS, LARGEST, Problem, Wordmath, draw, side, worked_answers
+from grpo.tiny import texts
+from tasks import wordmath
+from tasks.wordmath import EVENTS, LARGEST, Problem, Wordmath, draw, side
 
 
 def said(text: str) -> Trajectory:
     return Trajectory((Step(State((Message("user", "?"),)), Action(Message("assistant", text))),))
+
+
+def worked_answers(*arguments, **more) -> list[tuple[str, str]]:
+    """Questions and answers."""
+    return [tuple(pair) for pair in texts(wordmath.worked_answers(*arguments, **more))]
 
 
 def check(line: str) -> bool:
@@ -142,7 +149,15 @@ def test_worked_answers_depend_on_the_seed_alone():
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"steps": (1, 4)}, {"steps": (4, 2)}, {"steps": (2, 99)}, {"steps": (2,)}, {"train_size": 0}, {"test_size": 0}],
+    [
+        {"steps": (1, 4)},
+        {"steps": (4, 2)},
+        {"steps": (2, 99)},
+        {"steps": (2,)},
+        {"train_size": 0},
+        {"test_size": 0},
+        {"largest": 98},
+    ],
 )
 def test_bad_arguments_are_told_in_one_line(arguments):
     with pytest.raises(UserError) as error:

@@ -1,0 +1,98 @@
+"""The word problems again, with numbers too large to work out in the head, and a calculator to call: tools on a laptop.
+
+user       Sam has 214 coins. Sam buys 13 bags of 42 coins. How many coins does Sam have?
+assistant  <tool_call>
+           {"name": "calculator", "arguments": {"expression": "13*42"}}
+           </tool_call>
+tool       546
+assistant  (a call of 214+546)
+tool       760
+assistant  \\boxed{760}
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from grpo.arithmetic import value
+from grpo.messages import Message, ToolCall, shown
+from grpo.rewards.names import Function
+from grpo.rl import Example, Reward, State, Trajectory
+from grpo.rowtask import with_answer
+from grpo.tools import ToolEnv, ToolError, spec_of
+from tasks.wordmath import Problem, Wordmath, draw_from
+
+LARGEST = 9999
+LONGEST = 200  # characters of an expression that are read
+EXPRESSION = re.compile(r"(?:[0-9\s.+\-/()]|\*(?!\*))*")
+
+
+def calculator(expression: str) -> str:
+    """Works out an expression, exactly.
+
+    Args:
+        expression: numbers with + - * / and parentheses
+    """
+    result = value(expression) if len(expression) <= LONGEST and EXPRESSION.fullmatch(expression) else None
+    if not isinstance(result, Fraction):
+        raise ToolError(
+            f"{shown(expression)} has no value: give numbers with + - * / and parentheses, and divide by nothing that is 0"
+        )
+    return str(result)  # 7/2 where it is no whole number
+
+
+def calls(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """How often the policy called the tool."""
+    said = ([] if isinstance(completion, str) else completion for completion in completions)
+    return [float(sum(len(message.get("tool_calls", ())) for message in messages)) for messages in said]
+
+
+def conversation(problem: Problem, rng: random.Random, hasty: float = 0.0, slips: float = 0.0) -> State:
+    """A call for each line of the working, and a box. After a slip the author goes on with another number than the tool said."""
+    lines, result = problem.working(rng, hasty, slips)
+    said = [Message("user", problem.question)]
+    for line in lines:
+        expression = line.partition("=")[0]
+        said.append(Message("assistant", "", (ToolCall("calculator", {"expression": expression}),)))
+        said.append(Message("tool", calculator(expression), name="calculator"))
+    return State((*said, Message("assistant", f"\\boxed{{{result}}}")), (spec_of(calculator),))
+
+
+def worked_answers(
+    count: int,
+    seed: int,
+    hasty: float = 0.0,
+    slips: float = 0.0,
+    steps: Sequence[int] = (2, 3),
+    largest: int = LARGEST,
+) -> list[State]:
+    """Conversations about questions of the train side, to warm a model up on. hasty, slips: as in tasks.wordmath."""
+    rng = random.Random(f"calculator {seed}")
+    problems = (draw_from("train", rng, steps, largest) for _ in range(count))
+    return [conversation(problem, rng, hasty, slips) for problem in problems]
+
+
+class Calculator(Wordmath):
+    """steps: fewest and most calls that an answer takes. An episode that runs out of turns has no answer."""
+
+    def __init__(
+        self,
+        steps: Sequence[int] = (2, 3),
+        train_size: int = 20000,
+        test_size: int = 500,
+        seed: int = 0,
+        largest: int = LARGEST,
+        rewards: str | Sequence[str | Function] = ("correct", calls),
+        weights: Sequence[float] | None = (1.0, 0.0),
+    ) -> None:
+        super().__init__(steps, train_size, test_size, seed, largest, rewards, weights)
+
+    def build(self, example: Example) -> ToolEnv:
+        return ToolEnv(self.messages(example), [calculator])
+
+    def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
+        return super().score_group(
+            example, [with_answer(t, "") if t.end == "out_of_turns" else t for t in trajectories]
+        )
