@@ -52,14 +52,15 @@ class _Episode:
     def meet(self, given: Any, max_turns: int) -> None:
         """Take what the environment gave: a state, None, or the exception that its call ended with."""
         truncated = bool(self.steps) and self.steps[-1].action.truncated
-        try:
-            if isinstance(given, BaseException):
-                raise given
-            state = None if given is None and self.steps else state_of(given)
-        except BaseException as error:  # whatever a user's code does, sys.exit() too
-            self.end, self.error = "env_timeout" if isinstance(error, TimeoutError) else "env_error", told(error)
-            return
-        if state is None:
+        state = None
+        if not isinstance(given, BaseException) and not (given is None and self.steps):
+            try:
+                state = state_of(given)
+            except Exception as error:
+                given = error
+        if isinstance(given, BaseException):
+            self.end, self.error = "env_timeout" if isinstance(given, TimeoutError) else "env_error", told(given)
+        elif state is None:
             self.end = "truncated" if truncated else "answered"
         elif len(self.steps) >= max_turns:
             self.end, self.last = "truncated" if truncated else "out_of_turns", state

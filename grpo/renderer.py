@@ -93,7 +93,7 @@ class TokenizerRenderer:
             ) from error
 
     def _encoded(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+        return tuple(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False, spaces_between_special_tokens=False)

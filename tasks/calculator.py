@@ -14,7 +14,6 @@ import random
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 from grpo.arithmetic import value
 from grpo.messages import Message, ToolCall, shown
@@ -41,12 +40,6 @@ def calculator(expression: str) -> str:
             f"{shown(expression)} has no value: give numbers with + - * / and parentheses, and divide by nothing that is 0"
         )
     return str(result)  # 7/2 where it is no whole number
-
-
-def calls(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """How often the policy called the tool."""
-    said = ([] if isinstance(completion, str) else completion for completion in completions)
-    return [float(sum(len(message.get("tool_calls", ())) for message in messages)) for messages in said]
 
 
 def conversation(problem: Problem, rng: random.Random, hasty: float = 0.0, slips: float = 0.0) -> State:
@@ -84,8 +77,8 @@ class Calculator(Wordmath):
         test_size: int = 500,
         seed: int = 0,
         largest: int = LARGEST,
-        rewards: str | Sequence[str | Function] = ("correct", calls),
-        weights: Sequence[float] | None = (1.0, 0.0),
+        rewards: str | Sequence[str | Function] = ("correct",),
+        weights: Sequence[float] | None = None,
     ) -> None:
         super().__init__(steps, train_size, test_size, seed, largest, rewards, weights)
 

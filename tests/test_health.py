@@ -7,6 +7,8 @@ from test_train import rows
 from grpo.callbacks.health import RANGES, Health
 from grpo.callbacks.terminal import evaluation_table
 from grpo.data import PromptBatch
+from grpo.rl import Trajectory
+from grpo.rollout import conversation
 from train import train
 
 
@@ -57,7 +59,8 @@ def test_what_was_said_stays_said(caplog):
 
 def test_every_range_is_of_a_metric_that_runs_have(smoke, tmp_path):
     train(compose_config(*smoke("algo/kl=loss")))
-    assert {well.metric for well in RANGES} <= rows(tmp_path)[1].keys()
+    of_several_turns = {f"rollout/{name}" for name in conversation(Trajectory(()))}
+    assert {well.metric for well in RANGES} <= rows(tmp_path)[1].keys() | of_several_turns
 
 
 def test_a_table_of_evaluations_with_other_metrics_each():

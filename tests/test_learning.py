@@ -59,13 +59,15 @@ def test_the_demo_with_a_tool_learns_to_call_it(tmp_path):
     """Held-out accuracy goes from nearly none to most in 25 rollouts, because the policy calls until it has the answer."""
     command("train.py", "task=calculator", "rollout.num_rollouts=25", "eval.every=25", f"hydra.run.dir={tmp_path}")
     table = metrics(tmp_path)
-    accuracy, calls, reward = (table[name].dropna() for name in ("eval/accuracy", "rollout/calls", "rollout/reward"))
+    accuracy, calls, reward = (
+        table[name].dropna() for name in ("eval/accuracy", "rollout/tool_calls", "rollout/reward")
+    )
     assert accuracy.iloc[0] <= 0.3
     assert accuracy.iloc[-1] >= 0.7
     assert calls.iloc[0] < 1.2 and calls.iloc[-5:].mean() > 2
     assert reward.iloc[-5:].mean() > reward.iloc[:3].mean() + 0.25
     assert table["rollout/logprob_gap"].max() < 1e-4
-    assert table["eval/calls"].dropna().iloc[-1] > 2
+    assert table["eval/tool_calls"].dropna().iloc[-1] > 2
 
 
 def test_eval_agrees_with_the_last_evaluation_of_the_run(demo, tmp_path):

@@ -41,6 +41,12 @@ RANGES = (
           "reward null in rollouts/"),
     Range("rollout/no_answer", 0, 0.5, "most answers are not where the reward looks for them (a box, a last ####): ask for it in "
           "the prompt, reward the form, or raise max_tokens", after=3),
+    Range("rollout/env_error", 0, 0.02, "environments raise, and those samples teach nothing: look for env_error in rollouts/"),
+    Range("rollout/env_timeout", 0, 0.02, "environments take longer than step_timeout, and those samples teach nothing: raise "
+          "it, or look for env_error in rollouts/"),
+    Range("rollout/out_of_turns", 0, 0.5, "most episodes do not come to an end: raise max_turns, or reward an answer", after=3),
+    Range("rollout/malformed_calls", 0, 0.5, "calls of tools cannot be read: see renderer.tool_calls, or rollouts/ for what the "
+          "policy writes", after=3),
     Range("rollout/effective_groups", 1e-9, 1, "no group's rewards differ, and there is nothing to compare: the task may be too "
           "hard or too easy for the policy, or the reward broken; look at rollouts/", after=3),
     Range("loss/ratio", 0.8, 1.2, "the policy moves far within one rollout: lower optim.optimizer.lr, algo.num_epochs or "

@@ -1,5 +1,6 @@
 """Layer 3 - Terminal: a bar that says how it is going, a table of evaluations, two completions at the start and the end."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,12 +24,24 @@ def status(metrics: Mapping[str, float]) -> str:
     )
 
 
-SHARES = re.compile(r"/(accuracy|pass@\d+|truncated|no_answer|timeout|error|format|level_\d|correct)$")
+WRONG = (
+    "no_answer",
+    "timeout",
+    "error",
+    "out_of_turns",
+    "env_error",
+    "env_timeout",
+    "tool_failures",
+    "malformed_calls",
+)
+SHARES = re.compile(
+    r"/(accuracy|pass@\d+|truncated|no_answer|(env_)?(timeout|error)|out_of_turns|format|(level|hops)_\d|supports|correct)$"
+)
 
 
 def worth_telling(name: str, value: float) -> bool:
-    """Not: that nothing went wrong in grading."""
-    return value != 0 or name not in ("eval/no_answer", "eval/timeout", "eval/error")
+    """Not: that nothing went wrong."""
+    return value != 0 or name.removeprefix("eval/") not in WRONG
 
 
 def evaluation_table(
@@ -52,10 +65,15 @@ def evaluation_table(
 
 
 def sample_panel(title: str, sample: Sample) -> Panel:
-    """One completion under the end of its prompt."""
-    prompt = sample.trajectory.steps[0].state.messages[-1].content
+    """What was said, under the end of its prompt; dim is what the policy did not say."""
+    if not (steps := sample.trajectory.steps):
+        return Panel(sample.trajectory.error or "", title=f"{title}: the environment did not begin", title_align="left")
+    prompt = steps[0].state.messages[-1].content
     text = Text(prompt if len(prompt) < 500 else "..." + prompt[-500:], style="dim")
-    text.append("\n" + sample.trajectory.answer[:1000], style="default")
+    for message in sample.trajectory.messages[len(steps[0].state.messages) :]:
+        calls = [f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})" for call in message.tool_calls]
+        said = "\n".join(filter(None, (message.content[:1000], *calls)))
+        text.append("\n" + said, style="default" if message.role == "assistant" else "dim")
     return Panel(text, title=f"{title}: reward {sample.reward.value:.2f}, {sample.length} tokens", title_align="left")
 
 
