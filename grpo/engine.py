@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import nn
 
 from grpo.errors import UserError
-from grpo.tokens import Completion
+from grpo.tokens import CompletionLike
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Engine(Protocol):
     together, None where there is no limit; asked for after the first load.
     """
 
-    version: int | None
+    @property
+    def version(self) -> int | None: ...
 
     @property
     def context(self) -> int | None: ...
@@ -59,8 +60,8 @@ class Engine(Protocol):
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         seeds: Sequence[int],
-        done: Callable[[int, Completion], None] | None = None,
-    ) -> list[Completion]:
+        done: Callable[[int, CompletionLike], None] | None = None,
+    ) -> Sequence[CompletionLike]:
         """One completion for each prompt, in order. Equal prompts are how a group is asked for.
 
         done: told of a prompt's place and completion as soon as it is finished, while others are not, by engines that can.

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -53,6 +53,16 @@ class Message:
         named = {"name": self.name} if self.name is not None else {}
         calls = {"tool_calls": [call.as_dict() for call in self.tool_calls]} if self.tool_calls else {}
         return {"role": self.role, "content": self.content, **named, **calls}
+
+
+class MessageLike(Protocol):
+    """A message of somebody else's: `message_of` makes ours of it. Ours has more: tool_calls, name, error."""
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def content(self) -> str: ...
 
 
 def shown(value: Any, most: int = 80) -> str:

@@ -13,12 +13,12 @@ from grpo import ranks
 from grpo.calls import Calls
 from grpo.engine import Engine, Sampling
 from grpo.errors import RewardError, RolloutError, told
-from grpo.messages import Message
+from grpo.messages import Message, message_of
 from grpo.renderer import Renderer
 from grpo.rl import Action, End, Env, Example, Reward, State, Step, Task, Trajectory, build, state_of
 from grpo.rollout import Group, Limits, Sample
 from grpo.scoring import Scoring
-from grpo.tokens import Completion, Turn
+from grpo.tokens import Completion, CompletionLike, Turn, completion_of
 
 ENVIRONMENT = 1 << 31  # in the place of the turn: the seed of the environment itself
 UNKNOWN = Reward(math.nan, False)
@@ -70,7 +70,7 @@ class _Episode:
     def prompt_ids(self, renderer: Renderer, room: float) -> tuple[int, ...] | None:
         """What the policy reads now; None where the conversation has outgrown the model, which ends it."""
         before = self.turns[-1].ids if self.turns else ()
-        ids = renderer.prompt_ids(self.state.messages, self.state.tools, before)
+        ids = tuple(renderer.prompt_ids(self.state.messages, self.state.tools, before))
         if self.turns and len(ids) > room:
             self.end, self.last, self.state = "truncated", self.state, None
             return None
@@ -139,14 +139,15 @@ def play(
         places, prompts = list(asked), list(asked.values())
         taken = set()
 
-        def take(i: int, completion: Completion) -> None:
+        def take(i: int, given: CompletionLike) -> None:
             taken.add(i)
-            episode = played[places[i]]
-            message = renderer.parse(completion.ids, episode.state.tools)
+            episode, completion = played[places[i]], completion_of(given)
+            message = message_of(renderer.parse(completion.ids, episode.state.tools))
             calls.start(places[i], episode.act(prompts[i], completion, message))
 
         seeds = [seed(p, s, len(played[p, s].turns)) for p, s in places]
-        for i, completion in enumerate(engine.sample(prompts, sampling, seeds, take) if places else ()):
+        given = engine.sample(prompts, sampling, seeds, take) if places else ()
+        for i, completion in zip(range(len(places)), given, strict=True):
             if i not in taken:  # an engine need not tell of each as it comes
                 take(i, completion)
         return bool(places)

@@ -9,14 +9,14 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from grpo.errors import UserError
-from grpo.messages import Message, ToolCall, ToolSpec
+from grpo.messages import Message, MessageLike, ToolCall, ToolSpec
 from grpo.toolcalls import FORMS, MARKERS, WRITTEN, form_of, read
 
 
 class Renderer(Protocol):
     def prompt_ids(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), before: Sequence[int] = ()
-    ) -> tuple[int, ...]:
+    ) -> Sequence[int]:
         """The conversation as the policy reads it, up to where its next words begin.
 
         before: the prompt and completion ids of the turn before this one. The result begins with these very ids wherever the
@@ -25,7 +25,7 @@ class Renderer(Protocol):
         """
         ...
 
-    def parse(self, ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
+    def parse(self, ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> MessageLike:
         """What the policy said; with tools, which of them it called."""
         ...
 
@@ -151,7 +151,9 @@ def called(count: int) -> list[Message]:
 def as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The form that chat templates take. Every call has an id of nine letters or digits, as Mistral's want it, made of its place
     where the policy wrote none such; and every answer the id of its call."""
-    given, waiting, place = [], [], 0
+    given: list[dict[str, Any]] = []
+    waiting: list[str] = []
+    place = 0
     for message in messages:
         written = message.as_dict()
         if message.tool_calls:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, Literal, Protocol
 
-from grpo.messages import Message, ToolSpec, message_of, shown, tool_of
+from grpo.messages import Message, MessageLike, ToolSpec, message_of, shown, tool_of
 
 Example = Mapping[str, Any]  # one row of a dataset, with whatever columns its task needs
 Split = Literal["train", "validation", "test"]
@@ -90,16 +90,6 @@ class Reward:
     @property
     def known(self) -> bool:
         return self.value == self.value
-
-
-class MessageLike(Protocol):
-    """Ours has more: tool_calls, name, error."""
-
-    @property
-    def role(self) -> str: ...
-
-    @property
-    def content(self) -> str: ...
 
 
 class StateLike(Protocol):

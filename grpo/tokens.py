@@ -6,10 +6,12 @@ and completions on the right, so that column P is the first token after every pr
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, Self
+from typing import Literal, Protocol, Self, get_args
 
 import torch
 from torch import Tensor
+
+Finish = Literal["stop", "length"]  # the policy ended it, or a limit of tokens did
 
 
 @dataclass(frozen=True)
@@ -18,11 +20,30 @@ class Completion:
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    finish: Literal["stop", "length"]
+    finish: Finish
 
     def __post_init__(self) -> None:
+        if self.finish not in get_args(Finish):
+            raise ValueError(f"a completion's finish is one of {', '.join(get_args(Finish))}, not {self.finish!r}")
         if len(self.ids) != len(self.logprobs):
             raise ValueError(f"{len(self.ids)} token ids but {len(self.logprobs)} log-probabilities")
+
+
+class CompletionLike(Protocol):
+    """A completion of somebody else's engine: `completion_of` makes ours of it."""
+
+    @property
+    def ids(self) -> Sequence[int]: ...
+
+    @property
+    def logprobs(self) -> Sequence[float]: ...
+
+    @property
+    def finish(self) -> Finish: ...
+
+
+def completion_of(given: CompletionLike) -> Completion:
+    return Completion(tuple(given.ids), tuple(given.logprobs), given.finish)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,22 @@
+"""What `foreign` has, in the slots: nothing to run, mypy reads it (see `test_slots`)."""
+
+import foreign
+
+from grpo.engine import Engine
+from grpo.messages import MessageLike
+from grpo.renderer import Renderer
+from grpo.rl import Env, EnvBuilder, RewardLike, RewardModel, StateLike, Task
+from grpo.tokens import CompletionLike
+
+message: MessageLike = foreign.Message("user", "1+2?")
+state: StateLike = foreign.State([])
+reward: RewardLike = foreign.Reward(1.0, True)
+completion: CompletionLike = foreign.Completion([], [], "stop")
+
+env: Env = foreign.Env("1+2?")
+async_env: Env = foreign.AsyncEnv("1+2?")
+builder: EnvBuilder = foreign.Builder()
+judge: RewardModel = foreign.Judge()
+task: Task = foreign.Task()
+renderer: Renderer = foreign.Renderer()
+engine: Engine = foreign.Engine(["3"])
