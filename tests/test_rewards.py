@@ -355,3 +355,9 @@ def test_the_profile_of_a_file(tmp_path):
     ]:
         failed = profile(*arguments)
         assert failed.returncode and failed.stderr.startswith("error: ") and message in failed.stderr, failed.stderr
+
+
+def test_a_sample_of_too_few_tokens_has_no_reward_whatever_others_say():
+    rewards = Rewards(["unique_letters", partial(functions.at_least, tokens=3)], [1.0, 1.0])
+    given = rewards.score({}, [said("ab", length=2), said("abc", length=3)])
+    assert not given[0].known and given[1].value == 3

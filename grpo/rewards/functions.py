@@ -57,6 +57,13 @@ def think_levels(completions: Completions, **columns: Any) -> list[float]:
     return [level(text_of(completion)) for completion in completions]
 
 
+def at_least(
+    completions: Completions, tokens: int = 10, lengths: Sequence[int] | None = None, **columns: Any
+) -> list[Reward | None]:
+    """Takes the reward, whatever else gave one, from a sample of fewer tokens: nothing is learned from it."""
+    return [None if size >= tokens else Reward(math.nan, False) for size in _sizes(completions, lengths)]
+
+
 def longer(completions: Completions, per: float = 1.0, **columns: Any) -> list[float]:
     """Characters / per."""
     return [len(text_of(completion)) / per for completion in completions]
