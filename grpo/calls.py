@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -62,17 +62,26 @@ class Calls:
     def wait(self) -> None:
         """Until one has come, if any is open, and then for all that were asked for less than PATIENCE ago: what is quick comes in
         one piece, whatever the order of the threads, and what is slow holds up nobody."""
+        while self._gave_up():
+            leave_blocked_loop()  # without the lock: a loop that waits for it, to tell of a call, is not blocked
+
+    def _gave_up(self) -> bool:
+        """Wait until some calls took too long (True), or for what `wait` is for (False)."""
         with self.lock:
             while self.open:
                 now = time.monotonic()
-                for call in [call for call in self.open.values() if call.begun and now >= call.begun + self.timeout]:
+                late = [call for call in self.open.values() if call.begun and now >= call.begun + self.timeout]
+                for call in late:
                     self._give_up(call)
+                if late:
+                    return True
                 patience = max((call.asked for call in self.open.values()), default=now) + PATIENCE
-                if not self.open or (self.came and now >= patience):
+                if self.came and now >= patience:
                     break
                 ends = [call.begun + self.timeout for call in self.open.values() if call.begun]
                 self.changed.wait(min([*ends, patience] if self.came else ends, default=now + 1) - now)
             self.came = 0
+            return False
 
     def _come(self, call: _Call, result: Any) -> None:
         with self.lock:
@@ -83,12 +92,11 @@ class Calls:
                 self.changed.notify()
 
     def _give_up(self, call: _Call) -> None:
+        self._come(call, TimeoutError(f"it took longer than {self.timeout:g} s"))
         if call.future is None:
             self._hire()
         else:
             call.future.cancel()
-            leave_blocked_loop()
-        self._come(call, TimeoutError(f"it took longer than {self.timeout:g} s"))
 
     def _hire(self) -> None:
         self.threads += 1
@@ -108,5 +116,4 @@ class Calls:
             self._come(call, result)
 
     def _awaited(self, call: _Call, future: Future) -> None:
-        if not future.cancelled():
-            self._come(call, future.exception() or future.result())
+        self._come(call, CancelledError() if future.cancelled() else future.exception() or future.result())

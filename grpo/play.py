@@ -52,12 +52,14 @@ class _Episode:
     def meet(self, given: Any, max_turns: int) -> None:
         """Take what the environment gave: a state, None, or the exception that its call ended with."""
         truncated = bool(self.steps) and self.steps[-1].action.truncated
-        try:
-            if isinstance(given, BaseException):
-                raise given
-            state = None if given is None and self.steps else state_of(given)
-        except BaseException as error:  # whatever a user's code does, sys.exit() too
-            self.end, self.error = "env_timeout" if isinstance(error, TimeoutError) else "env_error", told(error)
+        state = None
+        if not isinstance(given, BaseException) and (given is not None or not self.steps):
+            try:
+                state = state_of(given)
+            except BaseException as error:  # whatever a user's code does, sys.exit() too
+                given = error
+        if isinstance(given, BaseException):
+            self.end, self.error = "env_timeout" if isinstance(given, TimeoutError) else "env_error", told(given)
             return
         if state is None:
             self.end = "truncated" if truncated else "answered"
@@ -126,7 +128,7 @@ def play(
             scoring.start(p, examples[p], known)
 
     def one_turn() -> bool:
-        """Let the policy answer every state there is; False where there is none."""
+        """Let the policy answer every state there is; False where there is none, and none will come."""
         asked: dict[tuple[int, int], tuple[int, ...]] = {}
         with calls.lock:
             for place, episode in played.items():
@@ -135,6 +137,7 @@ def play(
                         asked[place] = ids
                     else:
                         over(place[0])
+            more = bool(asked or calls.open)  # here: one that comes later has a state that nobody has seen
         places, prompts = list(asked), list(asked.values())
         taken = set()
 
@@ -148,13 +151,13 @@ def play(
         for i, completion in enumerate(engine.sample(prompts, sampling, seeds, take) if places else ()):
             if i not in taken:  # an engine need not tell of each as it comes
                 take(i, completion)
-        return bool(places)
+        return more
 
     with Scoring(task, limits.score_timeout) as scoring, Calls(limits.step_timeout, met) as calls:
         for place, episode in played.items():
             calls.start(place, episode.begin)
         calls.wait()
-        while one_turn() or calls.open:
+        while one_turn():
             calls.wait()
         rewards, errors = scoring.finish()
 

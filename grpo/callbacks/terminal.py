@@ -53,7 +53,8 @@ def evaluation_table(
 
 def sample_panel(title: str, sample: Sample) -> Panel:
     """One completion under the end of its prompt."""
-    prompt = sample.trajectory.steps[0].state.messages[-1].content
+    steps = sample.trajectory.steps
+    prompt = steps[0].state.messages[-1].content if steps else sample.trajectory.error or ""
     text = Text(prompt if len(prompt) < 500 else "..." + prompt[-500:], style="dim")
     text.append("\n" + sample.trajectory.answer[:1000], style="default")
     return Panel(text, title=f"{title}: reward {sample.reward.value:.2f}, {sample.length} tokens", title_align="left")
