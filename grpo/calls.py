@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -14,6 +14,7 @@ from grpo.coroutines import leave_blocked_loop, submitted
 
 THREADS = 64
 PATIENCE = 0.5  # seconds
+PAUSE = 0.05
 
 
 @dataclass(eq=False)
@@ -38,7 +39,8 @@ class Calls:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.open: dict[Hashable, _Call] = {}
-        self.came = 0  # since the last wait
+        self.first: float | None = None  # when the first one came since the last wait
+        self.latest = 0.0
         self.waiting: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self.threads = 0
 
@@ -61,34 +63,47 @@ class Calls:
 
     def wait(self) -> None:
         """Until one has come, if any is open, and then for all that were asked for less than PATIENCE ago: what is quick comes in
-        one piece, whatever the order of the threads, and what is slow holds up nobody."""
+        one piece, whatever the order of the threads, and what is slow holds up nobody. What comes in a row, without a PAUSE, is
+        waited for no longer than PATIENCE either."""
+        while self._gave_up():
+            leave_blocked_loop()  # without the lock: a loop that waits for it, to tell of a call, is not blocked
+
+    def _gave_up(self) -> bool:
+        """Wait until some calls took too long (True), or for what `wait` is for (False)."""
         with self.lock:
             while self.open:
                 now = time.monotonic()
-                for call in [call for call in self.open.values() if call.begun and now >= call.begun + self.timeout]:
+                late = [call for call in self.open.values() if call.begun and now >= call.begun + self.timeout]
+                for call in late:
                     self._give_up(call)
-                patience = max((call.asked for call in self.open.values()), default=now) + PATIENCE
-                if not self.open or (self.came and now >= patience):
-                    break
+                if late:
+                    return True
                 ends = [call.begun + self.timeout for call in self.open.values() if call.begun]
-                self.changed.wait(min([*ends, patience] if self.came else ends, default=now + 1) - now)
-            self.came = 0
+                if self.first is not None:
+                    asked = max(call.asked for call in self.open.values())
+                    patience = max(asked + PATIENCE, min(self.first + PATIENCE, self.latest + PAUSE))
+                    if now >= patience:
+                        break
+                    ends.append(patience)
+                self.changed.wait(min(ends, default=now + 1) - now)
+            self.first = None
+            return False
 
     def _come(self, call: _Call, result: Any) -> None:
         with self.lock:
             if self.open.get(call.place) is call:  # else it was given up
                 del self.open[call.place]
-                self.came += 1
+                self.latest = time.monotonic()
+                self.first = self.latest if self.first is None else self.first
                 self.met(call.place, result)
                 self.changed.notify()
 
     def _give_up(self, call: _Call) -> None:
+        self._come(call, TimeoutError(f"it took longer than {self.timeout:g} s"))
         if call.future is None:
             self._hire()
         else:
             call.future.cancel()
-            leave_blocked_loop()
-        self._come(call, TimeoutError(f"it took longer than {self.timeout:g} s"))
 
     def _hire(self) -> None:
         self.threads += 1
@@ -108,5 +123,4 @@ class Calls:
             self._come(call, result)
 
     def _awaited(self, call: _Call, future: Future) -> None:
-        if not future.cancelled():
-            self._come(call, future.exception() or future.result())
+        self._come(call, CancelledError() if future.cancelled() else future.exception() or future.result())

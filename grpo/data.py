@@ -129,7 +129,13 @@ class PromptLimit:
         fits, longest = [], 0
         every = self.too_long == "drop" or not self.by_context
         for i in range(len(examples) if every else min(len(examples), most)):
-            state = state_of(awaited(build(task, examples[i], 0).start()))
+            try:
+                state = state_of(awaited(build(task, examples[i], 0).start()))
+            except UserError:
+                raise
+            except Exception:  # its episodes will say so, see `play`
+                fits.append(i)
+                continue
             length = len(renderer.prompt_ids(state.messages, state.tools))
             longest = max(longest, length)
             if length <= self.max_tokens:

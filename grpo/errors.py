@@ -31,4 +31,8 @@ def told(error: BaseException) -> str:
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
     place = f" ({Path(frame.tb_frame.f_code.co_filename).name}, line {frame.tb_lineno})" if frame else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+    try:
+        words = " ".join(str(error).split())[:1000]
+    except Exception:  # of a user's class
+        words = "(it cannot be told)"
+    return f"{type(error).__name__}: {words}{place}"

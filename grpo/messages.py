@@ -90,12 +90,14 @@ def message_of(given: Any) -> Message:
 
 
 def call_of(given: Any) -> ToolCall:
-    if isinstance(given, ToolCall):
-        return given
     try:
-        return ToolCall(given["function"]["name"], given["function"]["arguments"], given.get("id") or "")
+        if not isinstance(given, ToolCall):
+            given = ToolCall(given["function"]["name"], given["function"]["arguments"], given.get("id") or "")
     except (TypeError, LookupError, AttributeError):
         raise TypeError(f"{shown(given)} is no call of a tool: see ToolCall.as_dict") from None
+    if not isinstance(given.name, str) or not isinstance(given.arguments, Mapping):
+        raise TypeError(f"{shown(given)}: a call has a text as name, and an object (no JSON text) of arguments")
+    return given
 
 
 def tool_of(given: Any) -> ToolSpec:

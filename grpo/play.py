@@ -56,7 +56,7 @@ class _Episode:
         if not isinstance(given, BaseException) and not (given is None and self.steps):
             try:
                 state = state_of(given)
-            except Exception as error:
+            except BaseException as error:  # whatever a user's code does, sys.exit() too
                 given = error
         if isinstance(given, BaseException):
             self.end, self.error = "env_timeout" if isinstance(given, TimeoutError) else "env_error", told(given)
@@ -127,7 +127,7 @@ def play(
             scoring.start(p, examples[p], known)
 
     def one_turn() -> bool:
-        """Let the policy answer every state there is; False where there is none."""
+        """Let the policy answer every state there is; False where there is none, and none will come."""
         asked: dict[tuple[int, int], tuple[int, ...]] = {}
         with calls.lock:
             for place, episode in played.items():
@@ -136,6 +136,7 @@ def play(
                         asked[place] = ids
                     else:
                         over(place[0])
+            more = bool(asked or calls.open)  # here: one that comes later has a state that nobody has seen
         places, prompts = list(asked), list(asked.values())
         taken = set()
 
@@ -150,13 +151,13 @@ def play(
         for i, completion in zip(range(len(places)), given, strict=True):
             if i not in taken:  # an engine need not tell of each as it comes
                 take(i, completion)
-        return bool(places)
+        return more
 
     with Scoring(task, limits.score_timeout) as scoring, Calls(limits.step_timeout, met) as calls:
         for place, episode in played.items():
             calls.start(place, episode.begin)
         calls.wait()
-        while one_turn() or calls.open:
+        while one_turn():
             calls.wait()
         rewards, errors = scoring.finish()
 

@@ -1,6 +1,7 @@
 """Layer 2 - what a rollout is: its size, its limits, its samples, what they say in the mean, its seeds. `play` makes one."""
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -82,8 +83,8 @@ class Limits:
         if self.max_turns < 1:
             raise UserError(f"max_turns={self.max_turns} must be at least 1")
         for name in ("step_timeout", "score_timeout"):
-            if not (seconds := getattr(self, name)) > 0:
-                raise UserError(f"{name}={seconds} must be more than 0 seconds")
+            if not 0 < (seconds := getattr(self, name)) <= threading.TIMEOUT_MAX:
+                raise UserError(f"{name}={seconds} must be more than 0 seconds, and finite")
 
 
 @dataclass(frozen=True)

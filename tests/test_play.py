@@ -337,6 +337,27 @@ def test_quick_environments_are_handed_to_the_engine_in_one_piece(parts, monkeyp
     assert sizes == [24, 24, 24]
 
 
+def test_slow_environments_that_answer_one_after_the_other_share_a_batch(parts, monkeypatch):
+    """All are slower than the patience; those that come in a row are waited for."""
+    monkeypatch.setattr(calls, "PATIENCE", 0.3)
+    engine, renderer = parts
+    sizes, sample = [], engine.sample
+    monkeypatch.setattr(
+        engine, "sample", lambda prompts, *rest: (sizes.append(len(prompts)), sample(prompts, *rest))[1]
+    )
+    order = iter(range(100))
+
+    class Task(Troubled):
+        def build(self, example):
+            env = Talk(["a"])
+            step = env.step
+            env.step = lambda action: (time.sleep(1 + next(order) / 200), step(action))[1]
+            return env
+
+    play(Task(), [{"name": str(i)} for i in range(4)], 4, engine, renderer, Sampling(2), seed)
+    assert sizes[0] == 16 and sum(sizes) == 32 and len(sizes) < 8
+
+
 def test_a_thread_that_hangs_is_replaced(monkeypatch):
     monkeypatch.setattr(calls, "THREADS", 2)
     got = {}

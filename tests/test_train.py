@@ -255,7 +255,10 @@ def told(*overrides: str, name: str = "train") -> str:
     [
         (
             ["task=gsm9k"],
-            ["task has no option 'gsm9k'", "code, countdown, gsm8k, jsonl, math, mixture, tldr, wordmath"],
+            [
+                "task has no option 'gsm9k'",
+                "calculator, code, countdown, gsm8k, jsonl, math, mixture, musique, tldr, wordmath",
+            ],
         ),
         (["algo=grppo"], ["algo has no option 'grppo'", "dr_grpo, grpo, gspo"]),
         (["model=llama"], ["model has no option 'llama'", "llama1b, llama8b, path"]),

@@ -17,7 +17,7 @@ from grpo.callbacks.samples import on_disk
 from grpo.collate import collate, scores
 from grpo.data import PromptBatch, PromptLoader
 from grpo.engine import Engine
-from grpo.errors import UserError
+from grpo.errors import RewardError, RolloutError, UserError
 from grpo.evaluation import Evaluation, Evaluator
 from grpo.play import play
 from grpo.renderer import Renderer
@@ -118,16 +118,21 @@ class RolloutCallback(L.Callback):
         groups, examples, rounds = [], batch.examples, 0
         while examples and rounds < self.algorithm.sampling_rounds:
             first = len(groups)
-            groups += play(
-                self.task,
-                examples,
-                self.plan.group_size,
-                self.engine,
-                self.renderer,
-                self.plan.sampling,
-                lambda p, *path, first=first: derive_seed(self.seed, TRAIN, batch.rollout, first + p, *path),
-                self.plan.limits,
-            )
+            try:
+                groups += play(
+                    self.task,
+                    examples,
+                    self.plan.group_size,
+                    self.engine,
+                    self.renderer,
+                    self.plan.sampling,
+                    lambda p, *path, first=first: derive_seed(self.seed, TRAIN, batch.rollout, first + p, *path),
+                    self.plan.limits,
+                )
+            except RolloutError as error:
+                if isinstance(error, RewardError) or not groups:
+                    raise
+                groups += error.groups  # all environments of a later round, which may be one or two, failed
             rounds += 1
             scored = self.algorithm.shaped(scores(groups))
             live = int(has_signal(scored.rewards).sum())

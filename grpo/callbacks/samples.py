@@ -47,7 +47,8 @@ def write(path: Path, rows: Iterable[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # JSON has no NaN
     known = ({name: None if value != value else value for name, value in row.items()} for row in rows)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in known), encoding="utf-8")
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in known)
+    path.write_text(text, encoding="utf-8", errors="replace")  # an exception may tell of half a character
 
 
 @contextmanager

@@ -67,7 +67,9 @@ def evaluation_table(
 def sample_panel(title: str, sample: Sample) -> Panel:
     """What was said, under the end of its prompt; dim is what the policy did not say."""
     if not (steps := sample.trajectory.steps):
-        return Panel(sample.trajectory.error or "", title=f"{title}: the environment did not begin", title_align="left")
+        return Panel(
+            Text(sample.trajectory.error or ""), title=f"{title}: the environment did not begin", title_align="left"
+        )
     prompt = steps[0].state.messages[-1].content
     text = Text(prompt if len(prompt) < 500 else "..." + prompt[-500:], style="dim")
     for message in sample.trajectory.messages[len(steps[0].state.messages) :]:
