@@ -3,12 +3,12 @@
 import logging
 import re
 import string
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import bm25s
 import numpy as np
 
 from grpo.answers import boxed
@@ -17,6 +17,13 @@ from grpo.messages import Message
 from grpo.rl import Example, Reward, Split, Trajectory
 from grpo.rows import Dataset, picked
 from grpo.tools import ToolEnv
+
+# bm25s does without numba, beside which vLLM's engine for CPUs (0.32) cannot be made: it trips over llvmlite
+numba = sys.modules.setdefault("numba", None)
+import bm25s  # noqa: E402
+
+if numba is None:
+    del sys.modules["numba"]
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # by itself it tells of every index
 
