@@ -12,7 +12,7 @@ from typing import Any
 from grpo import ranks
 from grpo.calls import Calls
 from grpo.engine import Engine, Sampling
-from grpo.errors import RewardError, RolloutError, told
+from grpo.errors import RewardError, RolloutError, UserError, told
 from grpo.messages import Message, message_of
 from grpo.renderer import Renderer
 from grpo.rl import Action, End, Env, Example, Reward, State, Step, Task, Trajectory, build, state_of
@@ -68,9 +68,16 @@ class _Episode:
             self.state = state
 
     def prompt_ids(self, renderer: Renderer, room: float) -> tuple[int, ...] | None:
-        """What the policy reads now; None where the conversation has outgrown the model, which ends it."""
+        """What the policy reads now; None where the conversation ends here: it has outgrown the model, or the environment made
+        one of it that the chat template refuses."""
         before = self.turns[-1].ids if self.turns else ()
-        ids = tuple(renderer.prompt_ids(self.state.messages, self.state.tools, before))
+        try:
+            ids = tuple(renderer.prompt_ids(self.state.messages, self.state.tools, before))
+        except UserError as error:
+            if not self.turns:  # so will be every other one
+                raise
+            self.end, self.error, self.last, self.state = "env_error", str(error), self.state, None
+            return None
         if self.turns and len(ids) > room:
             self.end, self.last, self.state = "truncated", self.state, None
             return None

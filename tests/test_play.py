@@ -272,6 +272,22 @@ def test_every_end_is_told_and_nobody_takes_another_along(parts):
     assert set(range(24)) - set(batch.sample.tolist()) == {2 * i + s for i in (6, 11) for s in (0, 1)}  # never began
 
 
+def test_a_history_that_the_chat_template_refuses_ends_its_own_episode(parts):
+    engine, renderer = parts
+    strict = "{% if messages[-1].content == 'b' %}{{ raise_exception('no b') }}{% endif %}"
+    renderer.tokenizer.chat_template = strict + renderer.tokenizer.chat_template
+
+    class Task(Troubled):
+        def build(self, example):
+            return Talk([example["name"]])
+
+    groups = play(Task(), [{"name": "a"}, {"name": "b"}], 1, engine, renderer, Sampling(2), seed)
+    good, refused = (group[0].trajectory for group in groups)
+    assert (len(good.steps), good.failed) == (2, False)
+    assert (len(refused.steps), refused.end) == (1, "env_error") and "no b" in refused.error
+    assert groups[0][0].reward.known and not groups[1][0].reward.known
+
+
 def test_calls_of_tools_are_counted_and_so_are_their_failures():
     said = [
         Message("assistant", "", (ToolCall("add", {"a": 1}), ToolCall("add", {}))),
