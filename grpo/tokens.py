@@ -16,17 +16,23 @@ Finish = Literal["stop", "length"]  # the policy ended it, or a limit of tokens 
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine sampled: ids (EOS among them where it came), the engine's log-probability of each, why it ended."""
+    """What an engine sampled: ids (EOS among them where it came), the engine's log-probability of each, why it ended.
+
+    versions: of the weights that drew each token, from engines whose weights may change meanwhile; None: those it held.
+    """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: Finish
+    versions: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.finish not in get_args(Finish):
             raise ValueError(f"a completion's finish is one of {', '.join(get_args(Finish))}, not {self.finish!r}")
         if len(self.ids) != len(self.logprobs):
             raise ValueError(f"{len(self.ids)} token ids but {len(self.logprobs)} log-probabilities")
+        if self.versions is not None and len(self.ids) != len(self.versions):
+            raise ValueError(f"{len(self.ids)} token ids but {len(self.versions)} versions")
 
 
 class CompletionLike(Protocol):
@@ -43,7 +49,8 @@ class CompletionLike(Protocol):
 
 
 def completion_of(given: CompletionLike) -> Completion:
-    return Completion(tuple(given.ids), tuple(given.logprobs), given.finish)
+    versions = getattr(given, "versions", None)
+    return Completion(tuple(given.ids), tuple(given.logprobs), given.finish, versions and tuple(versions))
 
 
 @dataclass(frozen=True)

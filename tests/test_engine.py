@@ -7,7 +7,7 @@ from torch import tensor
 from grpo.collate import collate
 from grpo.engine import Sampling
 from grpo.engines.auto import auto_engine
-from grpo.engines.transformers import TransformersEngine, draw, filter_logits
+from grpo.engines.transformers import TransformersEngine, draw, filter_logits, penalize
 from grpo.errors import UserError
 from grpo.logprobs import completion_logprobs
 from grpo.messages import Message
@@ -117,7 +117,43 @@ def test_draw_reads_the_cumulative_distribution():
     assert draw(banned.expand(2, -1), tensor([0.0, 1 - 1e-16], dtype=torch.float64)).tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"min_p": 1}, {"max_tokens": 0}])
+def test_a_penalty_makes_what_was_there_less_likely(engine, toy_model):
+    logits, seen = tensor([[2.0, 2.0, -1.0, -1.0]]), tensor([[True, False, True, False]])
+    assert penalize(logits, seen, 2.0).tolist() == [[1.0, 2.0, -2.0, -1.0]]
+
+    (free,) = engine.sample([PROMPTS[0]], Sampling(20, temperature=0.0), seeds=[0])
+    (held,) = engine.sample([PROMPTS[0]], Sampling(20, temperature=0.0, repetition_penalty=1e4), seeds=[0])
+    assert len(set(free.ids)) < 20 == len({*held.ids}) and not {*held.ids} & {*PROMPTS[0]}
+    logits = toy_model(tensor([[*PROMPTS[0], *held.ids[:-1]]])).logits[0, len(PROMPTS[0]) - 1 :]
+    told = logits.log_softmax(-1).gather(-1, tensor(held.ids)[:, None])[:, 0]
+    assert (told - tensor(held.logprobs)).abs().max() < 1e-5  # of the model, before the penalty
+
+
+def test_further_stop_ids_end_a_completion(engine):
+    (free,) = engine.sample([PROMPTS[0]], Sampling(8), seeds=[0])
+    (held,) = engine.sample([PROMPTS[0]], Sampling(8, stop_ids=[free.ids[3]]), seeds=[0])
+    assert held.ids == free.ids[: free.ids.index(free.ids[3]) + 1] and held.finish == "stop"
+
+
+def test_what_cannot_be_guided_is_refused(engine):
+    with pytest.raises(UserError, match="set engine=vllm"):
+        engine.sample([PROMPTS[0]], Sampling(8, guided={"regex": "[0-9]+"}), seeds=[0])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1},
+        {"top_p": 0},
+        {"top_k": -1},
+        {"min_p": 1},
+        {"max_tokens": 0},
+        {"repetition_penalty": 0},
+        {"stop_ids": ["</s>"]},
+        {"guided": {"regx": "a"}},
+        {"guided": {"regex": "a", "choice": ["a"]}},
+    ],
+)
 def test_sampling_out_of_range_is_refused(wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):
         Sampling(**{"max_tokens": 1} | wrong)

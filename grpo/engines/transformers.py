@@ -35,6 +35,11 @@ def filter_logits(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits
 
 
+def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """The logits of tokens that were there before made smaller, see `Sampling`. logits: [B, V]; seen: [B, V] bool."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     """The token whose slice of the cumulative distribution holds `uniform`. logits: [B, V]; uniform: [B] in [0, 1).
 
@@ -70,6 +75,8 @@ class TransformersEngine:
         seeds: Sequence[int],
         done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
+        if sampling.guided:
+            raise UserError("sampling.guided: the built-in engine cannot guide what it samples: set engine=vllm")
         longest = max(map(len, prompts))
         if longest + sampling.max_tokens > self.context:
             raise UserError(
@@ -93,7 +100,8 @@ class TransformersEngine:
     ) -> list[Completion]:
         model, device = self.model, self.model.device
         eos = model.generation_config.eos_token_id
-        stop_ids = torch.tensor(eos if isinstance(eos, list) else [-1 if eos is None else eos], device=device)
+        eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        stop_ids = torch.tensor([*eos, *sampling.stop_ids], dtype=torch.int64, device=device)
         precision = torch.float32 if device.type == "mps" else torch.float64
         uniform = torch.stack(
             [
@@ -120,6 +128,12 @@ class TransformersEngine:
             logits_to_keep=1,
         ).logits[:, -1][sample_of]  # [B, V]
         cache.batch_select_indices(sample_of)
+        seen = None  # [B, V], where tokens that were there before count
+        if sampling.repetition_penalty != 1:
+            seen = torch.zeros(len(distinct), logits.shape[-1], dtype=torch.bool, device=device)
+            for i, prompt in enumerate(distinct):
+                seen[i, list(prompt)] = True
+            seen = seen[sample_of]
         attention, positions = attention[sample_of], positions[sample_of, -1:]
 
         rows = torch.arange(len(prompts), device=device)  # which sample each row of the shrinking batch is
@@ -136,9 +150,12 @@ class TransformersEngine:
 
         for t in range(sampling.max_tokens):
             scaled = logits.float() / (sampling.temperature or 1.0)
+            wanted = scaled if seen is None else penalize(scaled, seen[rows], sampling.repetition_penalty)
             greedy = sampling.temperature == 0
-            token = scaled.argmax(-1) if greedy else draw(filter_logits(scaled, sampling), uniform[rows, t])
+            token = wanted.argmax(-1) if greedy else draw(filter_logits(wanted, sampling), uniform[rows, t])
             tokens[rows, t] = token
+            if seen is not None:
+                seen[rows, token] = True
             logprobs[rows, t] = scaled.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
             done = torch.isin(token, stop_ids)
             if done.any():
