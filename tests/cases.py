@@ -30,6 +30,7 @@ FAMILIES = {
     "mistral": (transformers.MistralConfig, {"sliding_window": None}),
     "gemma": (transformers.GemmaConfig, {}),
     "gemma2": (transformers.Gemma2Config, {"query_pre_attn_scalar": 32}),
+    "phi3": (transformers.Phi3Config, {"pad_token_id": 0}),  # one matrix for query, key and value, one for gate and up
 }
 
 

@@ -6,6 +6,7 @@ copied; `vllm_shared` has one copy of them, `vllm_lora` swaps adapters.
 With several ranks build it after the trainer's process group: where there is none, vLLM makes one, of one rank.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,6 +70,7 @@ class VLLMEngine:
             defaults["enable_chunked_prefill"] = False
             _skip_compiled_ranks()
         given = {name: value for name, value in (args or {}).items() if value is not None}
+        gc.collect()  # an engine of an earlier run goes now, with torch's process group, not while this one is built
         with isolate_rng(), told_in_one_line(building=True):  # the constructor reseeds every global generator
             self._llm = LLM(
                 path,
@@ -86,12 +88,15 @@ class VLLMEngine:
         """Copies all weights of `model`; its parameters stay as they are, bit by bit."""
         if version != self.version:
             self._wake()
-            with torch.no_grad():
-                self._llm.start_weight_update()
-                for bucket in buckets(checkpoint(model), BUCKET):
-                    self._llm.update_weights({"update_info": {"tensors": bucket}})
-                self._llm.finish_weight_update(str(version))
+            self._copy(checkpoint(model), version)
             self._holds(version)
+
+    @torch.no_grad()
+    def _copy(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
+        self._llm.start_weight_update()
+        for bucket in buckets(tensors, BUCKET):
+            self._llm.update_weights({"update_info": {"tensors": bucket}})
+        self._llm.finish_weight_update(str(version))
 
     def _holds(self, version: int) -> None:
         if not self._llm.reset_prefix_cache():
@@ -161,8 +166,11 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         if self.sleeps and not self._asleep:
-            self._llm.sleep(level=2)
+            self._release()
             self._asleep, self.version = True, None  # so that weights come again, whatever their version
+
+    def _release(self) -> None:
+        self._llm.sleep(level=2)
 
     def _wake(self) -> None:
         if self._asleep:
