@@ -90,7 +90,7 @@ class VLLMEngine:
                 self._llm.start_weight_update()
                 for bucket in buckets(checkpoint(model), BUCKET):
                     self._llm.update_weights({"update_info": {"tensors": bucket}})
-                self._llm.finish_weight_update(str(version))
+                self._llm.finish_weight_update()
             self._holds(version)
 
     def _holds(self, version: int) -> None:
