@@ -25,7 +25,7 @@ from grpo.engine import Sampling
 from grpo.errors import UserError
 from grpo.tokens import Completion
 
-VERSIONS = "~=0.32.0"  # it reaches into vLLM; these were tried
+VERSIONS = ">=0.26,<0.33"  # it reaches into vLLM; the first and the last of these were tried
 BUCKET = 1 << 28  # bytes of weights that are handed over at once
 
 
@@ -185,7 +185,7 @@ def import_vllm() -> None:
     except ImportError as error:
         raise UserError(f"engine=vllm needs vLLM ({error}): {install}") from error
     if (found := vllm_version()) not in SpecifierSet(VERSIONS, prereleases=True):
-        raise UserError(f"vLLM {found} is not one that this engine knows (vllm{VERSIONS}): {install}")
+        raise UserError(f"vLLM {found} is not one that this engine knows ({VERSIONS}): {install}")
 
 
 def vllm_version() -> str:
