@@ -168,9 +168,8 @@ class GRPOModule(L.LightningModule):
     def minibatches(self, tokens: TokenBatch, samples: int, generator: torch.Generator) -> Iterator[TokenBatch]:
         """The samples of all ranks in a random order, in pieces whose sizes differ by one at most; of each piece this rank's
         rows. A sample is in one piece with all of its rows."""
-        places = torch.randperm(samples, generator=generator).argsort()[
-            tokens.sample.cpu()
-        ]  # of the rows, in that order
+        shuffled = torch.randperm(samples, generator=generator).argsort()  # the place of each sample
+        places = shuffled[tokens.sample.cpu()]  # of the rows
         order = places.argsort(stable=True)
         for piece in torch.arange(samples).tensor_split(self.algorithm.num_minibatches):
             mine = order[torch.isin(places[order], piece)]
@@ -201,9 +200,8 @@ class GRPOModule(L.LightningModule):
         minibatch = replace(minibatch, weights=self.algorithm.weights(minibatch.mask, minibatch.sample) * ranks.count())
         live = self.live(minibatch)
         anywhere = ranks.total(torch.tensor(float(len(live)), device=live.device))
-        rows = minibatch.rows(
-            live if len(live) else slice(0, 1)
-        )  # every rank has a backward pass, every optimizer its step
+        # every rank has a backward pass, every optimizer its step
+        rows = minibatch.rows(live if len(live) else slice(0, 1))
         if not len(live) and (
             anywhere or minibatch.old_logprobs is not None
         ):  # else the one row is there to be measured
