@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -50,9 +52,12 @@ def build(mode: str, folder: str, work: str):
 
         engine = VLLMSharedEngine(folder, dtype="float32", rank=8 if "lora" in mode else None, args=args)
     else:
+        from grpo.engines.vllm_shared import live_weights
+
         from grpo.engines.vllm import VLLMEngine
 
-        engine = VLLMEngine(folder, args=args)
+        with live_weights() if mode == "as TRL" else nullcontext():  # what vLLM has packed it does not take one by one
+            engine = VLLMEngine(folder, args=args)
     return engine
 
 
@@ -79,7 +84,8 @@ def measure(mode: str, folder: str) -> dict:
         size = sum(p.nbytes for p in policy.parameters())
         if "lora" in mode:
             policy = get_peft_model(policy, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
-        engine.load_weights(policy, 0)
+        send = partial(one_by_one, engine) if mode == "as TRL" else engine.load_weights
+        send(policy, 0)
         gap_now(engine, policy)
         mine = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
         memory = anonymous_bytes(mine) - before - CACHE
@@ -87,7 +93,7 @@ def measure(mode: str, folder: str) -> dict:
         for version in range(1, 2 if mode == "vllm_restart" else ROUNDS + 1):
             disturb(policy, seed=version, size=0.002)
             start = time.perf_counter()
-            one_by_one(engine, policy, version) if mode == "as TRL" else engine.load_weights(policy, version)
+            send(policy, version)
             times.append(time.perf_counter() - start)
         result = {"mode": mode, "seconds": median(times), "gap": gap_now(engine, policy), "memory": memory / size}
         engine.close()
