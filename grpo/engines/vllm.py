@@ -30,6 +30,8 @@ class VLLMEngine:
     `kv_cache_memory_bytes` says otherwise; on a GPU engine and trainer share the memory, so vLLM asks for 40 % of it.
     """
 
+    apart = True
+
     def __init__(self, path: str, dtype: str = "auto", **args: Any) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vllm is imported
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
