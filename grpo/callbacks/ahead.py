@@ -55,6 +55,7 @@ class Ahead:
     def stop(self) -> None:
         """Nobody wants it any more. A thread that is in torch's code when Python ends would abort the program, so it is ended;
         one that does not listen, because it waits for a server, is left behind."""
+        # in Python 3.11 a thread that this one is just starting may be hit instead; then this one waits for it, and is left too
         if self.thread.is_alive():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread.ident), ctypes.py_object(SystemExit))
             self.thread.join(GRACE)
