@@ -52,11 +52,11 @@ def test_module_and_callbacks_do_not_know_each_other():
         assert "grpo.module" not in imports(file)
 
 
-def test_only_the_composition_roots_know_hydra_and_only_its_engine_knows_vllm():
+def test_only_the_composition_roots_know_hydra_and_only_engines_know_vllm():
     for file in [*(ROOT / "grpo").rglob("*.py"), *(ROOT / "tasks").rglob("*.py")]:
         libraries = {name.split(".")[0] for name in imports(file)}
         assert not libraries & {"hydra", "omegaconf"} or file.name == "cli.py", f"{file} imports hydra"
-        assert "vllm" not in libraries or file == ROOT / "grpo" / "engines" / "vllm.py", f"{file} imports vllm"
+        assert "vllm" not in libraries or file.parent.name == "engines", f"{file} imports vllm"
 
 
 def test_tasks_live_in_message_space():

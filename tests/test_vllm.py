@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from cases import CONTEXT, disturb, gap, next_logits
 
 from grpo.engine import Sampling
 from grpo.engines.vllm import VLLMEngine, checkpoint, eos_token_ids
@@ -15,7 +16,7 @@ pytest.importorskip("vllm")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-VOCAB, CONTEXT, EOS = 100, 512, {2, 3}
+VOCAB, EOS = 100, {2, 3}
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [20, 21]]
 new_version = itertools.count(1)
 
@@ -47,7 +48,7 @@ def folder(request, tmp_path_factory) -> str:
 def engine(folder):
     torch.set_num_threads(1)  # with more, threads that wait for each other take ten times as long on a busy machine
     before = torch.get_rng_state()
-    engine = VLLMEngine(folder, dtype="float32", kv_cache_memory_bytes=1 << 26, max_model_len=CONTEXT)
+    engine = VLLMEngine(folder, dtype="float32", args={"kv_cache_memory_bytes": 1 << 26, "max_model_len": CONTEXT})
     assert torch.equal(before, torch.get_rng_state())
     assert engine.version is None
     yield engine
@@ -61,29 +62,6 @@ def model(folder, engine):
     return model
 
 
-def gap(model, prompts, completions, temperature=1.0) -> float:
-    """The largest |engine - transformers| over the sampled tokens."""
-    gaps = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        logits = next_logits(model, prompt, completion) / temperature
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
-        gaps.append((expected - torch.tensor(completion.logprobs)).abs().max().item())
-    return max(gaps)
-
-
-@torch.no_grad()
-def next_logits(model, prompt, completion) -> torch.Tensor:  # [T, V], row t is what token t was drawn from
-    ids = torch.tensor([list(prompt) + list(completion.ids)])
-    return model(ids).logits[0, len(prompt) - 1 : -1]
-
-
-@torch.no_grad()
-def train_a_little(model, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-
-
 def test_it_tells_of_each_completion_as_it_ends(engine, model):
     heard = []
     prompts = [*PROMPTS, *PROMPTS]
@@ -94,7 +72,9 @@ def test_it_tells_of_each_completion_as_it_ends(engine, model):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.2}, {"repetition_penalty": 1.5}], ids=str
+)
 def test_logprobs_are_those_of_the_whole_vocabulary_at_the_temperature(engine, model, temperature, filters):
     sampling = Sampling(max_tokens=24, temperature=temperature, **filters)
     completions = engine.sample(PROMPTS, sampling, seeds=[1, 2, 3])
@@ -107,8 +87,10 @@ def test_logprobs_are_those_of_the_whole_vocabulary_at_the_temperature(engine, m
 
 def test_temperature_changes_what_is_drawn(engine, model):
     cold = engine.sample([[5, 6, 7]] * 40, Sampling(max_tokens=1, temperature=0.02), seeds=range(40))
-    hot = engine.sample([[5, 6, 7]] * 40, Sampling(max_tokens=1, temperature=50.0), seeds=range(40))
+    hot = engine.sample([[5, 6, 7]] * 40, Sampling(max_tokens=1, temperature=2.0), seeds=range(40))
     assert len({completion.ids for completion in cold}) <= 3 < 15 < len({completion.ids for completion in hot})
+    with pytest.raises(UserError, match="vLLM takes at most 2"):
+        engine.sample([[5, 6, 7]], Sampling(max_tokens=1, temperature=2.5), seeds=[0])
 
 
 def test_greedy_is_argmax_with_logprobs_at_temperature_1(engine, model):
@@ -124,7 +106,7 @@ def test_new_weights_are_followed_behind_a_cached_prefix(engine, model, monkeypa
     sampling, seeds = Sampling(max_tokens=16), [1, 2]
     assert gap(model, prompts, engine.sample(prompts, sampling, seeds)) < 1e-5
 
-    train_a_little(model, seed=1)
+    disturb(model, seed=1)
     engine.load_weights(model, engine.version)  # the same version: skipped
     assert gap(model, prompts, engine.sample(prompts, sampling, seeds)) > 0.1
 
@@ -133,7 +115,7 @@ def test_new_weights_are_followed_behind_a_cached_prefix(engine, model, monkeypa
     assert engine.version == version
     assert gap(model, prompts, engine.sample(prompts, sampling, seeds)) < 1e-5
 
-    train_a_little(model, seed=2)  # the cache does matter here: kept, it spoils the numbers
+    disturb(model, seed=2)  # the cache does matter here: kept, it spoils the numbers
     with monkeypatch.context() as patch:
         patch.setattr(engine._llm, "reset_prefix_cache", lambda: True)
         engine.load_weights(model, next(new_version))
