@@ -20,6 +20,7 @@ from test_train import rows as all_rows
 from grpo import ranks
 from grpo.callbacks import ahead
 from grpo.callbacks.ahead import Ahead, Played
+from grpo.callbacks.rollout import RolloutCallback
 from grpo.engines.transformers import TransformersEngine
 from grpo.errors import RolloutError, UserError
 from grpo.messages import Message
@@ -130,9 +131,9 @@ def test_for_a_policy_that_stays_as_it_is_it_changes_nothing(run, tmp_path):
     settings = ["algo.sampling_rounds=8", "rollout.prompts=6", "rollout.num_rollouts=3", "optim.optimizer.lr=0"]
     settings, task = [*settings, "callbacks=[samples]"], {"_target_": "test_ahead.Later"}
     usual = run(*settings, "rollout.ahead=0", folder="usual", task=task)
-    ahead = run(*settings, folder="ahead", task=task)
-    assert [row.pop("rollout/staleness") for row in ahead] == [0, 1, 1]
-    assert ahead == usual and max(row["rollout/rounds"] for row in usual) > 1
+    early = run(*settings, folder="ahead", task=task)
+    assert [row.pop("rollout/staleness") for row in early] == [0, 1, 1]
+    assert early == usual and max(row["rollout/rounds"] for row in usual) > 1
     for name in ("000001.jsonl", "000002.jsonl", "000003.jsonl"):
         written = [(tmp_path / folder / "rollouts" / name).read_text() for folder in ("usual", "ahead")]
         assert written[0] == written[1]
@@ -282,7 +283,17 @@ def test_ctrl_c_ends_the_program_and_does_not_abort_it(smoke, tmp_path):
     command += ["+callbacks.interrupt={_target_: test_ahead.Interrupt}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "terminate" not in done.stderr, done.stderr
+    assert done.returncode == 1 and len(rows(tmp_path)) == 1, done.stderr
+
+
+@pytest.mark.vllm
+def test_vllm_samples_beside_the_update(run):
+    """Of the policy that sampled in its thread, where that stays as it is: its log-probabilities are the trainer's."""
+    pytest.importorskip("vllm")
+    more = ["engine=vllm", "engine._target_=grpo.engines.vllm.VLLMEngine", "engine.args.kv_cache_memory_bytes=67108864"]
+    still = run(*more, "optim.optimizer.lr=0", "rollout.num_rollouts=4", "max_tokens=32")
+    assert [row["rollout/staleness"] for row in still] == [0, 1, 1, 1]
+    assert max(row["rollout/logprob_gap_max"] for row in still) < 1e-5 and still[1]["loss/grad_norm"] > 0
 
 
 @pytest.mark.parametrize(
@@ -312,10 +323,8 @@ def test_objectives_that_take_old_samples_for_the_policys_own_are_refused():
     assert "algo.old_policy" not in str(refused.value)  # would change nothing: there is no ratio
 
 
-def test_several_devices_are_refused(run, monkeypatch):
+def test_several_devices_are_refused(monkeypatch):
     monkeypatch.setattr(ranks, "count", lambda: 2)
-    from grpo.callbacks.rollout import RolloutCallback
-
     plan = SimpleNamespace(ahead=1, prompts=4)
     rollout = RolloutCallback(plan, None, None, Apart(), None, None, None, (), ".", 0)
     with pytest.raises(UserError, match=r"rollout\.ahead=1 goes with one device only"):

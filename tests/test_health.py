@@ -52,9 +52,12 @@ def test_groups_without_signal_are_told_when_they_go_on(caplog):
 
 
 def test_old_weights_are_no_news_where_the_rollout_was_played_ahead(caplog):
-    gap = {"rollout/logprob_gap": 0.1}
-    assert said(Health(), caplog, gap | {"rollout/staleness": 1.0}) == []
-    assert "old weights" in said(Health(), caplog, gap | {"rollout/staleness": 0.0})[0]
+    def told(gap: float, staleness: float) -> list[str]:
+        return said(Health(), caplog, {"rollout/logprob_gap": gap, "rollout/staleness": staleness})
+
+    assert told(0.3, 1.0) == []
+    assert "is 0.31, above 0.3: engine and trainer disagree" in told(0.31, 1.0)[0]
+    assert "is 0.1, above 0.03: engine and trainer disagree" in told(0.1, 0.0)[0]
 
 
 def test_what_was_said_stays_said(caplog):
