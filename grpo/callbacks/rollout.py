@@ -65,6 +65,11 @@ class RolloutCallback(L.Callback):
 
     # -- the way of a batch
 
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        """Before the policy moves to its device, and before a checkpoint is read into it: an engine that shares its memory
+        gives it that here, so that there is never a second copy."""
+        self.engine.load_weights(module.policy, self.rollouts)
+
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if ranks.count() != trainer.world_size:  # vLLM in the trainer's process makes a group of its own
             raise UserError(
@@ -136,6 +141,8 @@ class RolloutCallback(L.Callback):
         if self.plan.ahead and batch.rollout + 1 < self.plan.num_rollouts:
             syncing += self.sync(module)
             self.ahead = Ahead(partial(self.play, trainer, self.loader.batch(batch.rollout + 1)))
+        elif sleep := getattr(self.engine, "sleep", None):
+            sleep()
         return played, syncing
 
     def play(self, trainer: L.Trainer, batch: PromptBatch) -> Played:
