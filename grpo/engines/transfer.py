@@ -67,6 +67,10 @@ class Transfer(WeightTransferEngine[NoInit, Bucket]):
     def shutdown(self) -> None:
         pass
 
+    @staticmethod
+    def trainer_send_weights(*args, **kwargs) -> None:
+        """vLLM 0.26 asks for it; the trainer's side is the engines'."""
+
 
 def exact_logprobs() -> None:
     """Have vLLM's sampler tell log softmax(logits / temperature) over the whole vocabulary, as `Engine.sample` wants it.

@@ -26,7 +26,7 @@ from grpo.engine import Sampling
 from grpo.errors import UserError
 from grpo.tokens import Completion
 
-VERSIONS = "~=0.32.0"  # it reaches into vLLM; these were tried
+VERSIONS = ">=0.26,<0.33"  # it reaches into vLLM; the first and the last of these were tried
 BUCKET = 1 << 28  # bytes of weights that are handed over at once
 
 
@@ -88,15 +88,15 @@ class VLLMEngine:
         """Copies all weights of `model`; its parameters stay as they are, bit by bit."""
         if version != self.version:
             self._wake()
-            self._copy(checkpoint(model), version)
+            self._copy(checkpoint(model))
             self._holds(version)
 
     @torch.no_grad()
-    def _copy(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def _copy(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         self._llm.start_weight_update()
         for bucket in buckets(tensors, BUCKET):
             self._llm.update_weights({"update_info": {"tensors": bucket}})
-        self._llm.finish_weight_update(str(version))
+        self._llm.finish_weight_update()
 
     def _holds(self, version: int) -> None:
         if not self._llm.reset_prefix_cache():
@@ -193,7 +193,7 @@ def import_vllm() -> None:
     except ImportError as error:
         raise UserError(f"engine=vllm needs vLLM ({error}): {install}") from error
     if (found := vllm_version()) not in SpecifierSet(VERSIONS, prereleases=True):
-        raise UserError(f"vLLM {found} is not one that this engine knows (vllm{VERSIONS}): {install}")
+        raise UserError(f"vLLM {found} is not one that this engine knows ({VERSIONS}): {install}")
 
 
 def vllm_version() -> str:

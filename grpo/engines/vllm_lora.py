@@ -6,7 +6,7 @@ from typing import Any, get_args
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from torch import nn
+from torch import Tensor, nn
 
 from grpo.engines.vllm import VLLMEngine, import_vllm
 from grpo.errors import UserError
@@ -32,9 +32,7 @@ class VLLMLoraEngine(VLLMEngine):
         if rank is None:
             raise UserError("engine=vllm_lora swaps adapters and needs one: set adapter=lora, or engine=vllm")
         super().__init__(path, dtype, sleeps, {**in_one_process(args), **adapter_args(rank)})
-        self._base: list[
-            tuple[int, int]
-        ] = []  # where the copied base lies, and how often each tensor has been written to
+        self._base: list[tuple[Tensor, int]] = []  # what was copied, and how often each had been written to by then
 
     def load_weights(self, model: nn.Module, version: int) -> None:
         """Copies the adapter of `model`, and its base where the engine has another one."""
@@ -44,7 +42,7 @@ class VLLMLoraEngine(VLLMEngine):
         self._wake()
         base = [(p.data, p._version) for _, p in base_parameters(model)]
         if [(t.data_ptr(), written) for t, written in base] != [(t.data_ptr(), written) for t, written in self._base]:
-            self._copy(((name, p.data) for name, p in base_parameters(model)), version)
+            self._copy((name, p.data) for name, p in base_parameters(model))
             self._base = base
         self._lora_request = swap(self._llm, adapter)
         self._holds(version)
@@ -109,6 +107,7 @@ def adapter_of(model: nn.Module, llm: Any) -> Any:
     worker = runner(llm).lora_manager
     manager = worker._adapter_manager
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    mapper = getattr(mapper, "get_rename_mapper", lambda: mapper)()  # without its stacking, where a version has that
     # as if plain: what an init (PiSSA, OLoRA) made of the base, the engine has too, for its base is the trainer's
     config = model.active_peft_config.to_dict() | {"init_lora_weights": True}
     try:
@@ -122,7 +121,7 @@ def adapter_of(model: nn.Module, llm: Any) -> Any:
             device=str(worker.device),
             dtype=worker.lora_config.lora_dtype,
             model_vocab_size=worker.vocab_size,
-            weights_mapper=mapper and mapper.get_rename_mapper(),
+            weights_mapper=mapper,
         )
     except ValueError as error:
         raise refused(str(error)) from error

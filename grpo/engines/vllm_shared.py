@@ -39,6 +39,8 @@ class VLLMSharedEngine(VLLMEngine):
         args = in_one_process(args)
         with live_weights():
             super().__init__(path, dtype, sleeps, {**args, **({} if rank is None else adapter_args(rank))})
+        if sleeps and not hasattr(self._llm, "release_kv_cache_memory"):
+            raise UserError("engine.sleeps=true: this vLLM cannot give back the cache without the weights; 0.32 can")
         self._adapted = rank is not None
         self._places: dict[str, Tensor] = {}  # the policy's parameters, where they are in vLLM
 
