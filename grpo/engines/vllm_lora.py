@@ -31,7 +31,7 @@ class VLLMLoraEngine(VLLMEngine):
     ) -> None:
         if rank is None:
             raise UserError("engine=vllm_lora swaps adapters and needs one: set adapter=lora, or engine=vllm")
-        super().__init__(path, dtype, sleeps, {**in_one_process(args), **adapter_args(rank)})
+        super().__init__(path, dtype, sleeps, in_one_process(args) | adapter_args(rank))
         self._base: list[tuple[Tensor, int]] = []  # what was copied, and how often each had been written to by then
 
     def load_weights(self, model: nn.Module, version: int) -> None:
@@ -52,14 +52,15 @@ class VLLMLoraEngine(VLLMEngine):
         self._base = []
 
 
-def in_one_process(args: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Refuses what would put the model into other processes, where no tensor can be handed to it."""
+def in_one_process(args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The same, without what would put the model into other processes, where no tensor can be handed to it: that is refused."""
+    given = dict(args or {})
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if ((args or {}).get(name) or 1) > 1:
+        if (given.get(name) or 1) > 1:
             raise UserError(
-                f"engine.args.{name}={args[name]}: this engine has one device, the trainer's: leave it at 1"
+                f"engine.args.{name}={given[name]}: this engine has one device, the trainer's: leave it at 1"
             )
-    return args or {}
+    return given
 
 
 def adapter_args(rank: int) -> dict[str, Any]:

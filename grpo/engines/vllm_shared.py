@@ -36,9 +36,9 @@ class VLLMSharedEngine(VLLMEngine):
         sleeps: bool = False,
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        args = in_one_process(args)
+        lora = {} if rank is None else adapter_args(rank)
         with live_weights():
-            super().__init__(path, dtype, sleeps, {**args, **({} if rank is None else adapter_args(rank))})
+            super().__init__(path, dtype, sleeps, in_one_process(args) | lora)
         if sleeps and not hasattr(self._llm, "release_kv_cache_memory"):
             raise UserError("engine.sleeps=true: this vLLM cannot give back the cache without the weights; 0.32 can")
         self._adapted = rank is not None
