@@ -51,8 +51,6 @@ def nodes(config, path=""):
 def check_signatures(config: DictConfig | ListConfig) -> int:
     count = 0
     for path, node in nodes(OmegaConf.to_container(config, resolve=True)):
-        if node["_target_"].startswith("grpo.engines.vllm"):
-            continue  # its signature is open: engine arguments go through to vLLM
         arguments = {name: value for name, value in node.items() if name not in ("_target_", "_partial_", "_convert_")}
         signature = inspect.signature(get_object(node["_target_"]))
         bind = signature.bind_partial if node.get("_partial_") else signature.bind

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.sample.sampler import Sampler
@@ -20,8 +21,9 @@ BACKEND = "grpo"
 
 
 def register() -> None:
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "Transfer")
+    for backend, name in {BACKEND: "Transfer", f"{BACKEND}_nccl": "NcclTransfer"}.items():
+        if backend not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(backend, __name__, name)
 
 
 @dataclass
@@ -66,6 +68,14 @@ class Transfer(WeightTransferEngine[NoInit, Bucket]):
 
     def shutdown(self) -> None:
         pass
+
+
+class NcclTransfer(NCCLWeightTransferEngine):
+    """vLLM's own way from GPU to GPU."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        exact_logprobs()
 
 
 def exact_logprobs() -> None:
