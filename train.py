@@ -36,7 +36,7 @@ def train(config: DictConfig) -> float | None:
 
     plan = instantiate(config.rollout)
     algorithm = instantiate(config.algo)
-    algorithm.check(plan.prompts, plan.group_size)
+    algorithm.check(plan.prompts, plan.group_size, plan.ahead)
     evaluator = instantiate(config.eval)
     optim = instantiate(config.optim)
     make_trainer = instantiate(config.trainer)

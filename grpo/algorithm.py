@@ -185,11 +185,17 @@ class Algorithm:
                 "algo.level=sequence, token ratios take 0.2"
             )
 
-    def check(self, prompts: int, group_size: int) -> None:
-        """Refuse what does not fit the rollout: its size, a group too small. Tries the functions on random numbers, and logs
-        what works and is rarely meant."""
+    def check(self, prompts: int, group_size: int, ahead: int = 0) -> None:
+        """Refuse what does not fit the rollout: its size, a group too small, samples of older weights taken for the policy's own.
+        Tries the functions on random numbers, and logs what works and is rarely meant."""
         for line in self.advice():
             log.warning(line)
+        if ahead and not self.weighs_old_samples:
+            bypass = "algo.old_policy=rollout (the ratio compares with the policy that sampled) or "
+            raise UserError(
+                f"rollout.ahead={ahead}: the samples are older than the policy, and this objective takes them for its own: set "
+                f"{bypass if self.looks_at_ratio else ''}algo/correction=tis (they count by how likely they have become)"
+            )
         rows = prompts * group_size
         if rows % self.num_minibatches:
             valid = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
@@ -269,6 +275,18 @@ class Algorithm:
     @property
     def updates_per_rollout(self) -> int:
         return self.num_epochs * self.num_minibatches
+
+    @property
+    def looks_at_ratio(self) -> bool:
+        return bool(inspect.signature(self.surrogate).parameters.keys() & {"ratio", "log_ratio", "old_logprobs"})
+
+    @property
+    def weighs_old_samples(self) -> bool:
+        """Whether the policy's term of the loss compares with the policy that sampled, where that is older than the one that
+        learns."""
+        if self.correction is not None or "rollout_logprobs" in inspect.signature(self.surrogate).parameters:
+            return True
+        return self.old_policy == "rollout" and self.looks_at_ratio
 
     @property
     def needs_old(self) -> bool:

@@ -125,6 +125,15 @@ def composed(config_name: str, overrides: Sequence[str]) -> DictConfig:
         return compose(config_name, overrides=list(overrides))
 
 
+def described(config_name: str) -> str:
+    """The groups of a configuration with their options, and its keys: what --help says of it."""
+    defaults = OmegaConf.load(CONF / f"{config_name}.yaml").defaults
+    groups = [str(group) for entry in defaults if isinstance(entry, DictConfig) for group in entry]
+    options = {group: ", ".join(sorted(file.stem for file in (CONF / group).glob("*.yaml"))) for group in groups}
+    lines = [f"{group}: {names}" for group, names in options.items()]
+    return "\n".join([*lines, "", OmegaConf.to_yaml(composed(config_name, []))])
+
+
 def make_task(overrides: Sequence[str], path: str) -> Task:
     """The task that a command line means; `path` is its dataset's where it has none of its own."""
     config = composed("train", overrides).task

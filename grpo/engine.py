@@ -57,8 +57,8 @@ class Engine(Protocol):
     together, None where there is no limit; asked for after the first load.
 
     An engine may offer more, which is looked for by name. apart = True: its weights are no memory of the policy's, so it may
-    sample while the policy learns. sleep(): the policy is about to learn, give back what memory can be spared until the next
-    load or sample.
+    sample while the policy learns. in_flight = True: it takes weights while it samples, from another thread, and says which
+    drew each token. sleep(): the policy is about to learn, give back what memory can be spared until the next load or sample.
     """
 
     @property

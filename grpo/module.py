@@ -21,6 +21,7 @@ from grpo.data import PromptBatch
 from grpo.entropy import threshold
 from grpo.errors import UserError
 from grpo.logprobs import completion_logprobs
+from grpo.masters import LOW, with_masters
 from grpo.policy import Reference
 from grpo.rollout import SHUFFLE, derive_seed
 from grpo.tokens import TokenBatch
@@ -119,7 +120,9 @@ class GRPOModule(L.LightningModule):
         self.entropy_coef, self.last_entropy = algorithm.entropy.coef, math.inf
 
     def configure_optimizers(self):
-        optimizer = self.optim.optimizer([p for p in self.policy.parameters() if p.requires_grad])
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        optimizer = with_masters(trained, self.optim.optimizer)
+        self.has_masters = any(p.dtype in LOW for p in trained)
         return [optimizer], [self.optim.schedule(optimizer=optimizer, num_training_steps=self.num_updates)]
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, float]:
@@ -165,9 +168,8 @@ class GRPOModule(L.LightningModule):
     def minibatches(self, tokens: TokenBatch, samples: int, generator: torch.Generator) -> Iterator[TokenBatch]:
         """The samples of all ranks in a random order, in pieces whose sizes differ by one at most; of each piece this rank's
         rows. A sample is in one piece with all of its rows."""
-        places = torch.randperm(samples, generator=generator).argsort()[
-            tokens.sample.cpu()
-        ]  # of the rows, in that order
+        shuffled = torch.randperm(samples, generator=generator).argsort()  # the place of each sample
+        places = shuffled[tokens.sample.cpu()]  # of the rows
         order = places.argsort(stable=True)
         for piece in torch.arange(samples).tensor_split(self.algorithm.num_minibatches):
             mine = order[torch.isin(places[order], piece)]
@@ -198,9 +200,8 @@ class GRPOModule(L.LightningModule):
         minibatch = replace(minibatch, weights=self.algorithm.weights(minibatch.mask, minibatch.sample) * ranks.count())
         live = self.live(minibatch)
         anywhere = ranks.total(torch.tensor(float(len(live)), device=live.device))
-        rows = minibatch.rows(
-            live if len(live) else slice(0, 1)
-        )  # every rank has a backward pass, every optimizer its step
+        # every rank has a backward pass, every optimizer its step
+        rows = minibatch.rows(live if len(live) else slice(0, 1))
         if not len(live) and (
             anywhere or minibatch.old_logprobs is not None
         ):  # else the one row is there to be measured
@@ -214,7 +215,7 @@ class GRPOModule(L.LightningModule):
             if microbatch.old_logprobs is None:
                 microbatch = replace(microbatch, old_logprobs=logprobs.detach())
             loss, stats = self.algorithm.loss(logprobs, entropy, microbatch, entropy_coef)
-            with nullcontext() if i == len(pieces) - 1 else self.gradients_stay():
+            with self.gradients_stay() if self.has_masters or i < len(pieces) - 1 else nullcontext():
                 self.manual_backward(loss)
             self.note(microbatch, logprobs.detach(), stats, means)
             if fresh:
@@ -222,7 +223,11 @@ class GRPOModule(L.LightningModule):
                 means.add_tokens("rollout/logprob_gap", gap, microbatch.mask)
                 means.add_extreme("rollout/logprob_gap_max", gap[microbatch.mask])
             of_update.add_tokens("entropy", stats["entropy"], microbatch.mask)
-        grad_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.optim.max_grad_norm or torch.inf)
+        learned = [p for group in optimizer.param_groups for p in group["params"]]  # masters, where there are some
+        if self.has_masters and ranks.count() > 1:  # DistributedDataParallel finds their gradients gone
+            for p in learned:
+                p.grad = ranks.total(p.grad) / ranks.count()
+        grad_norm = nn.utils.clip_grad_norm_(learned, self.optim.max_grad_norm or torch.inf)
         if not grad_norm.isfinite():
             raise UserError(
                 "the gradient is not finite, the policy was left as it is: lower optim.optimizer.lr or optim.max_grad_norm, "

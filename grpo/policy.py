@@ -19,9 +19,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 class Pretrained:
     """A model by folder or hub id (path), and how to load it. A PEFT adapter's folder brings its base.
 
-    dtype: of the parameters. They are what the optimizer updates: bfloat16 loses most updates at a learning rate of
-    1e-6, so training takes float32 with `trainer.precision: bf16-mixed` on a GPU. chat_template: a file with another one than
-    the tokenizer's (None), or "none": prompts are plain text, as a base model reads them.
+    dtype: of the parameters. Those in 16 bits are trained through float32 masters (grpo.masters); float16 has no scaling of the
+    loss, so small gradients are 0. chat_template: a file with another one than the tokenizer's (None), or "none": prompts are
+    plain text, as a base model reads them.
     """
 
     path: str
@@ -93,21 +93,17 @@ def with_adapter(model: nn.Module, adapter: PeftConfig | None) -> nn.Module:
 class Reference:
     """The policy as it was before training: a frozen copy, or the policy itself with its adapter switched off.
 
-    moves: it will be moved towards the policy (TR-DPO, arXiv 2404.09656), so under an adapter that is copied too. Only what is
-    trained moves: under LoRA the matrices of the adapter, so what the reference adds to the base is the product of means.
+    moves: it will be moved towards the policy (TR-DPO, arXiv 2404.09656), so the trained weights are copied, and the policy is
+    lent them. Under LoRA they are the matrices of the adapter, so what the reference adds to the base is the product of means.
     Held outside of the module tree, so that checkpoints and optimizers never see it.
     """
 
     def __init__(self, policy: nn.Module, moves: bool = False) -> None:
         self.policy, self.moves = policy, moves
-        self.copy = None if isinstance(policy, PeftModel) else deepcopy(policy).requires_grad_(False)
+        self.copy = None if moves or isinstance(policy, PeftModel) else deepcopy(policy).requires_grad_(False)
         trained = ((name, p) for name, p in policy.named_parameters() if p.requires_grad)
-        self.adapter = {name: p.detach().clone() for name, p in trained} if moves and self.copy is None else {}
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """What moves, by the policy's names."""
-        return self.adapter or {name: p.detach() for name, p in self.copy.named_parameters()}
+        # what moves, by the policy's names; in float32, as a mean in 16 bits loses small steps
+        self.weights = {name: p.detach().to(torch.float32, copy=True) for name, p in trained} if moves else {}
 
     @contextmanager
     def model(self):
@@ -123,12 +119,13 @@ class Reference:
 
     @contextmanager
     def swapped(self):
-        """The policy with the adapter of the reference."""
-        trained = {name: p for name, p in self.policy.named_parameters() if name in self.adapter}
+        """The policy with the weights of the reference."""
+        trained = {name: p for name, p in self.policy.named_parameters() if name in self.weights}
         kept = {name: p.data for name, p in trained.items()}
         try:
             for name, p in trained.items():
-                p.data = self.adapter[name].to(p.device)
+                self.weights[name] = self.weights[name].to(p.device)
+                p.data = self.weights[name].to(p.dtype)
             yield
         finally:
             for name, p in trained.items():
@@ -137,8 +134,8 @@ class Reference:
     @torch.no_grad()
     def move(self, alpha: float) -> None:
         """reference <- alpha policy + (1 - alpha) reference"""
-        trained, weights = dict(self.policy.named_parameters()), self.weights
-        for name, weight in weights.items():
+        trained = dict(self.policy.named_parameters())
+        for name, weight in self.weights.items():
             weight.lerp_(trained[name].detach().to(weight), alpha)
 
     def load(self, weights: dict[str, Tensor]) -> None:

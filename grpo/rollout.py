@@ -89,18 +89,26 @@ class Limits:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run is `num_rollouts` rollouts of `prompts` prompts with `group_size` samples each."""
+    """A run is `num_rollouts` rollouts of `prompts` prompts with `group_size` samples each.
+
+    ahead: 1 plays a rollout while the policy learns from the one before it, so with weights that have not.
+    """
 
     prompts: int
     group_size: int
     num_rollouts: int
     sampling: Sampling
     limits: Limits = field(default_factory=Limits)
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         for name in ("prompts", "group_size", "num_rollouts"):
             if getattr(self, name) < 1:
                 raise UserError(f"rollout.{name}={getattr(self, name)} must be at least 1")
+        if self.ahead not in (0, 1):
+            raise UserError(
+                f"rollout.ahead={self.ahead} must be 0, or 1: the next rollout during the update, and none further ahead"
+            )
         if self.sampling.temperature == 0:
             raise UserError(
                 "rollout.sampling.temperature=0: greedy samples of a prompt are equal, nothing can be learned"

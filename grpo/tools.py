@@ -1,13 +1,15 @@
 """Layer 1 - tools: Python functions that the policy may call, and the environment in which it does. No tokens.
 
-def search(query: str) -> str:
-    \"\"\"Search the encyclopedia.
+A tool is a function whose docstring the policy reads:
 
-    Args:
-        query: what to look for
-    \"\"\"
+    def search(query: str) -> str:
+        \"\"\"Search the encyclopedia.
 
-ToolEnv([Message("user", question)], [search])
+        Args:
+            query: what to look for
+        \"\"\"
+
+    ToolEnv([Message("user", question)], [search])
 """
 
 import json

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from grpo.errors import UserError
 
-# not bf16-true, where a parameter loses most of its updates; not 16-mixed, where clipping would need the loss scale
+# of the arithmetic; model.dtype says what parameters are in, so not bf16-true; not 16-mixed: clipping would need the loss scale
 PRECISIONS = ("auto", "32-true", "bf16-mixed")
 ELSEWHERE = {
     "gradient_clip_val": "optim.max_grad_norm",
@@ -26,7 +26,7 @@ def make_trainer(
     precision: str = "auto",
     **kwargs,
 ) -> L.Trainer:
-    """accelerator: auto, cpu, cuda or mps. precision: auto is bf16-mixed on a GPU (float32 parameters), else 32-true.
+    """accelerator: auto, cpu, cuda or mps. precision: auto is bf16-mixed on a GPU, else 32-true.
 
     devices: with several, each samples and learns from its share of every rollout (DistributedDataParallel), which gives the
     gradient of one. kwargs go to lightning.Trainer. Raises UserError for a device that is not there and for what has no effect.

@@ -15,7 +15,10 @@ from omegaconf import DictConfig
 
 from grpo.algorithm import Algorithm
 from grpo.cli import quiet
+from grpo.engines.transformers import TransformersEngine
 from grpo.policy import Pretrained
+from grpo.renderer import TokenizerRenderer
+from grpo.rollout import derive_seed
 from grpo.tiny import make_model, make_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -24,6 +27,11 @@ REAL_DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data
 
 quiet()
 torch.set_num_threads(1)  # the models are so small that a second thread only waits
+
+
+def seed(*path: int) -> int:
+    """The seeds of a run, as `play` asks for them."""
+    return derive_seed(7, *path)
 
 
 def compose_config(*overrides: str, name: str = "train") -> DictConfig:
@@ -44,6 +52,14 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def toy_model(toy: Path):
     return Pretrained(str(toy)).model()
+
+
+@pytest.fixture
+def parts(toy, toy_model):
+    """The engine and the renderer that `play` takes."""
+    engine = TransformersEngine()
+    engine.load_weights(toy_model, 0)
+    return engine, TokenizerRenderer(Pretrained(str(toy)).tokenizer())
 
 
 @pytest.fixture

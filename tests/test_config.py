@@ -64,10 +64,13 @@ def check_signatures(config: DictConfig | ListConfig) -> int:
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda value: str(value))
 def test_option_composes_and_binds(group, option, tmp_path):
-    overrides = [f"{group}={option}", f"output_dir={tmp_path}"] + (["model.path=x"] if option == "path" else [])
+    chosen = [f"{group}={option}"] + (["model.path=x"] if option == "path" else [])
+    overrides = [*chosen, f"output_dir={tmp_path}"]
     assert check_signatures(compose_config(*overrides)) >= 10
     if group in ("task", "model", "engine", "trainer", "eval", "renderer"):
         assert check_signatures(compose_config(*overrides, name="eval")) >= 5
+    if group in ("model", "engine", "renderer"):
+        assert check_signatures(compose_config(*chosen, name="serve")) >= 2
 
 
 def test_promised_options_are_there():

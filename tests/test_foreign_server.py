@@ -205,14 +205,17 @@ def test_failures_go_elsewhere_and_have_an_end(toy, toy_model, tmp_path):
             engine.sample([[5]], Sampling(1), [0])
 
 
-def test_a_busy_port_is_refused_and_its_holder_named():
+def test_what_a_launch_asks_for_is_checked_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(launch, "find_spec", lambda _: True)
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        with pytest.raises(UserError, match=rf"engine\.port={port} .*held by .*\(pid {os.getpid()}\)"):
-            launch.check_port("127.0.0.1", port)
-    launch.check_port("127.0.0.1", port)
-    with pytest.raises(UserError, match=r"engine\.port=99999 cannot be had"):
-        launch.check_port("127.0.0.1", 99999)
+        with pytest.raises(UserError, match=rf"port={port} is held by .*\(pid {os.getpid()},"):
+            launch.Servers("model", port=port)
+    with pytest.raises(UserError, match=r"engine\.count=0 must be"):
+        launch.Servers("model", count=0)
+    with pytest.raises(UserError, match=r"engine\.devices=\[0\] .*each of engine\.count=2"):
+        launch.Servers("model", count=2, devices=[0])
+    assert len(set(launch.Servers("model", count=3).ports)) == 3
 
 
 def test_arguments_become_flags():
@@ -275,7 +278,7 @@ def test_the_end_of_a_server_is_told_with_its_reason(tmp_path, monkeypatch):
     [port] = servers.ports
     file = servers.log(port)
     file.write_text(
-        "(Core) ERROR [core.py:1]     raise\n(Core) ERROR [core.py:1] ValueError: too little memory\nmore\nRuntimeError: see above\n"
+        "(Core) ERROR [core.py:1] ValueError: too little memory\nmore\nRuntimeError: see root cause above\n"
     )
     guard = [sys.executable, "-m", "grpo.engines.launch", sys.executable, "-c", "raise SystemExit(3)"]
     servers._guards[port] = subprocess.Popen(guard, stdin=subprocess.PIPE, cwd=ROOT)

@@ -26,6 +26,7 @@ def said(health: Health, caplog, *values: dict[str, float]) -> list[str]:
         ("rollout/truncated", 0.5, 0.51, "raise max_tokens"),
         ("rollout/timeout", 0.02, 0.021, "teach nothing"),
         ("rollout/error", 0.0, 0.01, "the grader failed"),
+        ("rollout/staleness", 1.0, 1.01, "several rollouts old"),
         ("loss/ratio", 1.2, 1.21, "moves far"),
         ("loss/ratio", 0.8, 0.79, "moves far"),
         ("loss/approx_kl", 0.5, 0.51, "has left the one that sampled"),
@@ -50,6 +51,15 @@ def test_groups_without_signal_are_told_when_they_go_on(caplog):
     )
 
 
+def test_old_weights_are_no_news_where_the_rollout_was_played_ahead(caplog):
+    def told(gap: float, staleness: float) -> list[str]:
+        return said(Health(), caplog, {"rollout/logprob_gap": gap, "rollout/staleness": staleness})
+
+    assert told(0.3, 1.0) == []
+    assert "is 0.31, above 0.3: engine and trainer disagree" in told(0.31, 1.0)[0]
+    assert "is 0.1, above 0.03: engine and trainer disagree" in told(0.1, 0.0)[0]
+
+
 def test_what_was_said_stays_said(caplog):
     health, resumed = Health(), Health(ignore=["loss/ratio"])
     said(health, caplog, {"loss/kl": 9.0})
@@ -60,7 +70,8 @@ def test_what_was_said_stays_said(caplog):
 def test_every_range_is_of_a_metric_that_runs_have(smoke, tmp_path):
     train(compose_config(*smoke("algo/kl=loss")))
     of_several_turns = {f"rollout/{name}" for name in conversation(Trajectory(()))}
-    assert {well.metric for well in RANGES} <= rows(tmp_path)[1].keys() | of_several_turns
+    of_rollouts_ahead = {"rollout/staleness"}  # tests/test_ahead.py
+    assert {well.metric for well in RANGES} <= rows(tmp_path)[1].keys() | of_several_turns | of_rollouts_ahead
 
 
 def test_a_table_of_evaluations_with_other_metrics_each():

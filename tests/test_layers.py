@@ -5,12 +5,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    {"errors", "messages", "tokens", "ranks", "coroutines"},
+    {"errors", "messages", "tokens", "ranks", "coroutines", "ports"},
     {"rl", "rows", "rowtask", "rewards", "renderer", "engine", "engines", "grading", "logprobs"}
     | {"tools", "toolcalls", "answers", "arithmetic", "workers", "sandbox", "confine", "programs"}
-    | {"advantage", "kl", "loss", "correction", "entropy", "algorithm"},
+    | {"advantage", "kl", "loss", "correction", "entropy", "algorithm", "masters"},
     {"rollout", "play", "calls", "scoring", "collate", "data", "policy", "evaluation", "tiny"},
-    {"module", "callbacks", "trainer", "runs"},
+    {"module", "callbacks", "trainer", "runs", "serve"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -10,7 +10,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import preset
+from conftest import preset, seed
 
 from grpo.callbacks.rollout import RolloutCallback
 from grpo.callbacks.samples import records, write
@@ -19,14 +19,11 @@ from grpo.calls import Calls
 from grpo.coroutines import awaited
 from grpo.data import PromptLoader
 from grpo.engine import Sampling
-from grpo.engines.transformers import TransformersEngine
 from grpo.errors import RolloutError, UserError
 from grpo.messages import Message
 from grpo.play import play
-from grpo.policy import Pretrained
-from grpo.renderer import TokenizerRenderer
 from grpo.rl import Reward, State
-from grpo.rollout import Limits, Plan, derive_seed
+from grpo.rollout import Limits, Plan
 
 ASKED = State((Message("user", "q"),))
 
@@ -46,19 +43,12 @@ def fine():
 
 
 @pytest.fixture
-def parts(toy, toy_model):
-    engine = TransformersEngine()
-    engine.load_weights(toy_model, 0)
-    return engine, TokenizerRenderer(Pretrained(str(toy)).tokenizer())
-
-
-@pytest.fixture
 def started(parts):
     """The samples of one episode for each `start`."""
 
     def of(*starts, timeout: float = 30.0):
         limits = Limits(step_timeout=timeout)
-        groups = play(Starting(), starts, 1, *parts, Sampling(2), lambda *path: derive_seed(7, *path), limits)
+        groups = play(Starting(), starts, 1, *parts, Sampling(2), seed, limits)
         return [sample for group in groups for sample in group]
 
     return of

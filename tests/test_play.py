@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import compose_config
+from conftest import compose_config, seed
 from omegaconf import open_dict
 from test_update import as_given, fresh, make_module
 from torch import tensor
@@ -21,15 +21,13 @@ from grpo.callbacks.rollout import rollout_metrics
 from grpo.collate import collate, scores
 from grpo.data import PromptBatch
 from grpo.engine import Sampling
-from grpo.engines.transformers import TransformersEngine
 from grpo.errors import RolloutError
 from grpo.loss import clip, token_weights
 from grpo.messages import Message, ToolCall
 from grpo.play import play
 from grpo.policy import Pretrained
-from grpo.renderer import TokenizerRenderer
 from grpo.rl import Action, Reward, State, Step, Trajectory
-from grpo.rollout import Limits, Sample, derive_seed, sample_means
+from grpo.rollout import Limits, Sample, sample_means
 from grpo.tokens import Completion, Turn, rows
 from train import train
 
@@ -119,8 +117,8 @@ def test_all_rows_of_a_sample_are_in_one_update(toy):
     module = make_module(fresh(toy), num_minibatches=2)
     tokens = collate(GROUPS)
     assert tokens.sample.tolist() == [0, 0, 1, 2, 3, 3, 3]
-    for seed in range(5):
-        pieces = [p.sample.tolist() for p in module.minibatches(tokens, 4, torch.Generator().manual_seed(seed))]
+    for number in range(5):
+        pieces = [p.sample.tolist() for p in module.minibatches(tokens, 4, torch.Generator().manual_seed(number))]
         assert [len(set(piece)) for piece in pieces] == [2, 2] and not set(pieces[0]) & set(pieces[1])
         assert sorted(pieces[0] + pieces[1]) == tokens.sample.tolist()
 
@@ -222,17 +220,6 @@ class Troubled:
     def score(self, example, trajectory):
         assert not trajectory.failed
         return Reward(random.Random(str(trajectory.answer)).random(), correct=trajectory.end == "answered")
-
-
-@pytest.fixture
-def parts(toy, toy_model):
-    engine = TransformersEngine()
-    engine.load_weights(toy_model, 0)
-    return engine, TokenizerRenderer(Pretrained(str(toy)).tokenizer())
-
-
-def seed(*path: int) -> int:
-    return derive_seed(7, *path)
 
 
 def test_every_end_is_told_and_nobody_takes_another_along(parts):

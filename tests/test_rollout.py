@@ -4,7 +4,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from conftest import EXAMPLES, compose_config
+from conftest import EXAMPLES, compose_config, seed
 
 from grpo.callbacks.rollout import rollout_metrics
 from grpo.collate import scores
@@ -50,17 +50,6 @@ class CountingTask:
 
     def score(self, example, trajectory):
         return Reward(len(trajectory.steps), correct=False)
-
-
-@pytest.fixture
-def parts(toy, toy_model):
-    engine = TransformersEngine()
-    engine.load_weights(toy_model, 0)
-    return engine, TokenizerRenderer(Pretrained(str(toy)).tokenizer())
-
-
-def seed(*path: int) -> int:
-    return derive_seed(7, *path)
 
 
 def test_every_sample_has_an_environment_of_its_own_and_turns_go_on_as_long_as_it_says(parts):

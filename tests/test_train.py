@@ -63,8 +63,8 @@ def state(folder) -> dict:
     return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=False)
 
 
-@pytest.mark.parametrize("adapter", ["none", "lora"])
-def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, adapter):
+@pytest.mark.parametrize("policy", ["adapter=none", "adapter=lora", "model.dtype=bfloat16"])
+def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy):
     """8 rollouts in one go, or 5 and a crash and the rest: every weight, moment, metric and sample is the same."""
 
     def run(folder: str, *more: str) -> None:
@@ -79,7 +79,7 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, adapter):
             "algo.entropy={coef: 0.01, target: 9.0}",
             "algo.sampling_rounds=2",
             "optim.schedule.name=linear",
-            f"adapter={adapter}",
+            policy,
             f"output_dir={tmp_path / folder}",
         ]
         config = compose_config(*smoke(*settings, *more))
@@ -101,12 +101,15 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, adapter):
         straight["optimizer_states"][0]["state"].values(), resumed["optimizer_states"][0]["state"].values(), strict=True
     ):
         assert all(torch.equal(a[name], b[name]) for name in a)
+    masters = [saved["optimizer_states"][0].get("masters", []) for saved in (straight, resumed)]
+    assert all(torch.equal(a, b) for a, b in zip(*masters, strict=True))
+    assert bool(masters[0]) == (policy == "model.dtype=bfloat16")
     assert straight["lr_schedulers"] == resumed["lr_schedulers"]
     assert rows(tmp_path / "straight")[5:] == rows(tmp_path / "resumed")  # from rollout 5 on
     name = "rollouts/000008.jsonl"
     assert (tmp_path / "straight" / name).read_text() == (tmp_path / "resumed" / name).read_text()
     assert {row["loss/grad_norm"] for row in rows(tmp_path / "straight")[1:]} != {0.0}  # there was something to learn
-    if adapter == "lora":
+    if policy == "adapter=lora":
         assert all("lora_" in key for key in straight["state_dict"])
 
 

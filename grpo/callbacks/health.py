@@ -17,13 +17,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Range:
-    """What is well: low <= metric <= high. words: what it means if not, and what to do. after: rollouts on end of it."""
+    """What is well: low <= metric <= high. words: what it means if not, and what to do. after: rollouts on end of it. stale: high
+    for samples of older weights, where that differs."""
 
     metric: str
     low: float
     high: float
     words: str
     after: int = 1
+    stale: float | None = None
 
 
 CLIPPED = (
@@ -32,7 +34,10 @@ CLIPPED = (
 )
 RANGES = (
     Range("rollout/logprob_gap", 0, 0.03, "engine and trainer disagree about the same tokens: the engine may hold old weights, "
-          "or compute at a lower precision (healthy in bfloat16: 0.010 to 0.018); algo/correction=tis lessens the harm"),
+          "or compute at a lower precision (healthy in bfloat16: 0.010 to 0.018); algo/correction=tis lessens the harm",
+          stale=0.3),  # what one rollout teaches is in it, too
+    Range("rollout/staleness", 0, 1, "the engine samples with weights that are several rollouts old, and rollout.ahead=1 means "
+          "one: it does not take the new ones"),
     Range("rollout/truncated", 0, 0.5, "most answers are cut short: raise max_tokens, or see algo.mask_truncated and "
           "algo.overlong_share"),
     Range("rollout/timeout", 0, 0.02, "the grader often runs out of time, and those samples teach nothing: see the slowest of "
@@ -74,16 +79,18 @@ class Health(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Mapping, batch: PromptBatch, batch_idx: int
     ) -> None:
+        older = batch.metrics.get("rollout/staleness", 0) > 0
         for well in RANGES:
             value = batch.metrics.get(well.metric)
-            if value is None or well.low <= value <= well.high:
+            high = well.high if well.stale is None or not older else well.stale
+            if value is None or well.low <= value <= high:
                 self.unwell[well.metric] = 0
                 continue
             self.unwell[well.metric] += 1
             if self.unwell[well.metric] < well.after or well.metric in self.silent:
                 continue
             self.silent.add(well.metric)
-            bound = f"above {well.high:g}" if value > well.high else f"below {well.low:g}"
+            bound = f"above {high:g}" if value > high else f"below {well.low:g}"
             log.warning(f"rollout {batch.rollout + 1}: {well.metric} is {value:.3g}, {bound}: {well.words}")
 
     def state_dict(self) -> dict:

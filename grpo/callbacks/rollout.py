@@ -4,6 +4,8 @@ import math
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -13,6 +15,7 @@ import torch
 from grpo import ranks
 from grpo.advantage import has_signal
 from grpo.algorithm import Algorithm
+from grpo.callbacks.ahead import Ahead, Played
 from grpo.callbacks.samples import on_disk
 from grpo.collate import collate, scores
 from grpo.data import PromptBatch, PromptLoader
@@ -31,7 +34,8 @@ class RolloutCallback(L.Callback):
 
     Owns the count of rollouts, the x-axis of everything: 0 is the policy before training. With it, the loader's place and
     all seeds are known; the random state that other code may use is saved beside it. held_out: the examples to evaluate on;
-    folder: of the run, where a rollout goes whose reward failed.
+    folder: of the run, where a rollout goes whose reward failed. With plan.ahead the next rollout is played beside the update;
+    evaluations and checkpoints wait for it.
     """
 
     def __init__(
@@ -52,13 +56,29 @@ class RolloutCallback(L.Callback):
         self.algorithm, self.evaluator, self.seed = algorithm, evaluator, seed
         self.rollouts = 0  # learned from so far
         self.started = 0.0
+        self.ahead: Ahead | None = None  # the rollout after the one that is learned from
+        if plan.ahead and not getattr(engine, "apart", False):
+            raise UserError(
+                "rollout.ahead=1 needs an engine with weights of its own, engine=vllm or engine=vllm_server: the built-in one "
+                "and vllm_shared sample from the very weights that the update changes"
+            )
 
     # -- the way of a batch
+
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        """Before the policy moves to its device, and before a checkpoint is read into it: an engine that shares its memory
+        gives it that here, so that there is never a second copy."""
+        self.engine.load_weights(module.policy, self.rollouts)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if ranks.count() != trainer.world_size:  # vLLM in the trainer's process makes a group of its own
             raise UserError(
                 f"trainer.devices={trainer.world_size} does not go with this engine: set engine=transformers"
+            )
+        # `play` ends with messages between ranks, which would meet those of the update
+        if self.plan.ahead and ranks.count() > 1:
+            raise UserError(
+                f"rollout.ahead=1 goes with one device only, not with trainer.devices={ranks.count()}: set rollout.ahead=0"
             )
         if self.plan.prompts < ranks.count():
             raise UserError(
@@ -76,35 +96,36 @@ class RolloutCallback(L.Callback):
             batch.evaluations.append(self.evaluate(trainer, module))
             self.record(trainer, batch.evaluations[-1].metrics)
         self.started = time.perf_counter()
-        self.sync(module)
-        synced = time.perf_counter()
-        failed = self.folder / "rollouts" / f"{batch.rollout + 1:06d}.failed.jsonl"
-        with trainer.precision_plugin.forward_context(), on_disk(failed):
-            played, scored, rounds = self.play(batch)
+        played, syncing = self.played(trainer, module, batch)
+        groups, scored = played.groups, played.scores
         order = (~has_signal(scored.rewards)).int().argsort(stable=True)  # those with a signal first
         kept = sorted(order[: self.plan.prompts].tolist())
-        batch.groups, batch.scores = [played[i] for i in kept], scored.rows(kept)
+        batch.groups, batch.scores = [groups[i] for i in kept], scored.rows(kept)
         batch.examples = [group[0].example for group in batch.groups]
         mine = ranks.share(len(kept))
         batch.tokens = collate(batch.groups[mine.start : mine.stop], mine.start * self.plan.group_size).to(
             module.device
         )
-        batch.metrics |= rollout_metrics(played, scored) | {
-            "rollout/rounds": float(rounds),
-            "rollout/discarded_groups": float(len(played) - len(kept)),
+        batch.metrics |= rollout_metrics(groups, scored) | {
+            "rollout/rounds": float(played.rounds),
+            "rollout/discarded_groups": float(len(groups) - len(kept)),
             "data/prompts": float((batch.rollout + 1) * self.loader.size),  # of the loader, those left out included
             "data/epoch": (batch.rollout + 1) * self.loader.size / len(self.loader.examples),
         }
-        batch.metrics |= {"time/sync": synced - self.started, "time/rollout": time.perf_counter() - synced}
+        if self.plan.ahead:
+            batch.metrics |= {"rollout/staleness": played.staleness(self.rollouts), "time/played": played.seconds}
+        batch.metrics |= {"time/sync": syncing, "time/rollout": time.perf_counter() - self.started - syncing}
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: PromptBatch, batch_idx: int
     ) -> None:
-        elapsed = time.perf_counter() - self.started
+        self.rollouts = batch.rollout + 1
         batch.metrics |= outputs
+        if self.ahead and getattr(self.engine, "in_flight", False):
+            batch.metrics["time/sync"] += self.sync(module)
+        elapsed = time.perf_counter() - self.started
         batch.metrics["time/update"] = elapsed - batch.metrics["time/sync"] - batch.metrics["time/rollout"]
         batch.metrics["tokens/s"] = batch.metrics["rollout/tokens"] / elapsed
-        self.rollouts = batch.rollout + 1
         last = self.rollouts == self.plan.num_rollouts
         if self.evaluator.every and (last or self.rollouts % self.evaluator.every == 0):
             batch.evaluations.append(self.evaluate(trainer, module))
@@ -112,7 +133,26 @@ class RolloutCallback(L.Callback):
         self.record(trainer, batch.metrics)
         trainer.should_stop = last
 
-    def play(self, batch: PromptBatch) -> tuple[list[Group], Scores, int]:
+    def played(self, trainer: L.Trainer, module: L.LightningModule, batch: PromptBatch) -> tuple[Played, float]:
+        """The rollout to learn from, and the seconds that new weights took. With plan.ahead the next one begins here."""
+        ahead, self.ahead = self.ahead, None
+        syncing = 0.0 if ahead else self.sync(module)
+        played = ahead.result() if ahead else self.play(trainer, batch)
+        if self.plan.ahead and batch.rollout + 1 < self.plan.num_rollouts:
+            syncing += self.sync(module)
+            self.ahead = Ahead(partial(self.play, trainer, self.loader.batch(batch.rollout + 1)))
+        elif sleep := getattr(self.engine, "sleep", None):
+            sleep()
+        return played, syncing
+
+    def play(self, trainer: L.Trainer, batch: PromptBatch) -> Played:
+        begun, version = time.perf_counter(), self.engine.version
+        failed = self.folder / "rollouts" / f"{batch.rollout + 1:06d}.failed.jsonl"
+        with trainer.precision_plugin.forward_context(), on_disk(failed):  # autocast is a thread's own
+            groups, scored, rounds = self.groups(batch)
+        return Played(groups, scored, rounds, version, time.perf_counter() - begun)
+
+    def groups(self, batch: PromptBatch) -> tuple[list[Group], Scores, int]:
         """All groups that were sampled, what they earned, and in how many rounds: one, unless those without a signal are to be
         replaced."""
         groups, examples, rounds = [], batch.examples, 0
@@ -144,12 +184,17 @@ class RolloutCallback(L.Callback):
             examples = self.loader.more(batch.rollout, wanted, skip=len(groups) - self.plan.prompts)
         return groups, scored, rounds
 
-    def sync(self, module: L.LightningModule) -> None:
-        """Give the engine the policy's weights, unless it holds these very ones. A version counts rollouts learned from."""
+    def sync(self, module: L.LightningModule) -> float:
+        """Give the engine the policy's weights, unless it holds these very ones. A version counts rollouts learned from.
+        Returns the seconds it took."""
+        begun = time.perf_counter()
         if self.engine.version != self.rollouts:
             self.engine.load_weights(module.policy, self.rollouts)
+        return time.perf_counter() - begun
 
     def evaluate(self, trainer: L.Trainer, module: L.LightningModule) -> Evaluation:
+        if self.ahead:
+            self.ahead.wait()
         self.sync(module)
         failed = self.folder / "evaluations" / f"{self.rollouts:06d}.failed.jsonl"
         with trainer.precision_plugin.forward_context(), on_disk(failed):
@@ -161,15 +206,23 @@ class RolloutCallback(L.Callback):
         # where monitors (early stopping, a sweep's objective) look for the latest values
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
 
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        if self.ahead:
+            self.ahead.stop()
+
     def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        if self.ahead:  # where another callback ended the run
+            self.ahead.stop()
         self.engine.close()
 
     # -- resuming
 
     def state_dict(self) -> dict:
+        played = self.ahead.wait() if self.ahead else None  # first: it may draw random numbers
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         random_state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-        return {"rollouts": self.rollouts, "random": random_state | {"cuda": cuda}}
+        state = {"rollouts": self.rollouts, "random": random_state | {"cuda": cuda}}
+        return state | ({"ahead": (self.plan, played)} if played else {})
 
     def load_state_dict(self, state: dict) -> None:
         self.rollouts = self.loader.start = state["rollouts"]
@@ -178,6 +231,10 @@ class RolloutCallback(L.Callback):
         torch.set_rng_state(state["random"]["torch"])
         if torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["random"]["cuda"])
+        if "ahead" in state:
+            plan, played = state["ahead"]
+            if replace(plan, num_rollouts=self.plan.num_rollouts) == self.plan:  # else it is played anew
+                self.ahead = Ahead(lambda: played)
 
 
 def rollout_metrics(groups: list[Group], scored: Scores) -> dict[str, float]:

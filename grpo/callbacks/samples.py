@@ -20,16 +20,13 @@ def records(groups: Iterable[Group], **columns: Iterable[Iterable[float]]) -> It
         for s, sample in enumerate(group):
             trajectory = sample.trajectory
             said = trajectory.steps[-1] if trajectory.steps else None
+            called = said.action.message.as_dict().get("tool_calls") if said else None
             yield {
                 "prompt_index": p,
                 "sample": s,
                 "messages": [message.as_dict() for message in said.state.messages] if said else [],
                 "completion": trajectory.answer,
-                **(
-                    {"tool_calls": said.action.message.as_dict()["tool_calls"]}
-                    if said and said.action.message.tool_calls
-                    else {}
-                ),
+                **({"tool_calls": called} if called else {}),
                 "end": trajectory.end,
                 **({"env_error": trajectory.error} if trajectory.error else {}),
                 "reward": sample.reward.value,

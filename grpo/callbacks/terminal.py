@@ -24,7 +24,7 @@ def status(metrics: Mapping[str, float]) -> str:
     )
 
 
-WRONG = (
+WRONG = {
     "no_answer",
     "timeout",
     "error",
@@ -33,7 +33,7 @@ WRONG = (
     "env_timeout",
     "tool_failures",
     "malformed_calls",
-)
+}
 SHARES = re.compile(
     r"/(accuracy|pass@\d+|truncated|no_answer|(env_)?(timeout|error)|out_of_turns|format|(level|hops)_\d|supports|correct)$"
 )

@@ -20,9 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from grpo.errors import UserError
+from grpo.ports import check_port
 
 log = logging.getLogger(__name__)
 
@@ -205,20 +204,6 @@ def free_ports(count: int) -> list[int]:
     for each in sockets:
         each.close()
     return ports
-
-
-def check_port(host: str, port: int) -> None:
-    """Raises UserError where nobody could listen. Whoever holds the port is named, and left alone."""
-    try:
-        socket.create_server((host, port)).close()
-    except (OSError, OverflowError) as error:
-        holder = "a process that this user may not see"
-        for end in psutil.net_connections("tcp"):
-            if end.status == psutil.CONN_LISTEN and end.laddr.port == port and end.pid:
-                holder = f"{psutil.Process(end.pid).name()} (pid {end.pid})"
-        raise UserError(
-            f"engine.port={port} cannot be had ({error}), it is held by {holder}: choose another one, or null for a free one"
-        ) from error
 
 
 def guard(server: list[str]) -> int:

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.sample.sampler import Sampler
@@ -21,9 +20,12 @@ BACKEND = "grpo"
 
 
 def register() -> None:
-    for backend, name in {BACKEND: "Transfer", f"{BACKEND}_nccl": "NcclTransfer"}.items():
+    for backend, module, name in (
+        (BACKEND, __name__, "Transfer"),
+        (f"{BACKEND}_nccl", f"{__name__}_nccl", "NcclTransfer"),
+    ):
         if backend not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(backend, __name__, name)
+            WeightTransferEngineFactory.register_engine(backend, module, name)
 
 
 @dataclass
@@ -69,13 +71,9 @@ class Transfer(WeightTransferEngine[NoInit, Bucket]):
     def shutdown(self) -> None:
         pass
 
-
-class NcclTransfer(NCCLWeightTransferEngine):
-    """vLLM's own way from GPU to GPU."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        exact_logprobs()
+    @staticmethod
+    def trainer_send_weights(*args, **kwargs) -> None:
+        """vLLM 0.26 asks for it; the trainer's side is the engines'."""
 
 
 def exact_logprobs() -> None:

@@ -24,7 +24,7 @@ from grpo.engines.weights import BUCKET, buckets, checkpoint, eos_token_ids
 from grpo.errors import UserError
 from grpo.tokens import Completion
 
-VERSIONS = "~=0.32.0"  # it reaches into vLLM; these were tried
+VERSIONS = ">=0.26,<0.33"  # it reaches into vLLM; the first and the last of these were tried
 
 
 class VLLMEngine:
@@ -88,7 +88,7 @@ class VLLMEngine:
                 self._llm.start_weight_update()
                 for bucket in buckets(checkpoint(model), BUCKET):
                     self._llm.update_weights({"update_info": {"tensors": bucket}})
-                self._llm.finish_weight_update(str(version))
+                self._llm.finish_weight_update()
             self._holds(version)
 
     def _holds(self, version: int) -> None:
@@ -183,7 +183,7 @@ def import_vllm() -> None:
     except ImportError as error:
         raise UserError(f"engine=vllm needs vLLM ({error}): {install}") from error
     if (found := vllm_version()) not in SpecifierSet(VERSIONS, prereleases=True):
-        raise UserError(f"vLLM {found} is not one that this engine knows (vllm{VERSIONS}): {install}")
+        raise UserError(f"vLLM {found} is not one that this engine knows ({VERSIONS}): {install}")
 
 
 def vllm_version() -> str:

@@ -1,0 +1,139 @@
+"""How long new weights take to reach the engine, mode by mode, what they cost in memory, and whether they arrive.
+
+    python benchmarks/sync.py [--layers 8 --hidden 768] [--json]        # needs vLLM; a few minutes on two cores
+
+Each mode has a process of its own: a random Llama, vLLM beside it, a changed policy, the sync; five times, the median. `gap` is
+the largest difference of a sampled token's log-probability between engine and trainer after the last one. `memory` is what model
+and engine add to the process (for servers: to both), less the cache of keys and values, over the bytes of the weights. `as TRL`
+pushes one parameter at a time into the model's load_weights, as TRL 1.16 does in its colocate mode.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+
+MODES = ["as TRL", "vllm", "vllm_shared", "vllm + lora merged", "vllm_lora", "vllm_shared + lora"]
+MODES += ["vllm_server disk", "vllm_server lora", "vllm_restart"]
+CACHE = 1 << 26
+ROUNDS = 5
+
+
+def anonymous_bytes(pids: list[int]) -> int:
+    """Memory of these processes that is no file's."""
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def build(mode: str, folder: str, work: str):
+    """The engine of a mode, and a function that brings it the weights."""
+    args = {"kv_cache_memory_bytes": CACHE, "max_model_len": 256}
+    if "server" in mode or "restart" in mode:
+        from grpo.engines.vllm_server import VLLMServerEngine
+
+        sync = mode.split()[1] if " " in mode else "restart"
+        engine = VLLMServerEngine(folder, sync=sync, launch=True, args=args, folder=work, log_folder=work)
+    elif mode == "vllm_lora":
+        from grpo.engines.vllm_lora import VLLMLoraEngine
+
+        engine = VLLMLoraEngine(folder, rank=8, args=args)
+    elif mode.startswith("vllm_shared"):
+        from grpo.engines.vllm_shared import VLLMSharedEngine
+
+        engine = VLLMSharedEngine(folder, dtype="float32", rank=8 if "lora" in mode else None, args=args)
+    else:
+        from grpo.engines.vllm_shared import live_weights
+
+        from grpo.engines.vllm import VLLMEngine
+
+        with live_weights() if mode == "as TRL" else nullcontext():  # what vLLM has packed it does not take one by one
+            engine = VLLMEngine(folder, args=args)
+    return engine
+
+
+def one_by_one(engine, policy, version: int) -> None:
+    """As TRL 1.16 does it: `load_weights` of vLLM's model for each parameter, then the prefix cache."""
+    for name, parameter in policy.named_parameters():
+        engine._llm.apply_model(lambda model, pair=(name, parameter.data): model.load_weights([pair]) and None)
+    engine._llm.reset_prefix_cache()
+
+
+def measure(mode: str, folder: str) -> dict:
+    import psutil
+    import torch
+    from cases import disturb, gap_now
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as work:
+        before = anonymous_bytes([os.getpid()])
+        engine = build(mode, folder, work)
+        policy = AutoModelForCausalLM.from_pretrained(folder)
+        size = sum(p.nbytes for p in policy.parameters())
+        if "lora" in mode:
+            policy = get_peft_model(policy, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
+        send = partial(one_by_one, engine) if mode == "as TRL" else engine.load_weights
+        send(policy, 0)
+        gap_now(engine, policy)
+        mine = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+        memory = anonymous_bytes(mine) - before - CACHE
+        times = []
+        for version in range(1, 2 if mode == "vllm_restart" else ROUNDS + 1):
+            disturb(policy, seed=version, size=0.002)
+            start = time.perf_counter()
+            send(policy, version)
+            times.append(time.perf_counter() - start)
+        result = {"mode": mode, "seconds": median(times), "gap": gap_now(engine, policy), "memory": memory / size}
+        engine.close()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--mode", choices=MODES, help="one of them in this process")
+    parser.add_argument("--folder", help="of the model, with --mode")
+    given = parser.parse_args()
+    if given.mode:
+        print(json.dumps(measure(given.mode, given.folder)))
+        return
+    from cases import SHAPE, model_folder
+
+    SHAPE.update(hidden_size=given.hidden, intermediate_size=3 * given.hidden, num_hidden_layers=given.layers)
+    SHAPE.update(num_attention_heads=given.hidden // 64, num_key_value_heads=given.hidden // 128, head_dim=64)
+    SHAPE.update(initializer_range=0.02)
+    rows = []
+    with tempfile.TemporaryDirectory() as work:
+        folder = model_folder("llama", Path(work))
+        size = (Path(folder) / "model.safetensors").stat().st_size
+        print(f"a Llama of {size / 4e6:.0f} M parameters, {size / 1e6:.0f} MB in float32", file=sys.stderr)
+        for mode in MODES:
+            command = [sys.executable, __file__, "--mode", mode, "--folder", folder]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                print(f"{mode}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+                continue
+            rows.append(json.loads(done.stdout.splitlines()[-1]))
+            row = rows[-1]
+            line = f"{mode:20s} {row['seconds'] * 1e3:10.1f} ms   gap {row['gap']:.1e}   memory {row['memory']:.2f}"
+            print(line, file=sys.stderr if given.json else sys.stdout, flush=True)
+    if given.json:
+        print(json.dumps({"bytes": size, "modes": rows}))
+
+
+if __name__ == "__main__":
+    main()
