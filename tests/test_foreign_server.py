@@ -23,6 +23,13 @@ from grpo.engines import launch
 from grpo.engines.vllm_server import VLLMServerEngine
 from grpo.errors import UserError
 
+ROUTES = (
+    "/pause",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/resume",
+)  # of no interest here
 MODELS = {"data": [{"id": "x", "max_model_len": 100}]}
 
 
@@ -45,16 +52,16 @@ class Foreign:
             "/v1/models": (200, MODELS),
             "/weight_info": lambda _: (200, {"weight_version": self.label}),
             "/reset_prefix_cache": (200, {"success": True}),
-            "/finish_weight_update": self.finish,
+            "/update_weight_version": self.take,
             "/inference/v1/generate": lambda body: (
                 self.generate(body) if body else (400, {"error": {"message": "empty"}})
             ),
-            **{route: (200, {}) for route in ("/pause", "/resume", "/start_weight_update", "/update_weights")},
+            **{route: (200, {}) for route in ROUTES},
             **routes,
         }
 
-    def finish(self, body):
-        self.label = body["weight_version"]
+    def take(self, body):
+        self.label = body["new_version"]
         return 200, {}
 
     def generate(self, body):

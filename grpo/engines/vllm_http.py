@@ -1,7 +1,9 @@
 """Layer 1 - vLLM's HTTP routes, and the three ways in which one does not answer: gone, not there, or against it."""
 
 import asyncio
+import functools
 import re
+import ssl
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +40,14 @@ class Refused(Exception):
 def client(timeout: float) -> httpx2.AsyncClient:
     """timeout: seconds for any one answer. Every request has a connection of its own: vLLM drops them, after an error for one."""
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
-    return httpx2.AsyncClient(timeout=httpx2.Timeout(timeout, connect=CONNECT), limits=limits, trust_env=False)
+    timeouts = httpx2.Timeout(timeout, connect=CONNECT)
+    return httpx2.AsyncClient(timeout=timeouts, limits=limits, trust_env=False, verify=certificates())
+
+
+@functools.cache
+def certificates() -> ssl.SSLContext:
+    """They take a tenth of a second to read."""
+    return ssl.create_default_context()
 
 
 async def ask(http: httpx2.AsyncClient, url: str, route: str, body: dict | None = None, post: bool = True) -> Any:

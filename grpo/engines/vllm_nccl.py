@@ -51,9 +51,8 @@ class Nccl:
         if not self.tensors:
             raise Lost(f"{url} was away when weights were sent, and is given the next ones")
         workers = (await ask(http, url, "/get_world_size", post=False))["world_size"]
-        async with paused(http, url):
+        async with paused(http, url, label):
             await asyncio.to_thread(self._send, url, workers)
-            await ask(http, url, "/update_weight_version", {"new_version": label})
 
     def _send(self, url: str, workers: int) -> None:
         with self.turn:  # two groups at once on one device may wait for each other

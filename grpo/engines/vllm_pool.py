@@ -43,8 +43,8 @@ class Server:
 
 
 class Pool:
-    """way: how weights get to a server. last_id: of the model's vocabulary. wait: seconds without any server,
-    then it is an error. advice: what to do then. ended: one line about a server that will not come back by itself.
+    """way: how weights get to a server. last_id: of the model's vocabulary. wait: seconds without any server, then it is an
+    error; advice: what to do about that. ended: one line about a server that will not come back by itself.
     """
 
     def __init__(
@@ -58,14 +58,8 @@ class Pool:
         ended: Callable[[str], str | None] = lambda url: None,
     ) -> None:
         self.servers = [Server(url.rstrip("/")) for url in dict.fromkeys(urls)]
-        self.way, self.last_id, self.timeout, self.wait, self.advice, self.ended = (
-            way,
-            last_id,
-            timeout,
-            wait,
-            advice,
-            ended,
-        )
+        self.way, self.last_id = way, last_id
+        self.timeout, self.wait, self.advice, self.ended = timeout, wait, advice, ended
         self.label: str | None = None  # of the weights that every server must have
         self.lock = threading.RLock()  # one thread at a time brings servers up to date
         self.met = False
@@ -88,9 +82,9 @@ class Pool:
     def push(self, model: nn.Module, label: str) -> None:
         """Give weights to all servers; the rest take them when they are back. Raises UserError where none has them in the end."""
         with self.lock:
+            self.way.write(model, label)
             for server in self.servers:
                 server.ready = False
-            self.way.write(model, label)
             self.label = label
             try:
                 asyncio.run(self.keep(until_one=True))
@@ -146,6 +140,7 @@ class Pool:
                 if not await self.way.holds(http, url, label):
                     raise Lost(f"{url} does not say that it took the weights")
             if server.fault or server.logprobs is None:
+                await ask(http, url, "/resume")  # it may have been left in the middle of something
                 await self._look(http, server)
                 server.logprobs = await logprobs_of(http, url, self.last_id)
         except (Lost, Refused, UserError) as error:

@@ -5,6 +5,7 @@ how weights get there, `vllm_pool` knows which servers have them, `launch` start
 """
 
 import asyncio
+import atexit
 import math
 import os
 import secrets
@@ -79,7 +80,11 @@ class VLLMServerEngine:
         self._run = secrets.token_hex(4)  # or another run's weights of the same version would look like ours
         self._eos = eos_token_ids(path, config.eos_token_id)
         self._launched: Servers | None = None
-        if launch and rank_zero_only.rank and URLS in os.environ:
+        if launch and rank_zero_only.rank:
+            if URLS not in os.environ:
+                raise UserError(
+                    "engine.launch=true starts servers for devices that Lightning starts: here set engine.urls"
+                )
             urls = os.environ[URLS].split()
         elif launch:
             self._launched = Servers(path, sync, count, port, devices, args, logs)
@@ -87,14 +92,20 @@ class VLLMServerEngine:
             os.environ[URLS] = " ".join(urls)
         ways = {"disk": Disk, "lora": Lora, "nccl": lambda _: Nccl(), "restart": lambda at: Restart(at, self._launched)}
         way = ways[sync](where)
-        advice = f"start one with {by_hand(path, sync)}, or set engine.launch=true"
+        advice = "see their logs" if launch else f"start one with {by_hand(path, sync)}, or set engine.launch=true"
         ended = self._launched.ended if self._launched else lambda url: None
         self._pool = Pool(urls, way, config.vocab_size - 1, timeout, wait, advice, ended)
         self.in_flight = way.follows
-        if sync != "restart":  # which starts them when there are weights
+        atexit.register(self.close)  # also where a run fails
+        if sync == "restart":  # which starts them when there are weights
+            return
+        try:
             if self._launched:
                 self._launched.start_all()
             asyncio.run(self._pool.meet(START if self._launched else wait))
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def context(self) -> int | None:
@@ -218,6 +229,7 @@ class VLLMServerEngine:
         return Completion(ids, logprobs, finish, tuple(versions))
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._pool.way.close()
         if self._launched:
             self._launched.close()

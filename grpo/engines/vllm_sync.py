@@ -69,7 +69,7 @@ class Disk:
         return await label_of(http, url) == label
 
     async def give(self, http: httpx2.AsyncClient, url: str, label: str) -> None:
-        async with paused(http, url):
+        async with paused(http, url, label):
             try:
                 await ask(http, url, "/start_weight_update")
             except Refused as refused:
@@ -79,7 +79,7 @@ class Disk:
                 await ask(http, url, "/start_weight_update")
             for file in self.files:
                 await ask(http, url, "/update_weights", {"update_info": {"file": str(file)}})
-            await ask(http, url, "/finish_weight_update", {"weight_version": label})
+            await ask(http, url, "/finish_weight_update")
 
     def close(self) -> None:
         for file in self.files:
@@ -172,13 +172,14 @@ async def label_of(http: httpx2.AsyncClient, url: str) -> str:
 
 
 @asynccontextmanager
-async def paused(http: httpx2.AsyncClient, url: str) -> AsyncIterator[None]:
-    """Completions under way are frozen, and go on with nothing that older weights computed."""
+async def paused(http: httpx2.AsyncClient, url: str, label: str) -> AsyncIterator[None]:
+    """Completions under way are frozen, and go on with new weights and nothing that older ones computed."""
     await ask(http, url, "/pause?mode=keep")
     try:
         yield
         if not (await ask(http, url, "/reset_prefix_cache"))["success"]:
             raise Lost(f"{url} kept its prefix cache")
+        await ask(http, url, "/update_weight_version", {"new_version": label})
     finally:
         await ask(http, url, "/resume")
 
