@@ -289,7 +289,7 @@ def family(pid: int) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
-def test_restarts_bring_the_trainers_weights_and_leave_nothing(pair, folder, model, tmp_path):
+def test_a_start_brings_the_trainers_weights_and_leaves_nothing(pair, folder, model, tmp_path):
     pair.close()  # they have done their work, and two cores are few
     engine = VLLMServerEngine(
         folder,
@@ -300,9 +300,9 @@ def test_restarts_bring_the_trainers_weights_and_leave_nothing(pair, folder, mod
         logs=tmp_path,
     )
     assert not engine.in_flight
-    for version, _ in enumerate(steps(model, count=2), start=1):
-        engine.load_weights(model, version)
-        assert gap_now(engine, model) < BOUND
+    disturb(model, seed=6)
+    engine.load_weights(model, 1)
+    assert gap_now(engine, model) < BOUND and engine.context == CONTEXT
     processes = family(engine._launched._guards[engine._launched.ports[0]].pid)
     assert len(processes) > 2
     engine.close()
@@ -319,7 +319,7 @@ def test_no_server_outlives_a_trainer_that_is_killed(folder, tmp_path):
     """
     trainer = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE)
     try:
-        wait_for(lambda: len(family(trainer.pid)) > 4)  # the guard, the server, its engine
+        wait_for(lambda: len(family(trainer.pid)) > 2)  # the guard and the server
         processes = family(trainer.pid)[1:]
     finally:
         trainer.send_signal(signal.SIGKILL)

@@ -108,7 +108,7 @@ class Lora:
     def write(self, model: nn.Module, label: str) -> None:
         if not hasattr(model, "peft_config"):
             raise UserError("engine.sync=lora needs a policy with an adapter: set adapter=lora, or engine.sync=disk")
-        model.save_pretrained(self.folder / label)
+        model.save_pretrained(self.folder / label, save_embedding_layers=False)  # which it would ask the hub about
         self.labels.append(label)
         while len(self.labels) > KEPT:
             shutil.rmtree(self.folder / self.labels.pop(0), ignore_errors=True)
