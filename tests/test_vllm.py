@@ -210,6 +210,12 @@ def test_without_vllm_the_user_is_told_what_to_install(monkeypatch):
         VLLMEngine("nowhere")
 
 
+def test_another_version_of_vllm_is_refused_with_the_range(monkeypatch):
+    monkeypatch.setattr("grpo.engines.vllm.vllm_version", lambda: "0.19.0")
+    with pytest.raises(UserError, match=r"vLLM 0\.19\.0 .* \(>=0\.26,<0\.33\): pip install"):
+        VLLMEngine("nowhere")
+
+
 def test_more_prompts_than_one_forward_takes(engine, model):
     """12,000 prompt tokens with seeds: none may be read in pieces, and every sample is still its own."""
     prompts = [[4 + i] * 300 for i in range(40)]
