@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from packaging.specifiers import SpecifierSet
 from peft import PeftConfig
-from torch import nn
+from torch import Tensor, nn
 
 from grpo.engine import Sampling
 from grpo.engines.weights import BUCKET, buckets, checkpoint, eos_token_ids
