@@ -42,7 +42,7 @@ def build(mode: str, folder: str, work: str):
         from grpo.engines.vllm_server import VLLMServerEngine
 
         sync = mode.split()[1] if " " in mode else "restart"
-        engine = VLLMServerEngine(folder, sync=sync, launch=True, args=args, folder=work, log_folder=work)
+        engine = VLLMServerEngine(folder, sync=sync, launch=True, args=args, folder=work, logs=work)
     elif mode == "vllm_lora":
         from grpo.engines.vllm_lora import VLLMLoraEngine
 
