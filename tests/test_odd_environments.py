@@ -229,11 +229,11 @@ def test_a_later_round_in_which_all_environments_fail_does_not_end_the_run(parts
     algorithm = preset("algo=dapo", "algo.sampling_rounds=2", *size)
     plan = Plan(1, 2, 1, Sampling(2))
     callback = RolloutCallback(plan, Rounds(), loader, *parts, algorithm, None, [], str(tmp_path), seed=0)
-    groups, scored, rounds = callback.play(loader.batch(0))
+    groups, scored, rounds = callback.groups(loader.batch(0))
     assert rounds == 2 and [[sample.trajectory.failed for sample in group] for group in groups] == [
         [False] * 2,
         [True] * 2,
     ]
     assert scored.rewards.isnan().tolist() == [[False] * 2, [True] * 2]
     with pytest.raises(RolloutError, match="all 2 episodes"):
-        callback.play(loader.batch(1))  # nothing was played before it
+        callback.groups(loader.batch(1))  # nothing was played before it

@@ -20,8 +20,12 @@ BACKEND = "grpo"
 
 
 def register() -> None:
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "Transfer")
+    for backend, module, name in (
+        (BACKEND, __name__, "Transfer"),
+        (f"{BACKEND}_nccl", f"{__name__}_nccl", "NcclTransfer"),
+    ):
+        if backend not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(backend, module, name)
 
 
 @dataclass

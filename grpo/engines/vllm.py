@@ -10,7 +10,6 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,13 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from packaging.specifiers import SpecifierSet
 from peft import PeftConfig
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from grpo.engine import Sampling
+from grpo.engines.weights import BUCKET, buckets, checkpoint, eos_token_ids
 from grpo.errors import UserError
 from grpo.tokens import Completion
 
 VERSIONS = ">=0.26,<0.33"  # it reaches into vLLM; the first and the last of these were tried
-BUCKET = 1 << 28  # bytes of weights that are handed over at once
 
 
 class VLLMEngine:
@@ -226,53 +224,6 @@ def told_in_one_line(building: bool = False) -> Iterator[None]:
 def has_tokenizer(path: str) -> bool:
     """A hub id is taken to have one."""
     return not Path(path).is_dir() or (Path(path) / "tokenizer_config.json").exists()
-
-
-def eos_token_ids(path: str, default: int | list[int] | None) -> list[int]:
-    """What ends a completion: generation_config.json's ids (a chat model often has several), else the config's."""
-    try:
-        ids = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # the folder has none
-        ids = None
-    ids = default if ids is None else ids
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-
-
-def checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors as in the base model's checkpoint; a PEFT adapter is merged into a copy, one layer at a time.
-
-    Merging in place and back is not exact in floating point: the trainer's weights would drift.
-    """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    ends = (base.get_input_embeddings(), base.get_output_embeddings())
-    if base.config.tie_word_embeddings and any(hasattr(end, "base_layer") for end in ends):
-        raise UserError("LoRA on a tied embedding or head cannot be merged: take both out of its target_modules")
-    once = {name for name, _ in base.named_parameters()}
-    again = {name for name, _ in base.named_parameters(remove_duplicate=False)} - once  # a tied head, for one
-    for name, tensor in base.state_dict().items():
-        owner, adapted, leaf = name.partition(".base_layer.")
-        if name in again:
-            continue
-        if adapted:
-            layer = deepcopy(base.get_submodule(owner))
-            layer.merge()
-            yield f"{owner}.{leaf}", layer.get_base_layer().state_dict()[leaf]
-        elif "lora_" not in name:
-            yield name, tensor
-
-
-def buckets(tensors: Iterator[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """The same in order, in lists of about `size` bytes."""
-    bucket: list[tuple[str, Tensor]] = []
-    filled = 0
-    for name, tensor in tensors:
-        bucket.append((name, tensor))
-        filled += tensor.nbytes
-        if filled >= size:
-            yield bucket
-            bucket, filled = [], 0
-    if bucket:
-        yield bucket
 
 
 def _skip_compiled_ranks() -> None:
