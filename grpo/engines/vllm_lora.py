@@ -145,4 +145,5 @@ def swap(llm: Any, adapter: Any) -> Any:
 
 
 def refused(why: str) -> UserError:
-    return UserError(f"vLLM cannot serve this adapter: {why.rstrip('.')}; engine=vllm samples from the merged weights")
+    way_out = "engine=vllm merges most kinds, engine=transformers takes any"
+    return UserError(f"vLLM cannot serve this adapter: {' '.join(why.split()).rstrip('.')}; {way_out}")
