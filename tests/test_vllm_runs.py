@@ -80,7 +80,7 @@ def demo(tmp_path_factory):
     """Held-out accuracy of the demo by rollouts, 200 problems."""
 
     def run(name: str, *more: str, rollouts: int = 12) -> dict[int, float]:
-        folder = tmp_path_factory.getbasetemp() / name
+        folder = tmp_path_factory.mktemp(name, numbered=False)
         callbacks = ("callbacks=[checkpoint]", "callbacks.checkpoint.every=6", "logger=csv")
         train(
             compose_config(
