@@ -1,11 +1,11 @@
 """How long new weights take to reach the engine, mode by mode, what they cost in memory, and whether they arrive.
 
-    python benchmarks/sync.py [--layers 8 --hidden 768] [--json]        # needs vLLM; a few minutes on two cores
+    python benchmarks/sync.py [--layers 8 --hidden 1024] [--json]        # needs vLLM; a few minutes on two cores
 
 Each mode has a process of its own: a random Llama, vLLM beside it, a changed policy, the sync; five times, the median. `gap` is
-the largest difference of a sampled token's log-probability between engine and trainer after the last one. `memory` is what model
-and engine add to the process (for servers: to both), less the cache of keys and values, over the bytes of the weights. `as TRL`
-pushes one parameter at a time into the model's load_weights, as TRL 1.16 does in its colocate mode.
+the largest difference of a sampled token's log-probability between engine and trainer after the last one. `memory` is what
+model and engine add to the process, less the cache of keys and values, over the bytes of the weights; some is vLLM's own. `as
+TRL` pushes one parameter at a time into the model's load_weights, as TRL 1.16 does in its colocate mode.
 """
 
 import argparse
@@ -24,21 +24,22 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
 MODES = ["as TRL", "vllm", "vllm_shared", "vllm + lora merged", "vllm_lora", "vllm_shared + lora"]
-MODES += ["vllm_server disk", "vllm_server lora", "vllm_restart"]
+SERVED = ["vllm_server disk", "vllm_server lora", "vllm_restart"]
+MODES += SERVED
 CACHE = 1 << 26
 ROUNDS = 5
 
 
-def anonymous_bytes(pids: list[int]) -> int:
-    """Memory of these processes that is no file's."""
-    lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+def anonymous_bytes() -> int:
+    """Memory of this process that is no file's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 def build(mode: str, folder: str, work: str):
     """The engine of a mode, and a function that brings it the weights."""
     args = {"kv_cache_memory_bytes": CACHE, "max_model_len": 256}
-    if "server" in mode or "restart" in mode:
+    if mode in SERVED:
         from grpo.engines.vllm_server import VLLMServerEngine
 
         sync = mode.split()[1] if " " in mode else "restart"
@@ -68,16 +69,18 @@ def one_by_one(engine, policy, version: int) -> None:
 
 
 def measure(mode: str, folder: str) -> dict:
-    import psutil
     import torch
     from cases import disturb, gap_now
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
+    from grpo.engines.vllm import import_vllm
+
+    import_vllm()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as work:
-        before = anonymous_bytes([os.getpid()])
+        before = anonymous_bytes()
         engine = build(mode, folder, work)
         policy = AutoModelForCausalLM.from_pretrained(folder)
         size = sum(p.nbytes for p in policy.parameters())
@@ -86,15 +89,15 @@ def measure(mode: str, folder: str) -> dict:
         send = partial(one_by_one, engine) if mode == "as TRL" else engine.load_weights
         send(policy, 0)
         gap_now(engine, policy)
-        mine = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
-        memory = anonymous_bytes(mine) - before - CACHE
         times = []
         for version in range(1, 2 if mode == "vllm_restart" else ROUNDS + 1):
             disturb(policy, seed=version, size=0.002)
             start = time.perf_counter()
             send(policy, version)
             times.append(time.perf_counter() - start)
-        result = {"mode": mode, "seconds": median(times), "gap": gap_now(engine, policy), "memory": memory / size}
+        result = {"mode": mode, "seconds": median(times), "gap": gap_now(engine, policy)}
+        if mode not in SERVED:
+            result["memory"] = (anonymous_bytes() - before - CACHE) / size
         engine.close()
     return result
 
@@ -102,7 +105,7 @@ def measure(mode: str, folder: str) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--mode", choices=MODES, help="one of them in this process")
     parser.add_argument("--folder", help="of the model, with --mode")
@@ -128,7 +131,8 @@ def main() -> None:
                 continue
             rows.append(json.loads(done.stdout.splitlines()[-1]))
             row = rows[-1]
-            line = f"{mode:20s} {row['seconds'] * 1e3:10.1f} ms   gap {row['gap']:.1e}   memory {row['memory']:.2f}"
+            line = f"{mode:20s} {row['seconds'] * 1e3:10.1f} ms   gap {row['gap']:.1e}"
+            line += f"   memory {row['memory']:.2f}" if "memory" in row else ""
             print(line, file=sys.stderr if given.json else sys.stdout, flush=True)
     if given.json:
         print(json.dumps({"bytes": size, "modes": rows}))
