@@ -71,6 +71,16 @@ def test_it_tells_of_each_completion_as_it_ends(engine, model):
     assert lengths == sorted(lengths) and len(set(lengths)) > 1  # the short ones are not kept back by the long ones
 
 
+def test_one_that_fails_half_way_leaves_nothing_behind(engine, model):
+    def fail(i: int, completion: object) -> None:
+        raise ValueError("a renderer failed")
+
+    with pytest.raises(ValueError, match="a renderer failed"):
+        engine.sample([*PROMPTS, *PROMPTS], Sampling(24), list(range(6)), fail)
+    assert gap(model, PROMPTS, engine.sample(PROMPTS, Sampling(8), [1, 2, 3])) < 1e-5
+    engine.load_weights(model, next(new_version))
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(
     "filters", [{}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.2}, {"repetition_penalty": 1.5}], ids=str

@@ -66,9 +66,10 @@ class RolloutCallback(L.Callback):
     # -- the way of a batch
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Before the policy moves to its device, and before a checkpoint is read into it: an engine that shares its memory
-        gives it that here, so that there is never a second copy."""
-        self.engine.load_weights(module.policy, self.rollouts)
+        """Before the policy moves to its device: an engine that shares its memory gives it that here, so that there is never a
+        second copy. Others wait: a checkpoint may yet be read into the policy."""
+        if not getattr(self.engine, "apart", False):
+            self.engine.load_weights(module.policy, self.rollouts)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if ranks.count() != trainer.world_size:  # vLLM in the trainer's process makes a group of its own
@@ -135,9 +136,9 @@ class RolloutCallback(L.Callback):
 
     def played(self, trainer: L.Trainer, module: L.LightningModule, batch: PromptBatch) -> tuple[Played, float]:
         """The rollout to learn from, and the seconds that new weights took. With plan.ahead the next one begins here."""
-        ahead, self.ahead = self.ahead, None
-        syncing = 0.0 if ahead else self.sync(module)
-        played = ahead.result() if ahead else self.play(trainer, batch)
+        syncing = 0.0 if self.ahead else self.sync(module)
+        played = self.ahead.result() if self.ahead else self.play(trainer, batch)
+        self.ahead = None  # not before: who interrupts the wait must find the thread
         if self.plan.ahead and batch.rollout + 1 < self.plan.num_rollouts:
             syncing += self.sync(module)
             self.ahead = Ahead(partial(self.play, trainer, self.loader.batch(batch.rollout + 1)))

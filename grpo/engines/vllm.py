@@ -58,6 +58,10 @@ class VLLMEngine:
             "skip_tokenizer_init": not has_tokenizer(path),  # token ids in and out; only guides know text
             "enable_sleep_mode": sleeps,
         }
+        if sleeps:
+            defaults["async_scheduling"] = (
+                False  # or a step that was launched ahead is still there when it falls asleep
+            )
         if current_platform.is_cpu():
             dtype = "float32" if dtype == "auto" else dtype
             defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
@@ -121,15 +125,18 @@ class VLLMEngine:
         with isolate_rng(), told_in_one_line():
             names = self._llm.enqueue(inputs, params, lora_request=self._lora_request, use_tqdm=False)
             places = {name.partition("-")[0]: i for i, name in enumerate(names)}  # without the engine's own suffix
-            while self._llm.llm_engine.has_unfinished_requests():
-                for request in self._llm.llm_engine.step():
-                    if request.finished:
-                        i, out = places[request.request_id], request.outputs[0]
-                        completions[i] = Completion(
-                            tuple(out.token_ids), tuple(out.logprobs.logprobs), out.finish_reason
-                        )
-                        if done is not None:
-                            done(i, completions[i])
+            try:
+                while self._llm.llm_engine.has_unfinished_requests():
+                    for request in self._llm.llm_engine.step():
+                        if request.finished:
+                            i, out = places[request.request_id], request.outputs[0]
+                            ids, logprobs = tuple(out.token_ids), tuple(out.logprobs.logprobs)
+                            completions[i] = Completion(ids, logprobs, out.finish_reason)
+                            if done is not None:
+                                done(i, completions[i])
+            except BaseException:  # the next call must find an engine without requests
+                self._llm.llm_engine.abort_request(names, internal=True)
+                raise
         return completions
 
     def _params(self, sampling: Sampling, seed: int) -> Any:

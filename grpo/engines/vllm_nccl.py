@@ -42,7 +42,9 @@ class Nccl:
         self.turn = threading.Lock()
 
     def write(self, model: nn.Module, label: str) -> None:
+        self.device = next(model.parameters()).device
         self.tensors = [(name, tensor.detach()) for name, tensor in checkpoint(model)]
+        torch.cuda.synchronize(self.device)  # vLLM packs on streams of its own
 
     async def holds(self, http: httpx2.AsyncClient, url: str, label: str) -> bool:
         return await label_of(http, url) == label
@@ -55,7 +57,10 @@ class Nccl:
             await asyncio.to_thread(self._send, url, workers)
 
     def _send(self, url: str, workers: int) -> None:
-        with self.turn:  # two groups at once on one device may wait for each other
+        with (
+            self.turn,
+            torch.cuda.device(self.device),
+        ):  # which is a thread's own; two groups at once on one device may wait for each other
             try:
                 if url not in self.senders:
                     self.senders[url] = self._sender(url, workers)

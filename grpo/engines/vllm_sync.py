@@ -175,7 +175,8 @@ async def label_of(http: httpx2.AsyncClient, url: str) -> str:
 async def paused(http: httpx2.AsyncClient, url: str, label: str) -> AsyncIterator[None]:
     """Completions under way are frozen, and go on with new weights and nothing that older ones computed."""
     await ask(http, url, "/pause?mode=keep")
-    try:
+    try:  # what is drawn after a failure is nobody's: no run has that label
+        await ask(http, url, "/update_weight_version", {"new_version": "unfinished-0"})
         yield
         if not (await ask(http, url, "/reset_prefix_cache"))["success"]:
             raise Lost(f"{url} kept its prefix cache")
