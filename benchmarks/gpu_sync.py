@@ -88,12 +88,12 @@ def taken() -> float:
 
 def measure(name: str, shape: str, folder: str) -> dict:
     import torch
-    from grpo.engines.vllm_shared import VLLMSharedEngine, live_weights
     from sync import one_by_one
     from transformers import AutoModelForCausalLM
 
     from grpo.engine import Sampling
     from grpo.engines.vllm import VLLMEngine
+    from grpo.engines.vllm_shared import VLLMSharedEngine, live_weights
     from grpo.masters import with_masters
 
     config = shaped(shape)
