@@ -254,7 +254,8 @@ SERVER = """if True:
     time.sleep(600)
 """
 TRAINER = f"""if True:
-    import subprocess, sys, time
+    import signal, subprocess, sys, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background hands on that it is ignored
     guard = [sys.executable, "-m", "grpo.engines.launch", sys.executable, "-c", {SERVER!r}]
     guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
     time.sleep(600)
@@ -274,7 +275,7 @@ def test_nothing_outlives_a_trainer_however_it_ends(kind):
             time.sleep(0.1)
     finally:
         trainer.send_signal(kind)
-        trainer.wait()
+        trainer.wait(60)
     assert len(found) == 3
     assert not psutil.wait_procs(found, timeout=launch.GRACE + 20)[1]
 
