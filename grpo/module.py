@@ -23,6 +23,7 @@ from grpo.errors import UserError
 from grpo.logprobs import completion_logprobs
 from grpo.masters import LOW, with_masters
 from grpo.policy import Reference
+from grpo.recompute import layers_of, recomputing
 from grpo.rollout import SHUFFLE, derive_seed
 from grpo.tokens import TokenBatch
 
@@ -31,21 +32,24 @@ PROGRESS = ("updates", "entropy_coef", "last_entropy")  # of a GRPOModule, besid
 
 @dataclass(frozen=True)
 class Optimization:
-    """optimizer: parameters to Optimizer. schedule: (optimizer=, num_training_steps=updates of the run) to LRScheduler.
+    """optimizer: named parameters to Optimizer. schedule: (optimizer=, num_training_steps=updates of the run) to LRScheduler.
 
     microbatch_size: rows that go through the model at once, a matter of memory only. max_grad_norm: 0 does not clip.
+    gradient_checkpointing: see `recomputing`. offload: see `with_masters`.
     """
 
-    optimizer: Callable[[Iterable[Tensor]], Optimizer]
+    optimizer: Callable[[Iterable[tuple[str, Tensor]]], Optimizer]
     schedule: Callable[..., LRScheduler]
     microbatch_size: int = 16
     max_grad_norm: float = 1.0
+    gradient_checkpointing: bool = False
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if self.microbatch_size < 1:
             raise UserError(f"optim.microbatch_size={self.microbatch_size} must be at least 1")
         try:  # on one number, to find a wrong name or value before a model loads
-            optimizer = self.optimizer([torch.zeros(1, 1, requires_grad=True)])
+            optimizer = self.optimizer([("weight", torch.zeros(1, 1, requires_grad=True))])
             schedule = self.schedule(optimizer=optimizer, num_training_steps=1)
             optimizer.step()
             schedule.step()
@@ -111,6 +115,8 @@ class GRPOModule(L.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False  # what an adapter leaves frozen is not in the checkpoint
+        if optim.gradient_checkpointing:
+            layers_of(policy)  # or say now that it cannot be
         self.policy = policy
         self.reference = Reference(policy, moves=algorithm.kl.sync_every > 0) if algorithm.kl.needs_reference else None
         self.algorithm, self.optim, self.temperature, self.seed = algorithm, optim, temperature, seed
@@ -120,9 +126,9 @@ class GRPOModule(L.LightningModule):
         self.entropy_coef, self.last_entropy = algorithm.entropy.coef, math.inf
 
     def configure_optimizers(self):
-        trained = [p for p in self.policy.parameters() if p.requires_grad]
-        optimizer = with_masters(trained, self.optim.optimizer)
-        self.has_masters = any(p.dtype in LOW for p in trained)
+        trained = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
+        optimizer = with_masters(trained, self.optim.optimizer, self.optim.offload)
+        self.has_masters = self.optim.offload or any(p.dtype in LOW for p in trained.values())
         return [optimizer], [self.optim.schedule(optimizer=optimizer, num_training_steps=self.num_updates)]
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, float]:
@@ -142,9 +148,10 @@ class GRPOModule(L.LightningModule):
         batch.advantages = advantages.tolist()
         self.moved = False
         generator = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
-        for _ in range(self.algorithm.num_epochs):
-            for minibatch in self.minibatches(tokens, scores.rewards.numel(), generator):
-                self.update(minibatch, means)
+        with recomputing(self.policy, self.optim.gradient_checkpointing):
+            for _ in range(self.algorithm.num_epochs):
+                for minibatch in self.minibatches(tokens, scores.rewards.numel(), generator):
+                    self.update(minibatch, means)
         counts = {"positive": float((advantages > 0).sum()), "negative": float((advantages < 0).sum())}
         return means.result() | {f"rollout/advantages_{sign}": count for sign, count in counts.items()}
 
@@ -226,7 +233,7 @@ class GRPOModule(L.LightningModule):
         learned = [p for group in optimizer.param_groups for p in group["params"]]  # masters, where there are some
         if self.has_masters and ranks.count() > 1:  # DistributedDataParallel finds their gradients gone
             for p in learned:
-                p.grad = ranks.total(p.grad) / ranks.count()
+                p.grad = (ranks.total(p.grad.to(self.device)) / ranks.count()).to(p.device)
         grad_norm = nn.utils.clip_grad_norm_(learned, self.optim.max_grad_norm or torch.inf)
         if not grad_norm.isfinite():
             raise UserError(
