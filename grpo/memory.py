@@ -1,5 +1,6 @@
 """Layer 0 - memory, in bytes: what a device has left, and what this process held at most since it was last asked."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -26,15 +27,13 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif device.type == "cpu":
-        try:
+        with suppress(OSError):  # no Linux, or not allowed there
             Path("/proc/self/clear_refs").write_text("5")
-        except OSError:  # no Linux, or not allowed there
-            pass
 
 
 def peak(device: torch.device) -> int:
-    """The most since `reset_peak`: of tensors on a GPU, of the whole process on a CPU. Where nobody keeps count (MPS, no Linux) it is
-    what is held now."""
+    """The most since `reset_peak`: of tensors on a GPU, of the whole process on a CPU. Where nobody keeps count (MPS, no Linux)
+    it is what is held now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
