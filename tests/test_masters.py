@@ -214,10 +214,11 @@ def test_a_run_in_bfloat16(smoke, toy, tmp_path, precision):
 
 
 @pytest.mark.slow
-def test_two_ranks_bring_the_masters_gradients_together(smoke, tmp_path):
+@pytest.mark.parametrize("policy", ["model.dtype=bfloat16", "optim.offload=true"])
+def test_two_ranks_bring_the_masters_gradients_together(smoke, tmp_path, policy):
     """Row by row both see the same numbers, so what differs is the order of additions in float32."""
     settings = [
-        "model.dtype=bfloat16",
+        policy,
         "optim.max_tokens_per_microbatch=1",
         "rollout.prompts=3",
         "rollout.num_rollouts=1",
