@@ -177,8 +177,9 @@ class GRPOModule(L.LightningModule):
     def minibatches(
         self, tokens: TokenBatch, shape: tuple[int, int], generator: torch.Generator
     ) -> Iterator[TokenBatch]:
-        """The groups of all ranks in a random order, cut into pieces whose numbers of samples differ by one at most; of each piece
-        this rank's rows. shape: N, G. A sample is in one piece with all of its rows; most groups are, and share their prompt."""
+        """The groups of all ranks in a random order, cut into pieces whose numbers of samples differ by one at most; of each
+        piece this rank's rows. shape: N, G. A sample is in one piece with all of its rows; most groups are, and share their
+        prompt."""
         if self.algorithm.num_minibatches == 1:
             yield tokens
             return
