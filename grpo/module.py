@@ -157,7 +157,7 @@ class GRPOModule(L.LightningModule):
         generator = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
         with recomputing(self.policy, self.optim.gradient_checkpointing):
             for _ in range(self.algorithm.num_epochs):
-                for minibatch in self.minibatches(tokens, scores.rewards.numel(), generator):
+                for minibatch in self.minibatches(tokens, scores.rewards.shape, generator):
                     logprobs = self.update(minibatch, means)
                 if tokens.old_logprobs is None and self.algorithm.old_policy == "trainer":
                     tokens = replace(tokens, old_logprobs=logprobs)  # of the only minibatch, so of every row
@@ -181,16 +181,20 @@ class GRPOModule(L.LightningModule):
             tokens = replace(tokens, old_logprobs=old_logprobs, old_entropy=old_entropy)
         return tokens
 
-    def minibatches(self, tokens: TokenBatch, samples: int, generator: torch.Generator) -> Iterator[TokenBatch]:
-        """The samples of all ranks in a random order, in pieces whose sizes differ by one at most; of each piece this rank's
-        rows. A sample is in one piece with all of its rows."""
+    def minibatches(
+        self, tokens: TokenBatch, shape: tuple[int, int], generator: torch.Generator
+    ) -> Iterator[TokenBatch]:
+        """The groups of all ranks in a random order, cut into pieces whose numbers of samples differ by one at most; of each
+        piece this rank's rows. shape: N, G. A sample is in one piece with all of its rows; most groups are, and share their
+        prompt."""
         if self.algorithm.num_minibatches == 1:
             yield tokens
             return
-        shuffled = torch.randperm(samples, generator=generator).argsort()  # the place of each sample
-        places = shuffled[tokens.sample.cpu()]  # of the rows
+        prompts, size = shape
+        shuffled = torch.randperm(prompts, generator=generator).argsort()[:, None] * size + torch.arange(size)
+        places = shuffled.flatten()[tokens.sample.cpu()]  # of the rows
         order = places.argsort(stable=True)
-        for piece in torch.arange(samples).tensor_split(self.algorithm.num_minibatches):
+        for piece in torch.arange(prompts * size).tensor_split(self.algorithm.num_minibatches):
             mine = order[torch.isin(places[order], piece)]
             yield tokens.rows(mine.to(tokens.ids.device)) if len(mine) else tokens.rows(slice(0, 1)).silenced()
 
