@@ -156,8 +156,11 @@ def changes(config: DictConfig, before: Path) -> list[str]:
     return [f"{key}={now.get(key)} (was {then.get(key)})" for key in keys if now.get(key) != then.get(key)]
 
 
-def resume_from(checkpoint: Path, config: DictConfig) -> None:
-    """Say what differs from the run that is resumed: a forgotten argument would change it in silence."""
+def check_resumed(config: DictConfig) -> None:
+    """Say what differs from the run that is resumed, if one is: a forgotten argument would change it in silence."""
+    if not config.ckpt_path:
+        return
+    checkpoint = Path(config.ckpt_path)
     if not checkpoint.is_file():
         raise UserError(f"ckpt_path={checkpoint} is not a file: give a run's checkpoints/last.ckpt")
     before = checkpoint.resolve().parents[1] / "config.yaml"

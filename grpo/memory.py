@@ -9,6 +9,15 @@ import torch
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
+def held(device: torch.device) -> int:
+    """What is held now: by tensors on a GPU, by the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    return psutil.Process().memory_info().rss
+
+
 def free(device: torch.device) -> int:
     """What can still be had. On a CPU what Linux calls available, or what a container's limit leaves to this process."""
     if device.type == "cuda":
@@ -18,8 +27,7 @@ def free(device: torch.device) -> int:
     limits = [
         text for path in CGROUP_LIMITS if Path(path).exists() and (text := Path(path).read_text().strip()).isdigit()
     ]
-    held = psutil.Process().memory_info().rss
-    return min([psutil.virtual_memory().available, *(int(limit) - held for limit in limits)])
+    return min([psutil.virtual_memory().available, *(int(limit) - held(device) for limit in limits)])
 
 
 def reset_peak(device: torch.device) -> None:
@@ -32,14 +40,9 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak(device: torch.device) -> int:
-    """The most since `reset_peak`: of tensors on a GPU, of the whole process on a CPU. Where nobody keeps count (MPS, no Linux)
-    it is what is held now."""
+    """The most that was held since `reset_peak`. Where nobody keeps count (MPS, no Linux) it is what is held now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory()
-    try:
-        status = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
-        return psutil.Process().memory_info().rss
+    if device.type == "cpu" and (status := Path("/proc/self/status")).exists():
+        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return held(device)
