@@ -65,6 +65,7 @@ def train(config: DictConfig) -> float | None:
     trainer = make_trainer(callbacks=callbacks, logger=list(instantiate(config.logger).values()))
 
     if first:
+        saved.parent.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(config, saved, resolve=True)
     policy = with_adapter(pretrained.model(), instantiate(config.adapter))
     module = GRPOModule(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, config.seed)

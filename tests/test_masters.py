@@ -154,7 +154,7 @@ def test_ten_updates_at_a_rate_of_a_millionth(toy):
     """The masters go where float32 parameters go, while nineteen of twenty numbers in bfloat16 have yet to move."""
     start, low = (Pretrained(str(toy), dtype="bfloat16").model() for _ in range(2))
     full = Pretrained(str(toy), dtype="bfloat16").model().float()
-    settings = {"optimizer": AdamW, "lr": 1e-6, "microbatch_size": 2, "max_grad_norm": 1.0}
+    settings = {"optimizer": AdamW, "lr": 1e-6, "max_tokens_per_microbatch": 10, "max_grad_norm": 1.0}
     modules = [make_module(policy, **settings) for policy in (full, low)]
     for module in modules:
         for number in range(10):
@@ -216,7 +216,12 @@ def test_a_run_in_bfloat16(smoke, toy, tmp_path, precision):
 @pytest.mark.slow
 def test_two_ranks_bring_the_masters_gradients_together(smoke, tmp_path):
     """Row by row both see the same numbers, so what differs is the order of additions in float32."""
-    settings = ["model.dtype=bfloat16", "optim.microbatch_size=1", "rollout.prompts=3", "rollout.num_rollouts=1"]
+    settings = [
+        "model.dtype=bfloat16",
+        "optim.max_tokens_per_microbatch=1",
+        "rollout.prompts=3",
+        "rollout.num_rollouts=1",
+    ]
     for devices in (1, 2):
         learned(smoke, tmp_path / str(devices), devices, settings)
     one, two = (state(tmp_path / str(devices))["optimizer_states"][0]["masters"] for devices in (1, 2))

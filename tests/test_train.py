@@ -320,6 +320,11 @@ def test_a_resumed_run_says_what_is_different(smoke, tmp_path, caplog):
     assert "other values: algo.surrogate.high=0.28 (was 0.2), rollout.num_rollouts=3 (was 2)\n" in caplog.text
 
 
+def test_a_run_makes_its_folder(smoke, tmp_path):
+    train(compose_config(*smoke(f"output_dir={tmp_path}/new/run", "rollout.num_rollouts=1", "eval.every=0")))
+    assert (tmp_path / "new/run/config.yaml").exists()
+
+
 def test_a_folder_with_a_run_is_not_written_over(smoke, tmp_path):
     train(compose_config(*smoke()))
     assert "holds a run already: set hydra.run.dir" in told(*smoke())
