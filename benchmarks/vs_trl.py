@@ -43,7 +43,7 @@ PROMPTS, GROUP, LIMIT = 8, 8, 64
 BATCH = int(os.environ.get("TRL_BATCH", str(PROMPTS * GROUP)))  # rows in a microbatch of TRL's
 VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 128, 256, 688, 4, 8, 4
 BETA = 0.04
-ENDS = list(range(40, 45))  # tokens that end an answer in `short`
+ENDS = list(range(40, 46))  # tokens that end an answer in `short`
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ def prepare(folder: Path, case: Case) -> None:
         pad_token_id=0,
         eos_token_id=ENDS if case.short else None,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    model.get_input_embeddings().weight.data[ENDS] = 0  # which is also their logit: answers end at one rate
+    model.save_pretrained(folder)
     draw = random.Random(0)
     rows = [json.dumps({"prompt": "".join(draw.choices(characters[1:], k=case.prompt))}) for _ in range(64)]
     (folder / "train.jsonl").write_text("\n".join(rows))
