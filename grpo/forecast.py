@@ -36,9 +36,17 @@ from grpo.tokens import TokenBatch
 log = logging.getLogger(__name__)
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # `known` says it
 
-ADVICE = {
-    "update": "lower optim.max_tokens_per_microbatch, or set optim.gradient_checkpointing=true or optim=adamw_8bit",
-    "rollout": "lower rollout.prompts, rollout.group_size or max_tokens",
+FEWER_TOKENS = "optim.gradient_checkpointing=true or a lower optim.max_tokens_per_microbatch"
+REMEDIES = {
+    "weights": "model.dtype=bfloat16",
+    "masters": "adapter=lora",
+    "optimizer": "optim=adamw_8bit",
+    "reference": "adapter=lora",
+    "gradients": "adapter=lora",
+    "buckets": "adapter=lora",
+    "activations": FEWER_TOKENS,
+    "logits": FEWER_TOKENS,
+    "cache": "a lower rollout.prompts",
 }
 
 
@@ -72,13 +80,16 @@ def forecast(
         if not here:
             continue
         now, more = memory.held(place), memory.free(place) // (trainer.num_devices if place == cpu else 1)
-        most = {phase: now + sum(part.size or 0 for part in here if part.phase in ("", phase)) for phase in ADVICE}
         table = ", ".join(f"{part.name} {human(part.size)}" for part in [Part("so far", now), *here])
+        phases = {phase: [part for part in here if part.phase in ("", phase)] for phase in ("update", "rollout")}
+        most = {phase: now + sum(part.size or 0 for part in there) for phase, there in phases.items()}
         log.info("memory: %s in an update, %s in a rollout, of %s on %s: %s", human(most["update"]), human(most["rollout"]),
                  human(now + more), place, table)  # fmt: skip
-        for phase in ADVICE:
+        for phase, there in phases.items():
             if most[phase] > now + more:
-                log.warning("memory: the %s may not fit: %s", phase, ADVICE[phase])
+                largest = sorted(there, key=lambda part: part.size or 0, reverse=True)[:3]
+                remedies = dict.fromkeys(REMEDIES[part.name] for part in largest if part.size)
+                log.warning("memory: the %s may not fit; what helps most: %s", phase, ", ".join(remedies))
 
 
 def parts_of(
@@ -117,7 +128,7 @@ def parts_of(
         Part("optimizer", known(partial(of_a_step, optimizer)), host=optim.offload),
         Part("reference", held(copies)),
         Part("gradients", held(gradients), "update", optim.offload),
-        Part("buckets", held(p for p in own if p.requires_grad) if devices > 1 else 0),  # DistributedDataParallel's
+        Part("buckets", held(p for p in own if p.requires_grad) if devices > 1 else 0),  # of DistributedDataParallel
         *(Part(name, passing[name], "update") for name in ("activations", "logits")),
         Part("cache", known(partial(of_the_cache, policy.config, dtype, plan, prompt_tokens)), "rollout")
         if isinstance(engine, TransformersEngine)

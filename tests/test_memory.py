@@ -2,6 +2,7 @@
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, MixtralConfig
 
 from grpo import memory
 from grpo.engines.transformers import TransformersEngine
-from grpo.forecast import Live, held, minibatch, of_a_step, of_the_cache, parts_of, storage
+from grpo.forecast import Live, forecast, held, minibatch, of_a_step, of_the_cache, parts_of, storage
 from grpo.logprobs import completion_logprobs
 from grpo.module import GRPOModule
 from grpo.policy import with_adapter
@@ -223,7 +224,25 @@ def test_asking_without_training(smoke, toy, tmp_path, caplog, monkeypatch):
     assert not (tmp_path / "config.yaml").exists()
     monkeypatch.setattr(memory, "free", lambda device: MB)
     train(compose_config(*settings))
-    assert "memory: the update may not fit: lower optim.max_tokens_per_microbatch, or set" in caplog.text
+    remedies = "optim.gradient_checkpointing=true or a lower optim.max_tokens_per_microbatch, model.dtype=bfloat16, adapter=lora"
+    assert f"memory: the update may not fit; what helps most: {remedies}\n" in caplog.text
+
+
+def test_two_memories(toy, caplog, monkeypatch):
+    """On a GPU, which is not here: what is offloaded is held against the CPU's memory, the rest against the GPU's."""
+    there = {"cuda": 10**9, "cpu": 10**6}
+    monkeypatch.setattr(memory, "held", lambda device: 0)
+    monkeypatch.setattr(memory, "free", lambda device: there[device.type])
+    run = Run(str(toy), "optim.offload=true", "model.dtype=bfloat16")
+    strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
+    trainer = SimpleNamespace(strategy=strategy, precision="32-true", num_devices=2)
+    caplog.set_level("INFO")
+    forecast(run.module, run.pretrained, run.plan, TransformersEngine(), 10, trainer)
+    gpu, cpu, update, rollout = caplog.messages
+    assert "of 1.00 GB on cuda:0: so far 0.00 MB, weights" in gpu and "activations" in gpu and "optimizer" not in gpu
+    assert "of 0.50 MB on cpu: so far 0.00 MB, masters" in cpu and "gradients" in cpu and "activations" not in cpu
+    assert "the update may not fit; what helps most: optim=adamw_8bit, adapter=lora" in update
+    assert "the rollout may not fit; what helps most: optim=adamw_8bit, adapter=lora" in rollout
 
 
 def test_a_forecast_changes_nothing(smoke, tmp_path):
