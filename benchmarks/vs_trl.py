@@ -182,7 +182,7 @@ def run_grpo(folder: Path, case: Case, cycles: Cycles) -> None:
     overrides = f"""task=jsonl task.path={folder} task.rewards=[{__file__}:digits] task.held_out.test=0 task.splits.test=null
         model=path model.path={folder} engine=transformers trainer=cpu callbacks=none logger=none output_dir={folder} eval.every=0
         rollout.prompts={PROMPTS} rollout.group_size={GROUP} rollout.num_rollouts=100000 max_tokens={LIMIT}
-        algo.num_epochs={case.mu} algo/kl={"loss_with_ratio" if case.beta else "none"} algo.kl.coef={case.beta}"""
+        optim.max_tokens_per_microbatch=1024 algo.num_epochs={case.mu} algo/kl={"loss_with_ratio" if case.beta else "none"} algo.kl.coef={case.beta}"""
     train(composed("train", overrides.split()))
 
 
