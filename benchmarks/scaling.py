@@ -27,7 +27,7 @@ AXES = {  # what grows, and the rest: prompt, answer, group, shape
     "model": [{"shape": n} for n in ("3m", "10m", "30m")],
     "dataset": [{"rows": n} for n in (10_000, 100_000)],
 }
-SIZE = {"model": "parameters", "dataset": "rows"}  # of the others: tokens, each prompt counted once
+SIZE = {"model": "parameters", "dataset": "rows"}  # of the others: tokens, each row with its prompt
 PLAIN = {"shape": "3m", "prompt": 64, "answer": 64, "group": 8}
 PROMPTS = 4
 MEASURES = ("rollout", "update", "rollout_bytes", "update_bytes")
@@ -74,7 +74,7 @@ def point(shape: str, prompt: int, answer: int, group: int) -> dict:
             seconds.append(time.process_time() - begun)
         found |= {name: median(seconds[1:]), f"{name}_bytes": peak() - before}
     return found | {
-        "tokens": PROMPTS * (prompt + group * answer),
+        "tokens": PROMPTS * group * (prompt + answer),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
 
