@@ -11,10 +11,12 @@ waits while the other goes through a cycle, from the start of one rollout to the
 counted. Seconds are of CPU (the machine may be busy), `total` is generation + update + all else, `update` whatever passes
 through the model after generation, clipping and the optimizer's step. RSS is the largest that the process ever had.
 
-TRL does a rollout's 64 rows in one microbatch: 8 of 8 rows or 4 of 16 take less memory and as much time (BATCH says how to look).
-Its gradient checkpointing and bfloat16, which it has on by default, are off: here both would only slow it down. The floor is the
-arithmetic of a cycle in which every prompt goes through the model once (a forward pass to sample, mu forward and backward passes,
-one for the reference), at the speed of this machine's matrix products in the shapes of the model.
+TRL does a rollout's 64 rows in one microbatch. TRL_BATCH=8, its default, or 16 in the environment cost it as many seconds and far
+less memory: at `100` 760 and 917 MB, not 1.7 GB. So the ratio of RSS is that of this choice. Its gradient checkpointing, which
+computes the forward pass again, and its bfloat16 are off.
+
+The floor is the arithmetic of a cycle in which every prompt goes through the model once (a forward pass to sample, mu forward and
+backward passes, one for the reference), at the speed of this machine's matrix products in the shapes of the model.
 """
 
 import argparse
@@ -41,7 +43,7 @@ SIDES = ("grpo", "trl")  # in this order: TRL is told where our answers ended
 PARTS = ("generation", "update", "other")
 PROMPTS, GROUP, LIMIT = 8, 8, 64
 BATCH = int(os.environ.get("TRL_BATCH", str(PROMPTS * GROUP)))  # rows in a microbatch of TRL's
-VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 128, 256, 688, 4, 8, 4
+VOCABULARY = 128
 BETA = 0.04
 ENDS = list(range(40, 46))  # tokens that end an answer in `short`
 
@@ -74,8 +76,9 @@ def digits(completions: Sequence[str], **_) -> list[float]:
 
 def prepare(folder: Path, case: Case) -> None:
     """A token is a character; the tokenizer's own end is none that the model can say."""
+    from shapes import llama
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -85,20 +88,7 @@ def prepare(folder: Path, case: Case) -> None:
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="!", eos_token="<end>").save_pretrained(folder)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        pad_token_id=0,
-        eos_token_id=ENDS if case.short else None,
-    )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(llama("3m", eos_token_id=ENDS if case.short else None))
     model.get_input_embeddings().weight.data[ENDS] = 0  # which is also their logit: answers end at one rate
     model.save_pretrained(folder)
     draw = random.Random(0)
@@ -185,7 +175,7 @@ def run_grpo(folder: Path, case: Case, cycles: Cycles) -> None:
     overrides = f"""task=jsonl task.path={folder} task.rewards=[{__file__}:digits] task.held_out.test=0 task.splits.test=null
         model=path model.path={folder} engine=transformers trainer=cpu callbacks=none logger=none output_dir={folder} eval.every=0
         rollout.prompts={PROMPTS} rollout.group_size={GROUP} rollout.num_rollouts=100000 max_tokens={LIMIT}
-        optim.max_tokens_per_microbatch=1024 algo.num_epochs={case.mu} algo/kl={"loss_with_ratio" if case.beta else "none"} algo.kl.coef={case.beta}"""
+        algo.num_epochs={case.mu} algo/kl={"loss_with_ratio" if case.beta else "none"} algo.kl.coef={case.beta}"""
     train(composed("train", overrides.split()))
 
 
@@ -268,57 +258,49 @@ class Side:
         self.process.wait()
 
 
-def flops(case: Case, lengths: Sequence[int]) -> float:
-    """Of a cycle that computes nothing twice: 2 for each weight and token of a forward pass, 4 for each pair of tokens and
-    channel of the attention, twice that backward. What the last token of an answer would predict is not asked for."""
-    size = HIDDEN // HEADS
-    weights = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV_HEADS * size + 3 * HIDDEN * INTERMEDIATE)
-    tokens = PROMPTS * case.prompt + sum(lengths) - len(lengths)
-    pairs = PROMPTS * case.prompt * (case.prompt + 1) / 2 + sum((n - 1) * (case.prompt + n / 2) for n in lengths)
-    forward = 2 * weights * tokens + 2 * HIDDEN * VOCABULARY * sum(lengths) + 4 * LAYERS * HIDDEN * pairs
-    return forward * (1 + 3 * case.mu + (case.beta > 0))
+def floor(case: Case, lengths: Sequence[int]) -> tuple[float, float]:
+    """Operations of a cycle that computes nothing twice, and how many of them a CPU second has room for now: float32 products in
+    the shapes of a layer, on one thread."""
+    from shapes import forward_flops, llama, matrix_shapes
 
-
-def matrix_rate(tokens: int = 1024) -> float:
-    """Floating point operations in a CPU second of float32 products, in the shapes of a layer, on one thread."""
+    config = llama("3m")
+    groups = [(case.prompt, list(lengths[start : start + GROUP])) for start in range(0, len(lengths), GROUP)]
+    work = forward_flops(config, groups) * (1 + 3 * case.mu + (case.beta > 0))
     torch.set_num_threads(1)
-    kv, inner = HIDDEN // HEADS * KV_HEADS, INTERMEDIATE
-    shapes = 2 * [(HIDDEN, HIDDEN), (HIDDEN, kv), (HIDDEN, inner)] + [(inner, HIDDEN)]
-    pairs = [(torch.randn(tokens, a), torch.randn(a, b)) for a, b in shapes]
+    pairs = [(torch.randn(1024, a), torch.randn(a, b)) for a, b in matrix_shapes(config)]
     seconds = []
     for _ in range(50):
         begun = time.process_time()
         for a, b in pairs:
             torch.mm(a, b)
         seconds.append(time.process_time() - begun)
-    return sum(2 * a.numel() * b.shape[1] for a, b in pairs) / median(seconds)
+    return work, sum(2 * a.numel() * b.shape[1] for a, b in pairs) / median(seconds)
 
 
 def compare(name: str, cycles: int) -> dict:
     """Medians of both, and their ratios: TRL's over ours."""
     case = CASES[name]
     records: dict[str, list[dict]] = {side: [] for side in SIDES}
-    rates: list[float] = []
+    least: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder), case)
         sides = {side: Side(side, name, folder) for side in SIDES}
         for _ in range(cycles + 1):
-            rates.append(matrix_rate())
             lengths: list[int] = []
             for side, process in sides.items():
                 records[side].append(process.cycle(lengths))
                 lengths = records[side][-1]["lengths"]
+            least.append(floor(case, lengths))
         for process in sides.values():
             process.close()
     for ours, theirs in zip(*records.values(), strict=True):
         if any(ours[same] != theirs[same] for same in ("prompts", "lengths")):
             sys.exit(f"{name}: not the same work: {ours} and {theirs}")
     medians = {side: middle(found[1:]) for side, found in records.items()}  # the first warms up
-    rate = median(rates)
-    floor = median(flops(case, record["lengths"]) for record in records["grpo"][1:]) / rate
+    work, rate = (median(column) for column in zip(*least[1:], strict=True))
     ratios = {what: medians["trl"][what] / medians["grpo"][what] for what in ("total", "generation", "update", "rss")}
-    over = medians["grpo"]["total"] / floor
-    return {**medians, "ratios": ratios, "floor": floor, "over_floor": over, "gflops": rate / 1e9}
+    over = medians["grpo"]["total"] / (work / rate)
+    return {**medians, "ratios": ratios, "floor": work / rate, "over_floor": over, "gflops": rate / 1e9}
 
 
 def middle(records: list[dict]) -> dict:
