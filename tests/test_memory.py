@@ -72,7 +72,7 @@ def test_phases_are_told_apart(smoke, tmp_path):
 # -- the forecast
 
 SIZES = {"small": (["rollout.prompts=2", "rollout.group_size=2", "max_tokens=20"], 30),
-         "large": (["rollout.prompts=4", "rollout.group_size=4", "max_tokens=60"], 100)}  # fmt: skip
+         "large": (["rollout.prompts=4", "rollout.group_size=4", "max_tokens=60", "optim.max_tokens_per_microbatch=4096"], 100)}  # fmt: skip
 
 
 class Run:
