@@ -71,8 +71,11 @@ def test_phases_are_told_apart(smoke, tmp_path):
 
 # -- the forecast
 
-SIZES = {"small": (["rollout.prompts=2", "rollout.group_size=2", "max_tokens=20"], 30),
-         "large": (["rollout.prompts=4", "rollout.group_size=4", "max_tokens=60", "optim.max_tokens_per_microbatch=4096"], 100)}  # fmt: skip
+ALL_AT_ONCE = "optim.max_tokens_per_microbatch=4096"
+SIZES = {  # and the tokens of a prompt
+    "small": (["rollout.prompts=2", "rollout.group_size=2", "max_tokens=20", ALL_AT_ONCE], 30),
+    "large": (["rollout.prompts=4", "rollout.group_size=4", "max_tokens=60", ALL_AT_ONCE], 100),
+}
 
 
 class Run:
