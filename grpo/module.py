@@ -26,6 +26,7 @@ from grpo.layout import microbatches, trusted
 from grpo.logprobs import Layout, completion_logprobs
 from grpo.masters import LOW, with_masters
 from grpo.policy import Reference
+from grpo.recompute import layers_of, recomputing
 from grpo.rollout import SHUFFLE, derive_seed
 from grpo.tokens import TokenBatch
 
@@ -34,17 +35,20 @@ PROGRESS = ("updates", "entropy_coef", "last_entropy")  # of a GRPOModule, besid
 
 @dataclass(frozen=True)
 class Optimization:
-    """optimizer: parameters to Optimizer. schedule: (optimizer=, num_training_steps=updates of the run) to LRScheduler.
+    """optimizer: named parameters to Optimizer. schedule: (optimizer=, num_training_steps=updates of the run) to LRScheduler.
 
     max_tokens_per_microbatch: how many go through the model at once, a matter of memory only; a row is never cut. layout: how
     they are laid out, see `grpo.logprobs`; the numbers are the same. max_grad_norm: 0 does not clip.
+    gradient_checkpointing: see `recomputing`. offload: see `with_masters`.
     """
 
-    optimizer: Callable[[Iterable[Tensor]], Optimizer]
+    optimizer: Callable[[Iterable[tuple[str, Tensor]]], Optimizer]
     schedule: Callable[..., LRScheduler]
     max_tokens_per_microbatch: int = 2048
     max_grad_norm: float = 1.0
     layout: Layout = "shared_prompt"
+    gradient_checkpointing: bool = False
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens_per_microbatch < 1:
@@ -52,7 +56,7 @@ class Optimization:
         if self.layout not in get_args(Layout):
             raise UserError(f"optim.layout={self.layout} is not one of {', '.join(get_args(Layout))}")
         try:  # on one number, to find a wrong name or value before a model loads
-            optimizer = self.optimizer([torch.zeros(1, 1, requires_grad=True)])
+            optimizer = self.optimizer([("weight", torch.zeros(1, 1, requires_grad=True))])
             schedule = self.schedule(optimizer=optimizer, num_training_steps=1)
             optimizer.step()
             schedule.step()
@@ -118,6 +122,8 @@ class GRPOModule(L.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False  # what an adapter leaves frozen is not in the checkpoint
+        if optim.gradient_checkpointing:
+            layers_of(policy)  # or say now that it cannot be
         self.policy = policy
         self.reference = Reference(policy, moves=algorithm.kl.sync_every > 0) if algorithm.kl.needs_reference else None
         self.algorithm, self.optim, self.temperature, self.seed = algorithm, optim, temperature, seed
@@ -127,9 +133,9 @@ class GRPOModule(L.LightningModule):
         self.entropy_coef, self.last_entropy = algorithm.entropy.coef, math.inf
 
     def configure_optimizers(self):
-        trained = [p for p in self.policy.parameters() if p.requires_grad]
-        optimizer = with_masters(trained, self.optim.optimizer)
-        self.has_masters = any(p.dtype in LOW for p in trained)
+        trained = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
+        optimizer = with_masters(trained, self.optim.optimizer, self.optim.offload)
+        self.has_masters = self.optim.offload or any(p.dtype in LOW for p in trained.values())
         return [optimizer], [self.optim.schedule(optimizer=optimizer, num_training_steps=self.num_updates)]
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, float]:
@@ -149,11 +155,12 @@ class GRPOModule(L.LightningModule):
         batch.advantages = advantages.tolist()
         self.moved = False
         generator = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
-        for _ in range(self.algorithm.num_epochs):
-            for minibatch in self.minibatches(tokens, scores.rewards.shape, generator):
-                logprobs = self.update(minibatch, means)
-            if tokens.old_logprobs is None and self.algorithm.old_policy == "trainer":
-                tokens = replace(tokens, old_logprobs=logprobs)  # of the only minibatch, so of every row
+        with recomputing(self.policy, self.optim.gradient_checkpointing):
+            for _ in range(self.algorithm.num_epochs):
+                for minibatch in self.minibatches(tokens, scores.rewards.shape, generator):
+                    logprobs = self.update(minibatch, means)
+                if tokens.old_logprobs is None and self.algorithm.old_policy == "trainer":
+                    tokens = replace(tokens, old_logprobs=logprobs)  # of the only minibatch, so of every row
         counts = {"positive": float((advantages > 0).sum()), "negative": float((advantages < 0).sum())}
         return means.result() | {f"rollout/advantages_{sign}": count for sign, count in counts.items()}
 
@@ -257,7 +264,7 @@ class GRPOModule(L.LightningModule):
         learned = [p for group in optimizer.param_groups for p in group["params"]]  # masters, where there are some
         if self.has_masters and ranks.count() > 1:  # DistributedDataParallel finds their gradients gone
             for p in learned:
-                p.grad = ranks.total(p.grad) / ranks.count()
+                p.grad = (ranks.total(p.grad.to(self.device)) / ranks.count()).to(p.device)
         grad_norm = nn.utils.clip_grad_norm_(learned, self.optim.max_grad_norm or torch.inf)
         if not grad_norm.isfinite():
             raise UserError(
