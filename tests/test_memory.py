@@ -1,6 +1,7 @@
 """Memory: what the phases of a run held at most, and the forecast of it against real tensors, real optimizers and a real run."""
 
 import csv
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,11 +72,8 @@ def test_phases_are_told_apart(smoke, tmp_path):
 
 # -- the forecast
 
-ALL_AT_ONCE = "optim.max_tokens_per_microbatch=4096"
-SIZES = {  # and the tokens of a prompt
-    "small": (["rollout.prompts=2", "rollout.group_size=2", "max_tokens=20", ALL_AT_ONCE], 30),
-    "large": (["rollout.prompts=4", "rollout.group_size=4", "max_tokens=60", ALL_AT_ONCE], 100),
-}
+SIZES = {"small": (["rollout.prompts=2", "rollout.group_size=2", "max_tokens=20"], 30),
+         "large": (["rollout.prompts=4", "rollout.group_size=4", "max_tokens=60"], 100)}  # fmt: skip
 
 
 class Run:
@@ -198,7 +196,10 @@ def test_the_cache_is_transformers(family):
     with torch.no_grad():
         model(torch.zeros(4, 12, dtype=torch.int64), past_key_values=cache, use_cache=True)
     expected = held(x for layer in cache.layers for x in (layer.keys, layer.values))
-    assert of_the_cache(config, torch.float32, plan, prompt_tokens=7) == expected
+    foreseen = partial(of_the_cache, config, torch.float32, plan, 7)
+    assert foreseen(object()) == expected  # 4 x (7 + 5) tokens
+    assert foreseen(SimpleNamespace(max_cache_tokens=1000)) == expected * (2 * 7 + 4 * 5) / 48
+    assert foreseen(SimpleNamespace(max_cache_tokens=12)) == expected / 4
 
 
 def test_what_cannot_be_foreseen(tmp_path, toy):
