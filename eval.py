@@ -59,6 +59,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     if config.run:
         config = as_in_run(config, overrides)
     folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, folder / "config.yaml", resolve=True)
     evaluator = instantiate(config.eval)
     trainer = instantiate(config.trainer)(callbacks=[], logger=[])

@@ -9,9 +9,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from grpo.callbacks.rollout import RolloutCallback
-from grpo.cli import one_line_errors, resume_from, run
-from grpo.data import PromptLoader
+from grpo.cli import check_resumed, one_line_errors, run
+from grpo.data import PromptLoader, longest_prompt
 from grpo.errors import UserError
+from grpo.forecast import forecast
 from grpo.module import GRPOModule
 from grpo.policy import with_adapter
 
@@ -31,8 +32,7 @@ def train(config: DictConfig) -> float | None:
     if not isinstance(config.seed, int) or config.seed < 0:
         raise UserError(f"seed={config.seed} must be a whole number, 0 or more")
     L.seed_everything(config.seed, verbose=False)
-    if config.ckpt_path:
-        resume_from(Path(config.ckpt_path), config)
+    check_resumed(config)
 
     plan = instantiate(config.rollout)
     algorithm = instantiate(config.algo)
@@ -47,11 +47,7 @@ def train(config: DictConfig) -> float | None:
         task.examples(split)
 
     pretrained = instantiate(config.model)
-    if config.adapter and pretrained.base():
-        raise UserError(
-            f"model.path={pretrained.path} is an adapter, and a new one on it would be saved without it: adapter=none trains "
-            "it merged into its base"
-        )
+    pretrained.check_takes(config.adapter)
     prompt_limit = prompt_limit.within(pretrained.config().max_position_embeddings, config.max_tokens)
     renderer = instantiate(config.renderer)(pretrained.tokenizer(), prompt_limit.kept)
     examples = {split: prompt_limit.fitting(task, split, renderer) for split in splits}
@@ -64,11 +60,18 @@ def train(config: DictConfig) -> float | None:
     callbacks = [rollout, *instantiate(config.callbacks).values()]  # the rest look at what the first has made
     trainer = make_trainer(callbacks=callbacks, logger=list(instantiate(config.logger).values()))
 
+    def module(model) -> GRPOModule:
+        policy = with_adapter(model, instantiate(config.adapter))
+        return GRPOModule(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, config.seed)
+
+    if first and config.forecast:
+        forecast(module, pretrained, plan, engine, longest_prompt(task, examples["train"], renderer), trainer)
+    if config.forecast == "only":
+        return None
     if first:
+        saved.parent.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(config, saved, resolve=True)
-    policy = with_adapter(pretrained.model(), instantiate(config.adapter))
-    module = GRPOModule(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, config.seed)
-    trainer.fit(module, train_dataloaders=loader, ckpt_path=config.ckpt_path, weights_only=False)
+    trainer.fit(module(pretrained.model()), train_dataloaders=loader, ckpt_path=config.ckpt_path, weights_only=False)
     accuracy = trainer.callback_metrics.get("eval/accuracy")
     return None if accuracy is None else float(accuracy)
 

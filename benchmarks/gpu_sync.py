@@ -118,7 +118,7 @@ def measure(name: str, shape: str, folder: str) -> dict:
     steps = [gaps(engine, policy, prompts[:8])]
 
     make = torch.optim.SGD if shape == "8b" else torch.optim.AdamW  # moments of 8 B parameters are another 64 GB
-    optimizer = with_masters(policy.parameters(), partial(make, lr=1.0 if shape == "8b" else 1e-3))
+    optimizer = with_masters(dict(policy.named_parameters()), partial(make, lr=1.0 if shape == "8b" else 1e-3))
     rows = torch.tensor(prompts[:4], device=device())
     times = []
     for version in (1, 2, 3):

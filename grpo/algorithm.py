@@ -290,10 +290,10 @@ class Algorithm:
 
     @property
     def needs_old(self) -> bool:
-        """Whether a pass before the first update is needed: with one update its own log-probabilities are the old ones."""
+        """Whether a pass before the first update is needed; else the log-probabilities that it meets are the old ones."""
         if self.top_entropy < 1:
             return True
-        return self.old_policy == "trainer" and (self.updates_per_rollout > 1 or self.kl.in_reward)
+        return self.old_policy == "trainer" and (self.num_minibatches > 1 or self.kl.in_reward)
 
     @cached_property
     def skips_zero_advantages(self) -> bool:

@@ -156,8 +156,11 @@ def changes(config: DictConfig, before: Path) -> list[str]:
     return [f"{key}={now.get(key)} (was {then.get(key)})" for key in keys if now.get(key) != then.get(key)]
 
 
-def resume_from(checkpoint: Path, config: DictConfig) -> None:
-    """Say what differs from the run that is resumed: a forgotten argument would change it in silence."""
+def check_resumed(config: DictConfig) -> None:
+    """Say what differs from the run that is resumed, if one is: a forgotten argument would change it in silence."""
+    if not config.ckpt_path:
+        return
+    checkpoint = Path(config.ckpt_path)
     if not checkpoint.is_file():
         raise UserError(f"ckpt_path={checkpoint} is not a file: give a run's checkpoints/last.ckpt")
     before = checkpoint.resolve().parents[1] / "config.yaml"
@@ -168,7 +171,7 @@ def resume_from(checkpoint: Path, config: DictConfig) -> None:
 def quiet() -> None:
     """Silence what a user cannot act on: advertising, and advice for set-ups that are not this one."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for name in ("lightning.pytorch", "lightning.fabric", "httpx", "httpx2", "huggingface_hub"):
+    for name in ("lightning.pytorch", "lightning.fabric", "httpx", "httpx2", "huggingface_hub", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="lightning")

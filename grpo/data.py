@@ -1,6 +1,7 @@
 """Layer 2 - examples in a seeded order, and the batch that travels from prompts to loss."""
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -77,6 +78,23 @@ class PromptLoader:
             rollout += 1
 
 
+def prompt_tokens(task: Task, example: Example, renderer: Renderer) -> int:
+    """How many the first prompt has; 0 where its environment does not begin: its episodes will say so, see `play`."""
+    try:
+        state = state_of(awaited(build(task, example, 0).start()))
+    except UserError:
+        raise
+    except Exception:
+        return 0
+    return len(renderer.prompt_ids(state.messages, state.tools))
+
+
+def longest_prompt(task: Task, examples: Sequence[Example], renderer: Renderer, looks: int = 100) -> int:
+    """Tokens of the longest of at most `looks` prompts, from everywhere among the examples."""
+    places = range(0, len(examples), math.ceil(len(examples) / looks))
+    return max(prompt_tokens(task, examples[i], renderer) for i in places)
+
+
 @dataclass(frozen=True)
 class PromptLimit:
     """How long prompts may be, and what becomes of longer ones.
@@ -129,14 +147,7 @@ class PromptLimit:
         fits, longest = [], 0
         every = self.too_long == "drop" or not self.by_context
         for i in range(len(examples) if every else min(len(examples), most)):
-            try:
-                state = state_of(awaited(build(task, examples[i], 0).start()))
-            except UserError:
-                raise
-            except Exception:  # its episodes will say so, see `play`
-                fits.append(i)
-                continue
-            length = len(renderer.prompt_ids(state.messages, state.tools))
+            length = prompt_tokens(task, examples[i], renderer)
             longest = max(longest, length)
             if length <= self.max_tokens:
                 fits.append(i)

@@ -1,14 +1,30 @@
-"""Layer 1 - log-probabilities of the sampled tokens under a model. The plain padded layout, the one to trust."""
+"""Layer 1 - log-probabilities of the sampled tokens under a model, in one of three layouts that give the same numbers.
+
+padded: a row each, as everybody does it, the one to trust. packed: no padding. shared_prompt: nor a prompt computed twice.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from grpo.attention import Packed, planned
 from grpo.tokens import TokenBatch
+
+Layout = Literal["padded", "packed", "shared_prompt"]
+LOGITS_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 23}  # in float32 four bytes each, and as much again for their softmax
 
 
 def completion_logprobs(
-    model: nn.Module, batch: TokenBatch, temperature: float, entropy_gradient: bool = False
+    model: nn.Module,
+    batch: TokenBatch,
+    temperature: float,
+    entropy_gradient: bool = False,
+    layout: Layout = "padded",
+    kernel: str = "sdpa",
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) of every completion token, and the entropy there, with gradient if so asked.
 
@@ -16,6 +32,22 @@ def completion_logprobs(
     a ratio is 1 there and a KL 0, where the numbers of padding could overflow. The softmax is in float32: in bfloat16 it
     alone would cost most of the agreement with the engine.
     """
+    if layout == "padded":
+        logprobs, entropy = padded(model, batch, temperature, entropy_gradient)
+        return logprobs.masked_fill(~batch.mask, 0.0), entropy.masked_fill(~batch.mask, 0.0)
+    return by_plan(model, batch, *pack(batch, layout == "shared_prompt", kernel), temperature, entropy_gradient)
+
+
+def of_logits(logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    """logits: [..., V]; targets: [...]. Returns log-probability and entropy, [...] each."""
+    log_softmax = F.log_softmax(logits.float() / temperature, dim=-1)
+    logprobs = log_softmax.gather(-1, targets[..., None]).squeeze(-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropy = -(log_softmax.exp() * log_softmax.clamp(min=-1e4)).sum(dim=-1)  # a logit of -inf adds 0
+    return logprobs, entropy
+
+
+def padded(model: nn.Module, batch: TokenBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
     width = batch.completion_width
     positions = (batch.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
     logits = model(
@@ -25,8 +57,75 @@ def completion_logprobs(
         use_cache=False,
         logits_to_keep=width + 1,  # the last prompt token predicts the first of the completion
     ).logits[:, :-1]  # [B, C, V]
-    log_softmax = F.log_softmax(logits.float() / temperature, dim=-1)
-    logprobs = log_softmax.gather(-1, batch.ids[:, -width:, None]).squeeze(-1)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy = -(log_softmax.exp() * log_softmax.clamp(min=-1e4)).sum(dim=-1)  # a logit of -inf adds 0
-    return logprobs.masked_fill(~batch.mask, 0.0), entropy.masked_fill(~batch.mask, 0.0)
+    return of_logits(logits, batch.ids[:, -width:], temperature, entropy_gradient)
+
+
+def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, Tensor]:
+    """The rows in one, and where in it is the token before each sampled one, [n], in the order of `batch.mask`."""
+    rows = batch.sequences()
+    together: dict[object, list[int]] = {}
+    for r, (prompt, _) in enumerate(rows):
+        together.setdefault(prompt if share else r, []).append(r)
+    lone = [
+        members[0] for members in together.values() if len(members) == 1
+    ]  # prompt and what follows are one sequence
+    groups = [members for members in together.values() if len(members) > 1]
+    plan = Packed(
+        [sum(rows[r], ()) for r in lone] + [rows[members[0]][0] for members in groups],
+        [()] * len(lone) + [[rows[r][1] for r in members] for members in groups],
+        batch.ids.device,
+        kernel,
+    )
+    before: dict[int, Sequence[int]] = {}  # by row, each of its own tokens
+    starts = iter(plan.starts)
+    for r in lone:
+        last = next(starts) + len(rows[r][0]) - 1
+        before[r] = range(last, last + len(rows[r][1]))
+    ends = [next(starts) + len(rows[members[0]][0]) - 1 for members in groups]
+    for last, members in zip(ends, groups, strict=True):
+        for r in members:
+            start = next(starts)
+            before[r] = [last, *range(start, start + len(rows[r][1]) - 1)]
+    places = [
+        place
+        for r, mask in enumerate(batch.mask.tolist())
+        for place, sampled in zip(before[r], mask, strict=False)  # the mask goes on over padding
+        if sampled
+    ]
+    return plan, torch.tensor(places, dtype=torch.int64, device=batch.ids.device)
+
+
+def by_plan(
+    model: nn.Module, batch: TokenBatch, plan: Packed, places: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """What `completion_logprobs` returns, of rows that were packed."""
+    with planned(model):
+        states = model.get_decoder()(input_ids=plan.ids, position_ids=plan.positions, use_cache=False, plan=plan)
+    hidden = states.last_hidden_state[0].index_select(0, places)
+    targets = batch.ids[:, -batch.completion_width :][batch.mask]
+    nothing = torch.zeros_like(batch.rollout_logprobs)
+    values = by_chunks(model, hidden, targets, temperature, entropy_gradient)
+    return tuple(nothing.masked_scatter(batch.mask, of_tokens) for of_tokens in values)
+
+
+def by_chunks(
+    model: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """The head, a bounded number of logits at a time; where they are many they are computed again in the backward pass.
+
+    hidden: [n, hidden]; targets: [n]. Returns log-probabilities and entropies, [n] each.
+    """
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def values(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(hidden)
+        logits = logits if cap is None else cap * torch.tanh(logits / cap)
+        return of_logits(logits, targets, temperature, entropy_gradient)
+
+    size = max(1, LOGITS_AT_ONCE.get(hidden.device.type, 1 << 25) // config.vocab_size)
+    if len(targets) <= size:
+        return values(hidden, targets)
+    chunks = zip(hidden.split(size), targets.split(size), strict=True)
+    found = [checkpoint(values, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))

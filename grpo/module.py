@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import get_args
 
 import lightning as L
 import torch
@@ -20,9 +22,11 @@ from grpo.algorithm import Algorithm
 from grpo.data import PromptBatch
 from grpo.entropy import threshold
 from grpo.errors import UserError
-from grpo.logprobs import completion_logprobs
+from grpo.layout import microbatches, trusted
+from grpo.logprobs import Layout, completion_logprobs
 from grpo.masters import LOW, with_masters
 from grpo.policy import Reference
+from grpo.recompute import layers_of, recomputing
 from grpo.rollout import SHUFFLE, derive_seed
 from grpo.tokens import TokenBatch
 
@@ -31,21 +35,28 @@ PROGRESS = ("updates", "entropy_coef", "last_entropy")  # of a GRPOModule, besid
 
 @dataclass(frozen=True)
 class Optimization:
-    """optimizer: parameters to Optimizer. schedule: (optimizer=, num_training_steps=updates of the run) to LRScheduler.
+    """optimizer: named parameters to Optimizer. schedule: (optimizer=, num_training_steps=updates of the run) to LRScheduler.
 
-    microbatch_size: rows that go through the model at once, a matter of memory only. max_grad_norm: 0 does not clip.
+    max_tokens_per_microbatch: how many go through the model at once, a matter of memory only; a row is never cut. layout: how
+    they are laid out, see `grpo.logprobs`; the numbers are the same. max_grad_norm: 0 does not clip.
+    gradient_checkpointing: see `recomputing`. offload: see `with_masters`.
     """
 
-    optimizer: Callable[[Iterable[Tensor]], Optimizer]
+    optimizer: Callable[[Iterable[tuple[str, Tensor]]], Optimizer]
     schedule: Callable[..., LRScheduler]
-    microbatch_size: int = 16
+    max_tokens_per_microbatch: int = 2048
     max_grad_norm: float = 1.0
+    layout: Layout = "shared_prompt"
+    gradient_checkpointing: bool = False
+    offload: bool = False
 
     def __post_init__(self) -> None:
-        if self.microbatch_size < 1:
-            raise UserError(f"optim.microbatch_size={self.microbatch_size} must be at least 1")
+        if self.max_tokens_per_microbatch < 1:
+            raise UserError(f"optim.max_tokens_per_microbatch={self.max_tokens_per_microbatch} must be at least 1")
+        if self.layout not in get_args(Layout):
+            raise UserError(f"optim.layout={self.layout} is not one of {', '.join(get_args(Layout))}")
         try:  # on one number, to find a wrong name or value before a model loads
-            optimizer = self.optimizer([torch.zeros(1, 1, requires_grad=True)])
+            optimizer = self.optimizer([("weight", torch.zeros(1, 1, requires_grad=True))])
             schedule = self.schedule(optimizer=optimizer, num_training_steps=1)
             optimizer.step()
             schedule.step()
@@ -111,6 +122,8 @@ class GRPOModule(L.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False  # what an adapter leaves frozen is not in the checkpoint
+        if optim.gradient_checkpointing:
+            layers_of(policy)  # or say now that it cannot be
         self.policy = policy
         self.reference = Reference(policy, moves=algorithm.kl.sync_every > 0) if algorithm.kl.needs_reference else None
         self.algorithm, self.optim, self.temperature, self.seed = algorithm, optim, temperature, seed
@@ -120,9 +133,9 @@ class GRPOModule(L.LightningModule):
         self.entropy_coef, self.last_entropy = algorithm.entropy.coef, math.inf
 
     def configure_optimizers(self):
-        trained = [p for p in self.policy.parameters() if p.requires_grad]
-        optimizer = with_masters(trained, self.optim.optimizer)
-        self.has_masters = any(p.dtype in LOW for p in trained)
+        trained = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
+        optimizer = with_masters(trained, self.optim.optimizer, self.optim.offload)
+        self.has_masters = self.optim.offload or any(p.dtype in LOW for p in trained.values())
         return [optimizer], [self.optim.schedule(optimizer=optimizer, num_training_steps=self.num_updates)]
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, float]:
@@ -142,9 +155,12 @@ class GRPOModule(L.LightningModule):
         batch.advantages = advantages.tolist()
         self.moved = False
         generator = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
-        for _ in range(self.algorithm.num_epochs):
-            for minibatch in self.minibatches(tokens, scores.rewards.numel(), generator):
-                self.update(minibatch, means)
+        with recomputing(self.policy, self.optim.gradient_checkpointing):
+            for _ in range(self.algorithm.num_epochs):
+                for minibatch in self.minibatches(tokens, scores.rewards.shape, generator):
+                    logprobs = self.update(minibatch, means)
+                if tokens.old_logprobs is None and self.algorithm.old_policy == "trainer":
+                    tokens = replace(tokens, old_logprobs=logprobs)  # of the only minibatch, so of every row
         counts = {"positive": float((advantages > 0).sum()), "negative": float((advantages < 0).sum())}
         return means.result() | {f"rollout/advantages_{sign}": count for sign, count in counts.items()}
 
@@ -165,13 +181,20 @@ class GRPOModule(L.LightningModule):
             tokens = replace(tokens, old_logprobs=old_logprobs, old_entropy=old_entropy)
         return tokens
 
-    def minibatches(self, tokens: TokenBatch, samples: int, generator: torch.Generator) -> Iterator[TokenBatch]:
-        """The samples of all ranks in a random order, in pieces whose sizes differ by one at most; of each piece this rank's
-        rows. A sample is in one piece with all of its rows."""
-        shuffled = torch.randperm(samples, generator=generator).argsort()  # the place of each sample
-        places = shuffled[tokens.sample.cpu()]  # of the rows
+    def minibatches(
+        self, tokens: TokenBatch, shape: tuple[int, int], generator: torch.Generator
+    ) -> Iterator[TokenBatch]:
+        """The groups of all ranks in a random order, cut into pieces whose numbers of samples differ by one at most; of each
+        piece this rank's rows. shape: N, G. A sample is in one piece with all of its rows; most groups are, and share their
+        prompt."""
+        if self.algorithm.num_minibatches == 1:
+            yield tokens
+            return
+        prompts, size = shape
+        shuffled = torch.randperm(prompts, generator=generator).argsort()[:, None] * size + torch.arange(size)
+        places = shuffled.flatten()[tokens.sample.cpu()]  # of the rows
         order = places.argsort(stable=True)
-        for piece in torch.arange(samples).tensor_split(self.algorithm.num_minibatches):
+        for piece in torch.arange(prompts * size).tensor_split(self.algorithm.num_minibatches):
             mine = order[torch.isin(places[order], piece)]
             yield tokens.rows(mine.to(tokens.ids.device)) if len(mine) else tokens.rows(slice(0, 1)).silenced()
 
@@ -185,14 +208,25 @@ class GRPOModule(L.LightningModule):
     def logprobs_of(self, model: nn.Module, tokens: TokenBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, [B, C] each, of these rows, a microbatch at a time; 0 on the others."""
         logprobs, entropy = torch.zeros_like(tokens.rollout_logprobs), torch.zeros_like(tokens.rollout_logprobs)
-        for some in rows.split(self.optim.microbatch_size) if len(rows) else ():
-            values = completion_logprobs(model, tokens.rows(some), self.temperature)
+        for some in self.microbatches(tokens, rows) if len(rows) else ():
+            values = completion_logprobs(model, tokens.rows(some), self.temperature, False, *self.layout)
             width = values[0].shape[1]
             logprobs[some, :width], entropy[some, :width] = values
         return logprobs, entropy
 
-    def update(self, minibatch: TokenBatch, means: Means) -> None:
-        """One optimizer step on the loss of a minibatch, summed over its microbatches."""
+    @cached_property
+    def layout(self) -> tuple[Layout, str]:
+        """And its kernel; asked for when the policy is on its device."""
+        return trusted(self.policy, self.optim.layout)
+
+    def microbatches(self, tokens: TokenBatch, rows: Tensor) -> list[Tensor]:
+        """These rows by index, in pieces of what goes through the model at once."""
+        pieces = microbatches(tokens.rows(rows), self.layout[0], self.optim.max_tokens_per_microbatch)
+        return [rows[piece] for piece in pieces]
+
+    def update(self, minibatch: TokenBatch, means: Means) -> Tensor:
+        """One optimizer step on the loss of a minibatch, summed over its microbatches. Returns the log-probabilities before it,
+        [B, C]; 0 on rows that were skipped."""
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
         bonus = self.algorithm.entropy
         entropy_coef = bonus.applied(self.entropy_coef, self.last_entropy)
@@ -200,18 +234,22 @@ class GRPOModule(L.LightningModule):
         minibatch = replace(minibatch, weights=self.algorithm.weights(minibatch.mask, minibatch.sample) * ranks.count())
         live = self.live(minibatch)
         anywhere = ranks.total(torch.tensor(float(len(live)), device=live.device))
-        # every rank has a backward pass, every optimizer its step
-        rows = minibatch.rows(live if len(live) else slice(0, 1))
-        if not len(live) and (
-            anywhere or minibatch.old_logprobs is not None
-        ):  # else the one row is there to be measured
-            rows = rows.silenced()
-        pieces = list(rows.split(self.optim.microbatch_size))
+        rows = minibatch
+        if not len(live):  # every rank has a backward pass, every optimizer its step
+            live = torch.zeros(1, dtype=torch.int64, device=live.device)
+            if anywhere or minibatch.old_logprobs is not None:  # else the one row is there to be measured
+                rows = minibatch.silenced()
+        pieces = self.microbatches(rows, live)
+        found = torch.zeros_like(minibatch.rollout_logprobs)
         # the trainer's log-probabilities of this very policy: later ones would tell of the updates in between
         fresh = minibatch.old_logprobs is not None or not self.moved
         of_update = Means()
-        for i, microbatch in enumerate(pieces):
-            logprobs, entropy = completion_logprobs(self.policy, microbatch, self.temperature, bonus.active)
+        for i, piece in enumerate(pieces):
+            microbatch = rows.rows(piece)
+            logprobs, entropy = completion_logprobs(
+                self.policy, microbatch, self.temperature, bonus.active, *self.layout
+            )
+            found[piece, : logprobs.shape[1]] = logprobs.detach()
             if microbatch.old_logprobs is None:
                 microbatch = replace(microbatch, old_logprobs=logprobs.detach())
             loss, stats = self.algorithm.loss(logprobs, entropy, microbatch, entropy_coef)
@@ -226,7 +264,7 @@ class GRPOModule(L.LightningModule):
         learned = [p for group in optimizer.param_groups for p in group["params"]]  # masters, where there are some
         if self.has_masters and ranks.count() > 1:  # DistributedDataParallel finds their gradients gone
             for p in learned:
-                p.grad = ranks.total(p.grad) / ranks.count()
+                p.grad = (ranks.total(p.grad.to(self.device)) / ranks.count()).to(p.device)
         grad_norm = nn.utils.clip_grad_norm_(learned, self.optim.max_grad_norm or torch.inf)
         if not grad_norm.isfinite():
             raise UserError(
@@ -245,6 +283,7 @@ class GRPOModule(L.LightningModule):
             self.entropy_coef = bonus.steered(self.entropy_coef, self.last_entropy)
         if (kl := self.algorithm.kl).sync_every and self.updates % kl.sync_every == 0:
             self.reference.move(kl.sync_alpha)
+        return found
 
     def gradients_stay(self):
         """Context in which a backward pass leaves its gradients on this rank."""

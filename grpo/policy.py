@@ -53,6 +53,14 @@ class Pretrained:
             return None
         return replace(self, path=PeftConfig.from_pretrained(self.path).base_model_name_or_path, revision=None)
 
+    def check_takes(self, adapter: object) -> None:
+        """Refuses an adapter (or what will make one, None for none) on an adapter."""
+        if adapter and self.base():
+            raise UserError(
+                f"model.path={self.path} is an adapter, and a new one on it would be saved without it: adapter=none trains "
+                "it merged into its base"
+            )
+
     def config(self) -> PretrainedConfig:
         base = self.base()
         return base.config() if base else self._load(AutoConfig)
@@ -67,6 +75,16 @@ class Pretrained:
                 )
             tokenizer.chat_template = None if self.chat_template == "none" else file.read_text(encoding="utf-8")
         return tokenizer
+
+    def outline(self) -> nn.Module:
+        """What `model` gives, but for the numbers: no weights are read."""
+        dtype = self.config().dtype if self.dtype == "auto" else getattr(torch, self.dtype)
+        return AutoModelForCausalLM.from_config(
+            self.config(),
+            dtype=dtype,
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,
+        ).eval()
 
     def model(self) -> nn.Module:
         """In evaluation mode, and it stays there: dropout would make the trainer disagree with the engine.
@@ -104,6 +122,10 @@ class Reference:
         trained = ((name, p) for name, p in policy.named_parameters() if p.requires_grad)
         # what moves, by the policy's names; in float32, as a mean in 16 bits loses small steps
         self.weights = {name: p.detach().to(torch.float32, copy=True) for name, p in trained} if moves else {}
+
+    def own(self) -> list[Tensor]:
+        """The tensors that it keeps."""
+        return [*self.weights.values(), *(self.copy.parameters() if self.copy is not None else ())]
 
     @contextmanager
     def model(self):

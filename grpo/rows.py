@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import re
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ def side(question: Any, held_out: Mapping[str, float]) -> Split:
 
     held_out: the shares of validation and test; train has the rest.
     """
-    place = int.from_bytes(hashlib.sha256(_key(question).encode()).digest()[:8], "big") / 2**64
+    place = _key(question) / 2**64
     for split in ("test", "validation"):
         if place < (share := held_out.get(split, 0.0)):
             return split
@@ -110,23 +111,23 @@ class Dataset:
             sides = {"train"} if split == "train" else set(SPLITS)
         return self._kept(split, source, sides, self._questions(SPLITS[SPLITS.index(split) + 1 :]))
 
-    def _questions(self, splits: Sequence[Split]) -> set[str]:
+    def _questions(self, splits: Sequence[Split]) -> set[int]:
         """What the source's own rows of these splits ask, as far as there are any."""
-        found: set[str] = set()
+        found: set[int] = set()
         for split in splits:
             if split in self.splits and split not in self.held_out:
                 try:  # of a stream as much as is read
                     name = self.columns[0]
-                    rows = [row[name] for row in self.split(split)] if self.streaming else self._source(split)[name][:]
-                    found |= {_key(question) for question in rows}
+                    rows = self.split(split) if self.streaming else self._source(split).select_columns([name])
+                    found |= {_key(row[name]) for row in rows}
                 except (UserError, KeyError, ValueError):
                     continue  # told when somebody asks for it
         return found
 
-    def _kept(self, split: Split, source: Any, sides: set[str], elsewhere: set[str]) -> Sequence[Example]:
+    def _kept(self, split: Split, source: Any, sides: set[str], elsewhere: set[int]) -> Sequence[Example]:
         """The rows of `source` that are on one of `sides`, not `elsewhere`, and pass the filters; says what went."""
         removed = dict.fromkeys((*self.filters, "held out"), 0)
-        kept, seen, read = [], set(), 0
+        kept, seen, read = [] if self.streaming else array("q"), set(), 0  # nothing large of a row stays in memory
         limit = self.limits[split]
         for number, (row, values) in enumerate(self._rows(source, split)):
             if limit is not None and len(kept) == limit:
@@ -174,8 +175,11 @@ class Dataset:
                 yield row, tuple(row[name] for name in self.columns)
             return
         self._check_columns(source.column_names, split)
-        # whole columns: one row at a time is slower by a factor of fifty
-        yield from enumerate(zip(*(source[name][:] for name in self.columns), strict=True))
+        columns = source.select_columns(list(self.columns))
+        pieces = columns.iter(1000)  # one row at a time is slower by a factor of fifty
+        yield from enumerate(
+            row for piece in pieces for row in zip(*(piece[name] for name in self.columns), strict=True)
+        )
 
     def _streamed(self, source: Iterable[Example]) -> Iterator[Example]:
         try:
@@ -269,10 +273,10 @@ def split_file(path: Path, split: str, name: str) -> Path:
     return files[0]
 
 
-def _key(question: Any) -> str:
-    """What two rows share that ask the same."""
+def _key(question: Any) -> int:
+    """What two rows share that ask the same: a number of 64 bits, so that a million of them take little memory."""
     text = question if isinstance(question, str) else json.dumps(question, sort_keys=True)
-    return " ".join(text.split())
+    return int.from_bytes(hashlib.sha256(" ".join(text.split()).encode()).digest()[:8], "big")
 
 
 def _blank(value: Any) -> bool:

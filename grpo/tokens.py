@@ -4,7 +4,7 @@ Shapes: N prompts, G samples of each, S = N x G; B rows, P prompt width, C compl
 and completions on the right, so that column P is the first token after every prompt.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, Protocol, Self, get_args
 
@@ -174,6 +174,15 @@ class TokenBatch:
         """A choice of rows, without the columns in which all of them are padding."""
         return self._map(lambda tensor: tensor[index]).trimmed()
 
+    def sequences(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Of each row the ids of its prompt, and of what follows, without padding."""
+        prompt_width = self.ids.shape[1] - self.completion_width
+        lengths = torch.stack([part.sum(1) for part in self.attention_mask.tensor_split([prompt_width], dim=1)], dim=1)
+        return [
+            (tuple(ids[prompt_width - prompt : prompt_width]), tuple(ids[prompt_width : prompt_width + own]))
+            for ids, (prompt, own) in zip(self.ids.tolist(), lengths.tolist(), strict=True)
+        ]
+
     def trimmed(self) -> Self:
         prompt_width = self.ids.shape[1] - self.completion_width
         used = self.attention_mask.any(dim=0)
@@ -188,8 +197,3 @@ class TokenBatch:
     def silenced(self) -> Self:
         """The same rows with nothing to learn from."""
         return replace(self, mask=torch.zeros_like(self.mask), advantages=torch.zeros_like(self.rollout_logprobs))
-
-    def split(self, size: int) -> Iterator[Self]:
-        """Consecutive pieces of at most `size` rows."""
-        for start in range(0, len(self), size):
-            yield self.rows(slice(start, start + size))

@@ -12,7 +12,7 @@ from grpo.errors import UserError
 PRECISIONS = ("auto", "32-true", "bf16-mixed")
 ELSEWHERE = {
     "gradient_clip_val": "optim.max_grad_norm",
-    "accumulate_grad_batches": "optim.microbatch_size",
+    "accumulate_grad_batches": "optim.max_tokens_per_microbatch",
     "max_epochs": "rollout.num_rollouts",
     "max_steps": "rollout.num_rollouts",
 }

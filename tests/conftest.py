@@ -74,6 +74,7 @@ def smoke(toy: Path, tmp_path: Path):
             f"model.path={toy}",
             "debug=smoke",
             "callbacks=none",
+            "forecast=false",
             "max_tokens=8",
             "optim.optimizer.lr=1e-3",
             f"output_dir={tmp_path}",

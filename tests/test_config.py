@@ -117,6 +117,12 @@ def test_every_engine_is_in_the_documentation():
         assert group != "engine" or f"| `{option}` |" in table
 
 
+def test_every_optimizer_is_in_the_documentation():
+    table = (ROOT / "docs" / "memory.md").read_text().partition("## Optimizers")[2]
+    for group, option in OPTIONS:
+        assert group != "optim" or f"| `{option}` |" in table
+
+
 def test_variants_are_diffs_and_the_command_line_wins(tmp_path):
     config = compose_config("algo=dr_grpo", "model=tiny", f"output_dir={tmp_path}")
     assert (config.algo.advantage.scale, config.algo.reduce, config.algo.surrogate.low) == ("none", "constant", 0.2)

@@ -39,7 +39,7 @@ def masters(optimizer) -> list[Tensor]:
 def test_ten_steps_of_a_thousandth():
     """Below 1 the numbers of bfloat16 are 1/256 apart: 0.999 is 1 again, and 0.99 = 253.44/256 becomes 253/256."""
     plain, p = parameter(1.0), parameter(1.0)
-    alone, optimizer = SGD([plain], lr=1e-3), with_masters([p], partial(SGD, lr=1e-3))
+    alone, optimizer = SGD([plain], lr=1e-3), with_masters({"p": p}, partial(SGD, lr=1e-3))
     for _ in range(10):
         learn(alone, plain.sum())
         learn(optimizer, p.sum())
@@ -56,7 +56,7 @@ def test_masters_learn_what_a_float32_model_learns_bit_for_bit():
     full, p = nn.Parameter(start.float()), nn.Parameter(start.clone())
     beside, twin = parameter(0.5, dtype=torch.float32), parameter(0.5, dtype=torch.float32)
     make = partial(AdamW, lr=1e-3, weight_decay=0.1)
-    plain, optimizer = make([full, beside]), with_masters([p, twin], make)
+    plain, optimizer = make([full, beside]), with_masters({"p": p, "twin": twin}, make)
     for gradient in gradients:
         learn(plain, (full * gradient).sum() + beside.sum())
         learn(optimizer, (p * gradient).sum() + twin.sum())
@@ -67,14 +67,14 @@ def test_masters_learn_what_a_float32_model_learns_bit_for_bit():
 
 def test_parameters_in_float32_need_nothing():
     p = parameter(1.0, dtype=torch.float32)
-    optimizer = with_masters([p], partial(SGD, lr=1.0))
+    optimizer = with_masters({"p": p}, partial(SGD, lr=1.0))
     assert masters(optimizer)[0] is p and "masters" not in optimizer.state_dict()
 
 
 def test_gradients_add_up_in_float32():
     """1 and four times 2^-9: in bfloat16 each of the four is less than half of the 2^-7 that follows 1."""
     p = parameter(1.0)
-    optimizer = with_masters([p], partial(SGD, lr=1.0))
+    optimizer = with_masters({"p": p}, partial(SGD, lr=1.0))
     for gradient in (1.0, 2**-9, 2**-9, 2**-9, 2**-9):
         (p * gradient).sum().backward()
         assert p.grad is None
@@ -86,7 +86,7 @@ def test_gradients_add_up_in_float32():
 def test_a_step_writes_into_the_storage_that_is_there():
     """As an engine needs it whose weights the parameters are: also when that storage is given to them later."""
     p = parameter(1.0, 2.0)
-    optimizer = with_masters([p], partial(SGD, lr=0.5))
+    optimizer = with_masters({"p": p}, partial(SGD, lr=0.5))
     engine = torch.zeros(4, dtype=BF16)
     engine[1:3] = p.detach()
     p.data = engine[1:3]
@@ -104,7 +104,7 @@ def test_a_saved_optimizer_goes_on_bit_for_bit():
             learn(optimizer, (p * gradient).sum())
 
     p, q = parameter(*range(1, 9)), parameter(*[0.0] * 8)
-    optimizer, resumed = with_masters([p], make), with_masters([q], make)
+    optimizer, resumed = with_masters({"p": p}, make), with_masters({"q": q}, make)
     steps(p, optimizer, gradients[:3])
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
@@ -121,7 +121,7 @@ def test_a_saved_optimizer_goes_on_bit_for_bit():
 
 def test_what_a_float32_run_saved_starts_from_the_parameters():
     full, p = parameter(1.0, dtype=torch.float32), parameter(3.0)
-    plain, optimizer = AdamW([full], lr=1.0), with_masters([p], partial(AdamW, lr=0.1))
+    plain, optimizer = AdamW([full], lr=1.0), with_masters({"p": p}, partial(AdamW, lr=0.1))
     learn(plain, full.sum())
     optimizer.load_state_dict(plain.state_dict())
     assert p.item() == masters(optimizer)[0].item() == 3.0 and optimizer.param_groups[0]["lr"] == 1.0
@@ -138,7 +138,7 @@ def test_bytes_of_a_parameter():
 
     before = held()
     p = nn.Parameter(torch.zeros(1 << 22, dtype=BF16))
-    optimizer = with_masters([p], partial(AdamW, lr=0.1))
+    optimizer = with_masters({"p": p}, partial(AdamW, lr=0.1))
     learn(optimizer, p.sum())
     assert (held() - before) / 2**22 == pytest.approx(14, abs=0.01)
     p.sum().backward()
@@ -154,7 +154,7 @@ def test_ten_updates_at_a_rate_of_a_millionth(toy):
     """The masters go where float32 parameters go, while nineteen of twenty numbers in bfloat16 have yet to move."""
     start, low = (Pretrained(str(toy), dtype="bfloat16").model() for _ in range(2))
     full = Pretrained(str(toy), dtype="bfloat16").model().float()
-    settings = {"optimizer": AdamW, "lr": 1e-6, "microbatch_size": 2, "max_grad_norm": 1.0}
+    settings = {"optimizer": AdamW, "lr": 1e-6, "max_tokens_per_microbatch": 10, "max_grad_norm": 1.0}
     modules = [make_module(policy, **settings) for policy in (full, low)]
     for module in modules:
         for number in range(10):
@@ -214,9 +214,15 @@ def test_a_run_in_bfloat16(smoke, toy, tmp_path, precision):
 
 
 @pytest.mark.slow
-def test_two_ranks_bring_the_masters_gradients_together(smoke, tmp_path):
+@pytest.mark.parametrize("policy", ["model.dtype=bfloat16", "optim.offload=true"])
+def test_two_ranks_bring_the_masters_gradients_together(smoke, tmp_path, policy):
     """Row by row both see the same numbers, so what differs is the order of additions in float32."""
-    settings = ["model.dtype=bfloat16", "optim.microbatch_size=1", "rollout.prompts=3", "rollout.num_rollouts=1"]
+    settings = [
+        policy,
+        "optim.max_tokens_per_microbatch=1",
+        "rollout.prompts=3",
+        "rollout.num_rollouts=1",
+    ]
     for devices in (1, 2):
         learned(smoke, tmp_path / str(devices), devices, settings)
     one, two = (state(tmp_path / str(devices))["optimizer_states"][0]["masters"] for devices in (1, 2))

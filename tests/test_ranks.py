@@ -28,7 +28,7 @@ CASES = {
         reduce: [f"algo.reduce={reduce}", "rollout.prompts=3", "rollout.num_rollouts=1"]
         for reduce in ("sequence", "token")
     },
-    "constant": ["algo=dr_grpo", "rollout.prompts=3", "rollout.num_rollouts=1", "optim.microbatch_size=1"],
+    "constant": ["algo=dr_grpo", "rollout.prompts=3", "rollout.num_rollouts=1", "optim.max_tokens_per_microbatch=1"],
     "sum": ["algo=rloo", "algo/kl=loss", "rollout.num_rollouts=1"],
     "everything": EVERYTHING,
 }

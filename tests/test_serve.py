@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import peft
@@ -395,7 +396,11 @@ def test_a_model_without_weights_ends_the_command_with_a_line(toy, tmp_path):
 def test_the_command_starts_answers_and_ends(toy):
     arguments = ["model=path", f"model.path={toy}", "engine=transformers", "port=0", "device=cpu"]
     command = [sys.executable, "-m", "grpo.serve", *arguments]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    listens = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # tests in the background hand on that it is ignored
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, preexec_fn=listens, **pipes)
     try:
         line = process.stdout.readline()
         assert line.startswith(f"serving {toy} with TransformersEngine at http://127.0.0.1:")

@@ -29,7 +29,7 @@ from grpo.rl import Example, Reward, SingleTurn, Trajectory
 from tasks.gsm8k import GSM8K
 from train import train
 
-TIMES = ("time/rollout", "time/update", "time/sync", "tokens/s")
+TIMES = ("time/rollout", "time/update", "time/sync", "tokens/s", "memory/rollout", "memory/update")
 
 
 class Varied(GSM8K):
@@ -318,6 +318,11 @@ def test_a_resumed_run_says_what_is_different(smoke, tmp_path, caplog):
     resumed = [f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}", "rollout.num_rollouts=3", "algo.surrogate.high=0.28"]
     train(compose_config(*smoke(*resumed)))
     assert "other values: algo.surrogate.high=0.28 (was 0.2), rollout.num_rollouts=3 (was 2)\n" in caplog.text
+
+
+def test_a_run_makes_its_folder(smoke, tmp_path):
+    train(compose_config(*smoke(f"output_dir={tmp_path}/new/run", "rollout.num_rollouts=1", "eval.every=0")))
+    assert (tmp_path / "new/run/config.yaml").exists()
 
 
 def test_a_folder_with_a_run_is_not_written_over(smoke, tmp_path):

@@ -12,7 +12,7 @@ import lightning as L
 import numpy as np
 import torch
 
-from grpo import ranks
+from grpo import memory, ranks
 from grpo.advantage import has_signal
 from grpo.algorithm import Algorithm
 from grpo.callbacks.ahead import Ahead, Played
@@ -96,6 +96,7 @@ class RolloutCallback(L.Callback):
         if batch.rollout == 0 and self.evaluator.on_start and self.evaluator.every:
             batch.evaluations.append(self.evaluate(trainer, module))
             self.record(trainer, batch.evaluations[-1].metrics)
+        memory.reset_peak(module.device)
         self.started = time.perf_counter()
         played, syncing = self.played(trainer, module, batch)
         groups, scored = played.groups, played.scores
@@ -116,6 +117,8 @@ class RolloutCallback(L.Callback):
         if self.plan.ahead:
             batch.metrics |= {"rollout/staleness": played.staleness(self.rollouts), "time/played": played.seconds}
         batch.metrics |= {"time/sync": syncing, "time/rollout": time.perf_counter() - self.started - syncing}
+        batch.metrics["memory/rollout"] = float(memory.peak(module.device))
+        memory.reset_peak(module.device)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: PromptBatch, batch_idx: int
@@ -125,6 +128,7 @@ class RolloutCallback(L.Callback):
         if self.ahead and getattr(self.engine, "in_flight", False):
             batch.metrics["time/sync"] += self.sync(module)
         elapsed = time.perf_counter() - self.started
+        batch.metrics["memory/update"] = float(memory.peak(module.device))
         batch.metrics["time/update"] = elapsed - batch.metrics["time/sync"] - batch.metrics["time/rollout"]
         batch.metrics["tokens/s"] = batch.metrics["rollout/tokens"] / elapsed
         last = self.rollouts == self.plan.num_rollouts

@@ -1,0 +1,149 @@
+"""How cost grows: CPU seconds and peak memory of a rollout and an update against tokens, size of the group and of the model.
+
+    python benchmarks/scaling.py [--shape 3m] [--json]        # some minutes on one thread
+
+Each point is a process of its own, which samples a rollout with the built-in engine and learns from it, three times; seconds are
+medians, bytes what the work added to the process at its peak. `exponent` is that of a power law through the points, by least
+squares of the logarithms: 1 is linear. The last line is of the dataset: ten times the prompts should cost no memory.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import linear_regression, median
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+AXES = {  # what grows, and the rest: prompt, answer, group, shape
+    "prompt": [{"prompt": n} for n in (64, 128, 256, 512)],
+    "answer": [{"answer": n} for n in (32, 64, 128, 256)],
+    "group": [{"group": n} for n in (2, 4, 8, 16)],
+    "model": [{"shape": n} for n in ("3m", "10m", "30m")],
+    "dataset": [{"rows": n} for n in (10_000, 100_000)],
+}
+SIZE = {"model": "parameters", "dataset": "rows"}  # of the others: tokens, each row with its prompt
+PLAIN = {"shape": "3m", "prompt": 64, "answer": 64, "group": 8}
+PROMPTS = 4
+MEASURES = ("rollout", "update", "rollout_bytes", "update_bytes")
+
+
+def peak(reset: bool = False) -> int:
+    """The most bytes that this process has had since the last reset."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def point(shape: str, prompt: int, answer: int, group: int) -> dict:
+    """Seconds of a rollout and of an update, and the bytes that each adds at its peak."""
+    import torch
+    from shapes import batch_of, llama, model_of
+    from update import passes
+
+    from grpo.engine import Sampling
+    from grpo.engines.transformers import TransformersEngine
+
+    torch.set_num_threads(1)
+    model = model_of(llama(shape))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    engine = TransformersEngine()
+    engine.load_weights(model, 0)
+    batch = batch_of([(prompt, [answer] * group)] * PROMPTS, model.config.vocab_size)
+    asked = batch.ids[:, :prompt].tolist()
+
+    def rollout() -> None:
+        engine.sample(asked, Sampling(answer), range(len(asked)))
+
+    def update() -> None:
+        passes(model, batch, "shared_prompt", 2048)
+        optimizer.step()
+
+    found = {}
+    for name, work in (("rollout", rollout), ("update", update)):
+        seconds, before = [], peak(reset=True)
+        for _ in range(4):
+            begun = time.process_time()
+            work()
+            seconds.append(time.process_time() - begun)
+        found |= {name: median(seconds[1:]), f"{name}_bytes": peak() - before}
+    return found | {
+        "tokens": PROMPTS * group * (prompt + answer),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def dataset(rows: int) -> dict:
+    """Seconds to read a file of so many prompts and to draw ten rollouts of it, and the bytes that it adds at its peak."""
+    import datasets  # noqa: F401 - what it takes itself is not the rows'
+
+    from grpo.data import PromptLoader
+    from grpo.rows import Dataset
+
+    with tempfile.TemporaryDirectory() as folder:
+        with (Path(folder) / "train.jsonl").open("w") as out:
+            out.writelines(json.dumps({"prompt": f"{i} ".ljust(100, "+")}) + "\n" for i in range(rows))
+        before, begun = peak(reset=True), time.process_time()
+        loader = PromptLoader(Dataset(folder, ["prompt"], splits={"train": "train"}).split("train"), 16, seed=0)
+        for rollout in range(10):
+            loader.batch(rollout)
+        return {"rollout": time.process_time() - begun, "rollout_bytes": peak() - before}
+
+
+def exponent(sizes: list[float], values: list[float]) -> float:
+    """b of the power law a x^b through the points, by least squares of the logarithms."""
+    x, y = ([math.log(max(value, 1e-9)) for value in column] for column in (sizes, values))
+    return linear_regression(x, y).slope
+
+
+def apart(axis: str, change: dict, shape: str) -> dict:
+    """The point in a process of its own."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": cache}
+        asked = change if axis == "dataset" else {**PLAIN, "shape": shape, **change}
+        command = [sys.executable, __file__, "--point", json.dumps(asked)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{asked} failed:\n{done.stderr[-2000:]}")
+    return {**change, **json.loads(done.stdout.splitlines()[-1])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
+    parser.add_argument("--shape", default="3m")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--point", type=json.loads, help="that one, in this process")
+    given = parser.parse_args()
+    if given.point:
+        print(json.dumps(dataset(**given.point) if "rows" in given.point else point(**given.point)))
+        return
+    results = {}
+    for axis in given.axes:
+        points = [apart(axis, change, given.shape) for change in AXES[axis]]
+        sizes = [found[SIZE.get(axis, "tokens")] for found in points]
+        measures = [name for name in MEASURES if name in points[0]]
+        exponents = {name: exponent(sizes, [found[name] for found in points]) for name in measures}
+        results[axis] = {"points": points, "exponents": exponents}
+        if not given.json:
+            for size, found in zip(sizes, points, strict=True):
+                cells = "".join(
+                    f"{name}: {found[name] / 2**20:8.1f} MB   "
+                    if "bytes" in name
+                    else f"{name}: {found[name]:8.3f} s   "
+                    for name in measures
+                )
+                print(f"{axis:8s} {size:9d}   {cells}")
+            print(f"{axis:8s}  exponent   " + "   ".join(f"{n}: {b:.2f}" for n, b in exponents.items()), flush=True)
+    if given.json:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What the benchmarks share: Llamas of several sizes with random weights, rows of random tokens, the arithmetic of a pass.
+
+A group is (tokens of the prompt, [tokens of each answer]).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from grpo.tokens import TokenBatch
+
+Group = tuple[int, list[int]]
+
+SHAPES = {  # hidden, intermediate, layers, heads, heads of keys, vocabulary
+    "tiny": (64, 128, 2, 2, 1, 128),
+    "3m": (256, 688, 4, 8, 4, 128),
+    "10m": (384, 1024, 6, 12, 4, 128),
+    "30m": (640, 1728, 6, 20, 4, 128),
+    "100m": (768, 2048, 14, 12, 4, 8192),
+    "1b": (2048, 8192, 16, 32, 8, 128256),
+    "8b": (4096, 14336, 32, 32, 8, 128256),
+}
+
+
+def llama(name: str, **more) -> LlamaConfig:
+    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[name]
+    shape = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": name != "8b",
+        "bos_token_id": None,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    return LlamaConfig(**shape | more)
+
+
+def model_of(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+
+
+def batch_of(groups: Sequence[Group], vocabulary: int) -> TokenBatch:
+    """Padded rows, every token of an answer sampled."""
+    generator = torch.Generator().manual_seed(0)
+    prompt_width, width = max(prompt for prompt, _ in groups), max(max(answers) for _, answers in groups)
+    ids, real = [], []
+    for prompt, answers in groups:
+        start = torch.randint(vocabulary, (prompt_width,), generator=generator)
+        for answer in answers:
+            ids.append(torch.cat([start, torch.randint(vocabulary, (width,), generator=generator)]))
+            place = torch.arange(prompt_width + width)
+            real.append((place >= prompt_width - prompt) & (place < prompt_width + answer))
+    ids, real = torch.stack(ids), torch.stack(real)
+    mask = real[:, prompt_width:]
+    return TokenBatch(ids * real, real.long(), mask, torch.zeros(mask.shape), torch.arange(len(ids)))
+
+
+def forward_flops(config: LlamaConfig, groups: Sequence[Group]) -> float:
+    """Of one pass in which every prompt is computed once; a backward pass is twice that. 2 for each weight and token, 4 for each
+    pair of tokens and channel of the attention. What an answer's last token would predict is not asked for."""
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    kv = config.num_key_value_heads * config.head_dim
+    weights = layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * config.intermediate_size)
+    tokens = sum(prompt + sum(answers) - len(answers) for prompt, answers in groups)
+    pairs = sum(
+        prompt * (prompt + 1) / 2 + sum((n - 1) * (prompt + n / 2) for n in answers) for prompt, answers in groups
+    )
+    said = sum(sum(answers) for _, answers in groups)
+    return 2 * weights * tokens + 4 * layers * hidden * pairs + 2 * hidden * config.vocab_size * said
+
+
+def matrix_shapes(config: LlamaConfig) -> list[tuple[int, int]]:
+    """Of the products in a layer, [inputs, outputs] each."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    kv = config.num_key_value_heads * config.head_dim
+    return 2 * [(hidden, hidden), (hidden, kv), (hidden, inner)] + [(inner, hidden)]

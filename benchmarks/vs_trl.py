@@ -1,0 +1,353 @@
+"""The same GRPO cycles through TRL 1.16 and through this project, by turns: CPU seconds, peak memory, and how far from the floor.
+
+    python benchmarks/vs_trl.py [--cases 100 100-mu2] [--cycles 5] [--json]        # needs trl; a few minutes for each case
+
+A Llama of 2.94 M parameters in float32, 8 prompts x 8 samples, 64 new tokens, reward = share of digits, AdamW, one thread. A case
+is named by its prompt's tokens, `kl` for a KL of 0.04 to a reference, `mu2` for two optimizer steps on each rollout. In `short`
+answers end at random, after some 22 tokens of the 64 that they may have; TRL's are made to end where ours did.
+
+Each case has a process for TRL and one for us. Both work as their users start them: train.py's `train`, GRPOTrainer. One
+waits while the other goes through a cycle, from the start of one rollout to the start of the next; the first cycle of each is not
+counted. Seconds are of CPU (the machine may be busy), `total` is generation + update + all else, `update` whatever passes
+through the model after generation, clipping and the optimizer's step. RSS is the largest that the process ever had.
+
+TRL does a rollout's 64 rows in one microbatch. TRL_BATCH=8, its default, or 16 in the environment cost it as many seconds and far
+less memory: at `100` 760 and 917 MB, not 1.7 GB. So the ratio of RSS is that of this choice. Its gradient checkpointing, which
+computes the forward pass again, and its bfloat16 are off.
+
+The floor is the arithmetic of a cycle in which every prompt goes through the model once (a forward pass to sample, mu forward and
+backward passes, one for the reference), at the speed of this machine's matrix products in the shapes of the model.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from statistics import median
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+SIDES = ("grpo", "trl")  # in this order: TRL is told where our answers ended
+PARTS = ("generation", "update", "other")
+PROMPTS, GROUP, LIMIT = 8, 8, 64
+BATCH = int(os.environ.get("TRL_BATCH", str(PROMPTS * GROUP)))  # rows in a microbatch of TRL's
+VOCABULARY = 128
+BETA = 0.04
+ENDS = list(range(40, 46))  # tokens that end an answer in `short`
+
+
+@dataclass(frozen=True)
+class Case:
+    prompt: int = 100  # tokens
+    mu: int = 1
+    beta: float = 0.0
+    short: bool = False
+
+
+CASES = {
+    "100": Case(),
+    "10": Case(prompt=10),
+    "100-kl": Case(beta=BETA),
+    "100-mu2": Case(mu=2),
+    "100-kl-mu2": Case(beta=BETA, mu=2),
+    "short": Case(short=True),
+}
+
+
+def digits(completions: Sequence[str], **_) -> list[float]:
+    """The reward, for both."""
+    return [sum(c in "0123456789" for c in text) / max(1, len(text)) for text in completions]
+
+
+# -- what both learn from: a folder with a model, a tokenizer and prompts
+
+
+def prepare(folder: Path, case: Case) -> None:
+    """A token is a character; the tokenizer's own end is none that the model can say."""
+    from shapes import llama
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    characters = [*map(chr, range(33, 127)), *map(chr, range(192, 226))]
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate([*characters, "<end>"])}, unk_token="!"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="!", eos_token="<end>").save_pretrained(folder)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(llama("3m", eos_token_id=ENDS if case.short else None))
+    model.get_input_embeddings().weight.data[ENDS] = 0  # which is also their logit: answers end at one rate
+    model.save_pretrained(folder)
+    draw = random.Random(0)
+    rows = [json.dumps({"prompt": "".join(draw.choices(characters[1:], k=case.prompt))}) for _ in range(64)]
+    (folder / "train.jsonl").write_text("\n".join(rows))
+
+
+# -- in the process of one side
+
+
+class Cycles:
+    """Seconds by part, cycle by cycle. Told to the parent, which says when to go on, and where TRL's answers end."""
+
+    def __init__(self) -> None:
+        self.parent = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # for what libraries print
+        self.stack = ["other"]
+        self.began = False
+        self.anew()
+
+    def anew(self) -> None:
+        self.record = {"cpu": dict.fromkeys(PARTS, 0.0), "wall": dict.fromkeys(PARTS, 0.0)}
+        self.then = (time.process_time(), time.perf_counter())
+
+    def lap(self) -> None:
+        """The time since the last lap is the innermost part's."""
+        then, self.then = self.then, (time.process_time(), time.perf_counter())
+        for name, begun, ended in zip(("cpu", "wall"), then, self.then, strict=True):
+            self.record[name][self.stack[-1]] += ended - begun
+
+    def begin(self) -> None:
+        """A rollout begins: tell of the cycle that ends here, wait, start anew."""
+        if self.began:
+            self.lap()
+            peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+            print(json.dumps({**self.record, "rss": int(peak.split()[1]) / 1024}), file=self.parent, flush=True)
+        told = sys.stdin.readline()
+        if not told:
+            os._exit(0)
+        self.began, self.lengths = True, json.loads(told)
+        self.anew()
+
+    def watch(self, owner: type, name: str, part: str, look: Callable[..., dict] | None = None) -> None:
+        """Count the calls of a method to a part. look: at what it was given and gave, for what else there is to tell."""
+        method = getattr(owner, name)
+
+        @wraps(method)
+        def watched(*args, **kwargs):
+            if part == "generation":
+                self.begin()
+            self.lap()
+            self.stack.append(part)
+            given = method(*args, **kwargs)
+            self.lap()
+            self.stack.pop()
+            self.record |= look(args, given) if look else {}
+            return given
+
+        setattr(owner, name, watched)
+
+
+def shape(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> dict:
+    return {"prompts": sum(map(len, prompts)), "lengths": [len(ids) for ids in completions]}
+
+
+def run_grpo(folder: Path, case: Case, cycles: Cycles) -> None:
+    """train.py's own `train`, with the defaults of its configuration where the case says nothing."""
+    from grpo import memory
+    from grpo.cli import composed, quiet
+    from grpo.engines.transformers import TransformersEngine
+    from grpo.module import GRPOModule
+    from train import train
+
+    memory.reset_peak = lambda device: None  # the largest of the whole run is asked for here
+
+    def live(args, _) -> dict:
+        return {"live": sum(advantage != 0 for group in args[1].advantages for advantage in group)}
+
+    cycles.watch(
+        TransformersEngine, "sample", "generation", lambda args, given: shape(args[1], [done.ids for done in given])
+    )
+    cycles.watch(GRPOModule, "training_step", "update", live)
+    quiet()
+    overrides = f"""task=jsonl task.path={folder} task.rewards=[{__file__}:digits] task.held_out.test=0 task.splits.test=null
+        model=path model.path={folder} engine=transformers trainer=cpu callbacks=none logger=none output_dir={folder} eval.every=0
+        rollout.prompts={PROMPTS} rollout.group_size={GROUP} rollout.num_rollouts=100000 max_tokens={LIMIT}
+        algo.num_epochs={case.mu} algo/kl={"loss_with_ratio" if case.beta else "none"} algo.kl.coef={case.beta}"""
+    train(composed("train", overrides.split()))
+
+
+def run_trl(folder: Path, case: Case, cycles: Cycles) -> None:
+    from accelerate import Accelerator
+    from datasets import load_dataset
+    from transformers import LogitsProcessor
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Ends(LogitsProcessor):
+        """Lets answers end where ours did."""
+
+        def __call__(self, ids, scores):
+            last = torch.tensor(cycles.lengths) == ids.shape[1] - case.prompt + 1
+            ends = torch.zeros(VOCABULARY, dtype=torch.bool)
+            ends[ENDS] = True
+            return scores.masked_fill(ends != last[:, None], -torch.inf)
+
+    def live(_, given) -> dict:
+        return {"live": int((given["advantages"] != 0).sum())}
+
+    cycles.watch(GRPOTrainer, "_generate_single_turn", "generation", lambda args, given: shape(args[1], given[0]))
+    cycles.watch(GRPOTrainer, "_generate_and_score_completions", "other", live)
+    cycles.watch(GRPOTrainer, "_get_per_token_logps_and_entropies", "update")
+    cycles.watch(GRPOTrainer, "training_step", "update")
+    cycles.watch(Accelerator, "clip_grad_norm_", "update")
+    cycles.watch(torch.optim.AdamW, "step", "update")
+    args = GRPOConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        max_steps=100000,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        adam_beta2=0.99,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=PROMPTS * GROUP // BATCH,
+        num_generations=GROUP,
+        max_completion_length=LIMIT,
+        num_iterations=case.mu,
+        beta=case.beta,
+        loss_type="grpo",
+        model_init_kwargs={"dtype": "float32"},
+    )
+    rows = load_dataset("json", data_files=str(folder / "train.jsonl"), split="train", cache_dir=str(folder / "cache"))
+    trainer = GRPOTrainer(str(folder), digits, args, rows)
+    if case.short:
+        generate = trainer.model.generate
+        trainer.model.generate = lambda **inputs: generate(**inputs, logits_processor=[Ends()])
+    trainer.train()
+
+
+# -- in the process that compares them
+
+
+class Side:
+    """A process, one cycle at a time."""
+
+    def __init__(self, name: str, case: str, folder: str) -> None:
+        command = [sys.executable, __file__, "--side", name, "--cases", case, "--folder", folder]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self.log = Path(folder) / f"{name}.log"
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, text=True, env=environment, stderr=log, **pipes)
+
+    def cycle(self, lengths: list[int]) -> dict:
+        with suppress(BrokenPipeError):  # its end is told below
+            print(json.dumps(lengths), file=self.process.stdin, flush=True)
+        if not (told := self.process.stdout.readline()):
+            sys.exit(f"{self.log.stem} ended:\n{self.log.read_text()[-2000:]}")
+        return json.loads(told)
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def floor(case: Case, lengths: Sequence[int]) -> tuple[float, float]:
+    """Operations of a cycle that computes nothing twice, and how many of them a CPU second has room for now: float32 products in
+    the shapes of a layer, on one thread."""
+    from shapes import forward_flops, llama, matrix_shapes
+
+    config = llama("3m")
+    groups = [(case.prompt, list(lengths[start : start + GROUP])) for start in range(0, len(lengths), GROUP)]
+    work = forward_flops(config, groups) * (1 + 3 * case.mu + (case.beta > 0))
+    torch.set_num_threads(1)
+    pairs = [(torch.randn(1024, a), torch.randn(a, b)) for a, b in matrix_shapes(config)]
+    seconds = []
+    for _ in range(50):
+        begun = time.process_time()
+        for a, b in pairs:
+            torch.mm(a, b)
+        seconds.append(time.process_time() - begun)
+    return work, sum(2 * a.numel() * b.shape[1] for a, b in pairs) / median(seconds)
+
+
+def compare(name: str, cycles: int) -> dict:
+    """Medians of both, and their ratios: TRL's over ours."""
+    case = CASES[name]
+    records: dict[str, list[dict]] = {side: [] for side in SIDES}
+    least: list[tuple[float, float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder), case)
+        sides = {side: Side(side, name, folder) for side in SIDES}
+        for _ in range(cycles + 1):
+            lengths: list[int] = []
+            for side, process in sides.items():
+                records[side].append(process.cycle(lengths))
+                lengths = records[side][-1]["lengths"]
+            least.append(floor(case, lengths))
+        for process in sides.values():
+            process.close()
+    for ours, theirs in zip(*records.values(), strict=True):
+        if any(ours[same] != theirs[same] for same in ("prompts", "lengths")):
+            sys.exit(f"{name}: not the same work: {ours} and {theirs}")
+    medians = {side: middle(found[1:]) for side, found in records.items()}  # the first warms up
+    work, rate = (median(column) for column in zip(*least[1:], strict=True))
+    ratios = {what: medians["trl"][what] / medians["grpo"][what] for what in ("total", "generation", "update", "rss")}
+    over = medians["grpo"]["total"] / (work / rate)
+    return {**medians, "ratios": ratios, "floor": work / rate, "over_floor": over, "gflops": rate / 1e9}
+
+
+def middle(records: list[dict]) -> dict:
+    cpu = {part: median(record["cpu"][part] for record in records) for part in PARTS}
+    total, wall = (median(sum(record[clock].values()) for record in records) for clock in ("cpu", "wall"))
+    tokens = median(sum(record["lengths"]) for record in records)
+    live = median(record["live"] for record in records)
+    return {"total": total, **cpu, "wall": wall, "rss": records[-1]["rss"], "tokens": tokens, "live": live}
+
+
+def told(name: str, found: dict) -> str:
+    lines = []
+    for side in SIDES[::-1]:
+        numbers = " ".join(f"{found[side][part]:10.3f}" for part in ("total", *PARTS, "wall"))
+        lines.append(
+            f"{name if side == 'trl' else '':12s}{side:7s}{numbers} {found[side]['rss']:8.0f} {found[side]['tokens']:7.0f} "
+            f"{found[side]['live']:5.0f}"
+        )
+    ratios = [found["ratios"].get(part) for part in ("total", *PARTS, "wall", "rss")]
+    numbers = " ".join(f"{ratio:9.2f}x" if ratio else " " * 10 for ratio in ratios[:-1])
+    floor = f"   floor {found['floor']:.3f} s at {found['gflops']:.0f} GFLOP/s, ours is {found['over_floor']:.2f} of it"
+    return "\n".join([*lines, f"{'':12s}{'ratio':7s}{numbers} {ratios[-1]:7.2f}x{floor}"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cycles", type=int, default=5, help="counted; one more goes before them")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--side", choices=SIDES, help="that one, in this process")
+    parser.add_argument("--folder", type=Path, help="of the case, with --side")
+    given = parser.parse_args()
+    if given.side:
+        run = run_trl if given.side == "trl" else run_grpo
+        run(given.folder, CASES[given.cases[0]], Cycles())
+        return
+    head = " ".join(f"{part:>10s}" for part in ("total s", *PARTS, "wall s"))
+    if not given.json:
+        print(f"{'case':12s}{'':7s}{head} {'RSS MB':>8s} {'tokens':>7s} {'live':>5s}", flush=True)
+    results = {}
+    for name in given.cases:
+        results[name] = compare(name, given.cycles)
+        if not given.json:
+            print(told(name, results[name]), flush=True)
+    if given.json:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Layer 1 - gradient checkpointing: the layers of a model are computed again in the backward pass (arXiv 1604.06174)."""
+
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from grpo.attention import planned
+from grpo.errors import UserError
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """What transformers would recompute. Raises UserError where there is nothing."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UserError(
+            f"optim.gradient_checkpointing=true: {type(model).__name__} has no layers of the kind that transformers can "
+            "recompute: set it to false, and lower optim.max_tokens_per_microbatch"
+        )
+    return layers
+
+
+@contextmanager
+def recomputing(model: nn.Module, active: bool = True):
+    """Of a forward pass in this `with` only the inputs of each layer are kept. The gradients are the same, bit by bit.
+
+    transformers' own switch acts on layers in training mode alone, where some have dropout, and takes the cache away from
+    whoever samples meanwhile or later. Here `forward` itself is wrapped, and after the `with` it is the class's own again.
+    """
+
+    def again(forward, *args, **kwargs):
+        with planned(model) if kwargs.get("plan") else nullcontext():  # the backward pass is outside of the caller's
+            return forward(*args, **kwargs)
+
+    layers = layers_of(model) if active else []
+    for layer in layers:  # no random numbers in evaluation mode
+        once = partial(again, layer.forward)
+        layer.forward = partial(checkpoint, once, use_reentrant=False, preserve_rng_state=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward

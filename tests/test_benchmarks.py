@@ -1,0 +1,57 @@
+"""The benchmarks run, with the smallest settings, and compare like with like. What they measure is not looked at."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+def results(script: str, *arguments: str):
+    command = [sys.executable, f"benchmarks/{script}", *arguments, "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_trl_and_we_do_the_same_work():
+    pytest.importorskip("trl")
+    found = results("vs_trl.py", "--cases", "10", "short", "--cycles", "1")
+    for case in found.values():
+        assert case["trl"]["tokens"] == case["grpo"]["tokens"] and case["grpo"]["live"] > 48
+        assert case["ratios"].keys() == {"total", "generation", "update", "rss"}
+        for what, ratio in case["ratios"].items():
+            assert ratio == pytest.approx(case["trl"][what] / case["grpo"][what])
+        assert case["over_floor"] > 1
+    assert found["10"]["grpo"]["tokens"] == 64 * 64
+    assert 10 * 64 < found["short"]["grpo"]["tokens"] < 40 * 64
+
+
+def test_layouts_are_compared():
+    (case,) = results(
+        "update.py", "--shape", "tiny", "--prompts", "10", "--answers", "16", "--groups", "4", "--repeats", "1"
+    )[:1]
+    assert case["seconds"].keys() == case["ratios"].keys() == {"padded", "packed", "shared_prompt"}
+    assert case["ratios"]["padded"] == 1 and case["gap"] < 1e-5
+
+
+def test_samplers_are_compared():
+    even, short = results("rollout.py", "--shapes", "tiny", "--prompt", "8", "--answer", "8", "--repeats", "1")
+    assert not even["short"] and short["short"]
+    assert {"built-in", "generate"} <= even["tokens/s"].keys() == short["tokens/s"].keys()
+
+
+def test_cost_is_measured_against_what_grows():
+    found = results("scaling.py", "--shape", "tiny", "--axes", "answer", "dataset")
+    assert [point["tokens"] for point in found["answer"]["points"]] == [4 * 8 * (64 + n) for n in (32, 64, 128, 256)]
+    assert found["answer"]["exponents"].keys() == {"rollout", "update", "rollout_bytes", "update_bytes"}
+    assert found["dataset"]["exponents"].keys() == {"rollout", "rollout_bytes"}
+
+
+def test_the_script_for_a_gpu_has_no_slips():
+    found = results("gpu.py", "--shapes", "tiny")
+    assert [result["name"] for result in found][:3] == ["padded", "packed", "shared_prompt"]
+    assert all(result["tokens/s"] > 0 for result in found)
