@@ -30,7 +30,7 @@ class Plan(Protocol):
         ...
 
 
-def by_plan(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs):
+def by_plan(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs):
     """An attention function of transformers. Raises ValueError where the model asks for more than a plan does."""
     unknown = [name for name in UNPLANNED if kwargs.get(name) is not None]
     if unknown or kwargs.get("plan") is None:

@@ -37,8 +37,8 @@ class Apart(TransformersEngine):
 
     apart = True
 
-    def __init__(self, max_rows: int = 256) -> None:
-        super().__init__(max_rows)
+    def __init__(self, max_cache_tokens: int = 65536) -> None:
+        super().__init__(max_cache_tokens)
         Apart.loads, Apart.sampled = [], []
 
     def load_weights(self, model, version):
@@ -205,8 +205,8 @@ class InFlight(Apart):
 
     in_flight = True
 
-    def __init__(self, max_rows: int) -> None:
-        super().__init__(max_rows)
+    def __init__(self, max_cache_tokens: int) -> None:
+        super().__init__(max_cache_tokens)
         self.newer = threading.Condition()
 
     def load_weights(self, model, version):

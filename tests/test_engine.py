@@ -7,7 +7,8 @@ from torch import tensor
 from grpo.collate import collate
 from grpo.engine import Sampling
 from grpo.engines.auto import auto_engine
-from grpo.engines.transformers import TransformersEngine, draw, filter_logits, penalize
+from grpo.engines.drawing import draw, filter_logits, penalize
+from grpo.engines.transformers import TransformersEngine
 from grpo.errors import UserError
 from grpo.logprobs import completion_logprobs
 from grpo.messages import Message
@@ -62,7 +63,7 @@ def test_seeds_decide_whatever_else_is_in_the_batch(engine):
     alone = [
         engine.sample([prompt], sampling, seeds=[seed])[0] for prompt, seed in zip(PROMPTS, [5, 6, 7, 8], strict=True)
     ]
-    engine.max_rows = 3
+    engine.max_cache_tokens = 40
     in_pieces = engine.sample(PROMPTS, sampling, seeds=[5, 6, 7, 8])
     assert [c.ids for c in together] == [c.ids for c in alone] == [c.ids for c in in_pieces]
     assert engine.sample(PROMPTS, sampling, seeds=[5, 6, 9, 8])[2].ids != together[2].ids
@@ -78,7 +79,7 @@ def test_greedy_takes_the_likeliest_token(engine, toy_model):
 
 def test_samples_follow_the_distribution(engine, toy_model):
     """Chi-square over the eight likeliest tokens and the rest, 4,000 draws: 8 degrees of freedom, 26.1 is the 99.9 % point."""
-    engine.max_rows = 4000
+    pass
     drawn = engine.sample([PROMPTS[0]] * 4000, Sampling(1, temperature=0.3), seeds=range(4000))
     probs = (toy_model(tensor([PROMPTS[0]])).logits[0, -1] / 0.3).softmax(-1)
     top = probs.topk(8).indices.tolist()

@@ -197,7 +197,7 @@ def test_what_raises_is_named_with_its_sample():
 
 def test_rewards_come_while_others_are_still_generating(toy, toy_model):
     """Prompt 0 gets one token to say, prompt 1 four: the first is scored before the second one has been sampled."""
-    engine = TransformersEngine(max_rows=2)
+    engine = TransformersEngine(max_cache_tokens=1000)
     engine.load_weights(toy_model, 0)
     renderer = TokenizerRenderer(Pretrained(str(toy)).tokenizer())
     order, first = [], threading.Event()
@@ -224,7 +224,7 @@ def test_rewards_come_while_others_are_still_generating(toy, toy_model):
 
 
 def test_an_engine_tells_of_each_completion_once(toy, toy_model):
-    engine, heard = TransformersEngine(max_rows=3), {}
+    engine, heard = TransformersEngine(max_cache_tokens=40), {}
     engine.load_weights(toy_model, 0)
     prompts, seeds = [(5, 6), (5, 6), (7,), (8, 9), (7,)], [1, 2, 3, 4, 5]
     found = engine.sample(prompts, Sampling(12), seeds, lambda i, completion: heard.update({i: completion}))
