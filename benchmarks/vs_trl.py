@@ -12,8 +12,8 @@ counted. Seconds are of CPU (the machine may be busy), `total` is generation + u
 through the model after generation, clipping and the optimizer's step. RSS is the largest that the process ever had.
 
 TRL does a rollout's 64 rows in one microbatch, we 1024 tokens. TRL_BATCH=8, its default, or 16 in the environment cost it as many
-seconds and far less memory: at `100` 760 and 917 MB, not 1.7 GB. So the ratio of RSS is that of this choice. Its gradient checkpointing, which
-computes the forward pass again, and its bfloat16 are off.
+seconds and far less memory: at `100` 760 and 917 MB, not 1.7 GB. So the ratio of RSS is that of this choice. Its gradient
+checkpointing, which computes the forward pass again, and its bfloat16 are off.
 
 The floor is the arithmetic of a cycle in which every prompt goes through the model once (a forward pass to sample, mu forward and
 backward passes, one for the reference), at the speed of this machine's matrix products in the shapes of the model.
