@@ -84,8 +84,10 @@ class Pool:
     def step(self, tokens: Tensor) -> Tensor:
         """tokens: [B], the next one of each row. Returns the logits after it, [B, V]."""
         self.masks: dict[int | None, Tensor] = {}  # by window
-        self.spots: dict[int, Tensor] = {}  # by K
+        self.written: dict[int, Tensor] = {}  # by K
         self.longest += 1
+        if self.longest > self.room:
+            self.views = {}
         logits = self.forward(self, tokens[None], (self.lengths + self.counts)[None])
         self.counts += 1
         self.steps += 1
@@ -116,6 +118,8 @@ class Pool:
         )  # [B] of prompts, of rows
         self.longest = max(counts, default=0)
         self.grids: dict[int, tuple[Tensor, Tensor]] = {}  # by K
+        self.views: dict[int, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}  # by layer
+        self.room = 0
         self.positions: Tensor | None = None
 
     def attend(
@@ -125,39 +129,40 @@ class Pool:
 
         The rows of a prompt read its keys together, G r queries at a time, and each its own; one softmax is over both.
         """
-        heads, rows, width = key.shape[1], query.shape[2], query.shape[3]
-        keys, values = self.keep(layer, key, value)
-        prompt_keys, prompt_values = (
-            x[: len(self.prompts)].flatten(0, 1) for x in self.of_prompts[layer]
-        )  # [U x K, P, D]
+        if layer not in self.views:
+            self.views[layer] = self.view(layer, key, value)
+        store, (keys, values), (prompt_keys, prompt_values) = self.views[layer]
+        (there, back), spots = self.grid(key.shape[1]), self.spots(key.shape[1], keys.shape[1])
+        for places, new in zip(store, (key, value), strict=True):
+            places.index_copy_(0, spots, new[0].transpose(0, 1).reshape(len(spots), -1))
         mask = self.mask(window, prompt_keys.shape[1], keys.shape[1])
-        there, back = self.grid(heads)
 
-        query = query[0].transpose(0, 1).reshape(rows * heads, -1, width)  # [B x K, r, D]
-        together = query.index_select(0, there).view(len(prompt_keys), -1, width)  # [U x K, G x r, D]
+        query = query[0].transpose(0, 1).reshape(len(keys), -1, query.shape[3])  # [B x K, r, D]
+        together = query.index_select(0, there).view(len(prompt_keys), -1, query.shape[2])  # [U x K, G x r, D]
         scores = product(together, prompt_keys.mT).view(len(there), query.shape[1], -1).index_select(0, back)
         scores = torch.cat([scores, product(query, keys.mT)], dim=-1)  # [B x K, r, P + C]
-        scores = torch.add(mask, scores.view(rows, -1, mask.shape[-1]), alpha=width**-0.5 if scale is None else scale)
-        weights = scores.softmax(-1).view(*query.shape[:2], -1)
+        scores = torch.add(mask, scores.view(len(mask), -1, mask.shape[2]), alpha=scale or query.shape[2] ** -0.5)
+        weights = scores.softmax(-1).view(len(keys), -1, mask.shape[2])
         of_prompt, of_own = weights.split([prompt_keys.shape[1], keys.shape[1]], dim=-1)
-        read = product(
-            of_prompt.index_select(0, there).view(*together.shape[:2], -1), prompt_values
-        )  # [U x K, G x r, D]
-        read = read.view(len(there), query.shape[1], -1).index_select(0, back)
-        return product(of_own, values).add_(read).view(1, rows, -1, values.shape[-1]).to(value.dtype)
+        read = product(of_prompt.index_select(0, there).view(len(prompt_keys), together.shape[1], -1), prompt_values)
+        read = read.view(len(there), query.shape[1], -1).index_select(0, back)  # [B x K, r, D]
+        return product(of_own, values).add_(read).view(1, len(mask), -1, values.shape[2]).to(value.dtype)
 
-    def keep(self, layer: int, *new: Tensor) -> list[Tensor]:
-        """new: the keys and the values of a step, [1, K, B, D]. Returns all of the rows', [B x K, C, D]."""
-        heads, rows = new[0].shape[1:3]
+    def view(self, layer: int, *new: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Of keys and values: where rows are written, [places, D]; those of the rows, [B x K, C, D]; of prompts, [U x K, P, D]."""
         spare = min(max(GROWTH, self.longest // 8), self.max_tokens - self.longest)
-        kept = self.of_rows.get(layer) or [x.new_empty(0, heads, 0, x.shape[-1]) for x in new]
-        self.of_rows[layer] = kept = [fitted(x, rows, self.longest, spare) for x in kept]
-        if heads not in self.spots:
-            first = torch.arange(rows * heads, device=self.device) * kept[0].shape[2]
-            self.spots[heads] = first + self.counts.repeat_interleave(heads)
-        for x, y in zip(kept, new, strict=True):
-            x.view(-1, x.shape[-1])[self.spots[heads]] = y[0].transpose(0, 1).reshape(rows * heads, -1)
-        return [x[:rows].flatten(0, 1) for x in kept]
+        kept = self.of_rows.get(layer) or [x.new_empty(0, x.shape[1], 0, x.shape[3]) for x in new]
+        self.of_rows[layer] = kept = [fitted(x, len(self.rows), self.longest, spare) for x in kept]
+        rows, prompts = ([x[: len(own)].flatten(0, 1) for x in xs] for xs, own in ((kept, self.rows), (self.of_prompts[layer], self.prompts)))
+        self.room = kept[0].shape[2]
+        return [x.view(-1, x.shape[3]) for x in kept], rows, prompts
+
+    def spots(self, heads: int, places: int) -> Tensor:
+        """Where the new keys of each row are written, [B x K]."""
+        if heads not in self.written:
+            first = torch.arange(len(self.rows) * heads, device=self.device) * places
+            self.written[heads] = first + self.counts.repeat_interleave(heads)
+        return self.written[heads]
 
     def mask(self, window: int | None, places: int, own_places: int) -> Tensor:
         """0 where a row sees a key, of its prompt or its own, else -inf: [B, 1, P + C]."""
@@ -225,9 +230,9 @@ def closed_up(count: int, gone: set[int]) -> list[int]:
 
 
 def move(buffers: dict[int, list[Tensor]], order: list[int]) -> None:
-    to = [i for i, j in enumerate(order) if i != j]
-    if to:
-        for x in (x for pair in buffers.values() for x in pair):
+    for x in (x for pair in buffers.values() for x in pair):
+        to = [i for i, j in enumerate(order) if i != j < len(x)]  # a row that has made no step has nothing there
+        if to:
             x[to] = x[[order[i] for i in to]]
 
 
