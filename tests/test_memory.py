@@ -1,6 +1,7 @@
 """Memory: what the phases of a run held at most, and the forecast of it against real tensors, real optimizers and a real run."""
 
 import csv
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -124,7 +125,7 @@ def really(run: Run, prompt_tokens: int) -> tuple[int, int]:
 def test_a_microbatch_takes_what_was_foreseen(folder, size, adapter, layout):
     """Of tensors to the byte. What autograd keeps is most of it; where layers are computed again, the rest is one layer's."""
     settings, prompt = SIZES[size]
-    settings = [*settings, f"adapter={adapter}", f"optim.layout={layout}"]
+    settings = [*settings, f"adapter={adapter}", f"optim.layout={layout}", "optim.max_tokens_per_microbatch=100000"]
     saved = {}
     for again in (False, True):
         run = Run(folder, *settings, f"optim.gradient_checkpointing={again}")
@@ -195,7 +196,10 @@ def test_the_cache_is_transformers(family):
     with torch.no_grad():
         model(torch.zeros(4, 12, dtype=torch.int64), past_key_values=cache, use_cache=True)
     expected = held(x for layer in cache.layers for x in (layer.keys, layer.values))
-    assert of_the_cache(config, torch.float32, plan, prompt_tokens=7) == expected
+    foreseen = partial(of_the_cache, config, torch.float32, plan, 7)
+    assert foreseen(object()) == expected  # 4 x (7 + 5) tokens
+    assert foreseen(SimpleNamespace(max_cache_tokens=1000)) == expected * (2 * 7 + 4 * 5) / 48
+    assert foreseen(SimpleNamespace(max_cache_tokens=12)) == expected / 4
 
 
 def test_what_cannot_be_foreseen(tmp_path, toy):
