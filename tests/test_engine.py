@@ -115,7 +115,13 @@ LIMITS = [0, 10.8, 13.8, 16.3, 18.5, 20.5, 22.5, 24.3, 26.1, 27.9, 29.6, 31.3]
 def test_samples_follow_the_distribution(parameters):
     """4,000 draws after one of two prompts, from a vocabulary of twelve; and they would not fit without the parameters."""
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 12}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 12,
+    }
     model = LlamaForCausalLM(LlamaConfig(**shape, initializer_range=0.25)).eval()
     model.generation_config.eos_token_id = None
     engine = TransformersEngine()

@@ -1,4 +1,4 @@
-"""How the built-in engine samples: what attention needs is kept once and within bounds, and no other model is taken for its own."""
+"""How the built-in engine samples: what attention needs is kept once and within bounds, and every model in a way that is right."""
 
 import inspect
 
@@ -95,7 +95,7 @@ def test_a_model_of_another_kind_is_sampled_from_by_its_own_cache(family, caplog
 
 def test_a_model_that_no_way_is_right_for_is_refused():
     config = transformers.RwkvConfig(hidden_size=64, attention_hidden_size=64, num_hidden_layers=2, vocab_size=97)
-    with pytest.raises(UserError, match="cannot sample from RwkvForCausalLM .* set engine=vllm"):
+    with pytest.raises(UserError, match=r"cannot sample from RwkvForCausalLM .* set engine=vllm"):
         engine_of(transformers.AutoModelForCausalLM.from_config(config).eval())
 
 
@@ -117,11 +117,14 @@ MISTAKES = [
     ("self.positions <= now", "self.positions <= now + 1"),  # a row sees what it has not read
     ("self.positions <= now", "self.positions < now"),  # nor itself
     ("now - self.positions < window", "now - self.positions <= window"),
-    ("masked_fill(p >= self.lengths[:, None], NEVER)", "masked_fill(p >= self.lengths.max(), NEVER)"),  # padding of a prompt
+    (
+        "masked_fill(p >= self.lengths[:, None], NEVER)",
+        "masked_fill(p >= self.lengths.max(), NEVER)",
+    ),  # padding of a prompt
     ("move(self.of_rows, order)", "pass"),
     ("move(self.of_prompts, left)", "pass"),
     ("self.steps - came for", "self.steps for"),  # a row that came later
-    ("width**-0.5 if scale is None else scale", "1.0"),
+    ("scale or query.shape[2] ** -0.5", "1.0"),
     ("number.append(len(groups[u]))", "number.append(0)"),  # the first row of a prompt for each of them
     ("heads + k[:, None]", "heads + k.flip(0)[:, None]"),  # keys of another head
     ("new[:n, :, :places] = x[:n, :, :places]", "new[:n, :, 1:places] = x[:n, :, 1:places]"),  # a token that is lost
@@ -194,14 +197,21 @@ def test_a_wave_of_padded_rows_stays_within_the_bound(monkeypatch):
     assert max(rows) == 3  # of 7 + 24 tokens
 
 
-def test_who_is_told_of_a_completion_can_train(tmp_path):
+def test_who_is_told_of_a_completion_can_train():
     """Nothing of inference mode is left behind: in the callback, nor in a model that changes its own buffers as it goes."""
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0, "rope_theta": 1e4}
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "factor": 4.0,
+        "rope_theta": 1e4,
+    }
     config = transformers.LlamaConfig(**SMALL, rope_parameters=rope | {"original_max_position_embeddings": 10})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
 
     def learn(i, completion):
-        model(torch.tensor([[*GROUPS[i], *completion.ids]]), labels=torch.arange(len(GROUPS[i]) + len(completion.ids))[None]).loss.backward()
+        ids = torch.tensor([[*GROUPS[i], *completion.ids]])
+        model(ids, labels=ids).loss.backward()
 
     engine_of(model).sample(GROUPS, Sampling(24), range(10), learn)
     learn(0, engine_of(model).sample(GROUPS[:1], Sampling(24), [0])[0])
@@ -216,5 +226,5 @@ def test_sixteen_bits_agree_as_well_as_they_can():
 
 
 def test_a_bound_of_nothing_is_refused():
-    with pytest.raises(UserError, match="engine.max_cache_tokens=0 must be at least 1"):
+    with pytest.raises(UserError, match=r"engine\.max_cache_tokens=0 must be at least 1"):
         TransformersEngine(0)
