@@ -1,8 +1,11 @@
 """The built-in engine: its samples follow the model, its log-probabilities are the trainer's, its seeds hold."""
 
+import math
+
 import pytest
 import torch
 from torch import tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpo.collate import collate
 from grpo.engine import Sampling
@@ -77,17 +80,67 @@ def test_greedy_takes_the_likeliest_token(engine, toy_model):
         ids.append(token)
 
 
-def test_samples_follow_the_distribution(engine, toy_model):
-    """Chi-square over the eight likeliest tokens and the rest, 4,000 draws: 8 degrees of freedom, 26.1 is the 99.9 % point."""
-    pass
-    drawn = engine.sample([PROMPTS[0]] * 4000, Sampling(1, temperature=0.3), seeds=range(4000))
-    probs = (toy_model(tensor([PROMPTS[0]])).logits[0, -1] / 0.3).softmax(-1)
-    top = probs.topk(8).indices.tolist()
-    counts = [sum(completion.ids[0] == token for completion in drawn) for token in top]
-    expected = [4000 * probs[token].item() for token in top]
-    counts.append(4000 - sum(counts))
-    expected.append(4000 - sum(expected))
-    assert sum((c - e) ** 2 / e for c, e in zip(counts, expected, strict=True)) < 26.1
+def chances(logits: list[float], sampling: Sampling, prompt: set[int]) -> list[float]:
+    """Of each token, worked out one at a time."""
+    penalty = sampling.repetition_penalty
+    for i in prompt if penalty != 1 else ():
+        logits[i] = logits[i] / penalty if logits[i] > 0 else logits[i] * penalty
+    weights = [math.exp(x) for x in logits]
+    order = sorted(range(len(weights)), key=lambda i: -weights[i])
+    kept = order[: sampling.top_k or None]
+    mass = sum(weights[i] for i in kept)
+    while sum(weights[i] for i in kept[:-1]) >= sampling.top_p * mass:
+        kept.pop()
+    kept = [i for i in kept if weights[i] >= sampling.min_p * weights[order[0]]]
+    return [weights[i] / sum(weights[j] for j in kept) if i in kept else 0 for i in range(len(weights))]
+
+
+# The 99.9 % points of chi-square, by degrees of freedom.
+LIMITS = [0, 10.8, 13.8, 16.3, 18.5, 20.5, 22.5, 24.3, 26.1, 27.9, 29.6, 31.3]
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"temperature": 0.6},
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"min_p": 0.25},
+        {"repetition_penalty": 2.5},
+        {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5},
+    ],
+    ids=str,
+)
+def test_samples_follow_the_distribution(parameters):
+    """4,000 draws after one of two prompts, from a vocabulary of twelve; and they would not fit without the parameters."""
+    torch.manual_seed(0)
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 12,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**shape, initializer_range=0.25)).eval()
+    model.generation_config.eos_token_id = None
+    engine = TransformersEngine()
+    engine.load_weights(model, 0)
+    sampling, prompt = Sampling(1, **parameters), (3, 4, 5, 3)
+    drawn = engine.sample([prompt, (7, 8)] * 4000, sampling, seeds=range(8000))[::2]
+    counts = [sum(completion.ids[0] == token for completion in drawn) for token in range(12)]
+
+    def misfit(sampling: Sampling) -> tuple[float, int]:
+        with torch.no_grad():
+            logits = (model(tensor([prompt])).logits[0, -1] / sampling.temperature).tolist()
+        expected = [4000 * chance for chance in chances(logits, sampling, {*prompt})]
+        pairs = [(c, e) for c, e in zip(counts, expected, strict=True) if e]
+        assert sum(c for c, _ in pairs) == 4000 or sampling == Sampling(1)
+        return sum((c - e) ** 2 / e for c, e in pairs), len(pairs) - 1
+
+    found, freedom = misfit(sampling)
+    assert freedom > 1 and found < LIMITS[freedom]
+    assert not parameters or misfit(Sampling(1))[0] > 2 * LIMITS[11]
 
 
 LOGITS = tensor([[0.5, 0.3, 0.15, 0.05]]).log()

@@ -18,9 +18,12 @@ AT_ONCE = 8192  # tokens of prompts that are read in one forward
 GROWTH = 16  # tokens, or an eighth of what they have: by so much rows grow
 NEVER = 2**62  # the position of what is no token
 
+# Of a layer, keys and values each: all places of rows, [n, D]; those of the rows now, [B x K, C, D]; of prompts, [U x K, P, D].
+Views = tuple[list[Tensor], list[Tensor], list[Tensor]]
+
 
 class Pool:
-    """The samples under way. Row b is always b-th in the tensors, so that a step copies nothing: into a gap moves the last row."""
+    """The samples under way. Row b is always b-th in the tensors, so a step copies nothing: into a gap moves the last row."""
 
     def __init__(self, model: nn.Module, prompts: Sequence[tuple[int, ...]], max_tokens: int, bound: int) -> None:
         """prompts: of each sample. bound: tokens that there may be room for, unless a single sample needs more."""
@@ -84,8 +87,10 @@ class Pool:
     def step(self, tokens: Tensor) -> Tensor:
         """tokens: [B], the next one of each row. Returns the logits after it, [B, V]."""
         self.masks: dict[int | None, Tensor] = {}  # by window
-        self.spots: dict[int, Tensor] = {}  # by K
+        self.ends: dict[int, Tensor] = {}  # by K
         self.longest += 1
+        if self.longest > self.room:
+            self.views.clear()
         logits = self.forward(self, tokens[None], (self.lengths + self.counts)[None])
         self.counts += 1
         self.steps += 1
@@ -111,12 +116,12 @@ class Pool:
     def arrange(self) -> None:
         """What holds until rows come or go."""
         lengths, counts = [len(self.texts[u]) for u, _ in self.rows], [self.steps - came for _, came in self.rows]
-        self.lengths, self.counts = (
-            torch.tensor(x, device=self.device) for x in (lengths, counts)
-        )  # [B] of prompts, of rows
-        self.longest = max(counts, default=0)
+        self.lengths = torch.tensor(lengths, device=self.device)  # [B], tokens of the prompts
+        self.counts = torch.tensor(counts, device=self.device)  # [B], and of the rows, that are kept
+        self.longest, self.room = max(counts, default=0), 0
+        self.views: dict[int, Views] = {}  # by layer
         self.grids: dict[int, tuple[Tensor, Tensor]] = {}  # by K
-        self.positions: Tensor | None = None
+        self.positions: Tensor | None = None  # of the keys
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
@@ -125,39 +130,43 @@ class Pool:
 
         The rows of a prompt read its keys together, G r queries at a time, and each its own; one softmax is over both.
         """
-        heads, rows, width = key.shape[1], query.shape[2], query.shape[3]
-        keys, values = self.keep(layer, key, value)
-        prompt_keys, prompt_values = (
-            x[: len(self.prompts)].flatten(0, 1) for x in self.of_prompts[layer]
-        )  # [U x K, P, D]
+        if layer not in self.views:
+            self.views[layer] = self.view(layer, key, value)
+        places, (keys, values), (prompt_keys, prompt_values) = self.views[layer]
+        ends = self.end(key.shape[1], keys.shape[1])
+        for kept, new in zip(places, (key, value), strict=True):
+            kept.index_copy_(0, ends, new[0].transpose(0, 1).reshape(len(ends), -1))
         mask = self.mask(window, prompt_keys.shape[1], keys.shape[1])
-        there, back = self.grid(heads)
+        there, back = self.grid(key.shape[1])
 
-        query = query[0].transpose(0, 1).reshape(rows * heads, -1, width)  # [B x K, r, D]
-        together = query.index_select(0, there).view(len(prompt_keys), -1, width)  # [U x K, G x r, D]
+        query = query[0].transpose(0, 1).reshape(len(keys), -1, query.shape[3])  # [B x K, r, D]
+        together = query.index_select(0, there).view(len(prompt_keys), -1, query.shape[2])  # [U x K, G x r, D]
         scores = product(together, prompt_keys.mT).view(len(there), query.shape[1], -1).index_select(0, back)
         scores = torch.cat([scores, product(query, keys.mT)], dim=-1)  # [B x K, r, P + C]
-        scores = torch.add(mask, scores.view(rows, -1, mask.shape[-1]), alpha=width**-0.5 if scale is None else scale)
-        weights = scores.softmax(-1).view(*query.shape[:2], -1)
+        scores = torch.add(mask, scores.view(len(mask), -1, mask.shape[2]), alpha=scale or query.shape[2] ** -0.5)
+        weights = scores.softmax(-1).view(len(keys), -1, mask.shape[2])
         of_prompt, of_own = weights.split([prompt_keys.shape[1], keys.shape[1]], dim=-1)
-        read = product(
-            of_prompt.index_select(0, there).view(*together.shape[:2], -1), prompt_values
-        )  # [U x K, G x r, D]
-        read = read.view(len(there), query.shape[1], -1).index_select(0, back)
-        return product(of_own, values).add_(read).view(1, rows, -1, values.shape[-1]).to(value.dtype)
+        read = product(of_prompt.index_select(0, there).view(len(prompt_keys), together.shape[1], -1), prompt_values)
+        read = read.view(len(there), query.shape[1], -1).index_select(0, back)  # [B x K, r, D]
+        return product(of_own, values).add_(read).view(1, len(mask), -1, values.shape[2]).to(value.dtype)
 
-    def keep(self, layer: int, *new: Tensor) -> list[Tensor]:
-        """new: the keys and the values of a step, [1, K, B, D]. Returns all of the rows', [B x K, C, D]."""
-        heads, rows = new[0].shape[1:3]
+    def view(self, layer: int, *new: Tensor) -> Views:
         spare = min(max(GROWTH, self.longest // 8), self.max_tokens - self.longest)
-        kept = self.of_rows.get(layer) or [x.new_empty(0, heads, 0, x.shape[-1]) for x in new]
-        self.of_rows[layer] = kept = [fitted(x, rows, self.longest, spare) for x in kept]
-        if heads not in self.spots:
-            first = torch.arange(rows * heads, device=self.device) * kept[0].shape[2]
-            self.spots[heads] = first + self.counts.repeat_interleave(heads)
-        for x, y in zip(kept, new, strict=True):
-            x.view(-1, x.shape[-1])[self.spots[heads]] = y[0].transpose(0, 1).reshape(rows * heads, -1)
-        return [x[:rows].flatten(0, 1) for x in kept]
+        rows = self.of_rows.get(layer) or [x.new_empty(0, x.shape[1], 0, x.shape[3]) for x in new]
+        self.of_rows[layer] = rows = [fitted(x, len(self.rows), self.longest, spare) for x in rows]
+        self.room = rows[0].shape[2]
+        return (
+            [x.view(-1, x.shape[3]) for x in rows],
+            [x[: len(self.rows)].flatten(0, 1) for x in rows],
+            [x[: len(self.prompts)].flatten(0, 1) for x in self.of_prompts[layer]],
+        )
+
+    def end(self, heads: int, places: int) -> Tensor:
+        """Where the new token of each row is written, [B x K]."""
+        if heads not in self.ends:
+            first = torch.arange(len(self.rows) * heads, device=self.device) * places
+            self.ends[heads] = first + self.counts.repeat_interleave(heads)
+        return self.ends[heads]
 
     def mask(self, window: int | None, places: int, own_places: int) -> Tensor:
         """0 where a row sees a key, of its prompt or its own, else -inf: [B, 1, P + C]."""
@@ -225,15 +234,15 @@ def closed_up(count: int, gone: set[int]) -> list[int]:
 
 
 def move(buffers: dict[int, list[Tensor]], order: list[int]) -> None:
-    to = [i for i, j in enumerate(order) if i != j]
-    if to:
-        for x in (x for pair in buffers.values() for x in pair):
+    for x in (x for pair in buffers.values() for x in pair):
+        to = [i for i, j in enumerate(order) if i != j < len(x)]  # a row that has made no step has nothing there
+        if to:
             x[to] = x[[order[i] for i in to]]
 
 
 def fitted(x: Tensor, count: int, length: int, spare: int) -> Tensor:
-    """x, [n, K, places, D], if there is room for `count` sequences of `length` and no more than twice as much; else a copy with room
-    for `spare` tokens more. Where nobody wrote it is 0, as not even a mask makes a number of NaN."""
+    """x, [n, K, places, D], if `count` sequences of `length` have room there, and not twice what they need; else a copy with
+    `spare` tokens more. Where nobody wrote it is 0: a mask would make NaN of what is no number."""
     n, heads, places, width = x.shape
     if count <= n and length <= places <= 2 * (length + spare):
         return x

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class TransformersEngine:
-    """max_cache_tokens: tokens whose keys and values may be kept at a time. Samples without room wait; one alone always has it."""
+    """max_cache_tokens: tokens whose keys and values may be kept at a time. Samples without room wait; a lone one has it."""
 
     def __init__(self, max_cache_tokens: int = 65536) -> None:
         if max_cache_tokens < 1:
