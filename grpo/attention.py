@@ -54,13 +54,6 @@ def planned(model: nn.Module):
         config._attn_implementation = before
 
 
-def has_windows(model: nn.Module) -> bool:
-    """Whether some layer of the model sees less than all that came before, by its config."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    return any(kind != "full_attention" for kind in kinds) if kinds else bool(getattr(config, "sliding_window", None))
-
-
 def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """query: [B, H, Q, D]; key, value: [B, K, S, D]; mask: bool, None: causal. Returns [B, H, Q, D]."""
     if query.device.type != "cpu" and mask is not None and key.shape[1] != query.shape[1]:

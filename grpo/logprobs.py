@@ -35,7 +35,14 @@ def completion_logprobs(
     if layout == "padded":
         logprobs, entropy = padded(model, batch, temperature, entropy_gradient)
         return logprobs.masked_fill(~batch.mask, 0.0), entropy.masked_fill(~batch.mask, 0.0)
-    return by_plan(model, batch, *pack(batch, layout == "shared_prompt", kernel), temperature, entropy_gradient)
+    plan, places = pack(batch, layout == "shared_prompt", kernel)
+    with planned(model):
+        states = model.get_decoder()(input_ids=plan.ids, position_ids=plan.positions, use_cache=False, plan=plan)
+    hidden = states.last_hidden_state[0].index_select(0, places)
+    targets = batch.ids[:, -batch.completion_width :][batch.mask]
+    values = by_chunks(model, hidden, targets, temperature, entropy_gradient)
+    nothing = torch.zeros_like(batch.rollout_logprobs)
+    return tuple(nothing.masked_scatter(batch.mask, of_tokens) for of_tokens in values)
 
 
 def of_logits(logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
@@ -94,19 +101,6 @@ def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, 
         if sampled
     ]
     return plan, torch.tensor(places, dtype=torch.int64, device=batch.ids.device)
-
-
-def by_plan(
-    model: nn.Module, batch: TokenBatch, plan: Packed, places: Tensor, temperature: float, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    """What `completion_logprobs` returns, of rows that were packed."""
-    with planned(model):
-        states = model.get_decoder()(input_ids=plan.ids, position_ids=plan.positions, use_cache=False, plan=plan)
-    hidden = states.last_hidden_state[0].index_select(0, places)
-    targets = batch.ids[:, -batch.completion_width :][batch.mask]
-    nothing = torch.zeros_like(batch.rollout_logprobs)
-    values = by_chunks(model, hidden, targets, temperature, entropy_gradient)
-    return tuple(nothing.masked_scatter(batch.mask, of_tokens) for of_tokens in values)
 
 
 def by_chunks(

@@ -8,7 +8,7 @@ LAYERS = [
     {"errors", "messages", "tokens", "ranks", "coroutines", "ports", "memory"},
     {"rl", "rows", "rowtask", "rewards", "renderer", "engine", "engines", "grading", "logprobs"}
     | {"tools", "toolcalls", "answers", "arithmetic", "workers", "sandbox", "confine", "programs"}
-    | {"advantage", "kl", "loss", "correction", "entropy", "algorithm", "attention", "layout", "masters"}
+    | {"advantage", "kl", "loss", "correction", "entropy", "algorithm", "attention", "layout", "probe", "masters"}
     | {"optimizers", "recompute"},
     {"rollout", "play", "calls", "scoring", "collate", "data", "policy", "evaluation", "tiny"},
     {"module", "callbacks", "forecast", "trainer", "runs", "serve"},
