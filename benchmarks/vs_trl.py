@@ -11,9 +11,9 @@ waits while the other goes through a cycle, from the start of one rollout to the
 counted. Seconds are of CPU (the machine may be busy), `total` is generation + update + all else, `update` whatever passes
 through the model after generation, clipping and the optimizer's step. RSS is the largest that the process ever had.
 
-TRL does a rollout's 64 rows in one microbatch. TRL_BATCH=8, its default, or 16 in the environment cost it as many seconds and far
-less memory: at `100` 760 and 917 MB, not 1.7 GB. So the ratio of RSS is that of this choice. Its gradient checkpointing, which
-computes the forward pass again, and its bfloat16 are off.
+TRL does a rollout's 64 rows in one microbatch, we 1024 tokens. TRL_BATCH=8, its default, or 16 in the environment cost it as many
+seconds and far less memory: at `100` 760 and 917 MB, not 1.7 GB. So the ratio of RSS is that of this choice. Its gradient
+checkpointing, which computes the forward pass again, and its bfloat16 are off.
 
 The floor is the arithmetic of a cycle in which every prompt goes through the model once (a forward pass to sample, mu forward and
 backward passes, one for the reference), at the speed of this machine's matrix products in the shapes of the model.
@@ -43,6 +43,7 @@ SIDES = ("grpo", "trl")  # in this order: TRL is told where our answers ended
 PARTS = ("generation", "update", "other")
 PROMPTS, GROUP, LIMIT = 8, 8, 64
 BATCH = int(os.environ.get("TRL_BATCH", str(PROMPTS * GROUP)))  # rows in a microbatch of TRL's
+TOKENS = 1024  # in one of ours
 VOCABULARY = 128
 BETA = 0.04
 ENDS = list(range(40, 46))  # tokens that end an answer in `short`
@@ -175,7 +176,8 @@ def run_grpo(folder: Path, case: Case, cycles: Cycles) -> None:
     overrides = f"""task=jsonl task.path={folder} task.rewards=[{__file__}:digits] task.held_out.test=0 task.splits.test=null
         model=path model.path={folder} engine=transformers trainer=cpu callbacks=none logger=none output_dir={folder} eval.every=0
         rollout.prompts={PROMPTS} rollout.group_size={GROUP} rollout.num_rollouts=100000 max_tokens={LIMIT}
-        algo.num_epochs={case.mu} algo/kl={"loss_with_ratio" if case.beta else "none"} algo.kl.coef={case.beta}"""
+        optim.max_tokens_per_microbatch={TOKENS} algo.num_epochs={case.mu}
+        algo/kl={"loss_with_ratio" if case.beta else "none"} algo.kl.coef={case.beta}"""
     train(composed("train", overrides.split()))
 
 

@@ -123,7 +123,7 @@ class Packed:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
         out = sdpa(take(query, prompts), take(key, prompts), take(value, prompts), of_prompts, scale)
         flat = out.transpose(1, 2).flatten(0, 1)  # [N x P, H, D]
-        if len(self.owner):
+        if rows.numel():
             out = sdpa(take(query, rows), take(key, keys), take(value, keys), of_rows, scale)
             flat = torch.cat([flat, out.transpose(1, 2).flatten(0, 1)])  # [N x P + R x C, H, D]
         return flat.index_select(0, back)[None]
@@ -172,7 +172,7 @@ class Packed:
 def spread(starts: Tensor, lengths: Tensor) -> Tensor:
     """[n, longest]: the places from each start on; the last one again on padding."""
     longest = int(lengths.max()) if len(lengths) else 0
-    return starts[:, None] + torch.arange(longest).minimum(lengths[:, None] - 1)
+    return (starts[:, None] + torch.arange(longest).minimum(lengths[:, None] - 1)).clamp(min=0)
 
 
 def take(x: Tensor, places: Tensor) -> Tensor:

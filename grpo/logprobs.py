@@ -61,35 +61,36 @@ def padded(model: nn.Module, batch: TokenBatch, temperature: float, entropy_grad
 
 
 def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, Tensor]:
-    """The rows in one, and where in it is the token before each sampled one, [n], in the order of `batch.mask`."""
-    rows = batch.sequences()
-    together: dict[object, list[int]] = {}
-    for r, (prompt, _) in enumerate(rows):
+    """The rows in one, and where in it is the token before each sampled one, [n], in the order of `batch.mask`.
+
+    What comes after the token before the last sampled one is left out, nobody looks at it.
+    """
+    prompts, rows, together = [], [], {}
+    mask = batch.mask.tolist()
+    for r, (prompt, own) in enumerate(batch.sequences()):
+        last = max((i for i, sampled in enumerate(mask[r]) if sampled), default=0)
+        prompts.append(prompt)
+        rows.append(own[:last])
         together.setdefault(prompt if share else r, []).append(r)
-    lone = [
-        members[0] for members in together.values() if len(members) == 1
-    ]  # prompt and what follows are one sequence
-    groups = [members for members in together.values() if len(members) > 1]
+    groups = list(together.values())
+    alone = [len(members) == 1 for members in groups]  # then prompt and row are one sequence
     plan = Packed(
-        [sum(rows[r], ()) for r in lone] + [rows[members[0]][0] for members in groups],
-        [()] * len(lone) + [[rows[r][1] for r in members] for members in groups],
+        [prompts[m[0]] + rows[m[0]] if lone else prompts[m[0]] for m, lone in zip(groups, alone, strict=True)],
+        [() if lone else [rows[r] for r in m] for m, lone in zip(groups, alone, strict=True)],
         batch.ids.device,
         kernel,
     )
-    before: dict[int, Sequence[int]] = {}  # by row, each of its own tokens
-    starts = iter(plan.starts)
-    for r in lone:
-        last = next(starts) + len(rows[r][0]) - 1
-        before[r] = range(last, last + len(rows[r][1]))
-    ends = [next(starts) + len(rows[members[0]][0]) - 1 for members in groups]
-    for last, members in zip(ends, groups, strict=True):
+    before: dict[int, Sequence[int]] = {}  # by row: where in T is the token before each of its own
+    of_prompts, of_rows = plan.starts[: len(groups)], iter(plan.starts[len(groups) :])
+    for members, lone, first in zip(groups, alone, of_prompts, strict=True):
         for r in members:
-            start = next(starts)
-            before[r] = [last, *range(start, start + len(rows[r][1]) - 1)]
+            last = first + len(prompts[r]) - 1
+            start = last + 1 if lone else next(of_rows)
+            before[r] = [last, *range(start, start + len(rows[r]))]
     places = [
         place
-        for r, mask in enumerate(batch.mask.tolist())
-        for place, sampled in zip(before[r], mask, strict=False)  # the mask goes on over padding
+        for r, of_row in enumerate(mask)
+        for place, sampled in zip(before[r], of_row, strict=False)  # the mask goes on
         if sampled
     ]
     return plan, torch.tensor(places, dtype=torch.int64, device=batch.ids.device)

@@ -44,7 +44,7 @@ class Optimization:
 
     optimizer: Callable[[Iterable[tuple[str, Tensor]]], Optimizer]
     schedule: Callable[..., LRScheduler]
-    max_tokens_per_microbatch: int = 2048
+    max_tokens_per_microbatch: int = 8192
     max_grad_norm: float = 1.0
     layout: Layout = "shared_prompt"
     gradient_checkpointing: bool = False

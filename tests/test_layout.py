@@ -95,6 +95,15 @@ def test_every_layout_gives_what_the_padded_one_does(family, lora):
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("sizes", [[(5, [1, 1]), (2, [1])], [(4, [3, 1, 1])]])
+def test_answers_of_one_token_need_nothing_but_their_prompt(sizes):
+    model, batch = model_of("llama_tied"), batch_of(sizes)
+    for layout in ("packed", "shared_prompt"):
+        agree(model, batch, layout)
+    silent = batch.silenced()
+    assert not measured(model, silent, "shared_prompt")[0].any()
+
+
 @pytest.mark.parametrize("family", ["llama_tied", "mistral, window 6"])
 def test_flex_attention_is_told_the_same(family):
     """Uncompiled and without a gradient, which is what it can do on a CPU."""
@@ -204,12 +213,12 @@ def test_the_model_sees_each_prompt_once_and_no_padding(toy):
     policy.get_decoder().register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
     )
-    for layout, expected in {"shared_prompt": 14, "packed": 18, "padded": 28}.items():
+    for layout, expected in {"shared_prompt": 10, "packed": 14, "padded": 28}.items():
         module = make_module(policy, layout=layout)
         assert module.layout == (layout, "sdpa")
         seen.clear()
         module.training_step(rollout(), 0)
-        # prompts of 3 and 1; rows of 2, 1, 4 and 3
+        # prompts of 3 and 1; rows of 2, 1, 4 and 3, whose last tokens predict nothing
         assert [shape.numel() for shape in seen] == [expected]
 
 

@@ -1,4 +1,4 @@
-"""How the built-in engine samples: what attention needs is kept once and within bounds, and each model in a way that is right."""
+"""How the built-in engine samples: what attention needs is kept once and in bounds, and every model in a way that is right."""
 
 import inspect
 
