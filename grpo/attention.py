@@ -1,6 +1,6 @@
 """Layer 1 - attention by plan: many sequences in one row, without padding, and who of them may look at whom.
 
-A model of transformers asks for its attention by name. While `planned` holds that name is ours, and `model(..., plan=plan)`
+A model of transformers asks for its attention by name. While `attending` holds that name is ours, and `model(..., plan=plan)`
 hands the plan down to every layer. Knows nothing of losses or sampling.
 
 Shapes: T tokens in the row, N prompts of up to P tokens, R rows of up to C tokens that follow one of them, H heads, K of keys.
@@ -43,11 +43,12 @@ AttentionInterface.register(NAME, by_plan)
 
 
 @contextmanager
-def planned(model: nn.Module):
-    """For the length of a `with`, `model` attends as the plan says that it is called with: `model(..., plan=plan)`."""
-    config = model.config
+def attending(model: nn.Module, name: str = NAME):
+    """For the length of a `with`, `model` attends by this function of transformers; by ours it does what the plan says that it
+    is called with: `model(..., plan=plan)`."""
+    config = model.config.get_text_config()
     before = config._attn_implementation
-    config._attn_implementation = NAME
+    config._attn_implementation = name
     try:
         yield
     finally:

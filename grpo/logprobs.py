@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from grpo.attention import Packed, planned
+from grpo.attention import Packed, attending
 from grpo.tokens import TokenBatch
 
 Layout = Literal["padded", "packed", "shared_prompt"]
@@ -36,7 +36,7 @@ def completion_logprobs(
         logprobs, entropy = padded(model, batch, temperature, entropy_gradient)
         return logprobs.masked_fill(~batch.mask, 0.0), entropy.masked_fill(~batch.mask, 0.0)
     plan, places = pack(batch, layout == "shared_prompt", kernel)
-    with planned(model):
+    with attending(model):
         states = model.get_decoder()(input_ids=plan.ids, position_ids=plan.positions, use_cache=False, plan=plan)
     hidden = states.last_hidden_state[0].index_select(0, places)
     targets = batch.ids[:, -batch.completion_width :][batch.mask]

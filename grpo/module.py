@@ -55,13 +55,14 @@ class Optimization:
             raise UserError(f"optim.max_tokens_per_microbatch={self.max_tokens_per_microbatch} must be at least 1")
         if self.layout not in get_args(Layout):
             raise UserError(f"optim.layout={self.layout} is not one of {', '.join(get_args(Layout))}")
-        try:  # on one number, to find a wrong name or value before a model loads
-            optimizer = self.optimizer([("weight", torch.zeros(1, 1, requires_grad=True))])
+        try:  # on two numbers, to find a wrong name or value before a model loads
+            shapes = {"weight": (1, 1), "bias": (1,)}
+            optimizer = self.optimizer([(name, torch.zeros(s, requires_grad=True)) for name, s in shapes.items()])
             schedule = self.schedule(optimizer=optimizer, num_training_steps=1)
             optimizer.step()
             schedule.step()
-        except (TypeError, ValueError) as error:
-            raise UserError(f"optim: {error}") from error
+        except Exception as error:  # whatever an optimizer of others raises
+            raise UserError(f"optim: {error} (an optimizer is made of the parameters as (name, tensor))") from error
 
 
 class Means:

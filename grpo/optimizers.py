@@ -1,6 +1,6 @@
 """Layer 1 - optimizers that are more than one constructor of torch: Muon with AdamW beside it, and AdamW in 8 bits."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ class Together(Optimizer):
         super().__init__([group for part in parts for group in part.param_groups], {})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Callable[[], object] | None = None) -> None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         for part, group in zip(self.parts, self.param_groups, strict=True):
             part.param_groups, part.state = [group], self.state  # a checkpoint may have brought others
             part.step()

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from grpo.attention import attending
+
 PROBE = "grpo_probe"
 FAR = 2**20  # a context that is long enough
 
@@ -20,12 +22,8 @@ class Probe:
     def __init__(self, model: nn.Module) -> None:
         context = getattr(model.config.get_text_config(), "max_position_embeddings", FAR)
         self.context, self.wrong, self.device = min(context, FAR), list[str](), model.device
-        before = model.config._attn_implementation
-        model.config._attn_implementation = PROBE
-        try:
+        with attending(model, PROBE):
             model(input_ids=torch.tensor([[3, 4, 5]], device=model.device), use_cache=False, plan=self)
-        finally:
-            model.config._attn_implementation = before
 
     def hear(self, layer: int, mask: Callable[..., Tensor] | None, window: int | None) -> None:
         """mask: the function of (batch, head, query, key) that the model made, None where it makes no mask."""

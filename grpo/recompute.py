@@ -1,13 +1,13 @@
 """Layer 1 - gradient checkpointing: the layers of a model are computed again in the backward pass (arXiv 1604.06174)."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo.attention import planned
+from grpo.attention import attending
 from grpo.errors import UserError
 
 
@@ -30,14 +30,19 @@ def recomputing(model: nn.Module, active: bool = True):
     whoever samples meanwhile or later. Here `forward` itself is wrapped, and after the `with` it is the class's own again.
     """
 
-    def again(forward, *args, **kwargs):
-        with planned(model) if kwargs.get("plan") else nullcontext():  # the backward pass is outside of the caller's
-            return forward(*args, **kwargs)
+    def forgotten(forward, *args, **kwargs):
+        name = model.config.get_text_config()._attn_implementation
+
+        def once(*args, **kwargs):
+            with attending(model, name):  # the backward pass is outside of the caller's `with`
+                return forward(*args, **kwargs)
+
+        # no random numbers in evaluation mode
+        return checkpoint(once, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     layers = layers_of(model) if active else []
-    for layer in layers:  # no random numbers in evaluation mode
-        once = partial(again, layer.forward)
-        layer.forward = partial(checkpoint, once, use_reentrant=False, preserve_rng_state=False)
+    for layer in layers:
+        layer.forward = partial(forgotten, layer.forward)
     try:
         yield
     finally:

@@ -12,13 +12,14 @@ from test_update import GROUPS, fresh, make_module, rollout
 from torch import tensor
 
 from grpo import logprobs
-from grpo.attention import Packed, planned
+from grpo.attention import Packed, attending
 from grpo.collate import collate
 from grpo.errors import UserError
 from grpo.layout import microbatches, trusted
 from grpo.logprobs import completion_logprobs
 from grpo.module import Optimization
 from grpo.policy import with_adapter
+from grpo.recompute import recomputing
 from grpo.tokens import TokenBatch
 
 GPT2 = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512}
@@ -177,12 +178,20 @@ def test_what_a_plan_cannot_do_is_seen_and_said(caplog):
     assert trusted(silent, "padded") == ("padded", "sdpa") and not caplog.records
 
 
-def test_outside_of_planned_a_model_is_what_it_was():
+def test_what_a_run_computes_in_is_no_reason_to_distrust():
+    """bf16-mixed, or layers that are computed again."""
     model = model_of("llama_tied")
-    with pytest.raises(RuntimeError), planned(model):
+    with torch.autocast("cpu", torch.bfloat16), recomputing(model):
+        assert trusted(model, "shared_prompt") == ("shared_prompt", "sdpa")
+    assert trusted(model.bfloat16(), "packed") == ("packed", "sdpa")
+
+
+def test_afterwards_a_model_is_what_it_was():
+    model = model_of("llama_tied")
+    with pytest.raises(RuntimeError), attending(model):
         raise RuntimeError
     assert model.config._attn_implementation == "sdpa"
-    with planned(model), pytest.raises(ValueError, match="no plan came through"):
+    with attending(model), pytest.raises(ValueError, match="no plan came through"):
         model(tensor([[1, 2]]))
 
 

@@ -4,12 +4,15 @@ Knows nothing of models or caches. Shapes: n samples, of which B are rows now; V
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from grpo.engine import Sampling
 from grpo.tokens import Completion
+
+AT_ONCE = 1 << 25  # logits that a step makes probabilities of, some five numbers beside each
 
 
 def filter_logits(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -56,9 +59,8 @@ class Draws:
         self.uniform = torch.empty(shape, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(shape, device=device)
-        self.rows = self.counts = torch.zeros(
-            0, dtype=torch.int64, device=device
-        )  # [B], the sample of each, its tokens so far
+        self.rows = torch.zeros(0, dtype=torch.int64, device=device)  # [B], the sample of each
+        self.counts = torch.zeros_like(self.rows)  # [B], its tokens so far
         self.seen: Tensor | None = None  # [B, V], the tokens that were there before
 
     def join(self, new: Sequence[int], vocabulary: int) -> None:
@@ -80,20 +82,26 @@ class Draws:
             self.seen = seen if self.seen is None else torch.cat([self.seen, seen])
 
     def step(self, logits: Tensor) -> Tensor:
-        """A token for every row, [B]. Its log-probability is the model's at this temperature. logits: [B, V]."""
-        sampling = self.sampling
-        scaled = logits.float() / (sampling.temperature or 1.0)
-        wanted = scaled if self.seen is None else penalize(scaled, self.seen, sampling.repetition_penalty)
-        if sampling.temperature == 0:
-            token = wanted.argmax(-1)
-        else:
-            token = draw(filter_logits(wanted, sampling), self.uniform[self.rows, self.counts])
+        """A token for every row, [B]. logits: [B, V]."""
+        size = max(1, AT_ONCE // logits.shape[-1])
+        uniform = self.uniform[self.rows, self.counts].split(size)
+        seen = repeat(None) if self.seen is None else self.seen.split(size)
+        drawn = [self.drawn(*piece) for piece in zip(logits.split(size), uniform, seen, strict=False)]
+        token, logprobs = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         self.tokens[self.rows, self.counts] = token
-        self.logprobs[self.rows, self.counts] = scaled.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
+        self.logprobs[self.rows, self.counts] = logprobs
         if self.seen is not None:
             self.seen.scatter_(1, token[:, None], True)
         self.counts = self.counts + 1
         return token
+
+    def drawn(self, logits: Tensor, uniform: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A token for each of some rows, and its log-probability under the model at this temperature."""
+        sampling = self.sampling
+        scaled = logits.float() / (sampling.temperature or 1.0)
+        wanted = scaled if seen is None else penalize(scaled, seen, sampling.repetition_penalty)
+        token = wanted.argmax(-1) if sampling.temperature == 0 else draw(filter_logits(wanted, sampling), uniform)
+        return token, scaled.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
 
     def completions(self, ended: Tensor, stopped: Tensor) -> Iterator[tuple[int, Completion]]:
         """ended: [e], rows; stopped: [e] bool, the others have all the tokens that they may. Yields the sample with each."""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from grpo.attention import Packed, Plan, planned, take
+from grpo.attention import Packed, Plan, attending, take
 
 AT_ONCE = 8192  # tokens of prompts that are read in one forward
 GROWTH = 16  # tokens, or an eighth of what they have: by so much rows grow
@@ -98,7 +98,7 @@ class Pool:
 
     def forward(self, plan: Plan, ids: Tensor, positions: Tensor, **kwargs) -> Tensor:
         """ids, positions: [1, T]. Returns [T, V], or the rows of it that logits_to_keep says."""
-        with planned(self.model):
+        with attending(self.model):
             return self.model(input_ids=ids, position_ids=positions, plan=plan, use_cache=False, **kwargs).logits[0]
 
     def drop(self, ended: Collection[int]) -> list[int]:

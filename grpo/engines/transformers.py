@@ -29,6 +29,7 @@ class TransformersEngine:
         self.max_cache_tokens = max_cache_tokens
         self.version: int | None = None
         self.model: nn.Module | None = None
+        self.tried: tuple[nn.Module, torch.device] | None = None
         self.reason = ""  # why the model is sampled from in the slower way
 
     @property
@@ -36,13 +37,16 @@ class TransformersEngine:
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def load_weights(self, model: nn.Module, version: int) -> None:
-        if model is not self.model:
-            self.way, reason = way_of(model)
-            if reason and reason != self.reason:
-                name = type(model).__name__
-                log.warning("engine: %s is sampled from in a slower way, by transformers' cache: %s", name, reason)
-            self.reason = reason
         self.model, self.version = model, version
+
+    def choose(self) -> None:
+        """The way to sample; tried where the model is now, which is not where it was when it was loaded."""
+        if self.tried != (self.model, self.model.device):
+            self.way, reason = way_of(self.model)
+            if reason and reason != self.reason:
+                name = type(self.model).__name__
+                log.warning("engine: %s is sampled from in a slower way, by transformers' cache: %s", name, reason)
+            self.tried, self.reason = (self.model, self.model.device), reason
 
     @torch.inference_mode()
     def sample(
@@ -60,6 +64,7 @@ class TransformersEngine:
                 f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens} exceed the model's context of "
                 f"{self.context}: lower max_tokens, or take shorter prompts"
             )
+        self.choose()
         prompts = [tuple(prompt) for prompt in prompts]
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         waiting = deque(sorted(range(len(prompts)), key=lambda i: place[prompts[i]]))  # equal prompts side by side
@@ -93,4 +98,4 @@ class TransformersEngine:
         return completions
 
     def close(self) -> None:
-        self.model = None
+        self.model = self.tried = None
