@@ -61,6 +61,7 @@ def test_dropout_stays_off():
 def test_who_samples_meanwhile_has_the_cache():
     model, engine = model_of("llama"), TransformersEngine()
     engine.load_weights(model, 0)
+    engine.choose()
     arguments = [[5, 6, 7], [8, 9]], Sampling(8), [1, 2]
     passes = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[0].shape[1]))
