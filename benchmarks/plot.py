@@ -35,13 +35,13 @@ def bars(axes: plt.Axes, cases: dict) -> None:
 
 def lines(axes: plt.Axes, scaling: dict) -> None:
     for axis, colour in (("prompt", "#4c78a8"), ("answer", "#f58518"), ("group", "#54a24b")):
-        tokens = [point["tokens"] for point in scaling[axis]["points"]]
+        sizes = [point[axis] for point in scaling[axis]["points"]]
         for measure, style in (("rollout", "--"), ("update", "-")):
             seconds = [point[measure] for point in scaling[axis]["points"]]
             label = f"{axis}, {measure}: {scaling[axis]['exponents'][measure]:.2f}"
-            axes.plot(tokens, seconds, style, color=colour, marker="o", markersize=3, label=label)
-    axes.set(xscale="log", yscale="log", xlabel="tokens, each row with its prompt", ylabel="CPU seconds")
-    axes.legend(title="what grows, exponent", frameon=False, fontsize=7, title_fontsize=8)
+            axes.plot(sizes, seconds, style, color=colour, marker="o", markersize=3, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of it, or samples", ylabel="CPU seconds")
+    axes.legend(title="what grows, exponent", loc="upper left", frameon=False, fontsize=7, title_fontsize=8)
 
 
 def main() -> None:

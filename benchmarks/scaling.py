@@ -27,7 +27,7 @@ AXES = {  # what grows, and the rest: prompt, answer, group, shape
     "model": [{"shape": n} for n in ("3m", "10m", "30m")],
     "dataset": [{"rows": n} for n in (10_000, 100_000)],
 }
-SIZE = {"model": "parameters", "dataset": "rows"}  # of the others: tokens, each row with its prompt
+SIZE = {"model": "parameters", "dataset": "rows"}  # of the others: what grows
 PLAIN = {"shape": "3m", "prompt": 64, "answer": 64, "group": 8}
 PROMPTS = 4
 MEASURES = ("rollout", "update", "rollout_bytes", "update_bytes")
@@ -127,7 +127,7 @@ def main() -> None:
     results = {}
     for axis in given.axes:
         points = [apart(axis, change, given.shape) for change in AXES[axis]]
-        sizes = [found[SIZE.get(axis, "tokens")] for found in points]
+        sizes = [found[SIZE.get(axis, axis)] for found in points]
         measures = [name for name in MEASURES if name in points[0]]
         exponents = {name: exponent(sizes, [found[name] for found in points]) for name in measures}
         results[axis] = {"points": points, "exponents": exponents}
