@@ -61,6 +61,8 @@ class Optimization:
             schedule = self.schedule(optimizer=optimizer, num_training_steps=1)
             optimizer.step()
             schedule.step()
+        except UserError:
+            raise
         except Exception as error:  # whatever an optimizer of others raises
             raise UserError(f"optim: {error} (an optimizer is made of the parameters as (name, tensor))") from error
 
