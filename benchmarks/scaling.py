@@ -18,7 +18,12 @@ import time
 from pathlib import Path
 from statistics import linear_regression, median
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from grpo import memory
+
+CPU = torch.device("cpu")
 
 AXES = {  # what grows, and the rest: prompt, answer, group, shape
     "prompt": [{"prompt": n} for n in (64, 128, 256, 512)],
@@ -33,17 +38,14 @@ PROMPTS = 4
 MEASURES = ("rollout", "update", "rollout_bytes", "update_bytes")
 
 
-def peak(reset: bool = False) -> int:
-    """The most bytes that this process has had since the last reset."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+def anew() -> int:
+    """Bytes that this process has; its peak counts from here."""
+    memory.reset_peak(CPU)
+    return memory.peak(CPU)
 
 
 def point(shape: str, prompt: int, answer: int, group: int) -> dict:
     """Seconds of a rollout and of an update, and the bytes that each adds at its peak."""
-    import torch
     from shapes import batch_of, llama, model_of
     from update import passes
 
@@ -67,12 +69,12 @@ def point(shape: str, prompt: int, answer: int, group: int) -> dict:
 
     found = {}
     for name, work in (("rollout", rollout), ("update", update)):
-        seconds, before = [], peak(reset=True)
+        seconds, before = [], anew()
         for _ in range(4):
             begun = time.process_time()
             work()
             seconds.append(time.process_time() - begun)
-        found |= {name: median(seconds[1:]), f"{name}_bytes": peak() - before}
+        found |= {name: median(seconds[1:]), f"{name}_bytes": memory.peak(CPU) - before}
     return found | {
         "tokens": PROMPTS * group * (prompt + answer),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -89,11 +91,11 @@ def dataset(rows: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         with (Path(folder) / "train.jsonl").open("w") as out:
             out.writelines(json.dumps({"prompt": f"{i} ".ljust(100, "+")}) + "\n" for i in range(rows))
-        before, begun = peak(reset=True), time.process_time()
+        before, begun = anew(), time.process_time()
         loader = PromptLoader(Dataset(folder, ["prompt"], splits={"train": "train"}).split("train"), 16, seed=0)
         for rollout in range(10):
             loader.batch(rollout)
-        return {"rollout": time.process_time() - begun, "rollout_bytes": peak() - before}
+        return {"rollout": time.process_time() - begun, "rollout_bytes": memory.peak(CPU) - before}
 
 
 def exponent(sizes: list[float], values: list[float]) -> float:

@@ -130,7 +130,11 @@ def parts_of(
         Part("gradients", held(gradients), "update", optim.offload),
         Part("buckets", held(p for p in own if p.requires_grad) if devices > 1 else 0),  # of DistributedDataParallel
         *(Part(name, passing[name], "update") for name in ("activations", "logits")),
-        Part("cache", known(partial(of_the_cache, policy.config, dtype, plan, prompt_tokens, engine)), "rollout")
+        Part(
+            "cache",
+            known(partial(of_the_cache, policy.config, dtype, plan, prompt_tokens, engine.max_cache_tokens)),
+            "rollout",
+        )
         if isinstance(engine, TransformersEngine)
         else Part("engine", None, "rollout"),
     ]
@@ -196,15 +200,13 @@ def minibatch(plan: Plan, prompt_tokens: int, rows: int) -> TokenBatch:
     )
 
 
-def of_the_cache(config: PretrainedConfig, dtype: torch.dtype, plan: Plan, prompt_tokens: int, engine: Engine) -> int:
-    """Keys and values of a rollout in the built-in engine. One with a bound keeps a prompt's once for all of its samples."""
+def of_the_cache(config: PretrainedConfig, dtype: torch.dtype, plan: Plan, prompt_tokens: int, bound: int) -> int:
+    """Keys and values of a rollout in the built-in engine, which keeps a prompt's once for all of its samples. bound: tokens."""
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    bound = getattr(engine, "max_cache_tokens", None)
-    copies = 1 if bound else plan.group_size
-    tokens = plan.prompts * (copies * prompt_tokens + plan.group_size * plan.sampling.max_tokens)
-    return 2 * config.num_hidden_layers * heads * width * dtype.itemsize * min(tokens, bound or tokens)
+    tokens = plan.prompts * (prompt_tokens + plan.group_size * plan.sampling.max_tokens)
+    return 2 * config.num_hidden_layers * heads * width * dtype.itemsize * min(tokens, bound)
 
 
 def held(tensors: Iterable[Any]) -> int:

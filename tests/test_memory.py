@@ -1,6 +1,7 @@
 """Memory: what the phases of a run held at most, and the forecast of it against real tensors, real optimizers and a real run."""
 
 import csv
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,10 +197,10 @@ def test_the_cache_is_transformers(family):
     with torch.no_grad():
         model(torch.zeros(4, 12, dtype=torch.int64), past_key_values=cache, use_cache=True)
     expected = held(x for layer in cache.layers for x in (layer.keys, layer.values))
-    foreseen = partial(of_the_cache, config, torch.float32, plan, 7)
-    assert foreseen(object()) == expected  # 4 x (7 + 5) tokens
-    assert foreseen(SimpleNamespace(max_cache_tokens=1000)) == expected * (2 * 7 + 4 * 5) / 48
-    assert foreseen(SimpleNamespace(max_cache_tokens=12)) == expected / 4
+    foreseen = partial(of_the_cache, config, torch.float32)
+    assert foreseen(replace(plan, prompts=4, group_size=1), 7, 1000) == expected  # 4 x (7 + 5) tokens
+    assert foreseen(plan, 7, 1000) == expected * (2 * 7 + 4 * 5) / 48
+    assert foreseen(plan, 7, 12) == expected / 4
 
 
 def test_what_cannot_be_foreseen(tmp_path, toy):
