@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -88,7 +88,7 @@ class Job:
     def arguments(self) -> list[str]:
         """What its process is told: to go on where it stopped, if there is a checkpoint. Else its folder is made clean."""
         checkpoint = self.folder / "checkpoints" / "last.ckpt"
-        if checkpoint.exists():
+        if checkpoint.exists() and self.share() < 1:  # else it died at its very end, and train.py would refuse
             others = [override for override in self.overrides if not override.startswith("ckpt_path=")]
             return [*others, f"ckpt_path={quoted(checkpoint)}"]
         if self.folder.exists():
@@ -296,20 +296,16 @@ def sigterm_raises() -> Iterator[None]:
 @contextmanager
 def told() -> Iterator[None]:
     """Round all that may sweep: the table of the jobs at the end, and UserError where some have failed."""
+    failure = None
     try:
         yield
-    except Exception as error:
-        if line := failures(SWEEPS):
-            raise UserError(line) from error  # a sweeper that was told of no success may stumble
-        raise
+    except Exception as error:  # a sweeper that was told of no success may stumble
+        failure = error
+    jobs = [job for sweep in SWEEPS for job in sweep.jobs]
     for sweep in SWEEPS:
         sweep.console.print(sweep.table())
-    if line := failures(SWEEPS):
-        raise UserError(line)
-
-
-def failures(sweeps: Iterable[Sweep]) -> str:
-    jobs = [job for sweep in sweeps for job in sweep.jobs]
-    failed = [job for job in jobs if job.status == "failed"]
-    which = ", ".join(f"{job.number} ({job.output})" for job in failed)
-    return f"{len(failed)} of the sweep's {len(jobs)} jobs failed: {which}" if failed else ""
+    if failed := [job for job in jobs if job.status == "failed"]:
+        which = ", ".join(f"{job.number} ({job.output})" for job in failed)
+        raise UserError(f"{len(failed)} of the sweep's {len(jobs)} jobs failed: {which}") from failure
+    if failure:
+        raise failure
