@@ -86,12 +86,12 @@ class Job:
         return min(1.0, float(self.metrics().get("step", 0)) / self.rollouts) if self.rollouts else 0.0
 
     def arguments(self) -> list[str]:
-        """What its process is told: to go on where it stopped, if there is a checkpoint. Else its folder is made clean."""
+        """What its process is told: to go on where it stopped, if there is a checkpoint. Else a run's folder is made clean."""
         checkpoint = self.folder / "checkpoints" / "last.ckpt"
         if checkpoint.exists() and self.share() < 1:  # else it died at its very end, and train.py would refuse
             others = [override for override in self.overrides if not override.startswith("ckpt_path=")]
             return [*others, f"ckpt_path={quoted(checkpoint)}"]
-        if self.folder.exists():
+        if self.folder.exists() and self.rollouts is not None:  # an evaluation goes on with what it finds
             stopped = self.folder.parent / "stopped" / self.folder.name
             shutil.rmtree(stopped, ignore_errors=True)
             stopped.parent.mkdir(exist_ok=True)
@@ -303,7 +303,8 @@ def told() -> Iterator[None]:
         failure = error
     jobs = [job for sweep in SWEEPS for job in sweep.jobs]
     for sweep in SWEEPS:
-        sweep.console.print(sweep.table())
+        if sweep.jobs:
+            sweep.console.print(sweep.table())
     if failed := [job for job in jobs if job.status == "failed"]:
         which = ", ".join(f"{job.number} ({job.output})" for job in failed)
         raise UserError(f"{len(failed)} of the sweep's {len(jobs)} jobs failed: {which}") from failure

@@ -49,13 +49,13 @@ class Processes(Launcher):
         again = shlex.join(["python", *again, f"hydra.sweep.dir={quoted(folder)}"])
         self.sweep = Sweep(folder, self.command, places(self.jobs, devices(), os.environ), again)
         for number, job in enumerate(self.sweep.known()):
-            before, now = parsed(job), overrides
-            for key in before | now:
-                was, value = (said[key].get_value_element_as_str() if key in said else None for said in (before, now))
-                if was is None or value is None or (key not in self.swept and was != value):
+            before = parsed(job)
+            for key in before | overrides:
+                was, now = before.get(key), overrides.get(key)
+                if not (was and now and (key in self.swept or text(was) == text(now))):
                     raise UserError(
-                        f"{folder} holds another sweep: its job {number} has {told(key, was)}, this one {told(key, value)}; "
-                        "set hydra.sweep.dir to a new folder"
+                        f"{folder} holds another sweep: its job {number} has {was.input_line if was else f'no {key}'}, this one "
+                        f"{now.input_line if now else f'no {key}'}; set hydra.sweep.dir to a new folder"
                     )
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -104,8 +104,8 @@ def parsed(overrides: Iterable[str]) -> dict[str, Override]:
     }
 
 
-def told(key: str, value: str | None) -> str:
-    return f"no {key}" if value is None else f"{key}={value}"
+def text(override: Override) -> str:
+    return override.get_value_element_as_str()
 
 
 def devices() -> list[str]:
