@@ -48,13 +48,15 @@ def run(main: Callable[[], object], config_name: str) -> None:
 @contextmanager
 def one_line_errors(config_name: str) -> Iterator[None]:
     """Leave the program with one line where `explain` has one. Inside of a job too, or Hydra would comment on it."""
+    if in_sweep():
+        quiet()  # the process of a job may be new
     try:
         yield
     except Exception as error:
-        if FULL_ERROR or (line := explain(error, config_name, sys.argv[1:])) is None:
-            raise
         if in_sweep():
             raise  # on with the next job; at the end the sweeper raises it again
+        if FULL_ERROR or (line := explain(error, config_name, sys.argv[1:])) is None:
+            raise
         sys.exit(f"error: {line}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,14 +1,12 @@
-"""Layer 3 - a sweep: jobs side by side, each a process with a folder; what was finished before is not run again.
+"""Layer 3 - a sweep: jobs side by side, a process for each; what was finished before is not run again.
 
 Knows commands and what a run leaves in its folder, and nothing of Hydra, whose launcher in `hydra_plugins/grpo.py` uses it.
 """
 
-import csv
 import fcntl
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -29,89 +24,12 @@ from rich.text import Text
 
 from grpo import guard
 from grpo.errors import UserError
+from grpo.jobs import Job, percent
 
 POLL = 0.2  # seconds between two looks at the jobs
 LOOK = 1.0  # seconds between two pictures of them
 
 SWEEPS: list["Sweep"] = []  # of this process; a sweeper has no place to tell how its jobs ended
-
-
-@dataclass(eq=False)
-class Job:
-    """Mutable: its status goes from waiting to running to finished or failed. overrides: what was said of it, KEY=VALUE each.
-    label: those of them that tell it from the other jobs. rollouts: that it will learn from, where it learns."""
-
-    number: int
-    folder: Path
-    overrides: Sequence[str]
-    label: str
-    rollouts: int | None = None
-    status: str = "waiting"
-    before: float = 0.0  # the share that was done when this sweep began
-
-    @property
-    def output(self) -> Path:
-        return self.folder / "output.txt"
-
-    @property
-    def manifest(self) -> Mapping[str, Any]:
-        try:
-            return json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-
-    @property
-    def accuracy(self) -> float | None:
-        return self.manifest.get("accuracy") if self.status == "finished" else None
-
-    @property
-    def minutes(self) -> float | None:
-        manifest = self.manifest
-        if not manifest.get("started") or not manifest.get("ended"):
-            return None
-        return (when(manifest["ended"]) - when(manifest["started"])).total_seconds() / 60
-
-    def metrics(self) -> Mapping[str, str]:
-        """The latest value of every column of metrics.csv, as text."""
-        try:
-            with (self.folder / "metrics.csv").open(newline="", encoding="utf-8") as lines:
-                return {name: value for row in csv.DictReader(lines) for name, value in row.items() if name and value}
-        except OSError:
-            return {}
-
-    def share(self) -> float:
-        """Of its rollouts, learned from: 0 to 1."""
-        if self.status in ("finished", "failed"):
-            return 1.0
-        return min(1.0, float(self.metrics().get("step", 0)) / self.rollouts) if self.rollouts else 0.0
-
-    def arguments(self) -> list[str]:
-        """What its process is told: to go on where it stopped, if there is a checkpoint. Else a run's folder is made clean."""
-        checkpoint = self.folder / "checkpoints" / "last.ckpt"
-        if checkpoint.exists() and self.share() < 1:  # else it died at its very end, and train.py would refuse
-            others = [override for override in self.overrides if not override.startswith("ckpt_path=")]
-            return [*others, f"ckpt_path={quoted(checkpoint)}"]
-        if self.folder.exists() and self.rollouts is not None:  # an evaluation goes on with what it finds
-            stopped = self.folder.parent / "stopped" / self.folder.name
-            shutil.rmtree(stopped, ignore_errors=True)
-            stopped.parent.mkdir(exist_ok=True)
-            self.folder.rename(stopped)
-        return list(self.overrides)
-
-    def last_words(self) -> str:
-        lines = self.output.read_text(errors="replace").split("\n") if self.output.exists() else []
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")[:300]
-
-
-def when(text: str) -> datetime:
-    return datetime.fromisoformat(text)
-
-
-def quoted(path: Path) -> str:
-    """As the value of an override."""
-    text = str(path)
-    plain = all(c.isalnum() or c in "/._-" for c in text)
-    return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def places(jobs: int | str, devices: Sequence[str], environment: Mapping[str, str]) -> list[dict[str, str]]:
@@ -131,8 +49,11 @@ def places(jobs: int | str, devices: Sequence[str], environment: Mapping[str, st
 
 
 class Sweep:
-    """command: what each job begins with, before its overrides and after them. again: the command line that goes on with the
-    sweep. Raises UserError where another one is at work in the folder."""
+    """Mutable: its jobs are added, then run, more than once where a sweeper chooses them in turns.
+
+    command: the words that start a job with these overrides. places: the environment of each of those that run at the same time.
+    again: the command line that goes on with the sweep. Raises UserError where another one is at work in the folder.
+    """
 
     def __init__(
         self,
@@ -186,10 +107,9 @@ class Sweep:
         waiting = deque(job for job in self.jobs if job.status == "waiting")
         if self.began is None:
             self.began = time.monotonic()
-            there = (
-                f", {len(self.jobs) - len(waiting)} of them finished before" if len(waiting) < len(self.jobs) else ""
-            )
-            self.say(f"sweep of {len(self.jobs)} jobs{there}, {len(self.places)} at a time, in {self.folder}")
+            done = len(self.jobs) - len(waiting)
+            before = f", {done} of them finished before" if done else ""
+            self.say(f"sweep of {len(self.jobs)} jobs{before}, {len(self.places)} at a time, in {self.folder}")
             self.say(f"to go on with it should it stop: {self.again}")
         free = list(reversed(self.places))
         running: dict[Job, tuple[subprocess.Popen, Mapping[str, str]]] = {}
@@ -206,6 +126,7 @@ class Sweep:
                             del running[job]
                             free.append(place)
                             self.end(job, code)
+                            looked = 0.0
                     if self.console.is_terminal and time.monotonic() > looked + LOOK:
                         live.update(self.picture(), refresh=True)
                         looked = time.monotonic()
@@ -243,11 +164,11 @@ class Sweep:
         return sum(job.status == status for job in self.jobs)
 
     def total(self) -> str:
-        failed, minutes = self.count("failed"), self.minutes_left()
+        failed, running, minutes = self.count("failed"), self.count("running"), self.minutes_left()
         said = [f"{self.count('finished')}/{len(self.jobs)} done"]
         said += [f"{failed} failed"] if failed else []
-        said += [f"{self.count('running')} running"]
-        said += [f"about {minutes:.0f} min left"] if minutes is not None else []
+        said += [f"{running} running"] if running else []
+        said += [f"about {max(1, round(minutes))} min left"] if minutes is not None else []
         return ", ".join(said)
 
     def minutes_left(self) -> float | None:
@@ -277,10 +198,6 @@ class Sweep:
             cells = (str(job.number), job.label, job.status, percent(job.accuracy), minutes, str(job.folder))
             table.add_row(*map(Text, cells))
         return table
-
-
-def percent(accuracy: float | None) -> str:
-    return "-" if accuracy is None else f"{accuracy:.1%}"
 
 
 @contextmanager

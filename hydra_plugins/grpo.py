@@ -1,7 +1,4 @@
-"""Hydra's launcher for sweeps: a process for each job, `python train.py -m hydra/launcher=processes` (the default).
-
-Hydra finds launchers in modules of `hydra_plugins` alone. What a sweep is, is in `grpo/sweep.py`.
-"""
+"""Layer 4 - hydra/launcher=processes, the default: `grpo/sweep.py` as Hydra asks for it, which looks for launchers only here."""
 
 import os
 import shlex
@@ -18,7 +15,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from grpo.errors import UserError
-from grpo.sweep import Job, Sweep, places, quoted
+from grpo.jobs import Job, quoted
+from grpo.sweep import Sweep, places
 
 OF_THE_SWEEP = (
     "hydra/launcher",

@@ -11,7 +11,7 @@ LAYERS = [
     | {"advantage", "kl", "loss", "correction", "entropy", "algorithm", "attention", "layout", "probe", "masters"}
     | {"optimizers", "recompute", "statistics"},
     {"rollout", "play", "calls", "scoring", "collate", "data", "policy", "evaluation", "tiny"},
-    {"module", "callbacks", "forecast", "trainer", "runs", "sweep", "serve", "loggers", "manifest"},
+    {"module", "callbacks", "forecast", "trainer", "runs", "jobs", "sweep", "serve", "loggers", "manifest"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
