@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from grpo.callbacks.rollout import RolloutCallback
-from grpo.cli import check_resumed, one_line_errors, run
+from grpo.cli import check_resumed, flat, one_line_errors, run
 from grpo.data import PromptLoader, longest_prompt
 from grpo.errors import UserError
 from grpo.forecast import forecast
@@ -71,6 +71,8 @@ def train(config: DictConfig) -> float | None:
     if first:
         saved.parent.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(config, saved, resolve=True)
+    for logger in trainer.loggers:
+        logger.log_hyperparams(flat(OmegaConf.to_container(config, resolve=True)))
     trainer.fit(module(pretrained.model()), train_dataloaders=loader, ckpt_path=config.ckpt_path, weights_only=False)
     accuracy = trainer.callback_metrics.get("eval/accuracy")
     return None if accuracy is None else float(accuracy)

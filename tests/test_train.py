@@ -29,7 +29,7 @@ from grpo.rl import Example, Reward, SingleTurn, Trajectory
 from tasks.gsm8k import GSM8K
 from train import train
 
-TIMES = ("time/rollout", "time/update", "time/sync", "tokens/s", "memory/rollout", "memory/update")
+TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "tokens/s", "memory/rollout", "memory/update")
 
 
 class Varied(GSM8K):

@@ -200,10 +200,12 @@ class RolloutCallback(L.Callback):
     def evaluate(self, trainer: L.Trainer, module: L.LightningModule) -> Evaluation:
         if self.ahead:
             self.ahead.wait()
+        begun = time.perf_counter()
         self.sync(module)
         failed = self.folder / "evaluations" / f"{self.rollouts:06d}.failed.jsonl"
         with trainer.precision_plugin.forward_context(), on_disk(failed):
-            return self.evaluator(self.task, self.engine, self.renderer, self.seed, self.rollouts, self.held_out)
+            evaluation = self.evaluator(self.task, self.engine, self.renderer, self.seed, self.rollouts, self.held_out)
+        return replace(evaluation, metrics={**evaluation.metrics, "time/eval": time.perf_counter() - begun})
 
     def record(self, trainer: L.Trainer, metrics: dict[str, float]) -> None:
         for logger in trainer.loggers:
