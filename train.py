@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from grpo.callbacks.rollout import RolloutCallback
-from grpo.cli import check_run, flat, one_line_errors, run
+from grpo.cli import check_run, one_line_errors, run
 from grpo.data import PromptLoader, longest_prompt
 from grpo.forecast import forecast
 from grpo.manifest import kept
@@ -68,8 +68,6 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     if first:
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
         OmegaConf.save(config, Path(config.output_dir) / "config.yaml", resolve=True)
-    for logger in trainer.loggers:
-        logger.log_hyperparams(flat(OmegaConf.to_container(config, resolve=True)))
     with kept(config.output_dir, overrides, config.seed, examples, rollout.progress):
         trainer.fit(
             module(pretrained.model()), train_dataloaders=loader, ckpt_path=config.ckpt_path, weights_only=False

@@ -11,6 +11,8 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from grpo.runs import Run, flat
+
 log = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]  # a sample by column: prompt, completion, reward ...
@@ -19,13 +21,13 @@ Row = Mapping[str, Any]  # a sample by column: prompt, completion, reward ...
 class Tracker(Logger):
     """What goes wrong with one is told in a line, and the run goes on without it.
 
-    A kind has `start` (with `self.settings`, the configuration by dotted key), `metrics`, `samples` and `end`; all may raise.
+    folder: of the run. A kind has `start` (given the configuration by dotted key), `metrics`, `samples` and `end`; all may raise.
     """
 
     advice = ""  # for one that did not start
 
-    def __init__(self) -> None:
-        self.settings: Mapping[str, Any] = {}
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
         self.begun = self.works = False
 
     @property
@@ -41,12 +43,10 @@ class Tracker(Logger):
         """Lightning asks for it when a run begins, so this is where one starts."""
         if rank_zero_only.rank == 0 and not self.begun:
             self.begun = self.works = True
-            self.attempt("did not start", self.start, advice=self.advice)
+            self.attempt("did not start", self.start, flat(Run(self.folder).config), advice=self.advice)
 
-    @rank_zero_only
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """params: flat. Before the run begins."""
-        self.settings = params
+    def log_hyperparams(self, params: Any) -> None:
+        """`start` knows them."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -77,22 +77,13 @@ class Tracker(Logger):
 class TensorBoard(Tracker):
     advice = "pip install tensorboard"
 
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        self.folder = folder
-
-    def start(self) -> None:
+    def start(self, settings: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self.writer = SummaryWriter(self.folder)
-        settings = {
-            name: value if isinstance(value, (bool, int, float)) else str(value)
-            for name, value in self.settings.items()
-        }
-        for summary in hparams(
-            settings, {"eval/accuracy": 0.0, "rollout/reward": 0.0}
-        ):  # names: the values are the run's own
+        self.writer = SummaryWriter(str(self.folder / "tensorboard"))
+        plain = {name: value if isinstance(value, (int, float)) else str(value) for name, value in settings.items()}
+        for summary in hparams(plain, {"eval/accuracy": 0.0, "rollout/reward": 0.0}):  # names: the values are the run's
             self.writer.file_writer.add_summary(summary)
 
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -123,8 +114,8 @@ class Wandb(Tracker):
         timeout: float = 20.0,
         **kwargs: Any,
     ) -> None:
-        super().__init__()
-        self.folder, self.mode, self.timeout = Path(folder), mode, timeout
+        super().__init__(folder)
+        self.mode, self.timeout = mode, timeout
         self.kwargs = {
             "project": project,
             "group": group or sweep(self.folder),
@@ -132,17 +123,16 @@ class Wandb(Tracker):
             **kwargs,
         }
 
-    def start(self) -> None:
+    def start(self, settings: Mapping[str, Any]) -> None:
         import wandb
 
         wandb.setup(wandb.Settings(silent=True))
         if self.mode == "online" and not wandb.login(prompt=False, verify=False):
             raise ConnectionError("nobody is logged in")
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.run = wandb.init(
             dir=self.folder,
             mode=self.mode,
-            config=dict(self.settings),
+            config=dict(settings),
             reinit="create_new",  # the jobs of a sweep may share a process
             settings=wandb.Settings(
                 console="off", init_timeout=self.timeout, finish_timeout=self.timeout, finish_timeout_raises=True
@@ -180,12 +170,12 @@ class MLflow(Tracker):
         name: str | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__()
-        self.uri, self.experiment_name, self.run_name = uri, experiment, name or title(Path(folder))
-        group = group or sweep(Path(folder))
+        super().__init__(folder)
+        self.uri, self.experiment_name, self.run_name = uri, experiment, name or title(self.folder)
+        group = group or sweep(self.folder)
         self.tags = {**({"group": group} if group else {}), **(tags or {})}
 
-    def start(self) -> None:
+    def start(self, settings: Mapping[str, Any]) -> None:
         # a server that is gone holds a run up by seconds, not by minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -203,7 +193,7 @@ class MLflow(Tracker):
         there = self.client.get_experiment_by_name(self.experiment_name)
         experiment = there.experiment_id if there else self.client.create_experiment(self.experiment_name, artifacts)
         self.run_id = self.client.create_run(experiment, run_name=self.run_name, tags=self.tags).info.run_id
-        params = [Param(allowed(name), str(value)[:6000]) for name, value in self.settings.items()]
+        params = [Param(allowed(name), str(value)[:6000]) for name, value in settings.items()]
         for first in range(0, len(params), 100):  # more are refused
             self.client.log_batch(self.run_id, params=params[first : first + 100])
 

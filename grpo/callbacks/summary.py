@@ -53,7 +53,7 @@ def summary(
     table.add_row("tokens/s", f"{tokens / busy:,.0f}")
     table.add_row("memory, at most", f"{memory / 2**30:.2f} GiB")
     if known := [told for told in evaluations if not math.isnan(told.metrics["eval/accuracy"])]:
-        best = max(known, key=lambda told: told.metrics["eval/accuracy"])
+        best = max(known[1:] or known, key=lambda told: told.metrics["eval/accuracy"])
         for name, told in (("first", known[0]), ("best", best), ("last", known[-1])):
             table.add_row(f"held out, {name}", accuracy(told))
     table.add_row("warnings", ", ".join(warned) or "none")
