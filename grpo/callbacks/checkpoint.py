@@ -62,7 +62,7 @@ class Checkpoint(L.Callback):
 
     @rank_zero_only
     def load_state_dict(self, state: dict) -> None:
-        self.rollouts = state["rollouts"]
+        self.rollouts = state.get("rollouts", 0)
         if Path(state["best"]).is_dir():  # else it has gone, and the best starts anew
             self.best_accuracy = state["best_accuracy"]
             if Path(state["best"]) != (self.folder / "best").absolute():  # else the run goes on in its own folder
