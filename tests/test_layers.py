@@ -9,7 +9,7 @@ LAYERS = [
     {"rl", "rows", "rowtask", "rewards", "renderer", "engine", "engines", "grading", "logprobs"}
     | {"tools", "toolcalls", "answers", "arithmetic", "workers", "sandbox", "confine", "programs"}
     | {"advantage", "kl", "loss", "correction", "entropy", "algorithm", "attention", "layout", "probe", "masters"}
-    | {"optimizers", "recompute"},
+    | {"optimizers", "recompute", "statistics"},
     {"rollout", "play", "calls", "scoring", "collate", "data", "policy", "evaluation", "tiny"},
     {"module", "callbacks", "forecast", "trainer", "runs", "serve"},
     {"cli"},
