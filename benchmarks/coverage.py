@@ -32,20 +32,23 @@ ABILITIES = {
     "Beta(1, 9), hard": (lambda rng, n: rng.beta(1, 9, n), 0.1),
     "40 % never, 30 % always, rest even": (lambda rng, n: np.clip(rng.uniform(-4 / 3, 2, n), 0, 1), 0.45),
 }
-SATURATED = "2 % never, rest 99 %"
+FEW, SATURATED = "Beta(0.2, 1.8), most near 0", "2 % never, rest 99 %"
+LIMITS = {
+    FEW: (lambda rng, n: rng.beta(0.2, 1.8, n), 0.1),
+    SATURATED: (lambda rng, n: np.where(rng.random(n) < 0.02, 0, 0.99), 0.98 * 0.99),
+}
 
 
 def covered(draw: Draw, sets: int) -> dict:
     """Shares of the data sets where ours and the naive interval hold the truth."""
     rng = np.random.default_rng(0)
-    ours, naive, widths = [], [], []
+    ours, naive = [], []
     for _ in range(sets):
         estimate, other, truth = draw(rng)
         ours.append(estimate.low <= truth <= estimate.high)
-        widths.append(estimate.high - estimate.low)
         if other is not None:
             naive.append(other.low <= truth <= other.high)
-    return {"coverage": np.mean(ours), "width": np.mean(widths), "naive": np.mean(naive) if naive else None}
+    return {"coverage": np.mean(ours), "naive": np.mean(naive) if naive else None}
 
 
 def single(p: float, n: int) -> dict:
@@ -56,23 +59,16 @@ def single(p: float, n: int) -> dict:
     def at(p: float) -> float:
         return binom.pmf(counts, n, p)[(low <= p) & (p <= high)].sum()
 
-    width = binom.pmf(counts, n, p) @ (high - low)
-    return {"coverage": np.mean([at(q) for q in np.linspace(p - 0.02, p + 0.02, 41)]), "at_p": at(p), "width": width}
+    return {"coverage": np.mean([at(q) for q in np.linspace(p - 0.02, p + 0.02, 41)]), "at_p": at(p)}
 
 
 def clustered(ability: str, n: int, k: int) -> Draw:
     def draw(rng: np.random.Generator) -> tuple[Estimate, Estimate, float]:
-        if ability == SATURATED:
-            chances, truth = np.where(rng.random(n) < 0.02, 0, 0.99), 0.98 * 0.99
-        else:
-            make, truth = ABILITIES[ability]
-            chances = make(rng, n)
+        make, truth = (ABILITIES | LIMITS)[ability]
+        chances = make(rng, n)
         right = rng.binomial(k, chances)
-        return (
-            mean_interval(right / k, bounds=SHARE),
-            mean_interval(np.arange(n * k) < right.sum(), bounds=SHARE),
-            truth,
-        )
+        naive = mean_interval(np.arange(n * k) < right.sum(), bounds=SHARE)
+        return mean_interval(right / k, bounds=SHARE), naive, truth
 
     return draw
 
@@ -152,6 +148,8 @@ def cases(sets: int) -> Iterator[dict]:
         for n in (50, 200):
             for k in (4, 8, 16):
                 drawn.append(("share, 4 to 16 samples", ability, n, k, clustered(ability, n, k)))
+    for n in (10, 20):
+        drawn.append(("share, few problems", FEW, n, 8, clustered(FEW, n, 8)))
     for n in (50, 200):
         drawn.append(("share, nearly all solved", SATURATED, n, 8, clustered(SATURATED, n, 8)))
     for n in (50, 200, 1000):

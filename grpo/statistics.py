@@ -150,7 +150,8 @@ def compare_arms(a: ArrayLike, b: ArrayLike, level: float = 0.95, bounds: Bounds
     variance = max(sum(part for part, _ in parts), noise / 4, TINY**2)  # TINY: where nothing varies at all
     degrees = variance**2 / max(sum(part**2 / df for part, df in parts), TINY**4)
     p_value = 2 * stdtr(degrees, -abs(centre) / variance**0.5)
-    return _comparison(d, _difference(d, centre, variance, degrees, level, bounds), p_value, "t over seeds and problems")
+    difference = _difference(d, centre, variance, degrees, level, bounds)
+    return _comparison(d, difference, p_value, "t over seeds and problems")
 
 
 def holm(p_values: ArrayLike) -> list[float]:
@@ -158,12 +159,11 @@ def holm(p_values: ArrayLike) -> list[float]:
 
     Holm (1979): the i-th smallest of m times m + 1 - i, and none below the one before it. NaN stays, and does not count.
     """
-    p = np.asarray(p_values, dtype=float)
+    p = np.array(p_values, dtype=float)
     order = np.argsort(p)  # NaN last
     factors = np.count_nonzero(~np.isnan(p)) - np.arange(len(p))
-    adjusted = np.empty_like(p)
-    adjusted[order] = np.minimum(np.maximum.accumulate(p[order] * factors), 1)
-    return adjusted.tolist()
+    p[order] = np.minimum(np.maximum.accumulate(p[order] * factors), 1)
+    return p.tolist()
 
 
 def _known(*arms: ArrayLike, bounds: Bounds | None) -> list[np.ndarray]:
