@@ -120,11 +120,12 @@ function chart(name, series, span, marks = []) {
       html("div", {}, `${one.label ? one.label + ": " : ""}${tell(p.y, name)}`,
         p.low == null ? null : html("span", { class: "soft" }, `  ${tell(p.low, name)} to ${tell(p.high, name)}`))));
     tip.hidden = false;
-    tip.style.left = `${Math.max(4, Math.min(figure.clientWidth - tip.offsetWidth - 4, (x(at) / WIDTH) * picture.clientWidth + 26))}px`;
+    tip.style.left = `${Math.max(4, Math.min(figure.clientWidth - tip.offsetWidth - 4, (x(at) / WIDTH) * picture.getBoundingClientRect().width + 26))}px`;
   };
   const hide = () => { cursor.replaceChildren(); tip.hidden = true; };
   picture.addEventListener("pointermove", (event) => {
-    const at = first + (((event.offsetX / picture.clientWidth) * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT)) * (last - first);
+    const { left, width } = picture.getBoundingClientRect();
+    const at = first + ((((event.clientX - left) / width) * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT)) * (last - first);
     show(xs.reduce((best, value, i) => (Math.abs(value - at) < Math.abs(xs[best] - at) ? i : best), 0));
   });
   picture.addEventListener("pointerleave", hide);

@@ -6,13 +6,15 @@ const verdict = (sample) =>
   sample.reward == null || sample.correct == null ? ["?", "unknown", "soft"] : sample.correct ? ["✓", "right", "good"] : ["✗", "wrong", "bad"];
 
 /**
- * What of a and b is in the other, too: their longest common subsequence (units: words with the space behind them, or characters).
+ * What of a and b is in the other, too: their longest common subsequence of words, or of characters.
  * Returns two lists of [text, is it in both].
  */
 function difference(a, b, characters) {
-  const cut = (text, unit) => text.match(unit) ?? [];
-  let [left, right] = [a, b].map((text) => cut(text, characters ? /[\s\S]/gu : /\w+|\s+|[^\w\s]/gu));
-  if (left.length * right.length > 9e6) [left, right] = [a, b].map((text) => cut(text, /[^\n]*\n|[^\n]+/g)); // lines, then
+  let left, right;
+  for (const unit of UNITS.slice(characters ? 0 : 1)) {
+    [left, right] = [a, b].map((text) => text.match(unit) ?? []);
+    if (left.length * right.length < 9e6) break; // a moment's work
+  }
   const [n, m] = [left.length, right.length];
   const width = m + 1;
   const best = new Uint16Array((n + 1) * width);
