@@ -5,8 +5,10 @@ const stepName = (step) => (step.kind === "rollout" ? `rollout ${step.rollout}` 
 const verdict = (sample) =>
   sample.reward == null || sample.correct == null ? ["?", "unknown", "soft"] : sample.correct ? ["✓", "right", "good"] : ["✗", "wrong", "bad"];
 
+const UNITS = [/[\s\S]/gu, /[\p{L}\p{N}_]+|\s+|[^\p{L}\p{N}_\s]/gu, /[^\n]*\n|[^\n]+/g, /[\s\S]+/g]; // characters, words, lines, all
+
 /**
- * What of a and b is in the other, too: their longest common subsequence of words, or of characters.
+ * What of a and b is in the other, too: their longest common subsequence of words, or of characters; of larger units in long texts.
  * Returns two lists of [text, is it in both].
  */
 function difference(a, b, characters) {
