@@ -32,6 +32,7 @@ def sweep(toy, tmp_path_factory) -> Path:
         settings = ["task=gsm8k", "model=path", f"model.path={toy}", "debug=smoke", "forecast=false", "max_tokens=8"]
         settings += ["callbacks=[samples,report]", "callbacks.samples.token_logprobs=true", "logger=csv"]
         settings += ["rollout.num_rollouts=4", "rollout.group_size=4", "eval.every=2", "optim.optimizer.lr=1e-3"]
+        settings += ["eval.samples=4", "eval.sampling.temperature=1"]
         config = compose_config(*settings, *said, *([crash] if job == 4 else []), f"output_dir={folder / str(job)}")
         config.task = {"_target_": "test_train.Varied", "path": str(EXAMPLES)}
         if job == 4:
@@ -119,7 +120,7 @@ def test_numbers_and_curves_are_those_of_the_run(sweep, page):
 def test_samples_are_searched_filtered_sorted_opened_and_compared(sweep, page):
     run = Run(sweep / "0")
     page.goto((run.folder / "report.html").as_uri())
-    assert page.locator("#left").inner_text() == "All 41 samples are here."  # 4 x 2 x 4 and 3 x 3
+    assert page.locator("#left").inner_text() == "All 68 samples are here."  # 4 x 2 x 4 and 3 x 3 x 4
     pick(page, "rollout 3")
     samples = run.samples([3])
     count = page.locator("#count")
@@ -220,7 +221,7 @@ def test_a_sweep_shows_its_arms_and_leads_to_its_runs(sweep, page):
 
     runs = table(page, "runs")
     assert [row[0] for row in runs] == ["0", "1", "4", "2", "3"]
-    assert runs[2][3] == "failed" and "the disk is full" in runs[2][5]
+    assert runs[2][3] == "failed" and "the disk is full" in runs[2][4]
     figure = page.locator("figure", has=page.locator("figcaption", has_text="rollout/reward"))
     assert figure.locator(".curve").count() == 2
     page.get_by_label("every seed").check()
@@ -241,7 +242,7 @@ def test_a_page_holds_a_bounded_number_of_samples(sweep, tmp_path):
     data = embedded(write(sweep / "1", tmp_path / "small.html", samples=12))
     held = [(step["kind"], step["rollout"], len(step["samples"])) for step in data["steps"]]
     assert held == [("rollout", 1, 3), ("rollout", 4, 3), ("evaluation", 0, 3), ("evaluation", 4, 3)]
-    assert data["left"].startswith("12 of 41 samples are here")
+    assert data["left"].startswith("12 of 68 samples are here")
     assert spread(range(81), 5) == [0, 20, 40, 60, 80]
     assert plain({"a": [np.float64("nan"), np.inf, np.int64(3), 1 / 3, True]}) == {"a": [None, None, 3, 0.333333, True]}
 

@@ -64,6 +64,19 @@ function frame(x, y, xs, ys, name) {
 const axisLabel = (at, name) =>
   isShare(name) ? `${+(100 * at).toPrecision(3)} %` : name.startsWith("memory/") ? `${+(at / 1e9).toPrecision(3)} GB` : tell(at);
 
+/** What an axis covers: the curves; of their intervals, which few seeds make very wide, no more than as much again. */
+function reach(points, share) {
+  const values = points.map((p) => p.y);
+  const [least, most] = [Math.min(...values), Math.max(...values)];
+  const flat = most - least <= 1e-9 * Math.abs(most);
+  const room = flat ? Math.abs(most) / 10 || 1 : most - least;
+  const bounds = flat ? [least - room, most + room] : points.flatMap((p) => [p.low, p.high]).filter((bound) => bound != null);
+  const low = Math.max(least - room, Math.min(least, ...bounds));
+  const high = Math.min(most + room, Math.max(most, ...bounds));
+  const zero = low > 0 && low < 0.6 * high;
+  return share ? [Math.max(0, zero ? 0 : low), Math.min(1, high)] : [zero ? 0 : low, high];
+}
+
 /**
  * A figure of one metric against rollouts. series: [{label, index, x, y, low?, high?, thin?}], null in y where nothing is known.
  * span: the first and the last rollout of the axis. marks: [{rollout, words}], told under the curve. A pointer or the arrow keys read the values.
@@ -76,16 +89,11 @@ function chart(name, series, span, marks = []) {
   if (!every.length) return html("figure", { class: "card" }, caption, html("p", { class: "soft" }, "no value"));
 
   const xs = [...new Set(every.map((p) => p.at))].sort((a, b) => a - b);
-  const values = every.flatMap((p) => [p.y, p.low, p.high]).filter((v) => v != null);
-  let low = Math.min(...values);
-  let high = Math.max(...values);
-  if (low > 0 && low < 0.6 * high) low = 0;
-  if (high - low < 1e-9 * Math.max(1, Math.abs(high))) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) / 10, high + Math.abs(high) / 10];
-  const ys = ticks(low, high);
-  [low, high] = [ys[0], ys.at(-1)];
+  const ys = ticks(...reach(every, isShare(name)));
+  const [low, high] = [ys[0], ys.at(-1)];
   const [first, last] = [span[0], Math.max(span[1], span[0] + 1)];
   const x = (at) => LEFT + ((at - first) / (last - first)) * (WIDTH - LEFT - RIGHT);
-  const y = (value) => TOP + ((high - value) / (high - low)) * (HEIGHT - TOP - BOTTOM);
+  const y = (value) => TOP + ((high - Math.max(low, Math.min(high, value))) / (high - low)) * (HEIGHT - TOP - BOTTOM);
   const path = (list) => list.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
 
   const cursor = svg("g", {});

@@ -75,14 +75,14 @@ function sweep() {
   const compared = data.table.map((row) => [row.arm, String(row.seeds), html("span", {}, `${per_cent(row.mean)} %`, range(row.low, row.high)),
     row.difference ? html("span", {}, per_cent(row.difference.value), range(row.difference.low, row.difference.high)) : "–",
     row.p == null ? "–" : tell(row.p), row.p == null ? "–" : tell(row.adjusted), row.p == null ? "–" : `${row.better} / ${row.worse} / ${row.ties}`]);
-  const links = data.runs.map((one) => [one.link ? html("a", { href: one.link }, one.name) : one.name, one.arm, one.seed, one.status, tell(one.accuracy, "accuracy"), one.error ?? ""]);
+  const links = data.runs.map((one) => [one.link ? html("a", { href: one.link }, one.name) : one.name, one.arm, one.seed, one.status, one.error ?? "", tell(one.accuracy, "accuracy")]);
   const failed = data.runs.filter((one) => one.status !== "finished");
   return [
     section("arms", "Arms", html("p", { class: "soft" }, data.words), table(["arm", "seeds", "held-out accuracy", "against the first arm", "p", "p (Holm)", "better / worse / ties"], compared)),
     section("curves", "Curves", html("p", { class: "soft" }, "Mean over seeds; bands are 95 % intervals over seeds. Point at a curve, or focus it and use the arrow keys."),
       legend(arms), html("label", {}, each, " every seed"), place, picker),
     section("runs", "Runs", failed.length ? html("p", { class: "bad" }, `${failed.length} of ${data.runs.length} runs did not finish.`) : null,
-      table(["run", "arm", "seed", "status", "accuracy", "error"], links, 2)),
+      table(["run", "arm", "seed", "status", "error", "accuracy"], links, 5)),
   ];
 }
 

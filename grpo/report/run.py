@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -196,8 +197,9 @@ def add_pieces(run: Run, steps: Sequence[dict[str, Any]]) -> None:
         from transformers import AutoTokenizer  # seconds
 
         ids = sorted({int(token) for sample in kept for token in sample["token_ids"]})
-        tokenizer = AutoTokenizer.from_pretrained(run.policy)
-        text = dict(zip(ids, tokenizer.batch_decode([[token] for token in ids]), strict=True))
+        with suppress(OSError, ValueError):  # a folder without a tokenizer
+            tokenizer = AutoTokenizer.from_pretrained(run.policy)
+            text = dict(zip(ids, tokenizer.batch_decode([[token] for token in ids]), strict=True))
     for sample in kept:
         sample["pieces"] = [text.get(int(token), f"⟨{token}⟩") for token in sample.pop("token_ids")]
         sample["logprobs"] = np.round(sample.pop("rollout_logprobs"), 3)

@@ -55,12 +55,22 @@ function tokens(sample) {
   return [html("h3", {}, "Tokens; full colour: drawn at 1 % or less"), html("div", { class: "text", id: "tokens" }, pieces)];
 }
 
+/** How many characters, whole words of them, all the texts begin with; 0 if it is the same text. Few-shot prompts begin alike. */
+function sharedStart(texts) {
+  const [first, ...others] = new Set(texts);
+  if (!others.length) return 0;
+  let n = 0;
+  while (n < first.length && others.every((text) => text[n] === first[n])) n++;
+  return first.slice(0, n).search(/\S*$/);
+}
+
 function browser(data) {
   const { steps, conversations } = data;
   const everything = steps.flatMap((step) => step.samples.map((sample) => Object.assign(sample, { step })));
   const byItem = new Map();
   for (const sample of everything) byItem.set(sample.item, [...(byItem.get(sample.item) ?? []), sample]);
   const prompt = (sample) => sample.prompt ?? "";
+  for (const step of steps) step.shared = sharedStart(step.samples.map(prompt));
   const state = { step: steps.at(-1), sort: "", up: false, limit: PAGE, open: null };
 
   const group = (kind, label) => html("optgroup", { label }, steps.map((step, i) =>
@@ -102,7 +112,7 @@ function browser(data) {
     const rows = found.slice(0, state.limit).map((sample) => {
       const [mark, word, style] = verdict(sample);
       const open = html("button", { "aria-label": `open sample ${sample.prompt_index}.${sample.sample}` },
-        html("span", { class: "soft" }, prompt(sample).slice(0, 300) || "(no prompt)"), html("span", {}, sample.completion.slice(0, 300) || "(nothing)"));
+        html("span", { class: "soft" }, prompt(sample).slice(state.step.shared).slice(0, 300) || "(no prompt)"), html("span", {}, sample.completion.slice(0, 300) || "(nothing)"));
       return html("tr", { click: () => read(sample), "aria-selected": String(sample === state.open) }, html("td", {}, open),
         html("td", { class: style, title: word }, mark), ...columns.map(([name]) => html("td", {}, tell(sample[name]))));
     });
@@ -118,7 +128,7 @@ function browser(data) {
     else list();
     const [mark, word, style] = verdict(sample);
     const facts = { reward: tell(sample.reward), ...(sample.advantage == null ? {} : { advantage: tell(sample.advantage) }), tokens: sample.tokens, turns: sample.turns,
-      end: sample.end + (sample.truncated ? ", truncated" : ""), outcome: sample.outcome ?? "–",
+      end: sample.end + (sample.truncated && sample.end !== "truncated" ? ", truncated" : ""), outcome: sample.outcome ?? "–",
       ...Object.fromEntries(Object.entries(sample.parts).map(([name, value]) => [name, tell(value)])), ...(sample.env_error ? { error: sample.env_error } : {}) };
     const same = (byItem.get(sample.item) ?? []).filter((other) => sample.item != null && other !== sample);
     const siblings = state.step.samples.filter((other) => other.prompt_index === sample.prompt_index);

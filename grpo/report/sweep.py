@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from grpo.report.run import minute
 from grpo.runs import Run, arms, band, curves, outcomes
 from grpo.statistics import compare_arms, holm, over_seeds
 
@@ -26,7 +27,7 @@ def sweep_data(runs: Sequence[Run], folder: Path, out: Path) -> dict[str, Any]:
     return {
         "kind": "sweep",
         "name": f"Sweep {folder.resolve().name}",
-        "facts": [("folder", str(folder.resolve())), *([("started", started[0])] if started else [])],
+        "facts": [("folder", str(folder.resolve())), *([("started", minute(started[0]))] if started else [])],
         "numbers": [
             {"label": "arms", "value": str(len(found)), "note": ""},
             {"label": "runs", "value": f"{finished} / {len(runs)}", "note": "finished"},
