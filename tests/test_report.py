@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from conftest import EXAMPLES, compose_config
 
+from grpo.callbacks.report import Report
 from grpo.report import plain, write
 from grpo.report.run import spread
 from grpo.runs import Run
@@ -245,6 +246,21 @@ def test_a_page_holds_a_bounded_number_of_samples(sweep, tmp_path):
     assert data["left"].startswith("12 of 68 samples are here")
     assert spread(range(81), 5) == [0, 20, 40, 60, 80]
     assert plain({"a": [np.float64("nan"), np.inf, np.int64(3), 1 / 3, True]}) == {"a": [None, None, 3, 0.333333, True]}
+
+
+def test_an_interrupted_run_says_so(sweep, tmp_path):
+    """At that moment the manifest says that the run is going on."""
+    folder = tmp_path / "run"
+    shutil.copytree(sweep / "0", folder, ignore=shutil.ignore_patterns("report.html"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"status": "running", "ended": None}))
+    Report(folder, samples=12).on_exception(None, None, KeyboardInterrupt())
+    data = embedded(folder / "report.html")
+    assert (data["status"], data["error"], sum(len(step["samples"]) for step in data["steps"])) == (
+        "interrupted",
+        None,
+        12,
+    )
 
 
 def test_a_page_that_cannot_be_written_ends_no_run(smoke, tmp_path, caplog):

@@ -68,8 +68,9 @@ const axisLabel = (at, name) =>
 function reach(points, share) {
   const values = points.map((p) => p.y);
   const [least, most] = [Math.min(...values), Math.max(...values)];
+  if (least === 0 && most === 0) return [0, 1];
   const flat = most - least <= 1e-9 * Math.abs(most);
-  const room = flat ? Math.abs(most) / 10 || 1 : most - least;
+  const room = flat ? Math.abs(most) / 10 : most - least;
   const bounds = flat ? [least - room, most + room] : points.flatMap((p) => [p.low, p.high]).filter((bound) => bound != null);
   const low = Math.max(least - room, Math.min(least, ...bounds));
   const high = Math.min(most + room, Math.max(most, ...bounds));

@@ -95,7 +95,7 @@ def numbers(run: Run, metrics: pd.DataFrame, intervals: Sequence[tuple[float, fl
     said = run.manifest
     if said.get("started") and said.get("ended"):
         whole = datetime.fromisoformat(said["ended"]) - datetime.fromisoformat(said["started"])
-        cards.append(("minutes", f"{whole.total_seconds() / 60:.1f}", f"{spent:.1f} of them in the parts below"))
+        cards.append(("minutes", f"{whole.total_seconds() / 60:.1f}", f"{spent:.1f} of them in the times below"))
     elif spent:
         cards.append(("minutes", f"{spent:.1f}", "of rollouts and updates"))
     return [{"label": label, "value": value.replace("%", "\N{NO-BREAK SPACE}%"), "note": note}
