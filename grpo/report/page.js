@@ -38,6 +38,7 @@ function evaluations() {
 }
 
 function health() {
+  if (!data.metrics.x.length) return html("p", { class: "soft" }, "Nothing was measured.");
   if (!data.warnings.length) return html("p", {}, html("span", { class: "good" }, "✓ "), "No number left the range in which runs are known to be well.");
   return table(["rollout", "metric", "value", "what it means"], data.warnings.map((w) => [String(w.rollout), w.metric, tell(w.value, w.metric), w.words]), 4);
 }
@@ -72,7 +73,7 @@ function sweep() {
   ], data.span));
   const per_cent = (value) => MINUS((100 * value).toFixed(1));
   const range = (low, high) => (low == null ? null : html("span", { class: "soft" }, ` ${per_cent(low)} to ${per_cent(high)}`));
-  const compared = data.table.map((row) => [row.arm, String(row.seeds), html("span", {}, `${per_cent(row.mean)} %`, range(row.low, row.high)),
+  const compared = data.table.map((row) => [row.arm, String(row.seeds), row.mean == null ? "–" : html("span", {}, `${per_cent(row.mean)} %`, range(row.low, row.high)),
     row.difference ? html("span", {}, per_cent(row.difference.value), range(row.difference.low, row.difference.high)) : "–",
     row.p == null ? "–" : tell(row.p), row.p == null ? "–" : tell(row.adjusted), row.p == null ? "–" : `${row.better} / ${row.worse} / ${row.ties}`]);
   const links = data.runs.map((one) => [one.link ? html("a", { href: one.link }, one.name) : one.name, one.arm, one.seed, one.status, one.error ?? "", tell(one.accuracy, "accuracy")]);

@@ -153,7 +153,7 @@ def embedded(run: Run, budget: int) -> dict[str, Any]:
             steps.append({"kind": kind, "rollout": rollout, "samples": rows(table, conversations)})
             shown += len(table)
     add_pieces(run, steps)
-    left = f"All {total:,} samples are here."
+    left = f"All {total:,} samples are here." if total else "The run left no samples."
     if shown < total:
         where = "rollouts/ and evaluations/ of the run's folder; grpo.runs.Run(FOLDER).samples() reads them"
         left = f"{shown:,} of {total:,} samples are here, evenly spread. The others are in {where}."
