@@ -11,7 +11,19 @@ LAYERS = [
     | {"advantage", "kl", "loss", "correction", "entropy", "algorithm", "attention", "layout", "probe", "masters"}
     | {"optimizers", "recompute", "statistics"},
     {"rollout", "play", "calls", "scoring", "collate", "data", "policy", "evaluation", "tiny"},
-    {"module", "callbacks", "forecast", "trainer", "runs", "serve", "loggers", "manifest", "trackers", "card"},
+    {
+        "module",
+        "callbacks",
+        "forecast",
+        "trainer",
+        "runs",
+        "serve",
+        "loggers",
+        "manifest",
+        "trackers",
+        "card",
+        "report",
+    },
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
