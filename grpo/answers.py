@@ -80,13 +80,11 @@ def loose_answer(text: str) -> str | None:
     wherever it stands."""
     if (answer := extract_answer(text) or boxed(text)) is not None:
         return answer
-    found = None
-    for found in _LOOSE.finditer(text):  # the last
-        pass
-    if found is None:
+    found = [*_LOOSE.finditer(text)][-1:]
+    if not found:
         return None
-    formula = found[1] or found[2]
-    return formula.strip() if formula else (found[3] or "") + found[4]
+    formula = found[0][1] or found[0][2]
+    return formula.strip() if formula else (found[0][3] or "") + found[0][4]
 
 
 # One spelling for what is written in many.

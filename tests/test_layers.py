@@ -10,8 +10,9 @@ LAYERS = [
     | {"tools", "toolcalls", "answers", "arithmetic", "workers", "sandbox", "confine", "programs"}
     | {"advantage", "kl", "loss", "correction", "entropy", "algorithm", "attention", "layout", "probe", "masters"}
     | {"optimizers", "recompute", "statistics"},
-    {"rollout", "play", "calls", "scoring", "collate", "data", "policy", "evaluation", "tiny"},
-    {"module", "callbacks", "forecast", "trainer", "runs", "serve", "loggers", "manifest"},
+    {"rollout", "play", "calls", "scoring", "collate", "data", "policy", "evaluation", "tiny", "records"},
+    {"module", "callbacks", "forecast", "trainer", "runs", "serve", "loggers", "manifest"}
+    | {"scorecard", "comparison"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
