@@ -78,7 +78,7 @@ def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -
     letters = dict(zip(measured, ascii_uppercase, strict=False))
     found: dict[str, Any] = {"arms": {}, "items": {"common": len(items)}, "comparisons": []}
     for metric in COLUMNS:
-        if not all(metric in table for table in every):
+        if not all(metric in table and table.loc[items, metric].notna().all() for table in every):
             continue
         scores = {
             letters[name]: np.array([table.loc[items, metric] for table in tables])  # [runs, items]

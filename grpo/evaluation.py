@@ -100,7 +100,7 @@ def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
     """Every number that is told of an evaluation, by name. samples: records with the columns above, in any order.
 
     Samples whose reward nobody could tell are left out of all that is about being right, and a problem of which fewer than k are
-    known out of pass@k.
+    known out of pass@k. Lenient accuracy and maj@n are told where every sample has them, so that they are of the same problems.
     """
     problems = samples["prompt_index"]
     known = samples["reward"].notna()
@@ -111,7 +111,8 @@ def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
     correct = samples["correct"].astype(float).where(known)
     found = {"accuracy": mean(correct)}
     graded = samples["correct_lenient"].notna() if "correct_lenient" in samples else known & False
-    if graded.any():
+    claimed = graded.any() and bool(graded[known].all())
+    if claimed:
         found["accuracy_lenient"] = mean(samples["correct_lenient"])
     tally = correct.groupby(problems).agg(["count", "sum"]).astype(int).to_numpy()  # known, right
     most = int(problems.value_counts().max())
@@ -119,7 +120,7 @@ def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
         for k in powers(most):
             values = [formula(int(n), int(c), k) for n, c in tally if n >= k]
             found[f"{name}{k}"] = mean_interval(values, bounds=SHARE)
-    if most > 1 and graded.any():
+    if most > 1 and claimed:
         voters = samples[graded].groupby("prompt_index")
         votes = [majority(part["answer"].tolist(), part["correct"].tolist()) for _, part in voters]
         found[f"maj@{most}"] = mean_interval(votes, bounds=SHARE)
