@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ class Scorecard:
         note.write_text(policy, encoding="utf-8")
         self.right: list[
             float
-        ] = []  # the share of right samples of each problem that is done, NaN where nobody could tell
+        ] = []  # of each problem that is done the share of right samples, NaN where nobody could tell
         self.since, self.played, self.tokens = time.perf_counter(), 0, 0  # of this call
 
     def file(self, places: range) -> Path:
@@ -118,7 +119,8 @@ def named(found: Mapping[str, Estimate]) -> dict[str, Any]:
 
 def save(folder: Path, found: Mapping[str, Any]) -> None:
     text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
-    (folder / "metrics.json").write_text(text, encoding="utf-8")
+    (folder / "metrics.json.new").write_text(text, encoding="utf-8")
+    os.replace(folder / "metrics.json.new", folder / "metrics.json")
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
