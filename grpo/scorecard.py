@@ -42,9 +42,8 @@ class Scorecard:
             )
         self.parts.mkdir(parents=True, exist_ok=True)
         note.write_text(policy, encoding="utf-8")
-        self.right: list[
-            float
-        ] = []  # of each problem that is done the share of right samples, NaN where nobody could tell
+        # of each problem that is done the share of right samples, NaN where nobody could tell
+        self.right: list[float] = []
         self.since, self.played, self.tokens = time.perf_counter(), 0, 0  # of this call
 
     def file(self, places: range) -> Path:
