@@ -1,6 +1,6 @@
 """Evaluate a run, a checkpoint or a base model on the test split of a task. `python eval.py --help` says how."""
 
-import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,16 +10,29 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
-from grpo.callbacks.samples import on_disk, records, write
-from grpo.callbacks.terminal import evaluation_table
-from grpo.cli import one_line_errors, run
+from grpo.callbacks.samples import on_disk
+from grpo.cli import changes, one_line_errors, run
+from grpo.comparison import arms_of, compare
+from grpo.comparison import show as show_comparison
 from grpo.errors import UserError
+from grpo.evaluation import columns
+from grpo.manifest import kept
+from grpo.scorecard import Bar, Scorecard, finished, policy_in, save, show
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="eval")
 def main(config: DictConfig) -> float:
     with one_line_errors("eval"):
-        return evaluate(config, HydraConfig.get().overrides.task)
+        return compared(config) if config.compare else evaluate(config, HydraConfig.get().overrides.task)
+
+
+def compared(config: DictConfig) -> float:
+    """Returns the first difference. Writes metrics.json; loads no model."""
+    found = compare(arms_of(OmegaConf.to_container(config.compare)), config.after)
+    Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    save(Path(config.output_dir), found)
+    show_comparison(Console(), found)
+    return found["comparisons"][0]["difference"]["value"]
 
 
 def policy_folder(run: str) -> Path:
@@ -55,12 +68,21 @@ def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
-    """Returns the accuracy. Writes metrics.json and samples.parquet beside config.yaml. overrides: of the command line."""
+    """Returns the accuracy. Writes metrics.json and samples.parquet beside config.yaml; goes on where it was stopped in that
+    folder. overrides: of the command line."""
+    console = Console()
     if config.run:
         config = as_in_run(config, overrides)
     folder = Path(config.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, folder / "config.yaml", resolve=True)
+    if (folder / "config.yaml").is_file() and (changed := changes(config, folder / "config.yaml")):
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise UserError(
+            f"{folder} is of other values: {', '.join(changed[:3])}{more}; set hydra.run.dir to a new folder"
+        )
+    if found := finished(folder):
+        show(console, config.task._target_.rpartition(".")[2], found)
+        console.print(f"finished before, in {folder}", soft_wrap=True)
+        return found["eval/accuracy"]["value"]
     evaluator = instantiate(config.eval)
     trainer = instantiate(config.trainer)(callbacks=[], logger=[])
     if trainer.num_devices > 1:
@@ -72,21 +94,45 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     pretrained = instantiate(config.model)
     prompt_limit = prompt_limit.within(pretrained.config().max_position_embeddings, config.max_tokens)
     renderer = instantiate(config.renderer)(pretrained.tokenizer(), prompt_limit.kept)
-    examples = prompt_limit.fitting(task, evaluator.split, renderer)
+    examples = evaluator.chosen(prompt_limit.fitting(task, evaluator.split, renderer))
     engine = instantiate(config.engine)
     engine.load_weights(pretrained.model().to(trainer.strategy.root_device), 0)
-    with trainer.precision_plugin.forward_context(), on_disk(folder / "samples.failed.parquet"):
-        evaluation = evaluator(task, engine, renderer, config.seed, examples=examples)
+    card = Scorecard(folder, examples, policy_in(pretrained.path))
+    OmegaConf.save(config, folder / "config.yaml", resolve=True)
+    try:
+        with (
+            kept(config.output_dir, overrides, config.seed, {evaluator.split: examples}, card.progress),
+            trainer.precision_plugin.forward_context(),
+            on_disk(folder / "samples.failed.parquet"),
+            Bar(console, len(examples)) as bar,
+        ):
+            todo = [places for places in evaluator.batches(len(examples)) if not card.has(places)]
+            bar.begin(card)
+            for places in todo:
+                groups = evaluator.play(task, engine, renderer, config.seed, examples, places)
+                card.add(places, groups, columns(task, groups, evaluator.by))
+                bar.show(card)
+            speed = card.speed
+            found = card.finish()
+    except KeyboardInterrupt:
+        console.print(f"stopped; the same command with hydra.run.dir={folder} goes on", soft_wrap=True)
+        raise
     engine.close()
 
-    write(folder / "samples.parquet", records(evaluation.groups))
-    (folder / "metrics.json").write_text(json.dumps(evaluation.metrics, indent=2) + "\n")
-    console = Console()
-    title = f"{type(task).__name__}: {len(evaluation.groups)} held-out examples"
-    console.print(evaluation_table([(pretrained.path, evaluation.metrics)], first="policy", title=title))
-    console.print(f"written to {folder}", soft_wrap=True)
-    return evaluation.metrics["eval/accuracy"]
+    show(console, config.task._target_.rpartition(".")[2], found)
+    console.print(f"{pretrained.path}: {speed}; written to {folder}", soft_wrap=True)
+    return found["eval/accuracy"]["value"]
+
+
+def as_list(argument: str) -> str:
+    """compare=A,B, which Hydra would take for a sweep, as the list that is meant; with quotes, for all that a path may have."""
+    key, _, value = argument.partition("=")
+    inner = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+    if key != "compare" or set(inner) & set("[]'\""):
+        return argument
+    return f"compare=[{','.join(repr(path) for path in inner.split(','))}]"
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = map(as_list, sys.argv[1:])
     run(main, "eval")

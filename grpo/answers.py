@@ -68,6 +68,25 @@ def extract_answer(text: str) -> str | None:
     return None
 
 
+# inline mathematics, as Markdown delimits it (not "$18 and $20"), or a number
+_LOOSE = re.compile(
+    r"\$(?![\s$])([^$\n]{1,200}?)(?<!\s)\$(?!\d)|\\\((.{1,200}?)\\\)"
+    r"|((?<![\w.)}])-)?(?<!\w)(?<!\d\.)((?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\.)\.\d+)(?:/\d+)?%?)"
+)
+
+
+def loose_answer(text: str) -> str | None:
+    """What a reader would take for the answer: what `extract_answer` gives, else the last box, else the last formula or number,
+    wherever it stands."""
+    if (answer := extract_answer(text) or boxed(text)) is not None:
+        return answer
+    found = [*_LOOSE.finditer(text)][-1:]
+    if not found:
+        return None
+    formula = found[0][1] or found[0][2]
+    return formula.strip() if formula else (found[0][3] or "") + found[0][4]
+
+
 # One spelling for what is written in many.
 
 _CHARACTERS = str.maketrans(

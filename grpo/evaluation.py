@@ -1,18 +1,32 @@
-"""Layer 2 - how good is the policy? The same environments and rewards as in training, on examples it never trains on."""
+"""Layer 2 - how good is the policy? The same environments and rewards as in training, on examples it never trains on.
 
-from collections.abc import Mapping, Sequence
+What is told is the mean over problems, each the mean of its own samples, with an interval that counts problems:
+docs/evaluation.md.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
+import pandas as pd
 
+from grpo.answers import equal
 from grpo.engine import Engine, Sampling
-from grpo.errors import UserError
+from grpo.errors import RewardError, RolloutError, UserError
 from grpo.play import play
+from grpo.records import records
 from grpo.renderer import Renderer
 from grpo.rl import Example, Split, Task
-from grpo.rollout import EVALUATION, Group, Limits, derive_seed, sample_means, share_right
+from grpo.rollout import EVALUATION, Group, Limits, Sample, conversation, derive_seed
+from grpo.statistics import Estimate, mean_interval
+
+SHARE = (0.0, 1.0)
+COUNTS = ("tool_calls", "tool_failures", "malformed_calls")  # of a conversation
+NUMBERS = ("length", "turns", *COUNTS)  # what else is 0 or 1 is a share
+MOST_VALUES = 50  # of a column that results are told by
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -23,37 +37,157 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - comb(n - c, k) / comb(n, k)
 
 
+def all_of_k(n: int, c: int, k: int) -> float:
+    """C(c, k) / C(n, k): the chance that k of k are right, pass^k, unbiased. arXiv 2406.12045."""
+    return comb(c, k) / comb(n, k)
+
+
+def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
+    """The chance that what most samples answer is right, where ties are drawn by lot. arXiv 2203.11171.
+
+    Answers vote together that are equal without algebra; who gives none does not vote, and where nobody does it is 0.
+    """
+    votes: list[tuple[str, list[bool]]] = []
+    for answer, is_right in zip(answers, right, strict=True):
+        if not isinstance(answer, str):  # a table of pandas' may have NaN for None
+            continue
+        for other, given in votes:
+            if equal(answer, other):
+                given.append(is_right)
+                break
+        else:
+            votes.append((answer, [is_right]))
+    most = max((len(given) for _, given in votes), default=0)
+    return float(np.mean([np.mean(given) for _, given in votes if len(given) == most])) if votes else 0.0
+
+
+# -- columns of the records that only evaluations have
+
+
+def told_by(example: Example, names: Sequence[str]) -> dict[str, str]:
+    """Those of the columns that an example has, as text; of a mixture's also its source's own."""
+    outer = example if isinstance(example, Mapping) else {}
+    inner = outer.get("example")
+    row = {**inner, **outer} if isinstance(inner, Mapping) else outer
+    return {f"by/{name}": str(row[name]) for name in names if row.get(name) is not None}
+
+
+def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict[str, list[list[Any]]]:
+    """Further columns for `records`, None where one does not apply: `answer`, what is claimed; `correct_lenient`, whether that is
+    right wherever it is said; `by/NAME`, what the example says of itself; `eval/NAME`, counts of a conversation."""
+    claims = getattr(task, "claims", None)
+
+    def of(sample: Sample) -> dict[str, Any]:
+        found: dict[str, Any] = told_by(sample.example, by)
+        if sample.trajectory.steps and claims and (claim := claims(sample.example, sample.trajectory)):
+            found["answer"] = claim.answer
+            if sample.reward.known and claim.lenient is not None:
+                found["correct_lenient"] = sample.reward.correct or claim.lenient
+        if len(sample.turns) != 1 or sample.trajectory.steps[0].state.tools:
+            said = conversation(sample.trajectory)
+            found |= {f"eval/{name}": said[name] for name in COUNTS}
+        return found
+
+    rows = [[of(sample) for sample in group] for group in groups]
+    names = dict.fromkeys(name for group in rows for row in group for name in row)
+    return {name: [[row.get(name) for row in group] for group in rows] for name in names}
+
+
+# -- numbers
+
+
+def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
+    """Every number that is told of an evaluation, by name. samples: records with the columns above, in any order.
+
+    Samples whose reward nobody could tell are left out of all that is about being right, and a problem of which fewer than k are
+    known out of pass@k. Lenient accuracy and maj@n are told where every sample has them, so that they are of the same problems.
+    """
+    problems = samples["prompt_index"]
+    known = samples["reward"].notna()
+
+    def mean(values: pd.Series, bounds: tuple[float, float] | None = SHARE) -> Estimate:
+        return mean_interval(values.astype(float).groupby(problems).mean().to_numpy(), bounds=bounds)
+
+    correct = samples["correct"].astype(float).where(known)
+    found = {"accuracy": mean(correct)}
+    graded = samples["correct_lenient"].notna() if "correct_lenient" in samples else known & False
+    claimed = graded.any() and bool(graded[known].all())
+    if claimed:
+        found["accuracy_lenient"] = mean(samples["correct_lenient"])
+    tally = correct.groupby(problems).agg(["count", "sum"]).astype(int).to_numpy()  # known, right
+    most = int(problems.value_counts().max())
+    for name, formula in (("pass@", pass_at_k), ("pass^", all_of_k)):
+        for k in powers(most):
+            values = [formula(int(n), int(c), k) for n, c in tally if n >= k]
+            found[f"{name}{k}"] = mean_interval(values, bounds=SHARE)
+    if most > 1 and claimed:
+        voters = samples[graded].groupby("prompt_index")
+        votes = [majority(part["answer"].tolist(), part["correct"].tolist()) for _, part in voters]
+        found[f"maj@{most}"] = mean_interval(votes, bounds=SHARE)
+    for name, values in facts(samples):
+        if name not in found:  # no part of a reward takes our names
+            share = name not in NUMBERS and values.dropna().isin((0, 1)).all()
+            found[name] = mean(values, SHARE if share else None)
+    return found
+
+
+def powers(n: int) -> list[int]:
+    """2, 4, 8 ... below n, and n: the k of pass@k. For k = 1 it is accuracy."""
+    return sorted({2**i for i in range(1, n.bit_length()) if 2**i < n} | ({n} if n > 1 else set()))
+
+
+def facts(samples: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
+    """Whatever is told in the mean besides, a value a sample; NaN where one does not apply."""
+    yield "length", samples["tokens"]
+    yield "truncated", samples["truncated"]
+    if samples["outcome"].notna().any():
+        for name in ("no_answer", "timeout", "error"):
+            yield name, samples["outcome"] == name
+    counts = [name for name in samples if name.startswith("eval/")]
+    if counts:  # where one sample is a conversation all are, some of them short
+        yield "turns", samples["turns"]
+        for end in ("out_of_turns", "env_error", "env_timeout"):
+            yield end, samples["end"] == end
+        for name in counts:
+            yield name.removeprefix("eval/"), samples[name].astype(float).fillna(0.0)
+    for name in sorted(name for name in samples if name.startswith("reward/")):
+        yield name.removeprefix("reward/"), samples[name].astype(float)
+
+
+def tables(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, Estimate]]]:
+    """The same for each value of each column that results are told by: column, value, name."""
+
+    def natural(value: str) -> list:
+        return [(0, int(piece), "") if piece.isdigit() else (1, 0, piece) for piece in re.split(r"(\d+)", value)]
+
+    found = {}
+    for name in (name for name in samples if name.startswith("by/")):
+        parts = dict(list(samples.groupby(name)))
+        if len(parts) <= MOST_VALUES:
+            found[name.removeprefix("by/")] = {v: estimates(parts[v]) for v in sorted(parts, key=natural)}
+    return found
+
+
+# -- an evaluation
+
+
 @dataclass(frozen=True)
 class Evaluation:
-    """rollout: how many rollouts the policy had learned from. A group holds the samples of one example."""
+    """rollout: how many rollouts the policy had learned from. A group holds the samples of one example. columns: of `columns`."""
 
     rollout: int
     groups: Sequence[Group]
     metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-def metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """eval/accuracy, and where there are several samples of an example eval/pass@k of so many: both over what could be graded,
-    since what nobody could tell is not wrong (NaN where that is all). eval/length in tokens; eval/truncated; the shares of
-    outcomes; and every part of the reward by name (eval/format among them)."""
-    samples = [sample for group in groups for sample in group]
-    k = len(groups[0])
-    found = {"accuracy": share_right(samples)}
-    if k > 1:
-        right = [
-            sum(sample.reward.correct for sample in group) for group in groups if all(s.reward.known for s in group)
-        ]
-        found[f"pass@{k}"] = np.mean([pass_at_k(k, c, k) for c in right]) if right else np.nan
-    found = found | sample_means(samples) | found  # in this order, and no part of a reward takes our names
-    return {f"eval/{name}": float(value) for name, value in found.items()}
+    columns: Mapping[str, list[list[Any]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Plays the first `limit` examples of a split (all of them: null), `samples` times each.
+    """Plays the first `limit` examples of a split (all of them: null), `samples` times each, `batch` examples together (or all).
 
     With one sample greedy is the usual choice (temperature 0); pass@k wants several, and a temperature. every: rollouts
-    between two evaluations in training, 0 for none; on_start: also before the first.
+    between two evaluations in training, 0 for none; on_start: also before the first. by: columns of the examples to tell results
+    by, where there are any.
     """
 
     sampling: Sampling
@@ -63,17 +197,43 @@ class Evaluator:
     on_start: bool = True
     split: Split = "test"
     limits: Limits = field(default_factory=Limits)
+    batch: int | None = None
+    by: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.split not in get_args(Split):
             raise UserError(f"eval.split={self.split} is not one of {', '.join(get_args(Split))}")
-        for name, least in (("samples", 1), ("limit", 1), ("every", 0)):
+        for name, least in (("samples", 1), ("limit", 1), ("every", 0), ("batch", 1)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise UserError(f"eval.{name}={value} must be at least {least}")
         if self.samples > 1 and self.sampling.temperature == 0:
             raise UserError(
                 f"eval.samples={self.samples} at temperature 0 would be equal samples: set eval.sampling.temperature=1"
             )
+
+    def chosen(self, examples: Sequence[Example]) -> list[Example]:
+        return [examples[i] for i in range(min(len(examples), self.limit or len(examples)))]
+
+    def batches(self, count: int) -> list[range]:
+        """The places of the examples that are played together."""
+        size = self.batch or count
+        return [range(first, min(first + size, count)) for first in range(0, count, size)]
+
+    def play(
+        self, task: Task, engine: Engine, renderer: Renderer, seed: int, examples: Sequence[Example], places: range
+    ) -> list[Group]:
+        """Of these places. A seed knows the place among all examples, so that batches change nothing but the last bits."""
+
+        def seeds(p: int, *path: int) -> int:
+            return derive_seed(seed, EVALUATION, places.start + p, *path)
+
+        batch = [examples[i] for i in places]
+        try:
+            return play(task, batch, self.samples, engine, renderer, self.sampling, seeds, self.limits)
+        except RolloutError as error:
+            if isinstance(error, RewardError) or places.start == 0:
+                raise
+            return error.groups  # all environments of a later batch, which may be of one example, failed
 
     def __call__(
         self,
@@ -85,16 +245,10 @@ class Evaluator:
         examples: Sequence[Example] | None = None,
     ) -> Evaluation:
         """examples: others than those of the task's split."""
-        examples = task.examples(self.split) if examples is None else examples
-        examples = [examples[i] for i in range(min(len(examples), self.limit or len(examples)))]
-        groups = play(
-            task,
-            examples,
-            self.samples,
-            engine,
-            renderer,
-            self.sampling,
-            lambda *path: derive_seed(seed, EVALUATION, *path),
-            self.limits,
-        )
-        return Evaluation(rollout, groups, metrics(groups))
+        examples = self.chosen(task.examples(self.split) if examples is None else examples)
+        groups: list[Group] = []
+        for places in self.batches(len(examples)):
+            groups += self.play(task, engine, renderer, seed, examples, places)
+        more = columns(task, groups, self.by)
+        found = estimates(pd.DataFrame(records(groups, **more)))
+        return Evaluation(rollout, groups, {f"eval/{name}": float(e.value) for name, e in found.items()}, more)

@@ -92,6 +92,15 @@ class Reward:
         return self.value == self.value
 
 
+@dataclass(frozen=True)
+class Claim:
+    """What an episode claims to be the answer, where the reward looks for it (None: nothing), and whether what it seems to claim,
+    wherever it says so, is right (None: nobody knows the right answer)."""
+
+    answer: str | None
+    lenient: bool | None
+
+
 class StateLike(Protocol):
     """Messages may be dicts in the form of chat templates, too. With `tools` (`ToolSpec`s, or dicts in that form) the policy may
     call them."""
@@ -154,6 +163,14 @@ class Task(EnvBuilder, RewardModel, Protocol):
 
     def examples(self, split: Split) -> Sequence[Example]:
         """The rows of a split, read once and cheap to index. Raises UserError where there are none."""
+        ...
+
+
+class Claiming(Protocol):
+    """What a task may have besides: evaluations look for it by name."""
+
+    def claims(self, example: Example, trajectory: Trajectory) -> Claim | None:
+        """None where answers are nothing that this task reads."""
         ...
 
 

@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from grpo.answers import extract_answer, loose_answer
 from grpo.errors import UserError
+from grpo.grading import verdict
 from grpo.messages import Message
-from grpo.rewards import Rewards
+from grpo.rewards import Rewards, as_lists, text_of
+from grpo.rewards.functions import correct
 from grpo.rewards.names import Function
-from grpo.rl import Example, Reward, SingleTurn, Split, Trajectory
+from grpo.rl import Claim, Example, Reward, SingleTurn, Split, Trajectory
 
 Template = Callable[[str], tuple[Message, ...]]  # of a question
 
@@ -59,14 +62,29 @@ class RowTask:
     def build(self, example: Example) -> SingleTurn:
         return SingleTurn(self.messages(example))
 
+    def columns(self, example: Example) -> Example:
+        """What reward functions get of it."""
+        return example if self.gold_column is None else {**example, "gold": self.gold(example)}
+
+    def heard(self, trajectory: Trajectory) -> Trajectory:
+        """As much of it as is graded."""
+        return trajectory if self.stop is None else with_answer(trajectory, trajectory.answer.partition(self.stop)[0])
+
     def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        if self.stop is not None:
-            trajectories = [with_answer(t, t.answer.partition(self.stop)[0]) for t in trajectories]
-        columns = example if self.gold_column is None else {**example, "gold": self.gold(example)}
-        return self.rewards.score(columns, trajectories)
+        return self.rewards.score(self.columns(example), [self.heard(trajectory) for trajectory in trajectories])
 
     def score(self, example: Example, trajectory: Trajectory) -> Reward:
         return self.score_group(example, [trajectory])[0]
+
+    def claims(self, example: Example, trajectory: Trajectory) -> Claim | None:
+        """What `correct` reads. None where it is not among the rewards."""
+        if not any(getattr(function, "func", function) is correct for function in self.rewards.functions):
+            return None
+        columns = self.columns(example)
+        text = text_of(as_lists(columns, [self.heard(trajectory)])["completions"][0])
+        gold = columns.get("gold")
+        lenient = None if gold is None else verdict(loose_answer(text), str(gold)) == "right"
+        return Claim(extract_answer(text), lenient)
 
 
 def with_answer(trajectory: Trajectory, text: str) -> Trajectory:

@@ -18,7 +18,7 @@ from fractions import Fraction
 from grpo.arithmetic import value
 from grpo.messages import Message, ToolCall, shown
 from grpo.rewards.names import Function
-from grpo.rl import Example, Reward, State, Trajectory
+from grpo.rl import Example, State, Trajectory
 from grpo.rowtask import with_answer
 from grpo.tools import ToolEnv, ToolError, spec_of
 from tasks.wordmath import Problem, Wordmath, draw_from
@@ -85,7 +85,5 @@ class Calculator(Wordmath):
     def build(self, example: Example) -> ToolEnv:
         return ToolEnv(self.messages(example), [calculator])
 
-    def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        return super().score_group(
-            example, [with_answer(t, "") if t.end == "out_of_turns" else t for t in trajectories]
-        )
+    def heard(self, trajectory: Trajectory) -> Trajectory:
+        return with_answer(trajectory, "") if trajectory.end == "out_of_turns" else trajectory

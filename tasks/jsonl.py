@@ -6,7 +6,7 @@ from typing import Any
 from grpo.errors import UserError
 from grpo.messages import Message
 from grpo.rewards.names import Function
-from grpo.rl import Example, Reward, Trajectory
+from grpo.rl import Example
 from grpo.rows import Dataset
 from grpo.rowtask import RowTask
 
@@ -35,9 +35,9 @@ class Jsonl(RowTask):
         columns = (prompt,) if gold is None else (prompt, gold)
         super().__init__(Dataset(path, columns, **rows), rewards, weights, solved)
 
-    def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
+    def columns(self, example: Example) -> Example:
         """The column goes by the name `prompt` too: it says whether this is a conversation."""
-        return super().score_group({**example, "prompt": example.get(self.prompt)}, trajectories)
+        return super().columns({**example, "prompt": example.get(self.prompt)})
 
     def messages(self, example: Example) -> tuple[Message, ...]:
         prompt = example[self.prompt]

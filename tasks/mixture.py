@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from grpo.errors import UserError
-from grpo.rl import Env, Example, Reward, Split, Task, Trajectory, build
+from grpo.rl import Claim, Env, Example, Reward, Split, Task, Trajectory, build
 from grpo.rows import Made
 from grpo.scoring import score_group
 
@@ -62,6 +62,10 @@ class Mixture:
         source = example["source"]
         rewards = score_group(self.tasks[source], example["example"], trajectories)
         return [self._named(source, reward) for reward in rewards]
+
+    def claims(self, example: Example, trajectory: Trajectory) -> Claim | None:
+        ask = getattr(self.tasks[example["source"]], "claims", None)
+        return ask(example["example"], trajectory) if ask else None
 
     def _named(self, source: str, reward: Reward) -> Reward:
         parts = dict(reward.parts)

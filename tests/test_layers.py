@@ -10,8 +10,9 @@ LAYERS = [
     | {"tools", "toolcalls", "answers", "arithmetic", "workers", "sandbox", "confine", "programs"}
     | {"advantage", "kl", "loss", "correction", "entropy", "algorithm", "attention", "layout", "probe", "masters"}
     | {"optimizers", "recompute", "statistics"},
-    {"rollout", "play", "calls", "scoring", "collate", "data", "policy", "evaluation", "tiny"},
-    {"module", "callbacks", "forecast", "trainer", "runs", "jobs", "sweep", "serve", "loggers", "manifest"},
+    {"rollout", "play", "calls", "scoring", "collate", "data", "policy", "evaluation", "tiny", "records"},
+    {"module", "callbacks", "forecast", "trainer", "runs", "jobs", "sweep", "serve", "loggers", "trackers", "manifest", "card"}
+    | {"scorecard", "comparison", "report", "plots", "anatomy", "show"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

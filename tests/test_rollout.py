@@ -11,7 +11,7 @@ from grpo.collate import scores
 from grpo.engine import Sampling
 from grpo.engines.transformers import TransformersEngine
 from grpo.errors import UserError
-from grpo.evaluation import Evaluator, metrics, pass_at_k
+from grpo.evaluation import Evaluator
 from grpo.messages import Message
 from grpo.play import play
 from grpo.policy import Pretrained
@@ -76,29 +76,6 @@ def test_what_a_sample_says_depends_on_its_own_seed_only(parts):
     assert ids[0] == ids[1]
     assert len({sample.turns[0].completion.ids for sample in both[0]}) == 3
     assert len({derive_seed(0, p, s, t) for p in range(20) for s in range(20) for t in range(3)}) == 1200
-
-
-@pytest.mark.parametrize(
-    ("n", "c", "k", "value"), [(4, 1, 1, 0.25), (4, 2, 2, 1 - 1 / 6), (4, 3, 2, 1.0), (5, 0, 5, 0.0)]
-)
-def test_pass_at_k(n, c, k, value):
-    assert pass_at_k(n, c, k) == pytest.approx(value)
-
-
-def test_evaluation_metrics():
-    def sample(correct: bool, length: int, form: float):
-        step = Step(State((Message("user", "q"),)), Action(Message("assistant", "a"), truncated=length == 9))
-        turn = Turn((1,), Completion((2,) * length, (-1.0,) * length, "stop"))
-        return Sample({}, Trajectory((step,)), (turn,), Reward(0.0, correct, {"format": form}))
-
-    groups = [[sample(True, 3, 1.0), sample(False, 9, 0.0)], [sample(False, 2, 1.0), sample(False, 2, 0.0)]]
-    assert metrics(groups) == {
-        "eval/accuracy": 0.25,
-        "eval/pass@2": 0.5,
-        "eval/length": 4.0,
-        "eval/truncated": 0.25,
-        "eval/format": 0.5,
-    }
 
 
 def test_evaluator_plays_the_first_test_rows(parts):

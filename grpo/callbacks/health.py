@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import lightning as L
@@ -65,6 +65,22 @@ RANGES = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Finding:
+    """After `rollout` rollouts a metric was out of its range; words: the bound, what it means, and what to do."""
+
+    rollout: int
+    metric: str
+    value: float
+    words: str
+
+
+def warnings_of(metrics: Mapping[int, Mapping[str, float]]) -> list[Finding]:
+    """What `Health` says of a run with these metrics, by rollouts learned from: each metric once."""
+    health = Health()
+    return [finding for rollout, row in metrics.items() for finding in health.findings(rollout, row)]
+
+
 class Health(L.Callback):
     """ignore: metrics not to speak of. Behind RolloutCallback, which collects the metrics."""
 
@@ -72,16 +88,21 @@ class Health(L.Callback):
         known = [well.metric for well in RANGES]
         if isinstance(ignore, str) or not set(ignore) <= set(known):
             raise UserError(f"callbacks.health.ignore={ignore} must be a list of some of {', '.join(known)}")
-        self.silent = set(ignore)
+        self.ignored, self.silent = frozenset(ignore), set(ignore)
         self.unwell: Counter[str] = Counter()  # rollouts on end
 
     @rank_zero_only
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Mapping, batch: PromptBatch, batch_idx: int
     ) -> None:
-        older = batch.metrics.get("rollout/staleness", 0) > 0
+        for found in self.findings(batch.rollout + 1, batch.metrics):
+            log.warning(f"rollout {found.rollout}: {found.metric} is {found.value:.3g}, {found.words}")
+
+    def findings(self, rollout: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
+        """What is new of these metrics. Rollouts come in order."""
+        older = metrics.get("rollout/staleness", 0) > 0
         for well in RANGES:
-            value = batch.metrics.get(well.metric)
+            value = metrics.get(well.metric)
             high = well.high if well.stale is None or not older else well.stale
             if value is None or well.low <= value <= high:
                 self.unwell[well.metric] = 0
@@ -91,7 +112,11 @@ class Health(L.Callback):
                 continue
             self.silent.add(well.metric)
             bound = f"above {high:g}" if value > high else f"below {well.low:g}"
-            log.warning(f"rollout {batch.rollout + 1}: {well.metric} is {value:.3g}, {bound}: {well.words}")
+            yield Finding(rollout, well.metric, value, f"{bound}: {well.words}")
+
+    def told(self) -> list[str]:
+        """The metrics that were warned of, before a resume too."""
+        return sorted(self.silent - self.ignored)
 
     def state_dict(self) -> dict:
         return {"silent": sorted(self.silent)}

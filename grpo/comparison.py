@@ -1,0 +1,129 @@
+"""Layer 3 - two policies or more on the same problems: which is better, by how much, and could it be chance?
+
+Reads what evaluations left; no model is loaded.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from grpo.errors import UserError
+from grpo.evaluation import SHARE
+from grpo.runs import Run, arms, load
+from grpo.scorecard import named, shown
+from grpo.statistics import compare_arms, holm, iqm, mean_interval, over_seeds, paired
+
+log = logging.getLogger(__name__)
+
+COLUMNS = {"accuracy": "correct", "accuracy_lenient": "correct_lenient"}
+
+
+def verdicts(run: Run, after: int | None = None) -> pd.DataFrame | None:
+    """[items, (accuracy, accuracy_lenient)] of an evaluation by eval.py, or of a training run's last one (or that after so many
+    rollouts): of each problem the share of its samples that were right, NaN where nobody could tell. None where there is none."""
+    wanted = ["item", "reward", *COLUMNS.values()]
+    if (file := run.folder / "samples.parquet").is_file():
+        samples = pd.read_parquet(file)
+    elif run.evaluated:
+        samples = run.evaluations([run.evaluated[-1] if after is None else after], wanted)
+    else:
+        return None
+    known = samples["reward"].notna()
+    scores = {name: samples[column].astype(float).where(known) for name, column in COLUMNS.items() if column in samples}
+    return pd.DataFrame(scores).groupby(samples["item"]).mean()
+
+
+def arms_of(operands: Sequence[str | Sequence[str]]) -> dict[str, list[Run]]:
+    """What `compare=` names: a run, an evaluation, several of them in brackets (one arm, as its seeds), or a sweep, which has its
+    arms by what was said on its command line."""
+    found: dict[str, list[Run]] = {}
+    for operand in operands:
+        if not isinstance(operand, str):
+            found[", ".join(operand)] = load(*(Path(path).expanduser() for path in operand))
+            continue
+        runs = load(Path(operand).expanduser())
+        parts = arms(runs)
+        for label, members in parts.items():
+            found[operand if len(parts) == 1 else f"{operand}: {label}"] = members
+    if not 2 <= len(found) <= len(ascii_uppercase):
+        raise UserError(
+            f"compare has {len(found)} arm ({', '.join(found)}): give two or more, as compare=RUN_A,RUN_B; the folder of a "
+            "sweep; or seeds in brackets, compare=[[A0,A1],[B0,B1]]"
+        )
+    return found
+
+
+def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -> dict[str, Any]:
+    """Every arm against the first, on the problems that all of their runs were asked: what metrics.json has of it."""
+    measured: dict[str, list[pd.DataFrame]] = {}
+    for name, runs in named_arms.items():
+        tables = {run: verdicts(run, after) for run in runs}
+        if missing := [str(run.folder) for run, table in tables.items() if table is None]:
+            log.warning("without a finished evaluation, and left out: %s", ", ".join(missing))
+        measured[name] = [table for table in tables.values() if table is not None]
+        if not measured[name]:
+            raise UserError(f"{name} has no finished evaluation: let it end, or run eval.py on it")
+    every = [table for tables in measured.values() for table in tables]
+    items = sorted(set.intersection(*(set(table["accuracy"].dropna().index) for table in every)))
+    if not items:
+        raise UserError("the runs have no problem in common: compare evaluations of the same task, split and rows")
+
+    letters = dict(zip(measured, ascii_uppercase, strict=False))
+    found: dict[str, Any] = {"arms": {}, "items": {"common": len(items)}, "comparisons": []}
+    for metric in COLUMNS:
+        if not all(metric in table and table.loc[items, metric].notna().all() for table in every):
+            continue
+        scores = {
+            letters[name]: np.array([table.loc[items, metric] for table in tables])  # [runs, items]
+            for name, tables in measured.items()
+        }
+        rows = []
+        for name, runs in measured.items():
+            arm, of = scores[letters[name]], found["arms"].setdefault(letters[name], {"name": name, "runs": len(runs)})
+            found["items"][letters[name]] = len(set().union(*(table.index for table in runs)))
+            several = len(arm) > 1
+            of |= named({metric: over_seeds(arm.mean(axis=1)) if several else mean_interval(arm[0], bounds=SHARE)})
+            if several:
+                of |= named({f"{metric}_iqm": iqm(arm.mean(axis=1))})
+        first, *others = scores
+        for other in others:
+            a, b = scores[first], scores[other]
+            result = compare_arms(a, b) if max(len(a), len(b)) > 1 else paired(a[0], b[0])
+            row = {"metric": f"eval/{metric}", "arm": other, "against": first}
+            row |= {"difference": named({metric: result.difference})[f"eval/{metric}"], "p_value": result.p_value}
+            row |= {name: getattr(result, name) for name in ("better", "worse", "ties", "test")}
+            rows.append(row)
+        for row, adjusted in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
+            found["comparisons"].append({**row, "p_holm": adjusted})
+    return found
+
+
+def show(console: Console, found: Mapping[str, Any]) -> None:
+    every, items = found["arms"], found["items"]
+    for letter, arm in every.items():
+        runs = "" if arm["runs"] == 1 else f" ({arm['runs']} runs)"
+        console.print(f"{letter}  {arm['name']}{runs}: {items[letter]} problems", soft_wrap=True, highlight=False)
+    metrics = [name for name in next(iter(every.values())) if name.startswith("eval/")]
+    table = Table(f"{items['common']} problems", *every)
+    for name in metrics:
+        cells = ["{} ({})".format(*shown(name, arm[name])) if name in arm else "-" for arm in every.values()]
+        table.add_row(name.removeprefix("eval/"), *cells)
+    console.print(table)
+
+    several = len(every) > 2
+    heads = ["difference", "", "95 % interval", "p", *(["p (Holm)"] if several else []), "better", "worse", "ties"]
+    table = Table(*heads)
+    for row in found["comparisons"]:
+        what = f"{row['metric'].removeprefix('eval/')}, {row['arm']} - {row['against']}"
+        counts = [str(row[name]) for name in ("better", "worse", "ties")]
+        adjusted = [f"{row['p_holm']:.3g}"] if several else []
+        table.add_row(what, *shown(row["metric"], row["difference"]), f"{row['p_value']:.3g}", *adjusted, *counts)
+    console.print(table)
+    console.print("; ".join(dict.fromkeys(row["test"] for row in found["comparisons"])), highlight=False)

@@ -1,0 +1,199 @@
+"use strict";
+// Elements, numbers in words, and charts in SVG. Text enters the page as text nodes only: completions are nobody's HTML.
+
+const element = (space) => (tag, attributes = {}, ...children) => {
+  const node = document.createElementNS(space, tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") node.addEventListener(name, value);
+    else if (value !== false && value != null) node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.flat().filter((child) => child != null));
+  return node;
+};
+const html = element("http://www.w3.org/1999/xhtml");
+const svg = element("http://www.w3.org/2000/svg");
+const section = (id, title, ...children) => html("section", { id }, html("h2", {}, title), ...children);
+
+const SHARE = new RegExp(
+  "(accuracy|_rate|_groups|truncated|no_answer|timeout|error|format|supports|correct|out_of_turns|malformed_calls" +
+    "|pass[@^]\\d+|(avg|maj)@\\d+|clip_fraction\\w*|(level|hops)_\\d+)$",
+);
+const isShare = (name) => SHARE.test(name) && !name.includes("discarded");
+
+/** A number as one reads it: shares in per cent, memory in GB, times in seconds. */
+function tell(value, name = "") {
+  if (value == null) return "–";
+  if (isShare(name)) return `${(100 * value).toFixed(1)}\u00a0%`;
+  if (name.startsWith("memory/")) return `${(value / 1e9).toFixed(2)} GB`;
+  const unit = name.startsWith("time/") ? " s" : "";
+  if (unit && value < 0.001) return "< 0.001 s";
+  const size = Math.abs(value);
+  if (size >= 1000) return value.toLocaleString("en", { maximumFractionDigits: 0 }) + unit;
+  return (size > 0 && size < 0.001 ? value.toExponential(2) : String(+value.toPrecision(4))) + unit;
+}
+
+/** About `count` round numbers that cover low to high. */
+function ticks(low, high, count = 4) {
+  const raw = (high - low) / count;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = power * [1, 2, 2.5, 5, 10].find((times) => times * power >= raw * 0.999);
+  const first = Math.floor(low / step + 1e-9);
+  const last = Math.ceil(high / step - 1e-9);
+  return Array.from({ length: last - first + 1 }, (_, i) => (first + i) * step);
+}
+
+const WIDTH = 360;
+const HEIGHT = 190;
+const LEFT = 54;
+const RIGHT = 12;
+const TOP = 10;
+const BOTTOM = 24;
+const colour = (index) => `var(--c${index % 7})`;
+const dashes = (index) => (index >= 7 ? "6 3" : null);
+
+function frame(x, y, xs, ys, name) {
+  const whole = xs.filter((at) => Number.isInteger(at));
+  return svg("g", {},
+    ys.map((at) => [
+      svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(at), y2: y(at) }),
+      svg("text", { x: LEFT - 6, y: y(at) + 4, "text-anchor": "end" }, axisLabel(at, name)),
+    ]).flat(),
+    whole.map((at) => svg("text", { x: x(at), y: HEIGHT - 6, "text-anchor": "middle" }, String(at))));
+}
+
+const axisLabel = (at, name) =>
+  isShare(name) ? `${+(100 * at).toPrecision(3)} %` : name.startsWith("memory/") ? `${+(at / 1e9).toPrecision(3)} GB` : tell(at);
+
+/** What an axis covers: the curves; of their intervals, which few seeds make very wide, no more than as much again. */
+function reach(points, share) {
+  const values = points.map((p) => p.y);
+  const [least, most] = [Math.min(...values), Math.max(...values)];
+  if (least === 0 && most === 0) return [0, 1];
+  const flat = most - least <= 1e-9 * Math.abs(most);
+  const room = flat ? Math.abs(most) / 10 : most - least;
+  const bounds = flat ? [least - room, most + room] : points.flatMap((p) => [p.low, p.high]).filter((bound) => bound != null);
+  const low = Math.max(least - room, Math.min(least, ...bounds));
+  const high = Math.min(most + room, Math.max(most, ...bounds));
+  const zero = low > 0 && low < 0.6 * high;
+  return share ? [Math.max(0, zero ? 0 : low), Math.min(1, high)] : [zero ? 0 : low, high];
+}
+
+/**
+ * A figure of one metric against rollouts. series: [{label, index, x, y, low?, high?, thin?}], null in y where nothing is known.
+ * span: the first and the last rollout of the axis. marks: [{rollout, words}], told under the curve. A pointer or the arrow keys read the values.
+ */
+function chart(name, series, span, marks = []) {
+  const points = series.map(({ x, y, low, high }) =>
+    x.map((at, i) => ({ at, y: y[i], low: low?.[i] ?? null, high: high?.[i] ?? null })).filter((p) => p.y != null));
+  const every = points.flat();
+  const caption = html("figcaption", {}, name);
+  if (!every.length) return html("figure", { class: "card" }, caption, html("p", { class: "soft" }, "no value"));
+
+  const xs = [...new Set(every.map((p) => p.at))].sort((a, b) => a - b);
+  const ys = ticks(...reach(every, isShare(name)));
+  const [low, high] = [ys[0], ys.at(-1)];
+  const [first, last] = [span[0], Math.max(span[1], span[0] + 1)];
+  const x = (at) => LEFT + ((at - first) / (last - first)) * (WIDTH - LEFT - RIGHT);
+  const y = (value) => TOP + ((high - Math.max(low, Math.min(high, value))) / (high - low)) * (HEIGHT - TOP - BOTTOM);
+  const path = (list) => list.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
+
+  const cursor = svg("g", {});
+  const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, tabindex: 0, role: "img",
+    "aria-label": `${name} against rollouts; arrow keys read values` }, frame(x, y, ticks(first, last).filter((at) => at >= first && at <= last), ys, name));
+  series.forEach(({ index, thin }, s) => {
+    const banded = points[s].filter((p) => p.low != null && p.high != null);
+    const stroke = colour(index);
+    if (banded.length && points[s].length <= 30 && series.length === 1)
+      picture.append(...banded.map((p) => svg("line", { stroke, opacity: 0.55, x1: x(p.at), x2: x(p.at), y1: y(p.low), y2: y(p.high) })));
+    else if (banded.length)
+      picture.append(svg("path", { fill: stroke, opacity: 0.16,
+        d: path(banded.map((p) => [p.at, p.high])) + path(banded.map((p) => [p.at, p.low]).reverse()).replace("M", "L") + "Z" }));
+    picture.append(svg("path", { class: "curve", fill: "none", stroke, "stroke-width": thin ? 0.8 : 1.8, opacity: thin ? 0.6 : 1,
+      "stroke-dasharray": dashes(index), "stroke-linejoin": "round", d: path(points[s].map((p) => [p.at, p.y])) }));
+    if (points[s].length <= 30 && !thin) picture.append(...points[s].map((p) => svg("circle", { cx: x(p.at), cy: y(p.y), r: 2.2, fill: stroke })));
+  });
+  for (const { rollout, words } of marks)
+    picture.append(svg("path", { fill: "var(--bad)", d: `M${x(rollout)} ${HEIGHT - BOTTOM - 7}l5 8h-10z` }, svg("title", {}, words)));
+  picture.append(cursor);
+
+  const tip = html("div", { class: "tip", hidden: true });
+  const figure = html("figure", { class: "card" }, caption, picture, tip);
+  let here = xs.length - 1;
+  const show = (i) => {
+    here = Math.max(0, Math.min(xs.length - 1, i));
+    const at = xs[here];
+    const found = series.map((one, s) => [one, points[s].find((p) => p.at === at)]).filter(([one, p]) => p && !one.thin);
+    cursor.replaceChildren(svg("line", { class: "cursor", x1: x(at), x2: x(at), y1: TOP, y2: HEIGHT - BOTTOM }),
+      ...found.map(([one, p]) => svg("circle", { cx: x(at), cy: y(p.y), r: 3.5, fill: colour(one.index) })));
+    tip.replaceChildren(html("div", { class: "soft" }, `rollout ${at}`), ...found.map(([one, p]) =>
+      html("div", {}, `${one.label ? one.label + ": " : ""}${tell(p.y, name)}`,
+        p.low == null ? null : html("span", { class: "soft" }, `  ${tell(p.low, name)} to ${tell(p.high, name)}`))));
+    tip.hidden = false;
+    tip.style.left = `${Math.max(4, Math.min(figure.clientWidth - tip.offsetWidth - 4, (x(at) / WIDTH) * picture.getBoundingClientRect().width + 26))}px`;
+  };
+  const hide = () => { cursor.replaceChildren(); tip.hidden = true; };
+  picture.addEventListener("pointermove", (event) => {
+    const { left, width } = picture.getBoundingClientRect();
+    const at = first + ((((event.clientX - left) / width) * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT)) * (last - first);
+    show(xs.reduce((best, value, i) => (Math.abs(value - at) < Math.abs(xs[best] - at) ? i : best), 0));
+  });
+  picture.addEventListener("pointerleave", hide);
+  picture.addEventListener("focus", () => picture.matches(":focus-visible") && show(here));
+  picture.addEventListener("blur", hide);
+  picture.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (step) { event.preventDefault(); show(here + step); }
+  });
+  return figure;
+}
+
+const legend = (labels) => html("div", { class: "legend" }, labels.map((label, index) => html("span", {},
+  svg("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" },
+    svg("line", { x1: 0, x2: 22, y1: 5, y2: 5, stroke: colour(index), "stroke-width": 4, "stroke-dasharray": dashes(index) })), ` ${label}`)));
+
+/** Groups of charts, and a box for each metric that shows or hides it. drawn(name) gives its figure. */
+function curves(groups, names, drawn) {
+  const shown = new Set(groups.flatMap(([, wanted]) => wanted.filter((name) => names.includes(name))));
+  const place = html("div", {});
+  const draw = () => {
+    const known = new Set(groups.flatMap(([, wanted]) => wanted));
+    const all = [...groups, ["Picked", names.filter((name) => !known.has(name))]];
+    place.replaceChildren(...all.flatMap(([title, wanted]) => {
+      const found = wanted.filter((name) => shown.has(name));
+      return found.length ? [html("h3", {}, title), html("div", { class: "charts" }, found.map(drawn))] : [];
+    }));
+  };
+  const boxes = names.map((name) => html("label", {}, html("input", { type: "checkbox", value: name, checked: shown.has(name), change: (event) => {
+    shown[event.target.checked ? "add" : "delete"](name);
+    draw();
+  } }), ` ${name}`));
+  draw();
+  const picker = html("details", { class: "card", id: "picker" }, html("summary", {}, `Metrics (${names.length})`), html("div", { class: "picker" }, boxes));
+  return { place, picker, draw };
+}
+
+/** Where the time went: a bar for each rollout and one for all of them. y: {name: seconds}, as long as x. */
+function timeSplit(x, y) {
+  const names = Object.keys(y);
+  const rows = x.map((at, i) => ({ at, parts: names.map((name) => y[name][i] ?? 0) })).filter((row) => row.parts.some((part) => part > 0));
+  if (!rows.length) return html("p", { class: "soft" }, "No times were logged.");
+  const sum = (list) => list.reduce((total, part) => total + part, 0);
+  const totals = names.map((_, n) => sum(rows.map((row) => row.parts[n])));
+  const all = sum(totals);
+  const [wide, tall] = [900, 170];
+  const ys = ticks(0, Math.max(...rows.map((row) => sum(row.parts))), 3);
+  const [first, last] = [rows[0].at, rows.at(-1).at];
+  const slot = (wide - LEFT) / (last - first + 1);
+  const y_ = (value) => TOP + (1 - value / ys.at(-1)) * (tall - TOP - BOTTOM);
+  const stacked = (parts, place) => { let from = 0; return parts.map((part, n) => place(n, from, (from += part))); };
+  const total = svg("svg", { viewBox: `0 0 ${wide} 26`, role: "img", "aria-label": "share of each kind of time" },
+    stacked(totals, (n, from, to) => svg("rect", { x: (from / all) * wide, width: ((to - from) / all) * wide, y: 2, height: 22, fill: colour(n) })));
+  const each = svg("svg", { viewBox: `0 0 ${wide} ${tall}`, role: "img", "aria-label": "seconds of each rollout by kind" },
+    ys.flatMap((at) => [svg("line", { class: "grid", x1: LEFT, x2: wide, y1: y_(at), y2: y_(at) }),
+      svg("text", { x: LEFT - 6, y: y_(at) + 4, "text-anchor": "end" }, `${+at.toPrecision(3)} s`)]),
+    rows.flatMap((row) => stacked(row.parts, (n, from, to) => svg("rect", { x: LEFT + (row.at - first) * slot + slot * 0.1, width: slot * 0.8,
+      y: y_(to), height: y_(from) - y_(to), fill: colour(n) }, svg("title", {}, `rollout ${row.at}, ${names[n]}: ${tell(row.parts[n], "time/")}`)))),
+    ticks(first, Math.max(last, first + 1), 8).filter((at) => Number.isInteger(at) && at >= first && at <= last)
+      .map((at) => svg("text", { x: LEFT + (at - first + 0.5) * slot, y: tall - 6, "text-anchor": "middle" }, String(at))));
+  return html("div", { class: "card" }, legend(names.map((name, n) => `${name.slice(5)} ${tell(totals[n], "time/")} (${((100 * totals[n]) / all).toFixed(0)} %)`)), total, each);
+}

@@ -1,0 +1,93 @@
+// The page of a run, or of a sweep, from the data that Python put into it.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+
+const GROUPS = [
+  ["What it earns", ["eval/accuracy", "rollout/reward", "rollout/solve_rate", "rollout/effective_groups"]],
+  ["What it writes", ["rollout/length", "eval/length", "rollout/truncated", "rollout/no_answer"]],
+  ["How it moves", ["loss/grad_norm", "loss/entropy", "loss/ratio", "loss/clip_fraction_high", "loss/approx_kl", "loss/kl", "rollout/logprob_gap", "lr"]],
+  ["Speed and memory", ["tokens/s", "memory/rollout", "memory/update"]],
+];
+const MINUS = (text) => text.replace("-", "−");
+
+function header() {
+  const good = { finished: "good", failed: "bad", interrupted: "bad" };
+  return html("header", {},
+    html("div", { class: "row" }, html("h1", {}, data.name), data.status ? html("span", { class: `pill ${good[data.status] ?? "soft"}` }, data.status) : null),
+    data.error ? html("p", { class: "bad text" }, data.error) : null,
+    html("div", { class: "facts" }, data.facts.map(([name, value]) => html("div", {}, `${name} `, html("b", {}, value)))),
+    html("div", { class: "numbers" }, data.numbers.map(({ label, value, note }) =>
+      html("div", { class: "card" }, html("span", { class: "soft" }, label), html("strong", {}, value), html("span", { class: "soft" }, note ?? "")))));
+}
+
+const table = (head, rows, words = 1) => html("div", { class: "card scroll" }, html("table", {},
+  html("thead", {}, html("tr", {}, head.map((cell, i) => html("th", { class: i < words ? "words" : null }, cell)))),
+  html("tbody", {}, rows.map((row) => html("tr", {}, row.map((cell, i) => html("td", { class: i < words ? "words" : null }, cell)))))));
+
+function evaluations() {
+  const { x, y } = data.metrics;
+  const names = Object.keys(y).filter((name) => name.startsWith("eval/"));
+  const rows = x.map((at, i) => [at, i]).filter(([, i]) => names.some((name) => y[name][i] != null));
+  if (!rows.length) return html("p", { class: "soft" }, "This run was not evaluated.");
+  const interval = (name, i) => {
+    const bounds = data.intervals[name]?.[i];
+    return bounds ? html("span", { class: "soft" }, ` ${(100 * bounds[0]).toFixed(1)} to ${(100 * bounds[1]).toFixed(1)}`) : null;
+  };
+  return table(["after rollouts", ...names.map((name) => name.slice(5))],
+    rows.map(([at, i]) => [String(at), ...names.map((name) => html("span", {}, tell(y[name][i], name), interval(name, i)))]));
+}
+
+function health() {
+  if (!data.metrics.x.length) return html("p", { class: "soft" }, "Nothing was measured.");
+  if (!data.warnings.length) return html("p", {}, html("span", { class: "good" }, "✓ "), "No number left the range in which runs are known to be well.");
+  return table(["rollout", "metric", "value", "what it means"], data.warnings.map((w) => [String(w.rollout), w.metric, tell(w.value, w.metric), w.words]), 4);
+}
+
+function run() {
+  const { x, y } = data.metrics;
+  const names = Object.keys(y);
+  const { place, picker } = curves(GROUPS, names, (name) => {
+    const bounds = data.intervals[name];
+    const marks = data.warnings.filter((w) => w.metric === name);
+    return chart(name, [{ label: "", index: 0, x, y: y[name], low: bounds?.map((b) => b?.[0]), high: bounds?.map((b) => b?.[1]) }], [x[0], x.at(-1)], marks);
+  });
+  const times = Object.fromEntries(names.filter((name) => name.startsWith("time/") && name !== "time/played").map((name) => [name, y[name]])); // played: beside the update
+  return [
+    section("curves", "Curves", html("p", { class: "soft" }, "Against rollouts learned from; bars on accuracy are 95 % intervals over problems. Point at a curve, or focus it and use the arrow keys."), place, picker),
+    section("evaluation", "Held-out evaluation", evaluations()),
+    section("time", "Time", timeSplit(x, times)),
+    section("health", "Health", health()),
+    section("samples", "Samples", html("p", { class: "soft", id: "left" }, data.left), ...(data.steps.length ? browser(data) : [])),
+    section("configuration", "Configuration", html("div", { class: "card text", id: "overrides" }, data.overrides.join("\n") || "all defaults"),
+      html("details", { class: "card" }, html("summary", {}, "Every value"), html("pre", {}, data.config))),
+  ];
+}
+
+function sweep() {
+  const { arms, metrics } = data;
+  const names = Object.keys(metrics);
+  const each = html("input", { type: "checkbox", id: "seeds", change: () => draw() });
+  const { place, picker, draw } = curves(GROUPS, names, (name) => chart(name, [
+    ...(each.checked ? metrics[name].flatMap(({ seeds }, index) => seeds.map((seed) => ({ ...seed, index, thin: true }))) : []),
+    ...metrics[name].map((band, index) => ({ ...band, index, label: arms[index] })),
+  ], data.span));
+  const per_cent = (value) => MINUS((100 * value).toFixed(1));
+  const range = (low, high) => (low == null ? null : html("span", { class: "soft" }, ` ${per_cent(low)} to ${per_cent(high)}`));
+  const compared = data.table.map((row) => [row.arm, String(row.seeds), row.mean == null ? "–" : html("span", {}, `${per_cent(row.mean)} %`, range(row.low, row.high)),
+    row.difference ? html("span", {}, per_cent(row.difference.value), range(row.difference.low, row.difference.high)) : "–",
+    row.p == null ? "–" : tell(row.p), row.p == null ? "–" : tell(row.adjusted), row.p == null ? "–" : `${row.better} / ${row.worse} / ${row.ties}`]);
+  const links = data.runs.map((one) => [one.link ? html("a", { href: one.link }, one.name) : one.name, one.arm, one.seed, one.status, one.error ?? "", tell(one.accuracy, "accuracy")]);
+  const failed = data.runs.filter((one) => one.status !== "finished");
+  return [
+    section("arms", "Arms", html("p", { class: "soft" }, data.words), table(["arm", "seeds", "held-out accuracy", "against the first arm", "p", "p (Holm)", "better / worse / ties"], compared)),
+    section("curves", "Curves", html("p", { class: "soft" }, "Mean over seeds; bands are 95 % intervals over seeds. Point at a curve, or focus it and use the arrow keys."),
+      legend(arms), html("label", {}, each, " every seed"), place, picker),
+    section("runs", "Runs", failed.length ? html("p", { class: "bad" }, `${failed.length} of ${data.runs.length} runs did not finish.`) : null,
+      table(["run", "arm", "seed", "status", "error", "accuracy"], links, 5)),
+  ];
+}
+
+const sections = data.kind === "run" ? run() : sweep();
+document.body.append(header(),
+  html("nav", { "aria-label": "sections" }, html("div", {}, sections.map((one) => html("a", { href: `#${one.id}` }, one.querySelector("h2").textContent)))),
+  html("main", {}, ...sections, html("p", { class: "soft" }, `Written ${data.written} by python -m grpo.report.`)));

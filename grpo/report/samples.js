@@ -1,0 +1,169 @@
+// The browser of samples: pick, search, filter, sort, read, compare.
+
+const PAGE = 100; // rows drawn at once
+const stepName = (step) => (step.kind === "rollout" ? `rollout ${step.rollout}` : `evaluation after ${step.rollout}`);
+const verdict = (sample) =>
+  sample.reward == null || sample.correct == null ? ["?", "unknown", "soft"] : sample.correct ? ["✓", "right", "good"] : ["✗", "wrong", "bad"];
+
+const UNITS = [/[\s\S]/gu, /[\p{L}\p{N}_]+|\s+|[^\p{L}\p{N}_\s]/gu, /[^\n]*\n|[^\n]+/g, /[\s\S]+/g]; // characters, words, lines, all
+
+/**
+ * What of a and b is in the other, too: their longest common subsequence of words, or of characters; of larger units in long texts.
+ * Returns two lists of [text, is it in both].
+ */
+function difference(a, b, characters) {
+  let left, right;
+  for (const unit of UNITS.slice(characters ? 0 : 1)) {
+    [left, right] = [a, b].map((text) => text.match(unit) ?? []);
+    if (left.length * right.length < 9e6) break; // a moment's work
+  }
+  const [n, m] = [left.length, right.length];
+  const width = m + 1;
+  const best = new Uint16Array((n + 1) * width);
+  for (let i = n - 1; i >= 0; i--)
+    for (let j = m - 1; j >= 0; j--)
+      best[i * width + j] = left[i] === right[j] ? best[(i + 1) * width + j + 1] + 1 : Math.max(best[(i + 1) * width + j], best[i * width + j + 1]);
+  const sides = [[], []];
+  const put = (side, text, same) => {
+    const end = sides[side].at(-1);
+    if (end && end[1] === same) end[0] += text;
+    else sides[side].push([text, same]);
+  };
+  for (let i = 0, j = 0; i < n || j < m; ) {
+    if (i < n && j < m && left[i] === right[j]) { put(0, left[i++], true); put(1, right[j++], true); }
+    else if (j < m && (i === n || best[i * width + j + 1] > best[(i + 1) * width + j])) put(1, right[j++], false);
+    else put(0, left[i++], false);
+  }
+  return sides;
+}
+
+function conversation(messages) {
+  return messages.map((message) => html("div", { class: `message ${message.role === "assistant" ? "assistant" : ""}` },
+    html("div", { class: "soft" }, message.role),
+    html("div", { class: "text" }, typeof message.content === "string" ? message.content : JSON.stringify(message.content)),
+    message.tool_calls ? html("div", { class: "text soft" }, JSON.stringify(message.tool_calls)) : null));
+}
+
+/** Sampled tokens; the less likely one was, the stronger its colour. */
+function tokens(sample) {
+  const pieces = sample.pieces.map((piece, i) => {
+    const logprob = sample.logprobs[i];
+    const span = html("span", { title: `probability ${tell(Math.exp(logprob))}, log-probability ${tell(logprob)}` }, piece);
+    span.style.backgroundColor = `color-mix(in srgb, var(--c1) ${Math.round(75 * Math.min(1, -logprob / Math.log(100)))}%, transparent)`;
+    return span;
+  });
+  return [html("h3", {}, "Tokens; full colour: drawn at 1 % or less"), html("div", { class: "text", id: "tokens" }, pieces)];
+}
+
+/** How many characters, whole words of them, all the texts begin with; 0 if it is the same text. Few-shot prompts begin alike. */
+function sharedStart(texts) {
+  const [first, ...others] = new Set(texts);
+  if (!others.length) return 0;
+  let n = 0;
+  while (n < first.length && others.every((text) => text[n] === first[n])) n++;
+  return first.slice(0, n).search(/\S*$/);
+}
+
+function browser(data) {
+  const { steps, conversations } = data;
+  const everything = steps.flatMap((step) => step.samples.map((sample) => Object.assign(sample, { step })));
+  const byItem = new Map();
+  for (const sample of everything) byItem.set(sample.item, [...(byItem.get(sample.item) ?? []), sample]);
+  const prompt = (sample) => sample.prompt ?? "";
+  for (const step of steps) step.shared = sharedStart(step.samples.map(prompt));
+  const state = { step: steps.at(-1), sort: "", up: false, limit: PAGE, open: null };
+
+  const group = (kind, label) => html("optgroup", { label }, steps.map((step, i) =>
+    step.kind === kind ? html("option", { value: i, selected: step === state.step }, `${stepName(step)} (${step.samples.length})`) : null));
+  const redraw = () => { state.limit = PAGE; list(); };
+  const pick = html("select", { id: "step", "aria-label": "rollout or evaluation", change: () => go(+pick.value) },
+    ...[["rollout", "Rollouts"], ["evaluation", "Evaluations"]].filter(([kind]) => steps.some((step) => step.kind === kind)).map((pair) => group(...pair)));
+  const search = html("input", { type: "search", id: "search", placeholder: "search prompts and completions", "aria-label": "search", input: redraw });
+  const kind = html("select", { id: "kind", "aria-label": "right or wrong", change: redraw }, ["all", "right", "wrong", "unknown"].map((name) => html("option", {}, name)));
+  const [least, most] = ["least", "most"].map((id) => html("input", { type: "number", step: "any", id, placeholder: id, "aria-label": `${id} reward`, input: redraw }));
+  const count = html("span", { class: "soft", id: "count", role: "status" });
+  const go = (i) => { state.step = steps[Math.max(0, Math.min(steps.length - 1, i))]; pick.value = steps.indexOf(state.step); redraw(); };
+  const place = html("div", { class: "card list" });
+  const detail = html("div", { class: "card", id: "detail", tabindex: -1 }, html("p", { class: "soft" }, "Open a sample to read it."));
+
+  const wanted = () => {
+    const text = search.value.trim().toLowerCase();
+    const [low, high] = [least, most].map((input) => (input.value === "" ? null : +input.value));
+    const found = state.step.samples.filter((sample) =>
+      (kind.value === "all" || verdict(sample)[1] === kind.value) &&
+      (low == null || (sample.reward != null && sample.reward >= low)) && (high == null || (sample.reward != null && sample.reward <= high)) &&
+      (!text || prompt(sample).toLowerCase().includes(text) || sample.completion.toLowerCase().includes(text)));
+    if (!state.sort) return found;
+    const known = found.filter((sample) => sample[state.sort] != null).sort((a, b) => (state.up ? 1 : -1) * (a[state.sort] - b[state.sort]));
+    return [...known, ...found.filter((sample) => sample[state.sort] == null)];
+  };
+
+  const heading = (name, label) => html("th", { "aria-sort": name && state.sort === name ? (state.up ? "ascending" : "descending") : "none" },
+    html("button", { "data-sort": name, click: () => {
+      state.up = state.sort === name ? !state.up : false;
+      state.sort = name;
+      list();
+      place.querySelector(`[data-sort="${name}"]`).focus();
+    } }, label, name && state.sort === name ? (state.up ? " ▲" : " ▼") : ""));
+
+  const list = () => {
+    const found = wanted();
+    const columns = [["reward", "reward"], ["advantage", "advantage"], ["tokens", "tokens"]].filter(([name]) => state.step.samples.some((s) => s[name] != null));
+    const rows = found.slice(0, state.limit).map((sample) => {
+      const [mark, word, style] = verdict(sample);
+      const open = html("button", { "aria-label": `open sample ${sample.prompt_index}.${sample.sample}` },
+        html("span", { class: "soft" }, prompt(sample).slice(state.step.shared).slice(0, 300) || "(no prompt)"), html("span", {}, sample.completion.slice(0, 300) || "(nothing)"));
+      return html("tr", { click: () => read(sample), "aria-selected": String(sample === state.open) }, html("td", {}, open),
+        html("td", { class: style, title: word }, mark), ...columns.map(([name]) => html("td", {}, tell(sample[name]))));
+    });
+    count.textContent = `${found.length} of ${state.step.samples.length} samples`;
+    place.replaceChildren(html("table", {}, html("thead", {}, html("tr", {}, heading("", "prompt and completion"), html("th", {}),
+      columns.map((column) => heading(...column)))), html("tbody", {}, rows)));
+    if (found.length > state.limit) place.append(html("button", { click: () => { state.limit += PAGE; list(); } }, `${found.length - state.limit} more`));
+  };
+
+  const read = (sample) => {
+    state.open = sample;
+    if (sample.step !== state.step) go(steps.indexOf(sample.step));
+    else list();
+    const [mark, word, style] = verdict(sample);
+    const facts = { reward: tell(sample.reward), ...(sample.advantage == null ? {} : { advantage: tell(sample.advantage) }), tokens: sample.tokens, turns: sample.turns,
+      end: sample.end + (sample.truncated && sample.end !== "truncated" ? ", truncated" : ""), outcome: sample.outcome ?? "–",
+      ...Object.fromEntries(Object.entries(sample.parts).map(([name, value]) => [name, tell(value)])), ...(sample.env_error ? { error: sample.env_error } : {}) };
+    const same = (byItem.get(sample.item) ?? []).filter((other) => sample.item != null && other !== sample);
+    const siblings = state.step.samples.filter((other) => other.prompt_index === sample.prompt_index);
+    const result = html("div", { id: "diff" });
+    const characters = html("input", { type: "checkbox", id: "characters", change: () => compare() });
+    const against = html("select", { id: "against", "aria-label": "compare with", change: () => compare() }, html("option", { value: "" }, "nothing"),
+      same.map((other, i) => html("option", { value: i }, `${stepName(other.step)}, sample ${other.prompt_index}.${other.sample} ${verdict(other)[0]}`)));
+    const compare = () => {
+      result.replaceChildren();
+      if (against.value === "") return;
+      const other = same[+against.value];
+      const pair = other.step.rollout > sample.step.rollout ? [sample, other] : [other, sample];
+      const sides = difference(pair[0].completion, pair[1].completion, characters.checked);
+      if (pair[0].completion === pair[1].completion) result.append(html("p", { class: "soft" }, "Word for word the same."));
+      result.append(html("div", { class: "two" }, sides.map((side, i) => html("div", {},
+        html("div", { class: "soft" }, `${stepName(pair[i].step)}, reward ${tell(pair[i].reward)} ${verdict(pair[i])[0]}`),
+        html("div", { class: "text" }, side.map(([text, both]) => (both ? text : html(i ? "ins" : "del", {}, text))))))));
+    };
+    detail.replaceChildren(
+      html("div", { class: "row" }, html("b", {}, `${stepName(sample.step)}, prompt ${sample.prompt_index}, sample ${sample.sample}`), html("span", { class: `pill ${style}` }, `${mark} ${word}`)),
+      html("div", { class: "facts" }, Object.entries(facts).map(([name, value]) => html("div", {}, `${name} `, html("b", {}, String(value))))),
+      ...(siblings.length > 1 ? [html("h3", {}, "Samples of this prompt, by reward"), html("div", { class: "chips" }, siblings.map((other) =>
+        html("button", { "aria-current": String(other === sample), click: () => read(other) }, `${verdict(other)[0]} ${tell(other.reward)}`)))] : []),
+      html("h3", {}, "Conversation"), ...conversation(conversations[sample.conversation]),
+      html("div", { class: "message assistant" }, html("div", { class: "soft" }, "completion"), html("div", { class: "text", id: "completion" }, sample.completion),
+        sample.tool_calls ? html("div", { class: "text soft" }, sample.tool_calls) : null),
+      ...(sample.pieces ? tokens(sample) : []),
+      ...(same.length ? [html("h3", {}, "Compare"), html("div", { class: "row" }, html("label", { for: "against" }, "compare with"), against,
+        html("label", {}, characters, " by characters")), result] : [html("p", { class: "soft" }, "This question is in no other sample of this page.")]));
+    detail.scrollTop = 0;
+    if (matchMedia("(max-width: 760px)").matches) detail.scrollIntoView({ block: "start" });
+  };
+
+  list();
+  const turn = (by, label, text) => html("button", { "aria-label": label, click: () => go(steps.indexOf(state.step) + by) }, text);
+  return [html("div", { class: "row" }, turn(-1, "previous", "◀"), pick, turn(1, "next", "▶"), search, kind, html("span", { class: "row" }, "reward", least, most), count),
+    html("div", { class: "browser" }, place, detail)];
+}
