@@ -11,7 +11,7 @@ LAYERS = [
     | {"advantage", "kl", "loss", "correction", "entropy", "algorithm", "attention", "layout", "probe", "masters"}
     | {"optimizers", "recompute"},
     {"rollout", "play", "calls", "scoring", "collate", "data", "policy", "evaluation", "tiny"},
-    {"module", "callbacks", "forecast", "trainer", "runs", "serve"},
+    {"module", "callbacks", "forecast", "trainer", "runs", "serve"} | {"plots", "anatomy", "show"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
