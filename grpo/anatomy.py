@@ -95,8 +95,8 @@ def pairs(x: Tensor, shapes: Mapping[str, Tensor], labels: tuple[str, str], shar
     for axes, (names, curves) in zip(grid, shapes.items(), strict=True):
         for curve, colour, label in zip(curves, COLOURS, labels, strict=False):
             axes.plot(x, curve, color=colour, label=label, **line)
-        axes.set_title(textwrap.fill(names, 30), fontsize=8)
         tidy(axes)
+        axes.set_title(textwrap.fill(names, 30), fontsize=8)
     grid[0].legend(fontsize=7, frameon=False)
     return figure
 
