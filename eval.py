@@ -55,7 +55,7 @@ def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
-    """Returns the accuracy. Writes metrics.json and samples.jsonl beside config.yaml. overrides: of the command line."""
+    """Returns the accuracy. Writes metrics.json and samples.parquet beside config.yaml. overrides: of the command line."""
     if config.run:
         config = as_in_run(config, overrides)
     folder = Path(config.output_dir)
@@ -75,11 +75,11 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     examples = prompt_limit.fitting(task, evaluator.split, renderer)
     engine = instantiate(config.engine)
     engine.load_weights(pretrained.model().to(trainer.strategy.root_device), 0)
-    with trainer.precision_plugin.forward_context(), on_disk(folder / "samples.failed.jsonl"):
+    with trainer.precision_plugin.forward_context(), on_disk(folder / "samples.failed.parquet"):
         evaluation = evaluator(task, engine, renderer, config.seed, examples=examples)
     engine.close()
 
-    write(folder / "samples.jsonl", records(evaluation.groups))
+    write(folder / "samples.parquet", records(evaluation.groups))
     (folder / "metrics.json").write_text(json.dumps(evaluation.metrics, indent=2) + "\n")
     console = Console()
     title = f"{type(task).__name__}: {len(evaluation.groups)} held-out examples"

@@ -1,18 +1,20 @@
 """Train a policy with GRPO: configuration to objects, objects to a fitted policy. `python train.py --help` says how."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
 import lightning as L
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from grpo.callbacks.rollout import RolloutCallback
-from grpo.cli import check_resumed, one_line_errors, run
+from grpo.cli import check_run, one_line_errors, run
 from grpo.data import PromptLoader, longest_prompt
-from grpo.errors import UserError
 from grpo.forecast import forecast
+from grpo.manifest import kept
 from grpo.module import GRPOModule
 from grpo.policy import with_adapter
 
@@ -20,19 +22,14 @@ from grpo.policy import with_adapter
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(config: DictConfig) -> float | None:
     with one_line_errors("train"):
-        return train(config)
+        return train(config, HydraConfig.get().overrides.task)
 
 
-def train(config: DictConfig) -> float | None:
+def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     """Returns the last held-out accuracy, for a sweep to maximise. Cheap things first: a mistake shows before a model loads."""
-    saved = Path(config.output_dir) / "config.yaml"
     first = rank_zero_only.rank == 0  # with several devices this file runs once for each
-    if first and saved.exists():
-        raise UserError(f"{config.output_dir} holds a run already: set hydra.run.dir to a new folder")
-    if not isinstance(config.seed, int) or config.seed < 0:
-        raise UserError(f"seed={config.seed} must be a whole number, 0 or more")
+    check_run(config, first)
     L.seed_everything(config.seed, verbose=False)
-    check_resumed(config)
 
     plan = instantiate(config.rollout)
     algorithm = instantiate(config.algo)
@@ -69,11 +66,13 @@ def train(config: DictConfig) -> float | None:
     if config.forecast == "only":
         return None
     if first:
-        saved.parent.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(config, saved, resolve=True)
-    trainer.fit(module(pretrained.model()), train_dataloaders=loader, ckpt_path=config.ckpt_path, weights_only=False)
-    accuracy = trainer.callback_metrics.get("eval/accuracy")
-    return None if accuracy is None else float(accuracy)
+        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(config, Path(config.output_dir) / "config.yaml", resolve=True)
+    with kept(config.output_dir, overrides, config.seed, examples, rollout.progress):
+        trainer.fit(
+            module(pretrained.model()), train_dataloaders=loader, ckpt_path=config.ckpt_path, weights_only=False
+        )
+    return rollout.progress()["accuracy"]
 
 
 if __name__ == "__main__":

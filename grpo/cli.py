@@ -156,6 +156,20 @@ def changes(config: DictConfig, before: Path) -> list[str]:
     return [f"{key}={now.get(key)} (was {then.get(key)})" for key in keys if now.get(key) != then.get(key)]
 
 
+def check_run(config: DictConfig, first: bool) -> None:
+    """Before anything is made. first: of the processes of a run, the one that owns its folder."""
+    if not isinstance(config.seed, int) or config.seed < 0:
+        raise UserError(f"seed={config.seed} must be a whole number, 0 or more")
+    folder = Path(config.output_dir).resolve()
+    in_place = config.ckpt_path and folder in Path(config.ckpt_path).resolve().parents
+    if first and (folder / "config.yaml").exists() and not in_place:
+        raise UserError(
+            f"{config.output_dir} holds a run already: set hydra.run.dir to a new folder, or go on with that run: "
+            f"ckpt_path={config.output_dir}/checkpoints/last.ckpt"
+        )
+    check_resumed(config)
+
+
 def check_resumed(config: DictConfig) -> None:
     """Say what differs from the run that is resumed, if one is: a forgotten argument would change it in silence."""
     if not config.ckpt_path:

@@ -6,6 +6,7 @@ Knows nothing of what the columns mean, but that the first of those a task needs
 import hashlib
 import json
 import logging
+import math
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -253,6 +254,22 @@ class Made(Sequence):
 def picked(rows: Sequence[Example], places: Sequence[int]) -> Sequence[Example]:
     """Some of the rows, by their places."""
     return Made(len(places), lambda i: rows[places[i]])
+
+
+def fingerprint(example: Example) -> str:
+    """12 hex digits that an example has in every run: of what its columns say, in any order."""
+
+    def plain(value: Any) -> Any:
+        return dict(value) if isinstance(value, Mapping) else str(value)
+
+    text = json.dumps(example, sort_keys=True, default=plain)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def fingerprint_of_all(examples: Sequence[Example], looks: int = 1000) -> str:
+    """The same for a split, by at most so many of its examples from everywhere in it, and their number."""
+    places = range(0, len(examples), math.ceil(len(examples) / looks))
+    return fingerprint({"rows": len(examples), "examples": [fingerprint(examples[i]) for i in places]})
 
 
 def _files(path: Path, split: str) -> list[Path]:

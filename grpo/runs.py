@@ -1,30 +1,229 @@
-"""Layer 3 - what runs left on disk, as tables; and the picture of a learning curve.
+"""Layer 3 - what runs left on disk, as tables: of one run, of a sweep, over seeds. Everything that looks back reads it here.
 
     python -m grpo.runs outputs/wordmath/grpo/RUN ... --out curve.png
 
-Needs the extra `plot` (pandas, matplotlib).
+Tables are pandas'. A file is read when it is asked for.
 """
 
 import argparse
+import json
+import socket
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
+import psutil
+import pyarrow.parquet as pq
+import yaml
 
 from grpo.errors import UserError
+from grpo.manifest import FILE
+
+SAME = ("seed", "ckpt_path", "output_dir")  # what may differ between runs of one arm
 
 
-def metrics(run: str | Path) -> pd.DataFrame:
-    """metrics.csv: one row for each rollout, indexed by rollouts learned from; columns as they were logged."""
-    file = Path(run) / "metrics.csv"
-    if not file.is_file():
-        raise UserError(f"{run} has no metrics.csv: give the folder of a run that had logger=csv (the default has it)")
-    return pd.read_csv(file).rename(columns={"step": "rollouts"}).set_index("rollouts")
+class Run:
+    """One run's folder, that of train.py or of eval.py; it may be going on, or have failed before there was anything to read."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}, {self.status})"
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        file = self.folder / FILE
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        file = self.folder / "config.yaml"
+        return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    @cached_property
+    def overrides(self) -> dict[str, str]:
+        """What was said on the command line."""
+        file = self.folder / ".hydra" / "overrides.yaml"
+        said = self.manifest.get("overrides") or (yaml.safe_load(file.read_text()) if file.is_file() else None)
+        pairs = (override.lstrip("+~").partition("=") for override in said or ())
+        return {key: value for key, _, value in pairs}
+
+    @property
+    def seed(self) -> int:
+        return self.config.get("seed", 0)
+
+    @property
+    def status(self) -> str:
+        """finished, running, failed (before it began, too), interrupted, or stopped: by something that left no time to say so."""
+        status = self.manifest.get("status", "failed")
+        here = self.manifest.get("host") == socket.gethostname()
+        return "stopped" if status == "running" and here and not psutil.pid_exists(self.manifest["pid"]) else status
+
+    @property
+    def measured(self) -> bool:
+        return (self.folder / "metrics.csv").is_file()
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """A row for each rollout, indexed by rollouts learned from; columns as they were logged, NaN where a row has none."""
+        if not self.measured:
+            raise UserError(
+                f"{self.folder} has no metrics.csv: give the folder of a run that had logger=csv (the default has it)"
+            )
+        return pd.read_csv(self.folder / "metrics.csv").rename(columns={"step": "rollouts"}).set_index("rollouts")
+
+    @property
+    def accuracy(self) -> pd.Series:
+        """Of the evaluations, by rollouts; empty where there were none."""
+        return self.metrics.get("eval/accuracy", pd.Series(dtype=float)).dropna()
+
+    def samples(self, rollouts: Collection[int] | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """A row for each sample of these rollouts (all), by rollout, prompt_index, sample; messages and tool_calls are JSON."""
+        return tables(self.folder / "rollouts", rollouts, columns)
+
+    def evaluations(
+        self, rollouts: Collection[int] | None = None, columns: Sequence[str] | None = None
+    ) -> pd.DataFrame:
+        """The same of the held-out examples, after so many rollouts; of an evaluation by eval.py its samples."""
+        return tables(self.folder / "evaluations", rollouts, columns)
+
+    @property
+    def evaluated(self) -> list[int]:
+        """After how many rollouts there was an evaluation."""
+        return sorted(numbered(self.folder / "evaluations"))
+
+    @property
+    def policy(self) -> Path | None:
+        """The best policy that was saved, else the last."""
+        folders = (self.folder / "checkpoints" / name for name in ("best", "last"))
+        return next((folder for folder in folders if folder.is_dir()), None)
 
 
-def samples(run: str | Path) -> pd.DataFrame:
-    """rollouts/*.jsonl: one row for each sample of every rollout, with its messages, completion, reward, advantage."""
-    files = sorted((Path(run) / "rollouts").glob("*.jsonl"))
-    return pd.concat([pd.read_json(file, lines=True) for file in files], ignore_index=True)
+def numbered(folder: Path) -> dict[int, Path]:
+    """Its tables by the rollouts they are of; not those of rollouts that failed."""
+    return {int(file.stem): file for file in folder.glob("*.parquet") if file.stem.isdigit()}
+
+
+def tables(folder: Path, rollouts: Collection[int] | None, columns: Sequence[str] | None) -> pd.DataFrame:
+    files = numbered(folder)
+    wanted = sorted(files) if rollouts is None else [rollout for rollout in rollouts if rollout in files]
+    if not wanted:
+        there = ", ".join(map(str, sorted(files))) or "none"
+        raise UserError(f"{folder} has no table of {rollouts or 'any rollout'}; there are: {there}")
+
+    def read(file: Path) -> pd.DataFrame:
+        names = columns and [name for name in columns if name in pq.read_schema(file).names]
+        return pd.read_parquet(file, columns=names)
+
+    return pd.concat([read(files[rollout]) for rollout in wanted], ignore_index=True)
+
+
+# -- several runs
+
+
+def load(*paths: str | Path) -> list[Run]:
+    """Runs, and the jobs of sweeps, in order. Raises UserError for a folder that is neither."""
+    found: list[Run] = []
+    for path in map(Path, paths):
+        jobs = sorted(
+            (job for job in path.glob("*") if job.is_dir() and job.name.isdigit()), key=lambda job: int(job.name)
+        )
+        if (path / "config.yaml").is_file():
+            found.append(Run(path))
+        elif jobs:
+            found += map(Run, jobs)
+        else:
+            raise UserError(f"{path} is neither a run (it has no config.yaml) nor a sweep (it has no folder 0)")
+    return found
+
+
+def latest(folder: str | Path = "outputs") -> Path:
+    """The run under `folder` that last measured something."""
+    files = sorted(Path(folder).rglob("metrics.csv"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        raise UserError(f"there is no run under {folder}: python train.py makes one")
+    return files[-1].parent
+
+
+def arms(runs: Iterable[Run], but: Collection[str] = SAME) -> dict[str, list[Run]]:
+    """Runs that were told the same but for the seed, by what sets them apart from the others, as "algo=grpo"."""
+    runs = list(runs)
+    said = [run.overrides if any(r.overrides for r in runs) else flat(run.config) for run in runs]
+    told = [one for one in said if one]  # not those that left nothing
+    names = [name for name in dict.fromkeys(name for one in told for name in one) if name not in but]
+    keys = [name for name in names if len({str(one.get(name)) for one in told}) > 1]
+    found: dict[str, list[Run]] = {}
+    for run, one in zip(runs, said, strict=True):
+        label = ", ".join(f"{key}={one[key]}" for key in keys if key in one)
+        found.setdefault(label or ("default" if keys else "all runs"), []).append(run)
+    return found
+
+
+def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys and values of a nested mapping."""
+    found: dict[str, Any] = {}
+    for name, value in node.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
+def table(runs: Iterable[Run]) -> pd.DataFrame:
+    """A row a run: its arm, how it stands, held-out accuracy at first, at best and at last, minutes of rollouts and updates."""
+    rows = []
+    for label, members in arms(runs).items():
+        for run in members:
+            row = {"arm": label, "seed": run.seed, "status": run.status, "rollouts": run.manifest.get("rollouts")}
+            if run.measured:
+                accuracy = run.accuracy
+                if len(accuracy):
+                    row |= {"first": accuracy.iloc[0], "best": accuracy.max(), "last": accuracy.iloc[-1]}
+                seconds = run.metrics.filter(regex="^time/(rollout|update|sync|eval)$").to_numpy()
+                row["minutes"] = pd.DataFrame(seconds).sum().sum() / 60
+            rows.append({**row, "folder": str(run.folder)})
+    return pd.DataFrame(rows)
+
+
+def curves(runs: Iterable[Run], metric: str) -> pd.DataFrame:
+    """arm, seed, rollouts, value: a row for each measured value of each run."""
+    parts = [pd.DataFrame(columns=["arm", "seed", "rollouts", "value"])]
+    for label, members in arms(runs).items():
+        for run in members:
+            if run.measured and metric in run.metrics:
+                values = run.metrics[metric].dropna()
+                parts.append(
+                    pd.DataFrame({"arm": label, "seed": run.seed, "rollouts": values.index, "value": values.array})
+                )
+    return pd.concat(parts[1:] or parts, ignore_index=True)
+
+
+def band(runs: Iterable[Run], metric: str) -> pd.DataFrame:
+    """arm, rollouts, mean, low, high, n: the mean over seeds with its 95 % interval (Student's t; NaN for a single seed)."""
+    from grpo.statistics import over_seeds
+
+    rows = []
+    for (label, rollouts), part in curves(runs, metric).groupby(["arm", "rollouts"], sort=False):
+        mean, low, high, n = over_seeds(part["value"].to_numpy(float))
+        rows.append({"arm": label, "rollouts": rollouts, "mean": mean, "low": low, "high": high, "n": n})
+    return pd.DataFrame(rows)
+
+
+def outcomes(runs: Iterable[Run], rollout: int | None = None) -> pd.DataFrame:
+    """[runs, items]: the share of each held-out problem's samples that were right, at the last evaluation or after `rollout`; NaN
+    where nobody could tell, or a run was not asked."""
+    found = []
+    for run in runs:
+        after = run.evaluated[-1] if rollout is None and run.evaluated else rollout
+        samples = run.evaluations(None if after is None else [after], ["item", "correct", "reward"])
+        known = samples[samples["reward"].notna()]
+        found.append(known.groupby("item")["correct"].mean().reindex(samples["item"].unique()))
+    return pd.DataFrame(found).reset_index(drop=True)
 
 
 def plot_curves(runs: list[str], out: str) -> None:
@@ -35,11 +234,9 @@ def plot_curves(runs: list[str], out: str) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for run in runs:
-        table = metrics(run)
-        accuracy = table["eval/accuracy"].dropna()
-        left.plot(accuracy.index, 100 * accuracy, marker="o", markersize=3)
-        length = table["rollout/length"].dropna()
+    for run in load(*runs):
+        left.plot(run.accuracy.index, 100 * run.accuracy, marker="o", markersize=3)
+        length = run.metrics["rollout/length"].dropna()
         right.plot(length.index, length)
     left.set(xlabel="rollouts", ylabel="held-out accuracy, % (greedy)", ylim=(0, 100))
     right.set(xlabel="rollouts", ylabel="tokens per completion", ylim=(0, None))
@@ -51,7 +248,7 @@ def plot_curves(runs: list[str], out: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Plot the learning curves of runs.")
-    parser.add_argument("runs", nargs="+", help="folders of runs")
+    parser.add_argument("runs", nargs="+", help="folders of runs or sweeps")
     parser.add_argument("--out", default="curve.png", help="the picture to write")
     arguments = parser.parse_args()
     plot_curves(arguments.runs, arguments.out)

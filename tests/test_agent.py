@@ -2,6 +2,7 @@
 
 import json
 
+import pandas as pd
 import pytest
 import torch
 from conftest import EXAMPLES, REAL_DATA, compose_config
@@ -143,9 +144,9 @@ def test_eval_py_evaluates_the_same_environments(agent, tmp_path):
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     told = ("pass@2", "turns", "searches", "supports", "tool_calls")
     assert {f"eval/{name}" for name in told} <= metrics.keys()
-    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    lines = pd.read_parquet(tmp_path / "samples.parquet")
     assert any(name.startswith("eval/hops_") for name in metrics)
-    assert len(lines) in (2, 4, 6) and {line["end"] for line in lines} <= {"answered", "truncated", "out_of_turns"}
+    assert len(lines) in (2, 4, 6) and set(lines["end"]) <= {"answered", "truncated", "out_of_turns"}
 
 
 def test_a_model_without_tools_is_refused_in_one_line(toy, tmp_path):

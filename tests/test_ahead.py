@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import lightning as L
+import pandas as pd
 import pytest
 import torch
 from conftest import ROOT, compose_config, preset
@@ -26,6 +27,7 @@ from grpo.errors import RolloutError, UserError
 from grpo.messages import Message
 from grpo.rl import Reward, SingleTurn, Trajectory
 from grpo.rollout import Sample
+from grpo.runs import Run
 from grpo.tokens import Completion, Turn
 from train import train
 
@@ -134,9 +136,8 @@ def test_for_a_policy_that_stays_as_it_is_it_changes_nothing(run, tmp_path):
     early = run(*settings, folder="ahead", task=task)
     assert [row.pop("rollout/staleness") for row in early] == [0, 1, 1]
     assert early == usual and max(row["rollout/rounds"] for row in usual) > 1
-    for name in ("000001.jsonl", "000002.jsonl", "000003.jsonl"):
-        written = [(tmp_path / folder / "rollouts" / name).read_text() for folder in ("usual", "ahead")]
-        assert written[0] == written[1]
+    written = [Run(tmp_path / folder).samples([1, 2, 3]) for folder in ("usual", "ahead")]
+    assert written[0].equals(written[1]) and len(written[0]) == 36
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
@@ -162,8 +163,9 @@ def test_a_crashed_run_resumes_bit_exactly(run, tmp_path, adapter):
     assert resumed == straight[5:]
     weights = [state(tmp_path / folder)["state_dict"] for folder in ("straight", "resumed")]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
-    for name in ("rollouts/000005.jsonl", "rollouts/000008.jsonl", "evaluations/000006.jsonl"):
-        assert (tmp_path / "straight" / name).read_text() == (tmp_path / "resumed" / name).read_text()
+    left = [Run(tmp_path / folder) for folder in ("straight", "resumed")]
+    assert left[0].samples([5, 8]).equals(left[1].samples([5, 8]))
+    assert left[0].evaluations([6]).equals(left[1].evaluations([6]))
 
     if adapter == "none":  # what was played under another plan is not learned from
         other = run(*settings, checkpoint, "rollout.sampling.temperature=0.9", "rollout.num_rollouts=6", folder="other")
@@ -187,10 +189,10 @@ def test_what_fails_in_the_thread_is_raised_where_it_is_needed(run, tmp_path, mo
     """In time for it: the evaluation and the checkpoint that wait for it before are made."""
     settings = ["callbacks=[checkpoint]", "rollout.num_rollouts=4", "eval.every=2"]
     task = {**VARIED, "_target_": "test_ahead.Breaking"}
-    with pytest.raises(RolloutError, match=r"the grader is gone.*000003\.failed\.jsonl"):
+    with pytest.raises(RolloutError, match=r"the grader is gone.*000003\.failed\.parquet"):
         run(*settings, "callbacks.checkpoint.every=2", task=task)
     folder = tmp_path / "run"
-    assert len((folder / "rollouts" / "000003.failed.jsonl").read_text().splitlines()) == 4
+    assert len(pd.read_parquet(folder / "rollouts" / "000003.failed.parquet")) == 4
     assert [row["step"] for row in rows(folder)] == [0, 1, 2]
     left = state(folder)["callbacks"]["RolloutCallback"]
     assert left["rollouts"] == 2 and "ahead" not in left

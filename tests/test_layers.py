@@ -9,9 +9,10 @@ LAYERS = [
     {"rl", "rows", "rowtask", "rewards", "renderer", "engine", "engines", "grading", "logprobs"}
     | {"tools", "toolcalls", "answers", "arithmetic", "workers", "sandbox", "confine", "programs"}
     | {"advantage", "kl", "loss", "correction", "entropy", "algorithm", "attention", "layout", "probe", "masters"}
-    | {"optimizers", "recompute"},
+    | {"optimizers", "recompute", "statistics"},
     {"rollout", "play", "calls", "scoring", "collate", "data", "policy", "evaluation", "tiny"},
-    {"module", "callbacks", "forecast", "trainer", "runs", "serve"} | {"plots", "anatomy", "show"},
+    {"module", "callbacks", "forecast", "trainer", "runs", "serve", "loggers", "manifest"}
+    | {"plots", "anatomy", "show", "comparison"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

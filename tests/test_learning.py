@@ -7,7 +7,7 @@ import pytest
 from conftest import EXAMPLES, REAL_DATA, ROOT
 
 pytest.importorskip("pandas")
-from grpo.runs import metrics, plot_curves, samples
+from grpo.runs import Run, plot_curves
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def demo(tmp_path_factory):
 
 def test_the_demo_learns(demo):
     """Held-out accuracy more than doubles in 40 rollouts, because the policy learns to reason longer."""
-    table = metrics(demo)
+    table = Run(demo).metrics
     accuracy, reward, length = (
         table["eval/accuracy"].dropna(),
         table["rollout/reward"].dropna(),
@@ -43,7 +43,7 @@ def test_the_demo_learns(demo):
 
 
 def test_its_samples_are_whole_problems(demo):
-    table = samples(demo)
+    table = Run(demo).samples()
     assert len(table) == 40 * 16 * 8
     assert set(table["reward"]) == {0.0, 1.0}
     one = table[table["rollout"] == 40].groupby("prompt_index")
@@ -58,7 +58,7 @@ def test_the_curve_is_drawn(demo, tmp_path):
 def test_the_demo_with_a_tool_learns_to_call_it(tmp_path):
     """Held-out accuracy goes from nearly none to most in 25 rollouts, because the policy calls until it has the answer."""
     command("train.py", "task=calculator", "rollout.num_rollouts=25", "eval.every=25", f"hydra.run.dir={tmp_path}")
-    table = metrics(tmp_path)
+    table = Run(tmp_path).metrics
     accuracy, calls, reward = (
         table[name].dropna() for name in ("eval/accuracy", "rollout/tool_calls", "rollout/reward")
     )
@@ -72,7 +72,7 @@ def test_the_demo_with_a_tool_learns_to_call_it(tmp_path):
 
 def test_eval_agrees_with_the_last_evaluation_of_the_run(demo, tmp_path):
     said = command("eval.py", f"run={demo}/checkpoints/last.ckpt", "eval.limit=200", f"hydra.run.dir={tmp_path}")
-    accuracy = metrics(demo)["eval/accuracy"].dropna().iloc[-1]
+    accuracy = Run(demo).metrics["eval/accuracy"].dropna().iloc[-1]
     assert f"{accuracy:.1%}" in said
 
 
@@ -80,15 +80,15 @@ def test_eval_agrees_with_the_last_evaluation_of_the_run(demo, tmp_path):
 def test_gsm8k_goes_the_same_way(tmp_path):
     """20 rollouts on real rows and an evaluation on 200: the tiny model cannot solve them, the path is what counts."""
     command("train.py", "experiment=gsm8k_tiny", f"task.path={REAL_DATA}", f"hydra.run.dir={tmp_path}")
-    table = metrics(tmp_path)
+    table = Run(tmp_path).metrics
     assert list(table.index) == list(range(21))
     assert table["eval/accuracy"].dropna().index.tolist() == [0, 20]
     assert table["loss/grad_norm"].max() > 0 and table["rollout/logprob_gap"].max() < 1e-4
-    trained = samples(tmp_path)
+    trained = Run(tmp_path).samples()
     assert len(trained) == 20 * 4 * 8
     assert set(trained["reward"].round(1)) <= {0.0, 0.1, 1.0, 1.1} and len(set(trained["reward"])) > 1
-    evaluated = (tmp_path / "evaluations" / "000020.jsonl").read_text().splitlines()
-    assert len(evaluated) == 200 and "ducks lay 16 eggs" in evaluated[0]
+    evaluated = Run(tmp_path).evaluations([20])
+    assert len(evaluated) == 200 and "ducks lay 16 eggs" in evaluated["prompt"][0]
 
 
 def test_a_sweep_runs_every_combination(tmp_path):
@@ -96,7 +96,7 @@ def test_a_sweep_runs_every_combination(tmp_path):
         "train.py", "-m", "algo=grpo,dr_grpo", "seed=0,1", "debug=smoke", "task=gsm8k", f"task.path={EXAMPLES}",
         "max_tokens=8", f"hydra.sweep.dir={tmp_path}",
     )  # fmt: skip
-    assert [len(metrics(tmp_path / str(job))) for job in range(4)] == [3] * 4
+    assert [len(Run(tmp_path / str(job)).metrics) for job in range(4)] == [3] * 4
     assert (
         len({(tmp_path / str(job) / "config.yaml").read_text().replace(f"{tmp_path}/{job}", "") for job in range(4)})
         == 4

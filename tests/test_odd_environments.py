@@ -1,7 +1,6 @@
 """What a user's environment may do to a rollout: end its own episode, and nothing else."""
 
 import asyncio
-import json
 import math
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 from conftest import preset, seed
 
@@ -192,8 +192,8 @@ def test_a_sample_without_a_turn_is_shown_and_written(started, tmp_path):
 
     samples = started(fails, fine)
     assert "half a character" in str(sample_panel("rollout 1", samples[0]).renderable)
-    write(tmp_path / "file.jsonl", records([samples]))
-    first, second = map(json.loads, (tmp_path / "file.jsonl").read_text().splitlines())
+    write(tmp_path / "file.parquet", records([samples]))
+    first, second = pd.read_parquet(tmp_path / "file.parquet").to_dict("records")
     assert "half a character: ?" in first["env_error"] and (first["turns"], second["turns"]) == (0, 1)
 
 

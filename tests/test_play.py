@@ -1,7 +1,6 @@
 """Episodes in flight: rows and masks of several turns, environments that fail, hang or flood, slow ones, resuming."""
 
 import asyncio
-import json
 import random
 import threading
 import time
@@ -28,6 +27,7 @@ from grpo.play import play
 from grpo.policy import Pretrained
 from grpo.rl import Action, Reward, State, Step, Trajectory
 from grpo.rollout import Limits, Sample, sample_means
+from grpo.runs import Run
 from grpo.tokens import Completion, Turn, rows
 from train import train
 
@@ -423,8 +423,8 @@ def test_a_run_of_several_turns_resumes_bit_exactly(smoke, tmp_path):
 
     whole, first = run("whole", 4), run("first", 2)
     second = run("second", 4, f"ckpt_path={first}/checkpoints/last.ckpt")
-    last = [(folder / "rollouts" / "000004.jsonl").read_text() for folder in (whole, second)]
-    assert last[0] == last[1]
+    last = [Run(folder).samples([4]) for folder in (whole, second)]
+    assert last[0].equals(last[1])
     policies = [Pretrained(str(folder / "checkpoints" / "last")).model().state_dict() for folder in (whole, second)]
     assert all(torch.equal(value, policies[1][name]) for name, value in policies[0].items())
 
@@ -433,10 +433,10 @@ def test_a_run_goes_on_past_environments_that_fail_and_its_samples_say_so(smoke,
     names = ["raises", "answers", "endless", "twice"]
     train(run_of(smoke, "Troubled", "callbacks=default", "rollout.prompts=4", "rollout.num_rollouts=2", names=names))
     for number in (1, 2):
-        lines = (tmp_path / "rollouts" / f"{number:06d}.jsonl").read_text().splitlines()
-        failed = [row for row in map(json.loads, lines) if row["end"] == "env_error"]
-        assert len(failed) == len(lines) / 4
-        assert all(r["reward"] is None and "the tool is gone" in r["env_error"] and r["advantage"] == 0 for r in failed)
+        samples = Run(tmp_path).samples([number])
+        failed = samples[samples["end"] == "env_error"]
+        assert len(failed) == len(samples) / 4 and failed["env_error"].str.contains("the tool is gone").all()
+        assert failed["reward"].isna().all() and (failed["advantage"] == 0).all()
 
 
 def test_a_run_ends_where_every_environment_fails(smoke, tmp_path):
@@ -446,5 +446,5 @@ def test_a_run_ends_where_every_environment_fails(smoke, tmp_path):
     assert "episodes ended in a failure of their environment; the first: KeyError: 'the tool is gone'" in str(
         error.value
     )
-    assert (tmp_path / "rollouts" / "000001.failed.jsonl").is_file() and "000001.failed.jsonl" in str(error.value)
+    assert (tmp_path / "rollouts" / "000001.failed.parquet").is_file() and "000001.failed.parquet" in str(error.value)
     assert (tmp_path / "checkpoints" / "last.ckpt").is_file()

@@ -1,15 +1,17 @@
 """Runs with rewards and tasks of a user's own: what a failure leaves, what a mistake is told, sources told apart."""
 
-import json
+import math
 import os
 import subprocess
 import sys
 import time
 
+import pandas as pd
 import pytest
 from conftest import EXAMPLES, REAL_DATA, ROOT, compose_config
 from test_train import rows, told
 
+from grpo.runs import Run
 from tasks.gsm8k import GSM8K
 from train import train
 
@@ -27,12 +29,12 @@ def test_a_reward_that_fails_leaves_what_was_played(smoke, tmp_path):
     settings = (f"task.rewards={tmp_path}/mine.py:brevity", "task.weights=null", f"output_dir={tmp_path / 'run'}")
     line = told(*smoke(*settings, "eval.every=0", "rollout.prompts=4"))
     assert "the reward function 'brevity' raised RuntimeError: judge is down (mine.py, line 4)" in line
-    file = tmp_path / "run" / "rollouts" / "000001.failed.jsonl"
+    file = tmp_path / "run" / "rollouts" / "000001.failed.parquet"
     assert str(file) in line and "sample 0" in line
-    left = [json.loads(text) for text in file.read_text().splitlines()]
+    left = pd.read_parquet(file).to_dict("records")
     place = int(line.partition("prompt_index ")[2].partition(",")[0])
-    assert len(left) == 8 and "lamps" in left[2 * place]["messages"][0]["content"]
-    assert [row["reward"] is None for row in left] == [row["prompt_index"] == place for row in left]
+    assert len(left) == 8 and "lamps" in left[2 * place]["prompt"]
+    assert [math.isnan(row["reward"]) for row in left] == [row["prompt_index"] == place for row in left]
 
 
 def test_a_run_whose_reward_failed_goes_on_where_it_was(smoke, tmp_path):
@@ -70,9 +72,11 @@ def test_timeouts_are_counted_and_left_out(smoke, tmp_path):
     (row,) = rows(tmp_path)
     assert row["rollout/timeout"] == 0.25
     assert row["data/epoch"] == 1.0 and row["data/prompts"] == 4 and row["loss/grad_norm"] > 0
-    lost = [json.loads(text) for text in (tmp_path / "rollouts" / "000001.jsonl").read_text().splitlines()]
-    assert sorted(sample["reward"] is None for sample in lost) == [False] * 6 + [True] * 2
-    assert all((s["advantage"], s["outcome"]) == (0, "timeout") for s in lost if s["reward"] is None)
+    samples = Run(tmp_path).samples()
+    lost = samples[samples["reward"].isna()]
+    assert (
+        len(samples) == 8 and len(lost) == 2 and set(lost["outcome"]) == {"timeout"} and set(lost["advantage"]) == {0}
+    )
     assert time.monotonic() - started < 25
 
 

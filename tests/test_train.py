@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 
 import lightning as L
+import pandas as pd
 import pytest
 import torch
 from conftest import EXAMPLES, ROOT, compose_config
@@ -26,6 +27,7 @@ from grpo.messages import Message
 from grpo.policy import Pretrained
 from grpo.renderer import TokenizerRenderer
 from grpo.rl import Example, Reward, SingleTurn, Trajectory
+from grpo.runs import Run
 from tasks.gsm8k import GSM8K
 from train import train
 
@@ -106,8 +108,8 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy):
     assert bool(masters[0]) == (policy == "model.dtype=bfloat16")
     assert straight["lr_schedulers"] == resumed["lr_schedulers"]
     assert rows(tmp_path / "straight")[5:] == rows(tmp_path / "resumed")  # from rollout 5 on
-    name = "rollouts/000008.jsonl"
-    assert (tmp_path / "straight" / name).read_text() == (tmp_path / "resumed" / name).read_text()
+    samples = [Run(tmp_path / name).samples([8]) for name in ("straight", "resumed")]
+    assert samples[0].equals(samples[1])
     assert {row["loss/grad_norm"] for row in rows(tmp_path / "straight")[1:]} != {0.0}  # there was something to learn
     if policy == "adapter=lora":
         assert all("lora_" in key for key in straight["state_dict"])
@@ -119,11 +121,11 @@ def test_what_a_run_leaves(smoke, tmp_path, capsys):
     assert {
         "config.yaml",
         "metrics.csv",
-        "rollouts/000001.jsonl",
-        "rollouts/000003.jsonl",
-        "evaluations/000000.jsonl",
-        "evaluations/000002.jsonl",
-        "evaluations/000003.jsonl",
+        "rollouts/000001.parquet",
+        "rollouts/000003.parquet",
+        "evaluations/000000.parquet",
+        "evaluations/000002.parquet",
+        "evaluations/000003.parquet",
         "checkpoints/last.ckpt",
         "checkpoints/last/model.safetensors",
         "checkpoints/last/tokenizer.json",
@@ -146,9 +148,9 @@ def test_what_a_run_leaves(smoke, tmp_path, capsys):
     } <= table[1].keys()
     assert table[1]["rollout/logprob_gap"] < 1e-5 and table[1]["lr"] == 1e-3
 
-    sample = json.loads((tmp_path / "rollouts" / "000001.jsonl").read_text().splitlines()[3])
+    sample = Run(tmp_path).samples([1]).iloc[3]
     assert (sample["rollout"], sample["prompt_index"], sample["sample"]) == (1, 1, 1)
-    assert sample["messages"][0]["role"] == "user" and sample["advantage"] == 0.0 and sample["tokens"] <= 8
+    assert json.loads(sample["messages"])[0]["role"] == "user" and sample["advantage"] == 0.0 and sample["tokens"] <= 8
 
     ours = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)["state_dict"]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "last").state_dict()
@@ -190,7 +192,7 @@ def greedy(model) -> list[str]:
 
 
 def completions(file) -> list[str]:
-    return [json.loads(line)["completion"] for line in file.read_text().splitlines()]
+    return pd.read_parquet(file)["completion"].tolist()
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
@@ -209,7 +211,7 @@ def test_eval_reads_a_run_a_checkpoint_a_folder_and_a_base_model(smoke, toy, tmp
         folder.mkdir()
         config = compose_config(*overrides, f"output_dir={folder}", name="eval")
         eval_script.evaluate(config, overrides)
-        return completions(folder / "samples.jsonl")
+        return completions(folder / "samples.parquet")
 
     # the run's own task and limit of tokens, unless the command line names others
     assert evaluated(f"run={run / 'checkpoints' / 'last.ckpt'}") == last
@@ -235,7 +237,9 @@ def test_training_goes_on_from_an_adapter(smoke, tmp_path):
         config = compose_config(*smoke(*settings, *more))
         config.task = VARIED
         train(config)
-    assert completions(second / "evaluations" / "000000.jsonl") == completions(first / "evaluations" / "000002.jsonl")
+    assert completions(second / "evaluations" / "000000.parquet") == completions(
+        first / "evaluations" / "000002.parquet"
+    )
     assert rows(second)[1]["loss/grad_norm"] > 0
     assert (second / "checkpoints" / "last" / "model.safetensors").exists()
     assert "is an adapter" in told(*smoke(f"model.path={first / 'checkpoints' / 'last'}", "adapter=lora"))
@@ -398,9 +402,9 @@ def test_dynamic_sampling_replaces_groups_without_signal(smoke, tmp_path, varied
     config = compose_config(*smoke("algo.sampling_rounds=8", "rollout.prompts=6", "callbacks=[samples]"))
     config.task = {"_target_": "test_train.Halves", "varied": varied}
     train(config)
-    written = [json.loads(line) for line in (tmp_path / "rollouts" / "000001.jsonl").read_text().splitlines()]
+    written = Run(tmp_path).samples([1]).to_dict("records")
     groups = [written[i : i + 2] for i in range(0, 12, 2)]
-    assert len(written) == 12 and len({group[0]["messages"][0]["content"] for group in groups}) == 6  # no prompt twice
+    assert len(written) == 12 and len({group[0]["prompt"] for group in groups}) == 6  # no prompt twice
     differing = [group for group in groups if group[0]["reward"] != group[1]["reward"]]
     first = rows(tmp_path)[1]
     if varied:

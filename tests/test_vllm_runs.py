@@ -1,8 +1,6 @@
 """Whole runs with real vLLM beside the trainer: short ones of each kind, and the demo, which learns as with our own engine."""
 
-import json
 import math
-import re
 
 import pytest
 from conftest import compose_config
@@ -10,6 +8,7 @@ from test_train import VARIED, rows
 from torch import nn
 
 from grpo.engines.vllm import VLLMEngine
+from grpo.runs import Run
 from train import train
 
 pytestmark = pytest.mark.vllm
@@ -68,10 +67,9 @@ def test_every_sample_of_a_guided_run_matches(smoke, tmp_path):
     config = compose_config(*smoke("engine=vllm", CACHE, guided, "callbacks=[samples]", "max_tokens=16"))
     config.task = VARIED
     train(config)
-    lines = [line for file in (tmp_path / "rollouts").glob("*.jsonl") for line in file.read_text().splitlines()]
-    said = [json.loads(line) for line in lines]
-    assert len(said) == 2 * 2 * 2 and len({sample["completion"] for sample in said}) > 1
-    assert all(re.fullmatch("[0-9]{2}[+-][0-9]{2}=[0-9]{1,3}", sample["completion"]) for sample in said)
+    said = Run(tmp_path).samples()["completion"]
+    assert len(said) == 2 * 2 * 2 and said.nunique() > 1
+    assert said.str.fullmatch("[0-9]{2}[+-][0-9]{2}=[0-9]{1,3}").all()
     assert max(row.get("rollout/logprob_gap_max", 0) for row in rows(tmp_path)) < 1e-5
 
 

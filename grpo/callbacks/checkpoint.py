@@ -57,4 +57,5 @@ class Checkpoint(L.Callback):
     def load_state_dict(self, state: dict) -> None:
         if Path(state["best"]).is_dir():  # else it has gone, and the best starts anew
             self.best_accuracy = state["best_accuracy"]
-            shutil.copytree(state["best"], self.folder / "best", dirs_exist_ok=True)
+            if Path(state["best"]) != (self.folder / "best").absolute():  # else the run goes on in its own folder
+                shutil.copytree(state["best"], self.folder / "best", dirs_exist_ok=True)

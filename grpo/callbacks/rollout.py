@@ -56,6 +56,7 @@ class RolloutCallback(L.Callback):
         self.algorithm, self.evaluator, self.seed = algorithm, evaluator, seed
         self.rollouts = 0  # learned from so far
         self.started = 0.0
+        self.accuracy: float | None = None  # held out, the latest
         self.ahead: Ahead | None = None  # the rollout after the one that is learned from
         if plan.ahead and not getattr(engine, "apart", False):
             raise UserError(
@@ -152,7 +153,7 @@ class RolloutCallback(L.Callback):
 
     def play(self, trainer: L.Trainer, batch: PromptBatch) -> Played:
         begun, version = time.perf_counter(), self.engine.version
-        failed = self.folder / "rollouts" / f"{batch.rollout + 1:06d}.failed.jsonl"
+        failed = self.folder / "rollouts" / f"{batch.rollout + 1:06d}.failed.parquet"
         with trainer.precision_plugin.forward_context(), on_disk(failed):  # autocast is a thread's own
             groups, scored, rounds = self.groups(batch)
         return Played(groups, scored, rounds, version, time.perf_counter() - begun)
@@ -201,9 +202,15 @@ class RolloutCallback(L.Callback):
         if self.ahead:
             self.ahead.wait()
         self.sync(module)
-        failed = self.folder / "evaluations" / f"{self.rollouts:06d}.failed.jsonl"
+        failed = self.folder / "evaluations" / f"{self.rollouts:06d}.failed.parquet"
         with trainer.precision_plugin.forward_context(), on_disk(failed):
-            return self.evaluator(self.task, self.engine, self.renderer, self.seed, self.rollouts, self.held_out)
+            evaluation = self.evaluator(self.task, self.engine, self.renderer, self.seed, self.rollouts, self.held_out)
+        self.accuracy = evaluation.metrics["eval/accuracy"]
+        return evaluation
+
+    def progress(self) -> dict[str, float | None]:
+        """accuracy: the latest on the held-out examples."""
+        return {"rollouts": self.rollouts, "num_rollouts": self.plan.num_rollouts, "accuracy": self.accuracy}
 
     def record(self, trainer: L.Trainer, metrics: dict[str, float]) -> None:
         for logger in trainer.loggers:
