@@ -8,13 +8,16 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import pandas as pd
 
+from grpo.errors import UserError
 from grpo.runs import SAME, Run, arms, outcomes
 from grpo.statistics import compare_arms, holm, over_seeds
 
 
 def complete(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """`arms`, with only the runs that can be compared; an arm without any is not there."""
+    """`arms`, with only the runs that can be compared; an arm without any is not there. UserError where none is."""
     found = {arm: [run for run in of if run.status == "finished" and run.evaluated] for arm, of in arms(runs).items()}
+    if not any(found.values()):
+        raise UserError("none of the runs has finished with an evaluation, so there is nothing to compare yet")
     return {arm: of for arm, of in found.items() if of}
 
 

@@ -31,7 +31,9 @@ def samples(table: pd.DataFrame) -> str:
     def title(row: dict) -> str:
         said = [f"prompt {row['prompt_index']}, sample {row['sample']}", f"reward {row['reward']:.3g}"]
         said += [f"advantage {row['advantage']:+.2f}"] if "advantage" in row else []
-        return " \N{MIDDLE DOT} ".join([*said, f"{row['tokens']} tokens", str(row["outcome"] or row["end"])])
+        return " \N{MIDDLE DOT} ".join(
+            [*said, f"{row['tokens']} tokens", row["end"] if pd.isna(row["outcome"]) else row["outcome"]]
+        )
 
     return "".join(card(title(row), grey(row["prompt"]), escape(row["completion"])) for row in table.to_dict("records"))
 

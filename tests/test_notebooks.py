@@ -1,6 +1,6 @@
 """The notebooks, executed on runs made here: what they show is compared with the files that the runs left.
 
-`python tests/test_notebooks.py` strips them, as they have to be in git.
+`PYTHONPATH=. python tests/test_notebooks.py` strips them, as they have to be in git.
 """
 
 import csv
@@ -10,7 +10,6 @@ import re
 import shutil
 import sys
 from html import unescape
-from pathlib import Path
 
 import nbformat
 import numpy as np
@@ -50,7 +49,7 @@ def stripped(notebook):
 def test_a_notebook_is_stripped_and_opens_with_its_question(file):
     notebook = nbformat.read(file, as_version=4)
     nbformat.validate(notebook)
-    assert notebook == stripped(notebook), f"python {Path(__file__).name} in tests/ strips {file.name}"
+    assert notebook == stripped(notebook), f"PYTHONPATH=. python tests/test_notebooks.py strips {file.name}"
     first = notebook.cells[0]
     assert first.cell_type == "markdown" and re.match(r"# .+\n\n\*\*[^*]+\?\*\*\n", first.source)
 
@@ -236,7 +235,7 @@ def test_03_compares_the_arms_of_what_finished(outputs, tmp_path):
     difference = (sum(accuracy["algo=dr_grpo"]) - sum(accuracy["algo=grpo"])) / 2
     assert column(table, "difference") == {"algo=grpo": "", "algo=dr_grpo": f"{difference:.1%}"}
     assert column(table, "p") == column(table, "p (Holm)")  # a single comparison
-    assert "only 2 seeds: their interval reaches 12.7 standard errors" in words["text"]
+    assert "only 2 seeds: an interval reaches 12.7 standard errors" in words["text"]
 
 
 def test_04_draws_every_preset(tmp_path):
