@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 import yaml
 
 from grpo.errors import UserError
-from grpo.manifest import FILE
 
 SAME = ("seed", "ckpt_path", "output_dir")  # what may differ between runs of one arm
 
@@ -39,7 +38,7 @@ class Run:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        file = self.folder / FILE
+        file = self.folder / "manifest.json"
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     @cached_property
