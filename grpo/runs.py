@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from grpo.errors import UserError
+from grpo.statistics import over_seeds
 
 SAME = ("seed", "ckpt_path", "output_dir")  # what may differ between runs of one arm
 
@@ -204,8 +205,6 @@ def curves(runs: Iterable[Run], metric: str) -> pd.DataFrame:
 
 def band(runs: Iterable[Run], metric: str) -> pd.DataFrame:
     """arm, rollouts, mean, low, high, n: the mean over seeds with its 95 % interval (Student's t; NaN for a single seed)."""
-    from grpo.statistics import over_seeds
-
     rows = []
     for (label, rollouts), part in curves(runs, metric).groupby(["arm", "rollouts"], sort=False):
         mean, low, high, n = over_seeds(part["value"].to_numpy(float))

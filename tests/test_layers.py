@@ -11,7 +11,7 @@ LAYERS = [
     | {"advantage", "kl", "loss", "correction", "entropy", "algorithm", "attention", "layout", "probe", "masters"}
     | {"optimizers", "recompute", "statistics"},
     {"rollout", "play", "calls", "scoring", "collate", "data", "policy", "evaluation", "tiny"},
-    {"module", "callbacks", "forecast", "trainer", "runs", "serve", "loggers", "manifest"}
+    {"module", "callbacks", "forecast", "trainer", "runs", "serve", "loggers", "manifest", "trackers", "card"}
     | {"plots", "anatomy", "show", "comparison"},
     {"cli"},
 ]

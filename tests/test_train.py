@@ -31,7 +31,7 @@ from grpo.runs import Run
 from tasks.gsm8k import GSM8K
 from train import train
 
-TIMES = ("time/rollout", "time/update", "time/sync", "tokens/s", "memory/rollout", "memory/update")
+TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "tokens/s", "memory/rollout", "memory/update")
 
 
 class Varied(GSM8K):

@@ -72,7 +72,7 @@ class Health(L.Callback):
         known = [well.metric for well in RANGES]
         if isinstance(ignore, str) or not set(ignore) <= set(known):
             raise UserError(f"callbacks.health.ignore={ignore} must be a list of some of {', '.join(known)}")
-        self.silent = set(ignore)
+        self.ignored, self.silent = frozenset(ignore), set(ignore)
         self.unwell: Counter[str] = Counter()  # rollouts on end
 
     @rank_zero_only
@@ -92,6 +92,10 @@ class Health(L.Callback):
             self.silent.add(well.metric)
             bound = f"above {high:g}" if value > high else f"below {well.low:g}"
             log.warning(f"rollout {batch.rollout + 1}: {well.metric} is {value:.3g}, {bound}: {well.words}")
+
+    def told(self) -> list[str]:
+        """The metrics that were warned of, before a resume too."""
+        return sorted(self.silent - self.ignored)
 
     def state_dict(self) -> dict:
         return {"silent": sorted(self.silent)}

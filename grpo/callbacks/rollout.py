@@ -201,12 +201,13 @@ class RolloutCallback(L.Callback):
     def evaluate(self, trainer: L.Trainer, module: L.LightningModule) -> Evaluation:
         if self.ahead:
             self.ahead.wait()
+        begun = time.perf_counter()
         self.sync(module)
         failed = self.folder / "evaluations" / f"{self.rollouts:06d}.failed.parquet"
         with trainer.precision_plugin.forward_context(), on_disk(failed):
             evaluation = self.evaluator(self.task, self.engine, self.renderer, self.seed, self.rollouts, self.held_out)
         self.accuracy = evaluation.metrics["eval/accuracy"]
-        return evaluation
+        return replace(evaluation, metrics={**evaluation.metrics, "time/eval": time.perf_counter() - begun})
 
     def progress(self) -> dict[str, float | None]:
         """accuracy: the latest on the held-out examples."""

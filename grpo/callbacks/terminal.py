@@ -1,7 +1,8 @@
-"""Layer 3 - Terminal: a bar that says how it is going, a table of evaluations, two completions at the start and the end."""
+"""Layer 3 - Terminal: a bar that says how it is going, completions, and at the end a table of evaluations and what it took."""
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,18 +10,22 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from grpo.callbacks.health import Health
+from grpo.callbacks.summary import Evaluated, clock, summary
 from grpo.data import PromptBatch
-from grpo.rollout import Sample
+from grpo.rollout import Sample, share_right
 
 
-def status(metrics: Mapping[str, float]) -> str:
+def status(metrics: Mapping[str, float], accuracy: float | None, left: float) -> str:
+    """accuracy: the latest on the held-out examples. left: seconds."""
+    held_out = "" if accuracy is None else f"held out {accuracy:.0%}  "
     return (
         f"reward {metrics['rollout/reward']:.2f}  solved {metrics['rollout/solve_rate']:.0%}  "
-        f"groups {metrics['rollout/effective_groups']:.0%}  {metrics['tokens/s']:,.0f} tok/s"
+        f"groups {metrics['rollout/effective_groups']:.0%}  {held_out}{metrics['tokens/s']:,.0f} tok/s  {clock(left)} left"
     )
 
 
@@ -40,8 +45,8 @@ SHARES = re.compile(
 
 
 def worth_telling(name: str, value: float) -> bool:
-    """Not: that nothing went wrong."""
-    return value != 0 or name.removeprefix("eval/") not in WRONG
+    """Not: that nothing went wrong, and not how long it took."""
+    return name.startswith("eval/") and (value != 0 or name.removeprefix("eval/") not in WRONG)
 
 
 def evaluation_table(
@@ -79,20 +84,30 @@ def sample_panel(title: str, sample: Sample) -> Panel:
     return Panel(text, title=f"{title}: reward {sample.reward.value:.2f}, {sample.length} tokens", title_align="left")
 
 
-class Terminal(L.Callback):
-    """samples: completions shown at the start and the end. Without a terminal: a line every `every` rollouts, 0 for none."""
+LEFT = ("metrics.csv", "rollouts", "evaluations", "checkpoints/best", "checkpoints/last.ckpt", "report.html")
 
-    def __init__(self, folder: str, num_rollouts: int, samples: int = 2, every: int = 10) -> None:
-        self.folder, self.num_rollouts, self.samples, self.every = Path(folder), num_rollouts, samples, every
+
+class Terminal(L.Callback):
+    """samples: completions shown at the start, the end, and every `samples_every` rollouts (0: not in between). Without a
+    terminal: a line every `every` rollouts, 0 for none."""
+
+    def __init__(
+        self, folder: str, num_rollouts: int, samples: int = 2, samples_every: int = 0, every: int = 10
+    ) -> None:
+        self.folder, self.num_rollouts = Path(folder), num_rollouts
+        self.samples, self.samples_every, self.every = samples, samples_every, every
         self.console = Console()
-        self.evaluations: list[tuple[int, Mapping[str, float]]] = []
-        columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}"), TimeRemainingColumn())
+        self.learned: list[Mapping[str, float]] = []  # metrics of the rollouts of this process
+        self.evaluations: list[Evaluated] = []
+        columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
         self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
         self.bar = self.progress.add_task("", total=num_rollouts, status="first rollout ...")
         self.last: PromptBatch | None = None
+        self.begun = time.perf_counter()
 
     @rank_zero_only
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.begun = time.perf_counter()
         self.progress.start()
 
     @rank_zero_only
@@ -100,8 +115,8 @@ class Terminal(L.Callback):
         self, trainer: L.Trainer, module: L.LightningModule, batch: PromptBatch, batch_idx: int
     ) -> None:
         if self.last is None:
-            self.show(batch, f"rollout {batch.rollout + 1}")
-            self.progress.reset(self.bar, completed=batch.rollout)  # what a resumed run did before is not its speed
+            self.show(batch)
+            self.progress.update(self.bar, completed=batch.rollout)
         self.note(batch)
 
     @rank_zero_only
@@ -109,40 +124,59 @@ class Terminal(L.Callback):
         self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: PromptBatch, batch_idx: int
     ) -> None:
         self.last = batch
+        self.learned.append(batch.metrics)
         self.note(batch)
         rollout = batch.rollout + 1
-        self.progress.update(self.bar, completed=rollout, status=status(batch.metrics))
+        accuracy = self.evaluations[-1].metrics["eval/accuracy"] if self.evaluations else None
+        each = (time.perf_counter() - self.begun) / len(self.learned)
+        told = status(batch.metrics, accuracy, each * (self.num_rollouts - rollout))
+        self.progress.update(self.bar, completed=rollout, status=told)
         due = self.every and (rollout % self.every == 0 or rollout == self.num_rollouts)
         if due and not self.console.is_terminal:
-            self.console.print(f"rollout {rollout}/{self.num_rollouts}  {status(batch.metrics)}", soft_wrap=True)
+            self.console.print(f"rollout {rollout}/{self.num_rollouts}  {told}", soft_wrap=True)
+        between = len(self.learned) > 1 and rollout < self.num_rollouts
+        if between and self.samples_every and rollout % self.samples_every == 0:
+            self.show(batch)
 
     def note(self, batch: PromptBatch) -> None:
         """Take up the evaluations that were not there before, and say them."""
-        known = {rollout for rollout, _ in self.evaluations}
+        known = {evaluated.rollouts for evaluated in self.evaluations}
         for evaluation in batch.evaluations:
             if evaluation.rollout not in known:
-                self.evaluations.append((evaluation.rollout, evaluation.metrics))
+                shares = [share_right(group) for group in evaluation.groups]
+                self.evaluations.append(Evaluated(evaluation.rollout, evaluation.metrics, shares))
                 told = "  ".join(
                     f"{name} {value:.3g}" for name, value in evaluation.metrics.items() if worth_telling(name, value)
                 )
                 self.console.print(f"after {evaluation.rollout} rollouts: {told}", soft_wrap=True)
 
-    def show(self, batch: PromptBatch, title: str) -> None:
+    def show(self, batch: PromptBatch) -> None:
         for group in batch.groups[: self.samples]:
-            self.console.print(sample_panel(title, group[0]))
+            self.console.print(sample_panel(f"rollout {batch.rollout + 1}", group[0]))
 
     @rank_zero_only
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.progress.stop()
         if self.last is not None:
-            self.show(self.last, f"rollout {self.last.rollout + 1}")
+            self.show(self.last)
         if self.evaluations:
-            self.console.print(evaluation_table(self.evaluations))
-        self.console.print(f"written to {self.folder}", soft_wrap=True)
+            self.console.print(evaluation_table([(told.rollouts, told.metrics) for told in self.evaluations]))
+        warned = [name for callback in trainer.callbacks if isinstance(callback, Health) for name in callback.told()]
+        if self.learned:
+            seconds = time.perf_counter() - self.begun
+            self.console.print(summary(self.learned, self.evaluations, seconds, warned))
+        left = [what for what in LEFT if (self.folder / what).exists()]
+        self.console.print(f"written to {self.folder}: {', '.join(left)}", soft_wrap=True)
+        if "checkpoints/best" in left:
+            self.console.print(
+                f"the best policy on all test examples: python eval.py run={self.folder}", soft_wrap=True
+            )
 
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         self.progress.stop()
         checkpoint = self.folder / "checkpoints" / "last.ckpt"
         if checkpoint.exists():
-            self.console.print(f"stopped; to go on from the last checkpoint: ckpt_path={checkpoint}", soft_wrap=True)
+            why = type(exception).__name__
+            how = f"the same command with ckpt_path={checkpoint}"
+            self.console.print(f"stopped by {why}; to go on: {how}", soft_wrap=True)
