@@ -21,6 +21,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo import sweep
 from grpo.errors import UserError
 from grpo.rl import Task
 
@@ -31,8 +32,6 @@ CONF = Path(__file__).parents[1] / "conf"
 # as the user set it: `run` sets it too, and a further device's process inherits that
 FULL_ERROR = os.environ.setdefault("GRPO_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "0")) == "1"
 
-FAILED: list[str] = []  # what ended jobs of a sweep
-
 
 def in_sweep() -> bool:
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
@@ -42,24 +41,23 @@ def run(main: Callable[[], object], config_name: str) -> None:
     """Call a `hydra.main` function. HYDRA_FULL_ERROR=1 in the environment shows every mistake with its traceback."""
     quiet()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
-    with one_line_errors(config_name):
+    with one_line_errors(config_name), sweep.told():
         main()
-    if FAILED:
-        sys.exit(f"error: {len(FAILED)} of the sweep's jobs failed")
 
 
 @contextmanager
 def one_line_errors(config_name: str) -> Iterator[None]:
     """Leave the program with one line where `explain` has one. Inside of a job too, or Hydra would comment on it."""
+    if in_sweep():
+        quiet()  # the process of a job may be new
     try:
         yield
     except Exception as error:
+        if in_sweep():
+            raise  # on with the next job; at the end the sweeper raises it again
         if FULL_ERROR or (line := explain(error, config_name, sys.argv[1:])) is None:
             raise
-        if not in_sweep():
-            sys.exit(f"error: {line}")
-        print(f"error: {line}", file=sys.stderr)  # and on with the next job
-        FAILED.append(line)
+        sys.exit(f"error: {line}")
     except KeyboardInterrupt:
         sys.exit(130)
 

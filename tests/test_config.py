@@ -30,6 +30,7 @@ GROUPS = (
     "trainer",
     "callbacks",
     "logger",
+    "sweep",
     "experiment",
     "debug",
 )
@@ -64,6 +65,8 @@ def check_signatures(config: DictConfig | ListConfig) -> int:
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda value: str(value))
 def test_option_composes_and_binds(group, option, tmp_path):
+    if option == "optuna":
+        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     chosen = [f"{group}={option}"] + (["model.path=x"] if option == "path" else [])
     overrides = [*chosen, f"output_dir={tmp_path}"]
     assert check_signatures(compose_config(*overrides)) >= 10

@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+from grpo import guard
 from grpo.engine import Sampling
 from grpo.engines import launch
 from grpo.engines.vllm_server import VLLMServerEngine
@@ -254,10 +255,10 @@ SERVER = """if True:
     time.sleep(600)
 """
 TRAINER = f"""if True:
-    import signal, subprocess, sys, time
+    import signal, sys, time
+    from grpo import guard
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background hands on that it is ignored
-    guard = [sys.executable, "-m", "grpo.engines.launch", sys.executable, "-c", {SERVER!r}]
-    guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+    server = guard.start([sys.executable, "-c", {SERVER!r}])
     time.sleep(600)
 """
 
@@ -277,7 +278,7 @@ def test_nothing_outlives_a_trainer_however_it_ends(kind):
         trainer.send_signal(kind)
         trainer.wait(60)
     assert len(found) == 3
-    assert not psutil.wait_procs(found, timeout=launch.GRACE + 20)[1]
+    assert not psutil.wait_procs(found, timeout=guard.GRACE + 20)[1]
 
 
 def test_the_end_of_a_server_is_told_with_its_reason(tmp_path, monkeypatch):
@@ -288,8 +289,7 @@ def test_the_end_of_a_server_is_told_with_its_reason(tmp_path, monkeypatch):
     file.write_text(
         "(Core) ERROR [core.py:1] ValueError: too little memory\nmore\nRuntimeError: see root cause above\n"
     )
-    guard = [sys.executable, "-m", "grpo.engines.launch", sys.executable, "-c", "raise SystemExit(3)"]
-    servers._guards[port] = subprocess.Popen(guard, stdin=subprocess.PIPE, cwd=ROOT)
+    servers._guards[port] = guard.start([sys.executable, "-c", "raise SystemExit(3)"])
     servers._begun[port] = 0
     servers._guards[port].wait(60)
     assert re.fullmatch(

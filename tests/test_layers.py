@@ -5,13 +5,26 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    {"errors", "messages", "tokens", "ranks", "coroutines", "ports", "memory"},
+    {"errors", "messages", "tokens", "ranks", "coroutines", "ports", "memory", "guard"},
     {"rl", "rows", "rowtask", "rewards", "renderer", "engine", "engines", "grading", "logprobs"}
     | {"tools", "toolcalls", "answers", "arithmetic", "workers", "sandbox", "confine", "programs"}
     | {"advantage", "kl", "loss", "correction", "entropy", "algorithm", "attention", "layout", "probe", "masters"}
     | {"optimizers", "recompute", "statistics"},
     {"rollout", "play", "calls", "scoring", "collate", "data", "policy", "evaluation", "tiny", "records"},
-    {"module", "callbacks", "forecast", "trainer", "runs", "serve", "loggers", "trackers", "manifest", "card"}
+    {
+        "module",
+        "callbacks",
+        "forecast",
+        "trainer",
+        "runs",
+        "serve",
+        "loggers",
+        "trackers",
+        "manifest",
+        "card",
+        "jobs",
+        "sweep",
+    }
     | {"scorecard", "comparison", "report", "plots", "anatomy", "show"},
     {"cli"},
 ]

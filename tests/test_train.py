@@ -359,15 +359,6 @@ def test_the_command_line_prints_that_one_line(smoke, tmp_path):
         assert done.returncode == 1 and done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_a_job_that_fails_does_not_end_its_sweep(smoke, tmp_path):
-    sweep = ["-m", "rollout.group_size=1,2", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
-    sweep += [override for override in smoke() if not override.startswith("output_dir")]
-    done = subprocess.run([sys.executable, "train.py", *sweep], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and "error: rollout.group_size=1" in done.stderr
-    assert done.stderr.endswith("error: 1 of the sweep's jobs failed\n")
-    assert not (tmp_path / "sweep" / "0" / "metrics.csv").exists() and len(rows(tmp_path / "sweep" / "1")) == 3
-
-
 def test_a_bug_keeps_its_traceback():
     assert explain(KeyError("ours"), "train") is None
 

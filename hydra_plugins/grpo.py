@@ -1,0 +1,115 @@
+"""Layer 4 - hydra/launcher=processes, the default: `grpo/sweep.py` as Hydra asks for it, which looks for launchers only here."""
+
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.utils import JobReturn, JobStatus, configure_log
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
+
+from grpo.errors import UserError
+from grpo.jobs import Job, quoted
+from grpo.sweep import Sweep, places
+
+OF_THE_SWEEP = (
+    "hydra/launcher",
+    "hydra.launcher",
+    "hydra/sweeper",
+    "hydra.sweeper",
+    "hydra.sweep.",
+    "hydra.mode",
+    "hydra.run.",
+)
+
+
+class Processes(Launcher):
+    """Every job is the plain command, for anyone to repeat by hand. jobs: at the same time; auto is one for each CUDA device, one
+    on a CPU."""
+
+    def __init__(self, jobs: int | str = "auto") -> None:
+        self.jobs = jobs
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Before the sweeper writes anything."""
+        self.context, self.config = hydra_context, config
+        said = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
+        overrides = parsed([*said, *config.hydra.overrides.task])
+        self.swept = {key for key, override in overrides.items() if override.is_sweep_override()}
+        folder = Path(config.hydra.sweep.dir)
+        again = [argument for argument in sys.argv if not argument.startswith("hydra.sweep.dir=")]
+        again = shlex.join(["python", *again, f"hydra.sweep.dir={quoted(folder)}"])
+        self.sweep = Sweep(folder, self.command, places(self.jobs, devices(), os.environ), again)
+        for number, job in enumerate(self.sweep.known()):
+            before = parsed(job)
+            for key in before | overrides:
+                was, now = before.get(key), overrides.get(key)
+                if not (was and now and (key in self.swept or text(was) == text(now))):
+                    raise UserError(
+                        f"{folder} holds another sweep: its job {number} has {was.input_line if was else f'no {key}'}, this one "
+                        f"{now.input_line if now else f'no {key}'}; set hydra.sweep.dir to a new folder"
+                    )
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """A job that failed returns None: an exception would make the sweeper stop."""
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        jobs = [self.job(list(overrides)) for overrides in job_overrides]
+        self.sweep.run()
+        done = JobStatus.COMPLETED
+        return [JobReturn(overrides=job.overrides, status=done, _return_value=job.accuracy) for job in jobs]
+
+    def job(self, overrides: list[str]) -> Job:
+        config = self.context.config_loader.load_sweep_config(self.config, overrides)
+        if config.trainer.devices != 1:
+            raise UserError(
+                f"trainer.devices={config.trainer.devices}: a job of a sweep has one device; set trainer.devices=1"
+            )
+        with open_dict(config):
+            config.hydra.job.num = number = self.sweep.number(overrides)
+            config.hydra.job.id = str(number)
+        folder = self.sweep.folder / config.hydra.sweep.subdir
+        label = " ".join(
+            override for key, override in zip(parsed(overrides), overrides, strict=True) if key in self.swept
+        )
+        rollouts = config.rollout.num_rollouts if "rollout" in config else None
+        return self.sweep.add(Job(number, folder, overrides, label or "as the configuration says", rollouts))
+
+    def command(self, job: Job, overrides: Sequence[str]) -> list[str]:
+        arguments = get_args_parser().parse_args()
+        flags = {name: getattr(arguments, name) for name in ("config_path", "config_name", "config_dir")}
+        hydra = [
+            override
+            for override in self.config.hydra.overrides.hydra
+            if not override.lstrip("+~").startswith(OF_THE_SWEEP)
+        ]
+        return [
+            *(sys.executable, sys.argv[0]),
+            *(f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None),
+            *(*overrides, *hydra, "hydra.mode=RUN", f"hydra.run.dir={quoted(job.folder)}"),
+        ]
+
+
+def parsed(overrides: Iterable[str]) -> dict[str, Override]:
+    """By key; the last one wins."""
+    return {
+        override.get_key_element(): override for override in OverridesParser.create().parse_overrides(list(overrides))
+    }
+
+
+def text(override: Override) -> str:
+    return override.get_value_element_as_str()
+
+
+def devices() -> list[str]:
+    """The CUDA devices that this process may use, as it would hand them on."""
+    import torch  # every program with Hydra in this environment reads this file
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    return [name.strip() for name in named.split(",")][:count] if named else [str(i) for i in range(count)]
