@@ -4,7 +4,7 @@ Reads what evaluations left; no model is loaded.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -16,28 +16,11 @@ from rich.table import Table
 
 from grpo.errors import UserError
 from grpo.evaluation import SHARE
-from grpo.runs import Run, arms, load
+from grpo.runs import SAME, VERDICTS, Run, arms, load
 from grpo.scorecard import named, shown
 from grpo.statistics import compare_arms, holm, iqm, mean_interval, over_seeds, paired
 
 log = logging.getLogger(__name__)
-
-COLUMNS = {"accuracy": "correct", "accuracy_lenient": "correct_lenient"}
-
-
-def verdicts(run: Run, after: int | None = None) -> pd.DataFrame | None:
-    """[items, (accuracy, accuracy_lenient)] of an evaluation by eval.py, or of a training run's last one (or that after so many
-    rollouts): of each problem the share of its samples that were right, NaN where nobody could tell. None where there is none."""
-    wanted = ["item", "reward", *COLUMNS.values()]
-    if (file := run.folder / "samples.parquet").is_file():
-        samples = pd.read_parquet(file)
-    elif run.evaluated:
-        samples = run.evaluations([run.evaluated[-1] if after is None else after], wanted)
-    else:
-        return None
-    known = samples["reward"].notna()
-    scores = {name: samples[column].astype(float).where(known) for name, column in COLUMNS.items() if column in samples}
-    return pd.DataFrame(scores).groupby(samples["item"]).mean()
 
 
 def arms_of(operands: Sequence[str | Sequence[str]]) -> dict[str, list[Run]]:
@@ -64,7 +47,7 @@ def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -
     """Every arm against the first, on the problems that all of their runs were asked: what metrics.json has of it."""
     measured: dict[str, list[pd.DataFrame]] = {}
     for name, runs in named_arms.items():
-        tables = {run: verdicts(run, after) for run in runs}
+        tables = {run: run.verdicts(after) for run in runs}
         if missing := [str(run.folder) for run, table in tables.items() if table is None]:
             log.warning("without a finished evaluation, and left out: %s", ", ".join(missing))
         measured[name] = [table for table in tables.values() if table is not None]
@@ -77,7 +60,7 @@ def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -
 
     letters = dict(zip(measured, ascii_uppercase, strict=False))
     found: dict[str, Any] = {"arms": {}, "items": {"common": len(items)}, "comparisons": []}
-    for metric in COLUMNS:
+    for metric in VERDICTS:
         if not all(metric in table and table.loc[items, metric].notna().all() for table in every):
             continue
         scores = {
@@ -127,3 +110,54 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
         table.add_row(what, *shown(row["metric"], row["difference"]), f"{row['p_value']:.3g}", *adjusted, *counts)
     console.print(table)
     console.print("; ".join(dict.fromkeys(row["test"] for row in found["comparisons"])), highlight=False)
+
+
+# -- the arms of a sweep, as tables
+
+
+def complete(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """`arms`, with only the runs that can be compared; an arm without any is not there. UserError where none is."""
+    found = {
+        arm: [run for run in of if run.status == "finished" and run.measured and run.evaluated]
+        for arm, of in arms(runs).items()
+    }
+    if not any(found.values()):
+        raise UserError("none of the runs has finished with an evaluation, so there is nothing to compare yet")
+    return {arm: of for arm, of in found.items() if of}
+
+
+def compared(done: Mapping[str, Sequence[Run]]) -> pd.DataFrame:
+    """A row for each arm, best first: value, low, high, n of the last accuracies of its seeds (Student's t); and, where `compare`
+    can tell, difference, low and high of it, p, Holm's p, and better, worse, ties, against the first arm given."""
+    rows = {arm: over_seeds([run.accuracy.iloc[-1] for run in of])._asdict() for arm, of in done.items()}
+    try:
+        found = compare(done)
+    except UserError:  # arms of several tasks have no problem in common
+        found = {"comparisons": []}
+    for row in found["comparisons"]:
+        if row["metric"] == "eval/accuracy":
+            difference, arm = row["difference"], found["arms"][row["arm"]]["name"]
+            rows[arm] |= {"difference": difference["value"], "difference_low": difference["low"]}
+            rows[arm] |= {"difference_high": difference["high"], "p": row["p_value"], "p (Holm)": row["p_holm"]}
+            rows[arm] |= {name: row[name] for name in ("better", "worse", "ties")}
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("arm").sort_values("value", ascending=False)
+
+
+def effects(done: Mapping[str, list[Run]]) -> dict[str, pd.DataFrame]:
+    """For each swept key but the seed: value, low, high, n for each of its values, over all runs that had it."""
+    runs = [run for of in done.values() for run in of]
+    keys = dict.fromkeys(key for run in runs for key in run.overrides if key not in SAME)
+    found = {}
+    for key in keys:
+        by: dict[str, list[float]] = {}
+        for run in runs:
+            by.setdefault(run.overrides.get(key, "default"), []).append(run.accuracy.iloc[-1])
+        if len(by) > 1:
+            table = pd.DataFrame({value: over_seeds(np.array(of))._asdict() for value, of in by.items()}).T
+            found[key] = in_order(table.rename_axis(key))
+    return found
+
+
+def in_order(table: pd.DataFrame) -> pd.DataFrame:
+    """Sorted by the index, by size where it holds numbers."""
+    return table.sort_index(key=lambda index: pd.to_numeric(index, errors="coerce"), kind="stable")

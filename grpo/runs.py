@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 import yaml
 
 from grpo.errors import UserError
-from grpo.manifest import FILE
 from grpo.statistics import over_seeds
 
+VERDICTS = {"accuracy": "correct", "accuracy_lenient": "correct_lenient"}  # and the columns of samples that they are of
 SAME = ("seed", "ckpt_path", "output_dir")  # what may differ between runs of one arm
 
 
@@ -40,7 +40,7 @@ class Run:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        file = self.folder / FILE
+        file = self.folder / "manifest.json"
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     @cached_property
@@ -92,8 +92,20 @@ class Run:
     def evaluations(
         self, rollouts: Collection[int] | None = None, columns: Sequence[str] | None = None
     ) -> pd.DataFrame:
-        """The same of the held-out examples, after so many rollouts; of an evaluation by eval.py its samples."""
-        return tables(self.folder / "evaluations", rollouts, columns)
+        """The same of the held-out examples, after so many rollouts; of a folder of eval.py's all that it has."""
+        file = self.folder / "samples.parquet"
+        return read(file, columns) if file.is_file() else tables(self.folder / "evaluations", rollouts, columns)
+
+    def verdicts(self, after: int | None = None) -> pd.DataFrame | None:
+        """[items, (accuracy, accuracy_lenient)] of the last evaluation, or of that after so many rollouts: of each problem the
+        share of its samples that were right, NaN where nobody could tell. None where there was none."""
+        if not self.evaluated and not (self.folder / "samples.parquet").is_file():
+            return None
+        wanted = self.evaluated[-1:] if after is None else [after]
+        samples = self.evaluations(wanted, ["item", "reward", *VERDICTS.values()])
+        known = samples["reward"].notna()
+        right = {name: samples[column].astype(float) for name, column in VERDICTS.items() if column in samples}
+        return pd.DataFrame(right).where(known).groupby(samples["item"]).mean()
 
     @property
     def evaluated(self) -> list[int]:
@@ -119,11 +131,13 @@ def tables(folder: Path, rollouts: Collection[int] | None, columns: Sequence[str
         there = ", ".join(map(str, sorted(files))) or "none"
         raise UserError(f"{folder} has no table of {rollouts or 'any rollout'}; there are: {there}")
 
-    def read(file: Path) -> pd.DataFrame:
-        names = columns and [name for name in columns if name in pq.read_schema(file).names]
-        return pd.read_parquet(file, columns=names)
+    return pd.concat([read(files[rollout], columns) for rollout in wanted], ignore_index=True)
 
-    return pd.concat([read(files[rollout]) for rollout in wanted], ignore_index=True)
+
+def read(file: Path, columns: Sequence[str] | None) -> pd.DataFrame:
+    """Those of the columns that are there."""
+    names = columns and [name for name in columns if name in pq.read_schema(file).names]
+    return pd.read_parquet(file, columns=names)
 
 
 # -- several runs
@@ -211,18 +225,6 @@ def band(runs: Iterable[Run], metric: str) -> pd.DataFrame:
         mean, low, high, n = over_seeds(part["value"].to_numpy(float))
         rows.append({"arm": label, "rollouts": rollouts, "mean": mean, "low": low, "high": high, "n": n})
     return pd.DataFrame(rows)
-
-
-def outcomes(runs: Iterable[Run], rollout: int | None = None) -> pd.DataFrame:
-    """[runs, items]: the share of each held-out problem's samples that were right, at the last evaluation or after `rollout`; NaN
-    where nobody could tell, or a run was not asked."""
-    found = []
-    for run in runs:
-        after = run.evaluated[-1] if rollout is None and run.evaluated else rollout
-        samples = run.evaluations(None if after is None else [after], ["item", "correct", "reward"])
-        known = samples[samples["reward"].notna()]
-        found.append(known.groupby("item")["correct"].mean().reindex(samples["item"].unique()))
-    return pd.DataFrame(found).reset_index(drop=True)
 
 
 def plot_curves(runs: list[str], out: str) -> None:

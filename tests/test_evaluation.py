@@ -14,7 +14,7 @@ from test_train import VARIED, told
 
 import eval as eval_script
 from grpo.answers import loose_answer
-from grpo.comparison import arms_of, compare, verdicts
+from grpo.comparison import arms_of, compare
 from grpo.engine import Sampling
 from grpo.errors import RolloutError, UserError
 from grpo.evaluation import Evaluator, all_of_k, columns, estimates, majority, pass_at_k, powers, tables
@@ -364,7 +364,7 @@ def test_seeds_in_brackets_are_one_arm(tmp_path):
     ]
     found = compare(arms_of([seeds[:2], seeds[2:]]))
     assert [found["arms"][arm]["runs"] for arm in "AB"] == [2, 2]
-    means = [verdicts(Run(folder))["accuracy"].mean() for folder in seeds]
+    means = [Run(folder).verdicts()["accuracy"].mean() for folder in seeds]
     assert found["arms"]["A"]["eval/accuracy"]["value"] == pytest.approx(sum(means[:2]) / 2)
     assert found["arms"]["B"]["eval/accuracy_iqm"]["value"] == pytest.approx(sum(means[2:]) / 2)
     assert found["comparisons"][0]["test"] == "t over seeds and problems"

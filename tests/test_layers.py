@@ -11,7 +11,20 @@ LAYERS = [
     | {"advantage", "kl", "loss", "correction", "entropy", "algorithm", "attention", "layout", "probe", "masters"}
     | {"optimizers", "recompute", "statistics"},
     {"rollout", "play", "calls", "scoring", "collate", "data", "policy", "evaluation", "tiny", "records"},
-    {"module", "callbacks", "forecast", "trainer", "runs", "jobs", "sweep", "serve", "loggers", "trackers", "manifest", "card"}
+    {
+        "module",
+        "callbacks",
+        "forecast",
+        "trainer",
+        "runs",
+        "serve",
+        "loggers",
+        "trackers",
+        "manifest",
+        "card",
+        "jobs",
+        "sweep",
+    }
     | {"scorecard", "comparison", "report", "plots", "anatomy", "show"},
     {"cli"},
 ]

@@ -13,7 +13,7 @@ from grpo.errors import UserError
 from grpo.loggers import MetricsTable
 from grpo.manifest import kept
 from grpo.rows import fingerprint, fingerprint_of_all
-from grpo.runs import Run, arms, curves, latest, load, outcomes, table
+from grpo.runs import Run, arms, curves, latest, load, table
 from train import train
 
 
@@ -136,8 +136,9 @@ def test_runs_side_by_side(run, tmp_path):
     assert len(lengths) == 4 * 2
     one = lengths[(lengths["arm"] == "algo=dr_grpo") & (lengths["seed"] == 1) & (lengths["rollouts"] == 2)]
     assert one["value"].item() == made[3].metrics["rollout/length"][2]
-    asked = outcomes(made[:2])
-    assert asked.shape == (2, 3) and asked.loc[1].mean() == pytest.approx(made[1].accuracy.iloc[-1])
+    asked = made[1].verdicts()["accuracy"]
+    assert len(asked) == 3 and asked.mean() == pytest.approx(made[1].accuracy.iloc[-1])
+    assert runs[-1].verdicts() is None
     assert latest(tmp_path).parent == tmp_path / "sweep"
     with pytest.raises(UserError, match=r"neither a run .* nor a sweep"):
         load(tmp_path)

@@ -208,7 +208,11 @@ def test_a_sweep_that_is_killed_is_gone_on_with(smoke, tmp_path):
     assert [status(folder / name) for name in "02"] == ["finished"] * 2 and (folder / "multirun.yaml").exists()
     assert f"ckpt_path={folder}/2/checkpoints/last.ckpt" in (folder / "2/output.txt").read_text()
 
-    own = [override for override in smoke("logger=csv", *settings, "rollout.num_rollouts=12") if "optimizer" not in override]
+    own = [
+        override
+        for override in smoke("logger=csv", *settings, "rollout.num_rollouts=12")
+        if "optimizer" not in override
+    ]
     train(compose_config(*own))
     resumed, straight = (pd.read_csv(run / "metrics.csv", index_col="step") for run in (folder / "2", tmp_path))
     measured = [name for name in straight if not name.startswith(("time/", "memory/", "tokens/"))]

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
-
+from grpo.comparison import compared
 from grpo.report.run import minute
-from grpo.runs import Run, arms, band, curves, outcomes
-from grpo.statistics import compare_arms, holm, over_seeds
+from grpo.runs import Run, arms, band, curves
 
 WORDS = (
     "Accuracy after the last evaluation of the runs that finished: mean and 95 % interval over seeds (Student's t; none for one "
@@ -76,23 +74,18 @@ def metrics(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, list[dict[s
 
 
 def table(done: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    """A row for each arm: its accuracy, and against the first arm on the problems that both were asked."""
+    """A row for each arm: its accuracy, and against the first arm on the problems that all were asked."""
+    evaluated = {label: [run for run in runs if run.measured and run.evaluated] for label, runs in done.items()}
+    known = {label: runs for label, runs in evaluated.items() if runs}
+    of = compared(known).to_dict("index") if known else {}
     rows: list[dict[str, Any]] = []
-    answers = {label: outcomes(runs) for label, runs in done.items() if runs and all(run.evaluated for run in runs)}
-    for label, runs in done.items():
-        last = [run.accuracy.iloc[-1] for run in runs if run.measured and len(run.accuracy)]
-        mean, low, high, n = over_seeds(np.array(last, dtype=float)) if last else (None, None, None, 0)
-        rows.append({"arm": label, "seeds": n, "mean": mean, "low": low, "high": high})
-    first = next(iter(done))
-    compared = [row for row in rows[1:] if first in answers and row["arm"] in answers]
-    for row in compared:
-        a, b = answers[first], answers[row["arm"]]
-        same = a.columns.intersection(b.columns)
-        if len(same):
-            found = compare_arms(a[same].to_numpy(float), b[same].to_numpy(float))
-            row |= {"difference": found.difference._asdict(), "p": found.p_value}
-            row |= {"better": found.better, "worse": found.worse, "ties": found.ties}
-    tested = [row for row in compared if "p" in row]
-    for row, adjusted in zip(tested, holm([row["p"] for row in tested]) if tested else (), strict=True):
-        row["adjusted"] = adjusted
+    for label in done:
+        row = {name: value for name, value in of.get(label, {"n": 0}).items() if value == value}  # no NaN
+        mean = {"mean": row.get("value"), "low": row.get("low"), "high": row.get("high")}
+        rows.append({"arm": label, "seeds": row["n"], **mean})
+        if "difference" in row:
+            ends = {"value": "difference", "low": "difference_low", "high": "difference_high"}
+            rows[-1] |= {"difference": {end: row.get(name) for end, name in ends.items()}}
+            rows[-1] |= {"p": row["p"], "adjusted": row["p (Holm)"]}
+            rows[-1] |= {name: int(row[name]) for name in ("better", "worse", "ties")}
     return rows
