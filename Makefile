@@ -19,10 +19,10 @@ test-slow: $(VENV)/installed-test ## the tests that train for minutes
 	$(BIN)/python -m pytest -m slow
 test-vllm: $(VENV)-vllm/installed ## the tests that need vLLM, on a CPU, in an environment of their own
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest -m vllm
-curve: $(VENV)/installed-test ## the README's picture: three seeds of the demo, then the plot
-	rm -rf outputs/curve
-	$(BIN)/python train.py -m seed=0,1,2 hydra.sweep.dir=outputs/curve
-	$(BIN)/python -m grpo.runs outputs/curve/0 outputs/curve/1 outputs/curve/2 --out docs/curve.png
+curve: $(VENV)/installed-test ## the README's picture: three algorithms, three seeds each, then the plot
+	$(BIN)/python train.py -m sweep=algorithms hydra.launcher.jobs=2 hydra.sweep.dir=outputs/algorithms
+	$(BIN)/python -m grpo.plots outputs/algorithms --out docs/curve.png
+	$(BIN)/python -m grpo.report outputs/algorithms
 clean: ## remove the environments (runs stay in outputs/, the tiny model in the user's cache)
 	rm -rf $(VENV) $(VENV)-vllm
 

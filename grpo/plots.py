@@ -1,8 +1,11 @@
 """Layer 3 - figures of what runs left, drawn alike in notebooks and on the command line. Needs the extra `plot` (matplotlib).
 
+    python -m grpo.plots RUN_OR_SWEEP ... --metrics eval/accuracy rollout/length --out curve.png
+
 A function draws on the axes it is given. Colours are Okabe's and Ito's, which colour-blind people tell apart.
 """
 
+import argparse
 from collections.abc import Iterable, Sequence
 
 import matplotlib.pyplot as plt
@@ -10,7 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from grpo.runs import Run, band
+from grpo.runs import Run, band, load
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
@@ -79,3 +82,15 @@ def stack(table: pd.DataFrame, axes: Axes, **labels) -> None:
     axes.stackplot(table.index, table.fillna(0).T, labels=list(table), colors=COLOURS, alpha=0.8)
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     tidy(axes, **{"xlabel": "rollouts", **labels})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Plot metrics of runs: the mean over seeds, and its 95 % interval.")
+    parser.add_argument("runs", nargs="+", help="folders of runs or sweeps")
+    parser.add_argument(
+        "--metrics", nargs="+", default=["eval/accuracy", "rollout/length"], help="columns of metrics.csv"
+    )
+    parser.add_argument("--out", default="curve.png", help="the picture to write")
+    given = parser.parse_args()
+    metrics(load(*given.runs), given.metrics).savefig(given.out, dpi=150)
+    print(f"written to {given.out}")

@@ -1,11 +1,8 @@
 """Layer 3 - what runs left on disk, as tables: of one run, of a sweep, over seeds. Everything that looks back reads it here.
 
-    python -m grpo.runs outputs/wordmath/grpo/RUN ... --out curve.png
-
 Tables are pandas'. A file is read when it is asked for.
 """
 
-import argparse
 import json
 import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -225,32 +222,3 @@ def band(runs: Iterable[Run], metric: str) -> pd.DataFrame:
         mean, low, high, n = over_seeds(part["value"].to_numpy(float))
         rows.append({"arm": label, "rollouts": rollouts, "mean": mean, "low": low, "high": high, "n": n})
     return pd.DataFrame(rows)
-
-
-def plot_curves(runs: list[str], out: str) -> None:
-    """Held-out accuracy and length of completions against rollouts, a line for each run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for run in load(*runs):
-        left.plot(run.accuracy.index, 100 * run.accuracy, marker="o", markersize=3)
-        length = run.metrics["rollout/length"].dropna()
-        right.plot(length.index, length)
-    left.set(xlabel="rollouts", ylabel="held-out accuracy, % (greedy)", ylim=(0, 100))
-    right.set(xlabel="rollouts", ylabel="tokens per completion", ylim=(0, None))
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(out, dpi=150)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Plot the learning curves of runs.")
-    parser.add_argument("runs", nargs="+", help="folders of runs or sweeps")
-    parser.add_argument("--out", default="curve.png", help="the picture to write")
-    arguments = parser.parse_args()
-    plot_curves(arguments.runs, arguments.out)
-    print(f"written to {arguments.out}")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from platformdirs import user_cache_path
 from rich.console import Console
 from rich.progress import Progress
@@ -242,28 +243,33 @@ def tiny_folder(
     name = hashlib.sha256(json.dumps([recipe, taste]).encode()).hexdigest()[:12]
     parent = Path(cache) if cache else user_cache_path("grpo")
     folder = parent / f"tiny-{name}"
-    if folder.exists():
-        return str(folder)
 
-    print("warm-starting the tiny model (a few minutes, once) ...", flush=True)
-    began = time.perf_counter()
-    clean = worked_answers(clean_steps * BATCH, 2 * seed)
-    spoiled = worked_answers(hasty_steps * BATCH, 2 * seed + 1, hasty=hasty, slips=slips)
-    said = [text for conversation in texts(clean[:2000]) for text in conversation]
-    tokenizer = make_tokenizer(said, tools=any(conversation.tools for conversation in clean))
-    model = make_model(tokenizer, seed)
-    matrices, rest = split_parameters(model)
-    muon = Muon(matrices, lr=clean_lr)
-    adamw = torch.optim.AdamW(rest, lr=clean_lr, weight_decay=0.0)
-    console = Console()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("warm start", total=clean_steps + hasty_steps)
-        train(model, tokenize(tokenizer, clean), [muon, adamw], seed, lambda: progress.advance(bar))
-        if spoiled:
-            everything = torch.optim.AdamW(model.parameters(), lr=hasty_lr, weight_decay=0.0)
-            train(model, tokenize(tokenizer, spoiled), [everything], seed, lambda: progress.advance(bar))
-    save(model, tokenizer, folder)
-    print(f"... done in {time.perf_counter() - began:.0f} s: {folder}", flush=True)
+    def make() -> None:
+        print("warm-starting the tiny model (a few minutes, once) ...", flush=True)
+        began = time.perf_counter()
+        clean = worked_answers(clean_steps * BATCH, 2 * seed)
+        spoiled = worked_answers(hasty_steps * BATCH, 2 * seed + 1, hasty=hasty, slips=slips)
+        said = [text for conversation in texts(clean[:2000]) for text in conversation]
+        tokenizer = make_tokenizer(said, tools=any(conversation.tools for conversation in clean))
+        model = make_model(tokenizer, seed)
+        matrices, rest = split_parameters(model)
+        muon = Muon(matrices, lr=clean_lr)
+        adamw = torch.optim.AdamW(rest, lr=clean_lr, weight_decay=0.0)
+        console = Console()
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            bar = progress.add_task("warm start", total=clean_steps + hasty_steps)
+            train(model, tokenize(tokenizer, clean), [muon, adamw], seed, lambda: progress.advance(bar))
+            if spoiled:
+                everything = torch.optim.AdamW(model.parameters(), lr=hasty_lr, weight_decay=0.0)
+                train(model, tokenize(tokenizer, spoiled), [everything], seed, lambda: progress.advance(bar))
+        save(model, tokenizer, folder)
+        print(f"... done in {time.perf_counter() - began:.0f} s: {folder}", flush=True)
+
+    if not folder.exists():
+        parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):  # jobs of a sweep, which want the same one
+            if not folder.exists():
+                make()
     return str(folder)
 
 

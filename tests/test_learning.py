@@ -6,8 +6,8 @@ import sys
 import pytest
 from conftest import EXAMPLES, REAL_DATA, ROOT
 
-pytest.importorskip("pandas")
-from grpo.runs import Run, plot_curves
+from grpo.plots import metrics
+from grpo.runs import Run
 
 pytestmark = pytest.mark.slow
 
@@ -51,8 +51,12 @@ def test_its_samples_are_whole_problems(demo):
 
 
 def test_the_curve_is_drawn(demo, tmp_path):
-    plot_curves([str(demo)], str(tmp_path / "curve.png"))
-    assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo.plots", str(demo), "--out", str(tmp_path / "curve.png")], cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 0 and (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
+    (line,) = metrics([Run(demo)], ["eval/accuracy"]).axes[0].lines
+    assert list(line.get_ydata()) == list(Run(demo).accuracy)
 
 
 def test_the_demo_with_a_tool_learns_to_call_it(tmp_path):

@@ -1,10 +1,14 @@
 """The demo's base model: tokenizer, loss, cache. The real recipe is too long for a test: 2 + 1 steps here."""
 
 import math
+import os
+import subprocess
+import sys
 from functools import partial
 
 import pytest
 import torch
+from conftest import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.messages import Message, ToolCall, ToolSpec
@@ -193,7 +197,18 @@ def test_made_once_and_found_again(tmp_path, capsys):
     made = weights.stat().st_mtime_ns
     assert brief(cache=str(tmp_path)) == folder
     assert weights.stat().st_mtime_ns == made and capsys.readouterr().out == ""
-    assert [str(path) for path in tmp_path.iterdir()] == [folder]  # nothing unfinished is left
+    assert [str(path) for path in tmp_path.iterdir() if path.is_dir()] == [folder]  # nothing unfinished is left
+
+
+def test_two_at_once_make_it_once(tmp_path, capfd):
+    """As the jobs of a sweep do."""
+    code = "import sys; from test_tiny import brief; print(brief(cache=sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    for process in [subprocess.Popen(command, env=environment) for _ in range(2)]:
+        assert process.wait(120) == 0
+    told = capfd.readouterr().out
+    assert told.count("warm-starting") == 1 and told.count(f"{tmp_path}/tiny-") == 3  # the maker says it twice
 
 
 def test_another_recipe_is_another_model(folder, tmp_path):
