@@ -263,6 +263,8 @@ class GRPOModule(L.LightningModule):
                 gap = (microbatch.old_logprobs - microbatch.rollout_logprobs).abs()
                 means.add_tokens("rollout/logprob_gap", gap, microbatch.mask)
                 means.add_extreme("rollout/logprob_gap_max", gap[microbatch.mask])
+                for side in ("rollout_logprobs", "old_logprobs"):
+                    means.add_tokens(f"rollout/{side}", getattr(microbatch, side), microbatch.mask)
             of_update.add_tokens("entropy", stats["entropy"], microbatch.mask)
         learned = [p for group in optimizer.param_groups for p in group["params"]]  # masters, where there are some
         if self.has_masters and ranks.count() > 1:  # DistributedDataParallel finds their gradients gone

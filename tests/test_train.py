@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 
 import lightning as L
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -116,7 +117,13 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy):
 
 
 def test_what_a_run_leaves(smoke, tmp_path, capsys):
-    accuracy = train(compose_config(*smoke("callbacks=default", "rollout.num_rollouts=3", "eval.every=2")))
+    accuracy = train(
+        compose_config(
+            *smoke(
+                "callbacks=default", "callbacks.samples.token_logprobs=true", "rollout.num_rollouts=3", "eval.every=2"
+            )
+        )
+    )
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert {
         "config.yaml",
@@ -147,6 +154,9 @@ def test_what_a_run_leaves(smoke, tmp_path, capsys):
         f"loss/{name}" for name in ["policy", "approx_kl", "clip_fraction_high", "entropy", "grad_norm", "ratio_max"]
     } <= table[1].keys()
     assert table[1]["rollout/logprob_gap"] < 1e-5 and table[1]["lr"] == 1e-3
+    assert table[1]["rollout/old_logprobs"] == pytest.approx(table[1]["rollout/rollout_logprobs"], abs=1e-5)
+    drawn = Run(tmp_path).samples([1])["rollout_logprobs"].map(np.mean)  # no group has a signal: one row is measured
+    assert any(table[1]["rollout/rollout_logprobs"] == pytest.approx(mean, abs=1e-5) for mean in drawn)
 
     sample = Run(tmp_path).samples([1]).iloc[3]
     assert (sample["rollout"], sample["prompt_index"], sample["sample"]) == (1, 1, 1)
