@@ -5,7 +5,7 @@
 
 Problems, their samples and runs are drawn from worlds whose truth is known, 4,000 data sets a case, always the same; single
 outcomes need no drawing, the binomial distribution gives their coverage. The naive interval takes all samples as independent:
-for a difference it forgets the pairs, for two arms it forgets that seeds differ.
+for a difference it forgets the pairs, for two arms it forgets that seeds differ, for one that problems do.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import numpy as np
 from scipy.stats import binom
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from grpo.statistics import Estimate, compare_arms, difference_interval, iqm, mean_interval, over_seeds
+from grpo.statistics import Estimate, arm_interval, compare_arms, difference_interval, iqm, mean_interval, over_seeds
 
 SHARE = (0, 1)
 Draw = Callable[[np.random.Generator], tuple[Estimate, Estimate | None, float]]
@@ -127,6 +127,16 @@ def arms(seeds: int, n: int, k: int, spread: float) -> Draw:
     return draw
 
 
+def arm(seeds: int, n: int, k: int, spread: float) -> Draw:
+    """One arm of those; what its seeds alone say forgets that there are other problems."""
+
+    def draw(rng: np.random.Generator) -> tuple[Estimate, Estimate, float]:
+        a = rng.binomial(k, rng.uniform(0.25, 0.65, n) + rng.uniform(-spread, spread, (seeds, 1))) / k
+        return arm_interval(a), over_seeds(a.mean(axis=1)), 0.45
+
+    return draw
+
+
 def runs(n: int, tasks: int = 0) -> Draw:
     """Normal scores of runs: Student's t, and beside it the bootstrapped interquartile mean. With tasks: that one alone."""
 
@@ -170,6 +180,12 @@ def cases(sets: int) -> Iterator[dict]:
                 for k in (1, 8):
                     world = f"seeds move it by up to {spread:g}"
                     drawn.append(("two arms, 3 and 5 seeds", world, n, k, arms(seeds, n, k, spread)))
+    for spread in (0.0, 0.02, 0.08):
+        for seeds in (3, 5):
+            for n in (50, 200):
+                for k in (1, 8):
+                    world = f"seeds move it by up to {spread:g}"
+                    drawn.append(("one arm, 3 and 5 seeds", world, n, k, arm(seeds, n, k, spread)))
     for n in (3, 5, 10):
         drawn.append(("mean of runs (naive: IQM)", f"normal, {n} runs", n, 1, runs(n)))
     for n in (3, 10):

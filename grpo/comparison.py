@@ -15,10 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo.errors import UserError
-from grpo.evaluation import SHARE
 from grpo.runs import SAME, VERDICTS, Run, arms, load
 from grpo.scorecard import named, shown
-from grpo.statistics import compare_arms, holm, iqm, mean_interval, over_seeds, paired
+from grpo.statistics import arm_interval, compare_arms, holm, iqm, over_seeds, paired
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -
             arm, of = scores[letters[name]], found["arms"].setdefault(letters[name], {"name": name, "runs": len(runs)})
             found["items"][letters[name]] = len(set().union(*(table.index for table in runs)))
             several = len(arm) > 1
-            of |= named({metric: over_seeds(arm.mean(axis=1)) if several else mean_interval(arm[0], bounds=SHARE)})
+            of |= named({metric: arm_interval(arm)})
             if several:
                 of |= named({f"{metric}_iqm": iqm(arm.mean(axis=1))})
         first, *others = scores
@@ -127,20 +126,32 @@ def complete(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def compared(done: Mapping[str, Sequence[Run]]) -> pd.DataFrame:
-    """A row for each arm, best first: value, low, high, n of the last accuracies of its seeds (Student's t); and, where `compare`
-    can tell, difference, low and high of it, p, Holm's p, and better, worse, ties, against the first arm given."""
-    rows = {arm: over_seeds([run.accuracy.iloc[-1] for run in of])._asdict() for arm, of in done.items()}
+    """A row for each arm, best first: seeds; value, low, high of its last accuracy, for other seeds and other problems; against
+    the first arm given difference, its low and high, p, Holm's p, and better, worse, ties.
+
+    Arms that have no problem in common (of several tasks) have the mean over their seeds, and no difference.
+    """
+    rows: dict[str, dict[str, Any]] = {arm: {"seeds": len(of)} for arm, of in done.items()}
     try:
         found = compare(done)
-    except UserError:  # arms of several tasks have no problem in common
-        found = {"comparisons": []}
+    except UserError:
+        for arm, of in done.items():
+            rows[arm] |= over_seeds([run.accuracy.iloc[-1] for run in of])._asdict()
+        return ranked(rows)
+    for arm in found["arms"].values():
+        rows[arm["name"]] |= arm["eval/accuracy"]
     for row in found["comparisons"]:
         if row["metric"] == "eval/accuracy":
             difference, arm = row["difference"], found["arms"][row["arm"]]["name"]
             rows[arm] |= {"difference": difference["value"], "difference_low": difference["low"]}
             rows[arm] |= {"difference_high": difference["high"], "p": row["p_value"], "p (Holm)": row["p_holm"]}
             rows[arm] |= {name: row[name] for name in ("better", "worse", "ties")}
-    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("arm").sort_values("value", ascending=False)
+    return ranked(rows)
+
+
+def ranked(rows: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    table = pd.DataFrame.from_dict(rows, orient="index").rename_axis("arm").drop(columns="n")
+    return table.sort_values("value", ascending=False)
 
 
 def effects(done: Mapping[str, list[Run]]) -> dict[str, pd.DataFrame]:

@@ -5,7 +5,6 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,9 @@ class Job:
 
     @property
     def minutes(self) -> float | None:
-        manifest = self.manifest
-        if not manifest.get("started") or not manifest.get("ended"):
-            return None
-        return (when(manifest["ended"]) - when(manifest["started"])).total_seconds() / 60
+        """At work, before the sweep was stopped and after."""
+        seconds = self.manifest.get("seconds")
+        return None if seconds is None else seconds / 60
 
     def metrics(self) -> Mapping[str, str]:
         """The latest value of every column of metrics.csv, as text."""
@@ -75,10 +73,6 @@ class Job:
     def last_words(self) -> str:
         lines = self.output.read_text(errors="replace").split("\n") if self.output.exists() else []
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")[:300]
-
-
-def when(text: str) -> datetime:
-    return datetime.fromisoformat(text)
 
 
 def quoted(path: Path) -> str:

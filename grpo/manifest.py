@@ -6,6 +6,7 @@ import platform
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -69,11 +70,15 @@ def kept(
     if rank_zero_only.rank != 0:  # a further device's process
         yield
         return
+    file = Path(folder) / FILE
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}  # it goes on in its own folder
+    begun = time.monotonic()
     facts: dict[str, Any] = {
         "status": "running",
         "error": None,
-        "started": now(),
+        "started": before.get("started", now()),
         "ended": None,
+        "seconds": before.get("seconds", 0.0),
         "command": sys.argv,
         "overrides": list(overrides),
         "seed": seed,
@@ -87,7 +92,8 @@ def kept(
 
     def end(status: str, error: BaseException | None = None) -> None:
         told = " ".join(f"{type(error).__name__}: {error}".split()) if error else None
-        save(folder, facts | progress() | {"status": status, "error": told, "ended": now()})
+        seconds = facts["seconds"] + time.monotonic() - begun
+        save(folder, facts | progress() | {"status": status, "error": told, "ended": now(), "seconds": seconds})
 
     save(folder, facts | progress())
     try:

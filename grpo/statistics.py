@@ -60,11 +60,7 @@ def mean_interval(values: ArrayLike, level: float = 0.95, bounds: Bounds | None 
     p, spread = x.mean(), x.var()  # ddof 0: p (1-p) for outcomes of 0 and 1
     outcomes = np.all((x == 0) | (x == 1))
     m = n if outcomes or spread < TINY else n * p * (1 - p) / spread
-    z = _quantile(level, np.inf) if outcomes else t
-    half = z * np.sqrt(p * (1 - p) / m + (z / m) ** 2 / 4)
-    ends = np.clip((p + z**2 / (2 * m) + np.array([-half, half])) / (1 + z**2 / m), 0, 1)
-    low, high = bounds[0] + (bounds[1] - bounds[0]) * ends
-    return Estimate(mean, low, high, n)
+    return Estimate(mean, *_wilson(p, m, _quantile(level, np.inf) if outcomes else t, bounds), n)
 
 
 def difference_interval(d: ArrayLike, level: float = 0.95, bounds: Bounds | None = (0, 1)) -> Estimate:
@@ -100,6 +96,26 @@ def paired(a: ArrayLike, b: ArrayLike, level: float = 0.95, bounds: Bounds | Non
 def over_seeds(values: ArrayLike, level: float = 0.95) -> Estimate:
     """The mean over runs that differ in their seed, [runs]: Student's t, wide for three runs because three say little."""
     return mean_interval(values, level)
+
+
+def arm_interval(a: ArrayLike, level: float = 0.95, bounds: Bounds = (0, 1)) -> Estimate:
+    """The mean share of an arm, for other seeds and other problems. a: [seeds, problems].
+
+    Seeds and problems have the variances of `compare_arms`, for one arm. Each takes its own Student's t (Howe 1974, JASA 69:789):
+    h^2 = t_seeds^2 seeds + t_problems^2 max(problems - noise, 0), which Wilson's formula gets as z^2 p (1-p) / m. Problems with
+    NaN anywhere are left out, n are left. With one seed it is `mean_interval`.
+    """
+    (a,) = _known(a, bounds=bounds)
+    alone = mean_interval(a.mean(axis=0), level, bounds)
+    if len(a) < 2 or alone.n < 2:
+        return alone
+    a = (a - bounds[0]) / (bounds[1] - bounds[0])
+    n, p, (seeds, noise) = alone.n, a.mean(), _seeds(a)
+    problems = max(a.mean(axis=0).var(ddof=1) / n - noise, 0.0)
+    t, z = _quantile(level, len(a) - 1), _quantile(level, n - 1)
+    variance = (t / z) ** 2 * seeds + problems
+    m = n if variance < TINY else p * (1 - p) / variance
+    return Estimate(alone.value, *_wilson(p, m, z, bounds), n)
 
 
 def iqm(scores: ArrayLike, level: float = 0.95, seed: int = 0) -> Estimate:
@@ -140,13 +156,9 @@ def compare_arms(a: ArrayLike, b: ArrayLike, level: float = 0.95, bounds: Bounds
 
     d = np.round(b.mean(axis=0) - a.mean(axis=0), 12)
     centre, problems = _centre(d, bounds)
-    seeds, noise = [], 0.0
-    for arm in (a, b):
-        runs = arm.mean(axis=1)
-        residual = arm - runs[:, None] - arm.mean(axis=0) + arm.mean()
-        seeds.append((runs.var(ddof=1) / len(arm), len(arm) - 1))
-        noise += (residual**2).sum() / ((len(arm) - 1) * (len(d) - 1)) / arm.size
-    parts = [*seeds, (max(problems - noise, 0.0), len(d) - 1)]  # variance, degrees of freedom
+    (of_a, noise_a), (of_b, noise_b) = _seeds(a), _seeds(b)
+    noise = noise_a + noise_b
+    parts = [(of_a, len(a) - 1), (of_b, len(b) - 1), (max(problems - noise, 0.0), len(d) - 1)]  # and degrees of freedom
     variance = max(sum(part for part, _ in parts), noise / 4, TINY**2)  # TINY: where nothing varies at all
     degrees = variance**2 / max(sum(part**2 / df for part, df in parts), TINY**4)
     p_value = 2 * stdtr(degrees, -abs(centre) / variance**0.5)
@@ -179,6 +191,22 @@ def _known(*arms: ArrayLike, bounds: Bounds | None) -> list[np.ndarray]:
             found = f"values from {table.min():g} to {table.max():g} are not within {bounds}"
             raise UserError(f"{found}: give their bounds, or bounds=None for what is no share")
     return tables
+
+
+def _seeds(arm: np.ndarray) -> tuple[float, float]:
+    """The variance of an arm's mean that its seeds show, and the part of that which is the samples' noise."""
+    runs = arm.mean(axis=1)
+    residual = arm - runs[:, None] - arm.mean(axis=0) + arm.mean()
+    noise = (residual**2).sum() / ((len(arm) - 1) * (arm.shape[1] - 1)) / arm.size
+    return runs.var(ddof=1) / len(arm), noise
+
+
+def _wilson(p: float, m: float, z: float, bounds: Bounds) -> tuple[float, float]:
+    """Of a share p from m samples, scaled to bounds."""
+    half = z * np.sqrt(p * (1 - p) / m + (z / m) ** 2 / 4)
+    ends = np.clip((p + z**2 / (2 * m) + np.array([-half, half])) / (1 + z**2 / m), 0, 1)
+    low, high = bounds[0] + (bounds[1] - bounds[0]) * ends
+    return low, high
 
 
 def _quantile(level: float, degrees: float) -> float:

@@ -192,10 +192,10 @@ class Sweep:
         return Group(table, Text(self.total()))
 
     def table(self) -> Table:
-        table = Table("job", "overrides", "status", "accuracy", "minutes", "folder", title="sweep")
+        table = Table("job", "overrides", "status", "accuracy", "minutes", title=f"sweep in {self.folder}")
         for job in sorted(self.jobs, key=lambda job: job.number):
             minutes = "-" if job.minutes is None else f"{job.minutes:.1f}"
-            cells = (str(job.number), job.label, job.status, percent(job.accuracy), minutes, str(job.folder))
+            cells = (str(job.number), job.label, job.status, percent(job.accuracy), minutes)
             table.add_row(*map(Text, cells))
         return table
 

@@ -37,8 +37,11 @@ def test_a_crashed_run_goes_on_in_its_own_folder(run, tmp_path):
     assert crashed.status == "failed" and crashed.manifest["error"] == "RuntimeError: the disk is full"
     assert (crashed.manifest["rollouts"], len(crashed.metrics)) == (5, 6)  # one more than the checkpoint knows of
 
+    spent = crashed.manifest["seconds"]
+
     resumed = run("crashed", *settings, f"ckpt_path={tmp_path / 'crashed' / 'checkpoints' / 'last.ckpt'}")
     assert resumed.status == "finished" and resumed.manifest["error"] is None
+    assert resumed.manifest["started"] == crashed.manifest["started"] and resumed.manifest["seconds"] > spent > 0
     assert list(resumed.metrics.index) == list(range(7))
     times = [name for name in TIMES if name in whole.metrics]
     pd.testing.assert_frame_equal(resumed.metrics.drop(columns=times), whole.metrics.drop(columns=times), rtol=1e-12)

@@ -40,7 +40,7 @@ WRONG = {
     "malformed_calls",
 }
 SHARES = re.compile(
-    r"/(accuracy(_lenient)?|(pass[@^]|maj@)\d+|truncated|no_answer|(env_)?(timeout|error)|out_of_turns|format|(level|hops)_\d|supports|correct)$"
+    r"/(accuracy(_lenient)?(_iqm)?|(pass[@^]|maj@)\d+|truncated|no_answer|(env_)?(timeout|error)|out_of_turns|format|(level|hops)_\d|supports|correct)$"
 )
 
 

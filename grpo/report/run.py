@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -92,12 +91,8 @@ def numbers(run: Run, metrics: pd.DataFrame, intervals: Sequence[tuple[float, fl
         speed = metrics["tokens/s"].dropna()
         cards.append(("tokens/s", f"{speed.median():,.0f}", f"median; {speed.min():,.0f} to {speed.max():,.0f}"))
     spent = metrics.filter(regex="^time/(rollout|update|sync|eval)").sum().sum() / 60
-    said = run.manifest
-    if said.get("started") and said.get("ended"):
-        whole = datetime.fromisoformat(said["ended"]) - datetime.fromisoformat(said["started"])
-        cards.append(("minutes", f"{whole.total_seconds() / 60:.1f}", f"{spent:.1f} of them in the times below"))
-    elif spent:
-        cards.append(("minutes", f"{spent:.1f}", "of rollouts and updates"))
+    if spent:
+        cards.append(("minutes", f"{spent:.1f}", "of rollouts, updates and evaluations"))
     return [{"label": label, "value": value.replace("%", "\N{NO-BREAK SPACE}%"), "note": note}
             for label, value, note in cards]  # fmt: skip
 

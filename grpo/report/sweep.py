@@ -11,9 +11,9 @@ from grpo.report.run import minute
 from grpo.runs import Run, arms, band, curves
 
 WORDS = (
-    "Accuracy after the last evaluation of the runs that finished: mean and 95 % interval over seeds (Student's t; none for one "
-    "seed). The difference is in percentage points on the same problems, with an interval and a p-value that hold for other "
-    "seeds and other problems where arms have several seeds; Holm's p-value allows for the number of comparisons."
+    "Held-out accuracy of the runs that finished, after their last evaluation. Intervals are 95 %; they hold for other seeds and "
+    "other problems where an arm has several seeds, for other problems where it has one. Differences are in points, on "
+    "the same problems; Holm's p-value allows for their number. Bands of the curves are over seeds alone (Student's t)."
 )
 
 
@@ -80,9 +80,9 @@ def table(done: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     of = compared(known).to_dict("index") if known else {}
     rows: list[dict[str, Any]] = []
     for label in done:
-        row = {name: value for name, value in of.get(label, {"n": 0}).items() if value == value}  # no NaN
+        row = {name: value for name, value in of.get(label, {"seeds": 0}).items() if value == value}  # no NaN
         mean = {"mean": row.get("value"), "low": row.get("low"), "high": row.get("high")}
-        rows.append({"arm": label, "seeds": row["n"], **mean})
+        rows.append({"arm": label, "seeds": row["seeds"], **mean})
         if "difference" in row:
             ends = {"value": "difference", "low": "difference_low", "high": "difference_high"}
             rows[-1] |= {"difference": {end: row.get(name) for end, name in ends.items()}}
