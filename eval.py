@@ -13,11 +13,10 @@ from rich.console import Console
 from grpo.callbacks.samples import on_disk
 from grpo.cli import changes, one_line_errors, run
 from grpo.comparison import arms_of, compare
-from grpo.comparison import show as show_comparison
 from grpo.errors import UserError
 from grpo.evaluation import columns
 from grpo.manifest import kept
-from grpo.scorecard import Bar, Scorecard, finished, policy_in, save, show
+from grpo.scorecard import Bar, Scorecard, finished, policy_in, save, show, show_comparison
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="eval")

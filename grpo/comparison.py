@@ -4,6 +4,7 @@ Reads what evaluations left; no model is loaded.
 """
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from string import ascii_uppercase
@@ -11,13 +12,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.console import Console
-from rich.table import Table
 
 from grpo.errors import UserError
 from grpo.runs import SAME, VERDICTS, Run, arms, load
-from grpo.scorecard import named, shown
-from grpo.statistics import arm_interval, compare_arms, holm, iqm, over_seeds, paired
+from grpo.statistics import Estimate, arm_interval, compare_arms, holm, iqm, over_seeds, paired
 
 log = logging.getLogger(__name__)
 
@@ -87,28 +85,16 @@ def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -
     return found
 
 
-def show(console: Console, found: Mapping[str, Any]) -> None:
-    every, items = found["arms"], found["items"]
-    for letter, arm in every.items():
-        runs = "" if arm["runs"] == 1 else f" ({arm['runs']} runs)"
-        console.print(f"{letter}  {arm['name']}{runs}: {items[letter]} problems", soft_wrap=True, highlight=False)
-    metrics = [name for name in next(iter(every.values())) if name.startswith("eval/")]
-    table = Table(f"{items['common']} problems", *every)
-    for name in metrics:
-        cells = ["{} ({})".format(*shown(name, arm[name])) if name in arm else "-" for arm in every.values()]
-        table.add_row(name.removeprefix("eval/"), *cells)
-    console.print(table)
+def named(found: Mapping[str, Estimate]) -> dict[str, Any]:
+    """For a file: by the names of metrics, as numbers that JSON has."""
 
-    several = len(every) > 2
-    heads = ["difference", "", "95 % interval", "p", *(["p (Holm)"] if several else []), "better", "worse", "ties"]
-    table = Table(*heads)
-    for row in found["comparisons"]:
-        what = f"{row['metric'].removeprefix('eval/')}, {row['arm']} - {row['against']}"
-        counts = [str(row[name]) for name in ("better", "worse", "ties")]
-        adjusted = [f"{row['p_holm']:.3g}"] if several else []
-        table.add_row(what, *shown(row["metric"], row["difference"]), f"{row['p_value']:.3g}", *adjusted, *counts)
-    console.print(table)
-    console.print("; ".join(dict.fromkeys(row["test"] for row in found["comparisons"])), highlight=False)
+    def number(value: float) -> float | None:
+        return None if math.isnan(value) else value
+
+    return {
+        f"eval/{name}": {"value": number(e.value), "low": number(e.low), "high": number(e.high), "n": e.n}
+        for name, e in found.items()
+    }
 
 
 # -- the arms of a sweep, as tables

@@ -49,7 +49,10 @@ def curves(runs: Iterable[Run], metric: str, axes: Axes, **labels) -> None:
     for arm, part in table.groupby("arm", sort=False):
         few = "o" if len(part) < 15 else None
         (line,) = axes.plot(part["rollouts"], part["mean"], marker=few, markersize=3, linewidth=1.5, label=arm)
-        axes.fill_between(part["rollouts"], part["low"], part["high"], color=line.get_color(), alpha=0.2, linewidth=0)
+        low, high = part["low"], part["high"]
+        if part["mean"].between(0, 1).all():  # a share is never outside
+            low, high = low.clip(0, 1), high.clip(0, 1)
+        axes.fill_between(part["rollouts"], low, high, color=line.get_color(), alpha=0.2, linewidth=0)
     tidy(axes, **{"xlabel": "rollouts", "ylabel": metric, **labels})
 
 

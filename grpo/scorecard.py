@@ -1,7 +1,6 @@
-"""Layer 3 - an evaluation on disk and in the terminal: batches as they get done, and the tables at the end."""
+"""Layer 3 - an evaluation on disk and in the terminal: batches as they get done, the tables at the end, and a comparison."""
 
 import json
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -16,13 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from grpo.callbacks.terminal import SHARES, worth_telling
+from grpo.comparison import named
 from grpo.errors import UserError
 from grpo.evaluation import estimates, tables
 from grpo.records import records, write
 from grpo.rl import Example
 from grpo.rollout import Group
 from grpo.rows import fingerprint
-from grpo.statistics import Estimate
 
 NUMERIC = ("prompt_index", "sample", "reward", "correct", "outcome", "end", "tokens", "turns", "truncated")
 NUMERIC += ("answer", "correct_lenient")  # of the columns those that numbers are made of, and reward/, eval/, by/
@@ -104,18 +103,6 @@ class Scorecard:
         return found
 
 
-def named(found: Mapping[str, Estimate]) -> dict[str, Any]:
-    """For a file: by the names of metrics, as numbers that JSON has."""
-
-    def number(value: float) -> float | None:
-        return None if math.isnan(value) else value
-
-    return {
-        f"eval/{name}": {"value": number(e.value), "low": number(e.low), "high": number(e.high), "n": e.n}
-        for name, e in found.items()
-    }
-
-
 def save(folder: Path, found: Mapping[str, Any]) -> None:
     text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
     (folder / "metrics.json.new").write_text(text, encoding="utf-8")
@@ -194,3 +181,27 @@ def show(console: Console, title: str, found: Mapping[str, Any]) -> None:
         for column in table.columns[1:]:
             column.justify = "right"
         console.print(table)
+
+
+def show_comparison(console: Console, found: Mapping[str, Any]) -> None:
+    every, items = found["arms"], found["items"]
+    for letter, arm in every.items():
+        runs = "" if arm["runs"] == 1 else f" ({arm['runs']} runs)"
+        console.print(f"{letter}  {arm['name']}{runs}: {items[letter]} problems", soft_wrap=True, highlight=False)
+    metrics = [name for name in next(iter(every.values())) if name.startswith("eval/")]
+    table = Table(f"{items['common']} problems", *every)
+    for name in metrics:
+        cells = ["{} ({})".format(*shown(name, arm[name])) if name in arm else "-" for arm in every.values()]
+        table.add_row(name.removeprefix("eval/"), *cells)
+    console.print(table)
+
+    several = len(every) > 2
+    heads = ["difference", "", "95 % interval", "p", *(["p (Holm)"] if several else []), "better", "worse", "ties"]
+    table = Table(*heads)
+    for row in found["comparisons"]:
+        what = f"{row['metric'].removeprefix('eval/')}, {row['arm']} - {row['against']}"
+        counts = [str(row[name]) for name in ("better", "worse", "ties")]
+        adjusted = [f"{row['p_holm']:.3g}"] if several else []
+        table.add_row(what, *shown(row["metric"], row["difference"]), f"{row['p_value']:.3g}", *adjusted, *counts)
+    console.print(table)
+    console.print("; ".join(dict.fromkeys(row["test"] for row in found["comparisons"])), highlight=False)
