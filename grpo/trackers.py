@@ -223,8 +223,8 @@ def title(folder: Path) -> str:
 
 
 def allowed(name: str) -> str:
-    """As MLflow takes it: eval/pass@8 is eval/pass_8."""
-    return re.sub(r"[^\w/. :-]", "_", name, flags=re.ASCII)
+    """As MLflow takes it: eval/pass@8 is eval/pass_at_8, eval/pass^8 is eval/pass_hat_8."""
+    return re.sub(r"[^\w/. :-]", "_", name.replace("@", "_at_").replace("^", "_hat_"), flags=re.ASCII)
 
 
 def markdown(rows: Sequence[Row]) -> str:
