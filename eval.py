@@ -37,7 +37,8 @@ def compared(config: DictConfig) -> float:
 def policy_folder(run: str) -> Path:
     """The Hugging Face folder that `run=` means: a run's best policy, that of a checkpoint, or the folder itself."""
     path = Path(run).resolve()
-    for folder in (path / "checkpoints" / "best", path / "checkpoints" / "last", path.with_suffix(""), path):
+    beside = path.with_suffix("") if path.suffix == ".ckpt" else path  # the policy of a checkpoint
+    for folder in (path / "checkpoints" / "best", path / "checkpoints" / "last", beside):
         if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
             return folder
     raise UserError(f"run={run} has no policy: give a run's folder, a checkpoint of it, or a Hugging Face folder")
@@ -57,9 +58,10 @@ def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
             config.renderer = before.get("renderer", config.renderer)
             again = ["renderer."]
             if not any(override.startswith("task=") for override in overrides):
-                for key in ("task", "max_tokens", "max_turns", "prompt_limit"):
+                of_the_task = ("task", "max_tokens", "max_turns", "prompt_limit", "step_timeout", "score_timeout")
+                for key in of_the_task:
                     config[key] = before.get(key, config[key])
-                again += ["task.", "max_tokens=", "max_turns=", "prompt_limit."]
+                again += [f"{key}{end}" for key in of_the_task for end in ".="]
             given = [override.lstrip("+") for override in overrides]
             config.merge_with_dotlist([override for override in given if override.startswith(tuple(again))])
         config.model.path = str(folder)

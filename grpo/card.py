@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,11 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None) -> None:
     adapter = (policy / "adapter_config.json").exists()
     theirs = ModelCard.load(policy / "README.md").data if adapter else ModelCardData()
     data = ModelCardData(
-        base_model=hub_id(base) or theirs.base_model,
+        base_model=hub_id(base) or hub_id(theirs.base_model),
         datasets=hub_id(source),
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=list(dict.fromkeys(["grpo", "reinforcement-learning", task, algo, *(theirs.tags or [])])),
+        tags=list(dict.fromkeys(["grpo", "reinforcement-learning", task, algo, *public(theirs.tags or [])])),
     )
     numbers = [f"[arXiv {number}](https://arxiv.org/abs/{number})" for number in papers(algo)]
     size = f"{config['rollout']['prompts']} prompts with {config['rollout']['group_size']} samples"
@@ -107,6 +108,11 @@ def hub_id(path: Any) -> str | None:
     """The path where it can be one of the hub: not what is here, nor what was made here."""
     named = isinstance(path, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path)
     return path if named and not Path(path).exists() else None
+
+
+def public(tags: Sequence[str]) -> list[str]:
+    """Not those that name a base model which only this machine has."""
+    return [tag for tag in tags if not tag.startswith("base_model:") or hub_id(tag.rpartition(":")[2])]
 
 
 def papers(algo: str) -> list[str]:

@@ -28,8 +28,13 @@ def arms_of(operands: Sequence[str | Sequence[str]]) -> dict[str, list[Run]]:
         if not isinstance(operand, str):
             found[", ".join(operand)] = load(*(Path(path).expanduser() for path in operand))
             continue
-        runs = load(Path(operand).expanduser())
-        parts = arms(runs)
+        folder = Path(operand).expanduser()
+        runs = load(folder)
+        if unfinished := [run for run in runs if run.folder != folder and run.status != "finished"]:
+            log.warning(
+                "not finished, and left out: %s", ", ".join(f"{run.folder} ({run.status})" for run in unfinished)
+            )
+        parts = arms(run for run in runs if run not in unfinished)
         for label, members in parts.items():
             found[operand if len(parts) == 1 else f"{operand}: {label}"] = members
     if not 2 <= len(found) <= len(ascii_uppercase):
@@ -50,6 +55,9 @@ def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -
         measured[name] = [table for table in tables.values() if table is not None]
         if not measured[name]:
             raise UserError(f"{name} has no finished evaluation: let it end, or run eval.py on it")
+    last = {run.evaluated[-1] for runs in named_arms.values() for run in runs if run.evaluated}
+    if after is None and len(last) > 1:
+        log.warning("the last evaluations are after %s rollouts; after=N takes the same", sorted(last))
     every = [table for tables in measured.values() for table in tables]
     items = sorted(set.intersection(*(set(table["accuracy"].dropna().index) for table in every)))
     if not items:
@@ -102,10 +110,7 @@ def named(found: Mapping[str, Estimate]) -> dict[str, Any]:
 
 def complete(runs: Iterable[Run]) -> dict[str, list[Run]]:
     """`arms`, with only the runs that can be compared; an arm without any is not there. UserError where none is."""
-    found = {
-        arm: [run for run in of if run.status == "finished" and run.measured and run.evaluated]
-        for arm, of in arms(runs).items()
-    }
+    found = {arm: [run for run in of if run.status == "finished" and run.scored] for arm, of in arms(runs).items()}
     if not any(found.values()):
         raise UserError("none of the runs has finished with an evaluation, so there is nothing to compare yet")
     return {arm: of for arm, of in found.items() if of}

@@ -6,6 +6,7 @@ A function draws on the axes it is given. Colours are Okabe's and Ito's, which c
 """
 
 import argparse
+import sys
 from collections.abc import Iterable, Sequence
 
 import matplotlib.pyplot as plt
@@ -13,6 +14,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from grpo.errors import UserError
 from grpo.runs import Run, band, load
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -56,9 +58,11 @@ def curves(runs: Iterable[Run], metric: str, axes: Axes, **labels) -> None:
     tidy(axes, **{"xlabel": "rollouts", "ylabel": metric, **labels})
 
 
-def metrics(runs: Sequence[Run], names: Iterable[str]) -> Figure:
+def metrics(runs: Sequence[Run], names: Sequence[str]) -> Figure:
     """`curves` of each of these metrics that a run has logged; one legend, where there are several arms."""
     shown = [name for name in names if any(run.measured and name in run.metrics for run in runs)]
+    if not shown:
+        raise UserError(f"the runs have none of {', '.join(names)}; metrics.csv has what there is")
     figure, grid = panels(len(shown), width=3, height=2.4)
     for name, axes in zip(shown, grid, strict=True):
         curves(runs, name, axes, title=name, ylabel="")
@@ -95,5 +99,8 @@ if __name__ == "__main__":
     )
     parser.add_argument("--out", default="curve.png", help="the picture to write")
     given = parser.parse_args()
-    metrics(load(*given.runs), given.metrics).savefig(given.out, dpi=150)
+    try:
+        metrics(load(*given.runs), given.metrics).savefig(given.out, dpi=150)
+    except UserError as error:
+        sys.exit(f"error: {error}")
     print(f"written to {given.out}")

@@ -260,10 +260,17 @@ def fingerprint(example: Example) -> str:
     """12 hex digits that an example has in every run: of what its columns say, in any order."""
 
     def plain(value: Any) -> Any:
-        return dict(value) if isinstance(value, Mapping) else str(value)
+        if isinstance(value, Mapping):
+            return {str(name): plain(one) for name, one in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(one) for one in value]
+        if isinstance(value, (set, frozenset)):
+            return sorted(json.dumps(plain(one), sort_keys=True) for one in value)
+        if value is None or isinstance(value, (str, int, float)):
+            return value
+        return plain(vars(value)) if hasattr(value, "__dict__") else str(value)  # its repr may tell where it lies
 
-    text = json.dumps(example, sort_keys=True, default=plain)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(plain(example), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def fingerprint_of_all(examples: Sequence[Example], looks: int = 1000) -> str:

@@ -82,6 +82,11 @@ class Run:
         """Of the evaluations, by rollouts; empty where there were none."""
         return self.metrics.get("eval/accuracy", pd.Series(dtype=float)).dropna()
 
+    @property
+    def scored(self) -> bool:
+        """Whether there is an accuracy to compare, with what it is of."""
+        return self.measured and len(self.accuracy) > 0 and bool(self.evaluated)
+
     def samples(self, rollouts: Collection[int] | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """A row for each sample of these rollouts (all), by rollout, prompt_index, sample; messages and tool_calls are JSON."""
         return tables(self.folder / "rollouts", rollouts, columns)
@@ -170,6 +175,7 @@ def arms(runs: Iterable[Run], but: Collection[str] = SAME) -> dict[str, list[Run
     said = [run.overrides if any(r.overrides for r in runs) else flat(run.config) for run in runs]
     told = [one for one in said if one]  # not those that left nothing
     names = [name for name in dict.fromkeys(name for one in told for name in one) if name not in but]
+    names = [name for name in names if not name.startswith(("callbacks", "logger"))]  # what is shown, and folders
     keys = [name for name in names if len({str(one.get(name)) for one in told}) > 1]
     found: dict[str, list[Run]] = {}
     for run, one in zip(runs, said, strict=True):

@@ -15,6 +15,7 @@ from grpo.runs import Run, flat
 
 log = logging.getLogger(__name__)
 
+LOCAL = "sqlite:///outputs/mlflow.db"
 Row = Mapping[str, Any]  # a sample by column: prompt, completion, reward ...
 
 
@@ -71,6 +72,7 @@ class Tracker(Logger):
         except Exception as error:  # whatever a client of others raises
             self.works = False
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            reason = re.sub(r"//[^/@\s]+@", "//***@", reason)  # a password in an address
             log.warning(f"{self.name} {what}, the run goes on without it: {reason}{advice and f' ({advice})'}")
 
 
@@ -79,14 +81,23 @@ class TensorBoard(Tracker):
 
     def start(self, settings: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
+
+        self.make, self.writer, self.settings = SummaryWriter, None, settings
+
+    def begin(self, step: int) -> None:
+        """What an earlier process wrote from this step on is not to be shown: the run went back to its checkpoint."""
         from torch.utils.tensorboard.summary import hparams
 
-        self.writer = SummaryWriter(str(self.folder / "tensorboard"))
-        plain = {name: value if isinstance(value, (int, float)) else str(value) for name, value in settings.items()}
+        self.writer = self.make(str(self.folder / "tensorboard"), purge_step=step)
+        plain = {
+            name: value if isinstance(value, (int, float)) else str(value) for name, value in self.settings.items()
+        }
         for summary in hparams(plain, {"eval/accuracy": 0.0, "rollout/reward": 0.0}):  # names: the values are the run's
             self.writer.file_writer.add_summary(summary)
 
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        if self.writer is None:  # the first that a run says of a step are its metrics
+            self.begin(step)
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
@@ -95,7 +106,8 @@ class TensorBoard(Tracker):
         self.writer.add_text(name, markdown(rows), step)
 
     def end(self, well: bool) -> None:
-        self.writer.close()
+        if self.writer is not None:
+            self.writer.close()
 
 
 class Wandb(Tracker):
@@ -157,21 +169,23 @@ class Wandb(Tracker):
 
 
 class MLflow(Tracker):
-    """uri: of a server, or sqlite:///FILE; artifacts of the latter lie beside it. tags: of the run."""
+    """uri: of a server, or sqlite:///FILE, whose artifacts lie beside it; None: MLFLOW_TRACKING_URI, which may hold a password
+    and is kept nowhere, else LOCAL. tags: of the run."""
 
     advice = "pip install mlflow; is the server of logger.mlflow.uri there?"
 
     def __init__(
         self,
         folder: str,
-        uri: str,
+        uri: str | None = None,
         experiment: str = "grpo",
         group: str | None = None,
         name: str | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(folder)
-        self.uri, self.experiment_name, self.run_name = uri, experiment, name or title(self.folder)
+        self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or LOCAL
+        self.experiment_name, self.run_name = experiment, name or title(self.folder)
         group = group or sweep(self.folder)
         self.tags = {**({"group": group} if group else {}), **(tags or {})}
 

@@ -42,6 +42,8 @@ class Processes(Launcher):
         said = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
         overrides = parsed([*said, *config.hydra.overrides.task])
         self.swept = {key for key, override in overrides.items() if override.is_sweep_override()}
+        if config.hydra.sweeper._target_.rpartition(".")[2] != "BasicSweeper" and config.eval.every == 0:
+            raise UserError("eval.every=0: a search maximises held-out accuracy, set eval.every to 1 or more")
         folder = Path(config.hydra.sweep.dir)
         again = [argument for argument in sys.argv if not argument.startswith("hydra.sweep.dir=")]
         again = shlex.join(["python", *again, f"hydra.sweep.dir={quoted(folder)}"])

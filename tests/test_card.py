@@ -8,7 +8,7 @@ from conftest import compose_config
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
-from grpo.card import choices, hub_id, papers
+from grpo.card import choices, hub_id, papers, public
 from grpo.runs import Run
 from train import train
 
@@ -27,7 +27,7 @@ def test_the_card_of_a_run(smoke, toy, tmp_path, adapter):
     assert front["pipeline_tag"] == "text-generation" and "datasets" not in front
     assert front["tags"][:4] == ["grpo", "reinforcement-learning", "gsm8k", "dr_grpo"]
     if adapter == "lora":  # what peft says of it stays
-        assert front["library_name"] == "peft" and front["base_model"] == str(toy)
+        assert front["library_name"] == "peft" and "base_model" not in front  # the hub has no such folder
         assert front["tags"][4:] == [f"base_model:adapter:{toy}", "lora", "transformers"]
         assert "AutoPeftModelForCausalLM.from_pretrained" in card.text and "Framework versions" not in card.text
     else:  # a folder of this machine's is no model of the hub's
@@ -60,6 +60,11 @@ def test_names_of_the_hub(tmp_path, monkeypatch):
     (tmp_path / "models" / "mine").mkdir(parents=True)
     assert [hub_id(path) for path in ("Qwen/Qwen2.5-0.5B", "gpt2")] == ["Qwen/Qwen2.5-0.5B", "gpt2"]
     assert [hub_id(path) for path in ("models/mine", "/a/b", "a/b/c", None, {"_target_": "x"})] == [None] * 5
+
+
+def test_tags_name_no_folder_of_this_machine(toy):
+    tags = ["lora", f"base_model:adapter:{toy}", "base_model:adapter:Qwen/Qwen2.5-0.5B"]
+    assert public(tags) == ["lora", "base_model:adapter:Qwen/Qwen2.5-0.5B"]
 
 
 def test_papers_are_those_of_the_preset():

@@ -374,6 +374,31 @@ def test_seeds_in_brackets_are_one_arm(tmp_path):
         compare(arms_of([seeds[0], left_behind(tmp_path / "other", {"x": [True]})]))
 
 
+def test_a_sweep_is_compared_by_its_arms_without_what_is_not_finished(tmp_path, caplog):
+    right = [[True, False, True], [True, True, True], [False, False, False], [True, False, False], [False] * 3]
+    for job, (algo, answers) in enumerate(zip(["grpo", "grpo", "dapo", "dapo", "dapo"], right, strict=True)):
+        folder = tmp_path / str(job)
+        folder.mkdir()
+        left_behind(folder, {str(p): [one] for p, one in enumerate(answers)})
+        status = "failed" if job == 4 else "finished"
+        told = {"status": status, "overrides": [f"algo={algo}", f"seed={job}"]}
+        (folder / "manifest.json").write_text(json.dumps(told))
+    found = compare(arms_of([str(tmp_path)]))
+    assert {arm["name"]: (arm["runs"], arm["eval/accuracy"]["value"]) for arm in found["arms"].values()} == {
+        f"{tmp_path}: algo=grpo": (2, pytest.approx(5 / 6)),
+        f"{tmp_path}: algo=dapo": (2, pytest.approx(1 / 6)),
+    }
+    assert f"not finished, and left out: {tmp_path}/4 (failed)" in caplog.text
+
+
+def test_a_policy_is_the_folder_that_was_named(tmp_path):
+    for name in ("qwen-0", "qwen-0.5b", "last"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    assert eval_script.policy_folder(str(tmp_path / "qwen-0.5b")).name == "qwen-0.5b"
+    assert eval_script.policy_folder(str(tmp_path / "last.ckpt")).name == "last"
+
+
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [

@@ -4,6 +4,7 @@ import json
 import math
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def nobody(monkeypatch, tmp_path):
     for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setattr(sys, "exit", sys.exit)  # wandb puts its own there, and leaves it
     yield
     wandb.teardown()  # it reads the environment once
 
@@ -190,6 +192,28 @@ def test_a_run_does_not_go_on_without_its_table(smoke, tmp_path):
 def test_one_option_brings_the_others_along():
     for options, extra in (("wandb", {"wandb"}), ("mlflow", {"mlflow"}), ("[wandb,mlflow]", {"wandb", "mlflow"})):
         assert compose_config(f"logger={options}", "output_dir=.").logger.keys() == {"csv", "tensorboard"} | extra
+
+
+def test_a_run_that_went_back_to_its_checkpoint_is_shown_once(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    for first, last in ((0, 5), (3, 6)):  # it had learned from 4 rollouts, and its checkpoint knew of 2
+        tracker = TensorBoard(str(tmp_path))
+        _ = tracker.experiment
+        for step in range(first, last):
+            tracker.log_metrics({"eval/accuracy": step / 10}, step)
+        tracker.finalize("success")
+        time.sleep(1.1)  # files are in the order of their seconds
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("eval/accuracy")] == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_address_in_the_environment_is_kept_nowhere(smoke, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://joe:hunter2@127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    learned(smoke, tmp_path, "logger=mlflow")
+    assert "MLflow did not start" in caplog.text and "hunter2" not in "".join(warnings(caplog))
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert files and not any(b"hunter2" in file.read_bytes() for file in files)
 
 
 def test_runs_of_a_sweep_are_a_group(tmp_path):

@@ -2,7 +2,9 @@
 
 import csv
 import json
+import os
 import subprocess
+import sys
 
 import pandas as pd
 import pytest
@@ -15,6 +17,13 @@ from grpo.manifest import kept
 from grpo.rows import fingerprint, fingerprint_of_all
 from grpo.runs import Run, arms, curves, latest, load, table
 from train import train
+
+
+class Question:
+    """As an example of a task of somebody else's may have one."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
 
 
 @pytest.fixture
@@ -87,6 +96,12 @@ def test_how_a_run_ended(tmp_path):
 def test_an_example_has_the_same_fingerprint_wherever_it_is():
     assert fingerprint({"a": 1, "b": "é"}) == fingerprint({"b": "é", "a": 1}) != fingerprint({"a": 2, "b": "é"})
     assert len(fingerprint({})) == 12
+    assert fingerprint({1: {"x", "y"}, "a": Question("why")}) == fingerprint({"a": Question("why"), "1": {"y", "x"}})
+    assert fingerprint({"a": Question("why")}) != fingerprint({"a": Question("how")})
+    code = "from test_runs import *; print(fingerprint({'a': {'x', 'y', 'z'}, 'b': Question('why')}))"
+    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    elsewhere = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    assert elsewhere == fingerprint({"a": {"x", "y", "z"}, "b": Question("why")})
     rows = [{"n": i} for i in range(3000)]
     assert fingerprint_of_all(rows) == fingerprint_of_all(list(rows)) != fingerprint_of_all(rows[:-1])
 
@@ -133,6 +148,9 @@ def test_runs_side_by_side(run, tmp_path):
         "algo=grpo": ["0", "1"], "algo=dr_grpo": ["2", "3"],
     }  # fmt: skip
     assert list(arms(made[:2])) == ["all runs"]
+    for silent in (silent_runs := [Run(r.folder) for r in made]):
+        silent.overrides = {}
+    assert sorted(map(len, arms(silent_runs).values())) == [2, 2]  # by the configuration, folders apart
     found = table(runs[:4])
     assert found["last"].tolist() == [r.manifest["accuracy"] for r in made] and (found["minutes"] > 0).all()
     lengths = curves(runs, "rollout/length")

@@ -168,7 +168,7 @@ def test_the_parents_files_are_not_inherited(tmp_path):
     with open(tmp_path / "open", "w") as file:
         os.set_inheritable(file.fileno(), True)
         result = run(
-            "import os\nfor n in range(64):\n    try: os.fstat(n); print(n, end=' ')\n    except OSError: pass"
+            "import os\nfor n in range(4096):\n    try: os.fstat(n); print(n, end=' ')\n    except OSError: pass"
         )
     assert len(result.stdout.split()) == 4 and result.stdout.startswith("0 1 2 ")  # and the pipe to the parent
 
@@ -178,7 +178,7 @@ def test_only_the_end_of_the_text_is_passing():
         assert run(early + "\nassert False").ending == "failed"
     assert run("import os\nos.kill(os.getpid(), 9)").status == -signal.SIGKILL
     guess = (
-        "import os\nfor n in range(64):\n    try: os.write(n, b'passed' * 10)\n    except OSError: pass\nos._exit(0)"
+        "import os\nfor n in range(4096):\n    try: os.write(n, b'passed' * 10)\n    except OSError: pass\nos._exit(0)"
     )
     assert run(guess).ending == "failed"
     frames = """

@@ -101,11 +101,11 @@ def accuracy_intervals(run: Run, metrics: pd.DataFrame) -> list[tuple[float, flo
     """The 95 % interval of each evaluation, over problems; None where no samples of it are on disk. In the order of metrics."""
     if not run.evaluated:
         return [None] * len(metrics)
-    records = run.evaluations(columns=["rollout", "item", "correct", "reward"])
+    records = run.evaluations(columns=["rollout", "prompt_index", "correct", "reward"])
     known = records[records["reward"].notna() & records["correct"].notna()]
     found = {}
     for rollout, part in known.groupby("rollout"):
-        estimate = mean_interval(part.groupby("item")["correct"].mean().to_numpy(float), bounds=(0, 1))
+        estimate = mean_interval(part.groupby("prompt_index")["correct"].mean().to_numpy(float), bounds=(0, 1))
         found[rollout] = (estimate.low, estimate.high)
     return [found.get(at) for at in metrics.index]
 

@@ -75,7 +75,7 @@ def metrics(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, list[dict[s
 
 def table(done: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     """A row for each arm: its accuracy, and against the first arm on the problems that all were asked."""
-    evaluated = {label: [run for run in runs if run.measured and run.evaluated] for label, runs in done.items()}
+    evaluated = {label: [run for run in runs if run.scored] for label, runs in done.items()}
     known = {label: runs for label, runs in evaluated.items() if runs}
     of = compared(known).to_dict("index") if known else {}
     rows: list[dict[str, Any]] = []
