@@ -183,7 +183,7 @@ def check_resumed(config: DictConfig) -> None:
 def quiet() -> None:
     """Silence what a user cannot act on: advertising, and advice for set-ups that are not this one."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for name in ("lightning.pytorch", "lightning.fabric", "httpx", "httpx2", "huggingface_hub"):
+    for name in ("lightning.pytorch", "lightning.fabric", "httpx", "httpx2", "huggingface_hub", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="lightning")
