@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 
 import numpy as np
@@ -174,18 +174,9 @@ def cases(sets: int) -> Iterator[dict]:
         for n in (50, 200):
             for k in (4, 16):
                 drawn.append(("difference, 4 to 16 samples", ability, n, k, pairs(ability, gain, n, k)))
-    for spread in (0.0, 0.02, 0.08):
-        for seeds in (3, 5):
-            for n in (50, 200):
-                for k in (1, 8):
-                    world = f"seeds move it by up to {spread:g}"
-                    drawn.append(("two arms, 3 and 5 seeds", world, n, k, arms(seeds, n, k, spread)))
-    for spread in (0.0, 0.02, 0.08):
-        for seeds in (3, 5):
-            for n in (50, 200):
-                for k in (1, 8):
-                    world = f"seeds move it by up to {spread:g}"
-                    drawn.append(("one arm, 3 and 5 seeds", world, n, k, arm(seeds, n, k, spread)))
+    for what, make in (("two arms, 3 and 5 seeds", arms), ("one arm, 3 and 5 seeds", arm)):
+        for spread, seeds, n, k in product((0.0, 0.02, 0.08), (3, 5), (50, 200), (1, 8)):
+            drawn.append((what, f"seeds move it by up to {spread:g}", n, k, make(seeds, n, k, spread)))
     for n in (3, 5, 10):
         drawn.append(("mean of runs (naive: IQM)", f"normal, {n} runs", n, 1, runs(n)))
     for n in (3, 10):

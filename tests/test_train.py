@@ -364,7 +364,10 @@ def test_the_command_line_prints_that_one_line(smoke, tmp_path):
         (["algo=grppo"], "error: algo has no option 'grppo'; there are: atropos, bnpo,"),
         ([f"hydra.run.dir={tmp_path}/file/run"], "error: the output folder cannot be written"),
         (["rollout.group_size=1", f"hydra.run.dir={tmp_path}/run"], "error: rollout.group_size=1: advantages compare"),
-        (["sweep=optuna", "eval.every=0", f"hydra.sweep.dir={tmp_path}/sweep"], "error: eval.every=0: a search maximises"),
+        (
+            ["sweep=optuna", "eval.every=0", f"hydra.sweep.dir={tmp_path}/sweep"],
+            "error: eval.every=0: a search maximises",
+        ),
     ]:
         done = subprocess.run([sys.executable, "train.py", *arguments], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 1 and done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr
