@@ -40,8 +40,8 @@ RANGES = (
           "one: it does not take the new ones"),
     Range("rollout/truncated", 0, 0.5, "most answers are cut short: raise max_tokens, or see algo.mask_truncated and "
           "algo.overlong_share"),
-    Range("rollout/timeout", 0, 0.02, "the grader often runs out of time, and those samples teach nothing: see the slowest of "
-          "rollouts/ with python -m grpo.rewards, or raise score_timeout"),
+    Range("rollout/timeout", 0, 0.02, "the grader often runs out of time, and those samples teach nothing: look for outcome "
+          "timeout in rollouts/, or raise score_timeout"),
     Range("rollout/error", 0, 0, "the grader failed on some samples, as on a right answer that it cannot read: look for "
           "reward null in rollouts/"),
     Range("rollout/no_answer", 0, 0.5, "most answers are not where the reward looks for them (a box, a last ####): ask for it in "
