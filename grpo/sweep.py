@@ -191,6 +191,17 @@ class Sweep:
                 table.add_row(str(job.number), Text(job.label), bar, done, "  ".join(told))
         return Group(table, Text(self.total()))
 
+    def report(self) -> None:
+        """Of runs; a page is no reason to fail."""
+        if not any(job.status == "finished" and job.rollouts is not None for job in self.jobs):
+            return
+        from grpo.report import write  # seconds
+
+        try:
+            self.say(f"written to {write(self.folder)}; as a table: python eval.py compare={self.folder}")
+        except Exception as error:
+            self.say(f"no report.html ({type(error).__name__}: {error}); later: python -m grpo.report {self.folder}")
+
     def table(self) -> Table:
         table = Table("job", "overrides", "status", "accuracy", "minutes", title=f"sweep in {self.folder}")
         for job in sorted(self.jobs, key=lambda job: job.number):
@@ -222,6 +233,7 @@ def told() -> Iterator[None]:
     for sweep in SWEEPS:
         if sweep.jobs:
             sweep.console.print(sweep.table())
+            sweep.report()
     if failed := [job for job in jobs if job.status == "failed"]:
         which = ", ".join(f"{job.number} ({job.output})" for job in failed)
         raise UserError(f"{len(failed)} of the sweep's {len(jobs)} jobs failed: {which}") from failure

@@ -204,6 +204,7 @@ def test_a_sweep_that_is_killed_is_gone_on_with(smoke, tmp_path):
     assert again.stderr == f"error: 1 of the sweep's 3 jobs failed: 1 ({folder}/1/output.txt)\n"
     assert "sweep of 3 jobs, 1 of them finished before, 2 at a time" in again.stdout
     assert "job 1 failed: rollout.num_rollouts=0: error: rollout.num_rollouts=0" in again.stdout
+    assert f"written to {folder}/report.html" in again.stdout and (folder / "report.html").exists()
     assert (folder / "0/metrics.csv").stat().st_mtime_ns == before
     assert [status(folder / name) for name in "02"] == ["finished"] * 2 and (folder / "multirun.yaml").exists()
     assert f"ckpt_path={folder}/2/checkpoints/last.ckpt" in (folder / "2/output.txt").read_text()
