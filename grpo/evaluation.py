@@ -4,8 +4,10 @@ What is told is the mean over problems, each the mean of its own samples, with a
 docs/evaluation.md.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import comb
 from typing import Any, get_args
@@ -15,13 +17,16 @@ import pandas as pd
 
 from grpo.answers import equal
 from grpo.engine import Engine, Sampling
-from grpo.errors import RewardError, RolloutError, UserError
+from grpo.errors import RewardError, RolloutError, UserError, told
 from grpo.play import play
 from grpo.records import records
 from grpo.renderer import Renderer
-from grpo.rl import Example, Split, Task
+from grpo.rl import Claim, Example, Split, Task
 from grpo.rollout import EVALUATION, Group, Limits, Sample, conversation, derive_seed
+from grpo.scoring import THREADS
 from grpo.statistics import Estimate, mean_interval
+
+log = logging.getLogger(__name__)
 
 SHARE = (0.0, 1.0)
 COUNTS = ("tool_calls", "tool_failures", "malformed_calls")  # of a conversation
@@ -75,11 +80,20 @@ def told_by(example: Example, names: Sequence[str]) -> dict[str, str]:
 def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict[str, list[list[Any]]]:
     """Further columns for `records`, None where one does not apply: `answer`, what is claimed; `correct_lenient`, whether that is
     right wherever it is said; `by/NAME`, what the example says of itself; `eval/NAME`, counts of a conversation."""
-    claims = getattr(task, "claims", None)
+    claims, failures = getattr(task, "claims", None), []
+
+    def claim_of(sample: Sample) -> Claim | None:
+        if not claims or not sample.trajectory.steps:
+            return None
+        try:
+            return claims(sample.example, sample.trajectory)
+        except Exception as error:  # a user's code, and the evaluation stands without it
+            failures.append(told(error))
+            return None
 
     def of(sample: Sample) -> dict[str, Any]:
         found: dict[str, Any] = told_by(sample.example, by)
-        if sample.trajectory.steps and claims and (claim := claims(sample.example, sample.trajectory)):
+        if claim := claim_of(sample):
             found["answer"] = claim.answer
             if sample.reward.known and claim.lenient is not None:
                 found["correct_lenient"] = sample.reward.correct or claim.lenient
@@ -88,7 +102,13 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
             found |= {f"eval/{name}": said[name] for name in COUNTS}
         return found
 
-    rows = [[of(sample) for sample in group] for group in groups]
+    with ThreadPoolExecutor(THREADS) as pool:  # algebra is done by several processes
+        found = iter(list(pool.map(of, [sample for group in groups for sample in group])))
+    rows = [[next(found) for _ in group] for group in groups]
+    if failures:
+        log.warning(
+            "claims failed on %d samples, the first: %s; accuracy_lenient is left out", len(failures), failures[0]
+        )
     names = dict.fromkeys(name for group in rows for row in group for name in row)
     return {name: [[row.get(name) for row in group] for group in rows] for name in names}
 

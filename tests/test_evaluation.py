@@ -173,6 +173,15 @@ def test_claims_of_tasks():
     assert prefilled.claims(asked, trajectory).answer == "18"
 
 
+def test_claims_that_fail_are_told_and_end_nothing(caplog):
+    class Raises(Wordmath):
+        def claims(self, example, trajectory):
+            raise OSError("no judge")
+
+    found = columns(Raises(), [[sample(True), sample(False)], [sample(True)]])
+    assert not found and "claims failed on 3 samples, the first: OSError: no judge" in caplog.text
+
+
 def test_a_mixture_is_told_source_by_source():
     mixture = Mixture({"words": {"task": Wordmath()}, "countdown": {"task": Countdown()}})
     rows = mixture.examples("test")
