@@ -10,13 +10,14 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
-from grpo.callbacks.samples import on_disk
-from grpo.cli import changes, one_line_errors, run
-from grpo.comparison import arms_of, compare
-from grpo.errors import UserError
-from grpo.evaluation import columns
-from grpo.manifest import kept
-from grpo.scorecard import Bar, Scorecard, finished, policy_in, save, show, show_comparison
+from grpo.apps.cli import changes, one_line_errors, run
+from grpo.apps.show_evaluation import Bar, show, show_comparison
+from grpo.evaluation.metrics import columns
+from grpo.evaluation.resumable import Scorecard, finished, policy_in, save
+from grpo.rollout.samples_table import on_disk
+from grpo.runs.comparison import arms_of, compare
+from grpo.runs.manifest import kept
+from grpo.system.errors import UserError
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="eval")

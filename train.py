@@ -10,13 +10,14 @@ from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
-from grpo.callbacks.rollout import RolloutCallback
-from grpo.cli import check_run, one_line_errors, run
-from grpo.data import PromptLoader, longest_prompt
-from grpo.forecast import forecast
-from grpo.manifest import kept
-from grpo.module import GRPOModule
-from grpo.policy import with_adapter
+from grpo.apps.cli import check_run, one_line_errors, run
+from grpo.data.prompts import PromptLoader
+from grpo.models.policy import with_adapter
+from grpo.rollout.prompt_limit import longest_prompt
+from grpo.runs.manifest import kept
+from grpo.training.callbacks.rollout import RolloutCallback
+from grpo.training.forecast import forecast
+from grpo.training.module import GRPOModule
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -69,9 +70,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
         OmegaConf.save(config, Path(config.output_dir) / "config.yaml", resolve=True)
     with kept(config.output_dir, overrides, config.seed, examples, rollout.progress):
-        trainer.fit(
-            module(pretrained.model()), train_dataloaders=loader, ckpt_path=config.ckpt_path, weights_only=False
-        )
+        trainer.fit(module(pretrained.model()), rollout.batches, ckpt_path=config.ckpt_path, weights_only=False)
     return rollout.progress()["accuracy"]
 
 

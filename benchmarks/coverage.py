@@ -19,7 +19,15 @@ import numpy as np
 from scipy.stats import binom
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from grpo.statistics import Estimate, arm_interval, compare_arms, difference_interval, iqm, mean_interval, over_seeds
+from grpo.evaluation.statistics import (
+    Estimate,
+    arm_interval,
+    compare_arms,
+    difference_interval,
+    iqm,
+    mean_interval,
+    over_seeds,
+)
 
 SHARE = (0, 1)
 Draw = Callable[[np.random.Generator], tuple[Estimate, Estimate | None, float]]

@@ -26,8 +26,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shapes import Group, batch_of, forward_flops, llama, model_of
 
-from grpo.logprobs import Layout
-from grpo.tokens import TokenBatch
+from grpo.models.logprobs import Layout
+from grpo.objectives.batch import TokenBatch
 
 PROMPTS, GROUP, STEPS = 4, 8, 5
 PEAK = 989e12  # bfloat16 operations in a second of an H100 or H200, dense
@@ -48,10 +48,10 @@ def arithmetic():
 def ours(model: torch.nn.Module, batch: TokenBatch, layout: str, overrides: list[str]) -> tuple[Callable, dict]:
     from hydra.utils import instantiate
 
-    from grpo.cli import composed
-    from grpo.data import PromptBatch
-    from grpo.module import GRPOModule
-    from grpo.tokens import Scores
+    from grpo.apps.cli import composed
+    from grpo.objectives.batch import Scores
+    from grpo.training.batch import RolloutBatch
+    from grpo.training.module import GRPOModule
 
     config = composed("train", ["output_dir=.", f"optim.layout={layout}", *overrides])
     module = GRPOModule(model, instantiate(config.algo), instantiate(config.optim), 1.0, 1000, seed=0)
@@ -66,7 +66,7 @@ def ours(model: torch.nn.Module, batch: TokenBatch, layout: str, overrides: list
 
     def step() -> None:
         with arithmetic():
-            module.training_step(PromptBatch(0, [], tokens=batch, scores=scores), 0)
+            module.training_step(RolloutBatch(0, tokens=batch, scores=scores), 0)
 
     used, kernel = module.layout
     at_once = min(config.optim.max_tokens_per_microbatch, int(batch.attention_mask.sum()))

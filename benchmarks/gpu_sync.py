@@ -57,7 +57,7 @@ def gaps(engine, policy, prompts: list[list[int]]) -> tuple[float, float]:
     """The largest and the mean |engine - trainer|."""
     import torch
 
-    from grpo.engine import Sampling
+    from grpo.engines.protocol import Sampling
 
     found = []
     for prompt, said in zip(prompts, engine.sample(prompts, Sampling(64), seeds=range(len(prompts))), strict=True):
@@ -91,10 +91,10 @@ def measure(name: str, shape: str, folder: str) -> dict:
     from sync import one_by_one
     from transformers import AutoModelForCausalLM
 
-    from grpo.engine import Sampling
-    from grpo.engines.vllm import VLLMEngine
-    from grpo.engines.vllm_shared import VLLMSharedEngine, live_weights
-    from grpo.masters import with_masters
+    from grpo.engines.protocol import Sampling
+    from grpo.engines.vllm.engine import VLLMEngine
+    from grpo.engines.vllm.shared import VLLMSharedEngine, live_weights
+    from grpo.models.master_weights import with_masters
 
     config = shaped(shape)
     args = {"load_format": "dummy", "max_model_len": 1024}

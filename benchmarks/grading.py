@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from grpo import grading
-from grpo.messages import Message
-from grpo.rl import Action, State, Step, Trajectory
-from grpo.scoring import Scoring
+from grpo.env.messages import Message
+from grpo.env.types import Action, State, Step, Trajectory
+from grpo.rewards.math import grading
+from grpo.rollout.rewarding import Scoring
 from tasks.gsm8k import GSM8K
 
 ENDLESS = "\\boxed{\\ln(10^{10^{10}})}"

@@ -28,8 +28,8 @@ from shapes import llama, model_of
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from grpo.engine import Engine, Sampling
-from grpo.engines.transformers import TransformersEngine
+from grpo.engines.builtin.engine import TransformersEngine
+from grpo.engines.protocol import Engine, Sampling
 
 PROMPTS, GROUP = 8, 8
 Sampler = Callable[
@@ -52,7 +52,7 @@ def builtin(model: LlamaForCausalLM, limit: int, folder: str) -> Sampler:
 
 
 def vllm(model: LlamaForCausalLM, limit: int, folder: str) -> Sampler:
-    from grpo.engines.vllm import VLLMEngine
+    from grpo.engines.vllm.engine import VLLMEngine
 
     args = {"load_format": "dummy", "max_model_len": 1024, "kv_cache_memory_bytes": 1 << 30}
     return of_engine(VLLMEngine(folder, dtype="float32", args=args), model, limit)

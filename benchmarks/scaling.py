@@ -21,7 +21,7 @@ from statistics import linear_regression, median
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from grpo import memory
+from grpo.system import memory
 
 CPU = torch.device("cpu")
 
@@ -49,8 +49,8 @@ def point(shape: str, prompt: int, answer: int, group: int) -> dict:
     from shapes import batch_of, llama, model_of
     from update import passes
 
-    from grpo.engine import Sampling
-    from grpo.engines.transformers import TransformersEngine
+    from grpo.engines.builtin.engine import TransformersEngine
+    from grpo.engines.protocol import Sampling
 
     torch.set_num_threads(1)
     model = model_of(llama(shape))
@@ -85,8 +85,8 @@ def dataset(rows: int) -> dict:
     """Seconds to read a file of so many prompts and to draw ten rollouts of it, and the bytes that it adds at its peak."""
     import datasets  # noqa: F401 - what it takes itself is not the rows'
 
-    from grpo.data import PromptLoader
-    from grpo.rows import Dataset
+    from grpo.data.dataset import Dataset
+    from grpo.data.prompts import PromptLoader
 
     with tempfile.TemporaryDirectory() as folder:
         with (Path(folder) / "train.jsonl").open("w") as out:

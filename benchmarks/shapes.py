@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from grpo.tokens import TokenBatch
+from grpo.objectives.batch import TokenBatch
 
 Group = tuple[int, list[int]]
 

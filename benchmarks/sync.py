@@ -40,21 +40,21 @@ def build(mode: str, folder: str, work: str):
     """The engine of a mode, and a function that brings it the weights."""
     args = {"kv_cache_memory_bytes": CACHE, "max_model_len": 256}
     if mode in SERVED:
-        from grpo.engines.vllm_server import VLLMServerEngine
+        from grpo.engines.vllm_server.engine import VLLMServerEngine
 
         sync = mode.split()[1] if " " in mode else "restart"
         engine = VLLMServerEngine(folder, sync=sync, launch=True, args=args, folder=work, logs=work)
     elif mode == "vllm_lora":
-        from grpo.engines.vllm_lora import VLLMLoraEngine
+        from grpo.engines.vllm.lora import VLLMLoraEngine
 
         engine = VLLMLoraEngine(folder, rank=8, args=args)
     elif mode.startswith("vllm_shared"):
-        from grpo.engines.vllm_shared import VLLMSharedEngine
+        from grpo.engines.vllm.shared import VLLMSharedEngine
 
         engine = VLLMSharedEngine(folder, dtype="float32", rank=8 if "lora" in mode else None, args=args)
     else:
-        from grpo.engines.vllm import VLLMEngine
-        from grpo.engines.vllm_shared import live_weights
+        from grpo.engines.vllm.engine import VLLMEngine
+        from grpo.engines.vllm.shared import live_weights
 
         with live_weights() if mode == "as TRL" else nullcontext():  # what vLLM has packed it does not take one by one
             engine = VLLMEngine(folder, args=args)
@@ -74,7 +74,7 @@ def measure(mode: str, folder: str) -> dict:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from grpo.engines.vllm import import_vllm
+    from grpo.engines.vllm.engine import import_vllm
 
     import_vllm()
     torch.set_num_threads(1)

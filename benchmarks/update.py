@@ -20,9 +20,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shapes import Group, batch_of, llama, model_of
 
-from grpo.layout import microbatches
-from grpo.logprobs import Layout, completion_logprobs
-from grpo.tokens import TokenBatch
+from grpo.models.logprobs import Layout, completion_logprobs
+from grpo.models.packing import microbatches
+from grpo.objectives.batch import TokenBatch
 
 ROWS = 32
 

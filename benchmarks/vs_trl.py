@@ -157,10 +157,10 @@ def shape(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
 
 def run_grpo(folder: Path, case: Case, cycles: Cycles) -> None:
     """train.py's own `train`, with the defaults of its configuration where the case says nothing."""
-    from grpo import memory
-    from grpo.cli import composed, quiet
-    from grpo.engines.transformers import TransformersEngine
-    from grpo.module import GRPOModule
+    from grpo.apps.cli import composed, quiet
+    from grpo.engines.builtin.engine import TransformersEngine
+    from grpo.system import memory
+    from grpo.training.module import GRPOModule
     from train import train
 
     memory.reset_peak = lambda device: None  # the largest of the whole run is asked for here

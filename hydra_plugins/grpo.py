@@ -1,4 +1,4 @@
-"""Layer 4 - hydra/launcher=processes, the default: `grpo/sweep.py` as Hydra asks for it, which looks for launchers only here."""
+"""hydra/launcher=processes, the default: `grpo/apps/sweep/` in the form that Hydra asks for. Hydra finds launchers only here."""
 
 import os
 import shlex
@@ -14,9 +14,9 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from grpo.errors import UserError
-from grpo.jobs import Job, quoted
-from grpo.sweep import Sweep, places
+from grpo.apps.sweep.jobs import Job, quoted
+from grpo.apps.sweep.sweep import Sweep, places
+from grpo.system.errors import UserError
 
 OF_THE_SWEEP = (
     "hydra/launcher",

@@ -15,12 +15,12 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from grpo.arithmetic import value
-from grpo.messages import Message, ToolCall, shown
-from grpo.rewards.names import Function
-from grpo.rl import Example, State, Trajectory
-from grpo.rowtask import with_answer
-from grpo.tools import ToolEnv, ToolError, spec_of
+from grpo.env.messages import Message, ToolCall, shown
+from grpo.env.tools import ToolEnv, ToolError, spec_of
+from grpo.env.types import Example, State, Trajectory
+from grpo.rewards.math.arithmetic import value
+from grpo.rewards.resolve import Function
+from grpo.rewards.row_task import with_answer
 from tasks.wordmath import Problem, Wordmath, draw_from
 
 LARGEST = 9999

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-from grpo import sandbox
-from grpo.errors import UserError
-from grpo.messages import Message
-from grpo.programs import code_verdict
-from grpo.rewards import text_of
-from grpo.rewards.names import Function
-from grpo.rl import Example, Reward, Split, Trajectory
-from grpo.rows import Dataset
-from grpo.rowtask import RowTask, chosen, with_answer
+from grpo.data.dataset import Dataset
+from grpo.env.messages import Message
+from grpo.env.types import Example, Reward, Split, Trajectory
+from grpo.rewards.code import sandbox
+from grpo.rewards.code.programs import code_verdict
+from grpo.rewards.combined import text_of
+from grpo.rewards.resolve import Function
+from grpo.rewards.row_task import RowTask, chosen, with_answer
+from grpo.system.errors import UserError
 
 FENCE = "```python\n"
 

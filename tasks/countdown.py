@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from grpo.answers import boxed
-from grpo.errors import UserError
-from grpo.messages import Message
-from grpo.rewards import text_of
-from grpo.rewards.names import Function
-from grpo.rl import Example, Reward, Split
-from grpo.rows import Made, side
-from grpo.rowtask import RowTask, chosen
+from grpo.data.dataset import Made, side
+from grpo.env.messages import Message
+from grpo.env.types import Example, Reward, Split
+from grpo.rewards.combined import text_of
+from grpo.rewards.math.answers import boxed
+from grpo.rewards.resolve import Function
+from grpo.rewards.row_task import RowTask, chosen
+from grpo.system.errors import UserError
 
 HELD_OUT = {"test": 0.1, "validation": 0.1}  # of all the puzzles there can be
 LONGEST = 200  # characters of an expression that are read

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from grpo.messages import Message
-from grpo.rewards.names import Function
-from grpo.rl import Example
-from grpo.rows import Dataset
-from grpo.rowtask import AS_TEXT, NEXT_QUESTION, RowTask, chosen, templates
+from grpo.data.dataset import Dataset
+from grpo.env.messages import Message
+from grpo.env.types import Example
+from grpo.rewards.resolve import Function
+from grpo.rewards.row_task import AS_TEXT, NEXT_QUESTION, RowTask, chosen, templates
 
 PROMPTS = templates(
     "Reason step by step, and put the final answer in \\boxed{}.",

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from grpo.errors import UserError
-from grpo.messages import Message
-from grpo.rewards.names import Function
-from grpo.rl import Example
-from grpo.rows import Dataset
-from grpo.rowtask import RowTask
+from grpo.data.dataset import Dataset
+from grpo.env.messages import Message
+from grpo.env.types import Example
+from grpo.rewards.resolve import Function
+from grpo.rewards.row_task import RowTask
+from grpo.system.errors import UserError
 
 
 class Jsonl(RowTask):

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo.answers import boxed
-from grpo.errors import UserError
-from grpo.messages import Message
-from grpo.rewards.names import Function
-from grpo.rl import Example, Reward, Split, Trajectory
-from grpo.rows import Dataset, picked
-from grpo.rowtask import AS_TEXT, NEXT_QUESTION, RowTask, chosen, templates
+from grpo.data.dataset import Dataset, picked
+from grpo.env.messages import Message
+from grpo.env.types import Example, Reward, Split, Trajectory
+from grpo.rewards.math.answers import boxed
+from grpo.rewards.resolve import Function
+from grpo.rewards.row_task import AS_TEXT, NEXT_QUESTION, RowTask, chosen, templates
+from grpo.system.errors import UserError
 
 PROMPTS = templates(
     "Reason step by step, and put the final answer in \\boxed{}.",

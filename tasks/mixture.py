@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo.errors import UserError
-from grpo.rl import Claim, Env, Example, Reward, Split, Task, Trajectory, build
-from grpo.rows import Made
-from grpo.scoring import score_group
+from grpo.data.dataset import Made
+from grpo.env.scoring import score_group
+from grpo.env.types import Claim, Env, Example, Reward, Split, Task, Trajectory, build
+from grpo.system.errors import UserError
 
 
 def shares(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo.answers import boxed
-from grpo.errors import UserError
-from grpo.messages import Message
-from grpo.rl import Example, Reward, Split, Trajectory
-from grpo.rows import Dataset, picked
-from grpo.tools import ToolEnv
+from grpo.data.dataset import Dataset, picked
+from grpo.env.messages import Message
+from grpo.env.tools import ToolEnv
+from grpo.env.types import Example, Reward, Split, Trajectory
+from grpo.rewards.math.answers import boxed
+from grpo.system.errors import UserError
 
 # bm25s does without numba, beside which vLLM's engine for CPUs (0.32) cannot be made: it trips over llvmlite
 numba = sys.modules.setdefault("numba", None)

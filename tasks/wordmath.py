@@ -17,12 +17,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from grpo.errors import UserError
-from grpo.messages import Message
-from grpo.rewards.names import Function
-from grpo.rl import Example, Split, State
-from grpo.rows import Made
-from grpo.rowtask import RowTask
+from grpo.data.dataset import Made
+from grpo.env.messages import Message
+from grpo.env.types import Example, Split, State
+from grpo.rewards.resolve import Function
+from grpo.rewards.row_task import RowTask
+from grpo.system.errors import UserError
 
 NAMES = ("Sam", "Mia", "Tom", "Ana", "Ben", "Eva", "Leo", "Zoe", "Max", "Ida")
 THINGS = ("coins", "books", "cards", "shells", "apples", "stamps", "pens", "stones")

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from grpo.engine import Engine, Sampling
-from grpo.tiny import make_tokenizer
-from grpo.tokens import Completion
+from grpo.apps.demo_model import make_tokenizer
+from grpo.engines.protocol import Engine, Sampling
+from grpo.env.tokens import Completion
 
 CONTEXT = 512
 PROMPTS = [[60, 61, 62], [63, 64, 65, 66, 67, 68, 69], [70, 71]]

@@ -13,15 +13,17 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from grpo.algorithm import Algorithm
-from grpo.cli import quiet
-from grpo.engines.transformers import TransformersEngine
-from grpo.policy import Pretrained
-from grpo.renderer import TokenizerRenderer
-from grpo.rollout import derive_seed
-from grpo.tiny import make_model, make_tokenizer
+from grpo.apps.cli import quiet
+from grpo.apps.demo_model import make_model, make_tokenizer
+from grpo.engines.builtin.engine import TransformersEngine
+from grpo.env.renderer import TokenizerRenderer
+from grpo.models.policy import Pretrained
+from grpo.objectives.algorithm import Algorithm
+from grpo.system.seeds import derive_seed
 
 ROOT = Path(__file__).parents[1]
+# where a process of its own finds the tests' modules
+TEST_PATH = os.pathsep.join(map(str, [ROOT, ROOT / "tests", *(ROOT / "tests").glob("[a-z]*/")]))
 EXAMPLES = ROOT / "tests" / "data"  # a few rows of our own
 REAL_DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data"))  # gsm8k_test.jsonl and more
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from grpo.tiny import make_tokenizer
+from grpo.apps.demo_model import make_tokenizer
 
 CHATML = """
 {%- if tools %}

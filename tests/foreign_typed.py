@@ -2,11 +2,11 @@
 
 import foreign
 
-from grpo.engine import Engine
-from grpo.messages import MessageLike
-from grpo.renderer import Renderer
-from grpo.rl import Env, EnvBuilder, RewardLike, RewardModel, StateLike, Task
-from grpo.tokens import CompletionLike
+from grpo.engines.protocol import Engine
+from grpo.env.messages import MessageLike
+from grpo.env.renderer import Renderer
+from grpo.env.tokens import CompletionLike
+from grpo.env.types import Env, EnvBuilder, RewardLike, RewardModel, StateLike, Task
 
 message: MessageLike = foreign.Message("user", "1+2?")
 state: StateLike = foreign.State([])

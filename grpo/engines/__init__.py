@@ -1,0 +1,1 @@
+"""Engines sample from the policy: token ids in, token ids and their log-probabilities out."""

@@ -1,12 +1,12 @@
-"""Layer 1 - the engine for whoever does not care which: vLLM where a GPU and vLLM are there, else the built-in one."""
+"""The engine for whoever does not care which: vLLM where a GPU and vLLM are there, else the built-in one."""
 
 import logging
 from importlib.util import find_spec
 
 import torch
 
-from grpo.engine import Engine
-from grpo.engines.transformers import TransformersEngine
+from grpo.engines.builtin.engine import TransformersEngine
+from grpo.engines.protocol import Engine
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ def auto_engine(path: str) -> Engine:
     if missing:
         log.info("engine: the built-in one (engine=transformers), there is no %s here", " and no ".join(missing))
         return TransformersEngine()
-    from grpo.engines.vllm import VLLMEngine
+    from grpo.engines.vllm.engine import VLLMEngine
 
     log.info("engine: vLLM (engine=vllm)")
     return VLLMEngine(path)

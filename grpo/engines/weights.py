@@ -1,4 +1,4 @@
-"""Layer 1 - what an engine is given of a Hugging Face model: the tensors of a checkpoint, and the ids that end a completion.
+"""What an engine is given of a Hugging Face model: the tensors of a checkpoint, and the ids that end a completion.
 
 Knows nothing of vLLM: a trainer that reaches its engine over a network uses it too.
 """
@@ -11,7 +11,7 @@ from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from grpo.errors import UserError
+from grpo.system.errors import UserError
 
 BUCKET = 1 << 28  # bytes of weights that are handed over at once
 

@@ -1,4 +1,4 @@
-"""Layer 1 - the reward functions that come along; `task.rewards` knows them by name. Text in, a number a sample out.
+"""The reward functions that come along; `task.rewards` knows them by name. Text in, a number a sample out.
 
 Arguments after the columns are set in YAML: {_target_: grpo.rewards.functions.near_length, _partial_: true, target: 200}.
 Lengths are tokens where the columns bring them, else characters.
@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo.answers import extract_answer
-from grpo.errors import UserError
-from grpo.grading import verdict
-from grpo.rewards import text_of
-from grpo.rewards.names import Function, locate, name_of
-from grpo.rl import Reward
+from grpo.env.types import Reward
+from grpo.rewards.combined import text_of
+from grpo.rewards.math.answers import extract_answer
+from grpo.rewards.math.grading import verdict
+from grpo.rewards.resolve import Function, locate, name_of
+from grpo.system.errors import UserError
 
 Completions = Sequence[str] | Sequence[Sequence[Mapping[str, str]]]
 

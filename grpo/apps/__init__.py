@@ -1,0 +1,1 @@
+"""Programs: the command line, sweeps, the server, the demo."""

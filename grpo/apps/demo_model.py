@@ -1,0 +1,291 @@
+"""The demo's base model: made in memory, warmed up in a few minutes on a CPU, kept as a Hugging Face folder.
+
+A Llama of 1.3 M parameters learns careful worked answers (stage 1), then is spoiled by hasty ones (stage 2): it answers
+too early and is mostly wrong, but the skill is still inside, and a reward can bring it out. Knows no task: the worked
+answers come from a callable, as conversations whose assistant's messages are learned.
+"""
+
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from platformdirs import user_cache_path
+from rich.console import Console
+from rich.progress import Progress
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from grpo.env.messages import Message
+from grpo.env.types import State
+
+RECIPE = 2  # count up when this file changes what comes out
+BATCH = 32
+WARM_UP = 20  # steps
+SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+CALL = ("<tool_call>", "</tool_call>")  # tokens, but not special: what the policy says is read without the special ones
+TOOL_TEMPLATE = (  # calls in the form of Hermes; a tool is told by its name and the names of its arguments
+    "{% if tools %}{{ '<|system|>' }}{% for tool in tools %}{% set told = tool.function %}"
+    "{{ '\n' if not loop.first }}{{ told.name + '(' + told.parameters.properties | join(', ') + ')' }}{% endfor %}"
+    "{{ '<|end|>' }}{% endif %}"
+    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}"
+    "{% for call in message.tool_calls %}{{ '\n' if message.content or not loop.first }}"
+    "{{ '<tool_call>\n{\"name\": ' + call.function.name | tojson + ', \"arguments\": ' + call.function.arguments | tojson }}"
+    "{{ '}\n</tool_call>' }}{% endfor %}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+# single digits, a box's opening as one piece, words with their spaces (a number has none of its own), the rest
+PIECES = r"\\boxed\{|\p{N}| ?\p{L}+(?: (?=\p{N}))?| ?[^\s\p{L}\p{N}]+|\s+"
+CALL_PIECES = (
+    r'\n?\{"name": "|", "arguments": \{"|": "|"\}\}\n?|'  # of every call: 8 tokens and what is between, not 18
+)
+
+Row = tuple[list[int], list[bool]]  # the ids of a conversation, and which of them are learned
+
+
+def make_tokenizer(texts: list[str], tools: bool = False) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: what is frequent in `texts` is one token, and any other text can still be written. tools: with tokens
+    and a chat template for calls of them."""
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(CALL_PIECES + PIECES if tools else PIECES), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,
+        min_frequency=20,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tools:
+        tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in CALL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=list(SPECIAL[2:]),
+        chat_template=TOOL_TEMPLATE if tools else CHAT_TEMPLATE,
+        model_max_length=4096,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=6,  # of 32: the smallest head that vLLM serves on a CPU
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def texts(conversations: list[State]) -> list[list[str]]:
+    """All that is said in each of them, a text a message."""
+
+    def text(message: Message) -> str:
+        calls = [json.dumps({"name": call.name, "arguments": dict(call.arguments)}) for call in message.tool_calls]
+        return "".join([message.content, *(f"\n{call}\n" for call in calls)])
+
+    return [[text(message) for message in conversation.messages] for conversation in conversations]
+
+
+def tokenize(tokenizer: PreTrainedTokenizerFast, conversations: list[State]) -> list[Row]:
+    """Learned is what the assistant says, and the end of it."""
+    rendered = [
+        tokenizer.apply_chat_template(
+            [message.as_dict() for message in conversation.messages],
+            tools=[tool.as_dict() for tool in conversation.tools] or None,
+            tokenize=False,
+        )
+        for conversation in conversations
+    ]
+    begins, ends = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
+    rows = []
+    for ids in tokenizer(rendered, add_special_tokens=False).input_ids if rendered else ():
+        learned, inside = [], False
+        for i in ids:
+            learned.append(inside)
+            inside = i == begins or (inside and i != ends)
+        rows.append((ids, learned))
+    return rows
+
+
+def batches(rows: list[Row], pad: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every row once, with prompts of like length together: ids [B, T] and what is learned, [B, T] bool."""
+    rng = random.Random(seed)
+    # by whole lengths, the last batch would decide on haste
+    rows = sorted(rows, key=lambda row: (row[1].index(True), rng.random()))
+    chunks = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
+    rng.shuffle(chunks)
+    for chunk in chunks:
+        width = max(len(ids) for ids, _ in chunk)
+        yield (
+            torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in chunk]),
+            torch.tensor([learned + [False] * (width - len(learned)) for _, learned in chunk]),
+        )
+
+
+def answer_loss(model: LlamaForCausalLM, ids: Tensor, answer: Tensor) -> Tensor:
+    # padding is on the right, where a causal model cannot see it: no attention mask, and so the fast kernel
+    hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state  # [B, T-1, H]
+    return cross_entropy(model.lm_head(hidden[answer[:, 1:]]), ids[answer])
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """U V^T of each U S V^T, roughly: five Newton-Schulz steps, whose coefficients are Muon's. [K, A, B] with A <= B."""
+    matrices = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = matrices @ matrices.mT
+        matrices = 3.4445 * matrices + torch.baddbmm(gram, gram, gram, beta=-4.775, alpha=2.0315) @ matrices
+    return matrices
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (kellerjordan.github.io/posts/muon) in float32, with updates of the size that AdamW's have (arXiv 2502.16982).
+
+    torch.optim.Muon works in bfloat16, which takes 35 times as long as float32 on a CPU without instructions for it.
+    """
+
+    def __init__(self, params: list[Parameter], lr: float, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            updates: dict[tuple[int, int], list[tuple[Parameter, Tensor]]] = {}
+            for p in group["params"]:
+                average = self.state[p].setdefault("average", torch.zeros_like(p))
+                average.lerp_(p.grad, 1 - group["momentum"])
+                update = p.grad.lerp(average, group["momentum"])
+                updates.setdefault(tuple(p.shape), []).append((p, update))
+            for (rows, columns), pairs in updates.items():  # those of one shape at once
+                stacked = torch.stack([update if rows <= columns else update.T for _, update in pairs])
+                for (p, _), update in zip(pairs, orthogonal(stacked), strict=True):
+                    size = 0.2 * max(rows, columns) ** 0.5
+                    p.sub_(update if rows <= columns else update.T, alpha=group["lr"] * size)
+
+
+def train(
+    model: LlamaForCausalLM,
+    rows: list[Row],
+    optimizers: list[torch.optim.Optimizer],
+    seed: int,
+    done: Callable[[], None],
+) -> None:
+    """One pass over the rows; learning rates rise over WARM_UP steps, then fall to nothing."""
+    steps = math.ceil(len(rows) / BATCH)
+    schedules = [LambdaLR(o, lambda step: min((step + 1) / WARM_UP, 1 - step / steps)) for o in optimizers]
+    for ids, answer in batches(rows, model.config.pad_token_id, seed):
+        answer_loss(model, ids, answer).backward()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        done()
+
+
+def split_parameters(model: LlamaForCausalLM) -> tuple[list[Parameter], list[Parameter]]:
+    """The matrices inside the layers, for Muon; the embedding and the norms, for AdamW."""
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    inside = set(map(id, matrices))
+    return matrices, [p for p in model.parameters() if id(p) not in inside]
+
+
+def tiny_folder(
+    worked_answers: Callable[..., list[State]],
+    seed: int = 0,
+    clean_steps: int = 700,
+    hasty_steps: int = 40,
+    clean_lr: float = 6e-3,
+    hasty_lr: float = 1e-3,
+    hasty: float = 0.55,
+    slips: float = 0.05,
+    cache: str | None = None,
+) -> str:
+    """The folder of the model that this recipe makes: made on the first call, found on later ones.
+
+    worked_answers: called with (count, seed, hasty=..., slips=...), gives conversations; all of them
+        have tools, or none.
+    cache: the folder that keeps the models; None is the user's own cache.
+    """
+    recipe = [RECIPE, seed, clean_steps, hasty_steps, clean_lr, hasty_lr, hasty, slips]
+    taste = texts(worked_answers(100, seed, hasty=hasty, slips=slips))  # the recipe changes when its text does
+    name = hashlib.sha256(json.dumps([recipe, taste]).encode()).hexdigest()[:12]
+    parent = Path(cache) if cache else user_cache_path("grpo")
+    folder = parent / f"tiny-{name}"
+
+    def make() -> None:
+        print("warm-starting the tiny model (a few minutes, once) ...", flush=True)
+        began = time.perf_counter()
+        clean = worked_answers(clean_steps * BATCH, 2 * seed)
+        spoiled = worked_answers(hasty_steps * BATCH, 2 * seed + 1, hasty=hasty, slips=slips)
+        said = [text for conversation in texts(clean[:2000]) for text in conversation]
+        tokenizer = make_tokenizer(said, tools=any(conversation.tools for conversation in clean))
+        model = make_model(tokenizer, seed)
+        matrices, rest = split_parameters(model)
+        muon = Muon(matrices, lr=clean_lr)
+        adamw = torch.optim.AdamW(rest, lr=clean_lr, weight_decay=0.0)
+        console = Console()
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            bar = progress.add_task("warm start", total=clean_steps + hasty_steps)
+            train(model, tokenize(tokenizer, clean), [muon, adamw], seed, lambda: progress.advance(bar))
+            if spoiled:
+                everything = torch.optim.AdamW(model.parameters(), lr=hasty_lr, weight_decay=0.0)
+                train(model, tokenize(tokenizer, spoiled), [everything], seed, lambda: progress.advance(bar))
+        save(model, tokenizer, folder)
+        print(f"... done in {time.perf_counter() - began:.0f} s: {folder}", flush=True)
+
+    if not folder.exists():
+        parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):  # jobs of a sweep, which want the same one
+            if not folder.exists():
+                make()
+    return str(folder)
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """All of the folder or nothing: another process may be looking, or making the same."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}.")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # of shards, of which there is one
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    if shown:
+        logging.enable_progress_bar()
+    try:
+        os.rename(unfinished, folder)
+    except OSError:
+        shutil.rmtree(unfinished)
+        if not folder.exists():
+            raise  # it was not the other process, which would have been as good

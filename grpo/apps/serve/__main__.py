@@ -1,0 +1,80 @@
+"""An engine behind HTTP: token ids, text or messages in, samples and their log-probabilities out.
+
+    python -m grpo.serve model=path model.path=FOLDER engine=transformers port=8000
+    python -m grpo.serve model=path model.path=RUN/checkpoints/best    a run's best policy
+    curl localhost:8000/generate -d '{"prompt": "Hello", "n": 2}' -H 'Content-Type: application/json'
+
+GROUP=OPTION picks a file of conf/, KEY.KEY=VALUE sets one value. Ctrl-C ends it after what is being sampled, twice at once.
+"""
+
+import contextlib
+import ipaddress
+import socket
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+
+from grpo.apps.cli import composed, described, instantiate, one_line_errors, quiet
+from grpo.apps.serve.batching import Batching
+from grpo.apps.serve.weights import Weights
+from grpo.system.errors import UserError
+from grpo.system.ports import check_port, family
+
+
+def device_of(name: str) -> torch.device:
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"device={name} is none of torch's: auto, cpu, cuda, cuda:1, mps") from error
+
+
+def is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def main(arguments: Sequence[str]) -> None:
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__.partition("\n\n")[2], described("serve"), sep="\n")
+        return
+    config = composed("serve", arguments)
+    host, port = config.host, config.port
+    try:
+        from grpo.apps.serve.api import Server
+        from grpo.apps.serve.service import Service
+    except ImportError as error:
+        raise UserError(f"a server needs FastAPI and uvicorn ({error}): pip install '.[serve]'") from error
+    check_port(host, port)
+    device = device_of(config.device)
+    with socket.create_server((host, port), family=family(host)) as listener:
+        pretrained = instantiate(config.model)
+        tokenizer = pretrained.tokenizer()
+        renderer = instantiate(config.renderer)(tokenizer)
+        vocabulary = pretrained.config().get_text_config().vocab_size
+        batching, weights = Batching(lambda: instantiate(config.engine)), Weights(pretrained, device)
+        server = Server(Service(batching, weights, tokenizer, renderer, vocabulary))
+
+        def ready(loaded: Future) -> None:
+            if loaded.exception():
+                server.should_exit = True
+                return
+            url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+            print(f"serving {pretrained.path} with {type(batching.engine).__name__} at {url}", flush=True)
+            if not is_loopback(host):
+                print(f"host={host}: anybody who reaches it can use it, and change what it serves", flush=True)
+
+        first = batching.call(weights.read)
+        first.add_done_callback(ready)
+        server.run(sockets=[listener])
+        first.result(timeout=0)
+
+
+if __name__ == "__main__":
+    quiet()
+    with one_line_errors("serve"):
+        main(sys.argv[1:])

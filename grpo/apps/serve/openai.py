@@ -1,0 +1,78 @@
+"""/v1/completions and /v1/chat/completions, as far as an engine can answer them.
+
+No streaming, no tools, no logprobs but the sampled token's. `model` may be any name: there is one.
+"""
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import AliasChoices, Field
+
+from grpo.apps.serve.service import Asked, Service
+from grpo.env.tokens import Completion
+
+
+class Complete(Asked):
+    """prompt: a text, token ids, or a list of either. return_token_ids: as in vLLM, ids beside the text of each choice."""
+
+    prompt: Any
+    return_token_ids: bool = False
+
+
+class Chat(Asked):
+    """max_tokens is 256 unless given, so that requests without one are sampled together."""
+
+    messages: list[Any]
+    max_tokens: int = Field(256, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
+    logprobs: bool = False
+
+
+def router(service: Service) -> APIRouter:
+    router = APIRouter(prefix="/v1")
+
+    def answer(kind: str, prompts: Sequence, completions: Sequence[Completion], choices: list[dict]) -> dict[str, Any]:
+        read, written = sum(map(len, prompts)), sum(len(completion.ids) for completion in completions)
+        ends = [{"index": i, "finish_reason": completion.finish} for i, completion in enumerate(completions)]
+        return {
+            "id": f"{'chatcmpl' if kind == 'chat.completion' else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": service.weights.pretrained.path,
+            "choices": [end | choice for end, choice in zip(ends, choices, strict=True)],
+            "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written},
+        }
+
+    def pieces(completion: Completion) -> list[str]:
+        return [service.tokenizer.decode([i]) for i in completion.ids]
+
+    @router.post("/completions")
+    async def completions(asked: Complete) -> dict[str, Any]:
+        several = isinstance(asked.prompt, list) and any(isinstance(part, (str, list)) for part in asked.prompt)
+        prompts = [service.prompt_ids(prompt) for prompt in (asked.prompt if several else [asked.prompt])]
+        found = await service.sample(prompts, asked)
+        choices = []
+        for i, completion in enumerate(found):
+            choice: dict[str, Any] = {"text": service.text(completion), "logprobs": None}
+            if asked.logprobs is not None:
+                choice["logprobs"] = {"tokens": pieces(completion), "token_logprobs": completion.logprobs}
+            if asked.return_token_ids:
+                choice |= {"token_ids": completion.ids, "prompt_token_ids": prompts[i // asked.n]}
+            choices.append(choice)
+        return answer("text_completion", prompts, found, choices)
+
+    @router.post("/chat/completions")
+    async def chat(asked: Chat) -> dict[str, Any]:
+        prompt = service.chat_ids(asked.messages)
+        found = await service.sample([prompt], asked)
+        choices: list[dict[str, Any]] = []
+        for completion in found:
+            message = {"role": "assistant", "content": service.text(completion)}
+            tokens = zip(pieces(completion), completion.logprobs, strict=True)
+            content = [{"token": piece, "logprob": p, "top_logprobs": []} for piece, p in tokens]
+            choices.append({"message": message, "logprobs": {"content": content} if asked.logprobs else None})
+        return answer("chat.completion", [prompt], found, choices)
+
+    return router

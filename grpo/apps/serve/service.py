@@ -1,0 +1,140 @@
+"""A request, checked and sampled: from text or messages to token ids, through the engine, and back."""
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from transformers import PreTrainedTokenizerBase
+
+from grpo.apps.serve.batching import Batching, Unavailable
+from grpo.apps.serve.weights import Weights
+from grpo.engines.protocol import Sampling
+from grpo.env.messages import message_of, shown
+from grpo.env.renderer import Renderer
+from grpo.env.tokens import Completion
+from grpo.system.errors import UserError
+from grpo.system.seeds import derive_seed
+
+REFUSED = {  # by name: the value that changes nothing, and why no other is taken
+    "stream": (False, "answers come whole, there is no streaming"),
+    "stop": ([], "texts that end a completion are not known here: give stop_token_ids"),
+    "prompt_logprobs": (None, "engines give log-probabilities of what they sample, not of the prompt"),
+    "presence_penalty": (0, "there is repetition_penalty instead"),
+    "frequency_penalty": (0, "there is repetition_penalty instead"),
+}
+
+
+class Asked(BaseModel):
+    """How a request wants its tokens drawn: `Sampling` by the names that vLLM and OpenAI have for it, n samples of each prompt.
+
+    A null is a field left out. top_k: -1 is off, as 0 is. seed: sample i is drawn with a seed made of (seed, i); without one each
+    has a fresh seed. logprobs: at most 1, as nothing is known but the sampled token's.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    n: int = Field(1, ge=1, le=10_000)
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: list[int] = Field([], validation_alias=AliasChoices("stop_token_ids", "stop_ids"))
+    guided: dict[str, Any] | None = Field(None, validation_alias=AliasChoices("guided", "structured_outputs"))
+    seed: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=1)
+    model: str | None = None  # whatever they call it: there is one
+    user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_what_changes_nothing(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            raise UserError("the request must be a JSON object, sent as Content-Type: application/json")
+        for name, (neutral, why) in REFUSED.items():
+            if given.get(name) not in (None, neutral):
+                raise UserError(f"{name}={shown(given[name])}: {why}")
+        return {name: value for name, value in given.items() if value is not None and name not in REFUSED}
+
+    def sampling(self) -> Sampling:
+        return Sampling(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=0 if self.top_k == -1 else self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            stop_ids=tuple(self.stop_token_ids),
+            guided=self.guided,
+        )
+
+    def seeds(self, count: int) -> list[int]:
+        if self.seed is None:
+            return [secrets.randbits(63) for _ in range(count)]
+        return [derive_seed(self.seed, i) for i in range(count)]
+
+
+class Service:
+    """Lives in the event loop's thread, as tokenizers are not made for several either; the engine in `batching`'s."""
+
+    def __init__(
+        self,
+        batching: Batching,
+        weights: Weights,
+        tokenizer: PreTrainedTokenizerBase,
+        renderer: Renderer,
+        vocabulary: int,
+    ) -> None:
+        self.batching, self.weights = batching, weights
+        self.tokenizer, self.renderer, self.vocabulary = tokenizer, renderer, vocabulary
+
+    def chat_ids(self, messages: Any) -> tuple[int, ...]:
+        if not isinstance(messages, list) or not messages:
+            raise UserError(f'{shown(messages)} is no conversation: give [{{"role": "user", "content": "..."}}, ...]')
+        try:
+            return tuple(self.renderer.prompt_ids([message_of(message) for message in messages]))
+        except TypeError as error:
+            raise UserError(str(error)) from error
+
+    def prompt_ids(self, prompt: Any) -> tuple[int, ...]:
+        """Of a text, of token ids, or of vLLM's form of either."""
+        if isinstance(prompt, dict) and len(prompt) == 1:
+            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer(prompt.encode(errors="replace").decode(), verbose=False).input_ids)
+        if not isinstance(prompt, list):
+            raise UserError(f'prompt={shown(prompt)}: give a text, or token ids as {{"prompt_token_ids": [1, 2]}}')
+        if bad := [i for i in prompt if type(i) is not int or not 0 <= i < self.vocabulary]:
+            raise UserError(
+                f"a prompt has {shown(bad[0])}, and token ids are whole numbers from 0 to {self.vocabulary - 1}"
+            )
+        return tuple(prompt)
+
+    async def sample(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Completion]:
+        """n completions of each prompt, one prompt's after the other's. Raises UserError and Unavailable."""
+        self.batching.check_ready()
+        sampling, context = asked.sampling(), self.batching.engine.context
+        if not prompts or not all(prompts):
+            raise UserError("a prompt has no tokens: there must be at least one")
+        longest = max(map(len, prompts))
+        if context is not None and longest + sampling.max_tokens > context:
+            raise UserError(
+                f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens} exceed the engine's context of {context}"
+            )
+        each = [prompt for prompt in prompts for _ in range(asked.n)]
+        return await asyncio.wrap_future(self.batching.sample(each, sampling, asked.seeds(len(each))))
+
+    def text(self, completion: Completion) -> str:
+        return self.renderer.parse(completion.ids).content
+
+    def prompt_text(self, ids: Sequence[int]) -> str:
+        """With the special tokens, as the model reads it."""
+        return self.tokenizer.decode(ids)
+
+    async def one_token(self) -> None:
+        if self.batching.paused:
+            raise Unavailable("generation is paused")
+        await self.sample([(0,)], Asked(max_tokens=1, temperature=0.0))

@@ -1,0 +1,1 @@
+"""A sweep: a process for each job."""

@@ -1,0 +1,241 @@
+"""A sweep: jobs side by side, a process for each; what was finished before is not run again.
+
+Knows commands and what a run leaves in its folder, and nothing of Hydra, whose launcher in `hydra_plugins/grpo.py` uses it.
+"""
+
+import fcntl
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from grpo.apps.sweep.jobs import Job, percent
+from grpo.system import child
+from grpo.system.errors import UserError
+
+POLL = 0.2  # seconds between two looks at the jobs
+LOOK = 1.0  # seconds between two pictures of them
+
+SWEEPS: list["Sweep"] = []  # of this process; a sweeper has no place to tell how its jobs ended
+
+
+def places(jobs: int | str, devices: Sequence[str], environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """The variables of the jobs that run at the same time, one after another: a device each, or a share of the cores.
+
+    jobs: how many; auto is one a device, one where there is none. devices: as CUDA_VISIBLE_DEVICES names them.
+    """
+    if jobs == "auto":
+        jobs = max(1, len(devices))
+    if not isinstance(jobs, int) or jobs < 1:
+        raise UserError(f"hydra.launcher.jobs={jobs} must be a number of jobs, 1 or more, or auto")
+    if devices:
+        return [{"CUDA_VISIBLE_DEVICES": devices[i % len(devices)]} for i in range(jobs)]
+    if jobs == 1 or "OMP_NUM_THREADS" in environment:
+        return [{}] * jobs
+    return [{"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}] * jobs
+
+
+class Sweep:
+    """Mutable: its jobs are added, then run, more than once where a sweeper chooses them in turns.
+
+    command: the words that start a job with these overrides. places: the environment of each of those that run at the same time.
+    again: the command line that goes on with the sweep. Raises UserError where another one is at work in the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        command: Callable[[Job, Sequence[str]], Sequence[str]],
+        places: Sequence[Mapping[str, str]],
+        again: str,
+    ) -> None:
+        self.folder, self.command, self.places, self.again = folder, command, places, again
+        self.jobs: list[Job] = []
+        self.began: float | None = None
+        self.console = Console(highlight=False, markup=False, soft_wrap=True)
+        self.record = folder / "jobs.json"  # what was said of each job, in the order of their numbers
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock = (folder / ".lock").open("a")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{folder} has another sweep at work, or its last jobs are still ending: wait for it, or set hydra.sweep.dir"
+            ) from None
+        SWEEPS.append(self)
+
+    def known(self) -> list[list[str]]:
+        return json.loads(self.record.read_text(encoding="utf-8")) if self.record.exists() else []
+
+    def number(self, overrides: Sequence[str]) -> int:
+        """Of the job with these overrides: the one that it had before, or the next."""
+        known = self.known()
+        for number, said in enumerate(known):
+            if sorted(said) == sorted(overrides):
+                return number
+        lines = [json.dumps(said, ensure_ascii=False) for said in [*known, list(overrides)]]
+        new = self.record.with_suffix(".new")
+        new.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+        os.replace(new, self.record)
+        return len(known)
+
+    def add(self, job: Job) -> Job:
+        """The job of that number, if it is there already."""
+        if there := next((other for other in self.jobs if other.number == job.number), None):
+            return there
+        if job.manifest.get("status") == "finished":
+            job.status = "finished"
+        job.before = job.share()
+        self.jobs.append(job)
+        return job
+
+    def run(self) -> None:
+        """Run the jobs that wait, and return when none runs. One that fails does not stop the others."""
+        waiting = deque(job for job in self.jobs if job.status == "waiting")
+        if self.began is None:
+            self.began = time.monotonic()
+            done = len(self.jobs) - len(waiting)
+            before = f", {done} of them finished before" if done else ""
+            self.say(f"sweep of {len(self.jobs)} jobs{before}, {len(self.places)} at a time, in {self.folder}")
+            self.say(f"to go on with it should it stop: {self.again}")
+        free = list(reversed(self.places))
+        running: dict[Job, tuple[subprocess.Popen, Mapping[str, str]]] = {}
+        looked = 0.0
+        with sigterm_raises(), Live(console=self.console, auto_refresh=False, transient=True) as live:
+            try:
+                while waiting or running:
+                    while waiting and free:
+                        place = free.pop()
+                        job = waiting.popleft()
+                        running[job] = self.start(job, place), place
+                    for job, (process, place) in list(running.items()):
+                        if (code := process.poll()) is not None:
+                            del running[job]
+                            free.append(place)
+                            self.end(job, code)
+                            looked = 0.0
+                    if self.console.is_terminal and time.monotonic() > looked + LOOK:
+                        live.update(self.picture(), refresh=True)
+                        looked = time.monotonic()
+                    time.sleep(POLL)
+            except (KeyboardInterrupt, SystemExit):
+                self.say(f"stopped; to go on: {self.again}")
+                raise
+            finally:
+                child.stop(process for process, _ in running.values())
+
+    def start(self, job: Job, place: Mapping[str, str]) -> subprocess.Popen:
+        command = self.command(job, job.arguments())
+        job.folder.mkdir(parents=True, exist_ok=True)
+        job.status = "running"
+        self.say(f"job {job.number} begins: {job.label}", quiet=True)
+        with job.output.open("ab") as output:
+            variables = [f"{name}={value}" for name, value in place.items()]
+            output.write(f"$ {' '.join(variables)} {shlex.join(command)}\n".encode().replace(b"$  ", b"$ "))
+            output.flush()
+            environment = {**os.environ, "PYTHONUNBUFFERED": "1", **place}
+            # the guard holds the lock too: no other sweep comes into the folder while a job of a killed one is still ending
+            return child.start(command, env=environment, stdout=output, stderr=output, pass_fds=[self.lock.fileno()])
+
+    def end(self, job: Job, code: int) -> None:
+        job.status = "failed" if code else "finished"
+        told = f"{job.last_words()} ({job.output})" if code else f"accuracy {percent(job.accuracy)}"
+        self.say(f"job {job.number} {job.status}: {job.label}: {told}; {self.total()}")
+
+    def say(self, line: str, quiet: bool = False) -> None:
+        """quiet: not where the picture shows it."""
+        if not (quiet and self.console.is_terminal):
+            self.console.print(line)
+
+    def count(self, status: str) -> int:
+        return sum(job.status == status for job in self.jobs)
+
+    def total(self) -> str:
+        failed, running, minutes = self.count("failed"), self.count("running"), self.minutes_left()
+        said = [f"{self.count('finished')}/{len(self.jobs)} done"]
+        said += [f"{failed} failed"] if failed else []
+        said += [f"{running} running"] if running else []
+        said += [f"about {max(1, round(minutes))} min left"] if minutes is not None else []
+        return ", ".join(said)
+
+    def minutes_left(self) -> float | None:
+        """At the rate of this call, with as many jobs at a time."""
+        made = sum(job.share() - job.before for job in self.jobs if job.status != "failed")
+        left = sum(1 - job.share() for job in self.jobs)
+        return (time.monotonic() - self.began) / 60 * left / made if made > 0 and left else None
+
+    def picture(self) -> Group:
+        """A line for each job at work, and one for all."""
+        table = Table.grid(padding=(0, 1))
+        for job in self.jobs:
+            if job.status == "running":
+                seen = job.metrics()
+                step = int(float(seen.get("step", 0)))
+                told = [f"reward {float(seen['rollout/reward']):.2f}"] if "rollout/reward" in seen else []
+                told += [f"accuracy {percent(float(seen['eval/accuracy']))}"] if "eval/accuracy" in seen else []
+                bar = ProgressBar(job.rollouts, step, width=20, pulse=not job.rollouts)
+                done = f"{step}/{job.rollouts}" if job.rollouts else ""
+                table.add_row(str(job.number), Text(job.label), bar, done, "  ".join(told))
+        return Group(table, Text(self.total()))
+
+    def report(self) -> None:
+        """Of runs; a page is no reason to fail."""
+        if not any(job.status == "finished" and job.rollouts is not None for job in self.jobs):
+            return
+        from grpo.runs.report import write  # seconds
+
+        try:
+            self.say(f"written to {write(self.folder)}; as a table: python eval.py compare={self.folder}")
+        except Exception as error:
+            self.say(f"no report.html ({type(error).__name__}: {error}); later: python -m grpo.report {self.folder}")
+
+    def table(self) -> Table:
+        table = Table("job", "overrides", "status", "accuracy", "minutes", title=f"sweep in {self.folder}")
+        for job in sorted(self.jobs, key=lambda job: job.number):
+            minutes = "-" if job.minutes is None else f"{job.minutes:.1f}"
+            cells = (str(job.number), job.label, job.status, percent(job.accuracy), minutes)
+            table.add_row(*map(Text, cells))
+        return table
+
+
+@contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """SIGTERM, as Ctrl-C, lets what is in `finally` happen."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Round all that may sweep: the table of the jobs at the end, and UserError where some have failed."""
+    failure = None
+    try:
+        yield
+    except Exception as error:  # a sweeper that was told of no success may stumble
+        failure = error
+    jobs = [job for sweep in SWEEPS for job in sweep.jobs]
+    for sweep in SWEEPS:
+        if sweep.jobs:
+            sweep.console.print(sweep.table())
+            sweep.report()
+    if failed := [job for job in jobs if job.status == "failed"]:
+        which = ", ".join(f"{job.number} ({job.output})" for job in failed)
+        raise UserError(f"{len(failed)} of the sweep's {len(jobs)} jobs failed: {which}") from failure
+    if failure:
+        raise failure

@@ -1,0 +1,1 @@
+"""The built-in engine: samples from the very model that learns."""

@@ -1,0 +1,101 @@
+"""The built-in engine: samples from the very model that is trained, so there are no weights to copy.
+
+Each distinct prompt is read once, each step is one forward of all rows; what ends leaves the batch and what waits joins it. Works
+wherever the model works: CPU, MPS, one GPU.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from grpo.engines.builtin.agreement import way_of
+from grpo.engines.builtin.sampler import Draws
+from grpo.engines.protocol import Sampling
+from grpo.env.tokens import Completion
+from grpo.system.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+class TransformersEngine:
+    """max_cache_tokens: tokens whose keys and values may be kept at a time. Samples without room wait; a lone one has it."""
+
+    def __init__(self, max_cache_tokens: int = 65536) -> None:
+        if max_cache_tokens < 1:
+            raise UserError(f"engine.max_cache_tokens={max_cache_tokens} must be at least 1")
+        self.max_cache_tokens = max_cache_tokens
+        self.version: int | None = None
+        self.model: nn.Module | None = None
+        self.tried: tuple[nn.Module, torch.device] | None = None
+        self.reason = ""  # why the model is sampled from in the slower way
+
+    @property
+    def context(self) -> int | None:
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def load_weights(self, model: nn.Module, version: int) -> None:
+        self.model, self.version = model, version
+
+    def choose(self) -> None:
+        """The way to sample; tried where the model is now, which is not where it was when it was loaded."""
+        if self.tried != (self.model, self.model.device):
+            self.way, reason = way_of(self.model)
+            if reason and reason != self.reason:
+                name = type(self.model).__name__
+                log.warning("engine: %s is sampled from in a slower way, by transformers' cache: %s", name, reason)
+            self.tried, self.reason = (self.model, self.model.device), reason
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        done: Callable[[int, Completion], None] | None = None,
+    ) -> list[Completion]:
+        if sampling.guided:
+            raise UserError("sampling.guided: the built-in engine cannot guide what it samples: set engine=vllm")
+        longest = max(map(len, prompts))
+        if self.context is not None and longest + sampling.max_tokens > self.context:
+            raise UserError(
+                f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens} exceed the model's context of "
+                f"{self.context}: lower max_tokens, or take shorter prompts"
+            )
+        self.choose()
+        prompts = [tuple(prompt) for prompt in prompts]
+        place = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+        waiting = deque(sorted(range(len(prompts)), key=lambda i: place[prompts[i]]))  # equal prompts side by side
+        device, eos = self.model.device, self.model.generation_config.eos_token_id
+        eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        stop_ids = torch.tensor([*eos, *sampling.stop_ids], dtype=torch.int64, device=device)
+
+        pool = self.way(self.model, prompts, sampling.max_tokens, self.max_cache_tokens)
+        draws = Draws(prompts, sampling, seeds, device)
+        completions: list[Completion | None] = [None] * len(prompts)
+        logits = None  # [B, V], of the rows that there are
+        while waiting or logits is not None:
+            new, fresh = pool.admit(waiting)
+            if new:
+                draws.join(new, fresh.shape[-1])
+                logits = fresh if logits is None else torch.cat([logits, fresh])
+            token = draws.step(logits)
+            stopped = torch.isin(token, stop_ids)
+            ended = stopped | (draws.counts == sampling.max_tokens)
+            if ended.any():
+                which = ended.nonzero().squeeze(-1)
+                for i, completion in draws.completions(which, stopped[which]):
+                    completions[i] = completion
+                    if done is not None:
+                        with torch.inference_mode(False):  # it is not ours
+                            done(i, completion)
+                order = torch.tensor(pool.drop(which.tolist()), dtype=torch.int64, device=device)
+                draws.keep(order)
+                token = token[order]
+            logits = pool.step(token) if len(token) else None
+        return completions
+
+    def close(self) -> None:
+        self.model = self.tried = None

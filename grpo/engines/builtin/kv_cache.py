@@ -1,0 +1,252 @@
+"""Keys and values of many samples: a prompt's are kept once for all of them, a sample has only its own tokens'.
+
+Attention by plan (grpo.attention), so no cache of transformers is needed. Knows nothing of sampling.
+
+Shapes: U prompts in P places, B rows (samples under way) in C places, G of them at most of one prompt; H heads, K of keys,
+r = H / K, D wide.
+"""
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from grpo.models.packed_attention import Packed, Plan, attending, take
+
+AT_ONCE = 8192  # tokens of prompts that are read in one forward
+GROWTH = 16  # tokens, or an eighth of what they have: by so much rows grow
+NEVER = 2**62  # the position of what is no token
+
+# Of a layer, keys and values each: all places of rows, [n, D]; those of the rows now, [B x K, C, D]; of prompts, [U x K, P, D].
+Views = tuple[list[Tensor], list[Tensor], list[Tensor]]
+
+
+class Pool:
+    """The samples under way. Row b is always b-th in the tensors, so a step copies nothing: into a gap moves the last row."""
+
+    def __init__(self, model: nn.Module, prompts: Sequence[tuple[int, ...]], max_tokens: int, bound: int) -> None:
+        """prompts: of each sample. bound: tokens that there may be room for, unless a single sample needs more."""
+        self.model, self.max_tokens, self.bound, self.device = model, max_tokens, bound, model.device
+        self.texts = list(dict.fromkeys(prompts))
+        number = {prompt: u for u, prompt in enumerate(self.texts)}
+        self.prompt_of = [number[prompt] for prompt in prompts]  # of each sample
+        self.unfinished = Counter(self.prompt_of)
+        self.widest = max(map(len, prompts))
+        self.prompts: list[int] = []  # that are kept
+        self.rows: list[tuple[int, int]] = []  # the prompt of each, and the step at which it came
+        self.steps = 0
+        self.logits: dict[int, Tensor] = {}  # after a prompt, [V], while samples of it wait
+        # of a layer the keys and the values, [n, K, places, D] where n >= U, or n >= B
+        self.of_prompts: dict[int, list[Tensor]] = {}
+        self.of_rows: dict[int, list[Tensor]] = {}
+
+    def admit(self, waiting: deque[int]) -> tuple[list[int], Tensor | None]:
+        """Takes from `waiting`, where equal prompts are side by side, the samples that there is room for.
+
+        Returns them, and the logits after their prompts, [n, V].
+        """
+        new: list[int] = []
+        unread: list[int] = []
+        while waiting:
+            prompt = self.prompt_of[waiting[0]]
+            fresh = prompt not in self.logits and prompt not in unread[-1:]
+            prompts, rows = len(self.prompts) + len(unread) + fresh, len(self.rows) + len(new) + 1
+            if prompts * self.widest + rows * self.max_tokens > self.bound and rows > 1:
+                break
+            unread += [prompt] * fresh
+            new.append(waiting.popleft())
+        if not new:
+            return [], None
+        for some in self.pieces(unread):
+            self.read(some)
+        logits = torch.stack([self.logits[self.prompt_of[i]] for i in new])
+        self.logits = {u: row for u, row in self.logits.items() if waiting and u == self.prompt_of[waiting[0]]}
+        self.rows += [(self.prompt_of[i], self.steps) for i in new]
+        self.arrange()
+        return new, logits
+
+    def pieces(self, prompts: Sequence[int]) -> Iterator[list[int]]:
+        """Of AT_ONCE tokens at most, or of one prompt."""
+        piece: list[int] = []
+        for prompt in prompts:
+            if piece and sum(len(self.texts[u]) for u in [*piece, prompt]) > AT_ONCE:
+                yield piece
+                piece = []
+            piece.append(prompt)
+        if piece:
+            yield piece
+
+    def read(self, prompts: list[int]) -> None:
+        self.prompts += prompts
+        plan = Reading(self, [self.texts[u] for u in prompts])
+        last = (torch.tensor(plan.starts) + plan.prompt_lengths - 1).to(self.device)
+        logits = self.forward(plan, plan.ids, plan.positions, logits_to_keep=last)
+        self.logits |= zip(prompts, logits, strict=True)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """tokens: [B], the next one of each row. Returns the logits after it, [B, V]."""
+        self.masks: dict[int | None, Tensor] = {}  # by window
+        self.ends: dict[int, Tensor] = {}  # by K
+        self.longest += 1
+        if self.longest > self.room:
+            self.views.clear()
+        logits = self.forward(self, tokens[None], (self.lengths + self.counts)[None])
+        self.counts += 1
+        self.steps += 1
+        return logits
+
+    def forward(self, plan: Plan, ids: Tensor, positions: Tensor, **kwargs) -> Tensor:
+        """ids, positions: [1, T]. Returns [T, V], or the rows of it that logits_to_keep says."""
+        with attending(self.model):
+            return self.model(input_ids=ids, position_ids=positions, plan=plan, use_cache=False, **kwargs).logits[0]
+
+    def drop(self, ended: Collection[int]) -> list[int]:
+        """These rows go, and with the last one of a prompt the prompt. Returns the new order: row i was row order[i]."""
+        self.unfinished -= Counter(self.rows[b][0] for b in ended)
+        order = closed_up(len(self.rows), {*ended})
+        move(self.of_rows, order)
+        self.rows = [self.rows[b] for b in order]
+        left = closed_up(len(self.prompts), {at for at, u in enumerate(self.prompts) if u not in self.unfinished})
+        move(self.of_prompts, left)
+        self.prompts = [self.prompts[at] for at in left]
+        self.arrange()
+        return order
+
+    def arrange(self) -> None:
+        """What holds until rows come or go."""
+        lengths, counts = [len(self.texts[u]) for u, _ in self.rows], [self.steps - came for _, came in self.rows]
+        self.lengths = torch.tensor(lengths, device=self.device)  # [B], tokens of the prompts
+        self.counts = torch.tensor(counts, device=self.device)  # [B], and of the rows, that are kept
+        self.longest, self.room = max(counts, default=0), 0
+        self.views: dict[int, Views] = {}  # by layer
+        self.grids: dict[int, tuple[Tensor, Tensor]] = {}  # by K
+        self.positions: Tensor | None = None  # of the keys
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """A step. query: [1, H, B, D]; key, value: [1, K, B, D]. Returns [1, B, H, D].
+
+        The rows of a prompt read its keys together, G r queries at a time, and each its own; one softmax is over both.
+        """
+        if layer not in self.views:
+            self.views[layer] = self.view(layer, key, value)
+        places, (keys, values), (prompt_keys, prompt_values) = self.views[layer]
+        ends = self.end(key.shape[1], keys.shape[1])
+        for kept, new in zip(places, (key, value), strict=True):
+            kept.index_copy_(0, ends, new[0].transpose(0, 1).reshape(len(ends), -1))
+        mask = self.mask(window, prompt_keys.shape[1], keys.shape[1])
+        there, back = self.grid(key.shape[1])
+
+        query = query[0].transpose(0, 1).reshape(len(keys), -1, query.shape[3])  # [B x K, r, D]
+        together = query.index_select(0, there).view(len(prompt_keys), -1, query.shape[2])  # [U x K, G x r, D]
+        scores = product(together, prompt_keys.mT).view(len(there), query.shape[1], -1).index_select(0, back)
+        scores = torch.cat([scores, product(query, keys.mT)], dim=-1)  # [B x K, r, P + C]
+        scores = torch.add(mask, scores.view(len(mask), -1, mask.shape[2]), alpha=scale or query.shape[2] ** -0.5)
+        weights = scores.softmax(-1).view(len(keys), -1, mask.shape[2])
+        of_prompt, of_own = weights.split([prompt_keys.shape[1], keys.shape[1]], dim=-1)
+        read = product(of_prompt.index_select(0, there).view(len(prompt_keys), together.shape[1], -1), prompt_values)
+        read = read.view(len(there), query.shape[1], -1).index_select(0, back)  # [B x K, r, D]
+        return product(of_own, values).add_(read).view(1, len(mask), -1, values.shape[2]).to(value.dtype)
+
+    def view(self, layer: int, *new: Tensor) -> Views:
+        spare = min(max(GROWTH, self.longest // 8), self.max_tokens - self.longest)
+        rows = self.of_rows.get(layer) or [x.new_empty(0, x.shape[1], 0, x.shape[3]) for x in new]
+        self.of_rows[layer] = rows = [fitted(x, len(self.rows), self.longest, spare) for x in rows]
+        self.room = rows[0].shape[2]
+        return (
+            [x.view(-1, x.shape[3]) for x in rows],
+            [x[: len(self.rows)].flatten(0, 1) for x in rows],
+            [x[: len(self.prompts)].flatten(0, 1) for x in self.of_prompts[layer]],
+        )
+
+    def end(self, heads: int, places: int) -> Tensor:
+        """Where the new token of each row is written, [B x K]."""
+        if heads not in self.ends:
+            first = torch.arange(len(self.rows) * heads, device=self.device) * places
+            self.ends[heads] = first + self.counts.repeat_interleave(heads)
+        return self.ends[heads]
+
+    def mask(self, window: int | None, places: int, own_places: int) -> Tensor:
+        """0 where a row sees a key, of its prompt or its own, else -inf: [B, 1, P + C]."""
+        if self.positions is None or self.positions.shape[1] != places + own_places:
+            p, c = (torch.arange(n, device=self.device) for n in (places, own_places))
+            of_prompt = p.expand(len(self.rows), -1).masked_fill(p >= self.lengths[:, None], NEVER)
+            self.positions = torch.cat([of_prompt, self.lengths[:, None] + c], dim=1)  # [B, P + C]
+        if window not in self.masks:
+            now = (self.lengths + self.counts)[:, None]
+            sees = self.positions <= now
+            if window is not None:
+                sees &= now - self.positions < window
+            self.masks[window] = torch.where(sees, 0.0, -torch.inf)[:, None]
+        return self.masks[window]
+
+    def grid(self, heads: int) -> tuple[Tensor, Tensor]:
+        """Where in [B, K] are the rows of each prompt, [U x K x G], and where in those is each of [B x K]."""
+        if heads not in self.grids:
+            groups: dict[int, list[int]] = {u: [] for u in self.prompts}
+            number = []
+            for b, (u, _) in enumerate(self.rows):
+                number.append(len(groups[u]))
+                groups[u].append(b)
+            largest, k = max(map(len, groups.values())), torch.arange(heads)
+            rows = torch.tensor([own + [0] * (largest - len(own)) for own in groups.values()])  # [U, G]; 0 is padding
+            place = {u: at for at, u in enumerate(self.prompts)}
+            at = torch.tensor([place[u] for u, _ in self.rows])
+            there = rows[:, None] * heads + k[:, None]
+            back = (at[:, None] * heads + k) * largest + torch.tensor(number)[:, None]
+            self.grids[heads] = there.flatten().to(self.device), back.flatten().to(self.device)
+        return self.grids[heads]
+
+
+class Reading(Packed):
+    """The last prompts of a pool in one row: it keeps what they are read into."""
+
+    def __init__(self, pool: Pool, prompts: Sequence[tuple[int, ...]]) -> None:
+        super().__init__(prompts, [[]] * len(prompts), pool.device)
+        self.pool = pool
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        count, longest = len(self.pool.prompts), max(len(self.pool.texts[u]) for u in self.pool.prompts)
+        new = [take(x[0].transpose(0, 1), self.places[0]) for x in (key, value)]  # [n, K, P, D]
+        kept = self.pool.of_prompts.get(layer) or [x[:0] for x in new]
+        self.pool.of_prompts[layer] = kept = [fitted(x, count, longest, 0) for x in kept]
+        for x, y in zip(kept, new, strict=True):
+            x[count - len(y) : count, :, : y.shape[2]] = y
+        return super().attend(layer, query, key, value, scale, window)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32, whatever they are in: [n, i, j] @ [n, j, k]."""
+    if a.is_cuda and b.dtype != torch.float32:
+        return torch.bmm(a.to(b.dtype), b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())
+
+
+def closed_up(count: int, gone: set[int]) -> list[int]:
+    """The order of so many when some go: the last ones take their places."""
+    left = count - len(gone)
+    last = (i for i in range(left, count) if i not in gone)
+    return [next(last) if i in gone else i for i in range(left)]
+
+
+def move(buffers: dict[int, list[Tensor]], order: list[int]) -> None:
+    for x in (x for pair in buffers.values() for x in pair):
+        to = [i for i, j in enumerate(order) if i != j < len(x)]  # a row that has made no step has nothing there
+        if to:
+            x[to] = x[[order[i] for i in to]]
+
+
+def fitted(x: Tensor, count: int, length: int, spare: int) -> Tensor:
+    """x, [n, K, places, D], if `count` sequences of `length` have room there, and not twice what they need; else a copy with
+    `spare` tokens more. Where nobody wrote it is 0: a mask would make NaN of what is no number."""
+    n, heads, places, width = x.shape
+    if count <= n and length <= places <= 2 * (length + spare):
+        return x
+    new = x.new_zeros(count, heads, length + spare, width)
+    n, places = min(n, count), min(places, length)
+    new[:n, :, :places] = x[:n, :, :places]
+    return new

@@ -1,0 +1,69 @@
+"""Sampling by transformers' own cache, for models that attend, or remember, in ways of their own.
+
+Slower than `Pool` and as good: prompts are padded on the left, and a wave of samples ends before the next begins.
+"""
+
+import inspect
+from collections import deque
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+
+class Padded:
+    """As `Pool`. bound: rows of a wave times the tokens of its longest, unless it is a single one."""
+
+    def __init__(self, model: nn.Module, prompts: Sequence[tuple[int, ...]], max_tokens: int, bound: int) -> None:
+        self.model, self.prompt_of, self.max_tokens, self.bound = model, prompts, max_tokens, bound
+        names = inspect.signature(getattr(model, "get_base_model", lambda: model)().forward).parameters
+        self.cache_name = "cache_params" if "cache_params" in names else "past_key_values"
+        self.count = 0
+
+    def admit(self, waiting: deque[int]) -> tuple[list[int], Tensor | None]:
+        """Nothing as long as there are rows. Returns the samples that it took, and the logits after their prompts, [B, V]."""
+        wave: list[int] = []
+        width = 0
+        while waiting and not self.count:
+            longest = max(width, len(self.prompt_of[waiting[0]]))
+            if wave and (len(wave) + 1) * (longest + self.max_tokens) > self.bound:
+                break
+            width = longest
+            wave.append(waiting.popleft())
+        if not wave:
+            return [], None
+        self.count, device = len(wave), self.model.device
+        distinct = list(dict.fromkeys(self.prompt_of[i] for i in wave))
+        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in distinct], device=device)  # [U, P]
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in distinct], device=device)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        self.cache = DynamicCache(config=self.model.config)
+        self.mask = mask
+        logits = self.forward(ids, positions, logits_to_keep=1)
+        of = torch.tensor([distinct.index(self.prompt_of[i]) for i in wave], device=device)  # [B]
+        self.cache.reorder_cache(of)
+        self.mask, self.positions = mask[of], positions[of, -1:]
+        return wave, logits[of]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """tokens: [B], the next one of each row. Returns the logits after it, [B, V]."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
+        self.positions = self.positions + 1
+        return self.forward(tokens[:, None], self.positions)
+
+    def forward(self, ids: Tensor, positions: Tensor, **kwargs) -> Tensor:
+        kwargs[self.cache_name] = self.cache
+        if self.cache_name == "past_key_values" or len(ids[0]) > 1:  # a state alone has no padding to leave out
+            kwargs["attention_mask"] = self.mask
+        return self.model(input_ids=ids, position_ids=positions, use_cache=True, **kwargs).logits[:, -1]
+
+    def drop(self, ended: Collection[int]) -> list[int]:
+        """These rows go. Returns the others in their order: row i was row order[i]."""
+        order = [b for b in range(self.count) if b not in ended]
+        self.count = len(order)
+        if order:
+            keep = torch.tensor(order, device=self.mask.device)
+            self.cache.reorder_cache(keep)
+            self.mask, self.positions = self.mask[keep], self.positions[keep]
+        return order

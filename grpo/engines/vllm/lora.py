@@ -1,0 +1,149 @@
+"""VLLM that is given the adapter alone, in memory. Knows LoRA; nothing of how the base got where it is."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from grpo.engines.vllm.engine import VLLMEngine, import_vllm
+from grpo.system.errors import UserError
+
+ADAPTER = 1  # vLLM counts adapters from 1; there is one
+
+
+class VLLMLoraEngine(VLLMEngine):
+    """rank: of the policy's adapter; None where it has none, which is refused. The rest as in `VLLMEngine`.
+
+    The frozen base is copied once, at the first load, and again only when something has written to it, so it is the trainer's,
+    whatever lies on disk. After that a load is the adapter: a few MB.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        rank: int | None = None,
+        dtype: str = "auto",
+        sleeps: bool = False,
+        args: Mapping[str, Any] | None = None,
+    ) -> None:
+        if rank is None:
+            raise UserError("engine=vllm_lora swaps adapters and needs one: set adapter=lora, or engine=vllm")
+        super().__init__(path, dtype, sleeps, in_one_process(args) | adapter_args(rank))
+        self._base: list[tuple[Tensor, int]] = []  # what was copied, and how often each had been written to by then
+
+    def load_weights(self, model: nn.Module, version: int) -> None:
+        """Copies the adapter of `model`, and its base where the engine has another one."""
+        if version == self.version:
+            return
+        adapter = adapter_of(model, self._llm)
+        self._wake()
+        base = [(p.data, p._version) for _, p in base_parameters(model)]
+        if [(t.data_ptr(), written) for t, written in base] != [(t.data_ptr(), written) for t, written in self._base]:
+            self._copy((name, p.data) for name, p in base_parameters(model))
+            self._base = base
+        self._lora_request = swap(self._llm, adapter)
+        self._holds(version)
+
+    def _release(self) -> None:
+        super()._release()
+        self._base = []
+
+
+def in_one_process(args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The same, without what would put the model into other processes, where no tensor can be handed to it: that is refused."""
+    given = dict(args or {})
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if (given.get(name) or 1) > 1:
+            raise UserError(
+                f"engine.args.{name}={given[name]}: this engine has one device, the trainer's: leave it at 1"
+            )
+    return given
+
+
+def adapter_args(rank: int) -> dict[str, Any]:
+    """What vLLM has to be built with for one adapter of that rank."""
+    import_vllm()
+    from vllm.config.lora import MaxLoRARanks
+
+    ranks = get_args(MaxLoRARanks)
+    if not 1 <= rank <= max(ranks):
+        raise UserError(f"engine.rank={rank} (it follows adapter.r): vLLM takes 1 to {max(ranks)}")
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(r for r in ranks if r >= rank)}
+
+
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """What is no adapter, by the names of the base model's checkpoint; tied parameters once."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    for name, parameter in base.named_parameters():
+        if "lora_" not in name:
+            yield name.replace(".base_layer.", "."), parameter
+
+
+def runner(llm: Any) -> Any:
+    """What holds vLLM's model and its adapters, in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def adapter_of(model: nn.Module, llm: Any) -> Any:
+    """A copy of the policy's adapter, as vLLM's LoRAModel.
+
+    Refuses what vLLM does not know, and above all what it would leave out without a word.
+    """
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    if not isinstance(model, PeftModel):
+        raise UserError("engine=vllm_lora swaps adapters, and the policy has none: set adapter=lora, or engine=vllm")
+    if len(model.active_adapters) != 1 or model.active_peft_config.peft_type != "LORA":
+        raise refused(
+            f"of type {model.active_peft_config.peft_type}, {len(model.active_adapters)} active; it serves one LoRA"
+        )
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer) and layer.lora_variant:
+            [variant] = layer.lora_variant.values()
+            raise refused(f"{type(variant).__name__} at {name}")
+    worker = runner(llm).lora_manager
+    manager = worker._adapter_manager
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    mapper = getattr(mapper, "get_rename_mapper", lambda: mapper)()  # without its stacking, where a version has that
+    # as if plain: what an init (PiSSA, OLoRA) made of the base, the engine has too, for its base is the trainer's
+    config = model.active_peft_config.to_dict() | {"init_lora_weights": True}
+    try:
+        helper = PEFTHelper.from_dict(config)
+        helper.validate_legal(worker.lora_config)
+        tensors = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER,
+            {name: tensor.detach().clone() for name, tensor in tensors.items()},  # vLLM scales B in place
+            helper,
+            device=str(worker.device),
+            dtype=worker.lora_config.lora_dtype,
+            model_vocab_size=worker.vocab_size,
+            weights_mapper=mapper,
+        )
+    except ValueError as error:
+        raise refused(str(error)) from error
+    known = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
+    if unknown := [name for name in adapter.loras if name not in known]:
+        raise refused(f"it has no adapter at {unknown[0]}; take that out of adapter.target_modules")
+    return adapter
+
+
+@torch.no_grad()
+def swap(llm: Any, adapter: Any) -> Any:
+    """Put the adapter in the place of the last one, if any. Returns the request with which vLLM samples from it."""
+    from vllm.lora.request import LoRARequest
+
+    manager = runner(llm).lora_manager._adapter_manager
+    manager.remove_adapter(ADAPTER)
+    manager.add_adapter(adapter)
+    manager.activate_adapter(ADAPTER)
+    return LoRARequest("policy", ADAPTER, "memory")
+
+
+def refused(why: str) -> UserError:
+    way_out = "engine=vllm merges most kinds, engine=transformers takes any"
+    return UserError(f"vLLM cannot serve this adapter: {' '.join(why.split()).rstrip('.')}; {way_out}")

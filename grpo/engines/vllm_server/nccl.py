@@ -1,0 +1,99 @@
+"""Weights from the trainer's GPU to those of vLLM servers, by vLLM's own NCCL backend.
+
+Written by reading vLLM's, never run: it needs two GPUs.
+"""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import torch
+from torch import nn
+
+from grpo.engines.vllm_server.http import Lost, ask
+from grpo.engines.vllm_server.sync import label_of, paused
+from grpo.engines.weights import checkpoint
+from grpo.system.errors import UserError
+
+
+class Nccl:
+    """A group of its own for each server, one after the other.
+
+    A server that was away is not given weights until the next version, since the policy may be learning by then. A merged
+    adapter is a second copy of the model on the trainer's GPU, for as long as it is sent.
+    """
+
+    follows = True
+    needs = 'was it started with --weight-transfer-config \'{"backend": "grpo_nccl"}\'?'
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise UserError("engine.sync=nccl goes from GPU to GPU, there is none here: set engine.sync=disk")
+        try:
+            from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # noqa: F401
+        except ImportError as error:
+            raise UserError(
+                f"engine.sync=nccl needs vLLM beside the trainer ({error}): pip install '.[vllm]'"
+            ) from error
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        self.senders: dict[str, Any] = {}  # vLLM's trainer engines, by url
+        self.turn = threading.Lock()
+
+    def write(self, model: nn.Module, label: str) -> None:
+        self.device = next(model.parameters()).device
+        self.tensors = [(name, tensor.detach()) for name, tensor in checkpoint(model)]
+        torch.cuda.synchronize(self.device)  # vLLM packs on streams of its own
+
+    async def holds(self, http: httpx2.AsyncClient, url: str, label: str) -> bool:
+        return await label_of(http, url) == label
+
+    async def give(self, http: httpx2.AsyncClient, url: str, label: str) -> None:
+        if not self.tensors:
+            raise Lost(f"{url} was away when weights were sent, and is given the next ones")
+        workers = (await ask(http, url, "/get_world_size", post=False))["world_size"]
+        async with paused(http, url, label):
+            await asyncio.to_thread(self._send, url, workers)
+
+    def _send(self, url: str, workers: int) -> None:
+        with (
+            self.turn,
+            torch.cuda.device(self.device),
+        ):  # which is a thread's own; two groups at once on one device may wait for each other
+            try:
+                if url not in self.senders:
+                    self.senders[url] = self._sender(url, workers)
+                self.senders[url].send_weights()
+            except Exception as error:  # the group is of no use any more
+                if sender := self.senders.pop(url, None):
+                    sender.shutdown()
+                raise Lost(f"{url}: {type(error).__name__}: {error}") from error
+
+    def _sender(self, url: str, workers: int) -> Any:
+        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+        from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        from vllm.utils.network_utils import get_ip, get_open_port
+
+        way = self
+
+        class Source(WeightSource):
+            def metadata(self) -> list[ParamMeta]:
+                return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in way.tensors]
+
+            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+                return iter(way.tensors)
+
+        group = NCCLTrainerInitInfo(
+            rank=0, master_address=get_ip(), master_port=get_open_port(), world_size=1 + workers
+        )
+        return WeightTransferTrainerFactory.trainer_init(group, client=HTTPVLLMWeightSyncClient(url), source=Source())
+
+    def drop(self) -> None:
+        self.tensors = []
+
+    def close(self) -> None:
+        for sender in self.senders.values():
+            sender.shutdown()

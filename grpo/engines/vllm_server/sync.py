@@ -1,0 +1,190 @@
+"""Ways for new weights to get into vLLM servers: files, an adapter, starting anew; `vllm_nccl` is one more.
+
+A label names the weights of one version of one run.
+"""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import httpx2
+from safetensors.torch import save_file
+from torch import nn
+
+from grpo.engines.vllm_server.http import LOAD_ADAPTER, MODELS, Lost, Refused, answers, ask
+from grpo.engines.vllm_server.launch import START, Servers
+from grpo.engines.weights import BUCKET, buckets, checkpoint
+from grpo.system.errors import UserError
+
+KEPT = 4  # adapters; a completion under way goes on with the one it began with
+
+
+class Way(Protocol):
+    """follows: a completion under way goes on with new weights. needs: advice where a server does not take them."""
+
+    follows: bool
+    needs: str
+
+    def write(self, model: nn.Module, label: str) -> None:
+        """Once for each version."""
+        ...
+
+    async def give(self, http: httpx2.AsyncClient, url: str, label: str) -> None:
+        """To one server, also to one that was away. Raises Lost, Refused, UserError."""
+        ...
+
+    async def holds(self, http: httpx2.AsyncClient, url: str, label: str) -> bool:
+        """What a server itself says."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Disk:
+    """Safetensors files in a folder that every server sees under the same name, read through vLLM's own life cycle."""
+
+    follows = True
+    needs = (
+        "is it the model of model.path, is engine.folder the same folder for it, and was it started with "
+        '--weight-transfer-config \'{"backend": "grpo"}\'? After weights of another shape it has to be started again'
+    )
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: list[Path] = []
+
+    def write(self, model: nn.Module, label: str) -> None:
+        self.close()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for bucket in buckets(checkpoint(model), BUCKET):
+            file = self.folder / f"{label}-{len(self.files):04d}.safetensors"
+            save_file({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in bucket}, file)
+            self.files.append(file)
+
+    async def holds(self, http: httpx2.AsyncClient, url: str, label: str) -> bool:
+        return await label_of(http, url) == label
+
+    async def give(self, http: httpx2.AsyncClient, url: str, label: str) -> None:
+        async with paused(http, url, label):
+            try:
+                await ask(http, url, "/start_weight_update")
+            except Refused as refused:
+                if "already active" not in str(refused):
+                    raise
+                await ask(http, url, "/finish_weight_update")  # what a trainer began that is no more
+                await ask(http, url, "/start_weight_update")
+            for file in self.files:
+                await ask(http, url, "/update_weights", {"update_info": {"file": str(file)}})
+            await ask(http, url, "/finish_weight_update")
+
+    def close(self) -> None:
+        for file in self.files:
+            file.unlink(missing_ok=True)
+        self.files = []
+        remove_if_empty(self.folder)
+
+
+class Lora:
+    """The adapter as a folder, under a name of its own for each version.
+
+    Under one name, reloaded in place, vLLM would read the files again for every request, and an older request would bring its
+    older adapter back.
+    """
+
+    follows = False
+    needs = (
+        "is it the model of model.path, is engine.folder the same folder for it, and was it started with --enable-lora and a "
+        "--max-lora-rank (engine.args.max_lora_rank) that is not below adapter.r?"
+    )
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.labels: list[str] = []
+
+    def write(self, model: nn.Module, label: str) -> None:
+        if not hasattr(model, "peft_config"):
+            raise UserError("engine.sync=lora needs a policy with an adapter: set adapter=lora, or engine.sync=disk")
+        model.save_pretrained(self.folder / label, save_embedding_layers=False)  # which it would ask the hub about
+        self.labels.append(label)
+        while len(self.labels) > KEPT:
+            shutil.rmtree(self.folder / self.labels.pop(0), ignore_errors=True)
+
+    async def holds(self, http: httpx2.AsyncClient, url: str, label: str) -> bool:
+        return label in [model["id"] for model in (await ask(http, url, MODELS, post=False))["data"]]
+
+    async def give(self, http: httpx2.AsyncClient, url: str, label: str) -> None:
+        if (other := await label_of(http, url)) != "default":
+            raise UserError(
+                f"the server at {url} holds weights that another run gave it ({other}), not those an adapter is for: restart it"
+            )
+        await ask(http, url, LOAD_ADAPTER, {"lora_name": label, "lora_path": str(self.folder / label)})
+        for old in self.labels[:-2]:  # a request may just be on its way with the name before this one
+            with suppress(Refused):  # it is not there any more
+                await ask(http, url, "/v1/unload_lora_adapter", {"lora_name": old})
+
+    def close(self) -> None:
+        for label in self.labels:
+            shutil.rmtree(self.folder / label, ignore_errors=True)
+        remove_if_empty(self.folder)
+
+
+class Restart:
+    """The whole model saved as a folder, and the server started on it: slow, and nothing of the old one can survive."""
+
+    follows = False
+    needs = "see its log"
+
+    def __init__(self, folder: Path, servers: Servers) -> None:
+        self.folder, self.servers = folder, servers
+        self.label: str | None = None
+
+    def write(self, model: nn.Module, label: str) -> None:
+        self.close()
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base.save_pretrained(self.folder / label, state_dict=dict(checkpoint(model)))
+        self.label = label
+
+    async def holds(self, http: httpx2.AsyncClient, url: str, label: str) -> bool:
+        try:
+            return await label_of(http, url) == label
+        except Lost:
+            return False
+
+    async def give(self, http: httpx2.AsyncClient, url: str, label: str) -> None:
+        port = self.servers.port(url)
+        await asyncio.to_thread(self.servers.stop, port)
+        self.servers.start(port, str(self.folder / label))
+        await answers(http, url, START, partial(self.servers.ended, url))
+        await ask(http, url, "/update_weight_version", {"new_version": label})
+
+    def close(self) -> None:
+        if self.label:
+            shutil.rmtree(self.folder / self.label, ignore_errors=True)
+            remove_if_empty(self.folder)
+
+
+async def label_of(http: httpx2.AsyncClient, url: str) -> str:
+    return (await ask(http, url, "/weight_info", post=False))["weight_version"]
+
+
+@asynccontextmanager
+async def paused(http: httpx2.AsyncClient, url: str, label: str) -> AsyncIterator[None]:
+    """Completions under way are frozen, and go on with new weights and nothing that older ones computed."""
+    await ask(http, url, "/pause?mode=keep")
+    try:  # what is drawn after a failure is nobody's: no run has that label
+        await ask(http, url, "/update_weight_version", {"new_version": "unfinished-0"})
+        yield
+        if not (await ask(http, url, "/reset_prefix_cache"))["success"]:
+            raise Lost(f"{url} kept its prefix cache")
+        await ask(http, url, "/update_weight_version", {"new_version": label})
+    finally:
+        await ask(http, url, "/resume")
+
+
+def remove_if_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()

@@ -1,0 +1,1 @@
+"""Reinforcement learning in message space, and how messages become tokens."""

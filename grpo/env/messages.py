@@ -1,0 +1,112 @@
+"""The chat protocol: messages, tools and calls of them. Knows nothing of tokens."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True)
+class ToolSpec:
+    """A tool as the policy is told of it. parameters: the JSON schema of the object of its arguments."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The form that chat templates take."""
+        described = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": described}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """What the policy wants of a tool. id: where it wrote one."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        called = {"type": "function", "function": {"name": self.name, "arguments": dict(self.arguments)}}
+        return called | ({"id": self.id} if self.id else {})
+
+
+@dataclass(frozen=True)
+class Message:
+    """content: of the policy's own words, what is not a well-formed call. name: of a tool's message, the tool.
+
+    error: of the policy's message, why what looks like a call could not be read (it then stands in the content); of a tool's,
+    why the call failed. Not shown to the policy.
+    """
+
+    role: Role
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    name: str | None = None
+    error: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The form that chat templates take."""
+        named = {"name": self.name} if self.name is not None else {}
+        calls = {"tool_calls": [call.as_dict() for call in self.tool_calls]} if self.tool_calls else {}
+        return {"role": self.role, "content": self.content, **named, **calls}
+
+
+class MessageLike(Protocol):
+    """A message of somebody else's: `message_of` makes ours of it. Ours has more: tool_calls, name, error."""
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def content(self) -> str: ...
+
+
+def shown(value: Any, most: int = 80) -> str:
+    """A value in few words, for messages of errors."""
+    text = repr(value)
+    return text if len(text) <= most else text[:most] + "..."
+
+
+def message_of(given: Any) -> Message:
+    """A message of anybody's making: ours, an object with role and content, or a dict as chat templates take it. Its text is made
+    fit for UTF-8. Raises TypeError where it is none."""
+
+    def part(name: str, default: Any = None) -> Any:
+        return given.get(name, default) if isinstance(given, Mapping) else getattr(given, name, default)
+
+    role, content = part("role"), part("content")
+    calls = tuple(map(call_of, part("tool_calls") or ()))
+    if content is None and calls:
+        content = ""
+    if role not in get_args(Role) or not isinstance(content, str):
+        raise TypeError(
+            f"{shown(given)} is no message: it needs a role ({', '.join(get_args(Role))}) and a text as content"
+        )
+    return Message(role, content.encode(errors="replace").decode(), calls, part("name"), part("error"))
+
+
+def call_of(given: Any) -> ToolCall:
+    try:
+        if not isinstance(given, ToolCall):
+            given = ToolCall(given["function"]["name"], given["function"]["arguments"], given.get("id") or "")
+    except (TypeError, LookupError, AttributeError):
+        raise TypeError(f"{shown(given)} is no call of a tool: see ToolCall.as_dict") from None
+    if not isinstance(given.name, str) or not isinstance(given.arguments, Mapping):
+        raise TypeError(f"{shown(given)}: a call has a text as name, and an object (no JSON text) of arguments")
+    return given
+
+
+def tool_of(given: Any) -> ToolSpec:
+    if isinstance(given, ToolSpec):
+        return given
+    try:
+        described = given["function"]
+        return ToolSpec(described["name"], described.get("description", ""), described.get("parameters", {}))
+    except (TypeError, LookupError, AttributeError):
+        raise TypeError(
+            f"{shown(given)} describes no tool: see ToolSpec.as_dict, or make one by tools.spec_of"
+        ) from None

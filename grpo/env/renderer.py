@@ -1,0 +1,169 @@
+"""Messages <-> tokens: the one seam between the two worlds."""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from grpo.env.messages import Message, MessageLike, ToolCall, ToolSpec
+from grpo.env.tool_parsers import FORMS, MARKERS, WRITTEN, form_of, read
+from grpo.system.errors import UserError
+
+
+class Renderer(Protocol):
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), before: Sequence[int] = ()
+    ) -> Sequence[int]:
+        """The conversation as the policy reads it, up to where its next words begin.
+
+        before: the prompt and completion ids of the turn before this one. The result begins with these very ids wherever the
+        conversation, as text, begins with their text: what was sampled is never tokenized again. Else (a template that strips
+        thinking from history, a call spelled differently, an environment that rewrites history) all is rendered anew.
+        """
+        ...
+
+    def parse(self, ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> MessageLike:
+        """What the policy said; with tools, which of them it called."""
+        ...
+
+
+class TokenizerRenderer:
+    """Renders with the tokenizer's own chat template; a tokenizer without one gets the plain text, as a base model expects.
+
+    A conversation that ends with an assistant message is continued, not answered (a prefill). keep: tokens at the end of a
+    prompt that are kept where it is longer; None for all. tool_calls: the form in which the policy writes calls (see
+    `toolcalls`); auto finds it in the template. template_args: further variables of the template, as enable_thinking.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        keep: int | None = None,
+        tool_calls: str = "auto",
+        template_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        if tool_calls not in ("auto", *FORMS):
+            raise UserError(f"renderer.tool_calls={tool_calls} is not one of auto, {', '.join(FORMS)}")
+        self.tokenizer, self.keep, self.tool_calls = tokenizer, keep, tool_calls
+        self.template_args = dict(template_args or {})
+
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), before: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        if tools:
+            _ = self.form  # refused before anything is rendered
+        if self.tokenizer.chat_template is None:
+            text = "\n\n".join(message.content for message in messages)
+        else:
+            text = self._text(messages, tools)
+        # a template writes the special tokens itself
+        fresh = self._encoded(text, add_special_tokens=self.tokenizer.chat_template is None)
+        ids = self._extended(tuple(before), fresh) if before else fresh
+        return ids if self.keep is None or len(ids) <= self.keep else fresh[-self.keep :]
+
+    def parse(self, ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
+        if not tools:
+            return Message("assistant", self.tokenizer.decode(ids, skip_special_tokens=True))
+        text = self._decoded([i for i in ids if i not in self._unread])
+        message = read(text, self.form, tools)
+        if len(message.tool_calls) > 1 and not self._several:
+            reason = f"{len(message.tool_calls)} calls in one message, and there can be one"
+            return Message("assistant", text, error=f"{reason}; a call is written {WRITTEN[self.form]}")
+        return message
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str:
+        prefill = messages[-1].role == "assistant"
+        try:
+            return self.tokenizer.apply_chat_template(
+                as_dicts(messages),
+                tools=[tool.as_dict() for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=not prefill,
+                continue_final_message=prefill,
+                **self.template_args,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"the chat template refuses a conversation of {', '.join(message.role for message in messages[:8])}"
+                f"{', ...' if len(messages) > 8 else ''}: {reason}; ask in another way (task.prompt) or set model.chat_template"
+            ) from error
+
+    def _encoded(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False, spaces_between_special_tokens=False)
+
+    def _extended(self, before: tuple[int, ...], fresh: tuple[int, ...]) -> tuple[int, ...]:
+        """`before` and the ids of what follows it in the text of `fresh`; or `fresh`, where this is not the same text."""
+        text = self._decoded(fresh)  # not the template's: a tokenizer may normalize what it reads, as Qwen's does
+        ids = before + self._encoded(text[len(self._decoded(before)) :])
+        return ids if self._decoded(ids) == text else fresh
+
+    @cached_property
+    def form(self) -> str:
+        """How the policy writes calls. Raises UserError where it cannot be told of tools, or of their answers."""
+        advice = "take a chat model whose template knows tools, or set model.chat_template=FILE"
+        if self.tokenizer.chat_template is None:
+            raise UserError(f"this task has tools, and the tokenizer has no chat template to show them in: {advice}")
+        if self._text(ASKED, [ADD]) == self._text(ASKED):
+            raise UserError(f"this task has tools, and the chat template does not show them: {advice}")
+        self._text([*ASKED, *called(1)], [ADD])
+        if self.tool_calls != "auto":
+            return self.tool_calls
+        if form := form_of(self.tokenizer.get_chat_template(tools=[ADD.as_dict()])):
+            return form
+        raise UserError(
+            "the chat template does not tell how calls of tools are written: set renderer.tool_calls to "
+            f"{', '.join(FORMS)}, or take another model"
+        )
+
+    @cached_property
+    def _several(self) -> bool:
+        """Whether a message may have several calls: the template of Llama 3.1 raises at two."""
+        try:
+            return bool(self._text([*ASKED, *called(2)], [ADD]))
+        except UserError:
+            return False
+
+    @cached_property
+    def _unread(self) -> set[int]:
+        """The special tokens that are no part of what was said. Those that mark a call are."""
+        added = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        special = added | set(self.tokenizer.all_special_ids)
+        return {i for i in special if self.tokenizer.convert_ids_to_tokens(i) not in MARKERS}
+
+
+# a conversation to try a template with
+ASKED = (Message("user", "1 + 2?"),)
+ADD = ToolSpec("add", "Add.", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+
+
+def called(count: int) -> list[Message]:
+    """So many calls in one message, and their answers."""
+    return [Message("assistant", "", (ToolCall("add", {"a": 1}),) * count), *[Message("tool", "3", name="add")] * count]
+
+
+def as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The form that chat templates take. Every call has an id of nine letters or digits, as Mistral's want it, made of its place
+    where the policy wrote none such; and every answer the id of its call."""
+    given: list[dict[str, Any]] = []
+    waiting: list[str] = []
+    place = 0
+    for message in messages:
+        written = message.as_dict()
+        if message.tool_calls:
+            waiting = []
+            for call in written["tool_calls"]:
+                if not re.fullmatch("[a-zA-Z0-9]{9}", call.get("id", "")):
+                    call["id"] = f"call{place:05d}"
+                waiting.append(call["id"])
+                place += 1
+        elif message.role == "tool" and waiting:
+            written["tool_call_id"] = waiting.pop(0)
+        given.append(written)
+    return given

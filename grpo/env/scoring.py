@@ -1,0 +1,48 @@
+"""Asks a task for the rewards of samples of one example, and checks what it gives."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from grpo.env.types import Example, Reward, Task, Trajectory
+from grpo.system.coroutines import awaited
+from grpo.system.errors import RewardError
+
+
+def scores_groups(task: Task) -> bool:
+    """Whether it scores siblings together: the class that comes last in its ancestry decides, and in one class the group."""
+    for owner in type(task).__mro__:
+        if "score_group" in vars(owner) or "score" in vars(owner):
+            return "score_group" in vars(owner)
+    return False
+
+
+def score_group(task: Task, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
+    """What a task gives samples of one example, by `score_group` or one after the other by `score`. Raises RewardError where
+    that is no `Reward` of numbers."""
+    if scores_groups(task):
+        given = list(awaited(task.score_group(example, trajectories)))
+    else:
+        given = [awaited(task.score(example, trajectory)) for trajectory in trajectories]
+    if len(given) != len(trajectories):
+        raise RewardError(f"{place_of(task)} gave {len(given)} rewards for {len(trajectories)} samples")
+    return [_checked(task, i, reward) for i, reward in enumerate(given)]
+
+
+def _checked(task: Task, i: int, reward: Any) -> Reward:
+    """The same in Python's own numbers, which can be written as JSON; NaN is a reward that nobody could give."""
+    try:
+        parts = {name: float(value) for name, value in reward.parts.items()}
+        plain = Reward(float(reward.value), bool(reward.correct), parts, getattr(reward, "outcome", None))
+    except (AttributeError, TypeError, ValueError):
+        raise RewardError(
+            f"{place_of(task)} gave {reward!r}: it must give a grpo.env.types.Reward of numbers", i
+        ) from None
+    if math.isinf(plain.value):
+        raise RewardError(f"{place_of(task)} gave a reward of {plain.value}: it must be finite", i)
+    return plain
+
+
+def place_of(task: Task) -> str:
+    """Where its rewards come from, in words."""
+    return f"{type(task).__name__}.{'score_group' if scores_groups(task) else 'score'}"

@@ -1,0 +1,102 @@
+"""Token ids, log-probabilities, masks and scores. Knows nothing of text, tasks or models.
+
+Shapes: N prompts, G samples of each, S = N x G; B rows, P prompt width, C completion width. Prompts are padded on the left
+and completions on the right, so that column P is the first token after every prompt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, Self, get_args
+
+Finish = Literal["stop", "length"]  # the policy ended it, or a limit of tokens did
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine sampled: ids (EOS among them where it came), the engine's log-probability of each, why it ended.
+
+    versions: of the weights that drew each token, from engines whose weights may change meanwhile; None: those it held.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Finish
+    versions: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.finish not in get_args(Finish):
+            raise ValueError(f"a completion's finish is one of {', '.join(get_args(Finish))}, not {self.finish!r}")
+        if len(self.ids) != len(self.logprobs):
+            raise ValueError(f"{len(self.ids)} token ids but {len(self.logprobs)} log-probabilities")
+        if self.versions is not None and len(self.ids) != len(self.versions):
+            raise ValueError(f"{len(self.ids)} token ids but {len(self.versions)} versions")
+
+
+class CompletionLike(Protocol):
+    """A completion of somebody else's engine: `completion_of` makes ours of it."""
+
+    @property
+    def ids(self) -> Sequence[int]: ...
+
+    @property
+    def logprobs(self) -> Sequence[float]: ...
+
+    @property
+    def finish(self) -> Finish: ...
+
+
+def completion_of(given: CompletionLike) -> Completion:
+    versions = getattr(given, "versions", None)
+    return Completion(tuple(given.ids), tuple(given.logprobs), given.finish, versions and tuple(versions))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One call of the engine: the prompt as it was sent, and what came back."""
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.prompt_ids + self.completion.ids
+
+
+@dataclass(frozen=True)
+class Row:
+    """What goes through the model at once: a prompt, and what follows it; `sampled` says which of that the policy sampled."""
+
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    sampled: tuple[bool, ...]
+    logprobs: tuple[float, ...]  # the engine's; 0 where it sampled nothing
+
+    @classmethod
+    def of(cls, turn: Turn) -> Self:
+        completion = turn.completion
+        return cls(turn.prompt_ids, completion.ids, (True,) * len(completion.ids), completion.logprobs)
+
+    def extended(self, turn: Turn) -> Self | None:
+        """The same with a turn whose prompt goes on from here, to the very token; None where it does not."""
+        length = len(self.prompt_ids) + len(self.ids)
+        if turn.prompt_ids[:length] != self.prompt_ids + self.ids:
+            return None
+        between, completion = turn.prompt_ids[length:], turn.completion
+        return replace(
+            self,
+            ids=self.ids + between + completion.ids,
+            sampled=self.sampled + (False,) * len(between) + (True,) * len(completion.ids),
+            logprobs=self.logprobs + (0.0,) * len(between) + completion.logprobs,
+        )
+
+
+def rows(turns: Sequence[Turn]) -> list[Row]:
+    """The turns of one episode, oldest first, as few rows as show the model what the policy saw: a turn joins the row before
+    it where its prompt begins with all of that row. Every sampled token is in one row, once."""
+    found: list[Row] = []
+    for turn in turns:
+        if found and (longer := found[-1].extended(turn)):
+            found[-1] = longer
+        else:
+            found.append(Row.of(turn))
+    return found

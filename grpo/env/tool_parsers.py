@@ -1,0 +1,244 @@
+"""Calls of tools in what a policy wrote, in the forms that models use natively. Text only: no tokens.
+
+hermes: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call> (Hermes, Qwen 2.5, Qwen 3), or between the same tags the
+    XML of Qwen3-Coder and Qwen 3.5: <function=add><parameter=a>1</parameter></function>
+llama3: the whole message is {"name": "add", "parameters": {"a": 1}}, maybe after <|python_tag|>, several with ; between
+mistral: [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "123456789"}], or [TOOL_CALLS]add[ARGS]{"a": 1}
+
+A form is a function of the text and the tools that gives the text outside of the calls, and the calls. It raises Malformed.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from grpo.env.messages import Message, ToolCall, ToolSpec, shown
+from grpo.env.tools import TYPES
+
+# tokens that a reader needs to see; a tokenizer may count them among its special ones
+MARKERS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+    "[TOOL_CALLS]",
+    "[CALL_ID]",
+    "[ARGS]",
+    "<think>",
+    "</think>",
+)
+BEGINNINGS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "{")  # of a message that is a call
+DEPTH = 32  # of nested JSON: whoever writes it again does so by recursion
+
+Said = tuple[str, list[ToolCall]]
+
+
+class Malformed(Exception):
+    """What looks like a call and cannot be read. Its text is for the policy."""
+
+
+def read(text: str, form: str, tools: Sequence[ToolSpec] = ()) -> Message:
+    """The policy's message. Where a call is malformed the text is the content and `error` says, in one line, what was wrong and
+    how a call is written. Calls in a block of <think> are thoughts. Never raises, whatever the text."""
+    try:
+        content, calls = FORMS[form](text, tools)
+    except Malformed as error:
+        written = "xml" if form == "hermes" and "<function=" in text else form
+        return Message("assistant", text, error=f"{error}; a call is written {WRITTEN[written]}")
+    return Message("assistant", content, tuple(calls))
+
+
+def form_of(template: str) -> str | None:
+    """The form that a chat template writes calls in; None where it is none of ours."""
+    if "<tool_call>" in template:
+        return None if "<arg_key>" in template else "hermes"  # GLM has a form of its own between these tags
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    return "llama3" if "ipython" in template and '"parameters' in template else None
+
+
+def hermes(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
+    outside, calls, at = [], [], after_thinking(text)
+    last = 0
+    while mark := next_mark(r"</?tool_call>", text, at):
+        if mark[0] == "</tool_call>":
+            raise Malformed("</tool_call> stands without <tool_call>")
+        start = skip_space(text, mark.end())
+        if text.startswith("<function", start):
+            call, at = xml_call(text, start, tools)
+        else:
+            value, at = decoded(text, start)
+            call = call_in(value, "arguments")
+        at = skip_space(text, at)
+        if not text.startswith("</tool_call>", at):
+            raise Malformed(f"</tool_call> is missing after the call of {shown(call.name)}")
+        outside.append(text[last : mark.start()])
+        calls.append(call)
+        last = at = at + len("</tool_call>")
+    if not calls:
+        return text, []
+    first = outside[0].removesuffix("\n")  # one line break is the template's, a second one the policy's
+    rest = (piece.strip() for piece in (*outside[1:], text[last:]))
+    return "\n".join(piece for piece in (first, *rest) if piece), calls
+
+
+def xml_call(text: str, at: int, tools: Sequence[ToolSpec]) -> tuple[ToolCall, int]:
+    """The call that begins at `at` with <function=, and where it ends. Values become what the tool's schema says they are."""
+    head = re.compile(r"<function=([^<>\n]+)>\s*").match(text, at)
+    if not head:
+        raise Malformed("<function=NAME> is broken")
+    name, at, arguments = head[1].strip(), head.end(), {}
+    schemas = {tool.name: tool.parameters for tool in tools}.get(name, {}).get("properties", {})
+    while opened := re.compile(r"<parameter=([^<>\n]+)>\n?").match(text, at):
+        end = text.find("</parameter>", opened.end())
+        if end < 0:
+            raise Malformed(f"</parameter> is missing after {shown(opened[0].strip())}")
+        key = opened[1].strip()
+        arguments[key] = converted(text[opened.end() : end].removesuffix("\n"), schemas.get(key, {}))
+        at = skip_space(text, end + len("</parameter>"))
+    if not text.startswith("</function>", at):
+        raise Malformed(f"</function> is missing after the parameters of {shown(name)}")
+    return ToolCall(name, arguments), at + len("</function>")
+
+
+def converted(text: str, schema: Mapping[str, Any]) -> Any:
+    """The value that a text stands for. It stays a text where the schema wants one, or it is nothing that the schema wants."""
+    kinds = [schema.get("type"), *(one.get("type") for one in schema.get("anyOf", ()))]
+    kinds = [kind for given in kinds if given for kind in ([given] if isinstance(given, str) else given)]
+    if not kinds or "string" in kinds:
+        return text
+    try:  # Qwen's templates write Python's names
+        value = decoded_whole({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
+    except Malformed:
+        return text
+    if value is None:
+        return None if schema.get("nullable") or "null" in kinds else text
+    wanted = [kind for kind in kinds if isinstance(value, TYPES.get(kind, ()))]
+    return value if wanted and (not isinstance(value, bool) or "boolean" in wanted) else text
+
+
+def llama3(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
+    start = after_thinking(text)
+    if tag := next_mark(r"<\|python_tag\|>", text, start):
+        content, at = text[: tag.start()], tag.end()
+    else:
+        content, at = text[:start], skip_space(text, start)
+        if not (text.startswith("{", at) and re.compile(r'"(parameters|arguments)"\s*:').search(text, at)):
+            return text, []
+    calls = []
+    while True:
+        value, at = decoded(text, at)
+        calls.append(call_in(value, "parameters", "arguments"))
+        at = skip_space(text, at)
+        if at == len(text):
+            return content, calls
+        if text[at] != ";":
+            raise Malformed(f"{shown(text[at:], 40)} stands after the call")
+        at += 1
+
+
+def mistral(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
+    mark = next_mark(r"\[TOOL_CALLS\]", text, after_thinking(text))
+    if not mark:
+        return text, []
+    content, calls, at = text[: mark.start()], [], mark.start()
+    while at < len(text):
+        if not text.startswith("[TOOL_CALLS]", at):
+            raise Malformed(f"{shown(text[at:], 40)} stands after the call")
+        at = skip_space(text, at + len("[TOOL_CALLS]"))
+        if named := re.compile(r"([^\[\]{}\s]+)(?:\[CALL_ID\](\w*))?\[ARGS\]").match(text, at):
+            arguments, at = decoded(text, named.end())
+            values = [{"name": named[1], "arguments": arguments, "id": named[2]}]
+        else:
+            values, at = decoded(text, at)
+        if not isinstance(values, list) or not values:
+            raise Malformed("after [TOOL_CALLS] there is no list of calls")
+        calls += [call_in(value, "arguments") for value in values]
+        at = skip_space(text, at)
+    return content, calls
+
+
+FORMS: dict[str, Callable[[str, Sequence[ToolSpec]], Said]] = {"hermes": hermes, "llama3": llama3, "mistral": mistral}
+WRITTEN = {
+    "hermes": '<tool_call>{"name": "NAME", "arguments": {"KEY": VALUE}}</tool_call>',
+    "xml": "<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>",
+    "llama3": '{"name": "NAME", "parameters": {"KEY": VALUE}}, with nothing else in the message',
+    "mistral": '[TOOL_CALLS] [{"name": "NAME", "arguments": {"KEY": VALUE}}]',
+}
+
+
+def after_thinking(text: str) -> int:
+    """Where the thinking ends that a message begins with. Its <think> may be missing: some templates end a prompt with it."""
+    start, end = text.find("<think>"), text.find("</think>")
+    if end < 0:
+        return 0
+    opened = start >= 0 and not text[:start].strip()
+    unopened = (start < 0 or end < start) and not text.lstrip().startswith(BEGINNINGS)
+    return end + len("</think>") if opened or unopened else 0
+
+
+def next_mark(marks: str, text: str, at: int) -> re.Match | None:
+    """The next one that is not in a block of <think>."""
+    pattern = re.compile(f"<think>|{marks}")
+    while (mark := pattern.search(text, at)) and mark[0] == "<think>":
+        at = text.find("</think>", mark.end())
+        if at < 0:
+            return None
+    return mark
+
+
+def skip_space(text: str, at: int) -> int:
+    return re.compile(r"\s*").match(text, at).end()
+
+
+def no_number(name: str) -> Any:
+    raise Malformed(f"{name} is no JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=no_number)
+
+
+def decoded(text: str, at: int = 0) -> tuple[Any, int]:
+    """The JSON value that begins at `at`, and where it ends."""
+    try:
+        value, end = DECODER.raw_decode(text, skip_space(text, at))
+    except RecursionError:
+        raise Malformed(f"the JSON is nested more than {DEPTH} deep") from None
+    except json.JSONDecodeError as error:
+        place = shown(text[error.pos : error.pos + 20]) if error.pos < len(text) else "the end"
+        raise Malformed(f"the JSON is broken, {error.msg} at {place}") from None
+    except ValueError:  # of int(), which refuses thousands of digits
+        raise Malformed("a number has too many digits") from None
+    inner = [value]
+    for _ in range(DEPTH):
+        inner = [v for o in inner if isinstance(o, (dict, list)) for v in (o.values() if isinstance(o, dict) else o)]
+    if inner:
+        raise Malformed(f"the JSON is nested more than {DEPTH} deep")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Malformed("the JSON holds half a character (a surrogate without its other half)") from None
+    return value, end
+
+
+def decoded_whole(text: str) -> Any:
+    """The JSON value that the text is."""
+    value, end = decoded(text)
+    if skip_space(text, end) < len(text):
+        raise Malformed(f"{shown(text[end:], 40)} stands after the JSON")
+    return value
+
+
+def call_in(value: Any, *keys: str) -> ToolCall:
+    """The call that a JSON object is. keys: what its arguments may be called. They may be the text of an object."""
+    if not isinstance(value, dict):
+        raise Malformed(f"a call is an object, not {shown(value, 40)}")
+    name, key = value.get("name"), next((key for key in keys if key in value), None)
+    if not isinstance(name, str) or not name.strip():
+        raise Malformed("the call has no name")
+    if key is None:
+        raise Malformed(f"the call of {shown(name, 40)} has no {keys[0]}")
+    arguments = decoded_whole(value[key]) if isinstance(value[key], str) else value[key]
+    if not isinstance(arguments, dict):
+        raise Malformed(f"the {key} must be an object, not {shown(arguments, 40)}")
+    return ToolCall(name, arguments, value["id"] if isinstance(value.get("id"), str) else "")

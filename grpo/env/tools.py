@@ -1,0 +1,115 @@
+"""Tools: Python functions that the policy may call, and the environment in which it does. No tokens.
+
+A tool is a function whose docstring the policy reads:
+
+    def search(query: str) -> str:
+        \"\"\"Search the encyclopedia.
+
+        Args:
+            query: what to look for
+        \"\"\"
+
+    ToolEnv([Message("user", question)], [search])
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from grpo.env.messages import Message, ToolCall, ToolSpec, shown
+from grpo.env.types import Action, State
+from grpo.system.coroutines import awaited
+from grpo.system.errors import UserError
+
+TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+
+
+class ToolError(Exception):
+    """What a tool says of a call that makes no sense. Raise it, or any error but an OSError, to tell the policy of it."""
+
+
+def spec_of(function: Callable) -> ToolSpec:
+    """The tool as the policy is told of it, from the signature's types and the docstring (Google's style, with Args). Raises
+    UserError where one of them is missing."""
+    try:
+        described = get_json_schema(function)["function"]
+    except Exception as error:  # transformers has a type of its own for each thing that can be missing
+        raise UserError(
+            f"the tool {getattr(function, '__name__', function)!r} cannot be described: {error}; give every parameter a type "
+            "and a line under Args: in the docstring"
+        ) from error
+    return ToolSpec(described["name"], described["description"], described["parameters"])
+
+
+def check(spec: ToolSpec, arguments: Any) -> None:
+    """Raises ToolError where the arguments of a call are not those of the tool."""
+    known: Mapping[str, Any] = spec.parameters.get("properties", {})
+    form = f"{spec.name} takes {', '.join(known) or 'no arguments'}"
+    if not isinstance(arguments, Mapping):
+        raise ToolError(f"the arguments must be an object, not {shown(arguments)}; {form}")
+    if missing := [name for name in spec.parameters.get("required", ()) if name not in arguments]:
+        raise ToolError(f"{', '.join(missing)} missing; {form}")
+    if unknown := [name for name in arguments if name not in known]:
+        raise ToolError(f"there is no argument {', '.join(map(repr, unknown))}; {form}")
+    for name, value in arguments.items():
+        wanted = known[name].get("type")
+        if not isinstance(wanted, str) or (value is None and known[name].get("nullable")):
+            continue
+        if not isinstance(value, TYPES.get(wanted, object)) or (isinstance(value, bool) and wanted != "boolean"):
+            raise ToolError(f"{name} must be of type {wanted}, not {shown(value)}")
+
+
+class ToolEnv:
+    """A question, and tools that help to answer it: a message without a call is the answer.
+
+    tools: functions, plain or coroutines, that return text or what JSON can tell; one that is made for this very episode may
+    remember it. A call that cannot be read, is of no tool, or fails is answered by a message that says so, with `error` set. Only
+    an OSError (no connection, a timeout, a missing file) is not the policy's fault: it ends the episode without a reward.
+    max_calls: answered of one message. max_chars: of one answer, the rest is cut off.
+    """
+
+    def __init__(
+        self, messages: Sequence[Message], tools: Sequence[Callable], max_calls: int = 8, max_chars: int = 8000
+    ) -> None:
+        self.messages = tuple(messages)
+        self.functions = {tool.__name__: tool for tool in tools}
+        self.specs = {name: spec_of(tool) for name, tool in self.functions.items()}
+        self.max_calls, self.max_chars = max_calls, max_chars
+
+    def start(self) -> State:
+        return State(self.messages, tuple(self.specs.values()))
+
+    def step(self, action: Action) -> State | None:
+        said = action.message
+        if action.truncated or not (said.tool_calls or said.error):
+            return None
+        if said.error:  # not a tool's message: some templates show one only after a call that they can read
+            replies = [Message("user", f"Error: that call could not be read: {said.error}")]
+        else:
+            replies = [self.answer(call, place) for place, call in enumerate(said.tool_calls)]
+        self.messages = (*self.messages, said, *replies)
+        return State(self.messages, tuple(self.specs.values()))
+
+    def answer(self, call: ToolCall, place: int = 0) -> Message:
+        """What the tool says. place: of the call in its message."""
+        try:
+            if place >= self.max_calls:
+                raise ToolError(f"no more than {self.max_calls} calls in one message")
+            if call.name not in self.specs:
+                raise ToolError(f"there is no tool {call.name!r}; there are: {', '.join(self.specs)}")
+            check(self.specs[call.name], call.arguments)
+            result = awaited(self.functions[call.name](**call.arguments))
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        except OSError:
+            raise
+        except Exception as error:
+            name = "" if isinstance(error, ToolError) else f"{type(error).__name__}: "
+            return Message("tool", self.cut(f"Error: {name}{error}"), name=call.name, error=str(error) or name)
+        return Message("tool", self.cut(text), name=call.name)
+
+    def cut(self, text: str) -> str:
+        if len(text) <= self.max_chars:
+            return text
+        return f"{text[: self.max_chars]}... (cut: {len(text):,} characters)"

@@ -1,0 +1,204 @@
+"""Reinforcement learning in message space: states, actions, trajectories, rewards. No tokens, no tensors.
+
+The slots (`Env`, `EnvBuilder`, `RewardModel`, `Task`) are Protocols: a class fits by its shape and inherits nothing. So are the
+records that come out of them (`StateLike`, `RewardLike`); `state_of` makes ours of them.
+"""
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any, Literal, Protocol
+
+from grpo.env.messages import Message, MessageLike, ToolSpec, message_of, shown, tool_of
+
+Example = Mapping[str, Any]  # one row of a dataset, with whatever columns its task needs
+Split = Literal["train", "validation", "test"]
+Outcome = Literal["right", "wrong", "no_answer", "timeout", "error"]  # of grading; in the last two nobody could tell
+
+# How an episode ended: the environment was content; the limit of turns came first; the limit of tokens did, of one answer or of
+# the model's context; the environment raised; or took too long. In the last two there is no reward, it never becomes a 0.
+End = Literal["answered", "out_of_turns", "truncated", "env_error", "env_timeout"]
+
+
+@dataclass(frozen=True)
+class State:
+    """What the policy sees: the whole conversation so far, and the tools it may call."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...] = ()
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the policy said, whether the limit of tokens cut it short, and how many tokens it took."""
+
+    message: Message
+    truncated: bool = False
+    length: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    state: State
+    action: Action
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One episode, oldest step first. There is none where the environment did not even start.
+
+    last: where the policy was not asked again, though the environment went on, what it would have seen. error: of an
+    environment that failed, in one line.
+    """
+
+    steps: tuple[Step, ...]
+    end: End = "answered"
+    last: State | None = None
+    error: str | None = None
+
+    @property
+    def answer(self) -> str:
+        """The text of the last action."""
+        return self.steps[-1].action.message.content if self.steps else ""
+
+    @property
+    def truncated(self) -> bool:
+        return self.end == "truncated" or bool(self.steps and self.steps[-1].action.truncated)
+
+    @property
+    def failed(self) -> bool:
+        """Nobody can say what it was worth: the environment broke down."""
+        return self.end in ("env_error", "env_timeout")
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The whole conversation."""
+        if self.last is not None:
+            return self.last.messages
+        return (*self.steps[-1].state.messages, self.steps[-1].action.message) if self.steps else ()
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What an episode earned. Where nobody could tell, `value` is NaN: out of its group's baseline, without a loss, never a 0."""
+
+    value: float  # what is learned from
+    correct: bool  # what accuracy counts
+    parts: Mapping[str, float] = field(default_factory=dict)  # named numbers that get logged
+    outcome: Outcome | None = None  # None where nothing was graded; the shares of the last three get logged
+
+    @property
+    def known(self) -> bool:
+        return self.value == self.value
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What an episode claims to be the answer, where the reward looks for it (None: nothing), and whether what it seems to claim,
+    wherever it says so, is right (None: nobody knows the right answer)."""
+
+    answer: str | None
+    lenient: bool | None
+
+
+class StateLike(Protocol):
+    """Messages may be dicts in the form of chat templates, too. With `tools` (`ToolSpec`s, or dicts in that form) the policy may
+    call them."""
+
+    @property
+    def messages(self) -> Sequence[MessageLike | Mapping[str, Any]]: ...
+
+
+class RewardLike(Protocol):
+    """May also have the `outcome` of `Reward`."""
+
+    @property
+    def value(self) -> float: ...
+
+    @property
+    def correct(self) -> bool: ...
+
+    @property
+    def parts(self) -> Mapping[str, float]: ...
+
+
+class Env(Protocol):
+    """One episode of one example. Single-use: built, started once, stepped until it returns None or a limit is met.
+
+    Both methods are called in threads, those of many environments at once, and may be coroutines. One that raises or takes
+    longer than `step_timeout` ends its episode, and no other.
+    """
+
+    def start(self) -> StateLike | Awaitable[StateLike]: ...
+
+    def step(self, action: Action) -> StateLike | Awaitable[StateLike | None] | None:
+        """The next state, or None when the episode is over."""
+        ...
+
+
+class EnvBuilder(Protocol):
+    def build(self, example: Example) -> Env:
+        """A fresh environment. A `build` with a parameter `seed` gets one, for whatever is left to chance: another one for each
+        sample, and the same one when a run is resumed."""
+        ...
+
+
+class RewardModel(Protocol):
+    """Scores one episode. Called in threads, several at once; may be a coroutine."""
+
+    def score(self, example: Example, trajectory: Trajectory) -> RewardLike | Awaitable[RewardLike]: ...
+
+
+class GroupRewardModel(Protocol):
+    """Scores the samples of an example together, so that it can compare them. Else as RewardModel."""
+
+    def score_group(
+        self, example: Example, trajectories: Sequence[Trajectory]
+    ) -> Sequence[RewardLike] | Awaitable[Sequence[RewardLike]]: ...
+
+
+class Task(EnvBuilder, RewardModel, Protocol):
+    """A dataset, the environment that poses each row of it, and the reward for what comes back: `score`, or `score_group`
+    (of a class and one it inherits from the class's own counts)."""
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """The rows of a split, read once and cheap to index. Raises UserError where there are none."""
+        ...
+
+
+class Claiming(Protocol):
+    """What a task may have besides: evaluations look for it by name."""
+
+    def claims(self, example: Example, trajectory: Trajectory) -> Claim | None:
+        """None where answers are nothing that this task reads."""
+        ...
+
+
+@dataclass
+class SingleTurn:
+    """The environment of a plain question: one prompt, one answer."""
+
+    messages: tuple[Message, ...]
+
+    def start(self) -> State:
+        return State(self.messages)
+
+    def step(self, action: Action) -> State | None:
+        return None
+
+
+def build(builder: EnvBuilder, example: Example, seed: int) -> Env:
+    """A fresh environment of any builder's, with the seed where it asks for one."""
+    if "seed" in signature(builder.build).parameters:
+        return builder.build(example, seed=seed)  # type: ignore[call-arg]
+    return builder.build(example)
+
+
+def state_of(given: Any) -> State:
+    """What an environment gave, as a State. Raises TypeError or ValueError where it is none."""
+    if not hasattr(given, "messages"):
+        raise TypeError(f"the environment gave {shown(given)}, not a state with messages")
+    messages = tuple(map(message_of, given.messages))
+    if not messages:
+        raise ValueError("the environment gave a state without a message")
+    return State(messages, tuple(map(tool_of, getattr(given, "tools", ()))))

@@ -1,0 +1,215 @@
+"""The numbers of an evaluation, each with its interval."""
+
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import comb
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from grpo.env.types import Claim, Example, Task
+from grpo.evaluation.statistics import Estimate, mean_interval
+from grpo.rewards.math.answers import equal
+from grpo.rollout.metrics import conversation
+from grpo.rollout.rewarding import THREADS
+from grpo.rollout.types import Group, Sample
+from grpo.system.errors import told
+
+log = logging.getLogger(__name__)
+
+SHARE = (0.0, 1.0)
+
+
+COUNTS = ("tool_calls", "tool_failures", "malformed_calls")  # of a conversation
+
+
+NUMBERS = ("length", "turns", *COUNTS)  # what else is 0 or 1 is a share
+
+
+MOST_VALUES = 50  # of a column that results are told by
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """1 - C(n-c, k) / C(n, k): the chance that at least one of k is right, unbiased, from n samples with c right.
+
+    arXiv 2107.03374.
+    """
+    return 1.0 - comb(n - c, k) / comb(n, k)
+
+
+def all_of_k(n: int, c: int, k: int) -> float:
+    """C(c, k) / C(n, k): the chance that k of k are right, pass^k, unbiased. arXiv 2406.12045."""
+    return comb(c, k) / comb(n, k)
+
+
+def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
+    """The chance that what most samples answer is right, where ties are drawn by lot. arXiv 2203.11171.
+
+    Answers vote together that are equal without algebra; who gives none does not vote, and where nobody does it is 0.
+    """
+    votes: list[tuple[str, list[bool]]] = []
+    for answer, is_right in zip(answers, right, strict=True):
+        if not isinstance(answer, str):  # a table of pandas' may have NaN for None
+            continue
+        for other, given in votes:
+            if equal(answer, other):
+                given.append(is_right)
+                break
+        else:
+            votes.append((answer, [is_right]))
+    most = max((len(given) for _, given in votes), default=0)
+    return float(np.mean([np.mean(given) for _, given in votes if len(given) == most])) if votes else 0.0
+
+
+def told_by(example: Example, names: Sequence[str]) -> dict[str, str]:
+    """Those of the columns that an example has, as text; of a mixture's also its source's own."""
+    outer = example if isinstance(example, Mapping) else {}
+    inner = outer.get("example")
+    row = {**inner, **outer} if isinstance(inner, Mapping) else outer
+    return {f"by/{name}": str(row[name]) for name in names if row.get(name) is not None}
+
+
+def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict[str, list[list[Any]]]:
+    """Further columns for `records`, None where one does not apply: `answer`, what is claimed; `correct_lenient`, whether that is
+    right wherever it is said; `by/NAME`, what the example says of itself; `eval/NAME`, counts of a conversation."""
+    claims, failures = getattr(task, "claims", None), []
+
+    def claim_of(sample: Sample) -> Claim | None:
+        if not claims or not sample.trajectory.steps:
+            return None
+        try:
+            return claims(sample.example, sample.trajectory)
+        except Exception as error:  # a user's code, and the evaluation stands without it
+            failures.append(told(error))
+            return None
+
+    def of(sample: Sample) -> dict[str, Any]:
+        found: dict[str, Any] = told_by(sample.example, by)
+        if claim := claim_of(sample):
+            found["answer"] = claim.answer
+            if sample.reward.known and claim.lenient is not None:
+                found["correct_lenient"] = sample.reward.correct or claim.lenient
+        if len(sample.turns) != 1 or sample.trajectory.steps[0].state.tools:
+            said = conversation(sample.trajectory)
+            found |= {f"eval/{name}": said[name] for name in COUNTS}
+        return found
+
+    with ThreadPoolExecutor(THREADS) as pool:  # algebra is done by several processes
+        found = iter(list(pool.map(of, [sample for group in groups for sample in group])))
+    rows = [[next(found) for _ in group] for group in groups]
+    if failures:
+        log.warning(
+            "claims failed on %d samples, the first: %s; accuracy_lenient is left out", len(failures), failures[0]
+        )
+    names = dict.fromkeys(name for group in rows for row in group for name in row)
+    return {name: [[row.get(name) for row in group] for group in rows] for name in names}
+
+
+def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
+    """Every number that is told of an evaluation, by name. samples: records with the columns above, in any order.
+
+    Samples whose reward nobody could tell are left out of all that is about being right, and a problem of which fewer than k are
+    known out of pass@k. Lenient accuracy and maj@n are told where every sample has them, so that they are of the same problems.
+    """
+    problems = samples["prompt_index"]
+    known = samples["reward"].notna()
+
+    def mean(values: pd.Series, bounds: tuple[float, float] | None = SHARE) -> Estimate:
+        return mean_interval(values.astype(float).groupby(problems).mean().to_numpy(), bounds=bounds)
+
+    correct = samples["correct"].astype(float).where(known)
+    found = {"accuracy": mean(correct)}
+    graded = samples["correct_lenient"].notna() if "correct_lenient" in samples else known & False
+    claimed = graded.any() and bool(graded[known].all())
+    if claimed:
+        found["accuracy_lenient"] = mean(samples["correct_lenient"])
+    tally = correct.groupby(problems).agg(["count", "sum"]).astype(int).to_numpy()  # known, right
+    most = int(problems.value_counts().max())
+    for name, formula in (("pass@", pass_at_k), ("pass^", all_of_k)):
+        for k in powers(most):
+            values = [formula(int(n), int(c), k) for n, c in tally if n >= k]
+            found[f"{name}{k}"] = mean_interval(values, bounds=SHARE)
+    if most > 1 and claimed:
+        voters = samples[graded].groupby("prompt_index")
+        votes = [majority(part["answer"].tolist(), part["correct"].tolist()) for _, part in voters]
+        found[f"maj@{most}"] = mean_interval(votes, bounds=SHARE)
+    for name, values in facts(samples):
+        if name not in found:  # no part of a reward takes our names
+            share = name not in NUMBERS and values.dropna().isin((0, 1)).all()
+            found[name] = mean(values, SHARE if share else None)
+    return found
+
+
+def powers(n: int) -> list[int]:
+    """2, 4, 8 ... below n, and n: the k of pass@k. For k = 1 it is accuracy."""
+    return sorted({2**i for i in range(1, n.bit_length()) if 2**i < n} | ({n} if n > 1 else set()))
+
+
+def facts(samples: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
+    """Whatever is told in the mean besides, a value a sample; NaN where one does not apply."""
+    yield "length", samples["tokens"]
+    yield "truncated", samples["truncated"]
+    if samples["outcome"].notna().any():
+        for name in ("no_answer", "timeout", "error"):
+            yield name, samples["outcome"] == name
+    counts = [name for name in samples if name.startswith("eval/")]
+    if counts:  # where one sample is a conversation all are, some of them short
+        yield "turns", samples["turns"]
+        for end in ("out_of_turns", "env_error", "env_timeout"):
+            yield end, samples["end"] == end
+        for name in counts:
+            yield name.removeprefix("eval/"), samples[name].astype(float).fillna(0.0)
+    for name in sorted(name for name in samples if name.startswith("reward/")):
+        yield name.removeprefix("reward/"), samples[name].astype(float)
+
+
+def tables(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, Estimate]]]:
+    """The same for each value of each column that results are told by: column, value, name."""
+
+    def natural(value: str) -> list:
+        return [(0, int(piece), "") if piece.isdigit() else (1, 0, piece) for piece in re.split(r"(\d+)", value)]
+
+    found = {}
+    for name in (name for name in samples if name.startswith("by/")):
+        parts = dict(list(samples.groupby(name)))
+        if len(parts) <= MOST_VALUES:
+            found[name.removeprefix("by/")] = {v: estimates(parts[v]) for v in sorted(parts, key=natural)}
+    return found
+
+
+def named(found: Mapping[str, Estimate]) -> dict[str, Any]:
+    """For a file: by the names of metrics, as numbers that JSON has."""
+
+    def number(value: float) -> float | None:
+        return None if math.isnan(value) else value
+
+    return {
+        f"eval/{name}": {"value": number(e.value), "low": number(e.low), "high": number(e.high), "n": e.n}
+        for name, e in found.items()
+    }
+
+
+WRONG = {
+    "no_answer",
+    "timeout",
+    "error",
+    "out_of_turns",
+    "env_error",
+    "env_timeout",
+    "tool_failures",
+    "malformed_calls",
+}
+
+
+SHARES = re.compile(
+    r"/(accuracy(_lenient)?(_iqm)?|(pass[@^]|maj@)\d+|truncated|no_answer|(env_)?(timeout|error)|out_of_turns|format|(level|hops)_\d|supports|correct)$"
+)
+
+
+def worth_telling(name: str, value: float) -> bool:
+    """Not: that nothing went wrong, and not how long it took."""
+    return name.startswith("eval/") and (value != 0 or name.removeprefix("eval/") not in WRONG)

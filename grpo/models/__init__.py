@@ -1,0 +1,1 @@
+"""The policy, the reference, log-probabilities, optimizers."""

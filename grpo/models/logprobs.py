@@ -1,0 +1,126 @@
+"""Log-probabilities of the sampled tokens under a model, in one of three layouts that give the same numbers.
+
+padded: a row each, as everybody does it, the one to trust. packed: no padding. shared_prompt: nor a prompt computed twice.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from grpo.models.packed_attention import Packed, attending
+from grpo.objectives.batch import TokenBatch
+
+Layout = Literal["padded", "packed", "shared_prompt"]
+LOGITS_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 23}  # in float32 four bytes each, and as much again for their softmax
+
+
+def completion_logprobs(
+    model: nn.Module,
+    batch: TokenBatch,
+    temperature: float,
+    entropy_gradient: bool = False,
+    layout: Layout = "padded",
+    kernel: str = "sdpa",
+) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature) of every completion token, and the entropy there, with gradient if so asked.
+
+    temperature: the one they were sampled at, or every ratio is wrong. Returns two [B, C] float32, 0 outside `batch.mask`:
+    a ratio is 1 there and a KL 0, where the numbers of padding could overflow. The softmax is in float32: in bfloat16 it
+    alone would cost most of the agreement with the engine.
+    """
+    if layout == "padded":
+        logprobs, entropy = padded(model, batch, temperature, entropy_gradient)
+        return logprobs.masked_fill(~batch.mask, 0.0), entropy.masked_fill(~batch.mask, 0.0)
+    plan, places = pack(batch, layout == "shared_prompt", kernel)
+    with attending(model):
+        states = model.get_decoder()(input_ids=plan.ids, position_ids=plan.positions, use_cache=False, plan=plan)
+    hidden = states.last_hidden_state[0].index_select(0, places)
+    targets = batch.ids[:, -batch.completion_width :][batch.mask]
+    values = by_chunks(model, hidden, targets, temperature, entropy_gradient)
+    nothing = torch.zeros_like(batch.rollout_logprobs)
+    return tuple(nothing.masked_scatter(batch.mask, of_tokens) for of_tokens in values)
+
+
+def of_logits(logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    """logits: [..., V]; targets: [...]. Returns log-probability and entropy, [...] each."""
+    log_softmax = F.log_softmax(logits.float() / temperature, dim=-1)
+    logprobs = log_softmax.gather(-1, targets[..., None]).squeeze(-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropy = -(log_softmax.exp() * log_softmax.clamp(min=-1e4)).sum(dim=-1)  # a logit of -inf adds 0
+    return logprobs, entropy
+
+
+def padded(model: nn.Module, batch: TokenBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    width = batch.completion_width
+    positions = (batch.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    logits = model(
+        input_ids=batch.ids,
+        attention_mask=batch.attention_mask,
+        position_ids=positions,
+        use_cache=False,
+        logits_to_keep=width + 1,  # the last prompt token predicts the first of the completion
+    ).logits[:, :-1]  # [B, C, V]
+    return of_logits(logits, batch.ids[:, -width:], temperature, entropy_gradient)
+
+
+def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, Tensor]:
+    """The rows in one, and where in it is the token before each sampled one, [n], in the order of `batch.mask`.
+
+    What comes after the token before the last sampled one is left out, nobody looks at it.
+    """
+    prompts, rows, together = [], [], {}
+    mask = batch.mask.tolist()
+    for r, (prompt, own) in enumerate(batch.sequences()):
+        last = max((i for i, sampled in enumerate(mask[r]) if sampled), default=0)
+        prompts.append(prompt)
+        rows.append(own[:last])
+        together.setdefault(prompt if share else r, []).append(r)
+    groups = list(together.values())
+    alone = [len(members) == 1 for members in groups]  # then prompt and row are one sequence
+    plan = Packed(
+        [prompts[m[0]] + rows[m[0]] if lone else prompts[m[0]] for m, lone in zip(groups, alone, strict=True)],
+        [() if lone else [rows[r] for r in m] for m, lone in zip(groups, alone, strict=True)],
+        batch.ids.device,
+        kernel,
+    )
+    before: dict[int, Sequence[int]] = {}  # by row: where in T is the token before each of its own
+    of_prompts, of_rows = plan.starts[: len(groups)], iter(plan.starts[len(groups) :])
+    for members, lone, first in zip(groups, alone, of_prompts, strict=True):
+        for r in members:
+            last = first + len(prompts[r]) - 1
+            start = last + 1 if lone else next(of_rows)
+            before[r] = [last, *range(start, start + len(rows[r]))]
+    places = [
+        place
+        for r, of_row in enumerate(mask)
+        for place, sampled in zip(before[r], of_row, strict=False)  # the mask goes on
+        if sampled
+    ]
+    return plan, torch.tensor(places, dtype=torch.int64, device=batch.ids.device)
+
+
+def by_chunks(
+    model: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """The head, a bounded number of logits at a time; where they are many they are computed again in the backward pass.
+
+    hidden: [n, hidden]; targets: [n]. Returns log-probabilities and entropies, [n] each.
+    """
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def values(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(hidden)
+        logits = logits if cap is None else cap * torch.tanh(logits / cap)
+        return of_logits(logits, targets, temperature, entropy_gradient)
+
+    size = max(1, LOGITS_AT_ONCE.get(hidden.device.type, 1 << 25) // config.vocab_size)
+    if len(targets) <= size:
+        return values(hidden, targets)
+    chunks = zip(hidden.split(size), targets.split(size), strict=True)
+    found = [checkpoint(values, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))

@@ -1,0 +1,174 @@
+"""Attention by plan: many sequences in one row, without padding, and who of them may look at whom.
+
+A model of transformers asks for its attention by name. While `attending` holds that name is ours, and `model(..., plan=plan)`
+hands the plan down to every layer. Knows nothing of losses or sampling.
+
+Shapes: T tokens in the row, N prompts of up to P tokens, R rows of up to C tokens that follow one of them, H heads, K of keys.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from functools import cache, cached_property
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from transformers import AttentionInterface
+
+NAME = "grpo"
+UNPLANNED = ("softcap", "s_aux", "position_bias")  # what some models ask of attention, and a plan does not do
+
+
+class Plan(Protocol):
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """query: [1, H, T, D]; key, value: [1, K, T, D]. window: how many tokens a query sees, itself among them; None: all.
+        Returns [1, T, H, D]."""
+        ...
+
+
+def by_plan(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs):
+    """An attention function of transformers. Raises ValueError where the model asks for more than a plan does."""
+    unknown = [name for name in UNPLANNED if kwargs.get(name) is not None]
+    if unknown or kwargs.get("plan") is None:
+        raise ValueError(f"attention by plan: {', '.join(unknown) or 'no plan came through the model'}")
+    window = kwargs.get("sliding_window")
+    return kwargs["plan"].attend(module.layer_idx, query, key, value, kwargs.get("scaling"), window), None
+
+
+AttentionInterface.register(NAME, by_plan)
+
+
+@contextmanager
+def attending(model: nn.Module, name: str = NAME):
+    """For the length of a `with`, `model` attends by this function of transformers; by ours it does what the plan says that it
+    is called with: `model(..., plan=plan)`."""
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """query: [B, H, Q, D]; key, value: [B, K, S, D]; mask: bool, None: causal. Returns [B, H, Q, D]."""
+    if query.device.type != "cpu" and mask is not None and key.shape[1] != query.shape[1]:
+        # there a mask together with grouped heads has no fast kernel
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    grouped = key.shape[1] != query.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+
+
+@cache
+def flex() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+class Packed:
+    """Each prompt followed by its rows: a row sees its prompt and itself, as if it came right after. Exact for causal models.
+
+    ids, positions: [1, T], for the model. starts: where in T each prompt begins, and then each row, in order.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[Sequence[Sequence[int]]],
+        device: torch.device,
+        kernel: str = "sdpa",
+    ) -> None:
+        """rows: of each prompt, maybe none. kernel: sdpa, or flex, which is compiled where the device is a GPU."""
+        self.kernel, self.device = kernel, device
+        prompt_starts, row_starts, owner = [], [], []
+        tokens: list[tuple[int, int, int, int]] = []  # id, position, number of its prompt, of its row (-1: the prompt)
+        for n, (prompt, own) in enumerate(zip(prompts, rows, strict=True)):
+            prompt_starts.append(len(tokens))
+            tokens += [(token, i, n, -1) for i, token in enumerate(prompt)]
+            for row in own:
+                row_starts.append(len(tokens))
+                tokens += [(token, i, n, len(owner)) for i, token in enumerate(row, len(prompt))]
+                owner.append(n)
+        ids, positions, self.prompt_of, self.row_of = torch.tensor(tokens).T
+        self.ids, self.positions = ids[None].to(device), positions[None].to(device)
+        self.starts, self.owner = prompt_starts + row_starts, torch.tensor(owner, dtype=torch.int64)
+        self.prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
+        self.row_lengths = torch.tensor([len(row) for own in rows for row in own], dtype=torch.int64)
+        self.masks: dict[int | None, Any] = {}  # by window
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        if window not in self.masks:
+            self.masks[window] = self.block_mask(window) if self.kernel == "flex" else self.dense_masks(window)
+        if self.kernel == "flex":
+            function = flex() if query.is_cuda else flex_attention
+            grouped = key.shape[1] != query.shape[1]
+            out = function(query, key, value, block_mask=self.masks[window], scale=scale, enable_gqa=grouped)
+            return out.transpose(1, 2)
+        of_prompts, of_rows = self.masks[window]
+        prompts, rows, keys, back = self.places
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
+        out = sdpa(take(query, prompts), take(key, prompts), take(value, prompts), of_prompts, scale)
+        flat = out.transpose(1, 2).flatten(0, 1)  # [N x P, H, D]
+        if rows.numel():
+            out = sdpa(take(query, rows), take(key, keys), take(value, keys), of_rows, scale)
+            flat = torch.cat([flat, out.transpose(1, 2).flatten(0, 1)])  # [N x P + R x C, H, D]
+        return flat.index_select(0, back)[None]
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Where in T are the tokens of the prompts [N, P], of the rows [R, C], the keys that a row sees [R, P + C]; and where in
+        prompts and rows, flattened, are the tokens of T [T]."""
+        count = len(self.prompt_lengths)
+        prompts = spread(torch.tensor(self.starts[:count]), self.prompt_lengths)
+        rows = spread(torch.tensor(self.starts[count:], dtype=torch.int64), self.row_lengths)
+        within = self.positions[0].cpu()
+        in_row = prompts.numel() + self.row_of * rows.shape[1] + within - self.prompt_lengths[self.prompt_of]
+        back = torch.where(self.row_of < 0, self.prompt_of * prompts.shape[1] + within, in_row)
+        keys = torch.cat([prompts[self.owner], rows], dim=1)
+        return tuple(index.to(self.device) for index in (prompts, rows, keys, back))
+
+    def dense_masks(self, window: int | None) -> tuple[Tensor | None, Tensor]:
+        """What the prompts see, [P, P] bool or None for causal, and the rows, [R, 1, C, P + C] bool."""
+        prompts, rows, _, _ = self.places
+        p, c = torch.arange(prompts.shape[1]), torch.arange(rows.shape[1])
+        length = self.prompt_lengths[self.owner, None]  # [R, 1]
+        queries = (length + c)[:, :, None]  # the positions, [R, C, 1]
+        keys = torch.cat([p.expand(len(length), -1), length + c], dim=1)[:, None]  # [R, 1, P + C]
+        real = torch.cat([p < length, torch.ones_like(length + c, dtype=torch.bool)], dim=1)[:, None]
+        sees = real & (keys <= queries)
+        of_prompts = None
+        if window is not None:
+            sees &= queries - keys < window
+            if len(p) > window:
+                of_prompts = ((p <= p[:, None]) & (p[:, None] - p < window)).to(self.device)
+        return of_prompts, sees[:, None].to(self.device)
+
+    def block_mask(self, window: int | None):
+        positions = self.positions[0]
+        prompt_of, row_of = self.prompt_of.to(self.device), self.row_of.to(self.device)
+
+        def sees(_batch, _head, q, k):
+            seen = (k <= q) & (prompt_of[k] == prompt_of[q]) & ((row_of[k] < 0) | (row_of[k] == row_of[q]))
+            return seen if window is None else seen & (positions[q] - positions[k] < window)
+
+        tokens = self.ids.shape[1]
+        return create_block_mask(sees, None, None, tokens, tokens, device=self.device)
+
+
+def spread(starts: Tensor, lengths: Tensor) -> Tensor:
+    """[n, longest]: the places from each start on; the last one again on padding."""
+    longest = int(lengths.max()) if len(lengths) else 0
+    return (starts[:, None] + torch.arange(longest).minimum(lengths[:, None] - 1)).clamp(min=0)
+
+
+def take(x: Tensor, places: Tensor) -> Tensor:
+    """x: [T, H, D]; places: [n, L]. Returns [n, H, L, D]."""
+    return x.index_select(0, places.flatten()).view(*places.shape, *x.shape[1:]).transpose(1, 2)

@@ -1,0 +1,98 @@
+"""Which rows go through the model together, and in which layout the model can be trusted."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from grpo.models.logprobs import Layout, completion_logprobs
+from grpo.models.trusted import Probe
+from grpo.objectives.batch import TokenBatch
+
+log = logging.getLogger(__name__)
+
+
+def microbatches(batch: TokenBatch, layout: Layout, max_tokens: int) -> list[Tensor]:
+    """The rows by index in pieces of at most `max_tokens` that the model sees, longest first, equal prompts side by side.
+
+    A row that is longer is a piece of its own.
+    """
+    numbers: dict[object, int] = {}
+    rows = []  # number of the prompt, its length, the length of what follows
+    for r, (prompt, own) in enumerate(batch.sequences()):
+        number = numbers.setdefault(prompt if layout == "shared_prompt" else r, len(numbers))
+        rows.append((number, len(prompt), len(own)))
+    groups = defaultdict(list)
+    for r in sorted(range(len(rows)), key=lambda r: -rows[r][2]):
+        groups[rows[r][0]].append(r)
+
+    def size(members: Sequence[int]) -> int:
+        return tokens_seen([rows[r] for r in members], layout)
+
+    pieces: list[list[int]] = [[]]
+    for members in sorted(groups.values(), key=size, reverse=True):
+        if size(members) <= max_tokens < size([*pieces[-1], *members]):  # rather whole in the next piece
+            pieces.append([])
+        for r in members:
+            if pieces[-1] and size([*pieces[-1], r]) > max_tokens:
+                pieces.append([])
+            pieces[-1].append(r)
+    return [torch.tensor(piece, device=batch.ids.device) for piece in pieces]
+
+
+def tokens_seen(rows: Sequence[tuple[int, int, int]], layout: Layout) -> int:
+    own = [length for _, _, length in rows]
+    if layout == "padded":
+        return len(rows) * (max(prompt for _, prompt, _ in rows) + max(own))
+    return sum({number: prompt for number, prompt, _ in rows}.values()) + sum(own)
+
+
+@torch.no_grad()
+def trusted(model: nn.Module, layout: Layout) -> tuple[Layout, str]:
+    """The layout that serves for `model`, and its kernel: `layout`, or padded where they disagree on a few random tokens.
+
+    Within 1e-4 of every log-probability in float32, 0.1 in the mean in 16 bits. What a model does with more of its attention than
+    a plan knows, or with a memory of its own, shows here.
+    """
+    if layout == "padded":
+        return layout, "sdpa"
+    why = ""
+    for kernel in ("flex", "sdpa") if next(model.parameters()).is_cuda else ("sdpa",):
+        try:
+            if not (why := objection(model, layout, kernel)):
+                return layout, kernel
+        except Exception as error:  # whatever the code of a model raises where it is not made for this
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+    log.warning("optim.layout=%s does not fit %s (%s): layout=padded it is", layout, type(model).__name__, why)
+    return "padded", "sdpa"
+
+
+def objection(model: nn.Module, layout: Layout, kernel: str) -> str:
+    """What is against it; nothing where nothing is. In the precision of the parameters, whatever a run computes in."""
+    if wrong := Probe(model).wrong:
+        return wrong[0]
+    batch = few_tokens(model)
+    with torch.autocast(batch.ids.device.type, enabled=False):
+        exact, _ = completion_logprobs(model, batch, 1.0)
+        got, _ = completion_logprobs(model, batch, 1.0, layout=layout, kernel=kernel)
+    gaps = (got - exact)[batch.mask].abs()
+    if next(model.parameters()).dtype == torch.float32:
+        gap, bound = float(gaps.max()), 1e-4
+    else:  # two numbers next to each other are 0.06 to 0.25 apart where logits are large
+        gap, bound = float(gaps.mean()), 0.1
+    return "" if gap <= bound else f"log-probabilities differ by {gap:.2g}"
+
+
+def few_tokens(model: nn.Module) -> TokenBatch:
+    """Two prompts, three rows of one and two of the other, random."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.config.get_text_config().vocab_size
+    prompts, widths, owner = torch.randint(vocabulary, (2, 9), generator=generator), (3, 7, 5, 6, 1), (0, 0, 0, 1, 1)
+    ids = torch.cat([prompts[list(owner)], torch.randint(vocabulary, (5, 7), generator=generator)], dim=1)
+    real = torch.ones_like(ids)
+    real[3:, :4] = 0  # the second prompt is shorter
+    real[:, 9:] = torch.arange(7) < torch.tensor(widths)[:, None]
+    batch = TokenBatch(ids, real, real[:, 9:].bool(), torch.zeros(5, 7), torch.arange(5))
+    return batch.to(next(model.parameters()).device)

@@ -1,0 +1,165 @@
+"""The policy: a Hugging Face causal LM, maybe with an adapter; and the reference, frozen where it started."""
+
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from grpo.system.errors import UserError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model by folder or hub id (path), and how to load it. A PEFT adapter's folder brings its base.
+
+    dtype: of the parameters. Those in 16 bits are trained through float32 masters (grpo.masters); float16 has no scaling of the
+    loss, so small gradients are 0. chat_template: a file with another one than the tokenizer's (None), or "none": prompts are
+    plain text, as a base model reads them.
+    """
+
+    path: str
+    revision: str | None = None
+    dtype: str = "float32"
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+    chat_template: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UserError(f"model.dtype={self.dtype} is not one of {', '.join(DTYPES)}")
+
+    def _load(self, loader: type, **kwargs):
+        try:
+            return loader.from_pretrained(
+                self.path, revision=self.revision, trust_remote_code=self.trust_remote_code, **kwargs
+            )
+        except (OSError, ValueError, ImportError) as error:
+            if Path(self.path).exists():
+                what = "has no model that transformers can load"
+            else:
+                what = "is neither a local folder nor a model that the hub gives (is there a network? is it gated?)"
+            raise UserError(f"model.path={self.path} {what}: {str(error).splitlines()[0]}") from error
+
+    def base(self) -> "Pretrained | None":
+        """What an adapter's folder was made on; None where the folder is a whole model."""
+        if not (Path(self.path) / "adapter_config.json").exists():
+            return None
+        return replace(self, path=PeftConfig.from_pretrained(self.path).base_model_name_or_path, revision=None)
+
+    def check_takes(self, adapter: object) -> None:
+        """Refuses an adapter (or what will make one, None for none) on an adapter."""
+        if adapter and self.base():
+            raise UserError(
+                f"model.path={self.path} is an adapter, and a new one on it would be saved without it: adapter=none trains "
+                "it merged into its base"
+            )
+
+    def config(self) -> PretrainedConfig:
+        base = self.base()
+        return base.config() if base else self._load(AutoConfig)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        tokenizer = self._load(AutoTokenizer)
+        if self.chat_template is not None:
+            file = Path(self.chat_template).expanduser()
+            if self.chat_template != "none" and not file.is_file():
+                raise UserError(
+                    f"model.chat_template={self.chat_template} is not a file: give one, none for plain text, or null"
+                )
+            tokenizer.chat_template = None if self.chat_template == "none" else file.read_text(encoding="utf-8")
+        return tokenizer
+
+    def outline(self) -> nn.Module:
+        """What `model` gives, but for the numbers: no weights are read."""
+        dtype = self.config().dtype if self.dtype == "auto" else getattr(torch, self.dtype)
+        return AutoModelForCausalLM.from_config(
+            self.config(),
+            dtype=dtype,
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,
+        ).eval()
+
+    def model(self) -> nn.Module:
+        """In evaluation mode, and it stays there: dropout would make the trainer disagree with the engine.
+
+        An adapter is merged into its base, so that training goes on from both.
+        """
+        if base := self.base():
+            merged = PeftModel.from_pretrained(base.model(), self.path).merge_and_unload()
+            return merged.requires_grad_(True).eval()
+        dtype = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
+        return self._load(AutoModelForCausalLM, dtype=dtype, attn_implementation=self.attn_implementation).eval()
+
+
+def with_adapter(model: nn.Module, adapter: PeftConfig | None) -> nn.Module:
+    """The policy that is trained: `model` itself, or with a fresh adapter on it, the only part that then learns."""
+    if adapter is None:
+        return model
+    try:
+        return get_peft_model(model, adapter).eval()
+    except ValueError as error:
+        raise UserError(f"adapter: {str(error).splitlines()[0]}") from error
+
+
+class Reference:
+    """The policy as it was before training: a frozen copy, or the policy itself with its adapter switched off.
+
+    moves: it will be moved towards the policy (TR-DPO, arXiv 2404.09656), so the trained weights are copied, and the policy is
+    lent them. Under LoRA they are the matrices of the adapter, so what the reference adds to the base is the product of means.
+    Held outside of the module tree, so that checkpoints and optimizers never see it.
+    """
+
+    def __init__(self, policy: nn.Module, moves: bool = False) -> None:
+        self.policy, self.moves = policy, moves
+        self.copy = None if moves or isinstance(policy, PeftModel) else deepcopy(policy).requires_grad_(False)
+        trained = ((name, p) for name, p in policy.named_parameters() if p.requires_grad)
+        # what moves, by the policy's names; in float32, as a mean in 16 bits loses small steps
+        self.weights = {name: p.detach().to(torch.float32, copy=True) for name, p in trained} if moves else {}
+
+    def own(self) -> list[Tensor]:
+        """The tensors that it keeps."""
+        return [*self.weights.values(), *(self.copy.parameters() if self.copy is not None else ())]
+
+    @contextmanager
+    def model(self):
+        """The reference, for the length of a `with`."""
+        if self.copy is not None:
+            yield self.copy.to(self.policy.device)
+        elif not self.moves:
+            with self.policy.disable_adapter():
+                yield self.policy
+        else:
+            with self.swapped():
+                yield self.policy
+
+    @contextmanager
+    def swapped(self):
+        """The policy with the weights of the reference."""
+        trained = {name: p for name, p in self.policy.named_parameters() if name in self.weights}
+        kept = {name: p.data for name, p in trained.items()}
+        try:
+            for name, p in trained.items():
+                self.weights[name] = self.weights[name].to(p.device)
+                p.data = self.weights[name].to(p.dtype)
+            yield
+        finally:
+            for name, p in trained.items():
+                p.data = kept[name]
+
+    @torch.no_grad()
+    def move(self, alpha: float) -> None:
+        """reference <- alpha policy + (1 - alpha) reference"""
+        trained = dict(self.policy.named_parameters())
+        for name, weight in self.weights.items():
+            weight.lerp_(trained[name].detach().to(weight), alpha)
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        for name, weight in self.weights.items():
+            weight.copy_(weights[name])

@@ -1,0 +1,107 @@
+"""Old names of modules, for runs, checkpoints, configurations and commands of before the rooms.
+
+A checkpoint pickles the names of classes, a saved config.yaml has `_target_`s, and commands say `python -m grpo.report`. Each of
+them is looked up here, and gives the very module or class of today.
+"""
+
+import sys
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, spec_from_loader
+from types import ModuleType
+from typing import Any
+
+_ROOMS = {
+    "system": "errors workers ports memory ranks=distributed coroutines guard=child",
+    "env": "messages rl=types tokens tools toolcalls=tool_parsers renderer",
+    "data": "rows=dataset",
+    "rewards": "rowtask=row_task rewards.names=resolve rewards.classifier=reward_model",
+    "rewards.math": "answers arithmetic grading",
+    "rewards.code": "programs sandbox confine=sandbox_child",
+    "objectives": "advantage loss kl correction=importance entropy algorithm",
+    "models": "policy logprobs attention=packed_attention layout=packing probe=trusted recompute=gradient_checkpointing"
+    " masters=master_weights optimizers",
+    "engines": "engine=protocol",
+    "engines.builtin": "engines.transformers=engine engines.drawing=sampler engines.pool=kv_cache engines.padded",
+    "engines.vllm": "engines.vllm_lora=lora engines.vllm_shared=shared engines.transfer=transfer",
+    "rollout": "play=episodes scoring=rewarding collate callbacks.ahead=ahead records=samples_table",
+    "evaluation": "scorecard=resumable statistics",
+    "runs": "manifest card=model_card loggers trackers comparison plots anatomy show=html report",
+    "training": "module trainer forecast callbacks",
+    "apps": "cli sweep tiny=demo_model serve rewards.__main__=profile_rewards",
+}
+MODULES = {  # old name: new name
+    f"grpo.{old}": f"grpo.{room}.{new or old.rpartition('.')[2]}"
+    for room, names in _ROOMS.items()
+    for old, _, new in (name.partition("=") for name in names.split())
+}
+# modules that were split, or have become a room: where their names are now
+SPLIT = {
+    "grpo.rollout": ("grpo.rollout.types", "grpo.rollout.metrics", "grpo.system.seeds"),
+    "grpo.data": ("grpo.data.prompts", "grpo.rollout.prompt_limit"),
+    "grpo.rewards": ("grpo.rewards.combined",),
+    "grpo.evaluation": ("grpo.evaluation.evaluator", "grpo.evaluation.metrics"),
+    "grpo.runs": ("grpo.runs.runs",),
+    "grpo.engines.vllm": ("grpo.engines.vllm.engine",),
+    "grpo.engines.vllm_server": ("grpo.engines.vllm_server.engine",),
+}
+
+
+def module_today(name: str) -> str:
+    """The name that a module has now; the same where it has not moved."""
+    parts = name.split(".")
+    for i in range(len(parts), 1, -1):
+        if new := MODULES.get(".".join(parts[:i])):
+            return ".".join([new, *parts[i:]])
+    return name
+
+
+def today(name: str) -> str:
+    """The dotted name of a class or function, as it is now."""
+    module, _, attribute = name.rpartition(".")
+    for place in SPLIT.get(module, ()):
+        if hasattr(import_module(place), attribute):
+            return f"{place}.{attribute}"
+    return f"{module_today(module)}.{attribute}"
+
+
+def door(room: str) -> Any:
+    """`__getattr__` of a room that was a module: finds the names that it had."""
+
+    def found(name: str) -> Any:
+        place, _, attribute = today(f"{room}.{name}").rpartition(".")
+        if place == room or name.startswith("__"):
+            raise AttributeError(f"module {room!r} has no attribute {name!r}")
+        return getattr(import_module(place), attribute)
+
+    return found
+
+
+class _Alias(Loader):
+    """Gives a module of today under its old name; `python -m` runs its code."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(self.module)
+        self.spec = module.__spec__  # the import system is about to replace it
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.spec
+
+    def get_code(self, name: str) -> Any:
+        return find_spec(self.module).loader.get_code(self.module)
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not name.startswith("grpo.") or (new := module_today(name)) == name or (there := find_spec(new)) is None:
+            return None
+        package = there.submodule_search_locations is not None
+        return spec_from_loader(name, _Alias(new), origin=there.origin, is_package=package)
+
+
+sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,1 @@
+"""Rewards to advantages to a loss: pure functions of tensors."""

@@ -1,0 +1,140 @@
+"""From rewards to advantages. Pure functions of tensors; N prompts, G samples of each, S = N x G.
+
+An advantage function returns [N, G] and is given what it names among `rewards` [N, G], `lengths` [N, G] (sampled tokens) and
+`parts` {name: [N, G]} (the numbers a reward consists of, `correct` among them). A reward nobody could give (a grader that
+timed out) is NaN: it stays out of its group's baseline and has advantage NaN, a sample that nothing is learned from. Samples
+of equal reward have an advantage of exactly 0 under every function with a baseline.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from grpo.system.errors import UserError
+
+Scale = Literal["group", "batch", "none"]
+
+
+def has_signal(rewards: Tensor) -> Tensor:
+    """Whether the rewards of a group differ: only then is there something to learn from it. [N, G] to [N] bool."""
+    low = rewards.nan_to_num(torch.inf).amin(dim=1)
+    high = rewards.nan_to_num(-torch.inf).amax(dim=1)
+    return low < high
+
+
+def less_baseline(rewards: Tensor, baseline: Tensor) -> Tensor:
+    """rewards - baseline, and exactly 0 where a group's rewards are equal: a mean in floating point can miss them."""
+    return torch.where(has_signal(rewards)[:, None] | rewards.isnan(), rewards - baseline, 0.0)
+
+
+def std(values: Tensor, dim: int | None, ddof: int) -> Tensor:
+    """The standard deviation of what is known, over n - ddof; 0 where that is not positive."""
+    count = (~values.isnan()).sum(dim=dim, keepdim=dim is not None)
+    centred = values - values.nanmean(dim=dim, keepdim=dim is not None)
+    squares = centred.nan_to_num(0.0).square().sum(dim=dim, keepdim=dim is not None)
+    return torch.where(count > ddof, squares / (count - ddof).clamp(min=1), 0.0).sqrt()
+
+
+def group_advantages(rewards: Tensor, scale: Scale = "group", ddof: int = 1, eps: float = 1e-4) -> Tensor:
+    """A_i = (r_i - mean_group(r)) / (std(r) + eps)
+
+    scale: the standard deviation is that of the group (GRPO, arXiv 2402.03300 sec. 4.1), of the whole batch (Lite PPO,
+    arXiv 2508.08221), or there is none (Dr.GRPO, arXiv 2503.20783). It is taken over n - ddof.
+    """
+    if scale not in get_args(Scale):
+        raise UserError(f"algo.advantage.scale={scale} is not one of {', '.join(get_args(Scale))}")
+    if eps < 0:
+        raise UserError(f"algo.advantage.eps={eps} must not be negative")
+    centred = less_baseline(rewards, rewards.nanmean(dim=1, keepdim=True))
+    if scale == "none":
+        return centred
+    return torch.where(centred == 0, 0.0, centred / (std(rewards, 1 if scale == "group" else None, ddof) + eps))
+
+
+def leave_one_out(rewards: Tensor) -> Tensor:
+    """A_i = r_i - mean_{j != i}(r_j) = G / (G-1) (r_i - mean(r)), RLOO, arXiv 2402.14740. 0 for a sample alone."""
+    count = (~rewards.isnan()).sum(dim=1, keepdim=True)
+    centred = less_baseline(rewards, rewards.nanmean(dim=1, keepdim=True))
+    return centred * count / (count - 1).clamp(min=1)
+
+
+def no_baseline(rewards: Tensor) -> Tensor:
+    """A_i = r_i: REINFORCE++ (arXiv 2501.03262) leaves the baseline to `whiten`. Takes groups of 1."""
+    return rewards.clone()
+
+
+def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """A_i = r_i - sum_j |o_j| r_j / sum_j |o_j|: the baseline of least variance, OPO, arXiv 2505.23585."""
+    lengths = torch.where(rewards.isnan(), 0.0, lengths.to(rewards.dtype))
+    baseline = (lengths * rewards.nan_to_num(0.0)).sum(dim=1, keepdim=True) / lengths.sum(dim=1, keepdim=True)
+    return less_baseline(rewards, baseline)
+
+
+def max_rl(rewards: Tensor) -> Tensor:
+    """A_i = (r_i - mean(r)) / mean(r): hard prompts count for more, MaxRL, arXiv 2602.02710. Rewards must not be negative."""
+    if (rewards < 0).any():
+        raise UserError("algo/advantage=max_rl divides by the mean reward of a group: rewards must not be negative")
+    mean = rewards.nanmean(dim=1, keepdim=True)
+    return less_baseline(rewards, mean) / torch.where(mean > 0, mean, 1.0)
+
+
+def gdpo(parts: Mapping[str, Tensor], weights: Mapping[str, float], eps: float = 1e-4) -> Tensor:
+    """GDPO: every part of the reward normalised in its group, their weighted sum then normalised over the batch.
+
+    weights: of the parts by name; a part that does not apply to a sample is NaN there and counts nothing.
+    """
+    if not weights:
+        raise UserError("algo.advantage.weights is empty: name parts of the reward, as in {correct: 1, format: 0.5}")
+    try:
+        scaled = torch.stack([weight * group_advantages(parts[name], eps=eps) for name, weight in weights.items()])
+    except KeyError as error:
+        raise UserError(
+            f"algo.advantage.weights: the reward has no part {error}; there are {', '.join(parts)}"
+        ) from error
+    summed = torch.where(scaled.isnan().all(dim=0), torch.nan, scaled.nansum(dim=0))
+    centred = torch.where((scaled.nan_to_num(0.0) == 0).all(dim=0), summed, summed - summed.nanmean())
+    return centred / (std(summed, None, 1) + eps)
+
+
+# -- from samples to tokens; B rows, C completion tokens
+
+
+def reward_to_go(values: Tensor, mask: Tensor, sample: Tensor) -> Tensor:
+    """For every token the sum of `values` from it to the end of its sample (no discount).
+
+    values: [B, C], mask: [B, C] bool, sample: [B], whose row it is; the rows of a sample are in order. Returns [B, C].
+    """
+    values = values * mask
+    within = values.flip(1).cumsum(1).flip(1)
+    order = torch.arange(len(sample), device=sample.device)
+    later = (sample[:, None] == sample[None, :]) & (order[None, :] > order[:, None])  # [B, B]
+    return (within + (later.to(values.dtype) @ values.sum(1))[:, None]) * mask
+
+
+def whiten(
+    advantages: Tensor, mask: Tensor, eps: float = 1e-8, concatenated: Callable[[list], list] = lambda items: items
+) -> Tensor:
+    """Mean 0 and standard deviation 1 over all tokens of the mask (REINFORCE++, arXiv 2501.03262). [B, C] to [B, C].
+
+    Exactly 0 where all are equal. concatenated: the lists of all ranks, where a rank holds a part of the tokens.
+    """
+    values = advantages[mask].cpu().double()
+    found = [(len(values), values.sum(), values.min(), values.max())] if len(values) else []
+    found = concatenated(found)
+    count = sum(n for n, *_ in found)
+    if not found or min(low for *_, low, _ in found) == max(high for *_, high in found):
+        return torch.zeros_like(advantages)
+    mean = float(sum(added for _, added, *_ in found)) / count
+    variance = float(sum(concatenated([(values - mean).square().sum()]))) / count
+    return torch.where(mask, (advantages - mean) / (variance + eps) ** 0.5, 0.0)
+
+
+def overlong_penalty(lengths: Tensor, max_tokens: int, share: float) -> Tensor:
+    """DAPO's soft punishment (arXiv 2503.14476, eq. 13), to be added to the reward.
+
+    0 up to L_max - L_c, from there falling linearly to -1 at L_max; L_c = share x L_max. lengths: any shape.
+    """
+    cache = share * max_tokens
+    return -((lengths - (max_tokens - cache)) / cache).clamp(0.0, 1.0)

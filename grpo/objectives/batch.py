@@ -1,0 +1,102 @@
+"""The tensors that the loss sees: rows of tokens, and the rewards of their samples."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a rollout earned, sample by sample. NaN where nobody could tell."""
+
+    rewards: Tensor  # [N, G] float32
+    parts: Mapping[str, Tensor]  # [N, G] each: the named numbers of the rewards, `correct` among them
+    lengths: Tensor  # [N, G] float32, tokens that were sampled
+    last_lengths: (
+        Tensor  # [N, G] float32, those of the last turn, which is the one a limit cuts short; 0 if there is none
+    )
+    truncated: Tensor  # [N, G] bool
+
+    def _map(self, function) -> Self:
+        tensors = {f.name: function(getattr(self, f.name)) for f in fields(self) if f.name != "parts"}
+        return replace(self, parts={name: function(part) for name, part in self.parts.items()}, **tensors)
+
+    def to(self, *args, **kwargs) -> Self:
+        return self._map(lambda tensor: tensor.to(*args, **kwargs))
+
+    def rows(self, index: list[int]) -> Self:
+        """A choice of groups."""
+        return self._map(lambda tensor: tensor[index])
+
+
+OPTIONAL = (
+    "advantages",
+    "old_logprobs",
+    "old_entropy",
+    "reference_logprobs",
+    "counted",
+    "weights",
+)  # of a TokenBatch, [B, C]
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """What the loss sees. The module fills in what may be None, before the update that needs it."""
+
+    ids: Tensor  # [B, P+C] int64
+    attention_mask: Tensor  # [B, P+C] int64, 0 on padding
+    mask: Tensor  # [B, C] bool, True where the policy sampled the token
+    rollout_logprobs: Tensor  # [B, C] float32, the engine's
+    sample: Tensor  # [B] int64, which of the S samples the row is of
+    advantages: Tensor | None = None  # [B, C] float32, 0 outside the mask
+    old_logprobs: Tensor | None = None  # [B, C] the trainer's, before the first update on this batch
+    old_entropy: Tensor | None = None  # [B, C] nats
+    reference_logprobs: Tensor | None = None  # [B, C]
+    counted: Tensor | None = None  # [B, C] bool, the tokens that the surrogate counts, where those are not all
+    weights: Tensor | None = None  # [B, C] a token's share in the loss of one update, see loss.token_weights
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def completion_width(self) -> int:
+        return self.mask.shape[1]
+
+    def _map(self, function) -> Self:
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: function(t) for name, t in tensors.items() if t is not None})
+
+    def to(self, *args, **kwargs) -> Self:
+        """Moved as `Tensor.to` moves (Lightning calls this on whatever has it)."""
+        return self._map(lambda tensor: tensor.to(*args, **kwargs))
+
+    def rows(self, index: Tensor | slice) -> Self:
+        """A choice of rows, without the columns in which all of them are padding."""
+        return self._map(lambda tensor: tensor[index]).trimmed()
+
+    def sequences(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Of each row the ids of its prompt, and of what follows, without padding."""
+        prompt_width = self.ids.shape[1] - self.completion_width
+        lengths = torch.stack([part.sum(1) for part in self.attention_mask.tensor_split([prompt_width], dim=1)], dim=1)
+        return [
+            (tuple(ids[prompt_width - prompt : prompt_width]), tuple(ids[prompt_width : prompt_width + own]))
+            for ids, (prompt, own) in zip(self.ids.tolist(), lengths.tolist(), strict=True)
+        ]
+
+    def trimmed(self) -> Self:
+        prompt_width = self.ids.shape[1] - self.completion_width
+        used = self.attention_mask.any(dim=0)
+        left = int(used[:prompt_width].int().argmax())
+        right = int(used[prompt_width:].sum())
+        change = {name: getattr(self, name)[:, left : prompt_width + right] for name in ("ids", "attention_mask")}
+        for name in ("mask", "rollout_logprobs", *OPTIONAL):
+            if (tensor := getattr(self, name)) is not None:
+                change[name] = tensor[:, :right]
+        return replace(self, **change)
+
+    def silenced(self) -> Self:
+        """The same rows with nothing to learn from."""
+        return replace(self, mask=torch.zeros_like(self.mask), advantages=torch.zeros_like(self.rollout_logprobs))

@@ -1,0 +1,95 @@
+"""KL(policy || target) from samples of the policy: estimators (joschu.net/blog/kl-approx.html), and where one goes.
+
+What an estimator's value tells and what its gradient does are two things. As a loss on fresh samples the expected gradient
+of k1 is 0, of k2 that of the KL, of k3 that of the opposite KL (target || policy). In the reward k1 has the gradient of the
+KL; so have k1 and k3 in the loss times the ratio, with the gradient through both (arXiv 2510.01555, 2506.09477, 2512.02556).
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from grpo.system.errors import UserError
+
+
+def k1(logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
+    """-log rho with rho = target / policy: unbiased, of either sign. All arguments and results here are [B, C]."""
+    return logprobs - target_logprobs
+
+
+def k2(logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
+    """(log rho)^2 / 2: biased, never negative."""
+    return (logprobs - target_logprobs).square() / 2
+
+
+def k3(logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
+    """rho - 1 - log rho: unbiased, never negative, exactly 0 where the two agree."""
+    log_rho = target_logprobs - logprobs
+    return log_rho.expm1() - log_rho
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+Place = Literal["loss", "loss_with_ratio", "reward", "reward_to_go"]
+Target = Literal["reference", "rollout"]
+
+
+@dataclass(frozen=True)
+class KL:
+    """coef times an estimate, in one of these places:
+
+    loss             on every token
+    loss_with_ratio  the same times policy / old policy, with the gradient through both (TRL's default; arXiv 2512.02556)
+    reward           its sum over a sample leaves the reward before any baseline (RLOO, arXiv 2402.14740)
+    reward_to_go     its sum from a token on leaves that token's advantage (REINFORCE++, arXiv 2501.03262)
+
+    target: the frozen reference, or the policy that sampled (rollout). sync_every: updates between two moves of the
+    reference to sync_alpha policy + (1 - sync_alpha) reference, 0 for none (TR-DPO, arXiv 2404.09656).
+    """
+
+    coef: float = 0.0
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    place: Place = "loss"
+    target: Target = "reference"
+    sync_every: int = 0
+    sync_alpha: float = 0.6
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("estimator", ESTIMATORS), ("place", get_args(Place)), ("target", get_args(Target))):
+            if getattr(self, name) not in allowed:
+                raise UserError(f"algo.kl.{name}={getattr(self, name)} is not one of {', '.join(allowed)}")
+        if not isinstance(self.coef, int | float) or not isinstance(self.sync_every, int):
+            raise UserError(f"algo.kl.coef={self.coef} must be a number, sync_every={self.sync_every} a whole one")
+        if self.coef < 0:
+            raise UserError(f"algo.kl.coef={self.coef} is negative: 0 is off (no reference is loaded), 0.04 usual")
+        if self.in_reward and self.target == "rollout":
+            raise UserError(
+                f"algo.kl.place={self.place} with target=rollout: before an update the policy is the one that sampled, so there "
+                "is nothing to punish; set algo.kl.target=reference or algo.kl.place=loss"
+            )
+        if self.sync_every < 0 or not 0 < self.sync_alpha <= 1:
+            raise UserError("algo.kl.sync_every must be 0 (off) or more, algo.kl.sync_alpha above 0 and at most 1")
+        if self.sync_every and not self.needs_reference:
+            raise UserError(
+                f"algo.kl.sync_every={self.sync_every} moves a reference that nothing looks at: set algo.kl.coef above 0 and "
+                "algo.kl.target=reference, or sync_every=0"
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.coef > 0 and self.target == "reference"
+
+    @property
+    def in_reward(self) -> bool:
+        return self.coef > 0 and self.place.startswith("reward")
+
+    @property
+    def of_reward(self) -> bool:
+        return self.coef > 0 and self.place == "reward"
+
+    @property
+    def in_loss(self) -> bool:
+        return self.coef > 0 and self.place.startswith("loss")
+
+    def estimate(self, logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
+        return ESTIMATORS[self.estimator](logprobs, target_logprobs)

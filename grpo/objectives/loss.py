@@ -1,0 +1,134 @@
+"""Log-probabilities and advantages to a loss. Pure functions of tensors; B rows, C completion tokens.
+
+A loss is sum(weights * token_loss). The weights are computed once for a whole update and sum over all of its rows, so how
+an update is cut into microbatches cannot change it.
+
+A surrogate returns the token loss [B, C], or that and a dict of [B, C] to log. It is given what it names among logprobs (with
+gradient), old_logprobs, rollout_logprobs, log_ratio, ratio (at the level that was chosen), advantages and mask, all [B, C].
+"""
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from grpo.system.errors import UserError
+
+Level = Literal["token", "sequence", "sequence_sum", "sequence_token", "none"]
+Reduce = Literal["sequence", "token", "constant", "sum"]
+LARGEST_LOG_RATIO = 20.0  # e^20: so far off, a gradient of inf times 0 would be all that is left
+
+
+def policy_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """log r of policy and old policy, for every token of the mask, 0 elsewhere. [B, C].
+
+    token:          log pi(o_t) - log pi_old(o_t)                                          (PPO, arXiv 1707.06347)
+    sequence:       s_i = the mean of these over the row, on each of its tokens            (GSPO, arXiv 2507.18071)
+    sequence_sum:   their sum: the ratio of the whole answers, and unstable when they are long
+    sequence_token: the value of s_i, the gradient of each token's own                     (GSPO-token, the same)
+    """
+    difference = (logprobs - old_logprobs) * mask
+    if level == "token":
+        log_ratio = difference
+    elif level == "sequence_sum":
+        log_ratio = difference.sum(1, keepdim=True) * mask
+    else:
+        log_ratio = difference.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1) * mask
+        if level == "sequence_token":
+            log_ratio = log_ratio.detach() + (logprobs - logprobs.detach()) * mask
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+
+# -- surrogates
+
+Loss = tuple[Tensor, dict[str, Tensor]]
+
+
+def clip(
+    ratio: Tensor, advantages: Tensor, low: float | None = 0.2, high: float | None = 0.2, dual: float | None = None
+) -> Loss:
+    """-min(r A, clip(r, 1 - low, 1 + high) A), PPO's surrogate (arXiv 1707.06347) with DAPO's two bounds (2503.14476).
+
+    A bound that is null is not there. dual: c; where A < 0 the term is at least c A, so that one token that has become far
+    too likely cannot take over (arXiv 1912.09729; TRL calls it delta).
+    """
+    least, most = 0.0 if low is None else 1 - low, torch.inf if high is None else 1 + high
+    below, above = (advantages < 0) & (ratio < least), (advantages > 0) & (ratio > most)
+    term = torch.minimum(ratio * advantages, ratio.clamp(least, most) * advantages)
+    if dual is not None:
+        above = above | ((advantages < 0) & (ratio > dual))
+        term = torch.where(advantages < 0, torch.maximum(term, dual * advantages), term)
+    return -term, {"clip_fraction_low": below, "clip_fraction_high": above}
+
+
+def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, bound: float = 5.0) -> Loss:
+    """-sg(min(r, bound)) A log pi: bounds the weight and not the gradient, so no token falls silent (arXiv 2506.13585).
+
+    bound: of the ratio itself, 5 in ScaleRL (arXiv 2510.13786).
+    """
+    if bound < 1:
+        raise UserError(f"algo.surrogate.bound={bound} is a bound of the ratio itself: 1 or more, 5 is usual")
+    weight = ratio.detach().clamp(max=bound)
+    return -weight * advantages * logprobs, {"clip_fraction_high": ratio > bound}
+
+
+def sapo(ratio: Tensor, advantages: Tensor, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Tensor:
+    """-sigmoid(tau (r - 1)) 4 / tau A: a soft gate, steepest at r = 1, where it has PPO's gradient (arXiv 2511.20347)."""
+    if tau_positive <= 0 or tau_negative <= 0:
+        raise UserError(f"algo.surrogate.tau_positive={tau_positive} tau_negative={tau_negative} must be above 0")
+    tau = torch.where(advantages > 0, tau_positive, tau_negative)
+    return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
+
+
+def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """-A log pi, the policy gradient itself. No ratio: right for samples of the very policy that learns."""
+    return -advantages * logprobs
+
+
+# -- which tokens count, and how much
+
+
+def token_weights(
+    mask: Tensor,
+    reduce: Reduce,
+    max_tokens: int,
+    sample: Tensor | None = None,
+    total: Callable[[Tensor], Tensor] = lambda counts: counts,
+) -> Tensor:
+    """Each token's share in the loss of one update. B counts the samples with a sampled token, |o_i| those of a sample.
+
+    sequence: 1 / (B |o_i|), the mean over a sample and then over samples   (GRPO, arXiv 2402.03300)
+    token:    1 / sum |o_i|, the mean over all tokens of the update         (DAPO, arXiv 2503.14476)
+    constant: 1 / (B L_max), no length in it and so no bias by length       (Dr.GRPO, arXiv 2503.20783)
+    sum:      1 / B, the sum over a sample, the mean over samples           (sequences' log-probabilities: RLOO, arXiv 2402.14740)
+
+    mask: [rows, C], every row of the update; sample: [rows], which sample a row is of (None: each is one), with all of its rows
+    here; max_tokens is L_max. total: sums a tensor over ranks, where a rank holds a part of the update. Returns [rows, C]
+    float32, 0 outside the mask.
+    """
+    if reduce not in get_args(Reduce):
+        raise UserError(f"algo.reduce={reduce} is not one of {', '.join(get_args(Reduce))}")
+    mask = mask.float()
+    if sample is None:
+        sample = torch.arange(len(mask), device=mask.device)
+    lengths = torch.zeros(int(sample.max()) + 1, device=mask.device).index_add(0, sample, mask.sum(dim=1))
+    samples, tokens = total(torch.stack([(lengths > 0).sum().float(), lengths.sum()]))
+    share = {
+        "sequence": 1 / (samples * lengths[sample, None]),
+        "token": 1 / tokens,
+        "constant": 1 / (samples * max_tokens),
+        "sum": 1 / samples,
+    }[reduce]
+    return torch.where(mask > 0, share, 0.0)
+
+
+def off_policy_keep(
+    logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float
+) -> Tensor:
+    """False on a row with A < 0 that the policy has left: mean_t log(rollout / policy) > delta (arXiv 2512.02556, eq. 9).
+
+    Compares with the policy that sampled, so that staleness and the engine's mismatch both count. [B, C] bool.
+    """
+    gap = ((rollout_logprobs - logprobs.detach()) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return (advantages >= 0) | (gap <= delta)

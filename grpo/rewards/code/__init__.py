@@ -1,0 +1,1 @@
+"""Does this program pass its tests? It runs in a sandbox."""

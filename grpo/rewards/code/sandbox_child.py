@@ -1,0 +1,289 @@
+"""The child's side of the sandbox: a script that confines its own process, then runs the program it was handed.
+
+`grpo.sandbox` starts it on a bare interpreter (no site-packages, nobody's environment), so it imports the standard library
+alone, and little of that: every import is paid for by every program. In the order of `main`: resource limits, an
+unprivileged user where it was root, no capabilities, Landlock (which files), seccomp (which system calls).
+"""
+
+import ctypes
+import os
+import resource
+import struct
+import sys
+import types
+
+MARK = b"\n"  # ends the line that says what is in force; the program starts after it
+OUT_OF_MEMORY = b"memory"
+REFUSED = b"refused "
+SECRET_BYTES = 32
+OWN_USERS = 2_000_000_000  # plus the process id: a user nobody else is, so that its limit of threads counts its own
+NOBODY = 65534  # for containers whose user namespace does not reach that far
+
+# System calls that a program may make, with their numbers on x86_64 and aarch64 (- where there is none). All others fail
+# as on a kernel that has never heard of them, so that libraries fall back. Not here, on purpose: whatever makes a process
+# (fork, execve), reaches another one (ptrace, setpgid), the network (socket, connect), the kernel (bpf, io_uring, keyctl,
+# mount, unshare), what no limit counts (memfd_create, shmget, fallocate), and attributes of files, which Landlock leaves
+# alone (chmod, chown, utimensat, setxattr, truncate by name).
+CALLS = """
+read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69, pwritev 296 70, lseek 8 62,
+close 3 57, close_range 436 436, dup 32 23, dup2 33 -, dup3 292 24, pipe 22 -, pipe2 293 59, creat 85 -, ftruncate 77 46,
+stat 4 -, fstat 5 80, lstat 6 -, newfstatat 262 79, statx 332 291, access 21 -, faccessat 269 48, faccessat2 439 439,
+readlink 89 -, readlinkat 267 78, getcwd 79 17, chdir 80 49, fchdir 81 50, getdents 78 -, getdents64 217 61, statfs 137 43,
+fstatfs 138 44, mkdir 83 -, mkdirat 258 34, rmdir 84 -, unlink 87 -, unlinkat 263 35, rename 82 -, renameat 264 38,
+renameat2 316 276, fsync 74 82, fdatasync 75 83, fadvise64 221 223, flock 73 32, umask 95 166,
+copy_file_range 326 285, sendfile 40 71, poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72, epoll_create 213 -,
+epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, epoll_pwait2 441 441, eventfd2 290 19,
+recvfrom 45 207, shutdown 48 210, mmap 9 222, mprotect 10 226, munmap 11 215, mremap 25 216, madvise 28 233, msync 26 227,
+brk 12 214, membarrier 324 283, futex 202 98, set_robust_list 273 99, set_tid_address 218 96, rseq 334 293,
+arch_prctl 158 -, exit 60 93, exit_group 231 94, restart_syscall 219 128, sched_yield 24 124, sched_getaffinity 204 123,
+getcpu 309 168, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigsuspend 130 133,
+rt_sigtimedwait 128 137, rt_sigpending 127 136, sigaltstack 131 132, pause 34 -, alarm 37 -, getitimer 36 102,
+setitimer 38 103, nanosleep 35 101, clock_nanosleep 230 115, clock_gettime 228 113, clock_getres 229 114,
+gettimeofday 96 169, time 201 -, times 100 153, getrusage 98 165, getrlimit 97 163, sysinfo 99 179, uname 63 160,
+getrandom 318 278, getpid 39 172, gettid 186 178, getppid 110 173, getuid 102 174, geteuid 107 175, getgid 104 176,
+getegid 108 177, getresuid 118 148, getresgid 120 150, getgroups 115 158, getpgrp 111 -, getpgid 121 155, getsid 124 156,
+getpriority 140 141
+"""
+# ... and these, where 32-bit words of their arguments (word 2i is the low half of argument i), under a mask, have one of
+# some values.
+THREAD, NEW_NAMESPACES = 0x10000, 0x7E020000
+READ, WRITE, READ_WRITE, TRUNCATE = 0, 1, 2, 0o1000
+# opening for reading must not empty a file: Landlock took that for reading before Linux 6.2
+ACCESS = (3 | TRUNCATE, (READ, WRITE, READ_WRITE, WRITE | TRUNCATE, READ_WRITE | TRUNCATE))
+ALL = 0xFFFFFFFF
+
+
+def conditional(pid: int) -> dict[tuple, tuple]:
+    """(numbers on x86_64 and aarch64) -> conditions (word, mask, values), all of which must hold."""
+    return {
+        (2, None): ((2, *ACCESS),),  # open
+        (257, 56): ((4, *ACCESS),),  # openat
+        (56, 220): ((0, THREAD | NEW_NAMESPACES, (THREAD,)),),  # clone
+        (62, 129): ((0, ALL, (pid,)),),  # kill
+        (234, 131): ((0, ALL, (pid,)),),  # tgkill
+        (302, 261): ((0, ALL, (0, pid)),),  # prlimit64
+        # fcntl, without F_SETOWN and F_SETSIG, which have the kernel send any signal to any process of the user
+        (72, 25): ((2, ALL, (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)),),
+        # ioctl: is it a terminal, of which size, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+        (16, 29): ((2, ALL, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),
+        (53, 199): ((0, ALL, (1,)), (2, 0xF, (1,))),  # socketpair of unix streams, which asyncio wakes itself with
+        (44, 206): ((8, ALL, (0,)), (9, ALL, (0,))),  # sendto without an address
+    }
+
+
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+LOAD, EQUAL, AND, RETURN = 0x20, 0x15, 0x54, 0x06
+ALLOW, KILL, ERRNO, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050000, 1, 38
+
+
+def seccomp_filter(machine: str, pid: int) -> list[tuple[int, int, int, int]]:
+    """BPF instructions (code, jump if true, jump if false, operand) that allow CALLS and the conditional ones."""
+    column = list(AUDIT_ARCH).index(machine)
+    code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    for call in CALLS.split(","):
+        number = call.split()[1 + column]
+        if number != "-":
+            code += [(EQUAL, 0, 1, int(number)), (RETURN, 0, 0, ALLOW)]
+    for numbers, conditions in conditional(pid).items():
+        if numbers[column] is None:
+            continue
+        body = []
+        for word, mask, values in conditions:
+            body += [(LOAD, 0, 0, 16 + 4 * word), (AND, 0, 0, mask)]
+            body += [(EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
+            body += [(RETURN, 0, 0, ERRNO | EPERM)]
+        body += [(RETURN, 0, 0, ALLOW)]
+        code += [(EQUAL, 0, len(body), numbers[column]), *body]
+    return [*code, (RETURN, 0, 0, ERRNO | ENOSYS)]
+
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.malloc.restype = ctypes.c_void_p
+
+
+def check(value: int, what: str) -> int:
+    if value < 0:
+        raise OSError(f"{what}: {os.strerror(ctypes.get_errno())}")
+    return value
+
+
+def syscall(number: int, *arguments) -> int:
+    wide = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
+    return libc.syscall(ctypes.c_long(number), *wide)
+
+
+def prctl(option: int, *arguments) -> int:
+    wide = [ctypes.c_ulong(argument) if isinstance(argument, int) else argument for argument in arguments]
+    return libc.prctl(option, *wide, *[ctypes.c_ulong(0)] * (4 - len(arguments)))
+
+
+def limit_resources(seconds: float, memory_mb: int, disk_mb: int, threads: int | None) -> None:
+    """Hard limits, which nobody without privileges can lift again. threads: None leaves them to the memory they take."""
+    cpu = int(seconds) + 3  # for a program whose parent died: the parent's own clock is the tighter one
+    limits = {"CPU": cpu, "AS": memory_mb << 20, "FSIZE": disk_mb << 20, "NOFILE": 64, "CORE": 0, "NPROC": threads}
+    for name, value in limits.items():
+        which = getattr(resource, f"RLIMIT_{name}", None)
+        if value is None or which is None:
+            continue
+        hard = resource.getrlimit(which)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        try:
+            resource.setrlimit(which, (value, value))
+        except (ValueError, OSError):  # macOS knows RLIMIT_AS by name only
+            if sys.platform == "linux":
+                raise
+
+
+def become_unprivileged(folder: str) -> bool:
+    """Gives up root and every capability. Whether the process is now a user of its own.
+
+    One capability stays where the interpreter itself lies in a folder that only root may enter, as /root is: reading past
+    permissions, so that Landlock alone says which files.
+    """
+    own_user = False
+    if os.geteuid() == 0:
+        prctl(8, 1)  # PR_SET_KEEPCAPS
+        for user in (OWN_USERS + os.getpid(), NOBODY):
+            try:
+                os.chown(folder, user, user)
+                os.setgroups([])
+                os.setresgid(user, user, user)
+                os.setresuid(user, user, user)
+                own_user = user != NOBODY
+                break
+            except OSError:  # a container may have neither the user nor the right
+                continue
+    header, data = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0)), ctypes.create_string_buffer(24)
+    check(libc.capget(header, data), "capget")
+    permitted = struct.unpack("=6I", data.raw)[1]
+    kept = 0
+    if os.geteuid() != 0:
+        try:
+            os.close(os.open(os.__file__, os.O_RDONLY))
+            os.stat(folder)
+        except PermissionError:
+            kept = next((bit for bit in (1 << 2, 1 << 1) if permitted & bit), 0)  # DAC_READ_SEARCH, else DAC_OVERRIDE
+    data.raw = struct.pack("=6I", kept, kept, 0, 0, 0, 0)
+    check(libc.capset(header, data), "capset")
+    return own_user
+
+
+def landlock(folder: str) -> int:
+    """Reading of the interpreter and the system's libraries, anything in `folder`, and nothing else. The kernel's ABI."""
+    abi = check(syscall(444, None, 0, 1), "Landlock")
+    rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
+    network = 0b11 if abi >= 4 else 0  # no TCP port may be bound or connected to
+    scope = 0b11 if abi >= 6 else 0  # no signal to, no abstract socket of, a process outside
+    size = 24 if abi >= 6 else 16 if abi >= 4 else 8
+    attributes = ctypes.create_string_buffer(struct.pack("=QQQ", rights, network, scope))
+    ruleset = check(syscall(444, attributes, size, 0), "Landlock")
+
+    execute, write_file, read_file, read_folder, truncate = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
+    special = 0b1001_1110_0100_0000  # making of devices, sockets, pipes and links; ioctl on devices
+
+    def permit(path: str, allowed: int) -> None:
+        try:
+            handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:  # not on this system
+            return
+        if not os.path.isdir(path):
+            allowed &= write_file | read_file | truncate
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", allowed & rights, handle))
+        check(syscall(445, ruleset, 1, rule, 0), f"Landlock: {path}")
+        os.close(handle)
+
+    installation = {*sys.path, *(f"{prefix}/lib" for prefix in (sys.base_prefix, sys.base_exec_prefix) if prefix)}
+    system = "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/localtime", "/etc/ld.so.cache"
+    for path in (*installation, *system, "/dev/zero", "/dev/random", "/dev/urandom"):
+        permit(path, read_file | read_folder)
+    permit("/dev/null", read_file | write_file | truncate)
+    permit(folder, rights & ~(execute | special))
+    check(syscall(446, ruleset, 1 if abi >= 7 else 0), "Landlock")  # 1: what it denies is no news for the system's log
+    os.close(ruleset)
+    return abi
+
+
+class Instruction(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint16), ("true", ctypes.c_uint8), ("false", ctypes.c_uint8), ("k", ctypes.c_uint32))
+
+
+class Filter(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_uint16), ("code", ctypes.POINTER(Instruction)))
+
+
+def seccomp() -> None:
+    code = seccomp_filter(os.uname().machine, os.getpid())
+    instructions = (Instruction * len(code))(*code)
+    check(prctl(22, 2, ctypes.byref(Filter(len(code), instructions))), "seccomp")
+
+
+def confine(folder: str, parent: int, seconds: float, memory_mb: int, disk_mb: int, threads: int) -> list[str]:
+    """What is in force now. Raises OSError where the platform lacks one of it; then some of it may be."""
+    if sys.platform != "linux" or os.uname().machine not in AUDIT_ARCH:
+        raise OSError(f"{sys.platform} on {os.uname().machine}")
+    check(prctl(38, 1), "no_new_privs")
+    if os.access("/proc/self/oom_score_adj", os.W_OK):
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # where the machine runs out of memory all the same, this goes first, not the training
+    own_user = become_unprivileged(folder)
+    check(prctl(1, 9), "parent's death")  # SIGKILL when the parent ends; becoming another user unset it before
+    if os.getppid() != parent:
+        os._exit(1)
+    if (
+        not own_user
+    ):  # the limit counts all threads of the user, which are no more than the machine's: "... running/all pid"
+        with open("/proc/loadavg") as file:
+            threads += int(file.read().split()[3].partition("/")[2])
+    limit_resources(seconds, memory_mb, disk_mb, threads)
+    abi = landlock(folder)
+    seccomp()
+    return [f"landlock {abi}", "seccomp", *["own user"] * own_user, "limits"]
+
+
+def main() -> None:
+    folder, *numbers = sys.argv[1:]
+    status, unconfined, parent, memory_mb, disk_mb, threads = map(int, numbers[:-1])
+    seconds = float(numbers[-1])
+    os.set_inheritable(status, False)
+    secret = libc.malloc(
+        SECRET_BYTES
+    )  # in no Python object, where a walk through frames or the garbage collector meets it
+    check(libc.read(0, ctypes.c_void_p(secret), SECRET_BYTES), "standard input")
+    with open(0, "rb") as file:  # closes it
+        program = file.read()
+    os.open(os.devnull, os.O_RDONLY)  # takes its place as number 0
+    try:
+        in_force = confine(folder, parent, seconds, memory_mb, disk_mb, threads)
+    except OSError as error:
+        if not unconfined:
+            os.write(status, REFUSED + str(error).encode() + MARK)
+            os._exit(1)
+        limit_resources(seconds, memory_mb, disk_mb, None)
+        in_force = ["limits"]
+    sys.argv = [""]
+    write, leave = os.write, os._exit  # the program may replace what the modules hold
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    write(status, ", ".join(in_force).encode() + MARK)
+    ended = b""
+    try:
+        exec(compile(program, "<program>", "exec", dont_inherit=True), module.__dict__)
+        ended = ctypes.string_at(secret, SECRET_BYTES)
+    except MemoryError:
+        ended = OUT_OF_MEMORY
+    except BaseException as error:  # SystemExit too: whoever leaves early has not come to the end
+        try:
+            trace = error.__traceback__.tb_next  # without the frame of this file
+            sys.__excepthook__(type(error), error.with_traceback(trace), trace)
+        except BaseException:  # the program's own exception may fail at being printed
+            pass
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:  # the disk limit, or something that the program put there
+        pass
+    write(status, ended)
+    leave(ended in (b"", OUT_OF_MEMORY))  # no clean-up: threads and exit handlers of the program would come first
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Reward functions in the form the field has settled on, several of them as one reward. Text in, numbers out.
+
+    def brevity(prompts, completions, **columns):
+        return [1 - len(text) / 1000 for text in completions]
+
+A function gets the samples of one prompt, so it may compare siblings: lists of equal length, among them every column of the
+example, once for each sample. It gives a number for each, None where it does not apply, or a `Reward` to say more (whether
+it is right, named parts). It may be a coroutine.
+"""
+
+import asyncio
+import inspect
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from grpo.env.messages import Message
+from grpo.env.types import Example, Reward, Trajectory
+from grpo.rewards.resolve import Function, locate, name_of
+from grpo.system.coroutines import awaited
+from grpo.system.errors import RewardError, UserError, told
+
+log = logging.getLogger(__name__)
+
+
+class Rewards:
+    """Functions and their weights. The reward is the weighted sum over those that apply.
+
+    functions: callables, or texts for `locate`. weights: one for each, null for 1 each; 0 only logs.
+    solved: where no function says whether an answer is right, it counts as right from this reward on.
+    """
+
+    def __init__(
+        self, functions: str | Sequence[str | Function], weights: Sequence[float] | None = None, solved: float = 1.0
+    ) -> None:
+        listed = [functions] if isinstance(functions, str) or callable(functions) else list(functions)
+        if not listed:
+            raise UserError("task.rewards is empty: name at least one reward function")
+        self.functions = [locate(one) if isinstance(one, str) else one for one in listed]
+        self.names = [name_of(function) for function in self.functions]
+        self.wanted = [_wanted(function) for function in self.functions]
+        self.weights = [1.0] * len(listed) if weights is None else [float(weight) for weight in weights]
+        self.solved = solved
+        if len(self.weights) != len(listed):
+            raise UserError(
+                f"number of reward weights ({len(self.weights)}) must match number of reward functions "
+                f"({len(listed)}): task.weights={self.weights} for {', '.join(self.names)}; task.weights=null is 1 for each"
+            )
+        if twice := [name for name in self.names if self.names.count(name) > 1]:
+            raise UserError(f"two reward functions are called {twice[0]!r}: their parts could not be told apart")
+        self.warned = False
+
+    def check(self, columns: Iterable[str], where: str) -> None:
+        """Refuse rows that lack a column which a function cannot do without. where: whose columns they are."""
+        columns = set(columns)
+        for name, function in zip(self.names, self.functions, strict=True):
+            for parameter in _parameters(function):
+                needed = parameter.default is parameter.empty and parameter.kind in _NAMED
+                if needed and parameter.name not in columns | _ALWAYS:
+                    raise UserError(
+                        f"the reward function {name!r} needs {parameter.name!r}, which is no column of {where} "
+                        f"({', '.join(sorted(columns))}) and has no default value"
+                    )
+
+    def score(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
+        """A reward for each of the trajectories, which are samples of one example.
+
+        Parts: what each function gave, by its name, before weights; of one that gives a `Reward` that one's parts. A sample of
+        which a function says by a `Reward` that nobody could tell has no reward at all (NaN); nor has one to which none
+        applies (one of weight 0 does not count), of which the log warns once.
+        """
+        given = self._called(as_lists(example, trajectories))
+        rewards = [self._combined([values[i] for values in given]) for i in range(len(trajectories))]
+        if not self.warned and any(not reward.known and reward.outcome is None for reward in rewards):
+            self.warned = True
+            log.warning(
+                "no reward function (%s) applies to a sample: it has no advantage and teaches nothing. Its columns: %s",
+                ", ".join(self.names),
+                ", ".join(example),
+            )
+        return rewards
+
+    def _called(self, arguments: Mapping[str, list]) -> list[list[float | Reward | None]]:
+        """What every function gives; the coroutines among them wait side by side."""
+        given: list[Any] = []
+        for function, names in zip(self.functions, self.wanted, strict=True):
+            try:
+                given.append(function(**{name: arguments[name] for name in names or arguments if name in arguments}))
+            except (Exception, SystemExit) as error:
+                given.append(error)
+        places = [i for i, values in enumerate(given) if inspect.isawaitable(values)]
+        if places:
+            for place, values in zip(places, awaited(_side_by_side([given[i] for i in places])), strict=True):
+                given[place] = values
+        return [self._checked(i, values, arguments) for i, values in enumerate(given)]
+
+    def _checked(self, i: int, values: Any, arguments: Mapping[str, list]) -> list[float | Reward | None]:
+        count, name = len(arguments["completions"]), self.names[i]
+        if isinstance(values, BaseException):
+            raise RewardError(f"the reward function {name!r} raised {told(values)}") from values
+        try:
+            values = list(values)
+        except TypeError:
+            raise RewardError(
+                f"the reward function {name!r} gave {type(values).__name__}, not a list of {count} values"
+            ) from None
+        if len(values) != count:
+            raise RewardError(f"the reward function {name!r} gave {len(values)} values for {count} completions")
+        for sample, value in enumerate(values):
+            if isinstance(value, Reward) or value is None:
+                continue
+            try:
+                values[sample] = float(value)
+            except (TypeError, ValueError):
+                raise RewardError(f"the reward function {name!r} gave {value!r}, which is no number", sample) from None
+            if not math.isfinite(values[sample]):
+                raise RewardError(
+                    f"the reward function {name!r} gave {values[sample]}: a number, or None where it does not apply",
+                    sample,
+                )
+        return values
+
+    def _combined(self, values: Sequence[float | Reward | None]) -> Reward:
+        """The weighted sum of what one sample was given."""
+        total, parts, graded, applies = 0.0, {}, None, False
+        for name, weight, value in zip(self.names, self.weights, values, strict=True):
+            if value is None:
+                continue
+            applies = applies or weight != 0  # what is only logged is no reward
+            if isinstance(value, Reward):
+                parts |= value.parts
+                if graded is None or graded.correct or not value.known:  # right is right by all that grade
+                    graded = value
+                value = value.value
+            else:
+                parts[name] = value
+            total += weight * value if weight else 0.0
+        if not applies:
+            return Reward(math.nan, False, parts)
+        if graded is None:
+            return Reward(total, total >= self.solved, parts)
+        return Reward(total, graded.correct, parts, graded.outcome)
+
+
+async def _side_by_side(waiting: Sequence[Any]) -> list[Any]:
+    return await asyncio.gather(*waiting, return_exceptions=True)
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_ALWAYS = {"prompts", "completions", "truncated", "lengths"}  # what every task has
+
+
+def _parameters(function: Function) -> list[inspect.Parameter]:
+    """Of its signature, without those that a partial has set by name."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:  # built in
+        return []
+
+
+def _wanted(function: Function) -> list[str]:
+    """The arguments that a function names; none of them means all, as for one with **columns."""
+    parameters = _parameters(function)
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return [] if takes_all else [parameter.name for parameter in parameters]
+
+
+def as_lists(example: Example, trajectories: Sequence[Trajectory]) -> dict[str, list]:
+    """prompts, completions and the rest as reward functions take them: a list each, a value a sample.
+
+    Conversations (an example whose `prompt` is a list of messages): prompts are lists of messages, completions the messages
+    after it, a prefill joined to what continues it. Else both are texts. Further: `truncated` (the limit of tokens cut it
+    short), `lengths` (tokens sampled, where they were), and every column of the example.
+    """
+    conversational = isinstance(example.get("prompt"), (list, tuple)) or any(len(t.steps) > 1 for t in trajectories)
+    prompts, completions = [], []
+    for trajectory in trajectories:
+        start = list(trajectory.steps[0].state.messages)
+        if not conversational:
+            prompts.append("\n\n".join(message.content for message in start))
+            completions.append(trajectory.answer)
+            continue
+        end = trajectory.steps[-1]
+        later = [*end.state.messages[len(start) :], end.action.message]
+        if start and start[-1].role == "assistant":
+            prefill = start.pop()
+            later[0] = Message("assistant", prefill.content + later[0].content)
+        prompts.append([message.as_dict() for message in start])
+        completions.append([message.as_dict() for message in later])
+    rest = {name: [value] * len(trajectories) for name, value in example.items()}
+    known = {"prompts": prompts, "completions": completions, "truncated": [t.truncated for t in trajectories]}
+    lengths = [sum(step.action.length for step in trajectory.steps) for trajectory in trajectories]
+    return rest | known | ({"lengths": lengths} if all(lengths) else {})
+
+
+def text_of(completion: str | Sequence[Mapping[str, str]]) -> str:
+    """What the policy said last, in either form of a completion."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]

@@ -1,0 +1,1 @@
+"""Is this the right answer? Extraction, exact numbers, algebra."""

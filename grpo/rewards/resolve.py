@@ -1,0 +1,105 @@
+"""From the name of a reward function to the function, and back."""
+
+import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from grpo.system.errors import UserError
+
+Function = Callable[..., Any]  # (prompts, completions, **columns) -> list[float | None | Reward], or a coroutine of it
+
+
+def locate(name: str) -> Function:
+    """The function that a text names: one of grpo.rewards.functions, a dotted path, FILE.py:NAME, or the folder or hub id of a
+    sequence-classification model. Raises UserError that says what is missing."""
+    from grpo.rewards import functions
+
+    shipped = [
+        key
+        for key, value in vars(functions).items()
+        if callable(value) and value.__module__ == functions.__name__ and not key.startswith("_")
+    ]
+    if name in shipped:
+        return getattr(functions, name)
+    file, colon, attribute = name.rpartition(":")
+    if name.endswith(".py"):
+        raise UserError(f"the reward function {name!r} is a file: say which of its functions, {name}:NAME")
+    if Path(name).expanduser().is_dir() or ("/" in name and not colon):
+        from grpo.rewards.reward_model import Classifier
+
+        return Classifier(name)
+    if not colon and "." not in name:
+        near = get_close_matches(name, shipped, n=1)
+        raise UserError(
+            f"there is no reward function {name!r}{f'; did you mean {near[0]}?' if near else ''} Give one of "
+            f"{', '.join(shipped)}, a dotted path, FILE.py:NAME, or the folder or hub id of a reward model"
+        )
+    try:
+        if colon:
+            module = _module_of_file(Path(file).expanduser())
+        else:
+            module_name, _, attribute = name.rpartition(".")
+            module = import_module(module_name)
+    except Exception as error:  # whatever a user's module does when it is imported
+        raise UserError(
+            f"the reward function {name!r} cannot be imported: {type(error).__name__}: {error} (its folder must be on "
+            "PYTHONPATH, or say FILE.py:NAME)"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UserError(
+            f"the reward function {name!r} is not there: {module.__name__} has {', '.join(there) or 'none'}"
+        )
+    return function
+
+
+def _module_of_file(file: Path) -> Any:
+    """Runs a file once, however many functions are taken from it."""
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    if (path := file.resolve()) not in _FILES:
+        spec = spec_from_file_location(file.stem, file)
+        module = module_from_spec(spec)
+        sys.modules.setdefault(file.stem, module)  # before it runs: a dataclass in it looks there
+        spec.loader.exec_module(module)
+        _FILES[path] = module
+    return _FILES[path]
+
+
+_FILES: dict[Path, Any] = {}
+
+
+def name_of(function: Function) -> str:
+    """What its part of the reward is called in metrics and samples; with its module where a metric has that name already."""
+    while isinstance(function, partial):
+        function = function.func
+    name = getattr(function, "__name__", type(function).__name__)
+    return f"{function.__module__}.{name}" if name in _TAKEN else name
+
+
+_TAKEN = {
+    "reward",
+    "reward_std",
+    "accuracy",
+    "solve_rate",
+    "length",
+    "truncated",
+    "no_answer",
+    "timeout",
+    "error",
+    "tokens",
+}
+_TAKEN |= {
+    "effective_groups",
+    "rounds",
+    "discarded_groups",
+    "logprob_gap",
+    "advantages_positive",
+    "advantages_negative",
+}

@@ -1,0 +1,121 @@
+"""RowTask: a question in a row of a dataset, an answer in one turn, reward functions for it.
+
+What most tasks share. A task that is more than this needs nothing from here: see `rl.Task`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from grpo.env.messages import Message
+from grpo.env.types import Claim, Example, Reward, SingleTurn, Split, Trajectory
+from grpo.rewards.combined import Rewards, as_lists, text_of
+from grpo.rewards.functions import correct
+from grpo.rewards.math.answers import extract_answer, loose_answer
+from grpo.rewards.math.grading import verdict
+from grpo.rewards.resolve import Function
+from grpo.system.errors import UserError
+
+Template = Callable[[str], tuple[Message, ...]]  # of a question
+
+
+class Rows(Protocol):
+    """Whatever has the rows of a task: `rows.Dataset`, or rows that are made up."""
+
+    def split(self, split: Split) -> Sequence[Example]: ...
+
+
+class RowTask:
+    """A task of this kind says how a row is asked (`messages`), and of what is graded what `gold` is.
+
+    rewards, weights, solved: see `Rewards`. Its functions get the columns of the row and `gold`.
+    """
+
+    gold_column: str | None = "answer"
+    stop: str | None = None  # where a base model has finished its answer and goes on to invent the next question
+
+    def __init__(
+        self,
+        data: Rows,
+        rewards: str | Sequence[str | Function],
+        weights: Sequence[float] | None = None,
+        solved: float = 1.0,
+    ) -> None:
+        self.data, self.rewards = data, Rewards(rewards, weights, solved)
+
+    def messages(self, example: Example) -> tuple[Message, ...]:
+        raise NotImplementedError
+
+    def gold(self, example: Example) -> Any:
+        """What the right answer is, None where a row does not say."""
+        return example.get(self.gold_column)
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        rows = self.data.split(split)
+        self.check(rows[0], split)
+        return rows
+
+    def check(self, row: Example, where: str) -> None:
+        """Refuse a row that lacks what a reward function cannot do without. where: whose row it is."""
+        self.rewards.check({*row, *(() if self.gold(row) is None else ("gold",))}, where)
+
+    def build(self, example: Example) -> SingleTurn:
+        return SingleTurn(self.messages(example))
+
+    def columns(self, example: Example) -> Example:
+        """What reward functions get of it."""
+        return example if self.gold_column is None else {**example, "gold": self.gold(example)}
+
+    def heard(self, trajectory: Trajectory) -> Trajectory:
+        """As much of it as is graded."""
+        return trajectory if self.stop is None else with_answer(trajectory, trajectory.answer.partition(self.stop)[0])
+
+    def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
+        return self.rewards.score(self.columns(example), [self.heard(trajectory) for trajectory in trajectories])
+
+    def score(self, example: Example, trajectory: Trajectory) -> Reward:
+        return self.score_group(example, [trajectory])[0]
+
+    def claims(self, example: Example, trajectory: Trajectory) -> Claim | None:
+        """What `correct` reads. None where it is not among the rewards."""
+        if not any(getattr(function, "func", function) is correct for function in self.rewards.functions):
+            return None
+        columns = self.columns(example)
+        text = text_of(as_lists(columns, [self.heard(trajectory)])["completions"][0])
+        gold = columns.get("gold")
+        lenient = None if gold is None else verdict(loose_answer(text), str(gold)) == "right"
+        return Claim(extract_answer(text), lenient)
+
+
+def with_answer(trajectory: Trajectory, text: str) -> Trajectory:
+    """The same with another text for its last action."""
+    *before, last = trajectory.steps
+    message = replace(last.action.message, content=text)
+    return Trajectory((*before, replace(last, action=replace(last.action, message=message))))
+
+
+AS_TEXT = ("zero_shot", "one_shot")  # of the templates below those that a base model continues
+NEXT_QUESTION = "\nQuestion:"
+
+
+def templates(instructions: str, question: str, solution: str) -> dict[str, Template]:
+    """Ways to ask, by name: chat and chat_one_shot for a chat model, zero_shot and one_shot as text that a base model
+    continues. question and solution: the worked example of the two with one."""
+    worked = f"Question: {question}\nAnswer: {solution}\n\n"
+
+    def ask(text: str) -> Message:
+        return Message("user", f"{text}\n\n{instructions}")
+
+    return {
+        "chat": lambda text: (ask(text),),
+        "chat_one_shot": lambda text: (ask(question), Message("assistant", solution), ask(text)),
+        "zero_shot": lambda text: (Message("user", f"{instructions}\n\nQuestion: {text}\nAnswer:"),),
+        "one_shot": lambda text: (Message("user", f"{instructions}\n\n{worked}Question: {text}\nAnswer:"),),
+    }
+
+
+def chosen(prompts: Mapping[str, Any], name: str) -> Any:
+    """The template that task.prompt names."""
+    if name not in prompts:
+        raise UserError(f"task.prompt={name} is not one of {', '.join(sorted(prompts))}")
+    return prompts[name]

@@ -1,0 +1,55 @@
+"""What was played to tensors: turns to rows of a TokenBatch, rewards to Scores."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from grpo.env.tokens import Row, rows
+from grpo.objectives.batch import Scores, TokenBatch
+from grpo.rollout.types import Group, Sample
+
+NOTHING = Row((0,), (0,), (False,), (0.0,))  # every rank has a row, even where each of its environments failed at once
+
+
+def collate(groups: Sequence[Group], first: int = 0) -> TokenBatch:
+    """The rows of all samples, in order; `first` is the place of the first sample in the rollout."""
+    samples = [sample for group in groups for sample in group]
+    owned = [(s, row) for s, sample in enumerate(samples, first) for row in rows(sample.turns)] or [(first, NOTHING)]
+    prompt_width = max(len(row.prompt_ids) for _, row in owned)
+    width = max(len(row.ids) for _, row in owned)
+    ids = torch.zeros(len(owned), prompt_width + width, dtype=torch.int64)
+    attention_mask = torch.zeros_like(ids)
+    mask = torch.zeros(len(owned), width, dtype=torch.bool)
+    rollout_logprobs = torch.zeros(len(owned), width)  # padding: `mask` keeps it out of every sum
+    for i, (_, row) in enumerate(owned):
+        start, end = prompt_width - len(row.prompt_ids), prompt_width + len(row.ids)
+        ids[i, start:end] = torch.tensor(row.prompt_ids + row.ids)
+        attention_mask[i, start:end] = 1
+        mask[i, : len(row.ids)] = torch.tensor(row.sampled)
+        rollout_logprobs[i, : len(row.ids)] = torch.tensor(row.logprobs)
+    owner = torch.tensor([s for s, _ in owned])
+    return TokenBatch(ids, attention_mask, mask, rollout_logprobs, owner)
+
+
+def scores(groups: Sequence[Group]) -> Scores:
+    """What the samples earned, [N, G] each. A part is NaN where a reward does not have it, or nobody could give the reward."""
+
+    def tensor(value) -> Tensor:
+        return torch.tensor([[float(value(sample)) for sample in group] for group in groups])
+
+    def part(name: str) -> Tensor:
+        return tensor(lambda sample: {**sample.reward.parts, "correct": sample.reward.correct}.get(name, torch.nan))
+
+    def last(sample: Sample) -> int:
+        return len(sample.turns[-1].completion.ids) if sample.turns else 0
+
+    names = dict.fromkeys(["correct", *(name for group in groups for sample in group for name in sample.reward.parts)])
+    rewards = tensor(lambda sample: sample.reward.value)
+    return Scores(
+        rewards=rewards,
+        parts={name: part(name).masked_fill(rewards.isnan(), torch.nan) for name in names},
+        lengths=tensor(lambda sample: sample.length),
+        last_lengths=tensor(last),
+        truncated=tensor(lambda sample: sample.trajectory.truncated).bool(),
+    )

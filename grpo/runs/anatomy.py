@@ -1,0 +1,153 @@
+"""An objective taken apart: its loss, its gradient, its advantages and its weights, as numbers and as figures.
+
+Everything is asked of the Algorithm itself (`loss` with autograd, `credit`, `weights`): a picture of it cannot be out of date.
+Algorithms that agree share a panel or a line. Needs the extra `plot` (matplotlib).
+"""
+
+import math
+import textwrap
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from grpo.objectives.algorithm import Algorithm
+from grpo.objectives.batch import Scores, TokenBatch
+from grpo.runs.plots import COLOURS, panels, tidy
+
+OLD_LOGPROB = -3.0  # of every token before the update, so that ratios up to e^3 are probabilities
+
+
+def some_batch(rows: int, tokens: int) -> TokenBatch:
+    """[rows, tokens], where the engine, the reference and the policy before the update say the same, and every token weighs 1."""
+    old, ones = torch.full((rows, tokens), OLD_LOGPROB), torch.ones(rows, tokens)
+    return TokenBatch(
+        ids=torch.zeros(rows, tokens + 1, dtype=torch.int64),
+        attention_mask=torch.ones(rows, tokens + 1, dtype=torch.int64),
+        mask=ones.bool(),
+        rollout_logprobs=old,
+        sample=torch.arange(rows),
+        old_logprobs=old,
+        reference_logprobs=old,
+        weights=ones,
+    )
+
+
+def against_ratio(
+    algorithm: Algorithm, ratios: Tensor, advantage: float, tokens: int = 10, together: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The loss of an answer, and its gradient with respect to one token's log-probability, where that token's ratio is r.
+
+    ratios: [R], new over old probability, of one token in `tokens`; the others stay at ratio 1, or go with it (together).
+    Every token weighs 1, which keeps the reduction out of it (see `weights_by_length`).
+    Returns [R] each; the loss is counted from where all ratios are 1.
+    """
+    batch = some_batch(len(ratios) + 1, tokens)
+    weights = batch.weights.requires_grad_()
+    moved = torch.zeros_like(weights)
+    moved[:-1, slice(None) if together else slice(1)] = ratios.log()[:, None]
+    logprobs = (batch.old_logprobs + moved).requires_grad_()
+    batch = replace(batch, weights=weights, advantages=torch.full_like(weights, advantage))
+    loss, _ = algorithm.loss(logprobs, torch.zeros_like(logprobs), batch)
+    of_tokens, gradient = torch.autograd.grad(loss, (weights, logprobs))  # a loss is sum(weights x token loss)
+    losses = of_tokens.sum(1)
+    return losses[:-1] - losses[-1], gradient[:-1, 0]
+
+
+def advantages_by_solved(algorithm: Algorithm, group_size: int = 8) -> tuple[Tensor, Tensor]:
+    """The advantage of a right answer (reward 1) and of a wrong one (0) in groups with 1 to G - 1 right ones. [G - 1] each.
+
+    One rollout has all of these groups, one without a right answer and one without a wrong one: some advantages look at them all.
+    """
+    right = torch.arange(group_size) < torch.arange(group_size + 1)[:, None]  # [G + 1, G]
+    rewards, short = right.float(), torch.ones(right.shape)
+    scores = algorithm.shaped(Scores(rewards, {"correct": rewards}, short, short, torch.zeros_like(right)))
+    advantages = algorithm.credit(scores, some_batch(right.numel(), 1)).advantages.view_as(rewards)
+    return advantages[1:-1, 0], advantages[1:-1, -1]
+
+
+def weights_by_length(algorithm: Algorithm, lengths: Tensor) -> Tensor:
+    """What a token of each answer weighs in an update of answers so long: lengths [B] to [B]."""
+    return algorithm.weights(torch.arange(int(lengths.max())) < lengths[:, None])[:, 0]
+
+
+# -- figures
+
+
+def alike(curves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those that coincide as one, named by all of them."""
+    found: list[tuple[list[str], Tensor]] = []
+    for name, curve in curves.items():
+        same = next((names for names, other in found if torch.allclose(curve, other, rtol=1e-3, atol=1e-6)), None)
+        if same is None:
+            found.append(([name], curve))
+        else:
+            same.append(name)
+    return {", ".join(names): curve for names, curve in found}
+
+
+def pairs(x: Tensor, shapes: Mapping[str, Tensor], labels: tuple[str, str], sharey: bool = True, **line) -> Figure:
+    """A panel for each of the shapes {title: [2, R]}: two lines against x [R]."""
+    figure, grid = panels(len(shapes), sharex=True, sharey=sharey)
+    for axes, (names, curves) in zip(grid, shapes.items(), strict=True):
+        for curve, colour, label in zip(curves, COLOURS, labels, strict=False):
+            axes.plot(x, curve, color=colour, label=label, **line)
+        tidy(axes)
+        axes.set_title(textwrap.fill(names, 30), fontsize=8)
+    grid[0].legend(fontsize=7, frameon=False)
+    return figure
+
+
+def objectives(
+    algorithms: Mapping[str, Algorithm],
+    what: Literal["loss", "gradient"] = "loss",
+    least: float = 0.25,
+    most: float = 4.0,
+    bound: float | None = 4.0,
+    **setting,
+) -> Figure:
+    """The loss, or its gradient, against the ratio; those who agree in both share a panel.
+
+    least, most: of the ratio. bound: of the y-axis, None gives each panel its own. setting: as of `against_ratio`.
+    """
+    ratios = torch.linspace(math.log(least), math.log(most), 401).exp()
+    drawn = {
+        name: torch.stack([torch.stack(against_ratio(algorithm, ratios, sign, **setting)) for sign in (1.0, -1.0)], 1)
+        for name, algorithm in algorithms.items()
+    }  # [2, 2, R]: loss or gradient, sign of the advantage
+    index = ("loss", "gradient").index(what)
+    shapes = {names: curves[index] for names, curves in alike(drawn).items()}
+    figure = pairs(ratios, shapes, ("A = +1", "A = \N{MINUS SIGN}1"), sharey=bound is not None)
+    for axes in figure.axes:
+        axes.axvline(1, color="black", linewidth=0.6, alpha=0.5)
+        axes.set_xscale("log")
+        axes.set_xticks([least, 1, most], [f"{tick:g}" for tick in (least, 1, most)])
+        axes.minorticks_off()
+        if bound is not None:
+            axes.set_ylim(-bound, bound)
+    figure.supxlabel("ratio of the token, new over old probability", fontsize=9)
+    figure.supylabel(("change of the loss", "gradient by the log-probability")[index], fontsize=9)
+    return figure
+
+
+def advantages(algorithms: Mapping[str, Algorithm], group_size: int = 8) -> Figure:
+    """What a right and a wrong answer are worth against how many of their group are right."""
+    shapes = alike({name: torch.stack(advantages_by_solved(a, group_size)) for name, a in algorithms.items()})
+    figure = pairs(torch.arange(1, group_size), shapes, ("right", "wrong"), marker="o", markersize=3)
+    figure.supxlabel(f"right answers of the {group_size} in the group", fontsize=9)
+    figure.supylabel("advantage", fontsize=9)
+    return figure
+
+
+def weights(algorithms: Mapping[str, Algorithm], lengths: Tensor) -> Figure:
+    """What one token weighs in the loss against the length of its answer, in an update of answers so long [B]."""
+    shapes = alike({name: weights_by_length(a, lengths) for name, a in algorithms.items()})
+    figure, (axes,) = panels(1, width=8, height=3)
+    for names, weight in shapes.items():
+        axes.plot(lengths, weight, marker="o", markersize=3, label=textwrap.fill(names, 40))
+    tidy(axes, yscale="log", xlabel="tokens of the answer", ylabel="weight of each of them")
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure

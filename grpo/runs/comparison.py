@@ -1,0 +1,153 @@
+"""Two policies or more on the same problems: which is better, by how much, and could it be chance?
+
+Reads what evaluations left; no model is loaded.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from grpo.evaluation.metrics import named
+from grpo.evaluation.statistics import arm_interval, compare_arms, holm, iqm, over_seeds, paired
+from grpo.runs.runs import SAME, VERDICTS, Run, arms, load
+from grpo.system.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+def arms_of(operands: Sequence[str | Sequence[str]]) -> dict[str, list[Run]]:
+    """What `compare=` names: a run, an evaluation, several of them in brackets (one arm, as its seeds), or a sweep, which has its
+    arms by what was said on its command line."""
+    found: dict[str, list[Run]] = {}
+    for operand in operands:
+        if not isinstance(operand, str):
+            found[", ".join(operand)] = load(*(Path(path).expanduser() for path in operand))
+            continue
+        folder = Path(operand).expanduser()
+        runs = load(folder)
+        if unfinished := [run for run in runs if run.folder != folder and run.status != "finished"]:
+            log.warning(
+                "not finished, and left out: %s", ", ".join(f"{run.folder} ({run.status})" for run in unfinished)
+            )
+        parts = arms(run for run in runs if run not in unfinished)
+        for label, members in parts.items():
+            found[operand if len(parts) == 1 else f"{operand}: {label}"] = members
+    if not 2 <= len(found) <= len(ascii_uppercase):
+        raise UserError(
+            f"compare has {len(found)} arm ({', '.join(found)}): give two or more, as compare=RUN_A,RUN_B; the folder of a "
+            "sweep; or seeds in brackets, compare=[[A0,A1],[B0,B1]]"
+        )
+    return found
+
+
+def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -> dict[str, Any]:
+    """Every arm against the first, on the problems that all of their runs were asked: what metrics.json has of it."""
+    measured: dict[str, list[pd.DataFrame]] = {}
+    for name, runs in named_arms.items():
+        tables = {run: run.verdicts(after) for run in runs}
+        if missing := [str(run.folder) for run, table in tables.items() if table is None]:
+            log.warning("without a finished evaluation, and left out: %s", ", ".join(missing))
+        measured[name] = [table for table in tables.values() if table is not None]
+        if not measured[name]:
+            raise UserError(f"{name} has no finished evaluation: let it end, or run eval.py on it")
+    last = {run.evaluated[-1] for runs in named_arms.values() for run in runs if run.evaluated}
+    if after is None and len(last) > 1:
+        log.warning("the last evaluations are after %s rollouts; after=N takes the same", sorted(last))
+    every = [table for tables in measured.values() for table in tables]
+    items = sorted(set.intersection(*(set(table["accuracy"].dropna().index) for table in every)))
+    if not items:
+        raise UserError("the runs have no problem in common: compare evaluations of the same task, split and rows")
+
+    letters = dict(zip(measured, ascii_uppercase, strict=False))
+    found: dict[str, Any] = {"arms": {}, "items": {"common": len(items)}, "comparisons": []}
+    for metric in VERDICTS:
+        if not all(metric in table and table.loc[items, metric].notna().all() for table in every):
+            continue
+        scores = {
+            letters[name]: np.array([table.loc[items, metric] for table in tables])  # [runs, items]
+            for name, tables in measured.items()
+        }
+        rows = []
+        for name, runs in measured.items():
+            arm, of = scores[letters[name]], found["arms"].setdefault(letters[name], {"name": name, "runs": len(runs)})
+            found["items"][letters[name]] = len(set().union(*(table.index for table in runs)))
+            several = len(arm) > 1
+            of |= named({metric: arm_interval(arm)})
+            if several:
+                of |= named({f"{metric}_iqm": iqm(arm.mean(axis=1))})
+        first, *others = scores
+        for other in others:
+            a, b = scores[first], scores[other]
+            result = compare_arms(a, b) if max(len(a), len(b)) > 1 else paired(a[0], b[0])
+            row = {"metric": f"eval/{metric}", "arm": other, "against": first}
+            row |= {"difference": named({metric: result.difference})[f"eval/{metric}"], "p_value": result.p_value}
+            row |= {name: getattr(result, name) for name in ("better", "worse", "ties", "test")}
+            rows.append(row)
+        for row, adjusted in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
+            found["comparisons"].append({**row, "p_holm": adjusted})
+    return found
+
+
+# -- the arms of a sweep, as tables
+
+
+def complete(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """`arms`, with only the runs that can be compared; an arm without any is not there. UserError where none is."""
+    found = {arm: [run for run in of if run.status == "finished" and run.scored] for arm, of in arms(runs).items()}
+    if not any(found.values()):
+        raise UserError("none of the runs has finished with an evaluation, so there is nothing to compare yet")
+    return {arm: of for arm, of in found.items() if of}
+
+
+def compared(done: Mapping[str, Sequence[Run]]) -> pd.DataFrame:
+    """A row for each arm, best first: seeds; value, low, high of its last accuracy, for other seeds and other problems; against
+    the first arm given difference, its low and high, p, Holm's p, and better, worse, ties.
+
+    Arms that have no problem in common (of several tasks) have the mean over their seeds, and no difference.
+    """
+    rows: dict[str, dict[str, Any]] = {arm: {"seeds": len(of)} for arm, of in done.items()}
+    try:
+        found = compare(done)
+    except UserError:
+        for arm, of in done.items():
+            rows[arm] |= over_seeds([run.accuracy.iloc[-1] for run in of])._asdict()
+        return ranked(rows)
+    for arm in found["arms"].values():
+        rows[arm["name"]] |= arm["eval/accuracy"]
+    for row in found["comparisons"]:
+        if row["metric"] == "eval/accuracy":
+            difference, arm = row["difference"], found["arms"][row["arm"]]["name"]
+            rows[arm] |= {"difference": difference["value"], "difference_low": difference["low"]}
+            rows[arm] |= {"difference_high": difference["high"], "p": row["p_value"], "p (Holm)": row["p_holm"]}
+            rows[arm] |= {name: row[name] for name in ("better", "worse", "ties")}
+    return ranked(rows)
+
+
+def ranked(rows: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    table = pd.DataFrame.from_dict(rows, orient="index").rename_axis("arm").drop(columns="n")
+    return table.sort_values("value", ascending=False)
+
+
+def effects(done: Mapping[str, list[Run]]) -> dict[str, pd.DataFrame]:
+    """For each swept key but the seed: value, low, high, n for each of its values, over all runs that had it."""
+    runs = [run for of in done.values() for run in of]
+    keys = dict.fromkeys(key for run in runs for key in run.overrides if key not in SAME)
+    found = {}
+    for key in keys:
+        by: dict[str, list[float]] = {}
+        for run in runs:
+            by.setdefault(run.overrides.get(key, "default"), []).append(run.accuracy.iloc[-1])
+        if len(by) > 1:
+            table = pd.DataFrame({value: over_seeds(np.array(of))._asdict() for value, of in by.items()}).T
+            found[key] = in_order(table.rename_axis(key))
+    return found
+
+
+def in_order(table: pd.DataFrame) -> pd.DataFrame:
+    """Sorted by the index, by size where it holds numbers."""
+    return table.sort_index(key=lambda index: pd.to_numeric(index, errors="coerce"), kind="stable")

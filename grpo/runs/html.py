@@ -1,0 +1,70 @@
+"""Samples as HTML, for notebooks: to read, to compare, and token by token. What a policy wrote is escaped."""
+
+import math
+import re
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from html import escape
+from pathlib import Path
+
+import pandas as pd
+from tokenizers import Tokenizer
+
+TEXT = "white-space: pre-wrap; font-family: monospace; text-align: left"
+CARD = "border-left: 3px solid #999; padding: 2px 10px; margin: 10px 0; text-align: left"
+REMOVED, ADDED = "rgba(213, 94, 0, 0.35)", "rgba(0, 158, 115, 0.35)"
+
+
+def card(title: str, *bodies: str) -> str:
+    """title: text; bodies: HTML."""
+    parts = "".join(f'<div style="{TEXT}; margin-top: 4px">{body}</div>' for body in bodies)
+    return f'<div style="{CARD}"><b>{escape(title)}</b>{parts}</div>'
+
+
+def grey(text: str) -> str:
+    return f'<span style="opacity: 0.6">{escape(text)}</span>'
+
+
+def samples(table: pd.DataFrame) -> str:
+    """A card for each row: what it earned, the prompt, the completion."""
+
+    def title(row: dict) -> str:
+        said = [f"prompt {row['prompt_index']}, sample {row['sample']}", f"reward {row['reward']:.3g}"]
+        said += [f"advantage {row['advantage']:+.2f}"] if "advantage" in row else []
+        return " \N{MIDDLE DOT} ".join(
+            [*said, f"{row['tokens']} tokens", row["end"] if pd.isna(row["outcome"]) else row["outcome"]]
+        )
+
+    return "".join(card(title(row), grey(row["prompt"]), escape(row["completion"])) for row in table.to_dict("records"))
+
+
+def difference(before: str, after: str) -> str:
+    """The second text, with what was added to the first one and what was taken out of it marked, word by word."""
+    a, b = (re.findall(r"\s+|\w+|[^\w\s]", text) for text in (before, after))
+    found = []
+    for kind, i, j, k, m in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        old, new = escape("".join(a[i:j])), escape("".join(b[k:m]))
+        if kind == "equal":
+            found.append(new)
+            continue
+        found += [f'<del style="background: {REMOVED}">{old}</del>'] if old else []
+        found += [f'<ins style="background: {ADDED}; text-decoration: none">{new}</ins>'] if new else []
+    return "".join(found)
+
+
+def pieces(ids: Sequence[int], policy: Path | None) -> list[str]:
+    """The text of each token. policy: a folder with tokenizer.json; without one the ids are all there is to show."""
+    if policy is None:
+        return [f"<{token}>" for token in ids]
+    tokenizer = Tokenizer.from_file(str(policy / "tokenizer.json"))
+    return [tokenizer.decode([int(token)], skip_special_tokens=False) for token in ids]
+
+
+def tokens(texts: Sequence[str], logprobs: Sequence[float]) -> str:
+    """The tokens, the redder the less likely they were to be drawn; the pointer on one shows its probability."""
+    spans = []
+    for text, logprob in zip(texts, logprobs, strict=True):
+        probability = math.exp(logprob)
+        shade = f"rgba(213, 94, 0, {1 - probability:.2f})"
+        spans.append(f'<span title="{probability:.3f}" style="background: {shade}">{escape(text)}</span>')
+    return "".join(spans)

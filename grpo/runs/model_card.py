@@ -1,0 +1,132 @@
+"""The model card beside an exported policy: README.md in the hub's format, of what the run's folder says."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+
+from grpo.evaluation.statistics import Estimate
+from grpo.runs.runs import Run
+
+PRESETS = Path(__file__).parents[2] / "conf" / "algo"
+
+TEXT = """# {title}
+
+A policy that was trained with Group Relative Policy Optimization.
+
+| | |
+|---|---|
+{facts}
+
+## Use
+
+```python
+{use}
+```
+
+where FOLDER is this one; `python eval.py run=FOLDER` asks it the questions of its task in the form it was trained on, and
+`hf upload NAME FOLDER` publishes it.
+
+## Made by
+
+```
+{command}
+```
+
+in the folder `{run}`, with every value in `../../config.yaml`.
+
+## Citation
+
+```bibtex
+@article{{shao2024deepseekmath,
+  title = {{DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models}},
+  author = {{Zhihong Shao and Peiyi Wang and Qihao Zhu and Runxin Xu and Junxiao Song and Xiao Bi and Haowei Zhang and
+            Mingchuan Zhang and Y. K. Li and Y. Wu and Daya Guo}},
+  journal = {{arXiv preprint arXiv:2402.03300}},
+  year = {{2024}}
+}}
+```
+"""
+
+USE = """from transformers import AutoTokenizer, AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
+USE_ADAPTER = USE.replace(", AutoModelFor", "\nfrom peft import AutoPeftModelFor").replace("= AutoM", "= AutoPeftM")
+
+
+def write_card(policy: Path, rollouts: int, accuracy: Estimate | None) -> None:
+    """policy: the exported folder, RUN/checkpoints/NAME. accuracy: of this very policy on the held-out examples, None where it
+    was not evaluated. peft's own card goes; its tags and its base model stay."""
+    run = Run(policy.parents[1])
+    config, options = run.config, choices(run)
+    base, source = config["model"]["path"], config["task"].get("path")
+    task, algo = options.get("task", config["task"]["_target_"]), options.get("algo", "grpo")
+    adapter = (policy / "adapter_config.json").exists()
+    theirs = ModelCard.load(policy / "README.md").data if adapter else ModelCardData()
+    data = ModelCardData(
+        base_model=hub_id(base) or hub_id(theirs.base_model),
+        datasets=hub_id(source),
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=list(dict.fromkeys(["grpo", "reinforcement-learning", task, algo, *public(theirs.tags or [])])),
+    )
+    numbers = [f"[arXiv {number}](https://arxiv.org/abs/{number})" for number in papers(algo)]
+    size = f"{config['rollout']['prompts']} prompts with {config['rollout']['group_size']} samples"
+    facts = {
+        "base model": f"`{base if isinstance(base, str) else base['_target_']}`",
+        "what learned": "an adapter" if adapter else "every parameter",
+        "task": ", ".join(f"`{name}`" for name in (task, source) if isinstance(name, str)),
+        "algorithm": ", ".join([f"`{algo}`", *numbers]),
+        "rollouts learned from": f"{rollouts}, each of {size}",
+        "held-out accuracy": told(accuracy, config["eval"]),
+        "seed": config["seed"],
+        "revision of the code": (run.manifest.get("git") or {}).get("revision"),
+        "versions": ", ".join(f"{name} {number}" for name, number in run.manifest.get("versions", {}).items()),
+    }
+    text = TEXT.format(
+        title=f"{Path(base).name if isinstance(base, str) else options.get('model', 'a model')}, {algo}, {task}",
+        facts="\n".join(f"| {name} | {fact} |" for name, fact in facts.items() if fact not in (None, "")),
+        use=USE_ADAPTER if adapter else USE,
+        command=shlex.join(["python", *run.manifest.get("command", ["train.py"])]),
+        run=run.name,
+    )
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(policy / "README.md")
+
+
+def choices(run: Run) -> dict[str, Any]:
+    """The option of each group, as Hydra noted it."""
+    file = run.folder / ".hydra" / "hydra.yaml"
+    return yaml.safe_load(file.read_text())["hydra"]["runtime"]["choices"] if file.exists() else run.overrides
+
+
+def hub_id(path: Any) -> str | None:
+    """The path where it can be one of the hub: not what is here, nor what was made here."""
+    named = isinstance(path, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path)
+    return path if named and not Path(path).exists() else None
+
+
+def public(tags: Sequence[str]) -> list[str]:
+    """Not those that name a base model which only this machine has."""
+    return [tag for tag in tags if not tag.startswith("base_model:") or hub_id(tag.rpartition(":")[2])]
+
+
+def papers(algo: str) -> list[str]:
+    """Their arXiv numbers: the paper of GRPO, and what the preset's file names first."""
+    file = PRESETS / f"{algo}.yaml"
+    named = re.findall(r"arXiv (\d{4}\.\d{5})", file.read_text().splitlines()[0]) if file.exists() else []
+    return list(dict.fromkeys(["2402.03300", *named]))
+
+
+def told(accuracy: Estimate | None, evaluation: dict[str, Any]) -> str:
+    if accuracy is None:
+        return "not measured after this rollout"
+    how = "greedy" if evaluation["sampling"]["temperature"] == 0 else f"{evaluation['samples']} samples each"
+    return (
+        f"{accuracy.value:.1%}, 95 % interval {accuracy.low:.1%} to {accuracy.high:.1%}, on {accuracy.n} examples of the split "
+        f"`{evaluation['split']}`, {how}: those that choose the best policy of the run, which flatters it a little"
+    )

@@ -1,0 +1,106 @@
+"""Figures of what runs left, drawn alike in notebooks and on the command line. Needs the extra `plot` (matplotlib).
+
+    python -m grpo.plots RUN_OR_SWEEP ... --metrics eval/accuracy rollout/length --out curve.png
+
+A function draws on the axes it is given. Colours are Okabe's and Ito's, which colour-blind people tell apart.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from grpo.runs.runs import Run, band, load
+from grpo.system.errors import UserError
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
+def tidy(axes: Axes, **labels) -> None:
+    """The look of every panel. labels: as `axes.set` takes them."""
+    axes.set(**labels)
+    axes.grid(alpha=0.3)
+    axes.tick_params(labelsize=8)
+    for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
+        text.set_size(9)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def panels(n: int, columns: int = 4, width: float = 2.6, height: float = 2.1, **shape) -> tuple[Figure, list[Axes]]:
+    """A figure of n panels, so many in a line. width, height: of one panel, inches."""
+    columns = min(n, columns)
+    lines = -(-n // columns)
+    size = (width * columns, height * lines)
+    figure, grid = plt.subplots(lines, columns, squeeze=False, figsize=size, layout="constrained", **shape)
+    for axes in grid.flat:
+        axes.set_prop_cycle(color=COLOURS)
+    for axes in grid.flat[n:]:
+        axes.remove()
+    for axes in grid.flat[max(n - columns, 0) : n]:
+        axes.tick_params(labelbottom=True)  # though its line is not the last one
+    return figure, list(grid.flat[:n])
+
+
+def curves(runs: Iterable[Run], metric: str, axes: Axes, **labels) -> None:
+    """The mean over seeds against rollouts, a line for each arm, with the 95 % interval as a band where there are several."""
+    table = band(runs, metric)
+    for arm, part in table.groupby("arm", sort=False):
+        few = "o" if len(part) < 15 else None
+        (line,) = axes.plot(part["rollouts"], part["mean"], marker=few, markersize=3, linewidth=1.5, label=arm)
+        low, high = part["low"], part["high"]
+        if part["mean"].between(0, 1).all():  # a share is never outside
+            low, high = low.clip(0, 1), high.clip(0, 1)
+        axes.fill_between(part["rollouts"], low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+    tidy(axes, **{"xlabel": "rollouts", "ylabel": metric, **labels})
+
+
+def metrics(runs: Sequence[Run], names: Sequence[str]) -> Figure:
+    """`curves` of each of these metrics that a run has logged; one legend, where there are several arms."""
+    shown = [name for name in names if any(run.measured and name in run.metrics for run in runs)]
+    if not shown:
+        raise UserError(f"the runs have none of {', '.join(names)}; metrics.csv has what there is")
+    figure, grid = panels(len(shown), width=3, height=2.4)
+    for name, axes in zip(shown, grid, strict=True):
+        curves(runs, name, axes, title=name, ylabel="")
+    lines, labels = grid[0].get_legend_handles_labels()
+    if len(labels) > 1:
+        figure.legend(lines, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    return figure
+
+
+def estimates(table: pd.DataFrame, axes: Axes, **labels) -> None:
+    """value with the bar from low to high, columns of a table, against its index: numbers on a scale, names one by one."""
+    numbers = pd.api.types.is_numeric_dtype(table.index)
+    x = table.index if numbers else range(len(table))
+    bars = [table["value"] - table["low"], table["high"] - table["value"]]
+    axes.errorbar(x, table["value"], yerr=bars, fmt="o-" if numbers else "o", markersize=4, capsize=3, linewidth=1.5)
+    if not numbers:
+        axes.set_xticks(x, table.index)
+        axes.set_xlim(-0.5, len(table) - 0.5)
+    tidy(axes, **labels)
+
+
+def stack(table: pd.DataFrame, axes: Axes, **labels) -> None:
+    """The columns of a table, one on the other, against its index."""
+    axes.stackplot(table.index, table.fillna(0).T, labels=list(table), colors=COLOURS, alpha=0.8)
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    tidy(axes, **{"xlabel": "rollouts", **labels})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Plot metrics of runs: the mean over seeds, and its 95 % interval.")
+    parser.add_argument("runs", nargs="+", help="folders of runs or sweeps")
+    parser.add_argument(
+        "--metrics", nargs="+", default=["eval/accuracy", "rollout/length"], help="columns of metrics.csv"
+    )
+    parser.add_argument("--out", default="curve.png", help="the picture to write")
+    given = parser.parse_args()
+    try:
+        metrics(load(*given.runs), given.metrics).savefig(given.out, dpi=150)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    print(f"written to {given.out}")

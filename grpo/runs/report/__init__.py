@@ -1,0 +1,84 @@
+"""Report.html: what a run or a sweep left, as one file for a browser; no server, no network, nothing beside it.
+
+python -m grpo.report outputs/wordmath/grpo/RUN
+"""
+
+import base64
+import hashlib
+import html
+import json
+import math
+import os
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+
+from grpo.runs.report.run import run_data
+from grpo.runs.report.sweep import sweep_data
+from grpo.runs.runs import load
+
+SAMPLES = 2000
+FILE = "report.html"
+HERE = Path(__file__).parent
+
+
+def write(
+    folder: str | Path, out: str | Path | None = None, samples: int = SAMPLES, ending: Mapping[str, Any] | None = None
+) -> Path:
+    """Returns where the page is: `out`, or FOLDER/report.html. folder: of a run or of a sweep.
+
+    samples: how many of a run's are in the page at most. ending: what the manifest of a run that is just ending does not say yet.
+    Raises UserError where there is neither a run nor a sweep.
+    """
+    folder = Path(folder)
+    out = Path(out) if out else folder / FILE
+    runs = load(folder)
+    if runs[0].folder == folder:
+        runs[0].manifest.update(ending or {})
+        data = run_data(runs[0], samples)
+    else:
+        data = sweep_data(runs, folder, out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{out}.new").write_text(page(data), encoding="utf-8")
+    os.replace(f"{out}.new", out)
+    return out
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The whole document. A policy of content lets our one script run, by its hash, and nothing load anything."""
+    js = "\n".join((HERE / name).read_text(encoding="utf-8") for name in ("charts.js", "samples.js", "page.js"))
+    css = (HERE / "page.css").read_text(encoding="utf-8")
+    said = json.dumps(
+        plain({**data, "written": f"{datetime.now():%Y-%m-%d %H:%M}"}), ensure_ascii=False, allow_nan=False
+    )
+    return Template((HERE / "page.html").read_text(encoding="utf-8")).substitute(
+        policy=f"default-src 'none'; img-src data:; script-src {digest(js)}; style-src {digest(css)}",
+        title=html.escape(data["name"]),
+        css=css,
+        data=said.replace("<", "\\u003c"),  # no completion ends the element it is in
+        js=js,
+    )
+
+
+def digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def plain(value: Any) -> Any:
+    """What JSON can say: six digits of a number, null for NaN and for infinity."""
+    match value:
+        case Mapping():
+            return {name: plain(one) for name, one in value.items()}
+        case list() | tuple() | np.ndarray():
+            return [plain(one) for one in value]
+        case bool() | np.bool_():
+            return bool(value)
+        case int() | np.integer():
+            return int(value)
+        case float() | np.floating():
+            return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value

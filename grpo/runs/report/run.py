@@ -1,0 +1,200 @@
+"""The data behind a run's page: its numbers, curves with intervals, warnings, and a bounded choice of its samples."""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
+
+from grpo.evaluation.statistics import mean_interval
+from grpo.runs.health import warnings_of
+from grpo.runs.runs import Run
+from grpo.system.errors import UserError
+
+LONGEST = 20_000  # characters of one text; of a longer one the middle stays out
+
+
+def run_data(run: Run, samples: int) -> dict[str, Any]:
+    ended_early = run.status in ("failed", "interrupted", "stopped")
+    metrics = pd.DataFrame() if ended_early and not run.measured else run.metrics
+    metrics = metrics.drop(columns="epoch", errors="ignore").dropna(axis="columns", how="all")
+    intervals = {"eval/accuracy": accuracy_intervals(run, metrics)}
+    return {
+        "kind": "run",
+        "name": title(run),
+        "status": run.status,
+        "error": run.manifest.get("error"),
+        "facts": facts(run),
+        "numbers": numbers(run, metrics, intervals["eval/accuracy"]),
+        "metrics": {"x": list(metrics.index), "y": {name: metrics[name].to_numpy() for name in metrics}},
+        "intervals": intervals,
+        "warnings": [vars(warning) for warning in warnings_of({at: row.dropna() for at, row in metrics.iterrows()})],
+        "overrides": run.manifest.get("overrides") or [f"{key}={value}" for key, value in run.overrides.items()],
+        "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
+        **embedded(run, samples),
+    }
+
+
+def choices(run: Run) -> dict[str, str]:
+    """The options of the groups: what Hydra noted, else what the configuration built."""
+    file = run.folder / ".hydra" / "hydra.yaml"
+    if file.is_file():
+        return yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["runtime"]["choices"]
+    return {"task": run.config["task"]["_target_"].rpartition(".")[2].lower()}
+
+
+def title(run: Run) -> str:
+    chosen = choices(run)
+    parts = [chosen[group] for group in ("task", "model", "adapter", "algo") if chosen.get(group, "none") != "none"]
+    return ", ".join([*parts, f"seed {run.seed}"])
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    said = run.manifest
+    git, hardware = said.get("git"), said.get("hardware", {})
+    found = {
+        "folder": str(run.folder.resolve()),
+        "started": minute(said.get("started")),
+        "ended": minute(said.get("ended")),
+        "revision": git and git["revision"][:10] + (" and changes" if git["dirty"] else ""),
+        "on": ", ".join(filter(None, [*hardware.get("gpus", []), hardware.get("processor")])),
+        "torch": said.get("versions", {}).get("torch"),
+        "command": " ".join(said.get("command", [])),
+    }
+    return [(name, value) for name, value in found.items() if value]
+
+
+def minute(time: str | None) -> str | None:
+    """2026-11-22T14:45:59+00:00 -> 2026-11-22 14:45"""
+    return time and time[:16].replace("T", " ")
+
+
+def numbers(run: Run, metrics: pd.DataFrame, intervals: Sequence[tuple[float, float] | None]) -> list[dict[str, str]]:
+    """What one asks first, as cards of label, value, note."""
+    cards = []
+    accuracy = metrics.get("eval/accuracy", pd.Series(dtype=float)).dropna()
+    if len(accuracy):
+        best = f"best {100 * accuracy.max():.1f} % after {accuracy.idxmax()}"
+        last = intervals[metrics.index.get_loc(accuracy.index[-1])]
+        sure = f"95 % interval {100 * last[0]:.1f} to {100 * last[1]:.1f}; " if last else ""
+        cards.append(("held-out accuracy", f"{accuracy.iloc[0]:.1%} → {accuracy.iloc[-1]:.1%}", sure + best))
+    for name, label, form in (("solve_rate", "solve rate", ".1%"), ("length", "tokens per completion", ".1f")):
+        values = metrics.get(f"rollout/{name}", pd.Series(dtype=float)).dropna()
+        if len(values):
+            few = max(1, min(5, len(values) // 2))
+            value = f"{values.iloc[:few].mean():{form}} → {values.iloc[-few:].mean():{form}}"
+            cards.append((label, value, f"in training, first and last {few} of {len(values)} rollouts"))
+    if "tokens/s" in metrics:
+        speed = metrics["tokens/s"].dropna()
+        cards.append(("tokens/s", f"{speed.median():,.0f}", f"median; {speed.min():,.0f} to {speed.max():,.0f}"))
+    spent = metrics.filter(regex="^time/(rollout|update|sync|eval)").sum().sum() / 60
+    if spent:
+        cards.append(("minutes", f"{spent:.1f}", "of rollouts, updates and evaluations"))
+    return [{"label": label, "value": value.replace("%", "\N{NO-BREAK SPACE}%"), "note": note}
+            for label, value, note in cards]  # fmt: skip
+
+
+def accuracy_intervals(run: Run, metrics: pd.DataFrame) -> list[tuple[float, float] | None]:
+    """The 95 % interval of each evaluation, over problems; None where no samples of it are on disk. In the order of metrics."""
+    if not run.evaluated:
+        return [None] * len(metrics)
+    records = run.evaluations(columns=["rollout", "prompt_index", "correct", "reward"])
+    known = records[records["reward"].notna() & records["correct"].notna()]
+    found = {}
+    for rollout, part in known.groupby("rollout"):
+        estimate = mean_interval(part.groupby("prompt_index")["correct"].mean().to_numpy(float), bounds=(0, 1))
+        found[rollout] = (estimate.low, estimate.high)
+    return [found.get(at) for at in metrics.index]
+
+
+# -- samples
+
+
+def spread(rollouts: Sequence[int], count: int) -> list[int]:
+    """`count` of them (2 or more), evenly: the first and the last are among them."""
+    if len(rollouts) <= count:
+        return list(rollouts)
+    return [rollouts[round(i * (len(rollouts) - 1) / (count - 1))] for i in range(count)]
+
+
+def choose(sizes: pd.Series, budget: int) -> tuple[list[int], int]:
+    """sizes: samples by rollout. Returns the rollouts to show, and how many samples of each."""
+    each = int(sizes.max()) if len(sizes) else 1
+    chosen = spread(list(sizes.index), max(2, budget // each))
+    return chosen, min(each, budget // max(1, len(chosen)))
+
+
+def embedded(run: Run, budget: int) -> dict[str, Any]:
+    """steps: [{kind, rollout, samples}], at most `budget` samples in all, half of them of evaluations if there are as many;
+    conversations: the messages before an answer, once for each prompt; left: what is not here."""
+    steps: list[dict[str, Any]] = []
+    conversations: dict[str, int] = {}
+    total = shown = 0
+    sizes = {}
+    for kind, read in (("evaluation", run.evaluations), ("rollout", run.samples)):
+        try:
+            sizes[kind] = read(columns=["rollout"])["rollout"].value_counts().sort_index()
+        except UserError:  # none on disk
+            sizes[kind] = pd.Series(dtype=int)
+        total += int(sizes[kind].sum())
+    share = max(budget // 2, budget - int(sizes["rollout"].sum()))
+    for kind, read in (("evaluation", run.evaluations), ("rollout", run.samples)):
+        chosen, each = choose(sizes[kind], share if kind == "evaluation" else budget - shown)
+        for rollout in chosen:
+            table = read([rollout]).head(each)
+            steps.append({"kind": kind, "rollout": rollout, "samples": rows(table, conversations)})
+            shown += len(table)
+    add_pieces(run, steps)
+    left = f"All {total:,} samples are here." if total else "The run left no samples."
+    if shown < total:
+        where = "rollouts/ and evaluations/ of the run's folder; grpo.runs.Run(FOLDER).samples() reads them"
+        left = f"{shown:,} of {total:,} samples are here, evenly spread. The others are in {where}."
+    steps.sort(key=lambda step: (step["kind"] != "rollout", step["rollout"]))
+    return {"steps": steps, "conversations": [shorter(json.loads(text)) for text in conversations], "left": left}
+
+
+def rows(table: pd.DataFrame, conversations: dict[str, int]) -> list[dict[str, Any]]:
+    """The samples of one file; conversations: gets their messages, by number."""
+    parts = [name for name in table.columns if name.startswith("reward/") or name == "overlong"]
+    table = table.astype(object).where(table.notna(), None) if len(table) else table
+    found = []
+    for row in table.to_dict("records"):
+        row["conversation"] = conversations.setdefault(row.pop("messages"), len(conversations))
+        row["parts"] = {name: row.pop(name) for name in parts}
+        row["completion"], row["prompt"] = shorter(row["completion"]), shorter(row["prompt"])
+        found.append({name: value for name, value in row.items() if value is not None})
+    return found
+
+
+def shorter(value: Any) -> Any:
+    """The same with no text longer than LONGEST."""
+    match value:
+        case str() if len(value) > LONGEST:
+            half = LONGEST // 2
+            return f"{value[:half]}\n[... {len(value) - 2 * half:,} characters left out ...]\n{value[-half:]}"
+        case list():
+            return [shorter(one) for one in value]
+        case dict():
+            return {name: shorter(one) for name, one in value.items()}
+    return value
+
+
+def add_pieces(run: Run, steps: Sequence[dict[str, Any]]) -> None:
+    """`pieces`: the text of each sampled token, and `logprobs`, where the run kept them and a tokenizer."""
+    kept = [sample for step in steps for sample in step["samples"] if "token_ids" in sample]
+    if not kept:
+        return
+    text = {}
+    if run.policy:
+        from transformers import AutoTokenizer  # seconds
+
+        ids = sorted({int(token) for sample in kept for token in sample["token_ids"]})
+        with suppress(OSError, ValueError):  # a folder without a tokenizer
+            tokenizer = AutoTokenizer.from_pretrained(run.policy)
+            text = dict(zip(ids, tokenizer.batch_decode([[token] for token in ids]), strict=True))
+    for sample in kept:
+        sample["pieces"] = [text.get(int(token), f"⟨{token}⟩") for token in sample.pop("token_ids")]
+        sample["logprobs"] = np.round(sample.pop("rollout_logprobs"), 3)

@@ -1,0 +1,91 @@
+"""The data behind a sweep's page: its arms with intervals and tests, curves with bands, and each of its runs."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from grpo.runs.comparison import compared
+from grpo.runs.report.run import minute
+from grpo.runs.runs import Run, arms, band, curves
+
+WORDS = (
+    "Held-out accuracy of the runs that finished, after their last evaluation. Intervals are 95 %; they hold for other seeds and "
+    "other problems where an arm has several seeds, for other problems where it has one. Differences are in points, on "
+    "the same problems; Holm's p-value allows for their number. Bands of the curves are over seeds alone (Student's t)."
+)
+
+
+def sweep_data(runs: Sequence[Run], folder: Path, out: Path) -> dict[str, Any]:
+    found = arms(runs)
+    done = {label: [run for run in members if run.status == "finished"] for label, members in found.items()}
+    finished = sum(map(len, done.values()))
+    started = sorted(run.manifest["started"] for run in runs if run.manifest.get("started"))
+    return {
+        "kind": "sweep",
+        "name": f"Sweep {folder.resolve().name}",
+        "facts": [("folder", str(folder.resolve())), *([("started", minute(started[0]))] if started else [])],
+        "numbers": [
+            {"label": "arms", "value": str(len(found)), "note": ""},
+            {"label": "runs", "value": f"{finished} / {len(runs)}", "note": "finished"},
+        ],
+        "words": WORDS,
+        "arms": list(found),
+        "table": table(done),
+        "metrics": metrics(runs, list(found)),
+        "span": span(runs),
+        "runs": [line(run, label, out) for label, members in found.items() for run in members],
+    }
+
+
+def line(run: Run, label: str, out: Path) -> dict[str, Any]:
+    """link: from the page to the run's own, relative, so that the whole folder can be moved."""
+    page = run.folder / "report.html"
+    link = quote(Path(os.path.relpath(page.resolve(), out.resolve().parent)).as_posix()) if page.is_file() else None
+    accuracy = run.accuracy.iloc[-1] if run.measured and len(run.accuracy) else None
+    said = {"name": run.name, "arm": label, "seed": str(run.seed), "status": run.status, "accuracy": accuracy}
+    return {**said, "error": run.manifest.get("error"), "link": link}
+
+
+def span(runs: Sequence[Run]) -> tuple[int, int]:
+    """The first and the last rollout that any run logged."""
+    logged = [at for run in runs if run.measured for at in run.metrics.index]
+    return (min(logged), max(logged)) if logged else (0, 1)
+
+
+def metrics(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """By name of the metric: for each arm its mean over seeds with an interval, and every seed's curve."""
+    names = dict.fromkeys(name for run in runs if run.measured for name in run.metrics.columns)
+    found = {}
+    for name in sorted(set(names) - {"epoch"}):
+        means, values = band(runs, name), curves(runs, name)
+        if not len(values):
+            continue
+        lines = []
+        for label in labels:
+            mean, every = means[means["arm"] == label], values[values["arm"] == label]
+            seeds = [{"label": f"seed {seed}", "x": list(one["rollouts"]), "y": list(one["value"])}
+                     for seed, one in every.groupby("seed")]  # fmt: skip
+            lines.append({"x": list(mean["rollouts"]), "y": list(mean["mean"]), "low": list(mean["low"]),
+                          "high": list(mean["high"]), "seeds": seeds})  # fmt: skip
+        found[name] = lines
+    return found
+
+
+def table(done: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
+    """A row for each arm: its accuracy, and against the first arm on the problems that all were asked."""
+    evaluated = {label: [run for run in runs if run.scored] for label, runs in done.items()}
+    known = {label: runs for label, runs in evaluated.items() if runs}
+    of = compared(known).to_dict("index") if known else {}
+    rows: list[dict[str, Any]] = []
+    for label in done:
+        row = {name: value for name, value in of.get(label, {"seeds": 0}).items() if value == value}  # no NaN
+        mean = {"mean": row.get("value"), "low": row.get("low"), "high": row.get("high")}
+        rows.append({"arm": label, "seeds": row["seeds"], **mean})
+        if "difference" in row:
+            ends = {"value": "difference", "low": "difference_low", "high": "difference_high"}
+            rows[-1] |= {"difference": {end: row.get(name) for end, name in ends.items()}}
+            rows[-1] |= {"p": row["p"], "adjusted": row["p (Holm)"]}
+            rows[-1] |= {name: int(row[name]) for name in ("better", "worse", "ties")}
+    return rows

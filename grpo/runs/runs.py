@@ -1,0 +1,230 @@
+"""What runs left on disk, as tables: of one run, of a sweep, over seeds. Everything that looks back reads it here.
+
+Tables are pandas'. A file is read when it is asked for.
+"""
+
+import json
+import socket
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import psutil
+import pyarrow.parquet as pq
+import yaml
+
+from grpo.evaluation.statistics import over_seeds
+from grpo.system.errors import UserError
+
+VERDICTS = {"accuracy": "correct", "accuracy_lenient": "correct_lenient"}  # and the columns of samples that they are of
+SAME = ("seed", "ckpt_path", "output_dir")  # what may differ between runs of one arm
+
+
+class Run:
+    """One run's folder, that of train.py or of eval.py; it may be going on, or have failed before there was anything to read."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}, {self.status})"
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        file = self.folder / "manifest.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        file = self.folder / "config.yaml"
+        return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    @cached_property
+    def overrides(self) -> dict[str, str]:
+        """What was said on the command line."""
+        file = self.folder / ".hydra" / "overrides.yaml"
+        said = self.manifest.get("overrides") or (yaml.safe_load(file.read_text()) if file.is_file() else None)
+        pairs = (override.lstrip("+~").partition("=") for override in said or ())
+        return {key: value for key, _, value in pairs}
+
+    @property
+    def seed(self) -> int:
+        return self.config.get("seed", 0)
+
+    @property
+    def status(self) -> str:
+        """finished, running, failed (before it began, too), interrupted, or stopped: by something that left no time to say so."""
+        status = self.manifest.get("status", "failed")
+        here = self.manifest.get("host") == socket.gethostname()
+        return "stopped" if status == "running" and here and not psutil.pid_exists(self.manifest["pid"]) else status
+
+    @property
+    def measured(self) -> bool:
+        return (self.folder / "metrics.csv").is_file()
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """A row for each rollout, indexed by rollouts learned from; columns as they were logged, NaN where a row has none."""
+        if not self.measured:
+            raise UserError(
+                f"{self.folder} has no metrics.csv: give the folder of a run that had logger=csv (the default has it)"
+            )
+        return pd.read_csv(self.folder / "metrics.csv").rename(columns={"step": "rollouts"}).set_index("rollouts")
+
+    @property
+    def accuracy(self) -> pd.Series:
+        """Of the evaluations, by rollouts; empty where there were none."""
+        return self.metrics.get("eval/accuracy", pd.Series(dtype=float)).dropna()
+
+    @property
+    def scored(self) -> bool:
+        """Whether there is an accuracy to compare, with what it is of."""
+        return self.measured and len(self.accuracy) > 0 and bool(self.evaluated)
+
+    def samples(self, rollouts: Collection[int] | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """A row for each sample of these rollouts (all), by rollout, prompt_index, sample; messages and tool_calls are JSON."""
+        return tables(self.folder / "rollouts", rollouts, columns)
+
+    def evaluations(
+        self, rollouts: Collection[int] | None = None, columns: Sequence[str] | None = None
+    ) -> pd.DataFrame:
+        """The same of the held-out examples, after so many rollouts; of a folder of eval.py's all that it has."""
+        file = self.folder / "samples.parquet"
+        return read(file, columns) if file.is_file() else tables(self.folder / "evaluations", rollouts, columns)
+
+    def verdicts(self, after: int | None = None) -> pd.DataFrame | None:
+        """[items, (accuracy, accuracy_lenient)] of the last evaluation, or of that after so many rollouts: of each problem the
+        share of its samples that were right, NaN where nobody could tell. None where there was none."""
+        if not self.evaluated and not (self.folder / "samples.parquet").is_file():
+            return None
+        wanted = self.evaluated[-1:] if after is None else [after]
+        samples = self.evaluations(wanted, ["item", "reward", *VERDICTS.values()])
+        known = samples["reward"].notna()
+        right = {name: samples[column].astype(float) for name, column in VERDICTS.items() if column in samples}
+        return pd.DataFrame(right).where(known).groupby(samples["item"]).mean()
+
+    @property
+    def evaluated(self) -> list[int]:
+        """After how many rollouts there was an evaluation."""
+        return sorted(numbered(self.folder / "evaluations"))
+
+    @property
+    def policy(self) -> Path | None:
+        """The best policy that was saved, else the last."""
+        folders = (self.folder / "checkpoints" / name for name in ("best", "last"))
+        return next((folder for folder in folders if folder.is_dir()), None)
+
+
+def numbered(folder: Path) -> dict[int, Path]:
+    """Its tables by the rollouts they are of; not those of rollouts that failed."""
+    return {int(file.stem): file for file in folder.glob("*.parquet") if file.stem.isdigit()}
+
+
+def tables(folder: Path, rollouts: Collection[int] | None, columns: Sequence[str] | None) -> pd.DataFrame:
+    files = numbered(folder)
+    wanted = sorted(files) if rollouts is None else [rollout for rollout in rollouts if rollout in files]
+    if not wanted:
+        there = ", ".join(map(str, sorted(files))) or "none"
+        raise UserError(f"{folder} has no table of {rollouts or 'any rollout'}; there are: {there}")
+
+    return pd.concat([read(files[rollout], columns) for rollout in wanted], ignore_index=True)
+
+
+def read(file: Path, columns: Sequence[str] | None) -> pd.DataFrame:
+    """Those of the columns that are there."""
+    names = columns and [name for name in columns if name in pq.read_schema(file).names]
+    return pd.read_parquet(file, columns=names)
+
+
+# -- several runs
+
+
+def load(*paths: str | Path) -> list[Run]:
+    """Runs, and the jobs of sweeps, in order. Raises UserError for a folder that is neither."""
+    found: list[Run] = []
+    for path in map(Path, paths):
+        jobs = sorted(
+            (job for job in path.glob("*") if job.is_dir() and job.name.isdigit()), key=lambda job: int(job.name)
+        )
+        if (path / "config.yaml").is_file():
+            found.append(Run(path))
+        elif jobs:
+            found += map(Run, jobs)
+        else:
+            raise UserError(f"{path} is neither a run (it has no config.yaml) nor a sweep (it has no folder 0)")
+    return found
+
+
+def latest(folder: str | Path = "outputs") -> Path:
+    """The run under `folder` that last measured something."""
+    files = sorted(Path(folder).rglob("metrics.csv"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        raise UserError(f"there is no run under {folder}: python train.py makes one")
+    return files[-1].parent
+
+
+def arms(runs: Iterable[Run], but: Collection[str] = SAME) -> dict[str, list[Run]]:
+    """Runs that were told the same but for the seed, by what sets them apart from the others, as "algo=grpo"."""
+    runs = list(runs)
+    said = [run.overrides if any(r.overrides for r in runs) else flat(run.config) for run in runs]
+    told = [one for one in said if one]  # not those that left nothing
+    names = [name for name in dict.fromkeys(name for one in told for name in one) if name not in but]
+    names = [name for name in names if not name.startswith(("callbacks", "logger"))]  # what is shown, and folders
+    keys = [name for name in names if len({str(one.get(name)) for one in told}) > 1]
+    found: dict[str, list[Run]] = {}
+    for run, one in zip(runs, said, strict=True):
+        label = ", ".join(f"{key}={one[key]}" for key in keys if key in one)
+        found.setdefault(label or ("default" if keys else "all runs"), []).append(run)
+    return found
+
+
+def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys and values of a nested mapping."""
+    found: dict[str, Any] = {}
+    for name, value in node.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
+def table(runs: Iterable[Run]) -> pd.DataFrame:
+    """A row a run: its arm, how it stands, held-out accuracy at first, at best and at last, minutes of rollouts and updates."""
+    rows = []
+    for label, members in arms(runs).items():
+        for run in members:
+            row = {"arm": label, "seed": run.seed, "status": run.status, "rollouts": run.manifest.get("rollouts")}
+            if run.measured:
+                accuracy = run.accuracy
+                if len(accuracy):
+                    row |= {"first": accuracy.iloc[0], "best": accuracy.max(), "last": accuracy.iloc[-1]}
+                seconds = run.metrics.filter(regex="^time/(rollout|update|sync|eval)$").to_numpy()
+                row["minutes"] = pd.DataFrame(seconds).sum().sum() / 60
+            rows.append({**row, "folder": str(run.folder)})
+    return pd.DataFrame(rows)
+
+
+def curves(runs: Iterable[Run], metric: str) -> pd.DataFrame:
+    """arm, seed, rollouts, value: a row for each measured value of each run."""
+    parts = [pd.DataFrame(columns=["arm", "seed", "rollouts", "value"])]
+    for label, members in arms(runs).items():
+        for run in members:
+            if run.measured and metric in run.metrics:
+                values = run.metrics[metric].dropna()
+                parts.append(
+                    pd.DataFrame({"arm": label, "seed": run.seed, "rollouts": values.index, "value": values.array})
+                )
+    return pd.concat(parts[1:] or parts, ignore_index=True)
+
+
+def band(runs: Iterable[Run], metric: str) -> pd.DataFrame:
+    """arm, rollouts, mean, low, high, n: the mean over seeds with its 95 % interval (Student's t; NaN for a single seed)."""
+    rows = []
+    for (label, rollouts), part in curves(runs, metric).groupby(["arm", "rollouts"], sort=False):
+        mean, low, high, n = over_seeds(part["value"].to_numpy(float))
+        rows.append({"arm": label, "rollouts": rollouts, "mean": mean, "low": low, "high": high, "n": n})
+    return pd.DataFrame(rows)

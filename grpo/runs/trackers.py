@@ -1,0 +1,253 @@
+"""Trackers: TensorBoard, Weights & Biases and MLflow show a run while it goes on. A run can do without them."""
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from grpo.runs.runs import Run, flat
+
+log = logging.getLogger(__name__)
+
+LOCAL = "sqlite:///outputs/mlflow.db"
+Row = Mapping[str, Any]  # a sample by column: prompt, completion, reward ...
+
+
+class Tracker(Logger):
+    """What goes wrong with one is told in a line, and the run goes on without it.
+
+    folder: of the run. A kind has `start` (given the configuration by dotted key), `metrics`, `samples` and `end`; all may raise.
+    """
+
+    advice = ""  # for one that did not start
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.begun = self.works = False
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def experiment(self) -> None:
+        """Lightning asks for it when a run begins, so this is where one starts."""
+        if rank_zero_only.rank == 0 and not self.begun:
+            self.begun = self.works = True
+            self.attempt("did not start", self.start, flat(Run(self.folder).config), advice=self.advice)
+
+    def log_hyperparams(self, params: Any) -> None:
+        """`start` knows them."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """step: rollouts learned from."""
+        self.attempt("failed", self.metrics, metrics, step)
+
+    @rank_zero_only
+    def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
+        if rows:
+            self.attempt("failed", self.samples, name, rows, step)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self.attempt("failed at the end", self.end, status == "success")
+        self.works = False
+
+    def attempt(self, what: str, call: Callable[..., None], *arguments: Any, advice: str = "") -> None:
+        if not self.works:
+            return
+        try:
+            call(*arguments)
+        except Exception as error:  # whatever a client of others raises
+            self.works = False
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            reason = re.sub(r"//[^/@\s]+@", "//***@", reason)  # a password in an address
+            log.warning(f"{self.name} {what}, the run goes on without it: {reason}{advice and f' ({advice})'}")
+
+
+class TensorBoard(Tracker):
+    advice = "pip install tensorboard"
+
+    def start(self, settings: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.make, self.writer, self.settings = SummaryWriter, None, settings
+
+    def begin(self, step: int) -> None:
+        """What an earlier process wrote from this step on is not to be shown: the run went back to its checkpoint."""
+        from torch.utils.tensorboard.summary import hparams
+
+        self.writer = self.make(str(self.folder / "tensorboard"), purge_step=step)
+        plain = {
+            name: value if isinstance(value, (int, float)) else str(value) for name, value in self.settings.items()
+        }
+        for summary in hparams(plain, {"eval/accuracy": 0.0, "rollout/reward": 0.0}):  # names: the values are the run's
+            self.writer.file_writer.add_summary(summary)
+
+    def metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        if self.writer is None:  # the first that a run says of a step are its metrics
+            self.begin(step)
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def samples(self, name: str, rows: Sequence[Row], step: int) -> None:
+        self.writer.add_text(name, markdown(rows), step)
+
+    def end(self, well: bool) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+class Wandb(Tracker):
+    """mode: online, offline (files in the run's folder, for `wandb sync`) or disabled. timeout: seconds in which the server must
+    answer, and take what is left at the end. kwargs go to wandb.init."""
+
+    advice = "pip install wandb and wandb login, or logger.wandb.mode=offline"
+
+    def __init__(
+        self,
+        folder: str,
+        project: str,
+        group: str | None = None,
+        name: str | None = None,
+        mode: str = "online",
+        timeout: float = 20.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(folder)
+        self.mode, self.timeout = mode, timeout
+        self.kwargs = {
+            "project": project,
+            "group": group or sweep(self.folder),
+            "name": name or title(self.folder),
+            **kwargs,
+        }
+
+    def start(self, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        wandb.setup(wandb.Settings(silent=True))
+        if self.mode == "online" and not wandb.login(prompt=False, verify=False):
+            raise ConnectionError("nobody is logged in")
+        self.run = wandb.init(
+            dir=self.folder,
+            mode=self.mode,
+            config=dict(settings),
+            reinit="create_new",  # the jobs of a sweep may share a process
+            settings=wandb.Settings(
+                console="off", init_timeout=self.timeout, finish_timeout=self.timeout, finish_timeout_raises=True
+            ),
+            **self.kwargs,
+        )
+        self.run.define_metric("*", step_metric="rollouts")
+        if self.run.url:
+            log.info(f"{self.name}: {self.run.url}")
+
+    def metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.run.log({"rollouts": step, **metrics})
+
+    def samples(self, name: str, rows: Sequence[Row], step: int) -> None:
+        import wandb
+
+        table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self.run.log({"rollouts": step, name: table})
+
+    def end(self, well: bool) -> None:
+        self.run.finish(exit_code=0 if well else 1)
+
+
+class MLflow(Tracker):
+    """uri: of a server, or sqlite:///FILE, whose artifacts lie beside it; None: MLFLOW_TRACKING_URI, which may hold a password
+    and is kept nowhere, else LOCAL. tags: of the run."""
+
+    advice = "pip install mlflow; is the server of logger.mlflow.uri there?"
+
+    def __init__(
+        self,
+        folder: str,
+        uri: str | None = None,
+        experiment: str = "grpo",
+        group: str | None = None,
+        name: str | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(folder)
+        self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or LOCAL
+        self.experiment_name, self.run_name = experiment, name or title(self.folder)
+        group = group or sweep(self.folder)
+        self.tags = {**({"group": group} if group else {}), **(tags or {})}
+
+    def start(self, settings: Mapping[str, Any]) -> None:
+        # a server that is gone holds a run up by seconds, not by minutes
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        for library in ("mlflow", "alembic", "urllib3"):
+            logging.getLogger(library).setLevel(logging.ERROR)
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        artifacts = None
+        if (path := self.uri.removeprefix("sqlite:///")) != self.uri:
+            database = Path(path).absolute()
+            database.parent.mkdir(parents=True, exist_ok=True)
+            artifacts = str(database.parent / "mlartifacts")
+        self.client = MlflowClient(self.uri)
+        there = self.client.get_experiment_by_name(self.experiment_name)
+        experiment = there.experiment_id if there else self.client.create_experiment(self.experiment_name, artifacts)
+        self.run_id = self.client.create_run(experiment, run_name=self.run_name, tags=self.tags).info.run_id
+        params = [Param(allowed(name), str(value)[:6000]) for name, value in settings.items()]
+        for first in range(0, len(params), 100):  # more are refused
+            self.client.log_batch(self.run_id, params=params[first : first + 100])
+
+    def metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self.client.log_batch(
+            self.run_id, metrics=[Metric(allowed(name), value, now, step) for name, value in metrics.items()]
+        )
+
+    def samples(self, name: str, rows: Sequence[Row], step: int) -> None:
+        self.client.log_text(self.run_id, markdown(rows), f"{name}/{step:06d}.md")
+
+    def end(self, well: bool) -> None:
+        self.client.set_terminated(self.run_id, "FINISHED" if well else "FAILED")
+
+
+def sweep(folder: Path) -> str | None:
+    """The sweep that a run belongs to, by its folder."""
+    parent = folder.absolute().parent
+    return parent.name if (parent / "multirun.yaml").is_file() else None
+
+
+def title(folder: Path) -> str:
+    return "/".join(folder.absolute().parts[-2:])
+
+
+def allowed(name: str) -> str:
+    """As MLflow takes it: eval/pass@8 is eval/pass_at_8, eval/pass^8 is eval/pass_hat_8."""
+    return re.sub(r"[^\w/. :-]", "_", name.replace("@", "_at_").replace("^", "_hat_"), flags=re.ASCII)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A part for each sample: its numbers, then its texts, indented, so that they show as they are."""
+    parts = []
+    for row in rows:
+        texts = {name: value for name, value in row.items() if isinstance(value, str)}
+        numbers = {name: value for name, value in row.items() if name not in texts and value is not None}
+        parts.append(", ".join(f"**{name}** {value:.4g}" for name, value in numbers.items()))
+        for name, text in texts.items():
+            parts += [f"*{name}*", "\n".join(f"    {line}" for line in text.splitlines() or [""])]
+    return "\n\n".join(parts)

@@ -1,0 +1,48 @@
+"""Memory, in bytes: what a device has left, and what this process held at most since it was last asked."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def held(device: torch.device) -> int:
+    """What is held now: by tensors on a GPU, by the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    return psutil.Process().memory_info().rss
+
+
+def free(device: torch.device) -> int:
+    """What can still be had. On a CPU what Linux calls available, or what a container's limit leaves to this process."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    limits = [
+        text for path in CGROUP_LIMITS if Path(path).exists() and (text := Path(path).read_text().strip()).isdigit()
+    ]
+    return min([psutil.virtual_memory().available, *(int(limit) - held(device) for limit in limits)])
+
+
+def reset_peak(device: torch.device) -> None:
+    """`peak` counts from here. On Linux this is also where the kernel's own peaks (VmHWM, ru_maxrss) begin again."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif device.type == "cpu":
+        with suppress(OSError):  # no Linux, or not allowed there
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak(device: torch.device) -> int:
+    """The most that was held since `reset_peak`. Where nobody keeps count (MPS, no Linux) it is what is held now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "cpu" and (status := Path("/proc/self/status")).exists():
+        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return held(device)

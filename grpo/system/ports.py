@@ -1,0 +1,41 @@
+"""Whether a port is free, and if not, who holds it."""
+
+import errno
+import socket
+
+import psutil
+
+from grpo.system.errors import UserError
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises UserError where nobody could listen at this address. Whoever holds a port is named, and left alone.
+
+    port: 0 is any free one.
+    """
+    if not isinstance(port, int) or not 0 <= port <= 65535:
+        raise UserError(f"port={port} is no port: take a number from 1 to 65535, or 0 for any that is free")
+    try:
+        socket.create_server((host, port), family=family(host)).close()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            reason = error.strerror or error
+            raise UserError(f"host={host} port={port}: nobody can listen there ({reason}): choose others") from error
+        raise UserError(
+            f"port={port} is held by {holder(port)}: choose another port, or end that process yourself"
+        ) from error
+
+
+def family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def holder(port: int) -> str:
+    """The process that listens at a port, as far as this user may know."""
+    try:
+        ends = psutil.net_connections("tcp")
+        pid = next(end.pid for end in ends if end.status == psutil.CONN_LISTEN and end.laddr.port == port and end.pid)
+        process = psutil.Process(pid)
+        return f"{process.name()} (pid {pid}, user {process.username()})"
+    except (psutil.Error, StopIteration):
+        return "a process that this user may not see"

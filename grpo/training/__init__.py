@@ -1,0 +1,1 @@
+"""The update, and what happens round it."""

@@ -1,0 +1,41 @@
+"""Health: warns, once and in words, when a metric has left the range in which runs are known to be well."""
+
+import logging
+from collections.abc import Mapping
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_only
+
+from grpo.runs.health import RANGES, Watch
+from grpo.system.errors import UserError
+from grpo.training.batch import RolloutBatch
+
+log = logging.getLogger(__name__)
+
+
+class Health(L.Callback):
+    """ignore: metrics not to speak of. Behind RolloutCallback, which collects the metrics."""
+
+    def __init__(self, ignore: tuple[str, ...] = ()) -> None:
+        known = [well.metric for well in RANGES]
+        if isinstance(ignore, str) or not set(ignore) <= set(known):
+            raise UserError(f"callbacks.health.ignore={ignore} must be a list of some of {', '.join(known)}")
+        self.ignored, self.watch = frozenset(ignore), Watch()
+        self.watch.silent |= self.ignored
+
+    @rank_zero_only
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Mapping, batch: RolloutBatch, batch_idx: int
+    ) -> None:
+        for found in self.watch.findings(batch.rollout + 1, batch.metrics):
+            log.warning(f"rollout {found.rollout}: {found.metric} is {found.value:.3g}, {found.words}")
+
+    def told(self) -> list[str]:
+        """The metrics that were warned of, before a resume too."""
+        return sorted(self.watch.silent - self.ignored)
+
+    def state_dict(self) -> dict:
+        return {"silent": sorted(self.watch.silent)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.watch.silent |= set(state["silent"])

@@ -1,0 +1,163 @@
+"""Terminal: a bar that says how it is going, completions, and at the end a table of evaluations and what it took."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from grpo.evaluation.metrics import SHARES, worth_telling
+from grpo.rollout.metrics import share_right
+from grpo.rollout.types import Sample
+from grpo.training.batch import RolloutBatch
+from grpo.training.callbacks.health import Health
+from grpo.training.callbacks.summary import Evaluated, clock, summary
+
+
+def status(metrics: Mapping[str, float], accuracy: float | None, left: float) -> str:
+    """accuracy: the latest on the held-out examples. left: seconds."""
+    held_out = "" if accuracy is None else f"held out {accuracy:.0%}  "
+    return (
+        f"reward {metrics['rollout/reward']:.2f}  solved {metrics['rollout/solve_rate']:.0%}  "
+        f"groups {metrics['rollout/effective_groups']:.0%}  {held_out}{metrics['tokens/s']:,.0f} tok/s  {clock(left)} left"
+    )
+
+
+def evaluation_table(
+    evaluations: Sequence[tuple[object, Mapping[str, float]]], first: str = "rollouts", title: str = "held-out examples"
+) -> Table:
+    """A row for each (label, metrics) and a column for each metric, or the other way round where there are more metrics; `first`
+    heads the labels. A part of the reward that applied to no sample of an evaluation is no metric of it."""
+    known = dict.fromkeys(name for _, metrics in evaluations for name in metrics)
+    names = [name for name in known if any(worth_telling(name, metrics.get(name, 0)) for _, metrics in evaluations)]
+    rows = [[first, *(name.removeprefix("eval/") for name in names)]]
+    for label, metrics in evaluations:
+        told = {name: f"{value:.1%}" if SHARES.search(name) else f"{value:.4g}" for name, value in metrics.items()}
+        rows.append([str(label), *(told.get(name, "-") for name in names)])
+    head, *rest = rows if len(names) <= len(evaluations) else zip(*rows, strict=True)
+    table = Table(*head, title=title)
+    for column in table.columns:
+        column.justify = "right"
+    for row in rest:
+        table.add_row(*row)
+    return table
+
+
+def sample_panel(title: str, sample: Sample) -> Panel:
+    """What was said, under the end of its prompt; dim is what the policy did not say."""
+    if not (steps := sample.trajectory.steps):
+        return Panel(
+            Text(sample.trajectory.error or ""), title=f"{title}: the environment did not begin", title_align="left"
+        )
+    prompt = steps[0].state.messages[-1].content
+    text = Text(prompt if len(prompt) < 500 else "..." + prompt[-500:], style="dim")
+    for message in sample.trajectory.messages[len(steps[0].state.messages) :]:
+        calls = [f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})" for call in message.tool_calls]
+        said = "\n".join(filter(None, (message.content[:1000], *calls)))
+        text.append("\n" + said, style="default" if message.role == "assistant" else "dim")
+    return Panel(text, title=f"{title}: reward {sample.reward.value:.2f}, {sample.length} tokens", title_align="left")
+
+
+LEFT = ("metrics.csv", "rollouts", "evaluations", "checkpoints/best", "checkpoints/last.ckpt", "report.html")
+
+
+class Terminal(L.Callback):
+    """samples: completions shown at the start, the end, and every `samples_every` rollouts (0: not in between). Without a
+    terminal: a line every `every` rollouts, 0 for none."""
+
+    def __init__(
+        self, folder: str, num_rollouts: int, samples: int = 2, samples_every: int = 0, every: int = 10
+    ) -> None:
+        self.folder, self.num_rollouts = Path(folder), num_rollouts
+        self.samples, self.samples_every, self.every = samples, samples_every, every
+        self.console = Console()
+        self.learned: list[Mapping[str, float]] = []  # metrics of the rollouts of this process
+        self.evaluations: list[Evaluated] = []
+        columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
+        self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
+        self.bar = self.progress.add_task("", total=num_rollouts, status="first rollout ...")
+        self.last: RolloutBatch | None = None
+        self.begun = time.perf_counter()
+
+    @rank_zero_only
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.begun = time.perf_counter()
+        self.progress.start()
+
+    @rank_zero_only
+    def on_train_batch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, batch: RolloutBatch, batch_idx: int
+    ) -> None:
+        if self.last is None:
+            self.show(batch)
+            self.progress.update(self.bar, completed=batch.rollout)
+        self.note(batch)
+
+    @rank_zero_only
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: RolloutBatch, batch_idx: int
+    ) -> None:
+        self.last = batch
+        self.learned.append(batch.metrics)
+        self.note(batch)
+        rollout = batch.rollout + 1
+        accuracy = self.evaluations[-1].metrics["eval/accuracy"] if self.evaluations else None
+        each = (time.perf_counter() - self.begun) / len(self.learned)
+        told = status(batch.metrics, accuracy, each * (self.num_rollouts - rollout))
+        self.progress.update(self.bar, completed=rollout, status=told)
+        due = self.every and (rollout % self.every == 0 or rollout == self.num_rollouts)
+        if due and not self.console.is_terminal:
+            self.console.print(f"rollout {rollout}/{self.num_rollouts}  {told}", soft_wrap=True)
+        between = len(self.learned) > 1 and rollout < self.num_rollouts
+        if between and self.samples_every and rollout % self.samples_every == 0:
+            self.show(batch)
+
+    def note(self, batch: RolloutBatch) -> None:
+        """Take up the evaluations that were not there before, and say them."""
+        known = {evaluated.rollouts for evaluated in self.evaluations}
+        for evaluation in batch.evaluations:
+            if evaluation.rollout not in known:
+                shares = [share_right(group) for group in evaluation.groups]
+                self.evaluations.append(Evaluated(evaluation.rollout, evaluation.metrics, shares))
+                told = "  ".join(
+                    f"{name} {value:.3g}" for name, value in evaluation.metrics.items() if worth_telling(name, value)
+                )
+                self.console.print(f"after {evaluation.rollout} rollouts: {told}", soft_wrap=True)
+
+    def show(self, batch: RolloutBatch) -> None:
+        for group in batch.groups[: self.samples]:
+            self.console.print(sample_panel(f"rollout {batch.rollout + 1}", group[0]))
+
+    @rank_zero_only
+    def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.progress.stop()
+        if self.last is not None:
+            self.show(self.last)
+        if self.evaluations:
+            self.console.print(evaluation_table([(told.rollouts, told.metrics) for told in self.evaluations]))
+        warned = [name for callback in trainer.callbacks if isinstance(callback, Health) for name in callback.told()]
+        if self.learned:
+            seconds = time.perf_counter() - self.begun
+            self.console.print(summary(self.learned, self.evaluations, seconds, warned))
+        left = [what for what in LEFT if (self.folder / what).exists()]
+        self.console.print(f"written to {self.folder}: {', '.join(left)}", soft_wrap=True)
+        if "checkpoints/best" in left:
+            self.console.print(
+                f"the best policy on all test examples: python eval.py run={self.folder}", soft_wrap=True
+            )
+
+    @rank_zero_only
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        self.progress.stop()
+        checkpoint = self.folder / "checkpoints" / "last.ckpt"
+        if checkpoint.exists():
+            why = type(exception).__name__
+            how = f"the same command with ckpt_path={checkpoint}"
+            self.console.print(f"stopped by {why}; to go on: {how}", soft_wrap=True)

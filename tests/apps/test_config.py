@@ -1,0 +1,148 @@
+"""Every option of every group composes, and every node fits the signature of what it names."""
+
+import functools
+import inspect
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, compose_config
+from hydra.errors import InstantiationException
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from grpo.system.errors import UserError
+
+GROUPS = (
+    "task",
+    "model",
+    "adapter",
+    "algo",
+    "algo/advantage",
+    "algo/surrogate",
+    "algo/kl",
+    "algo/correction",
+    "rollout",
+    "eval",
+    "renderer",
+    "engine",
+    "optim",
+    "trainer",
+    "callbacks",
+    "logger",
+    "sweep",
+    "experiment",
+    "debug",
+)
+OPTIONS = [(group, file.stem) for group in GROUPS for file in sorted((ROOT / "conf" / group).glob("*.yaml"))]
+
+
+def nodes(config, path=""):
+    """(dotted path, node) of everything that will be called."""
+    if isinstance(config, dict):
+        if "_target_" in config:
+            yield path, config
+        for name, child in config.items():
+            yield from nodes(child, f"{path}.{name}".lstrip("."))
+    elif isinstance(config, list):
+        for i, child in enumerate(config):
+            yield from nodes(child, f"{path}.{i}")
+
+
+def check_signatures(config: DictConfig | ListConfig) -> int:
+    count = 0
+    for path, node in nodes(OmegaConf.to_container(config, resolve=True)):
+        arguments = {name: value for name, value in node.items() if name not in ("_target_", "_partial_", "_convert_")}
+        signature = inspect.signature(get_object(node["_target_"]))
+        bind = signature.bind_partial if node.get("_partial_") else signature.bind
+        try:
+            bind(**arguments)
+        except TypeError as error:
+            pytest.fail(f"{path}: {node['_target_']}: {error}")
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda value: str(value))
+def test_option_composes_and_binds(group, option, tmp_path):
+    if option == "optuna":
+        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    chosen = [f"{group}={option}"] + (["model.path=x"] if option == "path" else [])
+    overrides = [*chosen, f"output_dir={tmp_path}"]
+    assert check_signatures(compose_config(*overrides)) >= 10
+    if group in ("task", "model", "engine", "trainer", "eval", "renderer"):
+        assert check_signatures(compose_config(*overrides, name="eval")) >= 5
+    if group in ("model", "engine", "renderer"):
+        assert check_signatures(compose_config(*chosen, name="serve")) >= 2
+
+
+def test_promised_options_are_there():
+    assert {"tiny", "llama1b", "llama8b", "qwen05b", "qwen15b", "qwen7b", "path"} <= {
+        o for g, o in OPTIONS if g == "model"
+    }
+    presets = "grpo dr_grpo bnpo dapo gspo gspo_token cispo sapo rloo reinforce_pp reinforce_pp_baseline lite_ppo rolo atropos"
+    assert {*presets.split(), "ppo_sequence"} <= {o for g, o in OPTIONS if g == "algo"}
+
+
+AXES = [(group, option) for group, option in OPTIONS if group.startswith("algo/")]
+
+
+@functools.cache
+def composed(group: str, option: str) -> DictConfig:
+    return compose_config(f"{group}={option}", "output_dir=.").algo
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [option for group, option in OPTIONS if group == "algo"])
+def test_every_preset_moves_along_every_axis(name):
+    """The option that is asked for is what one gets, whole, or one line says why they do not go together."""
+    for group, option in AXES:
+        config = compose_config(f"algo={name}", f"{group}={option}", "output_dir=.").algo
+        axis = group.removeprefix("algo/")
+        assert config[axis] == composed(group, option)[axis], f"algo={name} {group}={option}"
+        try:
+            instantiate(config).check(4, 4)
+        except (UserError, InstantiationException) as error:
+            reason = error.__cause__ if isinstance(error, InstantiationException) else error
+            assert isinstance(reason, UserError), f"algo={name} {group}={option}: {reason!r}"
+
+
+def test_every_algorithm_and_axis_is_in_the_documentation():
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    for group, option in OPTIONS:
+        if group in ("algo", "algo/advantage", "algo/surrogate", "algo/correction"):
+            assert f"`{option}`" in text, f"{group}={option}"
+
+
+def test_every_engine_is_in_the_documentation():
+    table = (ROOT / "docs" / "engines.md").read_text().partition("## Which one")[2].partition("\n## ")[0]
+    for group, option in OPTIONS:
+        assert group != "engine" or f"| `{option}` |" in table
+
+
+def test_every_optimizer_is_in_the_documentation():
+    table = (ROOT / "docs" / "memory.md").read_text().partition("## Optimizers")[2]
+    for group, option in OPTIONS:
+        assert group != "optim" or f"| `{option}` |" in table
+
+
+def test_variants_are_diffs_and_the_command_line_wins(tmp_path):
+    config = compose_config("algo=dr_grpo", "model=tiny", f"output_dir={tmp_path}")
+    assert (config.algo.advantage.scale, config.algo.reduce, config.algo.surrogate.low) == ("none", "constant", 0.2)
+    assert (config.max_tokens, config.rollout.sampling.max_tokens, config.eval.sampling.max_tokens) == (40, 40, 40)
+    config = compose_config("max_tokens=7", "optim.optimizer.lr=0.5", f"output_dir={tmp_path}")
+    assert (config.algo.max_tokens, config.rollout.sampling.max_tokens, config.optim.optimizer.lr) == (7, 7, 0.5)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_help_and_cfg_are_for_people(tmp_path):
+    text = command("train.py", "--help").stdout
+    for group in GROUPS:
+        assert f"\n{group}: " in text
+    assert "python train.py -m algo=grpo,dr_grpo seed=0,1" in text
+    printed = command("train.py", "--cfg", "job", "--resolve", f"hydra.run.dir={tmp_path}")
+    assert OmegaConf.create(printed.stdout).algo.max_tokens == 40, printed.stderr
+    assert "python eval.py run=" in command("eval.py", "--help").stdout

@@ -1,0 +1,433 @@
+"""The server: real engines, real HTTP on this machine's loopback."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from conftest import ROOT
+from grpo.serve.__main__ import main
+
+from grpo.apps.demo_model import make_model
+from grpo.apps.serve.api import Server
+from grpo.apps.serve.batching import Batching
+from grpo.apps.serve.service import Service
+from grpo.apps.serve.weights import Weights
+from grpo.engines.builtin.engine import TransformersEngine
+from grpo.engines.protocol import Engine, Sampling
+from grpo.env.renderer import TokenizerRenderer
+from grpo.models.policy import Pretrained
+from grpo.system.errors import UserError
+from grpo.system.ports import check_port
+from grpo.system.seeds import derive_seed
+
+PROMPT = [1, 7, 9, 22, 23]
+POISON = 13
+
+
+class Counting(TransformersEngine):
+    """The built-in engine, which counts its calls, and fails at a prompt with one of the tokens."""
+
+    calls = 0
+
+    def sample(self, prompts, *rest):
+        self.calls += 1
+        if any(POISON in prompt for prompt in prompts):
+            raise RuntimeError("no such kernel")
+        return super().sample(prompts, *rest)
+
+
+class Client:
+    def __init__(self, port: int, server: Server) -> None:
+        self.url, self.server, self.batching = f"http://127.0.0.1:{port}", server, server.batching
+
+    def __call__(self, path: str, body: object = None, status: int = 200) -> dict:
+        """GET, or POST where there is a body."""
+        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                found, text = answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            found, text = error.code, error.read()
+        assert found == status, text
+        return json.loads(text)
+
+    def generate(self, prompt: object = PROMPT, **more: object) -> dict:
+        return self("/generate", {"prompt": {"prompt_token_ids": prompt}, **more})
+
+    def waiting(self, count: int) -> None:
+        until(lambda: len(self.batching._jobs) == count)
+
+
+def until(true: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if true():
+            return
+        time.sleep(0.01)
+    raise TimeoutError
+
+
+@contextmanager
+def served(folder: Path, make_engine: Callable[[], Engine] = Counting) -> Iterator[Client]:
+    pretrained = Pretrained(str(folder))
+    tokenizer = pretrained.tokenizer()
+    batching, weights = Batching(make_engine), Weights(pretrained, "cpu")
+    batching.call(weights.read)
+    server = Server(Service(batching, weights, tokenizer, TokenizerRenderer(tokenizer), len(tokenizer)))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            yield Client(listener.getsockname()[1], server)
+        finally:
+            server.should_exit = True
+            thread.join()
+    assert not batching.alive
+
+
+@pytest.fixture(scope="module")
+def server(toy) -> Iterator[Client]:
+    with served(toy) as client:
+        until(lambda: client.batching.engine is not None and client.batching.engine.version == 0)
+        yield client
+
+
+@pytest.fixture
+def own(toy, tmp_path) -> Iterator[Client]:
+    """A server whose weights may be changed; its folder is tmp_path/served."""
+    shutil.copytree(toy, tmp_path / "served")
+    with served(tmp_path / "served") as client:
+        until(lambda: client.batching.engine is not None and client.batching.engine.version == 0)
+        yield client
+
+
+@pytest.fixture
+def other(toy, tmp_path) -> Path:
+    """A folder of the same model with other weights."""
+    folder = Path(shutil.copytree(toy, tmp_path / "other"))
+    make_model(Pretrained(str(toy)).tokenizer(), seed=1).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def logprobs(model, prompt, ids, temperature=1.0) -> list[float]:
+    logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+
+
+def greedy(model) -> list[int]:
+    engine = TransformersEngine()
+    engine.load_weights(model, 0)
+    return list(engine.sample([PROMPT], Sampling(8, temperature=0.0), [0])[0].ids)
+
+
+def ids(answer: dict) -> list[int]:
+    (found,) = answer["token_ids"]
+    return found
+
+
+GREEDY = {"temperature": 0, "max_tokens": 8}
+
+
+def test_the_answer_that_atropos_reads(server, toy_model):
+    answer = server.generate(logprobs=0, n=8, max_tokens=32, temperature=0.7, top_k=20)
+    assert set(answer) == {"text", "prompt", "finish_reasons", "logprobs", "prompt_token_ids", "token_ids"}
+    assert answer["prompt_token_ids"] == PROMPT and answer["prompt"].endswith("12")
+    assert len(answer["text"]) == len(answer["finish_reasons"]) == len(answer["token_ids"]) == 8
+    assert len({tuple(found) for found in answer["token_ids"]}) == 8  # each with a seed of its own
+    for found, positions, finish in zip(answer["token_ids"], answer["logprobs"], answer["finish_reasons"], strict=True):
+        assert [list(entry) for (entry,) in positions] == [[str(i)] for i in found]
+        values = [value for (entry,) in positions for value in entry.values()]
+        assert values == pytest.approx(logprobs(toy_model, PROMPT, found, 0.7), abs=1e-5)
+        assert finish == ("stop" if found[-1] == toy_model.config.eos_token_id else "length")
+
+
+def test_a_text_is_a_prompt_too_and_stop_ids_end(server):
+    first = server("/generate", {"prompt": "12", "max_tokens": 3, "seed": 1})
+    assert first["prompt_token_ids"] == [22, 23] and len(ids(first)) == 3
+    assert server.generate([22, 23], max_tokens=3, seed=1)["token_ids"] == first["token_ids"]
+    stopped = server("/generate", {"prompt": "12", "max_tokens": 3, "seed": 1, "stop_token_ids": ids(first)[1:2]})
+    assert (ids(stopped), stopped["finish_reasons"]) == (ids(first)[:2], ["stop"])
+
+
+def test_conversations(server, toy_model):
+    conversations = [[{"role": "user", "content": text}] for text in ("12 + 7?", "coins")]
+    answer = server("/generate", {"messages": conversations, "max_tokens": 6, "top_p": 1, "top_k": -1})
+    assert answer["prompt"][1] == "<|user|>coins<|end|><|assistant|>"
+    parts = (answer[name] for name in ("prompt_token_ids", "completion_token_ids", "old_log_probs", "completion"))
+    rows = list(zip(*parts, strict=True))
+    assert len(rows) == 2
+    for prompt, found, values, text in rows:
+        assert isinstance(text, str) and 1 <= len(found) == len(values) <= 6
+        assert values == pytest.approx(logprobs(toy_model, prompt, found, 0.7), abs=1e-5)
+
+
+def test_a_seed_decides_whatever_runs_beside(server, toy_model):
+    alone = server.generate(seed=5, n=3)["token_ids"]
+    engine = TransformersEngine()
+    engine.load_weights(toy_model, 0)
+    expected = engine.sample([PROMPT] * 3, Sampling(16), [derive_seed(5, i) for i in range(3)])
+    assert alone == [list(completion.ids) for completion in expected]
+    with ThreadPoolExecutor(8) as pool:
+        beside = [pool.submit(server.generate, [30 + i] * (i + 1), n=2) for i in range(7)]
+        assert pool.submit(server.generate, seed=5, n=3).result()["token_ids"] == alone
+    assert all(len(future.result()["text"]) == 2 for future in beside)
+    assert server.generate(max_tokens=16)["token_ids"] != server.generate(max_tokens=16)["token_ids"]
+
+
+def test_what_waits_is_sampled_in_one_call(server):
+    server("/pause", {})
+    before = server.batching.engine.calls
+    with ThreadPoolExecutor(30) as pool:
+        asked = [pool.submit(server.generate, [20 + i], max_tokens=4 + i % 2, seed=i) for i in range(30)]
+        server.waiting(30)
+        server("/resume", {})
+        answers = [future.result() for future in asked]
+    assert server.batching.engine.calls - before == 2  # two lengths, two samplings
+    for i, answer in enumerate(answers):
+        assert answer["prompt_token_ids"] == [20 + i]
+        assert answer["token_ids"] == server.generate([20 + i], max_tokens=4 + i % 2, seed=i)["token_ids"]
+
+
+def test_one_that_the_engine_fails_at_harms_no_other(server):
+    server("/pause", {})
+    with ThreadPoolExecutor(3) as pool:
+        good = [pool.submit(server.generate, [20 + i], seed=i) for i in range(2)]
+        bad = pool.submit(server, "/generate", {"prompt": {"prompt_token_ids": [20, POISON]}}, 500)
+        server.waiting(3)
+        server("/resume", {})
+        assert "RuntimeError: no such kernel" in bad.result()["error"]
+        assert all(future.result()["text"] for future in good)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"temperature": -1}, "sampling.temperature=-1"),
+        ({"temperature": float("nan")}, "temperature: Input should be a finite number"),
+        ({"max_tokens": "3"}, "max_tokens: Input should be a valid integer"),
+        ({"max_tokens": 5000}, "5 tokens and max_tokens=5000 exceed the engine's context of 4096"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"stop_token_ids": [True]}, "stop_token_ids.0"),
+        ({"n": 0}, "n: "),
+        ({"best_off": 2}, "there is no field 'best_off' here"),
+        ({"prompt": {"prompt_token_ids": []}}, "at least one"),
+        ({"prompt": {"prompt_token_ids": [1, 10**9]}}, "1000000000, and token ids are whole numbers from 0 to 281"),
+        ({"prompt": 7}, "give a text, or token ids"),
+        ({"messages": [[]]}, "either messages"),
+        ({"prompt": None}, "either messages"),
+        ({"prompt": None, "messages": [[{"role": "king", "content": "x"}]]}, "needs a role (system, user"),
+        ({"prompt": None, "messages": [{"role": "user", "content": "x"}]}, "is no conversation"),
+        ({"prompt_logprobs": 0}, "not of the prompt"),
+        ({"logprobs": 5}, "logprobs: Input should be less than or equal to 1"),
+        ({"stream": True}, "there is no streaming"),
+        ({"stop": ["\n"]}, "give stop_token_ids"),
+        ({"seed": -1}, "seed: "),
+        ({"guided": {"regex": "a+"}}, "set engine=vllm"),
+    ],
+    ids=str,
+)
+def test_bad_input_gets_a_line(server, more, words):
+    body = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 4} | more
+    line = server("/generate", body, status=400)["error"]
+    assert words in line and "\n" not in line
+
+
+def test_what_is_no_request_gets_a_line_and_nulls_are_fields_left_out(server):
+    assert server("/generate", b"{", status=400)["error"] == "the request is no JSON"
+    assert "JSON object" in server("/generate", [1], status=400)["error"]
+    assert server("/generate", {"prompt": "12", "max_tokens": 2, "seed": None, "stop": None, "stream": False})["text"]
+
+
+def test_health_version_and_a_list_of_what_there_is(server):
+    assert server("/health") == {"status": "ok"} == server("/health_generate")
+    assert server("/version") == {"version": 0}
+    assert {"GET /health", "POST /generate", "POST /lora/load"} <= set(server("/")["endpoints"])
+
+
+def test_nothing_is_there_before_the_weights_are(toy):
+    there = threading.Event()
+
+    def slow() -> Engine:
+        there.wait()
+        return TransformersEngine()
+
+    with served(toy, slow) as client:
+        assert "no weights yet" in client("/health", status=503)["error"]
+        client("/generate", {"prompt": "12"}, status=503)
+        there.set()
+        until(lambda: client.batching.engine is not None and client.batching.engine.version == 0)
+        assert client("/health") == {"status": "ok"}
+
+
+def test_new_weights_are_those_of_the_folder(own, other, tmp_path, toy_model):
+    new = greedy(Pretrained(str(other)).model())
+    assert ids(own.generate(**GREEDY)) == greedy(toy_model) != new
+    answer = own("/reload_weights", {"path": str(other)})
+    assert answer == {"status": "ok", "message": "Weights reloaded", "version": 1} and own("/version") == {"version": 1}
+    assert ids(own.generate(**GREEDY)) == new
+    own("/reload_weights", {"path": str(tmp_path / "served")})
+    assert ids(own.generate(**GREEDY)) == greedy(toy_model)
+    shutil.copy(other / "model.safetensors", tmp_path / "served")  # as a trainer would write a new checkpoint
+    assert own("/reload_weights", {})["version"] == 3
+    assert ids(own.generate(**GREEDY)) == new
+
+
+def test_what_is_not_the_model_is_refused_and_the_old_weights_stay(own, other, tmp_path, toy_model):
+    config = toy_model.config
+    config.num_hidden_layers -= 1
+    type(toy_model)(config).save_pretrained(tmp_path / "smaller")
+    (other / "model.safetensors").write_bytes(b"cut off")
+    for path, words in [("/nowhere", "is no model"), (tmp_path / "smaller", "is another model"), (other, "load")]:
+        line = own("/reload_weights", {"path": str(path)}, status=400)["error"]
+        assert words in line and str(path) in line and "\n" not in line
+    assert own("/version") == {"version": 0} and own("/reload_weights", {})["version"] == 1
+
+
+def test_an_adapter_comes_and_goes(own, other, toy_model, tmp_path):
+    plain = greedy(toy_model)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(toy_model, config)
+    adapted.save_pretrained(tmp_path / "lora")
+    assert own("/lora/load", {"adapter_path": "/nowhere"}, status=404)["error"].startswith("adapter_path=/nowhere")
+    assert "no adapter" in own("/lora/unload", {}, status=400)["error"]
+
+    assert own("/lora/load", {"adapter_path": str(tmp_path / "lora")})["version"] == 1
+    assert ids(own.generate(**GREEDY)) == greedy(adapted) != plain
+    status = {"active": True, "adapter_name": "lora", "adapter_path": str(tmp_path / "lora"), "load_count": 1}
+    assert own("/lora/status") == status
+    own("/reload_weights", {"path": str(other)})  # the adapter stays on
+    base = peft.PeftModel.from_pretrained(Pretrained(str(other)).model(), tmp_path / "lora")
+    assert ids(own.generate(**GREEDY)) == greedy(base)
+
+    assert own("/lora/unload", {})["version"] == 3
+    assert ids(own.generate(**GREEDY)) == greedy(Pretrained(str(other)).model())
+    assert own("/lora/status") == dict.fromkeys(status) | {"active": False, "load_count": 1}
+
+
+def test_paused_requests_wait_and_see_the_weights_that_came_meanwhile(own, other):
+    assert own("/pause", {})["is_paused"] and own("/is_paused") == {"is_paused": True}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(own.generate, **GREEDY)
+        own.waiting(1)
+        own("/reload_weights", {"path": str(other)})
+        assert "paused" in own("/health_generate", status=503)["error"]
+        assert not asked.done() and own.batching.engine.calls == 0
+        own("/resume", {})
+        assert ids(asked.result()) == greedy(Pretrained(str(other)).model())
+    assert own("/is_paused") == {"is_paused": False}
+
+
+def test_what_waits_at_the_end_is_told_so(own):
+    own("/pause", {})
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(own, "/generate", {"prompt": "12"}, 503)
+        own.waiting(1)
+        own.server.should_exit = True
+        assert asked.result() == {"error": "the server is ending"}
+
+
+def test_completions_as_openai_has_them(server, toy_model):
+    asked = {"model": "any", "prompt": ["12", PROMPT], "n": 2, "max_tokens": 5, "seed": 3, "logprobs": 1}
+    answer = server("/v1/completions", {**asked, "return_token_ids": True})
+    assert answer["object"] == "text_completion" and [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+    written = sum(len(choice["token_ids"]) for choice in answer["choices"])
+    assert answer["usage"] == {"prompt_tokens": 7, "completion_tokens": written, "total_tokens": 7 + written}
+    for choice, prompt in zip(answer["choices"], [[22, 23]] * 2 + [PROMPT] * 2, strict=True):
+        assert choice["prompt_token_ids"] == prompt and len(choice["logprobs"]["tokens"]) == len(choice["token_ids"])
+        expected = logprobs(toy_model, prompt, choice["token_ids"])
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-5)
+    plain = server("/v1/completions", {"prompt": "12", "max_tokens": 5, "seed": 3})["choices"]
+    assert plain == [
+        {"index": 0, "finish_reason": "length", "text": answer["choices"][0]["text"], "logprobs": None},
+    ]
+    assert "streaming" in server("/v1/completions", {"prompt": "12", "stream": True}, status=400)["error"]
+
+
+def test_chat_as_openai_has_it(server):
+    messages = [{"role": "user", "content": "12 + 7?"}]
+    answer = server("/v1/chat/completions", {"model": "any", "messages": messages, "max_tokens": 5, "temperature": 0})
+    conversation = {"messages": [messages], "max_tokens": 5, "temperature": 0}
+    ours = server("/generate", conversation)
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": ours["completion"][0]}
+    assert answer["usage"]["prompt_tokens"] == len(ours["prompt_token_ids"][0])
+    assert (
+        "no field 'tools'" in server("/v1/chat/completions", {"messages": messages, "tools": [{}]}, status=400)["error"]
+    )
+
+
+def test_a_port_that_is_taken_names_who_has_it():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(
+            UserError, match=rf"port={port} is held by .*\(pid {os.getpid()}, user \S+\): choose another"
+        ):
+            main([f"port={port}"])
+    check_port("127.0.0.1", port)
+    for host, wrong in [("127.0.0.1", 70000), ("127.0.0.1", "x"), ("203.0.113.1", 0)]:
+        with pytest.raises(UserError, match=f"port={wrong}"):
+            check_port(host, wrong)
+
+
+def test_a_model_without_weights_ends_the_command_with_a_line(toy, tmp_path):
+    shutil.copytree(toy, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(UserError, match="has no model that transformers can load"):
+        main(["model=path", f"model.path={tmp_path / 'bare'}", "engine=transformers", "port=0", "device=cpu"])
+
+
+def test_the_command_starts_answers_and_ends(toy):
+    arguments = ["model=path", f"model.path={toy}", "engine=transformers", "port=0", "device=cpu"]
+    command = [sys.executable, "-m", "grpo.serve", *arguments]
+    listens = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # tests in the background hand on that it is ignored
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, preexec_fn=listens, **pipes)
+    try:
+        line = process.stdout.readline()
+        assert line.startswith(f"serving {toy} with TransformersEngine at http://127.0.0.1:")
+        client = Client(int(line.rpartition(":")[2]), type("Away", (), {"batching": None}))
+        assert client("/health") == {"status": "ok"}
+        assert len(ids(client.generate(max_tokens=3))) == 3
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+        assert (process.returncode, rest, errors) == (130, "", "")
+        with pytest.raises(urllib.error.URLError):
+            client("/health")
+    finally:
+        process.kill()
+
+
+@pytest.mark.vllm
+def test_it_serves_vllm(toy, other):
+    pytest.importorskip("vllm")
+    from grpo.engines.vllm.engine import VLLMEngine
+
+    with served(toy, lambda: VLLMEngine(str(toy))) as client:
+        until(lambda: client.batching.engine is not None and client.batching.engine.version == 0)
+        for version, folder in enumerate((toy, other)):
+            if version:
+                assert client("/reload_weights", {"path": str(folder)})["version"] == version
+            model = Pretrained(str(folder)).model()
+            answer = client.generate(n=4, temperature=0.7, max_tokens=12)
+            for found, positions in zip(answer["token_ids"], answer["logprobs"], strict=True):
+                values = [value for (entry,) in positions for value in entry.values()]
+                assert values == pytest.approx(logprobs(model, PROMPT, found, 0.7), abs=1e-5)

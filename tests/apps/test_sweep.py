@@ -1,0 +1,249 @@
+"""Sweeps: jobs side by side, one that fails, one that is killed and gone on with, and Hydra's other launchers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+from conftest import ROOT, compose_config
+
+from grpo.apps.sweep.jobs import Job
+from grpo.apps.sweep.sweep import Sweep, places
+from grpo.system import child
+from grpo.system.errors import UserError
+from train import train
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+WRITES = """if True:
+    import json, pathlib, sys, time
+    folder, code, seconds = pathlib.Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    (folder / "began").write_text(str(time.time()))
+    time.sleep(seconds)
+    (folder / "ended").write_text(str(time.time()))
+    if code:
+        print("error: it cannot be\\n")
+        sys.exit(code)
+    told = {"status": "finished", "accuracy": 0.25, "seconds": 90}
+    (folder / "manifest.json").write_text(json.dumps(told))
+"""
+
+
+def make(folder: Path, at_once: int = 1) -> Sweep:
+    """A sweep whose jobs have the overrides code=CODE seconds=SECONDS."""
+
+    def command(job: Job, overrides) -> list[str]:
+        values = [override.partition("=")[2] for override in overrides]
+        return [sys.executable, "-c", WRITES, str(job.folder), *values]
+
+    return Sweep(folder, command, [{"PLACE": str(i)} for i in range(at_once)], "do it again")
+
+
+def add(sweep: Sweep, code: int, seconds: float) -> Job:
+    overrides = [f"code={code}", f"seconds={seconds}"]
+    number = sweep.number(overrides)
+    return sweep.add(Job(number, sweep.folder / str(number), overrides, " ".join(overrides), rollouts=4))
+
+
+def time_of(job: Job, what: str) -> float:
+    return float((job.folder / what).read_text())
+
+
+def test_jobs_run_side_by_side_and_one_that_fails_does_not_stop_the_rest(tmp_path, capsys):
+    sweep = make(tmp_path, at_once=2)
+    jobs = [add(sweep, 0, 2.0), add(sweep, 3, 2.1), add(sweep, 0, 0.0)]
+    sweep.run()
+    assert [job.status for job in jobs] == ["finished", "failed", "finished"]
+    assert time_of(jobs[1], "began") < time_of(jobs[0], "ended")
+    assert time_of(jobs[2], "began") > min(time_of(job, "ended") for job in jobs[:2])  # there are two places
+    assert [job.accuracy for job in jobs] == [0.25, None, 0.25] and jobs[0].minutes == 1.5
+    said = capsys.readouterr().out
+    assert "sweep of 3 jobs, 2 at a time" in said and "do it again" in said
+    assert f"job 1 failed: code=3 seconds=2.1: error: it cannot be ({jobs[1].output})" in said
+    assert said.endswith("2/3 done, 1 failed\n")
+    assert jobs[0].output.read_text().startswith(f"$ PLACE=0 {sys.executable} -c")
+
+
+def test_a_second_call_runs_what_is_not_finished(tmp_path):
+    first = make(tmp_path)
+    done, failed = add(first, 0, 0.0), add(first, 1, 0.0)
+    first.run()
+    before = (done.folder / "began").stat().st_mtime_ns
+    first.lock.close()
+
+    (failed.folder / "left").touch()
+    second = make(tmp_path)
+    again = [add(second, 1, 0.0), add(second, 0, 0.1), add(second, 0, 0.0)]  # in another order, and a new one
+    assert [job.number for job in again] == [1, 2, 0] and again[2].status == "finished"
+    second.run()
+    assert [job.status for job in again] == ["failed", "finished", "finished"]
+    assert (done.folder / "began").stat().st_mtime_ns == before
+    assert (tmp_path / "stopped" / "1" / "left").exists() and not (failed.folder / "left").exists()
+    assert json.loads((tmp_path / "jobs.json").read_text()) == [
+        ["code=0", "seconds=0.0"], ["code=1", "seconds=0.0"], ["code=0", "seconds=0.1"],
+    ]  # fmt: skip
+
+
+def test_a_job_goes_on_from_its_checkpoint_unless_it_was_the_last(tmp_path):
+    folder = tmp_path / "0, a"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "last.ckpt").touch()
+    (folder / "metrics.csv").write_text("step,eval/accuracy,rollout/reward\n0,0.5,\n1,,0.25\n2,,0.5\n")
+    job = Job(0, folder, ["seed=1", "ckpt_path=x"], "seed=1", rollouts=4)
+    assert job.share() == 0.5
+    assert job.metrics() == {"step": "2", "eval/accuracy": "0.5", "rollout/reward": "0.5"}
+    assert job.arguments() == ["seed=1", f"ckpt_path='{folder}/checkpoints/last.ckpt'"]
+    assert Job(0, folder, ["seed=1"], "", rollouts=2).arguments() == ["seed=1"] and not folder.exists()
+
+
+def test_places():
+    assert places("auto", ["3", "GPU-1"], {}) == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "GPU-1"}]
+    assert places(3, ["0", "1"], {})[2] == {"CUDA_VISIBLE_DEVICES": "0"}
+    assert places("auto", [], {}) == [{}] and places(2, [], {"OMP_NUM_THREADS": "7"}) == [{}, {}]
+    assert places(2, [], {}) == [{"OMP_NUM_THREADS": str(max(1, os.cpu_count() // 2))}] * 2
+    for wrong in (0, "many", 1.5):
+        with pytest.raises(UserError, match=f"hydra.launcher.jobs={wrong} must be a number of jobs"):
+            places(wrong, [], {})
+
+
+def test_what_is_left_is_told(tmp_path):
+    sweep = make(tmp_path)
+    jobs = [("finished", 0, 0), ("failed", 0, 0), ("running", 0.25, 3), ("waiting", 0, 0)]
+    for number, (status, before, step) in enumerate(jobs):
+        job = Job(number, tmp_path / str(number), [], f"seed={number}", 4, status, before)
+        job.folder.mkdir()
+        (job.folder / "metrics.csv").write_text(f"step,rollout/reward\n{step},0.5\n")
+        sweep.jobs.append(job)
+    sweep.began = time.monotonic() - 30 * 60
+    # done in half an hour: 1 + 1/2 jobs; to do: 1/4 + 1
+    assert sweep.total() == "1/4 done, 1 failed, 1 running, about 25 min left"
+    with sweep.console.capture() as captured:
+        sweep.console.print(sweep.picture())
+    line = "2 seed=2 ━━━━━━━━━━━━━━━ 3/4 reward 0.50"  # without colour what is not done is not drawn
+    assert captured.get().split() == [*line.split(), *sweep.total().split()]
+
+
+AT_WORK = """if True:
+    import sys
+    from pathlib import Path
+    from grpo.jobs import Job
+    from grpo.sweep import Sweep
+    sleeps = "import pathlib, sys, time; pathlib.Path(sys.argv[1], 'began').touch(); time.sleep(600)"
+    folder = Path(sys.argv[1])
+    sweep = Sweep(folder, lambda job, _: [sys.executable, "-c", sleeps, str(job.folder)], [{}, {}], "do it again")
+    for name in "01":
+        sweep.add(Job(int(name), folder / name, [], ""))
+    sweep.run()
+"""
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
+def test_jobs_end_with_their_sweep_and_nobody_comes_between(tmp_path, kind):
+    sweep = subprocess.Popen([sys.executable, "-c", AT_WORK, tmp_path], cwd=ROOT, env=ENVIRONMENT)
+    try:
+        wait_for(lambda: all((tmp_path / name / "began").exists() for name in "01"))
+        processes = psutil.Process(sweep.pid).children(recursive=True)
+        assert len(processes) == 4  # two jobs, each with its guard
+        with pytest.raises(UserError, match="has another sweep at work"):
+            make(tmp_path)
+    finally:
+        sweep.send_signal(kind)
+        assert sweep.wait(60) == (143 if kind == signal.SIGTERM else -9)
+    assert not psutil.wait_procs(processes, timeout=child.GRACE + 20)[1]
+    make(tmp_path)
+
+
+def wait_for(condition, seconds: float = 400.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# -- through train.py
+
+
+def sweep_command(smoke, folder: Path, *overrides: str) -> list[str]:
+    own = ("output_dir", "optim.optimizer.lr")  # the second is Optuna's to choose
+    fixed = [override for override in smoke("logger=csv") if not override.startswith(own)]
+    return [sys.executable, "train.py", "-m", *fixed, *overrides, f"hydra.sweep.dir={folder}"]
+
+
+def status(job: Path) -> str | None:
+    file = job / "manifest.json"
+    return json.loads(file.read_text())["status"] if file.exists() else None
+
+
+def test_a_sweep_that_is_killed_is_gone_on_with(smoke, tmp_path):
+    """Jobs of 1, 0 and 12 rollouts: one is finished and one has failed when the sweep is killed in the third."""
+    settings = ["callbacks=[checkpoint]", "callbacks.checkpoint.every=1", "eval.every=3"]
+    folder = tmp_path / "sweep"
+    command = sweep_command(smoke, folder, *settings, "rollout.num_rollouts=1,0,12", "hydra.launcher.jobs=2")
+    first = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        wait_for(lambda: (folder / "2/checkpoints/last.ckpt").exists() and status(folder / "0") == "finished")
+        left = psutil.Process(first.pid).children(recursive=True)
+    finally:
+        first.kill()
+        first.wait()
+    assert left and not psutil.wait_procs(left, timeout=child.GRACE + 20)[1]
+    assert status(folder / "2") != "finished"
+    before = (folder / "0/metrics.csv").stat().st_mtime_ns
+
+    other = subprocess.run([*command, "seed=7"], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert other.returncode == 1 and other.stderr == (
+        f"error: {folder} holds another sweep: its job 0 has no seed, this one seed=7; set hydra.sweep.dir to a new folder\n"
+    )
+    again = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert again.returncode == 1
+    assert again.stderr == f"error: 1 of the sweep's 3 jobs failed: 1 ({folder}/1/output.txt)\n"
+    assert "sweep of 3 jobs, 1 of them finished before, 2 at a time" in again.stdout
+    assert "job 1 failed: rollout.num_rollouts=0: error: rollout.num_rollouts=0" in again.stdout
+    assert f"written to {folder}/report.html" in again.stdout and (folder / "report.html").exists()
+    assert (folder / "0/metrics.csv").stat().st_mtime_ns == before
+    assert [status(folder / name) for name in "02"] == ["finished"] * 2 and (folder / "multirun.yaml").exists()
+    assert f"ckpt_path={folder}/2/checkpoints/last.ckpt" in (folder / "2/output.txt").read_text()
+
+    own = [
+        override
+        for override in smoke("logger=csv", *settings, "rollout.num_rollouts=12")
+        if "optimizer" not in override
+    ]
+    train(compose_config(*own))
+    resumed, straight = (pd.read_csv(run / "metrics.csv", index_col="step") for run in (folder / "2", tmp_path))
+    measured = [name for name in straight if not name.startswith(("time/", "memory/", "tokens/"))]
+    assert list(resumed.index) == list(range(13)) and "eval/accuracy" in measured
+    pd.testing.assert_frame_equal(resumed[measured], straight[measured], check_exact=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local"])
+def test_other_launchers_run_jobs_and_tell_failures(smoke, tmp_path, launcher):
+    if launcher != "basic":
+        pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
+    command = sweep_command(smoke, tmp_path, "rollout.group_size=1,2", f"hydra/launcher={launcher}")
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 1 and "error: rollout.group_size=1: advantages compare" in done.stderr.splitlines()[-1]
+    assert [status(tmp_path / name) for name in "01"] == [None, "finished"]
+
+
+@pytest.mark.slow
+def test_optuna_asks_our_launcher_and_bears_a_failure(smoke, tmp_path):
+    """The points are the same on a second call, so nothing is run again but what failed."""
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    settings = ["sweep=optuna", "hydra.sweeper.n_trials=3", "rollout.group_size=choice(1,2)", "hydra.launcher.jobs=2"]
+    command = sweep_command(smoke, tmp_path, *settings)
+    first = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    jobs = json.loads((tmp_path / "jobs.json").read_text())
+    bad = [number for number, job in enumerate(jobs) if "rollout.group_size=1" in job]
+    assert len(jobs) == 3 and 0 < len(bad) < 3
+    assert first.returncode == 1 and f"error: {len(bad)} of the sweep's 3 jobs failed: {bad[0]} " in first.stderr
+    again = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert json.loads((tmp_path / "jobs.json").read_text()) == jobs
+    for number in range(3):
+        assert (f"job {number} begins" in again.stdout) == (number in bad)

@@ -1,0 +1,231 @@
+"""How the built-in engine samples: what attention needs is kept once and in bounds, and every model in a way that is right."""
+
+import inspect
+
+import pytest
+import torch
+import transformers
+from cases import gap
+from test_packing import MORE, model_of
+
+from grpo.engines.builtin import kv_cache
+from grpo.engines.builtin.agreement import objection
+from grpo.engines.builtin.engine import TransformersEngine
+from grpo.engines.builtin.kv_cache import Pool
+from grpo.engines.builtin.padded import Padded
+from grpo.engines.protocol import Sampling
+from grpo.system.errors import UserError
+
+GROUPS = [(5, 6, 7, 8, 9, 10, 11)] * 5 + [(20, 21)] * 3 + [(40,) * 12] * 2
+EOS = [*range(2, 97, 8)]  # so many of 97 that rows end at different lengths
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 512,
+}
+LINEAR = {"num_value_heads": 4, "num_key_heads": 2, "key_head_dim": 8, "value_head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+OTHERS = {
+    "gemma2": (transformers.Gemma2Config, {"head_dim": 16, "sliding_window": 6}),  # caps its scores
+    "bloom": (transformers.BloomConfig, {"n_layer": 3, "n_head": 4}),  # no positions, a bias for each distance
+    "phimoe": (transformers.PhimoeConfig, {"sliding_window": 6, "num_local_experts": 4}),  # does not tell its window
+    "mamba": (transformers.MambaConfig, {"state_size": 4}),
+    "lfm2": (transformers.Lfm2Config, {"layer_types": ["conv", "full_attention"] * 2}),
+    "qwen3_next": (
+        transformers.Qwen3NextConfig,
+        {f"linear_{name}": n for name, n in LINEAR.items()} | EXPERTS | {"head_dim": 16},
+    ),
+}
+
+
+def other(family: str):
+    make, more = OTHERS[family]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(make(**SMALL | more)).eval()
+    for p in model.parameters():
+        p.data += torch.randn_like(p) * (0.1 if p.dim() > 1 else 0.02)
+    return model
+
+
+def engine_of(model, *bound: int) -> TransformersEngine:
+    model.generation_config.eos_token_id = EOS
+    engine = TransformersEngine(*bound)
+    engine.load_weights(model, 0)
+    engine.choose()  # which the first sample would do
+    return engine
+
+
+def warnings(caplog) -> list[str]:
+    return [record.message for record in caplog.records if record.name.startswith("grpo")]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3", "gemma", *MORE])
+def test_the_pool_says_what_a_plain_forward_does(family, lora, caplog):
+    """Prompts of three lengths, rows that end at any step, gaps that close, buffers that grow; windows shorter than the text."""
+    model = model_of(family, lora)
+    engine = engine_of(model)
+    found = engine.sample(GROUPS, Sampling(24, temperature=0.8), range(10))
+    assert engine.way is Pool and not warnings(caplog)
+    assert len({len(completion.ids) for completion in found}) > 1
+    assert gap(model, GROUPS, found, 0.8) < 1e-5
+
+    few = engine_of(model, 100).sample(GROUPS, Sampling(24, temperature=0.8), range(10))  # two or three at a time
+    assert [completion.ids for completion in few] == [completion.ids for completion in found]
+    assert gap(model, GROUPS, few, 0.8) < 1e-5
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_model_of_another_kind_is_sampled_from_by_its_own_cache(family, caplog):
+    model = other(family)
+    engine = engine_of(model, 100)
+    engine.close()
+    engine.load_weights(model, 1)
+    found = engine.sample(GROUPS, Sampling(24), range(10))
+    assert engine.way is Padded and objection(Pool, model)
+    [warning] = warnings(caplog)
+    assert f"{type(model).__name__} is sampled from in a slower way" in warning
+    assert len({len(completion.ids) for completion in found}) > 1
+    assert gap(model, GROUPS, found) < (3e-5 if family == "qwen3_next" else 1e-5)  # it reads in chunks, writes in steps
+    assert [c.ids for c in found] == [c.ids for c in engine_of(model).sample(GROUPS, Sampling(24), range(10))]
+
+
+def test_a_model_that_no_way_is_right_for_is_refused():
+    config = transformers.RwkvConfig(hidden_size=64, attention_hidden_size=64, num_hidden_layers=2, vocab_size=97)
+    with pytest.raises(UserError, match=r"cannot sample from RwkvForCausalLM .* set engine=vllm"):
+        engine_of(transformers.AutoModelForCausalLM.from_config(config).eval())
+
+
+def test_a_window_longer_than_what_is_tried_is_asked_of_the_masks():
+    config = transformers.Gemma3TextConfig(
+        **SMALL, head_dim=16, sliding_window=60, layer_types=["sliding_attention", "full_attention"] * 2
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert objection(Pool, model) == ""
+    for layer, told in (0, None), (0, 61), (0, 59), (1, 60):
+        attention = model.model.layers[layer].self_attn
+        right, attention.sliding_window = attention.sliding_window, told
+        assert objection(Pool, model) == f"layer {layer} has a mask that it does not tell"
+        attention.sliding_window = right
+
+
+MISTAKES = [
+    ("(self.lengths + self.counts)[None]", "(self.lengths + self.counts + 1)[None]"),  # positions
+    ("self.positions <= now", "self.positions <= now + 1"),  # a row sees what it has not read
+    ("self.positions <= now", "self.positions < now"),  # nor itself
+    ("now - self.positions < window", "now - self.positions <= window"),
+    (
+        "masked_fill(p >= self.lengths[:, None], NEVER)",
+        "masked_fill(p >= self.lengths.max(), NEVER)",
+    ),  # padding of a prompt
+    ("move(self.of_rows, order)", "pass"),
+    ("move(self.of_prompts, left)", "pass"),
+    ("self.steps - came for", "self.steps for"),  # a row that came later
+    ("scale or query.shape[2] ** -0.5", "1.0"),
+    ("number.append(len(groups[u]))", "number.append(0)"),  # the first row of a prompt for each of them
+    ("heads + k[:, None]", "heads + k.flip(0)[:, None]"),  # keys of another head
+    ("new[:n, :, :places] = x[:n, :, :places]", "new[:n, :, 1:places] = x[:n, :, 1:places]"),  # a token that is lost
+]
+
+
+@pytest.mark.parametrize(("right", "wrong"), MISTAKES)
+def test_a_mistake_in_it_shows(right, wrong):
+    source = inspect.getsource(kv_cache)
+    assert source.count(right) == 1
+    mistaken = {"__name__": "mistaken"}
+    exec(source.replace(right, wrong), mistaken)
+    model = model_of("mistral, window 6")
+    gaps = []
+    for bound in (150, 10_000):
+        engine = engine_of(model, bound)
+        engine.way = mistaken["Pool"]
+        gaps.append(gap(model, GROUPS, engine.sample(GROUPS, Sampling(24), range(10))))
+    assert max(gaps) > 1e-3
+
+
+def test_seeds_decide_whatever_the_batch_the_order_and_the_bound(monkeypatch):
+    model = model_of("llama")
+    whole = engine_of(model).sample(GROUPS, Sampling(24), range(10))
+    backwards = engine_of(model).sample(GROUPS[::-1], Sampling(24), range(9, -1, -1))
+    some = [1, 8, 3, 6]
+    few = engine_of(model, 60).sample([GROUPS[i] for i in some], Sampling(24), some)
+    alone = engine_of(model, 1).sample(GROUPS, Sampling(24), range(10))
+    monkeypatch.setattr(kv_cache, "AT_ONCE", 8)  # a prompt at a time
+    monkeypatch.setattr(kv_cache, "GROWTH", 1)
+    apart = engine_of(model).sample(GROUPS, Sampling(24), range(10))
+    ids = [completion.ids for completion in whole]
+    assert ids == [c.ids for c in backwards[::-1]] == [c.ids for c in alone] == [c.ids for c in apart]
+    assert [ids[i] for i in some] == [c.ids for c in few]
+
+
+@pytest.mark.parametrize("bound", [74, 150, 10_000])
+def test_every_token_is_computed_once_and_kept_within_the_bound(bound, monkeypatch):
+    """74 tokens: two rows of 24 with prompts of up to 12, which take as much room as the longest; one alone is 36."""
+    model = model_of("qwen3")
+    engine = engine_of(model, bound)
+    read, rows, kept = [], [], []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: read.append(args[0].numel()))
+
+    def step(self, tokens, original=Pool.step):
+        rows.append(len(tokens))
+        logits = original(self, tokens)
+        kept.append(sum(x.nbytes for kind in (self.of_prompts, self.of_rows) for pair in kind.values() for x in pair))
+        return logits
+
+    monkeypatch.setattr(Pool, "step", step)
+    found = engine.sample(GROUPS, Sampling(24), range(10))
+    distinct = {*GROUPS}
+    assert sum(read) == sum(map(len, distinct)) + sum(len(completion.ids) - 1 for completion in found)
+    assert max(rows) == {74: 2, 150: 5, 10_000: 9}[bound]
+    config = model.config
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4  # bytes
+    assert 0.5 * token * min(bound, 276) < max(kept) <= token * bound  # 276: 3 prompts and 10 rows
+
+
+def test_a_wave_of_padded_rows_stays_within_the_bound(monkeypatch):
+    model, rows = other("gemma2"), []
+
+    def step(self, tokens, original=Padded.step):
+        rows.append(len(tokens))
+        return original(self, tokens)
+
+    monkeypatch.setattr(Padded, "step", step)
+    engine_of(model, 100).sample(GROUPS, Sampling(24), range(10))
+    assert max(rows) == 3  # of 7 + 24 tokens
+
+
+def test_who_is_told_of_a_completion_can_train():
+    """Nothing of inference mode is left behind: in the callback, nor in a model that changes its own buffers as it goes."""
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "factor": 4.0,
+        "rope_theta": 1e4,
+    }
+    config = transformers.LlamaConfig(**SMALL, rope_parameters=rope | {"original_max_position_embeddings": 10})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+
+    def learn(i, completion):
+        ids = torch.tensor([[*GROUPS[i], *completion.ids]])
+        model(ids, labels=ids).loss.backward()
+
+    engine_of(model).sample(GROUPS, Sampling(24), range(10), learn)
+    learn(0, engine_of(model).sample(GROUPS[:1], Sampling(24), [0])[0])
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_sixteen_bits_agree_as_well_as_they_can():
+    model = model_of("llama").bfloat16()
+    engine = engine_of(model)
+    assert engine.way is Pool
+    assert gap(model, GROUPS, engine.sample(GROUPS, Sampling(24), range(10))) < 0.1
+
+
+def test_a_bound_of_nothing_is_refused():
+    with pytest.raises(UserError, match=r"engine\.max_cache_tokens=0 must be at least 1"):
+        TransformersEngine(0)

@@ -1,0 +1,224 @@
+"""Calls of tools in the forms that models use natively: read where they are well-formed, told where they are not."""
+
+import random
+import re
+from dataclasses import replace
+
+import pytest
+from families import FAMILIES
+
+from grpo.env.messages import Message, ToolCall, ToolSpec
+from grpo.env.tool_parsers import form_of, read
+
+WRITE = ToolSpec(
+    "write",
+    "Write.",
+    {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "times": {"type": "integer"},
+            "size": {"type": "number", "nullable": True},
+            "loud": {"type": "boolean"},
+            "tags": {"type": "array"},
+            "more": {"type": "object"},
+            "either": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            "any": {},
+        },
+    },
+)
+A, B = ToolCall("f", {"x": 1}), ToolCall("g", {"y": "{]"})
+JSON_A, JSON_B = '{"name": "f", "arguments": {"x": 1}}', '{"name": "g", "arguments": {"y": "{]"}}'
+BLOCK_A, BLOCK_B = f"<tool_call>\n{JSON_A}\n</tool_call>", f"<tool_call>{JSON_B}</tool_call>"
+LLAMA_A, LLAMA_B = JSON_A.replace("arguments", "parameters"), JSON_B
+
+
+def said(content: str, *calls: ToolCall) -> Message:
+    return Message("assistant", content, calls)
+
+
+def xml(parameters: str, name: str = "write") -> str:
+    return f"<tool_call>\n<function={name}>\n{parameters}\n</function>\n</tool_call>"
+
+
+GOOD = [
+    ("hermes", "There are 3.", said("There are 3.")),
+    ("hermes", BLOCK_A, said("", A)),
+    ("hermes", f"Let me see.\n{BLOCK_A}\n{BLOCK_B}", said("Let me see.", A, B)),
+    ("hermes", f"Let me see.\n\n{BLOCK_A}", said("Let me see.\n", A)),  # the second line break is the policy's
+    ("hermes", f"One {BLOCK_A} two {BLOCK_B}\nthree\n", said("One \ntwo\nthree", A, B)),
+    ("hermes", BLOCK_A.replace('{"x": 1}', '"{\\"x\\": 1}"'), said("", A)),
+    ("hermes", BLOCK_B.replace("{]", "</tool_call>"), said("", ToolCall("g", {"y": "</tool_call>"}))),
+    ("hermes", BLOCK_B.replace("{]", "</think>"), said("", ToolCall("g", {"y": "</think>"}))),
+    ("hermes", f"<think>\n{BLOCK_A}\n</think>\n\n{BLOCK_B}", said(f"<think>\n{BLOCK_A}\n</think>\n", B)),
+    ("hermes", f"{BLOCK_A}<think>{BLOCK_B}</think>", said(f"<think>{BLOCK_B}</think>", A)),
+    (
+        "hermes",
+        f"Hm. {BLOCK_A} No.\n</think>\n{BLOCK_B}",
+        said(f"Hm. {BLOCK_A} No.\n</think>", B),
+    ),  # opened by the prompt
+    ("hermes", f"<think>Should it be {BLOCK_A}", said(f"<think>Should it be {BLOCK_A}")),
+    (
+        "hermes",
+        xml("<parameter=x>\n1\n</parameter>", "f"),
+        said("", ToolCall("f", {"x": "1"})),
+    ),  # of no tool that we know
+    ("hermes", xml("", "f"), said("", ToolCall("f", {}))),
+    ("hermes", xml("<parameter=text>\n\n a <b>\n\n</parameter>"), said("", ToolCall("write", {"text": "\n a <b>\n"}))),
+    ("llama3", LLAMA_A, said("", A)),
+    ("llama3", f"<|python_tag|>{LLAMA_A}; {LLAMA_B}\n", said("", A, B)),
+    ("llama3", f"Let me see. <|python_tag|>{LLAMA_A}", said("Let me see. ", A)),
+    ("llama3", f"<think>{LLAMA_A}</think>{LLAMA_B}", said(f"<think>{LLAMA_A}</think>", B)),
+    ("llama3", f"It would be {LLAMA_A}", said(f"It would be {LLAMA_A}")),
+    ("llama3", '{"answer": 4}', said('{"answer": 4}')),
+    ("llama3", "{1, 2} is a set", said("{1, 2} is a set")),
+    ("mistral", "There are 3.", said("There are 3.")),
+    ("mistral", f"[TOOL_CALLS] [{JSON_A}]", said("", A)),
+    (
+        "mistral",
+        f'Let me see.[TOOL_CALLS][{JSON_A[:-1]}, "id": "abcDEF123"}}, {JSON_B}]',
+        said("Let me see.", replace(A, id="abcDEF123"), B),
+    ),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"x": 1}', said("", A)),
+    (
+        "mistral",
+        '[TOOL_CALLS]f[CALL_ID]abcDEF123[ARGS]{"x": 1}[TOOL_CALLS]g[ARGS]{"y": "{]"}',
+        said("", replace(A, id="abcDEF123"), B),
+    ),
+    ("mistral", f"<think>[TOOL_CALLS] [{JSON_A}]", said(f"<think>[TOOL_CALLS] [{JSON_A}]")),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "message"), GOOD)
+def test_calls_are_read(form, text, message):
+    assert read(text, form, [WRITE]) == message
+
+
+BAD = [
+    ("hermes", BLOCK_A.removesuffix("</tool_call>"), "</tool_call> is missing after the call of 'f'"),
+    ("hermes", f"{BLOCK_A}\n</tool_call>", "</tool_call> stands without <tool_call>"),
+    ("hermes", f"{BLOCK_A}\n<tool_call>", "the JSON is broken"),
+    ("hermes", "<tool_call>\n{'name': 'f'}\n</tool_call>", "the JSON is broken"),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "the call has no name"),
+    ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', "the call has no name"),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', "the call of 'f' has no arguments"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', r"the arguments must be an object, not \[1\]"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "the JSON is broken"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "3"}</tool_call>', "the arguments must be an object, not 3"),
+    ("hermes", f"<tool_call>[{JSON_A}]</tool_call>", "a call is an object, not"),
+    ("hermes", BLOCK_A.replace("1", "NaN"), "NaN is no JSON"),
+    ("hermes", BLOCK_A.replace("1", "1" * 5000), "too many digits"),
+    ("hermes", BLOCK_A.replace("1", '"\\ud800"'), "half a character"),
+    ("hermes", BLOCK_A.replace("1", "[" * 40 + "]" * 40), "nested more than 32 deep"),
+    ("hermes", xml("<parameter=x>\n1"), "</parameter> is missing after '<parameter=x>'"),
+    ("hermes", xml("<parameter=x>1</parameter> then"), "</function> is missing after the parameters of 'write'"),
+    ("hermes", xml("").replace("</tool_call>", ""), "</tool_call> is missing after the call of 'write'"),
+    ("hermes", "<tool_call><function></tool_call>", "<function=NAME> is broken"),
+    ("llama3", LLAMA_A + " I hope.", "'I hope.' stands after the call"),
+    ("llama3", LLAMA_A[:-1], "the JSON is broken, Expecting ',' delimiter at the end"),
+    ("llama3", "<|python_tag|>f.call(x=1)", "the JSON is broken"),
+    ("llama3", '{"parameters": {}}', "the call has no name"),
+    ("llama3", f"{LLAMA_A};", "the JSON is broken"),
+    ("mistral", "[TOOL_CALLS]", "the JSON is broken"),
+    ("mistral", f"[TOOL_CALLS] [{JSON_A}", "the JSON is broken"),
+    ("mistral", f"[TOOL_CALLS] {JSON_A}", "there is no list of calls"),
+    ("mistral", "[TOOL_CALLS] []", "there is no list of calls"),
+    ("mistral", f"[TOOL_CALLS] [{JSON_A}] then", "'then' stands after the call"),
+    ("mistral", "[TOOL_CALLS]f[ARGS][1]", r"the arguments must be an object, not \[1\]"),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "reason"), BAD)
+def test_a_malformed_call_is_content_and_one_line_says_why(form, text, reason):
+    message = read(text, form, [WRITE])
+    assert message == Message("assistant", text, error=message.error)
+    assert re.search(f"{reason}.*a call is written .*NAME", message.error), message.error
+    assert "\n" not in message.error
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("text", "3", "3"),
+        ("times", "3", 3),
+        ("times", "3.5", "3.5"),
+        ("times", "true", "true"),
+        ("times", "three", "three"),
+        ("times", "None", "None"),
+        ("size", "3.5", 3.5),
+        ("size", "null", None),
+        ("loud", "True", True),
+        ("loud", "false", False),
+        ("loud", "1", "1"),
+        ("tags", '["a", 1]', ["a", 1]),
+        ("tags", '{"a": 1}', '{"a": 1}'),
+        ("more", '{"a": [1]}', {"a": [1]}),
+        ("either", "7", 7),
+        ("either", "None", None),
+        ("any", "7", "7"),
+        ("unknown", "7", "7"),
+    ],
+)
+def test_values_between_tags_become_what_the_schema_says(key, text, value):
+    (call,) = read(xml(f"<parameter={key}>\n{text}\n</parameter>"), "hermes", [WRITE]).tool_calls
+    assert call == ToolCall("write", {key: value}) and type(call.arguments[key]) is type(value)
+
+
+def test_forms_are_told_from_templates():
+    forms = {name: form_of(family.template) for name, family in FAMILIES.items()}
+    assert forms == {
+        "qwen25": "hermes",
+        "qwen3": "hermes",
+        "hermes": "hermes",
+        "llama31": "llama3",
+        "mistral": "mistral",
+    }
+    assert form_of("{% for m in messages %}{{ m.content }}{% endfor %}") is None
+    assert form_of("<tool_call>{{ name }}\n<arg_key>{{ key }}</arg_key>") is None  # GLM's
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
+def test_no_text_is_too_much(form):
+    """Random changes of good calls: each is read, or is told, or is plain."""
+    rng = random.Random(0)
+    texts = [text for good, text, _ in GOOD if good == form]
+    pieces = [*'{}[]<>"\\;:, \n19é\ud800\0', "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]"]
+    pieces += ["[ARGS]", "<|python_tag|>", "<function=f>", "<parameter=x>", "</parameter>", "null", '"arguments"']
+    kinds = set()
+    for _ in range(4000):
+        text = rng.choice(texts)
+        for _ in range(rng.randrange(1, 5)):
+            start = rng.randrange(len(text) + 1)
+            text = text[:start] + rng.choice(["", *pieces]) + text[start + rng.randrange(4) :]
+        message = read(text, form, [WRITE])
+        kinds.add("call" if message.tool_calls else "error" if message.error else "plain")
+        if not message.tool_calls:
+            assert message.content == text
+        assert not (message.tool_calls and message.error) and "\n" not in (message.error or "")
+    assert kinds == {"call", "error", "plain"}
+
+
+PIECES = ["[", "{", '{"a":', "<tool_call>", "</tool_call>", "<think>", "</think>", " ", "\n", '"', "\\", ";", "a"]
+PIECES += ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<parameter=x>", '"parameters" ']
+BEGIN = {"hermes": "<tool_call>", "llama3": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}
+
+
+@pytest.mark.parametrize("form", BEGIN)
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_million_characters_are_read_in_one_pass(form, piece):
+    """What is quadratic would take many minutes here."""
+    text = piece * (1_000_000 // len(piece))
+    for whole in (
+        text,
+        BEGIN[form] + text,
+        f"{{{text}",
+        f"{BEGIN[form]}<function=f>{text}",
+        f"{BEGIN[form]}f[ARGS]{text}",
+    ):
+        message = read(whole, form, [WRITE])
+        assert message.content == whole and message.tool_calls == ()
+
+
+def test_a_hint_is_in_the_form_that_was_tried():
+    assert "<function=NAME>" in read(xml("<parameter=x>\n1"), "hermes").error
+    assert "<function=NAME>" not in read("<tool_call>{", "hermes").error

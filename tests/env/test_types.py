@@ -1,0 +1,151 @@
+"""The slots are structural: classes that import nothing of this project fit them, as they run and as mypy reads them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import foreign
+import pytest
+from foreign_typed import completion  # that file can be imported, too
+from test_rooms import imports
+
+from grpo.engines.protocol import Sampling
+from grpo.env.messages import Message
+from grpo.env.tokens import Completion, completion_of
+from grpo.env.types import Reward
+from grpo.rollout.collate import collate, scores
+from grpo.rollout.episodes import play
+
+ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "tests"
+
+# two answers an episode: of two samples that are asked 1+2?, then of two that are asked 2+2? by an environment of coroutines
+ANSWERS = ["3", "3", "no", "3", "4", "5", "maybe", "never asked for"]
+
+
+def test_the_foreign_classes_import_nothing_of_ours():
+    names = imports(TESTS / "foreign.py")
+    assert names and {name.split(".")[0] for name in names} <= sys.stdlib_module_names
+
+
+def played(engine: foreign.Engine, limit: int = 4):
+    task = foreign.Task()
+    return play(
+        task, task.examples("train"), 2, engine, foreign.Renderer(), Sampling(limit), lambda p, s, t: 4 * p + 2 * s + t
+    )
+
+
+def test_foreign_classes_play_together():
+    engine = foreign.Engine(ANSWERS)
+    groups = played(engine)
+    (first, second), (waited, cut) = groups
+
+    def conversation(question: str, *rest: tuple[str, str]) -> tuple[Message, ...]:
+        return (Message("user", question), *(Message(role, text) for role, text in rest))
+
+    asked, sure = conversation("1+2?"), conversation("1+2?", ("assistant", "3"), ("user", "sure?"))
+    assert [step.state.messages for step in first.trajectory.steps] == [asked, sure]
+    assert [step.action.message for step in first.trajectory.steps] == [Message("assistant", "3")] * 2
+    assert first.trajectory.messages == (*sure, Message("assistant", "3"))
+    assert second.trajectory.messages == conversation(
+        "1+2?", ("assistant", "no"), ("user", "sure?"), ("assistant", "3")
+    )
+    assert waited.trajectory.messages == conversation("2+2?", ("assistant", "4"), ("user", "sure?"), ("assistant", "5"))
+    # 4 of the 6 tokens; then 7 + 4 + 9 are more than the 23 - 4 that the engine has room for
+    assert cut.trajectory.messages == conversation("2+2?", ("assistant", "mayb"), ("user", "sure?"))
+    assert [sample.trajectory.end for group in groups for sample in group] == ["answered"] * 3 + ["truncated"]
+    assert [sample.trajectory.steps[0].action.truncated for group in groups for sample in group] == [False] * 3 + [True]
+
+    assert first.turns[0].prompt_ids == (1, 4, 13, 5, 15, 0, 2)  # >1+2?, a line feed, <
+    assert first.turns[0].completion == Completion((6, 0), (-0.25, -0.5), "stop")
+    assert first.turns[1].prompt_ids == (1, 4, 13, 5, 15, 0, 2, 6, 0, 1, 35, 37, 34, 21, 15, 0, 2)
+    assert cut.turns[0].completion == Completion((29, 17, 41, 18), (-0.25, -0.5, -0.75, -1.0), "length")
+    # turns in a loop: each of an engine's calls has the prompts of all who wait
+    assert [len(prompt) for prompt in engine.prompts] == [7, 7, 7, 7, 17, 18, 17]
+
+    right, wrong = Reward(2.0, True, {"letters": 1.0}), Reward(-1.0, False, {"letters": 1.0})
+    assert [sample.reward for sample in (first, second, waited)] == [right, right, wrong]
+    assert cut.reward == Reward(-1.0, False, {"letters": 4.0})
+
+
+def test_what_foreign_classes_played_becomes_tensors():
+    groups = played(foreign.Engine(ANSWERS))
+    batch, scored = collate(groups), scores(groups)
+    prompt, again = [1, 4, 13, 5, 15, 0, 2], [1, 35, 37, 34, 21, 15, 0, 2]
+    assert batch.ids.shape == (4, 7 + 13) and batch.sample.tolist() == [0, 1, 2, 3]  # two turns, one row
+    assert batch.ids[0].tolist() == [*prompt, 6, 0, *again, 6, 0, 0]
+    assert batch.ids[1].tolist() == [*prompt, 30, 31, 0, *again, 6, 0]
+    assert batch.ids[3].tolist() == [1, 5, 13, 5, 15, 0, 2, 29, 17, 41, 18, *[0] * 9]
+    assert batch.attention_mask.sum(1).tolist() == [19, 20, 19, 11]
+    masks = ["11........11.", "111........11", "11........11.", "1111........."]
+    assert ["".join(".1"[sampled] for sampled in row) for row in batch.mask.tolist()] == masks
+    assert batch.rollout_logprobs[1].tolist() == [-0.25, -0.5, -0.75, *[0] * 8, -0.25, -0.5]
+    assert scored.rewards.tolist() == [[2, 2], [-1, -1]] and scored.lengths.tolist() == [[4, 5], [4, 4]]
+    assert scored.truncated.tolist() == [[False, False], [False, True]]
+    assert scored.parts["correct"].tolist() == [[1, 1], [0, 0]] and scored.parts["letters"].tolist() == [[1, 1], [1, 4]]
+
+
+def test_engines_that_break_their_word_are_told_so():
+    class Forgetful(foreign.Engine):
+        def sample(self, *args):
+            return super().sample(*args)[:-1]
+
+    class Odd(foreign.Engine):
+        def answer(self, seed, most):
+            return foreign.Completion([1], [-1.0], "eos")
+
+    with pytest.raises(ValueError, match="shorter"):  # not asked again, forever
+        played(Forgetful(ANSWERS))
+    with pytest.raises(ValueError, match="finish is one of stop, length, not 'eos'"):
+        played(Odd(ANSWERS))
+    assert completion_of(completion) == Completion((), (), "stop")
+
+
+@pytest.fixture(scope="session")
+def mypy(tmp_path_factory):
+    """Runs it on files, with the cache of the run before. Returns what it finds wrong."""
+    cache = tmp_path_factory.mktemp("mypy")
+
+    def run(*files: Path) -> str:
+        command = [sys.executable, "-m", "mypy", "--cache-dir", cache, "--config-file", ROOT / "pyproject.toml", *files]
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert found.returncode in (0, 1), found.stdout + found.stderr  # else it did not get as far as the types
+        return found.stdout if found.returncode else ""
+
+    return run
+
+
+def test_the_slots_and_what_is_in_them_type_check(mypy):
+    assert mypy() == ""  # the files that pyproject.toml names
+
+
+WRONG = [
+    ("Env", "-> State | None:\n        if", "-> str | None:\n        if"),
+    ("Env", "async def step", "async def move"),
+    ("EnvBuilder", "-> Env | AsyncEnv:", "-> str:"),
+    ("EnvBuilder", "def build(self, ", "def build(self, place: int, "),
+    ("RewardModel", "trajectory: Episode) -> Reward:", "trajectory: Episode) -> float:"),
+    ("RewardModel", "trajectory: Episode)", "answer: str)"),
+    ("Task", "def examples", "def rows"),
+    ("Renderer", ", before: Sequence[int] = ()", ""),
+    ("Renderer", "tools: Sequence[object] = ()) -> Message:", "tools: Sequence[object] = ()) -> str:"),
+    ("Engine", "self.version", "self.weights"),
+    ("Engine", "    ) -> list[Completion]:", "    ) -> list[list[int]]:"),
+    ("Engine", "def close", "def shut"),
+    ("MessageLike", "    role: str\n    content: str", "    role: str\n    text: str"),
+    ("StateLike", "    messages: list[Text | dict[str, str]]\n", "    messages: str\n"),
+    ("RewardLike", "    correct: bool\n", "    right: bool\n"),
+    ("CompletionLike", 'finish: Literal["stop", "length"]', "finish: str"),
+]
+
+
+@pytest.mark.parametrize(("slot", "right", "wrong"), WRONG)
+def test_a_class_that_does_not_fit_is_told_of_its_slot(mypy, tmp_path, slot: str, right: str, wrong: str):
+    text = (TESTS / "foreign.py").read_text()
+    assert right in text
+    files = [tmp_path / "foreign.py", tmp_path / "foreign_typed.py"]
+    files[0].write_text(text.replace(right, wrong))
+    files[1].write_text((TESTS / "foreign_typed.py").read_text())
+    found = mypy(*files)
+    assert re.search(rf'foreign_typed\.py:\d+: error: .*variable has type "([a-z.]+\.)?{slot}"', found), found

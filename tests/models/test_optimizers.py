@@ -1,0 +1,169 @@
+"""Every option of conf/optim: its steps against numbers worked by hand or the plain library, and resumed runs bit for bit."""
+
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+import torch
+from conftest import ROOT, compose_config
+from hydra.utils import instantiate
+from test_train import VARIED, rows, state, told
+from torch import nn, tensor
+from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from grpo.models.master_weights import with_masters
+from train import train
+
+IS_8BIT_HERE = find_spec("bitsandbytes") is not None
+NEEDED = {"adamw_8bit": pytest.mark.skipif(not IS_8BIT_HERE, reason="pip install -e '.[8bit]'")}
+OPTIONS = [
+    pytest.param(file.stem, marks=NEEDED.get(file.stem, ())) for file in (ROOT / "conf" / "optim").glob("*.yaml")
+]
+LR = 1e-2
+EMBEDDING, MATRIX, VECTOR = "model.embed_tokens.weight", "layers.0.down_proj.weight", "norm.weight"
+SHAPES = {EMBEDDING: (40, 128), MATRIX: (64, 128), VECTOR: (128,)}
+
+
+def maker(option: str) -> partial:
+    return instantiate(compose_config(f"optim={option}", f"optim.optimizer.lr={LR}", "output_dir=.").optim).optimizer
+
+
+def weights(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
+
+
+def learn(weights: dict[str, nn.Parameter], *optimizers: Optimizer, steps: int = 3) -> None:
+    """Steps on random gradients, the same ones for everybody."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        sum((p * torch.randn(p.shape, generator=generator).to(p.dtype)).sum() for p in weights.values()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def assert_same_steps(ours: dict[str, nn.Parameter], theirs: dict[str, nn.Parameter], tolerance: float = 0.0) -> None:
+    for name, start in weights(ours[MATRIX].dtype).items():
+        torch.testing.assert_close(ours[name], theirs[name], atol=tolerance, rtol=0.0)
+        assert not torch.equal(ours[name], start), name
+
+
+def test_sgd_by_hand():
+    p = nn.Parameter(tensor([1.0, 2.0]))
+    optimizer = maker("sgd")([("p", p)])
+    (p * tensor([1.0, -10.0])).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), tensor([0.99, 2.1]))
+
+
+def test_adamw_is_torchs():
+    ours, theirs = weights(), weights()
+    learn(ours, maker("adamw")(ours.items()))
+    learn(theirs, AdamW(theirs.values(), LR, (0.9, 0.99), weight_decay=0.0))
+    assert_same_steps(ours, theirs, 1e-6)  # fused is another order of the same operations
+
+
+def test_adafactor_by_hand():
+    """Squares of [1 2]^T [1 3] are the product of their means of rows and columns, so the first step has one size: lr."""
+    p = nn.Parameter(torch.ones(2, 2))
+    optimizer = maker("adafactor")([("p", p)])
+    (p * tensor([[1.0, -3.0], [2.0, 6.0]])).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), tensor([[0.99, 1.01], [0.99, 0.99]]))
+    assert sum(value.numel() for value in optimizer.state[p].values() if torch.is_tensor(value)) == 2 + 2 + 1
+
+
+def test_muon_is_torchs_for_matrices_and_adamw_for_the_rest():
+    """A schedule reaches both."""
+
+    def halved(optimizer: Optimizer) -> Optimizer:
+        schedule = LambdaLR(optimizer, lambda step: 0.5**step)
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
+        return optimizer
+
+    ours, theirs = weights(), weights()
+    optimizer = maker("muon")(ours.items())
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
+    learn(ours, halved(optimizer))
+    plain = Muon([theirs[MATRIX]], LR, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    rest = AdamW([theirs[EMBEDDING], theirs[VECTOR]], LR, (0.9, 0.99), weight_decay=0.0, fused=True)
+    learn(theirs, halved(plain), halved(rest))
+    assert_same_steps(ours, theirs)
+    moved = (ours[MATRIX] - weights()[MATRIX]).square().mean().sqrt().item()
+    assert moved == pytest.approx(0.2 * LR * (1 + 0.5**2 + 0.25**2) ** 0.5, rel=0.3)  # of three steps at right angles
+
+
+@NEEDED["adamw_8bit"]
+def test_adamw_in_8_bits():
+    """The first step is AdamW's, then its moments are rounded. What is small stays whole."""
+    ours, theirs = weights(), weights()
+    optimizer, plain = maker("adamw_8bit")(ours.items()), AdamW(theirs.values(), LR, (0.9, 0.99), weight_decay=0.0)
+    learn(ours, optimizer, steps=1)
+    learn(theirs, plain, steps=1)
+    assert_same_steps(ours, theirs, 1e-6)
+    learn(ours, optimizer, steps=20)
+    learn(theirs, plain, steps=20)
+    for name, start in weights().items():
+        apart, moved = ours[name] - theirs[name], theirs[name] - start
+        assert 0 < apart.norm() < (0.03 if name != VECTOR else 1e-5) * moved.norm()
+    kinds = {name: optimizer.state[p]["state1"].dtype for name, p in ours.items()}
+    assert kinds == {EMBEDDING: torch.uint8, MATRIX: torch.uint8, VECTOR: torch.float32}
+
+
+@pytest.mark.skipif(IS_8BIT_HERE, reason="bitsandbytes is here")
+def test_8_bits_that_are_not_there(smoke):
+    assert "AdamW in 8 bits needs bitsandbytes: pip install -e '.[8bit]'" in told(*smoke("optim=adamw_8bit"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offloaded_steps_are_those_that_stayed(dtype):
+    ours, theirs = weights(dtype), weights(dtype)
+    optimizer = with_masters(ours, maker("adamw"), offload=True)
+    learn(ours, optimizer)
+    learn(theirs, with_masters(theirs, maker("adamw")))
+    assert_same_steps(ours, theirs)
+    masters = optimizer.param_groups[0]["params"]
+    assert {(master.dtype, master.device.type) for master in masters} == {(torch.float32, "cpu")}
+    own = {p.data_ptr() for p in ours.values()}
+    assert all(master.data_ptr() not in own for master in masters) and all(p.grad is None for p in ours.values())
+
+
+def test_offloaded_gradients_add_up():
+    p = nn.Parameter(tensor([1.0]))
+    optimizer = with_masters({"p": p}, partial(SGD, lr=1.0), offload=True)
+    for gradient in (0.5, 0.25):
+        (p * gradient).sum().backward()
+    optimizer.step()
+    assert p.item() == 0.25
+
+
+CASES = [
+    pytest.param(*option.values, policy, marks=option.marks)
+    for option in OPTIONS
+    for policy in ("model.dtype=bfloat16", "adapter=lora")
+]
+
+
+@pytest.mark.parametrize(("option", "policy"), [*CASES, ("adamw", "optim.offload=true")])
+def test_a_resumed_run_is_the_same_bit_for_bit(smoke, tmp_path, option, policy):
+    def run(name: str, *more: str) -> dict:
+        folder = tmp_path / name
+        folder.mkdir()
+        settings = ["callbacks=[checkpoint]", "eval.every=0", f"optim={option}", policy, f"output_dir={folder}"]
+        config = compose_config(*smoke("algo.num_epochs=2", *settings, *more))
+        config.task = VARIED
+        train(config)
+        return state(folder)
+
+    straight, first = run("straight"), run("first", "rollout.num_rollouts=1")
+    resumed = run("resumed", f"ckpt_path={tmp_path / 'first' / 'checkpoints' / 'last.ckpt'}")
+    assert rows(tmp_path / "straight")[1:] == rows(tmp_path / "resumed")
+    names = straight["state_dict"].keys()
+    assert all(torch.equal(straight["state_dict"][name], resumed["state_dict"][name]) for name in names)
+    assert any(not torch.equal(straight["state_dict"][name], first["state_dict"][name]) for name in names)
+    [ours], [theirs] = resumed["optimizer_states"], straight["optimizer_states"]
+    assert ("masters" in ours) == (policy != "adapter=lora")
+    for name in ("state", "masters"):
+        torch.testing.assert_close(ours.get(name, {}), theirs.get(name, {}), atol=0.0, rtol=0.0)

@@ -1,0 +1,260 @@
+"""Layouts: the same log-probabilities and gradients as the padded one, of every family; and what the model is spared."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from cases import FAMILIES, SHAPE, disturb
+from peft import LoraConfig
+from test_module import GROUPS, fresh, make_module, rollout
+from torch import tensor
+
+from grpo.models import logprobs
+from grpo.models.gradient_checkpointing import recomputing
+from grpo.models.logprobs import completion_logprobs
+from grpo.models.packed_attention import Packed, attending
+from grpo.models.packing import microbatches, trusted
+from grpo.models.policy import with_adapter
+from grpo.objectives.batch import TokenBatch
+from grpo.rollout.collate import collate
+from grpo.system.errors import UserError
+from grpo.training.module import Optimization
+
+GPT2 = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512}
+MORE = {
+    "gemma3": (transformers.Gemma3TextConfig, {"sliding_window": 6}),
+    "mistral, window 6": (transformers.MistralConfig, {"sliding_window": 6}),
+    "gpt2": (transformers.GPT2Config, GPT2),
+    "neox": (transformers.GPTNeoXConfig, {}),
+}
+TRUSTED = {**{name: case for name, case in FAMILIES.items() if name != "gemma2"}, **MORE}
+
+
+def model_of(family: str, lora: bool = False) -> torch.nn.Module:
+    make, more = {**FAMILIES, **MORE}[family]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(make(**SHAPE | more, vocab_size=97)).eval()
+    disturb(model, seed=1)
+    if lora:
+        kinds = ["c_attn", "c_proj"] if family == "gpt2" else "all-linear"
+        model = with_adapter(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=kinds))
+        disturb(model, seed=2)
+    return model
+
+
+def batch_of(sizes: list[tuple[int, list[int]]], turns: bool = True) -> TokenBatch:
+    """Random tokens: of each prompt its length, and those of its rows. Every third token of a long row is a tool's, not ours."""
+    generator = torch.Generator().manual_seed(3)
+    prompt_width, width = max(prompt for prompt, _ in sizes), max(max(own) for _, own in sizes)
+    ids, real, mask = [], [], []
+    for prompt, own in sizes:
+        start = torch.randint(2, 97, (prompt_width,), generator=generator)
+        for length in own:
+            ids.append(torch.cat([start, torch.randint(2, 97, (width,), generator=generator)]))
+            of_row = torch.arange(prompt_width + width)
+            real.append(((of_row >= prompt_width - prompt) & (of_row < prompt_width + length)).long())
+            sampled = torch.arange(width) < length
+            mask.append(sampled & (torch.arange(width) % 3 != 2) if turns and length > 4 else sampled)
+    ids, real, mask = torch.stack(ids), torch.stack(real), torch.stack(mask)
+    return TokenBatch(ids * real, real, mask, torch.zeros(mask.shape), torch.arange(len(ids)))
+
+
+SIZES = [(9, [5, 8, 1, 3]), (4, [2, 6]), (12, [7]), (1, [4, 4, 4])]
+
+
+def measured(model, batch: TokenBatch, layout: str, kernel: str = "sdpa", entropies: bool = False):
+    """Log-probabilities, entropies, and the gradients of a loss that weighs every token differently."""
+    model.zero_grad()
+    logprobs, entropy = completion_logprobs(model, batch, 0.8, entropies, layout, kernel)
+    weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
+    loss = (weights * logprobs).sum() + (weights.flip(0) * entropy).sum() * entropies
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return logprobs.detach(), entropy.detach(), gradients
+
+
+def agree(model, batch, layout, kernel="sdpa", entropies=False) -> None:
+    expected = measured(model, batch, "padded", entropies=entropies)
+    got = measured(model, batch, layout, kernel, entropies)
+    torch.testing.assert_close(got[0], expected[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(got[1], expected[1], atol=1e-5, rtol=0)
+    assert got[2].keys() == expected[2].keys()
+    for name, gradient in expected[2].items():
+        scale = float(gradient.abs().max().clamp(min=1))
+        torch.testing.assert_close(got[2][name] / scale, gradient / scale, atol=1e-5, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("family", TRUSTED)
+def test_every_layout_gives_what_the_padded_one_does(family, lora):
+    model, batch = model_of(family, lora), batch_of(SIZES)
+    for layout in ("packed", "shared_prompt"):
+        assert trusted(model, layout) == (layout, "sdpa")
+        agree(model, batch, layout)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("sizes", [[(5, [1, 1]), (2, [1])], [(4, [3, 1, 1])]])
+def test_answers_of_one_token_need_nothing_but_their_prompt(sizes):
+    model, batch = model_of("llama_tied"), batch_of(sizes)
+    for layout in ("packed", "shared_prompt"):
+        agree(model, batch, layout)
+    silent = batch.silenced()
+    assert not measured(model, silent, "shared_prompt")[0].any()
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "mistral, window 6"])
+def test_flex_attention_is_told_the_same(family):
+    """Uncompiled and without a gradient, which is what it can do on a CPU."""
+    model, batch = model_of(family), batch_of(SIZES)
+    with torch.no_grad():
+        exact, _ = completion_logprobs(model, batch, 1.0)
+        got, _ = completion_logprobs(model, batch, 1.0, layout="shared_prompt", kernel="flex")
+    torch.testing.assert_close(got, exact, atol=1e-5, rtol=0)
+
+
+def test_entropies_with_gradient_and_a_head_in_chunks(monkeypatch):
+    model, batch = model_of("qwen3"), batch_of(SIZES)
+    monkeypatch.setitem(logprobs.LOGITS_AT_ONCE, "cpu", 5 * 97)
+    assert int(batch.mask.sum()) > 5
+    agree(model, batch, "shared_prompt", entropies=True)
+
+
+def test_no_tensor_of_tokens_by_vocabulary_is_kept(monkeypatch):
+    model, batch = model_of("llama"), batch_of([(9, [8] * 8)], turns=False)
+    monkeypatch.setitem(logprobs.LOGITS_AT_ONCE, "cpu", 4 * 97)
+    kept: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.shape), t)[1], lambda t: t):
+        completion_logprobs(model, batch, 1.0, layout="shared_prompt")
+        assert not [
+            shape for shape in kept if 97 in shape and shape[0] > 4 and shape != model.lm_head.weight.shape[::-1]
+        ]
+        completion_logprobs(model, batch, 1.0)
+    assert [shape for shape in kept if shape[-1] == 97 and 8 in shape]  # the padded layout keeps them
+
+
+@pytest.mark.parametrize("what", ["position", "mask", "prompt", "place"])
+def test_a_wrong_position_mask_or_prompt_would_show(what, monkeypatch):
+    model, batch = model_of("llama_tied"), batch_of(SIZES)
+    exact, _ = completion_logprobs(model, batch, 1.0)
+    right = Packed.__init__
+
+    def wrong(self, prompts, rows, *rest):
+        right(self, prompts, rows, *rest)
+        if what == "position":  # rows go on from where the one before ended
+            assert self.places  # known before
+            self.positions = torch.arange(self.positions.shape[1])[None]
+        elif what == "mask":  # a row sees one token too many
+            masks = self.dense_masks(None)
+            self.masks[None] = masks[0], masks[1] | masks[1].roll(1, -1)
+        elif what == "prompt":  # rows see the prompt of another
+            self.owner = self.owner.roll(1)
+        else:
+            self.starts[0] += 1
+
+    monkeypatch.setattr(Packed, "__init__", wrong)
+    got, _ = completion_logprobs(model, batch, 1.0, layout="shared_prompt")
+    assert (got - exact).abs().max() > 1e-3
+
+
+def test_what_a_plan_cannot_do_is_seen_and_said(caplog):
+    """Gemma 2 caps its attention; a model whose layers do not tell of their windows; one that ignores the plan."""
+    caplog.set_level(logging.WARNING)
+    assert trusted(model_of("gemma2"), "shared_prompt") == ("padded", "sdpa")
+    assert "Gemma2ForCausalLM (ValueError: attention by plan: softcap): layout=padded" in caplog.text
+    silent = model_of("gemma3")
+    for layer in silent.model.layers:
+        layer.self_attn.sliding_window = None
+    assert trusted(silent, "packed") == ("padded", "sdpa")
+    assert "(layer 0 has a mask that it does not tell)" in caplog.text
+    config = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
+    torch.manual_seed(0)
+    assert trusted(transformers.MambaForCausalLM(config).eval(), "packed") == ("padded", "sdpa")
+    said = [record for record in caplog.records if record.name == "grpo.models.packing"]
+    assert len(said) == 3
+    caplog.clear()
+    assert trusted(silent, "padded") == ("padded", "sdpa") and not caplog.records
+
+
+def test_what_a_run_computes_in_is_no_reason_to_distrust():
+    """bf16-mixed, or layers that are computed again."""
+    model = model_of("llama_tied")
+    with torch.autocast("cpu", torch.bfloat16), recomputing(model):
+        assert trusted(model, "shared_prompt") == ("shared_prompt", "sdpa")
+    assert trusted(model.bfloat16(), "packed") == ("packed", "sdpa")
+
+
+def test_afterwards_a_model_is_what_it_was():
+    model = model_of("llama_tied")
+    with pytest.raises(RuntimeError), attending(model):
+        raise RuntimeError
+    assert model.config._attn_implementation == "sdpa"
+    with attending(model), pytest.raises(ValueError, match="no plan came through"):
+        model(tensor([[1, 2]]))
+
+
+# -- microbatches. Rows of batch_of(SIZES): 0-3 prompt 9, own 5 8 1 3; 4-5 prompt 4, own 2 6; 6: 12 + 7; 7-9: 1 + 4 each
+
+
+@pytest.mark.parametrize(
+    ("layout", "max_tokens", "expected"),
+    [
+        # groups of 26, 19, 13 and 12 tokens; the second does not fit beside the first
+        ("shared_prompt", 30, [[1, 0, 3, 2], [6], [7, 8, 9, 5, 4]]),
+        # the first is cut: 9 + 8 + 5, then 9 + 3 + 1, and 19 does not fit beside it
+        ("shared_prompt", 22, [[1, 0], [3, 2], [6], [7, 8, 9], [5, 4]]),
+        ("shared_prompt", 1, [[1], [0], [3], [2], [6], [7], [8], [9], [5], [4]]),
+        # rows of 19, 17, 14, 12, 10, 10, 6, 5, 5, 5 tokens
+        ("packed", 36, [[6, 1], [0, 3, 5], [2, 4, 7, 8, 9]]),
+        # 2 x (12 + 8) = 40, 2 x (9 + 5), 2 x (9 + 6), 4 x (4 + 4), while 3 x (9 + 6) = 45
+        ("padded", 42, [[6, 1], [0, 3], [5, 2], [4, 7, 8, 9]]),
+        ("shared_prompt", 1000, [[1, 0, 3, 2, 6, 7, 8, 9, 5, 4]]),
+    ],
+)
+def test_microbatches_are_filled_longest_first(layout, max_tokens, expected):
+    pieces = [piece.tolist() for piece in microbatches(batch_of(SIZES), layout, max_tokens)]
+    assert pieces == expected
+
+
+def test_the_model_sees_each_prompt_once_and_no_padding(toy):
+    policy, seen = fresh(toy), []
+    policy.get_decoder().register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    for layout, expected in {"shared_prompt": 10, "packed": 14, "padded": 28}.items():
+        module = make_module(policy, layout=layout)
+        assert module.layout == (layout, "sdpa")
+        seen.clear()
+        module.training_step(rollout(), 0)
+        # prompts of 3 and 1; rows of 2, 1, 4 and 3, whose last tokens predict nothing
+        assert [shape.numel() for shape in seen] == [expected]
+
+
+def test_two_passes_over_a_rollout_need_no_third_for_the_old_logprobs(toy):
+    """The first pass meets the policy that sampled: its log-probabilities are the old ones."""
+    policy, passes = fresh(toy), []
+    module = make_module(policy, num_epochs=2)
+    module.layout  # noqa: B018 - found out before the count begins
+    policy.get_decoder().register_forward_pre_hook(lambda *_: passes.append(1))
+    metrics = module.training_step(rollout(), 0)
+    assert len(passes) == 2
+    given = fresh(toy)
+    tokens = collate(GROUPS)
+    old, entropy = completion_logprobs(given, tokens, 1.0)
+    other = make_module(given, num_epochs=2)
+    expected = other.training_step(
+        rollout(tokens=replace(tokens, old_logprobs=old.detach(), old_entropy=entropy.detach())), 0
+    )
+    for (name, p), q in zip(policy.named_parameters(), given.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=0, msg=name)
+    assert metrics["loss/approx_kl"] == pytest.approx(expected["loss/approx_kl"], rel=1e-3)
+    assert metrics["loss/approx_kl"] > 0
+
+
+def test_a_wrong_layout_or_size_is_one_line():
+    with pytest.raises(UserError, match=r"optim.layout=ragged is not one of padded, packed, shared_prompt"):
+        Optimization(torch.optim.SGD, None, layout="ragged")
+    with pytest.raises(UserError, match=r"optim.max_tokens_per_microbatch=0 must be at least 1"):
+        Optimization(torch.optim.SGD, None, max_tokens_per_microbatch=0)

@@ -1,0 +1,282 @@
+"""What goes on around the objective: from scores to token advantages, what is skipped, what moves from update to update."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from conftest import preset
+from peft import LoraConfig
+from test_module import GROUPS, episode, fresh, make_module, rollout, trained
+from torch import tensor
+
+from grpo.models.logprobs import completion_logprobs
+from grpo.models.policy import with_adapter
+from grpo.objectives.advantage import gdpo, group_advantages, no_baseline
+from grpo.objectives.algorithm import Algorithm
+from grpo.objectives.batch import TokenBatch
+from grpo.objectives.entropy import EntropyBonus
+from grpo.objectives.kl import KL
+from grpo.objectives.loss import clip, reinforce
+from grpo.rollout.collate import collate, scores
+
+close = torch.testing.assert_close
+NAN = math.nan
+
+
+def batch_of(policy: list[list[float]], reference: list[list[float]], lengths: list[int]) -> TokenBatch:
+    width = len(policy[0])
+    return TokenBatch(
+        ids=torch.zeros(len(policy), width + 1, dtype=torch.int64),
+        attention_mask=torch.ones(len(policy), width + 1, dtype=torch.int64),
+        mask=torch.arange(width) < tensor(lengths)[:, None],
+        rollout_logprobs=tensor(policy),
+        sample=torch.arange(len(policy)),
+        old_logprobs=tensor(policy),
+        reference_logprobs=tensor(reference),
+    )
+
+
+# -- credit: two samples of one prompt, of two tokens and one
+
+TWO = [episode((1,), (2, 3)), episode((1,), (4,))]
+TOKENS = batch_of([[-1.0, -2.0], [-1.0, 0.0]], [[-1.5, -2.1], [-0.8, 0.0]], [2, 1])  # k1: 0.5 and 0.1; -0.2
+
+
+def scored(rewards, **change):
+    return replace(scores([TWO]), rewards=tensor([rewards]), **change)
+
+
+def test_kl_in_the_reward_leaves_before_the_baseline():
+    algorithm = Algorithm(lambda rewards: rewards - rewards.mean(), clip, 4, kl=KL(0.1, "k1", "reward"))
+    got = algorithm.credit(scored([1.0, 0.0]), TOKENS).advantages
+    # 1 - 0.1 x 0.6 = 0.94 and 0 + 0.1 x 0.2 = 0.02: mean 0.48
+    close(got, tensor([[0.46, 0.46], [-0.46, 0.0]]))
+
+
+def test_reinforce_pp_gives_every_token_its_own():
+    algorithm = preset("algo=reinforce_pp", "algo.kl.coef=0.1", "algo.whiten=false")
+    got = algorithm.credit(scored([1.0, 0.0]), TOKENS).advantages
+    close(got, tensor([[0.94, 0.99], [0.02, 0.0]]))  # 1 - 0.1 x (0.5 + 0.1), 1 - 0.1 x 0.1, 0 + 0.1 x 0.2
+    whitened = preset("algo=reinforce_pp", "algo.kl.coef=0.1").credit(scored([1.0, 0.0]), TOKENS).advantages
+    # mean 0.65, variance ((0.29)^2 + (0.34)^2 + (0.63)^2) / 3
+    close(whitened, tensor([[0.29, 0.34], [-0.63, 0.0]]) / math.sqrt((0.29**2 + 0.34**2 + 0.63**2) / 3))
+
+
+def test_whitening_counts_tokens_not_samples():
+    got = preset("algo=reinforce_pp_baseline").credit(scored([1.0, 0.0]), TOKENS).advantages
+    # 0.5 twice, -0.5 once: mean 1/6, variance 2/9
+    close(got, tensor([[1 / 3, 1 / 3], [-2 / 3, 0.0]]) / math.sqrt(2 / 9), atol=1e-6, rtol=0)
+
+
+def test_a_truncated_answer_stays_in_the_baseline_and_out_of_the_loss():
+    algorithm = Algorithm(lambda rewards: rewards - rewards.mean(), clip, 4, mask_truncated=True)
+    got = algorithm.credit(scored([1.0, 0.0], truncated=tensor([[True, False]])), TOKENS)
+    close(got.advantages, tensor([[0.0, 0.0], [-0.5, 0.0]]))
+    assert got.mask.tolist() == [[False, False], [True, False]]
+    close(algorithm.weights(got.mask), tensor([[0.0, 0], [1.0, 0]]))  # it counts in no mean
+
+
+def test_no_reward_nothing_to_learn():
+    got = Algorithm(group_advantages, clip, 4).credit(scored([1.0, NAN]), TOKENS)
+    assert got.mask.tolist() == [[True, True], [False, False]] and not got.advantages.any()
+
+
+def test_overlong_answers_lose_reward():
+    algorithm = Algorithm(no_baseline, clip, max_tokens=10, overlong_share=0.5)
+    long = scored([1.0, 0.0], last_lengths=tensor([[9.0, 5.0]]))
+    got = algorithm.shaped(long)
+    close(got.rewards, tensor([[0.2, 0.0]]))  # (9 - 5) / 5 of the way
+    close(got.parts["overlong"], tensor([[-0.8, 0.0]]))
+    assert Algorithm(no_baseline, clip, 10).shaped(long) is long
+
+
+# -- the update
+
+
+def test_rows_without_advantage_are_skipped_and_nothing_changes(toy):
+    """Forward passes only where there is something to learn, and the weights that all rows would have given."""
+    rewards = tensor([[1.0, 0.0], [0.0, 0.0]])  # the second group teaches nothing
+    seen = []
+    module = make_module(fresh(toy), num_epochs=2, lr=0.1)
+    inner = module.note
+    module.note = lambda microbatch, *rest: (seen.append(len(microbatch)), inner(microbatch, *rest))
+    module.training_step(rollout(rewards=rewards), 0)
+    assert seen == [1, 1]  # of four rows one has an advantage: rewards are taken as they are
+
+    everything = make_module(fresh(toy), num_epochs=2, lr=0.1)
+    everything.live = lambda tokens: torch.arange(len(tokens))
+    everything.training_step(rollout(rewards=rewards), 0)
+    for (name, p), q in zip(module.policy.named_parameters(), everything.policy.parameters(), strict=True):
+        close(p, q, atol=1e-6, rtol=0, msg=name)
+
+
+def test_a_rollout_without_any_signal_still_makes_its_updates(toy):
+    """The optimizer's averages fade and the schedule moves on as if the zero gradient had been computed."""
+    module = make_module(fresh(toy), optimizer=torch.optim.AdamW)
+    module.training_step(rollout(), 0)
+    before = module.policy.model.norm.weight.detach().clone()
+    metrics = module.training_step(rollout(1, rewards=torch.zeros(2, 2)), 0)
+    assert metrics["loss/grad_norm"] == 0.0 and module.updates == 2
+    assert not torch.equal(module.policy.model.norm.weight, before)  # by momentum
+
+
+def test_nothing_is_skipped_where_the_loss_has_other_terms(toy):
+    rewards = tensor([[1.0, 0.0], [0.0, 0.0]])
+    for settings in ({"kl": KL(0.1, target="rollout")}, {"entropy": EntropyBonus(0.1)}):
+        module = make_module(fresh(toy), **settings)
+        tokens = module.algorithm.credit(rollout(rewards=rewards).scores, collate(GROUPS))
+        assert len(module.live(tokens)) == 4
+    assert len(make_module(fresh(toy)).live(tokens)) == 1
+
+
+def test_an_entropy_bonus_has_the_gradient_of_the_entropy(toy):
+    policy = fresh(toy)
+    tokens = collate(GROUPS)
+    _, entropy = completion_logprobs(policy, tokens, 1.0, entropy_gradient=True)
+    mean = entropy.sum() / tokens.mask.sum()
+    gradients = torch.autograd.grad(-0.3 * mean, list(policy.parameters()))
+    expected = {name: p.detach() - 0.1 * g for (name, p), g in zip(policy.named_parameters(), gradients, strict=True)}
+    nothing = rollout(rewards=torch.zeros(2, 2))
+    got, metrics = trained(fresh(toy), nothing, reduce="token", entropy=EntropyBonus(0.3))
+    for name in expected:
+        close(got[name], expected[name], atol=1e-6, rtol=0)
+    assert metrics["loss/entropy"] == pytest.approx(mean.item(), abs=1e-4) and metrics["loss/entropy_coef"] == 0.3
+
+
+def test_the_entropy_bonus_is_steered_from_update_to_update(toy):
+    module = make_module(fresh(toy), lr=1e-6, entropy=EntropyBonus(0.1, target=100.0, step=0.02))  # always below
+    applied = [module.training_step(rollout(i), 0)["loss/entropy_coef"] for i in range(3)]
+    assert applied == pytest.approx([0.0, 0.12, 0.14])  # nothing before the first entropy is known
+    module = make_module(fresh(toy), lr=1e-6, entropy=EntropyBonus(0.1, target=0.0, step=0.02))  # always above
+    assert [module.training_step(rollout(i), 0)["loss/entropy_coef"] for i in range(3)] == [0.0, 0.0, 0.0]
+    assert module.entropy_coef == pytest.approx(0.04)
+
+
+def test_the_surrogate_can_count_the_tokens_of_highest_entropy_only(toy):
+    policy, tokens = fresh(toy), collate(GROUPS)
+    logprobs, entropy = completion_logprobs(policy, tokens, 1.0)
+    chosen = tokens.mask & (entropy >= entropy[tokens.mask].sort().values[-3])  # 3 of 10
+    rewards = tensor([1.0, -1.0, 0.5, -0.5])
+    gradients = torch.autograd.grad(-(rewards[:, None] * logprobs * chosen).sum() / 10, list(policy.parameters()))
+    expected = {name: p.detach() - 0.1 * g for (name, p), g in zip(policy.named_parameters(), gradients, strict=True)}
+    got, _ = trained(fresh(toy), rollout(), reduce="token", top_entropy=0.25)  # the quantile falls between two tokens
+    for name in expected:
+        close(got[name], expected[name], atol=1e-6, rtol=0)
+
+
+def test_with_the_rollout_as_old_policy_the_engine_is_part_of_the_ratio(toy):
+    policy, tokens = fresh(toy), collate(GROUPS)
+    logprobs, _ = completion_logprobs(policy, tokens, 1.0)
+    tokens = replace(tokens, rollout_logprobs=(logprobs.detach() - 0.1) * tokens.mask)
+    module = make_module(fresh(toy), old_policy="rollout", num_epochs=2, lr=1e-6)
+    metrics = module.training_step(rollout(tokens=tokens), 0)
+    assert metrics["loss/ratio"] == pytest.approx(math.exp(0.1), abs=1e-4)
+    assert metrics["rollout/logprob_gap"] == pytest.approx(0.1, abs=1e-5)
+    assert not module.algorithm.needs_old
+
+
+def test_a_correction_weighs_the_term(toy):
+    policy, tokens = fresh(toy), collate(GROUPS)
+    logprobs, _ = completion_logprobs(policy, tokens, 1.0)
+    tokens = replace(tokens, rollout_logprobs=(logprobs.detach() - math.log(1.5)) * tokens.mask)  # w = 1.5 everywhere
+    before = dict(fresh(toy).named_parameters())
+    plain, _ = trained(fresh(toy), rollout(tokens=tokens))
+    weighed, metrics = trained(fresh(toy), rollout(tokens=tokens), correction=lambda log_w, mask: log_w.exp())
+    for name, p in before.items():
+        close(weighed[name] - p, 1.5 * (plain[name] - p), atol=1e-6, rtol=1e-4)
+    assert metrics["loss/correction"] == pytest.approx(1.5, abs=1e-4)
+
+
+def test_reinforce_needs_no_ratio(toy):
+    got, metrics = trained(fresh(toy), level="none", surrogate=reinforce)
+    expected, _ = trained(fresh(toy))  # at ratio 1 the two have one gradient
+    for name in expected:
+        close(got[name], expected[name], atol=1e-6, rtol=0)
+    assert "loss/ratio" not in metrics
+
+
+# -- a reference that moves
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_the_reference_moves_every_so_many_updates(toy, adapter):
+    torch.manual_seed(0)
+    policy = fresh(toy)
+    if adapter:
+        policy = with_adapter(policy, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
+    module = make_module(policy, lr=1.0, kl=KL(0.01, sync_every=2, sync_alpha=0.25))
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    tokens = collate(GROUPS)
+    base, _ = completion_logprobs(fresh(toy), tokens, 1.0)
+
+    def reference():
+        return module.freeze(tokens).reference_logprobs
+
+    close(reference(), base.detach(), atol=1e-5, rtol=0)
+    module.training_step(rollout(0), 0)
+    close(reference(), base.detach(), atol=1e-5, rtol=0)  # one update is not two
+    module.training_step(rollout(1), 0)
+    after = {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
+    assert module.reference.weights.keys() == after.keys()
+    for name, p in after.items():
+        close(module.reference.weights[name], 0.25 * p + 0.75 * before[name])
+    assert (reference() - base).abs().max() > 1e-4
+    now, _ = completion_logprobs(policy, tokens, 1.0)  # to look at the reference does not change the policy
+    module.freeze(tokens)
+    assert torch.equal(completion_logprobs(policy, tokens, 1.0)[0], now)
+
+
+def test_alpha_one_makes_the_reference_the_policy(toy):
+    torch.manual_seed(0)
+    policy = with_adapter(fresh(toy), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
+    module = make_module(policy, lr=1.0, kl=KL(0.01, sync_every=1, sync_alpha=1.0))
+    module.training_step(rollout(), 0)
+    tokens = collate(GROUPS)
+    now, _ = completion_logprobs(policy, tokens, 1.0)
+    close(module.freeze(tokens).reference_logprobs, now.detach(), atol=1e-6, rtol=0)
+
+
+# -- corners
+
+
+@pytest.mark.parametrize("settings", [{"num_epochs": 2}, {"num_minibatches": 2}, {"kl": KL(0.1)}])
+def test_a_rollout_without_signal_is_learned_from_in_every_arrangement(toy, settings):
+    before = fresh(toy)
+    module = make_module(fresh(toy), **settings)
+    metrics = module.training_step(rollout(rewards=torch.zeros(2, 2)), 0)
+    assert metrics["loss/grad_norm"] < 1e-6 and module.updates == module.algorithm.updates_per_rollout
+    for p, q in zip(module.policy.parameters(), before.parameters(), strict=True):
+        close(p, q, atol=1e-6, rtol=0)
+
+
+def test_equal_rewards_whiten_to_nothing():
+    algorithm = preset("algo=reinforce_pp", "algo/kl=none")
+    tokens = replace(TOKENS, old_logprobs=None, reference_logprobs=None)
+    got = algorithm.credit(scored([0.7, 0.7]), tokens).advantages
+    assert torch.equal(got, torch.zeros(2, 2))
+
+
+def test_a_surrogate_with_a_term_of_its_own_is_never_skipped(toy):
+    def regularised(ratio, advantages):
+        return -ratio * advantages + 0.5 * (ratio - 1.3).square()
+
+    module = make_module(fresh(toy), surrogate=regularised)
+    tokens = module.algorithm.credit(rollout(rewards=torch.zeros(2, 2)).scores, collate(GROUPS))
+    assert len(module.live(tokens)) == 4
+    assert module.training_step(rollout(rewards=torch.zeros(2, 2)), 0)["loss/grad_norm"] > 0.01
+
+
+def test_gdpo_does_not_learn_from_a_reward_that_nobody_could_give():
+    timeout = [replace(TWO[0], reward=replace(TWO[0].reward, value=NAN)), TWO[1]]
+    assert scores([timeout]).parts["correct"].isnan().tolist() == [[True, False]]
+    algorithm = Algorithm(partial(gdpo, weights={"correct": 1.0}), clip, 4)
+    got = algorithm.credit(scores([timeout]), TOKENS)
+    assert got.mask.tolist() == [[False, False], [True, False]] and not got.advantages.any()
+
+
+def test_an_older_checkpoint_starts_what_it_did_not_know_anew(toy):
+    module = make_module(fresh(toy))
+    module.on_load_checkpoint({"policy_shapes": module.policy_shapes()})
+    assert module.updates == 0

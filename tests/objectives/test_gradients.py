@@ -1,0 +1,189 @@
+"""Gradients of every preset: against finite differences, however the update is cut, and what a KL term really pulls at."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT, preset
+from test_module import episode, fresh, make_module, rollout
+from torch import Tensor, tensor
+
+from grpo.models.logprobs import completion_logprobs
+from grpo.objectives.batch import TokenBatch
+from grpo.objectives.kl import ESTIMATORS
+from grpo.objectives.loss import reinforce
+from grpo.rollout.collate import collate
+
+PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
+
+# -- of a loss by the log-probabilities
+
+B, C = 4, 5
+MASK = torch.arange(C) < tensor([[5], [1], [3], [2]])
+
+
+def random_batch(algorithm, seed: int = 0) -> tuple[Tensor, TokenBatch]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def near(scale: float) -> Tensor:
+        return (-1.0 + scale * torch.randn(B, C, generator=generator, dtype=torch.float64)) * MASK
+
+    batch = TokenBatch(
+        ids=torch.zeros(B, C + 1, dtype=torch.int64),
+        attention_mask=torch.ones(B, C + 1, dtype=torch.int64),
+        mask=MASK,
+        rollout_logprobs=near(0.1),
+        sample=torch.arange(B),
+        advantages=tensor([[1.0], [-0.5], [-1.5], [2.0]], dtype=torch.float64) * MASK,
+        old_logprobs=near(0.1),
+        reference_logprobs=near(0.4),
+        weights=algorithm.weights(MASK).double(),
+    )
+    return near(0.2).requires_grad_(), batch
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_gradients_are_those_of_finite_differences(name):
+    algorithm = preset(f"algo={name}", "max_tokens=7")
+    logprobs, batch = random_batch(algorithm)
+    frozen, log_ratio = logprobs.detach(), (logprobs - batch.old_logprobs).detach() * MASK
+    mean = log_ratio.sum(1, keepdim=True) / MASK.sum(1, keepdim=True)
+
+    def loss(x: Tensor) -> Tensor:
+        """The preset's loss; where it stops gradients, the function whose gradient it then has at this point."""
+        if name == "cispo":  # -min(r, 5) A log pi with the weight fixed
+            return (batch.weights * -log_ratio.exp().clamp(max=5.0) * batch.advantages * x).sum()
+        if name == "gspo_token":  # s_i pi / pi_here, where s_i is not beyond a bound
+            s = mean.exp()
+            beyond = ((batch.advantages > 0) & (s > 1 + 4e-4)) | ((batch.advantages < 0) & (s < 1 - 3e-4))
+            return (batch.weights * torch.where(beyond, 0.0, -s * (x - frozen).exp() * batch.advantages)).sum()
+        return algorithm.loss(x, torch.zeros(B, C), batch)[0]
+
+    gradient = torch.autograd.grad(algorithm.loss(logprobs, torch.zeros(B, C), batch)[0], logprobs)[0]
+    step = 1e-6
+    for i, j in MASK.nonzero().tolist():
+        change = torch.zeros(B, C, dtype=torch.float64)
+        change[i, j] = step
+        difference = (loss(frozen + change) - loss(frozen - change)) / (2 * step)
+        assert gradient[i, j].item() == pytest.approx(difference.item(), abs=1e-7), (i, j)
+    assert gradient.abs().max() > 1e-3 and not gradient[~MASK].any()
+
+
+def test_gspo_and_gspo_token_agree_where_advantages_do():
+    """With one advantage for a row both have the gradient s_i A / |o_i| for each of its tokens."""
+    for seed in range(3):
+        gradients = []
+        for name in ("gspo", "gspo_token"):
+            algorithm = preset(f"algo={name}", "algo.surrogate.low=0.04", "algo.surrogate.high=0.04")
+            logprobs, batch = random_batch(algorithm, seed)
+            gradients.append(torch.autograd.grad(algorithm.loss(logprobs, torch.zeros(B, C), batch)[0], logprobs)[0])
+        torch.testing.assert_close(*gradients)
+
+
+# -- of an update by the weights, lr 1: what changes is the gradient
+
+GROUPS = [
+    [episode((11, 12, 13), ids) for ids in [(21, 22), (23,), (24, 25, 26, 27), (22, 21)]],
+    [episode((14,), ids) for ids in [(24, 25, 26, 27), (28, 29, 30), (31,), (22, 23, 24)]],
+]
+REWARDS = tensor([[1.0, 0.0, 0.3, 0.0], [0.0, 1.0, 0.0, 0.2]])
+
+
+def tokens_of(policy) -> TokenBatch:
+    """The rollout as a policy a little different would have sampled it, so that ratios are not 1."""
+    tokens = collate(GROUPS)
+    logprobs, _ = completion_logprobs(policy, tokens, 1.0)
+    noise = [0.15 * torch.randn(tokens.mask.shape, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    old = (logprobs.detach() + noise[0]) * tokens.mask
+    return replace(tokens, old_logprobs=old, rollout_logprobs=(old + 0.2 * noise[1]) * tokens.mask)
+
+
+def padded(tokens: TokenBatch, left: int, right: int) -> TokenBatch:
+    def pad(values: Tensor, left: int) -> Tensor:
+        return torch.nn.functional.pad(values, (left, right))
+
+    change = {name: pad(getattr(tokens, name), left) for name in ("ids", "attention_mask")}
+    change |= {name: pad(getattr(tokens, name), 0) for name in ("mask", "rollout_logprobs", "old_logprobs")}
+    return replace(tokens, **change)
+
+
+def gradient(toy, name: str, max_tokens: int, change=lambda tokens: tokens) -> dict[str, Tensor]:
+    policy = fresh(toy)
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    algorithm = preset(f"algo={name}", "max_tokens=4", "algo.sampling_rounds=1")
+    module = make_module(policy, max_tokens, lr=1.0, **vars(algorithm))
+    metrics = module.training_step(rollout(rewards=REWARDS, groups=GROUPS, tokens=change(tokens_of(policy))), 0)
+    assert metrics["loss/grad_norm"] > 0.01
+    return {name: before[name] - p.detach() for name, p in policy.named_parameters()}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_an_update_is_the_same_however_it_is_cut(toy, name):
+    whole = gradient(toy, name, 1000)
+    others = {
+        "a row at a time": gradient(toy, name, 1),
+        "microbatches of 20 tokens": gradient(toy, name, 20),
+        "another order": gradient(toy, name, 20, lambda tokens: tokens.rows(torch.tensor([5, 2, 7, 0, 3, 6, 1, 4]))),
+        "more padding": gradient(toy, name, 1000, lambda tokens: padded(tokens, 3, 2)),
+    }
+    for what, pieces in others.items():
+        for parameter, expected in whole.items():
+            torch.testing.assert_close(pieces[parameter], expected, atol=1e-6, rtol=1e-5, msg=f"{what}: {parameter}")
+
+
+# -- of a KL term, in expectation: a policy over five outcomes, a million samples
+
+THETA = tensor([0.5, -0.3, 0.9, 0.0, -1.0], dtype=torch.float64)
+REFERENCE = tensor([-1.0, 1.2, -0.6, 1.0, -2.0], dtype=torch.float64).log_softmax(0)
+STALE = tensor([0.2, 0.1, 0.6, 0.3, -0.5], dtype=torch.float64).log_softmax(0)
+
+
+def exact(reverse: bool) -> Tensor:
+    theta = THETA.clone().requires_grad_()
+    logprobs = theta.log_softmax(0)
+    kl = (
+        (logprobs.exp() * (logprobs - REFERENCE)).sum() if reverse else (REFERENCE.exp() * (REFERENCE - logprobs)).sum()
+    )
+    return torch.autograd.grad(kl, theta)[0]
+
+
+def sampled(loss, sampler: Tensor) -> Tensor:
+    """The gradient of the mean of loss(logprobs, target, old) over samples of `sampler`."""
+    x = torch.multinomial(sampler.exp(), 1_000_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    theta = THETA.clone().requires_grad_()
+    return torch.autograd.grad(loss(theta.log_softmax(0)[x], REFERENCE[x], sampler[x]).mean(), theta)[0]
+
+
+def in_loss(estimator: str):
+    return lambda logprobs, target, old: ESTIMATORS[estimator](logprobs, target)
+
+
+def with_ratio(estimator: str):
+    return lambda logprobs, target, old: (logprobs - old).exp() * ESTIMATORS[estimator](logprobs, target)
+
+
+def in_reward(estimator: str):
+    return lambda logprobs, target, old: reinforce(logprobs, -ESTIMATORS[estimator](logprobs, target).detach())
+
+
+@pytest.mark.parametrize(
+    ("loss", "stale", "expected"),
+    [
+        (in_loss("k1"), False, torch.zeros(5)),
+        (in_loss("k2"), False, exact(reverse=True)),
+        (in_loss("k3"), False, exact(reverse=False)),
+        (in_reward("k1"), False, exact(reverse=True)),
+        (with_ratio("k1"), True, exact(reverse=True)),
+        (with_ratio("k3"), True, exact(reverse=True)),
+    ],
+    ids=["k1: nothing", "k2: the KL", "k3: the other KL", "k1 in the reward", "k1 with ratio", "k3 with ratio"],
+)
+def test_what_a_kl_term_pulls_at(loss, stale, expected):
+    assert (exact(reverse=True) - exact(reverse=False)).abs().max() > 0.05  # two things that can be told apart
+    got = sampled(loss, STALE if stale else THETA.log_softmax(0))
+    torch.testing.assert_close(got, expected.double(), atol=0.005, rtol=0)
+
+
+def test_stale_samples_without_the_ratio_pull_elsewhere():
+    got = sampled(in_loss("k2"), STALE)
+    assert (got - exact(reverse=True)).abs().max() > 0.02

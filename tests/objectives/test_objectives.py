@@ -1,0 +1,409 @@
+"""The axes of an algorithm against numbers worked by hand."""
+
+import math
+
+import pytest
+import torch
+from conftest import preset
+from torch import tensor
+
+from grpo.objectives import importance
+from grpo.objectives.advantage import (
+    gdpo,
+    group_advantages,
+    has_signal,
+    leave_one_out,
+    length_weighted,
+    max_rl,
+    no_baseline,
+    overlong_penalty,
+    reward_to_go,
+    whiten,
+)
+from grpo.objectives.algorithm import Algorithm
+from grpo.objectives.entropy import EntropyBonus, threshold
+from grpo.objectives.kl import k1, k2, k3
+from grpo.objectives.loss import cispo, clip, off_policy_keep, policy_log_ratio, reinforce, sapo, token_weights
+from grpo.system.errors import UserError
+
+NAN = math.nan
+LOG2 = math.log(2)
+close = torch.testing.assert_close
+
+
+# -- advantage
+
+
+def test_grpo_advantage():
+    # mean 0.5, squares 4 x 0.25, over G-1 = 3: std 0.57735
+    got = group_advantages(tensor([[1.0, 0, 0, 1]]), eps=0.0)
+    close(got, tensor([[0.5, -0.5, -0.5, 0.5]]) / math.sqrt(1 / 3))
+    close(group_advantages(tensor([[1.0, 0, 0, 1]]), eps=0.1), got * (1 / 3) ** 0.5 / ((1 / 3) ** 0.5 + 0.1))
+    # over G, as Atropos has it: std 0.5
+    close(group_advantages(tensor([[1.0, 0, 0, 1]]), ddof=0, eps=0.0), tensor([[1.0, -1, -1, 1]]))
+
+
+def test_dr_grpo_advantage_is_the_centred_reward():
+    close(group_advantages(tensor([[3.0, 0, 0]]), scale="none"), tensor([[2.0, -1, -1]]))
+
+
+def test_batch_std_is_over_all_groups():
+    # all rewards 1 0 3 0: mean 1, squares 0 1 4 1, over 3: std sqrt(2)
+    got = group_advantages(tensor([[1.0, 0], [3.0, 0]]), scale="batch", eps=0.0)
+    close(got, tensor([[0.5, -0.5], [1.5, -1.5]]) / math.sqrt(2))
+
+
+def test_leave_one_out():
+    close(leave_one_out(tensor([[1.0, 0, 0, 1]])), tensor([[2 / 3, -2 / 3, -2 / 3, 2 / 3]]))
+    rewards = torch.rand(3, 5)
+    close(group_advantages(rewards, scale="none"), 4 / 5 * leave_one_out(rewards))  # Dr.GRPO = (G-1)/G RLOO
+
+
+def test_length_weighted_baseline():
+    # (1 x 30 + 0 x 10) / 40
+    close(length_weighted(tensor([[1.0, 0]]), tensor([[30.0, 10]])), tensor([[0.25, -0.75]]))
+
+
+def test_max_rl():
+    close(max_rl(tensor([[1.0, 0, 0, 0], [1.0, 1, 1, 0]])), tensor([[3.0, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1]]))
+    with pytest.raises(UserError, match="must not be negative"):
+        max_rl(tensor([[-1.0, 1]]))
+
+
+def test_gdpo_normalises_every_part():
+    # correct: +-0.5 over std 1/sqrt(2); format in the other direction and in only one group
+    parts = {"correct": tensor([[1.0, 0], [1.0, 0]]), "format": tensor([[0.0, 100], [7.0, 7]])}
+    # sums: 1/sqrt(2) x (1 - 2, -1 + 2), then (1, -1); mean 0, squares 4 x 1/2 over 3
+    got = gdpo(parts, {"correct": 1.0, "format": 2.0}, eps=0.0)
+    close(got, tensor([[-1.0, 1], [1, -1]]) / math.sqrt(2) / math.sqrt(2 / 3))
+    with pytest.raises(UserError, match="no part 'style'; there are correct, format"):
+        gdpo(parts, {"style": 1.0})
+
+
+BASELINES = [
+    group_advantages,
+    lambda rewards: group_advantages(rewards, scale="none"),
+    lambda rewards: group_advantages(rewards, scale="batch"),
+    leave_one_out,
+    lambda rewards: length_weighted(rewards, tensor([[3.0, 5, 7, 11, 13, 17, 19]])),
+    max_rl,
+    lambda rewards: gdpo({"correct": rewards}, {"correct": 1.0}),
+]
+
+
+@pytest.mark.parametrize("advantage", BASELINES)
+def test_equal_rewards_teach_exactly_nothing(advantage):
+    rewards = torch.full((1, 7), 0.1)  # whose mean in float32 is not 0.1
+    assert (rewards - rewards.mean()).abs().max() > 0
+    assert torch.equal(advantage(rewards), torch.zeros(1, 7))
+
+
+@pytest.mark.parametrize("advantage", [*BASELINES[:4], max_rl])
+def test_an_unknown_reward_is_as_if_the_sample_were_not_there(advantage):
+    rewards = tensor([[1.0, NAN, 0, 0.5], [0.0, 1.0, NAN, NAN]])
+    got = advantage(rewards)
+    assert torch.equal(got.isnan(), rewards.isnan())
+    close(got[0, [0, 2, 3]], advantage(tensor([[1.0, 0, 0.5], [0, 1, NAN]]))[0])
+
+
+def test_a_reward_nobody_could_give_stays_out_of_the_baseline():
+    close(group_advantages(tensor([[1.0, NAN, 0, 0.5]]), scale="none"), tensor([[0.5, NAN, -0.5, 0.0]]), equal_nan=True)
+    # (30 x 1 + 10 x 0) / 40, the 20 tokens in between count nowhere
+    got = length_weighted(tensor([[1.0, NAN, 0]]), tensor([[30.0, 20, 10]]))
+    close(got, tensor([[0.25, NAN, -0.75]]), equal_nan=True)
+    assert group_advantages(tensor([[NAN, NAN]])).isnan().all()
+    close(group_advantages(tensor([[NAN, 0.1]])), tensor([[NAN, 0.0]]), equal_nan=True)
+
+
+def test_which_groups_have_a_signal():
+    assert has_signal(tensor([[1.0, 0], [1.0, 1], [NAN, 1], [NAN, NAN]])).tolist() == [True, False, False, False]
+
+
+def test_eps_may_be_nothing():
+    assert group_advantages(tensor([[0.3, 0.3], [1.0, 0.0]]), eps=0.0)[0].tolist() == [0.0, 0.0]
+
+
+def test_no_baseline():
+    assert no_baseline(tensor([[2.0], [0.0]])).tolist() == [[2.0], [0.0]]
+
+
+def test_whitening_over_tokens():
+    # three tokens of 1 and one of 5: mean 2, variance (1 + 1 + 1 + 9) / 4 = 3
+    mask = tensor([[True, True, True], [True, False, False]])
+    got = whiten(tensor([[1.0, 1, 1], [5, 0, 0]]), mask, eps=0.0)
+    close(got, tensor([[-1.0, -1, -1], [3, 0, 0]]) / math.sqrt(3))
+
+
+def test_reward_to_go_runs_on_through_the_turns_of_a_sample():
+    values = tensor([[1.0, 2, 99], [4, 8, 16], [32, 99, 99]])
+    mask = tensor([[True, True, False], [True, True, True], [True, False, False]])
+    got = reward_to_go(values, mask, tensor([0, 1, 0]))  # the third row is the second turn of the first sample
+    assert got.tolist() == [[35.0, 34, 0], [28, 24, 16], [32, 0, 0]]
+
+
+def test_soft_punishment_of_overlong_answers():
+    # L_max 100, L_c 20
+    got = overlong_penalty(tensor([10.0, 80, 90, 95, 100]), max_tokens=100, share=0.2)
+    close(got, tensor([0.0, 0, -0.5, -0.75, -1]))
+
+
+# -- KL
+
+
+def test_kl_estimators():
+    # the target twice as likely: log rho = log 2
+    policy, target = tensor([[0.0, -1.0]]), tensor([[LOG2, -1.0]])
+    close(k1(policy, target), tensor([[-LOG2, 0.0]]))
+    close(k2(policy, target), tensor([[LOG2**2 / 2, 0.0]]))
+    close(k3(policy, target), tensor([[1 - LOG2, 0.0]]))
+
+
+# -- level of the ratio
+
+ROWS = tensor([[True, True, True], [True, False, False]])
+
+
+@pytest.mark.parametrize(
+    ("level", "value", "gradient"),
+    [
+        ("token", [[0.3, 0.6, 0.0], [0.5, 0, 0]], [[1, 1, 1], [1, 0, 0]]),
+        ("sequence", [[0.3, 0.3, 0.3], [0.5, 0, 0]], [[1, 1, 1], [1, 0, 0]]),
+        ("sequence_sum", [[0.9, 0.9, 0.9], [0.5, 0, 0]], [[3, 3, 3], [1, 0, 0]]),
+        ("sequence_token", [[0.3, 0.3, 0.3], [0.5, 0, 0]], [[1, 1, 1], [1, 0, 0]]),
+    ],
+)
+def test_levels_of_the_ratio(level, value, gradient):
+    old = tensor([[-1.0, -2, -3], [-1, 7, 7]])
+    logprobs = (old + tensor([[0.3, 0.6, 0.0], [0.5, 9, 9]])).requires_grad_()
+    got = policy_log_ratio(logprobs, old, ROWS, level)
+    close(got, tensor(value))
+    close(torch.autograd.grad(got.sum(), logprobs)[0], tensor(gradient).float())
+    if level == "sequence_token":  # the gradient of a token's ratio is its own: s_i
+        first = policy_log_ratio(logprobs, old, ROWS, level).exp()[0, 0]
+        close(torch.autograd.grad(first, logprobs)[0][0], tensor([math.exp(0.3), 0, 0]))
+    if level == "sequence":
+        first = policy_log_ratio(logprobs, old, ROWS, level).exp()[0, 0]
+        close(torch.autograd.grad(first, logprobs)[0][0], torch.full((3,), math.exp(0.3) / 3))
+
+
+def test_a_ratio_beyond_all_bounds_has_a_finite_gradient():
+    logprobs = torch.zeros(1, 3, requires_grad=True)
+    ratio = policy_log_ratio(logprobs, torch.full((1, 3), -90.0), tensor([[True] * 3]), "sequence_sum").exp()
+    loss, _ = clip(ratio, torch.ones(1, 3))
+    assert torch.autograd.grad(loss.sum(), logprobs)[0].tolist() == [[0.0, 0.0, 0.0]]
+
+
+# -- surrogates
+
+
+def surrogate(function, ratio: float, advantage: float, **settings):
+    """Loss, its gradient by the log-probability, and what it says, at one token."""
+    logprobs = tensor([[math.log(ratio) - 2.0]], requires_grad=True)
+    given = {"ratio": (logprobs + 2.0).exp(), "advantages": tensor([[advantage]])}
+    if function is cispo:
+        given["logprobs"] = logprobs
+    result = function(**given, **settings)
+    loss, said = result if isinstance(result, tuple) else (result, {})
+    loss.sum().backward()
+    return loss.item(), logprobs.grad.item(), {name for name, values in said.items() if values.any()}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient", "said"),
+    [
+        (1.0, 1.0, -1.0, -1.0, set()),
+        (1.5, 1.0, -1.28, 0.0, {"clip_fraction_high"}),  # too likely already
+        (1.5, -1.0, 1.5, 1.5, set()),  # too likely and bad: pushed back in full
+        (4.0, -1.0, 3.0, 0.0, {"clip_fraction_high"}),  # but not by more than dual
+        (0.5, -1.0, 0.8, 0.0, {"clip_fraction_low"}),  # unlikely enough
+        (0.5, 1.0, -0.5, -0.5, set()),
+        (1.25, 2.0, -2.5, -2.5, set()),
+    ],
+)
+def test_clip(ratio, advantage, loss, gradient, said):
+    got = surrogate(clip, ratio, advantage, low=0.2, high=0.28, dual=3.0)
+    assert got[:2] == pytest.approx((loss, gradient)) and got[2] == said
+
+
+def test_a_bound_that_is_not_there():
+    assert surrogate(clip, 9.0, 1.0, high=None)[:2] == pytest.approx((-9.0, -9.0))
+    assert surrogate(clip, 0.1, -1.0, low=None)[:2] == pytest.approx((0.1, 0.1))
+    assert surrogate(clip, 0.1, -1.0, high=None)[:2] == pytest.approx((0.8, 0.0))
+    assert surrogate(clip, 4.0, -1.0, dual=None)[:2] == pytest.approx((4.0, 4.0))
+
+
+@pytest.mark.parametrize(("ratio", "weight"), [(0.1, 0.1), (2.0, 2.0), (9.0, 5.0)])
+def test_cispo_bounds_the_weight_and_keeps_the_gradient(ratio, weight):
+    loss, gradient, said = surrogate(cispo, ratio, -2.0, bound=5.0)
+    assert loss == pytest.approx(2 * weight * (math.log(ratio) - 2.0))  # -weight x A x log pi
+    assert gradient == pytest.approx(2 * weight) and said == ({"clip_fraction_high"} if ratio > 5 else set())
+
+
+def test_sapo_is_ppo_at_one_and_fades_away_from_it():
+    # sigmoid(0) 4 / tau = 2 / tau; the gradient is sigmoid' 4 = 1 there, whatever tau
+    assert surrogate(sapo, 1.0, 1.0)[:2] == pytest.approx((-2.0, -1.0))
+    assert surrogate(sapo, 1.0, -1.0, tau_negative=1.05)[:2] == pytest.approx((2 / 1.05, 1.0))
+    # at r = 2, tau = 1: sigmoid(1) = 0.731059, times 4; gradient 4 x 0.731059 x 0.268941 x r
+    assert surrogate(sapo, 2.0, 1.0)[:2] == pytest.approx((-4 * 0.7310586, -4 * 0.7310586 * 0.2689414 * 2))
+
+
+def test_reinforce():
+    close(reinforce(tensor([[-0.5]]), tensor([[2.0]])), tensor([[1.0]]))
+
+
+# -- reduction
+
+MASK = tensor([[True, True, True, True], [True, False, False, False]])
+
+
+@pytest.mark.parametrize(
+    ("reduce", "long", "short"),
+    [("sequence", 1 / 8, 1 / 2), ("token", 1 / 5, 1 / 5), ("constant", 1 / 20, 1 / 20), ("sum", 1 / 2, 1 / 2)],
+)
+def test_token_weights(reduce, long, short):
+    expected = tensor([[long] * 4, [short, 0.0, 0.0, 0.0]])
+    close(token_weights(MASK, reduce, max_tokens=10), expected)
+    # a row that nothing is learned from counts nowhere
+    with_empty = torch.cat([MASK, torch.zeros(1, 4, dtype=torch.bool)])
+    close(token_weights(with_empty, reduce, max_tokens=10)[:2], expected)
+
+
+# -- correction: two rows, w = 2 and 1/4 on the first, 1 on the second and padding after it
+
+LOG_W = tensor([[LOG2, -2 * LOG2], [0.0, 5.0]])
+SEEN = tensor([[True, True], [True, False]])
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "first", "second"),
+    [
+        (importance.truncated, {"high": 1.5}, [1.5, 0.25], 1.0),
+        (importance.truncated, {"level": "sequence", "high": 1.5}, [0.5, 0.5], 1.0),  # 2 x 1/4 = 1/2
+        (importance.masked, {"level": "token", "low": 0.5, "high": 5.0}, [2.0, 0.0], 1.0),  # IcePop
+        (importance.masked, {"low": 0.4, "high": 2.0}, [0.5, 0.5], 1.0),  # MIS
+        (importance.masked, {"low": 0.6, "high": 2.0}, [0.0, 0.0], 1.0),
+        (importance.geometric, {}, [0.0, 0.0], 1.0),  # exp(mean) = 1/sqrt(2)
+        (importance.geometric, {"low": 0.7, "cap": 1.5}, [1.5, 0.25], 1.0),
+    ],
+)
+def test_corrections(function, settings, first, second):
+    got = function(LOG_W, SEEN, **settings)
+    close(got[0], tensor(first))
+    close(got[1, 0].item(), second)
+
+
+def test_the_weight_of_a_row_is_truncated_as_one():
+    close(importance.truncated(-LOG_W, SEEN, "sequence", 1.5)[0], tensor([1.5, 1.5]))  # 1/2 x 4 = 2
+
+
+def test_rows_that_the_policy_has_left_are_dropped():
+    # mean_t log(rollout / policy): 0.2 and 0.6
+    rollout, logprobs = torch.zeros(2, 2), tensor([[-0.1, -0.3], [-0.6, 9.0]])
+    for advantage, kept in ((1.0, [True, True]), (-1.0, [True, False])):
+        got = off_policy_keep(logprobs, rollout, torch.full((2, 2), advantage), SEEN, delta=0.5)
+        assert got[:, 0].tolist() == kept
+
+
+# -- entropy
+
+
+def test_the_upper_fifth_by_entropy():
+    assert (torch.arange(10.0) >= threshold(torch.arange(10.0), 0.2)).nonzero().flatten().tolist() == [8, 9]
+
+
+def test_a_steered_entropy_bonus():
+    bonus = EntropyBonus(coef=0.01, target=0.5, step=0.004, most=0.012)
+    assert bonus.applied(0.01, math.inf) == 0.0 and bonus.applied(0.01, 0.6) == 0.0 and bonus.applied(0.01, 0.5) == 0.01
+    assert bonus.steered(0.01, 0.4) == 0.012  # not above `most`
+    assert bonus.steered(0.01, 0.6) == pytest.approx(0.006)
+    assert bonus.steered(0.002, 0.6) == 0.0
+    fixed = EntropyBonus(coef=0.01)
+    assert fixed.applied(0.01, math.inf) == fixed.steered(0.01, 9.0) == 0.01
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algo.reduce=mean"], "algo.reduce=mean is not one of sequence, token, constant, sum"),
+        (["algo.level=row"], "algo.level=row is not one of token, sequence"),
+        (["algo.surrogate.low=1.2"], "algo.surrogate.low=1.2 high=0.2: they are distances from 1"),
+        (["algo.surrogate.high=0"], "distances from 1"),
+        (["algo.surrogate.dual=1.1"], "algo.surrogate.dual=1.1 must be above 1 \\+ high"),
+        (["algo.kl.coef=-1"], "algo.kl.coef=-1 is negative"),
+        (["algo.kl.estimator=k4"], "k4 is not one of k1, k2, k3"),
+        (["algo.kl.coef=0.1", "algo.kl.target=null"], "None is not one of reference, rollout"),
+        (["algo/kl=reward", "algo.kl.target=rollout"], "nothing to punish"),
+        (["algo.kl.sync_every=8"], "moves a reference that nothing looks at"),
+        (["algo.level=none"], "algo.level=none, but algo.surrogate \\(clip\\) needs the ratio"),
+        (["algo.level=none", "algo/surrogate=reinforce", "algo/kl=loss_with_ratio"], "has no ratio"),
+        (["algo=gspo", "algo.surrogate.low=0.2", "algo.surrogate.high=0.2"], "GSPO's are low=3e-4 high=4e-4"),
+        (["algo=gspo", "algo.level=token"], "nearly every token would be clipped"),
+        (["algo=atropos", "algo/correction=tis"], "would count it twice"),
+        (["algo/correction=tis", "algo.correction.level=row"], "algo.correction.level=row is not one of"),
+        (["algo.advantage.scale=row"], "algo.advantage.scale=row is not one of group, batch, none"),
+        (["algo.top_entropy=0"], "algo.top_entropy=0 is a share"),
+        (["algo.overlong_share=4096"], "a share of max_tokens"),
+        (["algo.entropy.coef=-1"], "algo.entropy"),
+        (["algo=dapo", "rollout.group_size=1"], "dynamic sampling would discard"),
+        (["algo.num_epochs=1.5"], "algo.num_epochs=1.5 must be a whole number"),
+        (["algo.whiten=no"], "algo.whiten=no must be true or false"),
+        (["algo.entropy=null"], "algo.entropy=None must be a grpo EntropyBonus"),
+        (["algo.entropy.target=abc"], "target is one or null"),
+        (["algo.off_policy_delta=abc"], "algo.off_policy_delta=abc must be a number above 0"),
+        (["algo.kl.coef=abc"], "algo.kl.coef=abc must be a number"),
+        (["algo=cispo", "algo.surrogate.bound=0.28"], "a bound of the ratio itself"),
+        (["algo=sapo", "algo.surrogate.tau_positive=0"], "must be above 0"),
+        (["algo/correction=mis", "algo.correction.low=5"], "must have 1 between them"),
+        (["algo/correction=tis", "algo.correction.high=0"], "must have 1 between them"),
+        (["algo.advantage.eps=-1"], "must not be negative"),
+        (["algo/surrogate=reinforce", "algo.level=sequence"], "algo.level=sequence has no effect"),
+        (["algo/advantage=gdpo", "algo.advantage.weights=null"], "algo.advantage.weights is empty"),
+        (["algo=dapo", "algo/advantage=gdpo"], "algo.overlong_share changes the reward"),
+        (["algo=rloo", "algo/advantage=gdpo"], "algo.kl.place=reward changes the reward"),
+        (["algo=dapo", "algo/advantage=max_rl"], "rewards must not be negative"),
+        (["algo=rloo", "rollout.group_size=1"], "rollout.group_size=1: advantages compare"),
+        (["algo=grpo", "rollout.group_size=1"], "at least 2 are needed \\(algo=reinforce_pp takes 1\\)"),
+    ],
+)
+def test_combinations_without_meaning_are_refused(overrides, message):
+    with pytest.raises(UserError, match=message):
+        preset(*overrides)
+
+
+def test_reinforce_pp_takes_groups_of_one():
+    assert preset("algo=reinforce_pp", "rollout.group_size=1").whiten
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda ratio, temperature: ratio, "wants 'temperature', there is only: ratio, log_ratio, old_logprobs"),
+        (lambda advantages: advantages, "has no gradient"),
+        (
+            lambda ratio, advantages: (ratio * advantages).sum(),
+            "must return a tensor of shape \\[2, 3\\], and gave \\(\\)",
+        ),
+        (lambda ratio: ratio @ ratio, "fails on random numbers: RuntimeError"),
+        (lambda ratio: ratio / 0, "not finite on random ones"),
+        (lambda ratio: (ratio, {"mean": ratio.mean()}), "says 'mean', which must be \\[B, C\\]"),
+    ],
+)
+def test_a_surrogate_that_cannot_work_is_refused(function, message):
+    with pytest.raises(UserError, match=message):
+        Algorithm(group_advantages, function, max_tokens=4).check(2, 2)
+
+
+def test_an_advantage_of_the_wrong_shape_is_refused():
+    with pytest.raises(UserError, match=r"algo.advantage .* must return a tensor of shape \[2, 3\], and gave \(2,\)"):
+        Algorithm(lambda rewards: rewards.mean(1), clip, max_tokens=4).check(2, 3)
+
+
+def test_what_is_rarely_meant_is_said():
+    assert "the expected gradient of k1 in the loss is 0" in preset("algo/kl=loss", "algo.kl.estimator=k1").advice()[0]
+    assert "k3 in the reward" in preset("algo/kl=reward", "algo.kl.estimator=k3").advice()[0]
+    assert "there is no KL" in preset("algo.kl.place=reward").advice()[0]
+    assert "learn from an older policy's samples" in preset("algo=rloo", "algo.num_minibatches=4").advice()[0]
+    assert preset().advice() == preset("algo=rloo").advice() == []

@@ -1,0 +1,248 @@
+"""The same rollout through TRL's own code and through ours: advantages, loss and gradient agree."""
+
+import re
+from collections import defaultdict
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, preset
+
+from grpo.objectives.batch import Scores, TokenBatch
+from grpo.objectives.entropy import threshold
+
+pytest.importorskip("trl")
+from accelerate import Accelerator
+from trl import GRPOTrainer
+
+N, G, C, L_MAX = 3, 4, 6, 10
+B = N * G
+
+
+class Case:
+    """A random rollout: N groups of G answers of 1 to C tokens, and a policy that has moved since it was sampled."""
+
+    def __init__(self, seed: int, wrong: float = 0.0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(scale: float) -> torch.Tensor:
+            return scale * torch.randn(B, C, generator=generator, dtype=torch.float64)
+
+        self.lengths = torch.randint(1, C + 1, (B,), generator=generator)
+        self.lengths[0] = C
+        self.mask = torch.arange(C) < self.lengths[:, None]
+        rollout = -1.5 + normal(0.5)
+        old = rollout + normal(0.1)
+        self.rollout, self.old, self.reference = rollout * self.mask, old * self.mask, (old + normal(0.4)) * self.mask
+        self.logprobs = ((old + normal(0.3)) * self.mask).requires_grad_()
+        self.entropy = (normal(1.0).abs() * self.mask).requires_grad_()
+        self.rewards = torch.rand(B, generator=generator, dtype=torch.float64)
+        self.rewards[torch.rand(B, generator=generator) < wrong] = torch.nan
+        self.rewards[4:8] = 0.5  # a group that teaches nothing
+        self.parts = torch.stack([self.rewards, torch.rand(B, generator=generator, dtype=torch.float64)], 1)
+
+
+def peer(case: Case, trainer: type = GRPOTrainer, **settings) -> tuple[torch.Tensor, torch.Tensor]:
+    """TRL's advantages [B] and its loss. The model and the engine are stood in for: they say what the case says."""
+    trl = object.__new__(trainer)
+    defaults = {
+        "loss_type": "grpo",
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.2,
+        "beta": 0.0,
+        "importance_sampling_level": "token",
+        "scale_rewards": "group",
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "use_vllm": False,
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": "sequence_mask",
+        "vllm_importance_sampling_clip_max": 3.0,
+        "vllm_importance_sampling_clip_min": None,
+        "multi_objective_aggregation": "sum_then_normalize",
+        "reward_weights": torch.ones(1, dtype=torch.float64),
+        "entropy_coef": 0.0,
+        "mask_truncated_completions": False,
+    }
+    args = {"delta": None, "use_bias_correction_kl": True, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
+    args |= {name: settings.pop(name) for name in list(settings) if name in args}
+    settings = defaults | settings
+    several = settings["multi_objective_aggregation"] == "normalize_then_sum"
+    rewards = case.parts if several else case.rewards[:, None]
+    ids = [[7] * int(length - 1) + [1] for length in case.lengths]
+    fixed = {
+        "accelerator": Accelerator(cpu=True),
+        "model": SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        "args": SimpleNamespace(
+            **args,
+            per_device_train_batch_size=B,
+            gradient_checkpointing_kwargs=None,
+            gradient_accumulation_steps=1,
+            steps_per_generation=2,  # so that it asks for the old log-probabilities
+        ),
+        "num_iterations": 1,
+        "num_generations": G,
+        "max_completion_length": L_MAX,
+        "environment_factories": None,
+        "environments": None,
+        "tools": [],
+        "_tokenizer": SimpleNamespace(pad_token_id=0),
+        "eos_token_ids": [1],
+        "pad_to_multiple_of": None,
+        "ref_model": SimpleNamespace(who="reference"),
+        "reward_funcs": [None] * rewards.shape[1],
+        "reward_func_names": ["r"] * rewards.shape[1],
+        "current_gradient_accumulation_steps": 1,
+        "aux_loss_enabled": False,
+        "_entropy_bonus_enabled": settings["entropy_coef"] > 0,
+        "use_adaptive_entropy": False,
+        "_metrics": defaultdict(lambda: defaultdict(list)),
+        "_logs": defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
+        "_pending_extra_logs": {},
+        "_pending_metrics": {},
+        "_calculate_rewards": lambda *_: rewards.clone(),
+        "_generate": lambda prompts: (
+            [[5]] * B,
+            ids,
+            None,
+            ["x"] * B,
+            [case.rollout[i, :length].tolist() for i, length in enumerate(case.lengths)],
+            {},
+            None,
+            None,
+        ),
+    }
+
+    def logprobs(model, *_, **__):
+        if getattr(model, "who", None) == "reference":
+            return case.reference, None, None
+        return (case.logprobs if torch.is_grad_enabled() else case.old), case.entropy, None
+
+    for name, value in (settings | fixed).items():
+        object.__setattr__(trl, name, value)
+    object.__setattr__(trl, "_get_per_token_logps_and_entropies", logprobs)
+    inputs = trl._generate_and_score_completions([{"prompt": "q"}] * B)
+    trl.args.steps_per_generation = 1  # one update with the whole of it
+    if not settings["use_vllm"]:
+        inputs.pop("sampling_per_token_logps")
+    return inputs["advantages"], trl._compute_loss(trl.model, inputs)
+
+
+def ours(case: Case, *overrides: str) -> tuple[torch.Tensor, torch.Tensor]:
+    algorithm = preset(f"max_tokens={L_MAX}", *overrides)
+    tokens = TokenBatch(
+        ids=torch.zeros(B, 1 + C, dtype=torch.int64),
+        attention_mask=torch.ones(B, 1 + C, dtype=torch.int64),
+        mask=case.mask,
+        rollout_logprobs=case.rollout,
+        sample=torch.arange(B),
+        old_logprobs=case.old,
+        reference_logprobs=case.reference,
+    )
+    parts = {"correct": case.parts[:, 0].view(N, G), "format": case.parts[:, 1].view(N, G)}
+    lengths = case.lengths.view(N, G).double()
+    scored = Scores(case.rewards.view(N, G), parts, lengths, lengths, torch.zeros(N, G, dtype=torch.bool))
+    batch = algorithm.credit(scored, tokens)
+    if algorithm.top_entropy < 1:
+        entropy = case.entropy.detach()
+        batch = replace(batch, counted=case.mask & (entropy >= threshold(entropy[case.mask], algorithm.top_entropy)))
+    batch = replace(batch, weights=algorithm.weights(batch.mask).double())
+    return batch.advantages[:, 0], algorithm.loss(case.logprobs, case.entropy, batch, algorithm.entropy.coef)[0]
+
+
+SEQUENCE = {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
+CASES = {
+    "grpo": ([], {}),
+    "clip higher": (["algo.surrogate.high=0.28"], {"epsilon_high": 0.28}),
+    "delta": (["algo.surrogate.dual=1.3"], {"delta": 1.3}),
+    "bnpo": (["algo=bnpo"], {"loss_type": "bnpo"}),
+    "dr_grpo": (["algo=dr_grpo"], {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    "dapo": (["algo=dapo"], {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "lite_ppo": (["algo=lite_ppo"], {"loss_type": "dapo", "scale_rewards": "batch"}),
+    "gspo": (["algo=gspo"], SEQUENCE),
+    "gspo, wide": (["algo=gspo", "algo.surrogate.low=0.04", "algo.surrogate.high=0.03"],
+                   {**SEQUENCE, "epsilon_low": 0.04, "epsilon_high": 0.03}),
+    "luspo": (["algo=gspo", "algo.reduce=sum"], {**SEQUENCE, "loss_type": "luspo"}),
+    "cispo": (["algo=cispo"], {"loss_type": "cispo", "epsilon_high": 5.0}),
+    "cispo, narrow": (["algo=cispo", "algo.surrogate.bound=1.1"], {"loss_type": "cispo", "epsilon_high": 1.1}),
+    "sapo": (["algo=sapo"], {"loss_type": "sapo"}),
+    "kl": (["algo/kl=loss"], {"beta": 0.04, "use_bias_correction_kl": False}),
+    "kl with ratio": (["algo/kl=loss_with_ratio"], {"beta": 0.04}),
+    "kl with ratio, dapo": (["algo=dapo", "algo/kl=loss_with_ratio", "algo.kl.coef=0.5"],
+                            {"beta": 0.5, "loss_type": "dapo", "epsilon_high": 0.28}),
+    "kl with ratio, gspo": (["algo=gspo", "algo/kl=loss_with_ratio"], {**SEQUENCE, "beta": 0.04}),
+    "batch std": (["algo/advantage=batch_std"], {"scale_rewards": "batch"}),
+    "no std": (["algo/advantage=mean_only"], {"scale_rewards": "none"}),
+    "gdpo": (["algo/advantage=gdpo", "algo.advantage.weights={correct: 1.0, format: 0.3}"],
+             {"multi_objective_aggregation": "normalize_then_sum",
+              "reward_weights": torch.tensor([1.0, 0.3], dtype=torch.float64)}),
+    "mis": (["algo/correction=mis"], {"use_vllm": True}),
+    "mis, narrow": (["algo/correction=mis", "algo.correction.low=0.9", "algo.correction.high=1.1"],
+                    {"use_vllm": True, "vllm_importance_sampling_clip_min": 0.9, "vllm_importance_sampling_clip_max": 1.1}),
+    "tis": (["algo/correction=tis", "algo.correction.high=1.05"],
+            {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.05}),
+    "tis by sequence": (["algo/correction=tis_sequence", "algo.correction.high=1.05"],
+                        {"use_vllm": True, "vllm_importance_sampling_mode": "sequence_truncate",
+                         "vllm_importance_sampling_clip_max": 1.05}),
+    "icepop": (["algo/correction=icepop", "algo.correction.low=0.9", "algo.correction.high=1.1"],
+               {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask",
+                "vllm_importance_sampling_clip_min": 0.9, "vllm_importance_sampling_clip_max": 1.1}),
+    "icepop with kl": (["algo/correction=icepop", "algo/kl=loss_with_ratio"],
+                       {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask", "beta": 0.04,
+                        "vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_clip_max": 5.0}),
+    "off-policy mask": (["algo.off_policy_delta=0.05"],
+                        {"off_policy_mask_threshold": 0.05, "use_vllm": True, "vllm_importance_sampling_correction": False}),
+    "top entropy": (["algo.top_entropy=0.3"], {"top_entropy_quantile": 0.3}),
+    "entropy bonus": (["algo=dapo", "algo.entropy.coef=0.1"],
+                      {"loss_type": "dapo", "epsilon_high": 0.28, "entropy_coef": 0.1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient_are_trls(name, seed):
+    overrides, settings = CASES[name]
+    case = Case(seed)
+    their_advantages, theirs = peer(case, **settings)
+    our_advantages, loss = ours(case, *overrides)
+    torch.testing.assert_close(our_advantages, their_advantages, atol=1e-6, rtol=0)
+    torch.testing.assert_close(loss, theirs, atol=1e-6, rtol=0)
+    inputs = (case.logprobs, case.entropy)
+    gradients = [torch.autograd.grad(value, inputs, allow_unused=True, retain_graph=True) for value in (loss, theirs)]
+    assert gradients[0][0].abs().max() > 1e-3
+    for mine, other in zip(*gradients, strict=True):
+        mine, other = (torch.zeros_like(case.entropy) if g is None else g for g in (mine, other))
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=0)
+
+
+def test_a_reward_that_nobody_could_give_is_left_out_as_trl_leaves_it():
+    case = Case(3, wrong=0.3)
+    case.rewards[4:8] = torch.tensor([0.0, 1.0, 1.0, torch.nan])
+    assert 0 < case.rewards.isnan().sum() < B
+    for scale in ("group", "batch", "none"):
+        their_advantages, _ = peer(case, scale_rewards=scale)
+        our_advantages, _ = ours(case, f"algo.advantage.scale={scale}")
+        torch.testing.assert_close(our_advantages, their_advantages, atol=1e-6, rtol=0)
+
+
+def test_the_worked_example_of_the_documentation_is_trls_gmpo(tmp_path, monkeypatch):
+    """The blocks of docs/algorithms.md as a user would save them, named on the command line."""
+    from trl.experimental.gmpo import GMPOTrainer
+
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    code, yaml = (re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)[1] for language in ("python", "yaml"))
+    assert len(code.splitlines()) + len(yaml.splitlines()) <= 10
+    (tmp_path / "ideas.py").write_text(code)
+    (tmp_path / "algo" / "surrogate").mkdir(parents=True)
+    (tmp_path / "algo" / "surrogate" / "gmpo.yaml").write_text(yaml)
+    monkeypatch.syspath_prepend(tmp_path)
+    for overrides, settings in (([], {}), (["algo/kl=loss"], {"beta": 0.04})):
+        case = Case(0)
+        _, theirs = peer(case, GMPOTrainer, epsilon_low=0.1, epsilon_high=0.1, **settings)
+        bounds = ["+algo.surrogate.low=0.1", "+algo.surrogate.high=0.1"]
+        _, loss = ours(case, f"hydra.searchpath=[file://{tmp_path}]", "algo/surrogate=gmpo", *bounds, *overrides)
+        torch.testing.assert_close(loss, theirs, atol=1e-6, rtol=0)
+        gradients = [torch.autograd.grad(value, case.logprobs, retain_graph=True)[0] for value in (loss, theirs)]
+        torch.testing.assert_close(*gradients, atol=1e-6, rtol=0)
+        assert gradients[0].abs().max() > 1e-3

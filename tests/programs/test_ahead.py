@@ -1,0 +1,337 @@
+"""rollout.ahead=1: which weights sample which rollout, what comes of it when something fails, and that it resumes bit by bit."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from copy import deepcopy
+from dataclasses import replace
+from types import SimpleNamespace
+
+import lightning as L
+import pandas as pd
+import pytest
+import torch
+from conftest import ROOT, TEST_PATH, compose_config, preset
+from test_train import VARIED, Halves, Varied, state, told
+from test_train import rows as all_rows
+
+from grpo.engines.builtin.engine import TransformersEngine
+from grpo.env.messages import Message
+from grpo.env.tokens import Completion, Turn
+from grpo.env.types import Reward, SingleTurn, Trajectory
+from grpo.rollout import ahead
+from grpo.rollout.ahead import Ahead, Played
+from grpo.rollout.types import Sample
+from grpo.runs.runs import Run
+from grpo.system import distributed
+from grpo.system.errors import RolloutError, UserError
+from grpo.training.callbacks.rollout import RolloutCallback
+from train import train
+
+LIMIT = 60  # seconds after which what does not come fails its test
+
+
+class Apart(TransformersEngine):
+    """The built-in engine with a copy of the weights. It notes which weights it was given, and which it sampled with."""
+
+    apart = True
+
+    def __init__(self, max_cache_tokens: int = 65536) -> None:
+        super().__init__(max_cache_tokens)
+        Apart.loads, Apart.sampled = [], []
+
+    def load_weights(self, model, version):
+        self.loads.append(version)
+        super().load_weights(deepcopy(model), version)
+
+    def sample(self, *args):
+        self.sampled.append(self.version)
+        return super().sample(*args)
+
+
+@pytest.fixture
+def run(smoke, tmp_path):
+    """A run with rollout.ahead=1 and no evaluations, unless the overrides say otherwise, in a folder of tmp_path."""
+
+    def run(*overrides: str, folder: str = "run", engine: str = "Apart", task=VARIED) -> list[dict[str, float]]:
+        (tmp_path / folder).mkdir()
+        settings = [
+            "rollout.ahead=1",
+            "algo.old_policy=rollout",
+            "eval.every=0",
+            "engine=transformers",
+            f"engine._target_=test_ahead.{engine}",
+            f"output_dir={tmp_path / folder}",
+        ]
+        config = compose_config(*smoke(*settings, *overrides))
+        config.task = task
+        train(config)
+        return rows(tmp_path / folder)
+
+    return run
+
+
+def rows(folder) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in all_rows(folder)]
+
+
+def test_a_rollout_is_sampled_by_the_weights_of_before(run):
+    """Rollout 0 has no update beside it; 1 is played beside its update, so with the same weights; the last one begins none."""
+    told = run("rollout.num_rollouts=4")
+    assert Apart.sampled == [0, 0, 1, 2]
+    assert Apart.loads == [0, 1, 2]
+    assert [row["rollout/staleness"] for row in told] == [0, 1, 1, 1]
+    assert [row["rollout/logprob_gap"] < 1e-5 for row in told] == [True, False, False, False]
+    assert told[1]["loss/ratio_max"] > 1 and told[1]["loss/grad_norm"] > 0
+
+
+def test_an_evaluation_waits_and_has_the_newest_weights(run):
+    run("rollout.num_rollouts=3", "eval.every=2")
+    assert Apart.sampled == [0, 0, 0, 1, 2, 3]  # evaluation, rollouts 0, 1 and 2, evaluations after 2 and 3
+    assert Apart.loads == [0, 1, 2, 3]
+
+
+class Patient(Apart):
+    """Begins to sample rollout 1 when rollout 0 has been learned from. In one thread that would never be."""
+
+    learned = threading.Event()
+
+    def sample(self, *args):
+        if self.sampled:
+            assert self.learned.wait(LIMIT)
+        return super().sample(*args)
+
+
+class Learned(L.Callback):
+    def on_train_batch_end(self, *args):
+        Patient.learned.set()
+
+
+def test_the_policy_learns_while_the_next_rollout_is_played(run):
+    told = run("+callbacks.learned={_target_: test_ahead.Learned}", engine="Patient")
+    assert Patient.sampled == [0, 0] and [row["rollout/staleness"] for row in told] == [0, 1]
+
+
+class Later(Halves):
+    """Questions of an environment of coroutines."""
+
+    def build(self, example):
+        return Answered((Message("user", str(example["number"])),))
+
+
+class Answered(SingleTurn):
+    async def step(self, action):
+        await asyncio.sleep(0)
+        return None
+
+
+def test_for_a_policy_that_stays_as_it_is_it_changes_nothing(run, tmp_path):
+    """The same prompts, seeds, rounds of dynamic sampling and groups that are kept, with environments of coroutines."""
+    settings = ["algo.sampling_rounds=8", "rollout.prompts=6", "rollout.num_rollouts=3", "optim.optimizer.lr=0"]
+    settings, task = [*settings, "callbacks=[samples]"], {"_target_": "test_ahead.Later"}
+    usual = run(*settings, "rollout.ahead=0", folder="usual", task=task)
+    early = run(*settings, folder="ahead", task=task)
+    assert [row.pop("rollout/staleness") for row in early] == [0, 1, 1]
+    assert early == usual and max(row["rollout/rounds"] for row in usual) > 1
+    written = [Run(tmp_path / folder).samples([1, 2, 3]) for folder in ("usual", "ahead")]
+    assert written[0].equals(written[1]) and len(written[0]) == 36
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_crashed_run_resumes_bit_exactly(run, tmp_path, adapter):
+    """8 rollouts in one go, or 5 and a crash and the rest: the rollout that was ahead is in the checkpoint."""
+    settings = [
+        "callbacks=[samples,checkpoint]",
+        "callbacks.checkpoint.every=4",
+        "rollout.num_rollouts=8",
+        "eval.every=3",
+        "algo.num_epochs=2",
+        "algo.num_minibatches=2",
+        "algo.sampling_rounds=2",
+        f"adapter={adapter}",
+    ]
+    straight = run(*settings, folder="straight")
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        run(*settings, "+callbacks.crash={_target_: test_train.Crash, rollout: 5}", folder="crashed")
+    checkpoint = f"ckpt_path={tmp_path / 'crashed' / 'checkpoints' / 'last.ckpt'}"
+    resumed = run(*settings, checkpoint, folder="resumed")
+
+    assert [row["rollout/staleness"] for row in straight[1:]] == [0, *[1] * 7]
+    assert resumed == straight[5:]
+    weights = [state(tmp_path / folder)["state_dict"] for folder in ("straight", "resumed")]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    left = [Run(tmp_path / folder) for folder in ("straight", "resumed")]
+    assert left[0].samples([5, 8]).equals(left[1].samples([5, 8]))
+    assert left[0].evaluations([6]).equals(left[1].evaluations([6]))
+
+    if adapter == "none":  # what was played under another plan is not learned from
+        other = run(*settings, checkpoint, "rollout.sampling.temperature=0.9", "rollout.num_rollouts=6", folder="other")
+        assert [row["rollout/staleness"] for row in other] == [0, 1]
+
+
+class Breaking(Varied):
+    """Can score no more than `most` samples of the training examples."""
+
+    calls, most = 0, 8
+
+    def score(self, example, trajectory):
+        if example in self.examples("train"):
+            type(self).calls += 1
+            if self.calls > self.most:
+                raise RuntimeError("the grader is gone")
+        return super().score(example, trajectory)
+
+
+def test_what_fails_in_the_thread_is_raised_where_it_is_needed(run, tmp_path, monkeypatch):
+    """In time for it: the evaluation and the checkpoint that wait for it before are made."""
+    settings = ["callbacks=[checkpoint]", "rollout.num_rollouts=4", "eval.every=2"]
+    task = {**VARIED, "_target_": "test_ahead.Breaking"}
+    with pytest.raises(RolloutError, match=r"the grader is gone.*000003\.failed\.parquet"):
+        run(*settings, "callbacks.checkpoint.every=2", task=task)
+    folder = tmp_path / "run"
+    assert len(pd.read_parquet(folder / "rollouts" / "000003.failed.parquet")) == 4
+    assert [row["step"] for row in rows(folder)] == [0, 1, 2]
+    left = state(folder)["callbacks"]["RolloutCallback"]
+    assert left["rollouts"] == 2 and "ahead" not in left
+
+    monkeypatch.setattr(Breaking, "most", 1000)
+    told = run(*settings, f"ckpt_path={folder / 'checkpoints' / 'last.ckpt'}", folder="mended", task=task)
+    assert [row["rollout/staleness"] for row in told] == [0, 1]
+
+
+class InFlight(Apart):
+    """Draws half of the tokens, and the others when it has newer weights: it is given them while it samples."""
+
+    in_flight = True
+
+    def __init__(self, max_cache_tokens: int) -> None:
+        super().__init__(max_cache_tokens)
+        self.newer = threading.Condition()
+
+    def load_weights(self, model, version):
+        with self.newer:
+            super().load_weights(model, version)
+            self.newer.notify_all()
+
+    def sample(self, prompts, sampling, seeds, done=None):
+        first, version = not self.sampled, self.version
+        half = replace(sampling, max_tokens=sampling.max_tokens // 2)
+        begun = super().sample(prompts, half, seeds)
+        if first:  # no update beside it
+            return begun
+        with self.newer:
+            assert self.newer.wait_for(lambda: self.version > version, LIMIT)
+        longer = [(*prompt, *completion.ids) for prompt, completion in zip(prompts, begun, strict=True)]
+        ended = super().sample(longer, half, seeds)
+        versions = (version,) * half.max_tokens + (self.version,) * half.max_tokens
+        return [
+            Completion(a.ids + b.ids, a.logprobs + b.logprobs, b.finish, versions)
+            for a, b in zip(begun, ended, strict=True)
+        ]
+
+
+def test_weights_that_are_taken_in_flight_are_given_at_once(run):
+    told = run("rollout.num_rollouts=3", engine="InFlight")
+    assert InFlight.loads == [0, 1, 2] and InFlight.sampled == [0, 0, 1, 1, 2]
+    assert [row["rollout/staleness"] for row in told] == [0, 0.5, 0.5]
+
+
+def test_staleness_counts_each_token():
+    def sample(length: int, versions: tuple[int, ...] | None) -> Sample:
+        turn = Turn((1,), Completion((2,) * length, (-1.0,) * length, "stop", versions))
+        return Sample({}, Trajectory(()), (turn,), Reward(0.0, False))
+
+    groups = [[sample(2, None), sample(3, (3, 3, 4))]]
+    played = Played(groups, None, rounds=1, version=3, seconds=0.0)
+    assert played.staleness(4) == (1 + 1 + 1 + 1 + 0) / 5
+
+
+def test_a_thread_that_is_not_needed_is_ended_or_left(monkeypatch):
+    def forever():
+        while True:
+            time.sleep(0.01)
+
+    endless = Ahead(forever)
+    endless.stop()
+    assert not endless.thread.is_alive()
+
+    monkeypatch.setattr(ahead, "GRACE", 0.1)
+    over = threading.Event()
+    deaf = Ahead(over.wait)
+    deaf.stop()
+    assert deaf.thread.is_alive()
+    over.set()
+
+
+class Endless(Apart):
+    def sample(self, *args):
+        while self.sampled:
+            torch.randn(64, 64).softmax(-1).tolist()
+        return super().sample(*args)
+
+
+class Interrupt(L.Callback):
+    def on_train_batch_end(self, *args):
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_ends_the_program_and_does_not_abort_it(smoke, tmp_path):
+    command = [sys.executable, "train.py", *(o for o in smoke() if not o.startswith("output_dir"))]
+    command += ["rollout.ahead=1", "algo.old_policy=rollout", "eval.every=0", f"hydra.run.dir={tmp_path}"]
+    command += ["engine=transformers", "engine._target_=test_ahead.Endless", "trainer=cpu"]
+    command += ["+callbacks.interrupt={_target_: test_ahead.Interrupt}"]
+    environment = {**os.environ, "PYTHONPATH": TEST_PATH, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and len(rows(tmp_path)) == 1, done.stderr
+
+
+@pytest.mark.vllm
+def test_vllm_samples_beside_the_update(run):
+    """Of the policy that sampled in its thread, where that stays as it is: its log-probabilities are the trainer's."""
+    pytest.importorskip("vllm")
+    more = [
+        "engine=vllm",
+        "engine._target_=grpo.engines.vllm.engine.VLLMEngine",
+        "engine.args.kv_cache_memory_bytes=67108864",
+    ]
+    still = run(*more, "optim.optimizer.lr=0", "rollout.num_rollouts=4", "max_tokens=32")
+    assert [row["rollout/staleness"] for row in still] == [0, 1, 1, 1]
+    assert max(row["rollout/logprob_gap_max"] for row in still) < 1e-5 and still[1]["loss/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["rollout.ahead=2"], ["rollout.ahead=2 must be 0, or 1"]),
+        (["rollout.ahead=1"], ["rollout.ahead=1", "algo.old_policy=rollout", "algo/correction=tis"]),
+        (["rollout.ahead=1", "algo.old_policy=rollout", "engine=transformers"], ["engine=vllm_server", "built-in"]),
+    ],
+)
+def test_what_cannot_be_is_refused(smoke, overrides, parts):
+    line = told(*smoke(*overrides))
+    assert all(part in line for part in parts), line
+
+
+def test_objectives_that_take_old_samples_for_the_policys_own_are_refused():
+    for overrides in (
+        ["algo.old_policy=rollout"],
+        ["algo/correction=mis"],
+        ["algo=rolo"],
+        ["algo=rloo", "algo/correction=tis"],
+    ):
+        preset(*overrides).check(4, 2, ahead=1)
+    for overrides in (["algo=gspo"], ["algo.level=none", "algo/surrogate=reinforce", "algo.old_policy=rollout"]):
+        with pytest.raises(UserError, match="older than the policy") as refused:
+            preset(*overrides).check(4, 2, ahead=1)
+    assert "algo.old_policy" not in str(refused.value)  # would change nothing: there is no ratio
+
+
+def test_several_devices_are_refused(monkeypatch):
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    plan = SimpleNamespace(ahead=1, prompts=4)
+    rollout = RolloutCallback(plan, None, None, Apart(), None, None, None, (), ".", 0)
+    with pytest.raises(UserError, match=r"rollout\.ahead=1 goes with one device only"):
+        rollout.on_train_start(SimpleNamespace(world_size=2), None)

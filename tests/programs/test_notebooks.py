@@ -1,0 +1,312 @@
+"""The notebooks, executed on runs made here: what they show is compared with the files that the runs left.
+
+`PYTHONPATH=. python tests/test_notebooks.py` strips them, as they have to be in git.
+"""
+
+import csv
+import json
+import os
+import re
+import shutil
+import sys
+from html import unescape
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, compose_config, preset
+from pyarrow import parquet
+from scipy.stats import binomtest
+from test_train import VARIED
+
+from grpo.evaluation.statistics import arm_interval
+from grpo.runs import html
+from grpo.runs.anatomy import advantages_by_solved, against_ratio, alike, weights_by_length
+from train import train
+
+nbformat = pytest.importorskip("nbformat")  # not there where only vLLM is tried
+NotebookClient = pytest.importorskip("nbclient").NotebookClient
+KernelSpecManager = pytest.importorskip("jupyter_client.kernelspec").KernelSpecManager
+AsyncKernelManager = pytest.importorskip("jupyter_client.manager").AsyncKernelManager
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+
+
+# -- as files
+
+
+def stripped(notebook):
+    """Without what the last execution left: outputs, counts, and which machine it was."""
+    notebook = notebook.copy()
+    notebook.metadata = {"kernelspec": KERNEL}
+    notebook.cells = [nbformat.NotebookNode({**cell, "metadata": {}}) for cell in notebook.cells]
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    return notebook
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebook_is_stripped_and_opens_with_its_question(file):
+    notebook = nbformat.read(file, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook == stripped(notebook), f"PYTHONPATH=. python tests/test_notebooks.py strips {file.name}"
+    first = notebook.cells[0]
+    assert first.cell_type == "markdown" and re.match(r"# .+\n\n\*\*[^*]+\?\*\*\n", first.source)
+
+
+# -- executed
+
+
+def execute(name, folder, tmp_path, **environment):
+    """The outputs of each code cell of a notebook that lies in `folder`: {"text": ..., "html": [...], "images": n}.
+
+    The kernel is this interpreter, and its grpo the one of this checkout.
+    """
+    spec = tmp_path / "kernels" / "python3" / "kernel.json"
+    spec.parent.mkdir(parents=True, exist_ok=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec.write_text(json.dumps({"argv": argv, **KERNEL}))
+    specs = KernelSpecManager(kernel_dirs=[str(spec.parents[1])], ensure_native_kernel=False)
+    notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    folder.mkdir(exist_ok=True)
+    client = NotebookClient(
+        notebook,
+        timeout=300,
+        km=AsyncKernelManager(kernel_name="python3", kernel_spec_manager=specs),
+        resources={"metadata": {"path": str(folder)}},
+    )
+    # tqdm misses ipywidgets, which come with the extra `notebooks`
+    quiet = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore:IProgress not found"}
+    client.execute(env={**os.environ, **quiet, **environment})
+    return [shown(cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def shown(outputs):
+    assert not [output.text for output in outputs if output.get("name") == "stderr"]
+    data = [output.get("data", {}) for output in outputs]
+    text = "".join(output.get("text", "") for output in outputs) + "".join(d.get("text/plain", "") for d in data)
+    html = [d["text/html"] for d in data if "text/html" in d]
+    return {"text": text, "html": html, "images": sum("image/png" in d for d in data)}
+
+
+def rows(html):
+    """The cells of an HTML table, line by line."""
+    lines = re.findall(r"<tr.*?</tr>", html, re.S)
+    return [[unescape(cell).strip() for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line, re.S)] for line in lines]
+
+
+def column(html, name):
+    """{first cell: the value in a column} of an HTML table whose index has a line of its own in the head."""
+    head, _, *body = rows(html)
+    return {line[0]: line[head.index(name)] for line in body}
+
+
+def text_of(html):
+    return unescape(re.sub(r"<[^>]+>", "", html))
+
+
+@pytest.fixture(scope="module")
+def outputs(toy, tmp_path_factory):
+    """A folder outputs/ with a sweep of two algorithms and two seeds, and a job that failed; the newest run keeps no tokens. It
+    has three held-out problems."""
+    folder = tmp_path_factory.mktemp("project") / "outputs"
+    sweep = folder / "sweep"
+    jobs = [(algo, seed) for algo in ("grpo", "dr_grpo") for seed in (0, 1)]
+    for job, (algo, seed) in enumerate(jobs):
+        told = [f"algo={algo}", f"seed={seed}"]
+        config = compose_config(
+            *told,
+            "model=path",
+            f"model.path={toy}",
+            "debug=smoke",
+            "callbacks=[health,samples,checkpoint]",
+            f"callbacks.samples.token_logprobs={'false' if job == 3 else 'true'}",
+            "rollout={prompts: 4, group_size: 4, num_rollouts: 3}",
+            "forecast=false",
+            "max_tokens=8",
+            "optim.optimizer.lr=1e-2",
+            f"output_dir={sweep / str(job)}",
+        )
+        config.task = VARIED
+        train(config, told)
+    (sweep / "multirun.yaml").touch()
+    shutil.copytree(sweep / "0", sweep / "4")
+    manifest = json.loads((sweep / "4" / "manifest.json").read_text())
+    (sweep / "4" / "manifest.json").write_text(json.dumps({**manifest, "status": "failed", "seed": 2}))
+    return folder
+
+
+def metrics(run):
+    with open(run / "metrics.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def last_accuracy(run):
+    return float(metrics(run)[-1]["eval/accuracy"])
+
+
+def answers(run, after):
+    """{item: record} of an evaluation."""
+    return {
+        record["item"]: record
+        for record in parquet.read_table(run / "evaluations" / f"{after:06d}.parquet").to_pylist()
+    }
+
+
+def test_01_tells_of_the_newest_run(outputs, tmp_path):
+    run = outputs / "sweep" / "3"
+    said, learning, evaluations, change, health, curves, time = execute(
+        "01_run", outputs.parent / "notebooks", tmp_path
+    )
+    assert "sweep/3, finished, 3 of 3 rollouts\ntold: algo=dr_grpo seed=1" in said["text"]
+    assert [cell["images"] for cell in (learning, evaluations, change, health, curves, time)] == [1, 1, 0, 0, 1, 1]
+
+    values, lows = (column(evaluations["html"][0], name) for name in ("value", "low"))
+    measured = {row["step"]: float(row["eval/accuracy"]) for row in metrics(run)}
+    assert list(values) == list(measured) == ["0", "1", "2", "3"]
+    for step, accuracy in measured.items():
+        interval = binomtest(round(3 * accuracy), 3).proportion_ci(method="wilson")
+        assert values[step] == f"{accuracy:.1%}" and lows[step] == f"{interval.low:.1%}"
+
+    before, after = answers(run, 0), answers(run, 3)
+    better = sum(after[item]["correct"] > before[item]["correct"] for item in before)
+    worse = sum(after[item]["correct"] < before[item]["correct"] for item in before)
+    assert f"{better} better, {worse} worse, {3 - better - worse} as before" in change["text"]
+    assert f"{100 * (better - worse) / 3:+.1f} points" in change["text"]
+
+    highest = max(float(row["rollout/logprob_gap"]) for row in metrics(run) if row["rollout/logprob_gap"])
+    assert column(health["html"][0], "highest")["rollout/logprob_gap"] == f"{highest:.3f}"
+    truncated = sum(float(row["rollout/truncated"] or 0) > 0.5 for row in metrics(run))
+    assert column(health["html"][0], "rollouts outside")["rollout/truncated"] == str(truncated)
+    spent = sum(float(row["time/update"] or 0) for row in metrics(run))
+    assert rows(time["html"][0])[-1][:2] == ["time/update", f"{spent:.1f}"]
+
+
+def test_02_shows_samples_groups_changes_and_tokens(outputs, tmp_path):
+    run = outputs / "sweep" / "0"
+    cells = execute("02_rollouts", outputs.parent / "notebooks", tmp_path, GRPO_RUN=str(run))
+    said, table, cards, groups, changes, tokens = cells
+    assert "samples of 3 rollouts, from 1 to 3" in said["text"]
+    samples = parquet.read_table(run / "rollouts" / "000003.parquet").to_pylist()
+    rewards = [float(line[rows(table["html"][0])[0].index("reward")]) for line in rows(table["html"][0])[1:]]
+    assert rewards == pytest.approx(sorted((s["reward"] for s in samples), reverse=True)[:10], abs=1e-6)
+
+    best, worst = (f"reward {pick(s['reward'] for s in samples):.3g} " for pick in (max, min))
+    first, *_, last = cards["html"][0].split('<div style="border-left')[1:]
+    assert best in text_of(first) and worst in text_of(last)
+    assert any(s["completion"] in text_of(first) for s in samples if f"{s['reward']:.3g} " in best)
+
+    differ = column(groups["html"][0], "rewards differ")
+    effective = {
+        row["step"]: row["rollout/effective_groups"] for row in metrics(run) if row["rollout/effective_groups"]
+    }
+    assert groups["images"] == 1 and differ == {step: f"{float(share):.0%}" for step, share in effective.items()}
+
+    before, after = answers(run, 0), answers(run, 3)
+    became_right = sum(after[item]["correct"] and not before[item]["correct"] for item in before)
+    assert f"of 3 problems {became_right} became right" in changes["text"]
+
+    assert len(tokens["html"]) == 3
+    least_sure = min(samples, key=lambda s: sum(s["rollout_logprobs"]) / len(s["rollout_logprobs"]))
+    spans = [float(p) for p in re.findall(r'<span title="([\d.]+)"', tokens["html"][0])]
+    assert spans == pytest.approx(np.exp(least_sure["rollout_logprobs"]), abs=6e-4)
+
+
+def test_02_says_how_to_keep_tokens_and_goes_on(outputs, tmp_path):
+    *_, tokens = execute("02_rollouts", outputs.parent / "notebooks", tmp_path)  # the newest run has none
+    assert "callbacks.samples.token_logprobs=true" in tokens["text"] and not tokens["html"]
+
+
+def test_03_compares_the_arms_of_what_finished(outputs, tmp_path):
+    sweep = outputs / "sweep"
+    said, jobs, curves, comparison, words, effect = execute("03_sweep", outputs.parent / "notebooks", tmp_path)
+    assert "5 jobs, 4 of them finished and evaluated" in said["text"]
+    head, *body = rows(jobs["html"][0])
+    states = {line[head.index("folder")][-1]: line[head.index("status")] for line in body}
+    assert states == {"0": "finished", "1": "finished", "2": "finished", "3": "finished", "4": "failed"}
+    assert curves["images"] == effect["images"] == 1
+
+    jobs_of = {"algo=grpo": (0, 1), "algo=dr_grpo": (2, 3)}
+    accuracy = {arm: [last_accuracy(sweep / str(job)) for job in of] for arm, of in jobs_of.items()}
+    table = comparison["html"][0]
+    for arm, (a, b) in accuracy.items():
+        assert column(table, "value")[arm] == f"{(a + b) / 2:.1%}"
+        answered = [answers(sweep / str(job), 3) for job in jobs_of[arm]]
+        low = arm_interval([[float(one[item]["correct"]) for item in answered[0]] for one in answered]).low
+        assert column(table, "low")[arm] == f"{low:.1%}"
+    difference = (sum(accuracy["algo=dr_grpo"]) - sum(accuracy["algo=grpo"])) / 2
+    assert column(table, "difference") == {"algo=grpo": "", "algo=dr_grpo": f"{difference:.1%}"}
+    assert column(table, "p") == column(table, "p (Holm)")  # a single comparison
+    assert "only 2 seeds: an interval reaches 12.7 standard errors" in words["text"]
+
+
+def test_04_draws_every_preset(tmp_path):
+    names, *figures = execute("04_objective", ROOT / "notebooks", tmp_path)
+    assert set(names["text"].strip("'").split(", ")) == {file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml")}
+    assert [cell["images"] for cell in figures] == [1, 1, 1, 1, 2, 1]
+
+
+# -- the numbers that are drawn
+
+
+@pytest.mark.parametrize(
+    ("algo", "advantage", "ratio", "loss", "gradient"),
+    [
+        ("grpo", 1, 1.5, -0.2, 0.0),  # -1.2 from -1
+        ("grpo", 1, 0.5, 0.5, -0.5),
+        ("grpo", -1, 1.5, 0.5, 1.5),  # no bound on this side
+        ("grpo", -1, 0.5, -0.2, 0.0),
+        ("dapo", 1, 1.25, -0.25, -1.25),  # within 1.28
+        ("rloo", 1, 2.0, -0.6931, -1.0),  # -log r
+        ("cispo", 1, 2.0, 1.6137, -2.0),  # -2 (log 2 - 3) from 3: the ratio is a weight
+        ("rolo", -1, 3.0, 2.0, 3.0),
+        ("gspo", 1, 0.5, 0.6697, -0.9330),  # ten tokens of s = 0.5^(1/10), each with a tenth of its gradient
+        ("ppo_sequence", 1, 0.5, 5.0, -5.0),  # ten tokens of the product
+        ("atropos", 1, 1.5, -0.2 + 0.1 * (2 / 3 - 1 + 0.4055), 0.1 * (1 - 2 / 3)),  # the KL acts beyond the clip
+    ],
+)
+def test_the_loss_and_gradient_of_one_token(algo, advantage, ratio, loss, gradient):
+    found = against_ratio(preset(f"algo={algo}"), torch.tensor([ratio]), advantage)
+    assert torch.cat(found).tolist() == pytest.approx([loss, gradient], abs=2e-4)
+
+
+def test_tokens_that_move_together():
+    loss, gradient = against_ratio(preset("algo=ppo_sequence"), torch.tensor([1.01]), 1, together=True)
+    assert loss.item() == pytest.approx(-10 * (1.01**10 - 1), abs=1e-3)
+    assert gradient.item() == pytest.approx(-10 * 1.01**10, abs=1e-3)
+
+
+def test_advantages_and_weights():
+    right, wrong = advantages_by_solved(preset("algo=dr_grpo"), 8)
+    assert right.tolist() == pytest.approx([k / 8 for k in range(7, 0, -1)])
+    assert wrong.tolist() == pytest.approx([-k / 8 for k in range(1, 8)])
+    lengths = torch.tensor([1, 3])
+    for algo, weights in {
+        "grpo": [1 / 2, 1 / 6],
+        "dapo": [1 / 4] * 2,
+        "dr_grpo": [1 / 512] * 2,
+        "rloo": [1 / 2] * 2,
+    }.items():
+        assert weights_by_length(preset(f"algo={algo}", "max_tokens=256"), lengths).tolist() == pytest.approx(weights)
+
+
+def test_what_coincides_is_drawn_once():
+    curves = {"a": torch.tensor([1.0, 0.0]), "b": torch.tensor([1.0, 0.1]), "c": torch.tensor([1.0001, 0.0])}
+    assert {names: curve.tolist() for names, curve in alike(curves).items()} == {
+        "a, c": [1.0, 0.0],
+        "b": curves["b"].tolist(),
+    }
+
+
+def test_differences_are_word_by_word_and_escaped():
+    marked = html.difference("x < 12 apples", "x < 13 <b>apples</b>")
+    assert text_of(re.sub(r"<del.*?</del>", "", marked)) == "x < 13 <b>apples</b>"
+    assert text_of(re.sub(r"<ins.*?</ins>", "", marked)) == "x < 12 apples"
+    assert ">12</del>" in marked and "<b>" not in marked
+
+
+if __name__ == "__main__":
+    for file in NOTEBOOKS:
+        nbformat.write(stripped(nbformat.read(file, as_version=4)), file)

@@ -1,0 +1,190 @@
+"""Runs with rewards and tasks of a user's own: what a failure leaves, what a mistake is told, sources told apart."""
+
+import math
+import os
+import subprocess
+import sys
+import time
+
+import pandas as pd
+import pytest
+from conftest import EXAMPLES, REAL_DATA, ROOT, compose_config
+from test_train import rows, told
+
+from grpo.runs.runs import Run
+from tasks.gsm8k import GSM8K
+from train import train
+
+BURNS = """
+def brevity(completions, question, **columns):
+    if any("lamps" in text for text in question):
+        raise RuntimeError("judge is down")
+    return [-len(text) / 100 for text in completions]
+"""
+
+
+def test_a_reward_that_fails_leaves_what_was_played(smoke, tmp_path):
+    (tmp_path / "mine.py").write_text(BURNS)
+    (tmp_path / "run").mkdir()
+    settings = (f"task.rewards={tmp_path}/mine.py:brevity", "task.weights=null", f"output_dir={tmp_path / 'run'}")
+    line = told(*smoke(*settings, "eval.every=0", "rollout.prompts=4"))
+    assert "the reward function 'brevity' raised RuntimeError: judge is down (mine.py, line 4)" in line
+    file = tmp_path / "run" / "rollouts" / "000001.failed.parquet"
+    assert str(file) in line and "sample 0" in line
+    left = pd.read_parquet(file).to_dict("records")
+    place = int(line.partition("prompt_index ")[2].partition(",")[0])
+    assert len(left) == 8 and "lamps" in left[2 * place]["prompt"]
+    assert [math.isnan(row["reward"]) for row in left] == [row["prompt_index"] == place for row in left]
+
+
+def test_a_run_whose_reward_failed_goes_on_where_it_was(smoke, tmp_path):
+    """The judge is down in rollout 3, mended, and the rest is as if nothing had happened."""
+    judge = (
+        "from pathlib import Path\n\ndef judge(completions, **columns):\n"
+        "    if (Path(__file__).parent / 'down').exists() and len(list(Path(__file__).parent.glob('*/rollouts/*'))) == 2:\n"
+        "        raise OSError('the judge is down')\n"
+        "    return [sum(text.encode()) % 97 / 97 for text in completions]\n"
+    )
+    (tmp_path / "mine.py").write_text(judge)
+    settings = (f"task.rewards={tmp_path}/mine.py:judge", "task.weights=null", "callbacks=[samples,checkpoint]")
+    settings = (*settings, "rollout.num_rollouts=4", "eval.every=0")
+
+    (tmp_path / "down").touch()
+    (tmp_path / "a").mkdir()
+    assert "OSError: the judge is down" in told(*smoke(*settings, f"output_dir={tmp_path / 'a'}"))
+    assert len(rows(tmp_path / "a")) == 2
+    (tmp_path / "down").unlink()
+    for name, more in (("b", [f"ckpt_path={tmp_path / 'a' / 'checkpoints' / 'last.ckpt'}"]), ("c", [])):
+        (tmp_path / name).mkdir()
+        train(compose_config(*smoke(*settings, f"output_dir={tmp_path / name}", *more)))
+    assert rows(tmp_path / "b") == rows(tmp_path / "c")[2:] and rows(tmp_path / "c")[3]["loss/grad_norm"] > 0
+
+
+def test_timeouts_are_counted_and_left_out(smoke, tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import time\n\ndef slow(completions, question, **columns):\n"
+        "    time.sleep(30 if 'lamps' in question[0] else 0)\n"
+        "    return [sum(text.encode()) % 97 / 97 for text in completions]\n"
+    )
+    settings = (f"task.rewards={tmp_path}/slow.py:slow", "task.weights=null", "eval.every=0", "score_timeout=1")
+    started = time.monotonic()
+    train(compose_config(*smoke(*settings, "rollout.prompts=4", "callbacks=[samples]", "rollout.num_rollouts=1")))
+    (row,) = rows(tmp_path)
+    assert row["rollout/timeout"] == 0.25
+    assert row["data/epoch"] == 1.0 and row["data/prompts"] == 4 and row["loss/grad_norm"] > 0
+    samples = Run(tmp_path).samples()
+    lost = samples[samples["reward"].isna()]
+    assert (
+        len(samples) == 8 and len(lost) == 2 and set(lost["outcome"]) == {"timeout"} and set(lost["advantage"]) == {0}
+    )
+    assert time.monotonic() - started < 25
+
+
+# -- as a user
+
+
+def run(*overrides: str, path: str = "") -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    command = [sys.executable, "train.py", *overrides]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+
+
+TASK = '''
+"""Say a short word."""
+from grpo.messages import Message
+from grpo.rl import Reward, SingleTurn
+
+
+class Short:
+    def __init__(self, words):
+        self.words = words
+
+    def examples(self, split):
+        return [{"word": word} for word in self.words]
+
+    def build(self, example):
+        return SingleTurn((Message("user", example["word"]),))
+
+    def score(self, example, trajectory):
+        return Reward(-float(len(trajectory.answer)), correct=len(trajectory.answer) < 4)
+'''
+
+
+def test_a_task_and_a_reward_from_outside_the_repository(toy, tmp_path):
+    """A folder with a task, its YAML and a reward; nothing in the repository knows of it."""
+    outside = tmp_path / "mine"
+    (outside / "conf" / "task").mkdir(parents=True)
+    (outside / "short_words.py").write_text(TASK)
+    (outside / "conf" / "task" / "short.yaml").write_text(
+        "# @package _global_\ntask: {_target_: short_words.Short, words: [one, two, three, four]}\nmax_tokens: 5\n"
+    )
+    (outside / "my_rewards.py").write_text(
+        "def vowels(completions, **_):\n    return [t.count('e') for t in completions]\n"
+    )
+    model = ("model=path", f"model.path={toy}", "debug=smoke", "trainer=cpu", "callbacks=[samples]")
+    done = run(
+        "task=short",
+        f"hydra.searchpath=[file://{outside}/conf]",
+        *model,
+        f"hydra.run.dir={tmp_path}/a",
+        path=str(outside),
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(rows(tmp_path / "a")) == 3 and rows(tmp_path / "a")[1]["rollout/reward"] < 0
+    more = (
+        f"task.path={EXAMPLES}",
+        "task.prompt=question",
+        "task.rewards=[my_rewards.vowels,longer]",
+        "task.weights=[1,0.5]",
+    )
+    done = run("task=jsonl", *more, *model, "max_tokens=5", f"hydra.run.dir={tmp_path}/b", path=str(outside))
+    assert done.returncode == 0, done.stderr
+    row = rows(tmp_path / "b")[1]
+    assert row["rollout/reward"] == pytest.approx(row["rollout/vowels"] + 0.5 * row["rollout/longer"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["task.weights=[1,2,3]"], "number of reward weights (3) must match number of reward functions (2)"),
+        (["task.rewards=[nothing.at.all]", "task.weights=null"], "'nothing.at.all' cannot be imported"),
+        (["task.rewards=[{_target_: nothing.at.all, _partial_: true}]"], "nothing"),
+        (["task.rewards=rewards/mine.py", "task.weights=null"], "is a file: say which of its functions"),
+        (["eval.split=validation"], "there is no split 'validation'"),
+        (["eval.split=dev"], "eval.split=dev is not one of train, validation, test"),
+        (["task.filters=[long]"], "task.filters has 'long'"),
+        (["score_timeout=0"], "score_timeout=0 must be more than 0"),
+        (["prompt_limit.too_long=cut"], "prompt_limit.too_long=cut is not one of refuse, drop, truncate"),
+        (["prompt_limit={max_tokens: 3, too_long: drop}"], "removes all 4 examples"),
+        (["model.chat_template=nowhere.jinja"], "model.chat_template=nowhere.jinja is not a file"),
+        (["task=jsonl", "task.rewards=longer"], "no column 'prompt'; it has question, answer"),
+        (["task=jsonl"], "task.rewards"),
+    ],
+)
+def test_mistakes_with_tasks_and_rewards_are_told_in_one_line(smoke, overrides, message):
+    assert message in told(*smoke(*overrides))
+
+
+def test_a_function_with_the_name_of_a_metric_leaves_it_alone(smoke, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def accuracy(completions, **_):\n    return [7.0 for _ in completions]\n\n"
+        "def length(completions, **_):\n    return [-3.0 for _ in completions]\n"
+    )
+    functions = f"task.rewards=[correct,{tmp_path}/mine.py:accuracy,{tmp_path}/mine.py:length]"
+    train(compose_config(*smoke(functions, "task.weights=[1,0,1]")))
+    first, second, *_ = rows(tmp_path)
+    assert first["eval/accuracy"] == 0 and first["eval/mine.accuracy"] == 7 and first["eval/length"] > 0
+    assert second["rollout/length"] > 0 and second["rollout/mine.length"] == -3 == second["rollout/reward"]
+
+
+def test_a_run_of_a_mixture_tells_its_sources_apart(smoke, tmp_path):
+    task = GSM8K(str(EXAMPLES))
+    assert len(task.examples("train")) == 4
+    overrides = [o for o in smoke() if not o.startswith("task")]
+    path = f"task.sources.gsm8k.task.path={REAL_DATA if REAL_DATA.is_dir() else EXAMPLES}"
+    sizes = "task.sources.countdown.task.sizes.test=3"
+    config = compose_config("task=mixture", path, sizes, *overrides, "rollout.prompts=6", "eval.limit=6")
+    train(config)
+    table = rows(tmp_path)
+    assert {"eval/gsm8k/correct", "eval/countdown/correct"} <= table[0].keys()
+    assert {"rollout/gsm8k/reward", "rollout/countdown/reward", "rollout/no_answer"} <= table[1].keys()

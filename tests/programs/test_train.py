@@ -1,0 +1,419 @@
+"""train.py and eval.py as a user runs them: what a run leaves, how it resumes, how a mistake is told."""
+
+import csv
+import json
+import math
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import lightning as L
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import EXAMPLES, ROOT, compose_config
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import eval as eval_script
+from grpo.apps.cli import explain
+from grpo.engines.builtin.engine import TransformersEngine
+from grpo.engines.protocol import Sampling
+from grpo.env.messages import Message
+from grpo.env.renderer import TokenizerRenderer
+from grpo.env.types import Example, Reward, SingleTurn, Trajectory
+from grpo.evaluation.evaluator import Evaluator
+from grpo.models.policy import Pretrained
+from grpo.runs.runs import Run
+from grpo.system.errors import UserError
+from grpo.training.batch import RolloutBatch
+from grpo.training.callbacks.checkpoint import Checkpoint
+from tasks.gsm8k import GSM8K
+from train import train
+
+TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "tokens/s", "memory/rollout", "memory/update")
+
+
+class Varied(GSM8K):
+    """GSM8K's questions with a reward in which the samples of a random model differ; they would never be right."""
+
+    def score(self, example: Example, trajectory: Trajectory) -> Reward:
+        value = len(trajectory.answer.encode()) % 7 / 7
+        return Reward(value, correct=value > 0.5)
+
+
+VARIED = {"_target_": "test_train.Varied", "path": str(EXAMPLES)}
+
+
+class Crash(L.Callback):
+    """Fails in the middle of a rollout, as a full disk or a lost GPU would."""
+
+    def __init__(self, rollout: int) -> None:
+        self.rollout = rollout
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        if batch.rollout == self.rollout:
+            raise RuntimeError("the disk is full")
+
+
+def rows(folder) -> list[dict[str, float]]:
+    with open(folder / "metrics.csv") as file:
+        return [{k: float(v) for k, v in row.items() if v and k not in TIMES} for row in csv.DictReader(file)]
+
+
+def state(folder) -> dict:
+    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=False)
+
+
+@pytest.mark.parametrize("policy", ["adapter=none", "adapter=lora", "model.dtype=bfloat16"])
+def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy):
+    """8 rollouts in one go, or 5 and a crash and the rest: every weight, moment, metric and sample is the same."""
+
+    def run(folder: str, *more: str) -> None:
+        settings = [
+            "callbacks=[samples,checkpoint]",
+            "callbacks.checkpoint.every=4",
+            "rollout.num_rollouts=8",
+            "algo.num_epochs=2",
+            "algo.num_minibatches=2",
+            "algo.kl.coef=0.05",
+            "algo.kl.sync_every=5",
+            "algo.entropy={coef: 0.01, target: 9.0}",
+            "algo.sampling_rounds=2",
+            "optim.schedule.name=linear",
+            policy,
+            f"output_dir={tmp_path / folder}",
+        ]
+        config = compose_config(*smoke(*settings, *more))
+        config.task = VARIED
+        (tmp_path / folder).mkdir(exist_ok=True)
+        train(config)
+
+    run("straight")
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        run("crashed", "+callbacks.crash={_target_: test_train.Crash, rollout: 5}")
+    assert len(rows(tmp_path / "crashed")) == 6  # nothing that was measured is lost
+    run("resumed", f"ckpt_path={tmp_path / 'crashed' / 'checkpoints' / 'last.ckpt'}")
+
+    straight, resumed = state(tmp_path / "straight"), state(tmp_path / "resumed")
+    assert straight["state_dict"].keys() == resumed["state_dict"].keys()
+    for name, tensor in straight["state_dict"].items():
+        assert torch.equal(tensor, resumed["state_dict"][name]), name
+    for a, b in zip(
+        straight["optimizer_states"][0]["state"].values(), resumed["optimizer_states"][0]["state"].values(), strict=True
+    ):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    masters = [saved["optimizer_states"][0].get("masters", []) for saved in (straight, resumed)]
+    assert all(torch.equal(a, b) for a, b in zip(*masters, strict=True))
+    assert bool(masters[0]) == (policy == "model.dtype=bfloat16")
+    assert straight["lr_schedulers"] == resumed["lr_schedulers"]
+    assert rows(tmp_path / "straight")[5:] == rows(tmp_path / "resumed")  # from rollout 5 on
+    samples = [Run(tmp_path / name).samples([8]) for name in ("straight", "resumed")]
+    assert samples[0].equals(samples[1])
+    assert {row["loss/grad_norm"] for row in rows(tmp_path / "straight")[1:]} != {0.0}  # there was something to learn
+    if policy == "adapter=lora":
+        assert all("lora_" in key for key in straight["state_dict"])
+
+
+def test_what_a_run_leaves(smoke, tmp_path, capsys):
+    accuracy = train(
+        compose_config(
+            *smoke(
+                "callbacks=default", "callbacks.samples.token_logprobs=true", "rollout.num_rollouts=3", "eval.every=2"
+            )
+        )
+    )
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert {
+        "config.yaml",
+        "metrics.csv",
+        "rollouts/000001.parquet",
+        "rollouts/000003.parquet",
+        "evaluations/000000.parquet",
+        "evaluations/000002.parquet",
+        "evaluations/000003.parquet",
+        "checkpoints/last.ckpt",
+        "checkpoints/last/model.safetensors",
+        "checkpoints/last/tokenizer.json",
+        "checkpoints/best/model.safetensors",
+        "checkpoints/best/chat_template.jinja",
+    } <= left
+    assert any(name.startswith("tensorboard/events") for name in left)
+
+    table = rows(tmp_path)
+    assert [row["step"] for row in table] == [0, 1, 2, 3]
+    assert ["eval/accuracy" in row for row in table] == [True, False, True, True]
+    assert table[-1]["eval/accuracy"] == accuracy == 0.0
+    names = (
+        "reward reward_std solve_rate effective_groups length truncated logprob_gap logprob_gap_max format format_std "
+    )
+    names += "rounds discarded_groups advantages_positive advantages_negative"
+    assert {f"rollout/{name}" for name in names.split()} <= table[1].keys()
+    assert {
+        f"loss/{name}" for name in ["policy", "approx_kl", "clip_fraction_high", "entropy", "grad_norm", "ratio_max"]
+    } <= table[1].keys()
+    assert table[1]["rollout/logprob_gap"] < 1e-5 and table[1]["lr"] == 1e-3
+    assert table[1]["rollout/old_logprobs"] == pytest.approx(table[1]["rollout/rollout_logprobs"], abs=1e-5)
+    drawn = Run(tmp_path).samples([1])["rollout_logprobs"].map(np.mean)  # no group has a signal: one row is measured
+    assert any(table[1]["rollout/rollout_logprobs"] == pytest.approx(mean, abs=1e-5) for mean in drawn)
+
+    sample = Run(tmp_path).samples([1]).iloc[3]
+    assert (sample["rollout"], sample["prompt_index"], sample["sample"]) == (1, 1, 1)
+    assert json.loads(sample["messages"])[0]["role"] == "user" and sample["advantage"] == 0.0 and sample["tokens"] <= 8
+
+    ours = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)["state_dict"]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "last").state_dict()
+    assert all(torch.equal(ours[f"policy.{name}"], tensor) for name, tensor in theirs.items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "checkpoints" / "last").chat_template
+
+    said = capsys.readouterr().out
+    assert "rollout 3/3" in said and "held-out examples" in said and f"written to {tmp_path}" in said
+    assert said.count("╭─ rollout 1: reward") == 2 and said.count("╭─ rollout 3: reward") == 2
+
+
+def test_best_is_the_best_and_survives_worse(smoke, tmp_path):
+    pretrained = Pretrained(next(o for o in smoke() if o.startswith("model.path=")).partition("=")[2])
+    module = L.LightningModule()
+    module.policy = pretrained.model()
+    checkpoint = Checkpoint(str(tmp_path), pretrained, num_rollouts=10, every=0)
+    weight = module.policy.model.norm.weight
+    for rollout, accuracy in enumerate([0.1, 0.3, 0.2, 0.3]):
+        weight.data.fill_(rollout)
+        checkpoint.on_train_batch_end(None, module, {}, RolloutBatch(rollout, metrics={"eval/accuracy": accuracy}), 0)
+    assert load_file(tmp_path / "best" / "model.safetensors")["model.norm.weight"].unique().item() == 1
+    # a run that is resumed elsewhere brings its best along
+    resumed = Checkpoint(str(tmp_path / "resumed"), pretrained, num_rollouts=10)
+    resumed.load_state_dict(checkpoint.state_dict())
+    weight.data.fill_(9)
+    resumed.on_train_batch_end(None, module, {}, RolloutBatch(4, metrics={"eval/accuracy": 0.25}), 0)
+    assert load_file(tmp_path / "resumed" / "best" / "model.safetensors")["model.norm.weight"].unique().item() == 1
+
+
+def greedy(model) -> list[str]:
+    """What a model says to our test rows."""
+    engine = TransformersEngine()
+    engine.load_weights(model, 0)
+    renderer = TokenizerRenderer(Pretrained(model.config._name_or_path).tokenizer())
+    evaluation = Evaluator(Sampling(16, temperature=0.0))(GSM8K(str(EXAMPLES)), engine, renderer, seed=0)
+    return [group[0].trajectory.answer for group in evaluation.groups]
+
+
+def completions(file) -> list[str]:
+    return pd.read_parquet(file)["completion"].tolist()
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_eval_reads_a_run_a_checkpoint_a_folder_and_a_base_model(smoke, toy, tmp_path, adapter):
+    run = tmp_path / "run"
+    run.mkdir()
+    settings = ("callbacks=[checkpoint]", f"adapter={adapter}", "optim.optimizer.lr=0.03", "max_tokens=16")
+    config = compose_config(*smoke(*settings, f"output_dir={run}"))
+    config.task = VARIED
+    train(config)
+    base, last = greedy(Pretrained(str(toy)).model()), greedy(Pretrained(str(run / "checkpoints" / "last")).model())
+    assert base != last
+
+    def evaluated(*overrides: str) -> list[str]:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        config = compose_config(*overrides, f"output_dir={folder}", name="eval")
+        eval_script.evaluate(config, overrides)
+        return completions(folder / "samples.parquet")
+
+    # the run's own task and limit of tokens, unless the command line names others
+    assert evaluated(f"run={run / 'checkpoints' / 'last.ckpt'}") == last
+    assert evaluated(f"run={run / 'checkpoints' / 'last'}") == last
+    (run / "checkpoints" / "best").rename(run / "checkpoints" / "gone")
+    assert evaluated(f"run={run}") == last
+    assert evaluated(f"run={run}", "max_tokens=2") != last
+    ours = ("task=gsm8k", f"task.path={EXAMPLES}", "max_tokens=16")
+    assert evaluated(f"run={run}", *ours) == last
+    assert evaluated("model=path", f"model.path={toy}", *ours) == base
+    four = evaluated("model=path", f"model.path={toy}", *ours, "eval.samples=4", "eval.sampling.temperature=1")
+    assert len(four) == 12 and len(set(four)) > 3
+    with pytest.raises(UserError, match="has no policy"):
+        eval_script.policy_folder(str(tmp_path / "nothing"))
+
+
+def test_training_goes_on_from_an_adapter(smoke, tmp_path):
+    """The folder of a trained adapter is a model like any other: merged into its base, then trained as a whole."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, more in ((first, ["adapter=lora"]), (second, [f"model.path={first / 'checkpoints' / 'last'}"])):
+        folder.mkdir()
+        settings = ("callbacks=[checkpoint,samples]", "optim.optimizer.lr=0.03", f"output_dir={folder}")
+        config = compose_config(*smoke(*settings, *more))
+        config.task = VARIED
+        train(config)
+    assert completions(second / "evaluations" / "000000.parquet") == completions(
+        first / "evaluations" / "000002.parquet"
+    )
+    assert rows(second)[1]["loss/grad_norm"] > 0
+    assert (second / "checkpoints" / "last" / "model.safetensors").exists()
+    assert "is an adapter" in told(*smoke(f"model.path={first / 'checkpoints' / 'last'}", "adapter=lora"))
+
+
+def told(*overrides: str, name: str = "train") -> str:
+    """The line that a user gets."""
+    try:
+        config = compose_config(*overrides, name=name)
+        train(config) if name == "train" else eval_script.evaluate(config)
+    except Exception as error:
+        line = explain(error, name, overrides)
+        assert line is not None and "\n" not in line, f"no one-line answer to {error!r}"
+        return line
+    pytest.fail(f"{overrides} was accepted")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            ["task=gsm9k"],
+            [
+                "task has no option 'gsm9k'",
+                "calculator, code, countdown, gsm8k, jsonl, math, mixture, musique, tldr, wordmath",
+            ],
+        ),
+        (["algo=grppo"], ["algo has no option 'grppo'", "dr_grpo, grpo, gspo"]),
+        (["model=llama"], ["model has no option 'llama'", "llama1b, llama8b, path"]),
+        (["rollout.group_sze=4"], ["no key 'rollout.group_sze'", "did you mean rollout.group_size?"]),
+        (["group_size=4"], ["did you mean rollout.group_size?"]),
+        (["optim.lr=1"], ["did you mean optim.optimizer.lr?"]),
+        (["rollout.group_size=1"], ["rollout.group_size=1", "at least 2"]),
+        (["rollout.group_size=x"], ["rollout:", "wrong type"]),
+        (["algo.num_minibatches=3"], ["3 does not divide the 4 rows", "valid values: 1, 2, 4"]),
+        (["rollout.prompts=5"], ["rollout.prompts=5 is more than the 4"]),
+        (["rollout.sampling.temperature=0"], ["temperature=0", "nothing can be learned"]),
+        (["max_tokens=0"], ["sampling.max_tokens=0"]),
+        (["max_tokens=4090"], ["train example 1", "context of 4096"]),
+        (["task.path=nowhere"], ["task.path=nowhere does not exist"]),
+        (["task.prompt=two"], ["task.prompt=two is not one of chat, chat_one_shot"]),
+        (["model.path=nowhere/at_all"], ["model.path=nowhere/at_all is neither a local folder nor"]),
+        (["model.dtype=float8"], ["model.dtype=float8 is not one of auto, float32"]),
+        (["adapter=lora", "adapter.target_modules=[nothing]"], ["adapter:", "nothing"]),
+        (["ckpt_path=nowhere.ckpt"], ["ckpt_path=nowhere.ckpt is not a file"]),
+        (["algo.reduce=mean"], ["algo.reduce=mean is not one of sequence, token, constant, sum"]),
+        (["eval.samples=2"], ["eval.samples=2 at temperature 0"]),
+        (["+rollout.colour=red"], ["rollout:", "unexpected keyword argument 'colour'"]),
+        (["optim.schedule.name=wavy"], ["optim: wavy is not a valid", "linear"]),
+        (["task.promt=chat"], ["did you mean task.prompt?"]),
+        (["task.test_limt=5"], ["did you mean task.test_limit?"]),
+        (["seed=abc"], ["seed=abc must be a whole number"]),
+        (["max_tokens=2.5"], ["sampling.max_tokens=2.5", "whole"]),
+        (["+trainer.gradient_clip_val=1"], ["trainer.gradient_clip_val has no effect here: set optim.max_grad_norm"]),
+        (["optim.schedule.name=reduce_lr_on_plateau"], ["optim:"]),
+        (["trainer.precision=8"], ["trainer.precision=8 is not one of auto, 32-true, bf16-mixed"]),
+    ],
+)
+def test_mistakes_are_told_in_one_line(smoke, overrides, parts):
+    line = told(*smoke(*overrides))
+    for part in parts:
+        assert part in line, line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
+def test_cuda_that_is_not_there(smoke):
+    assert "trainer.accelerator=cuda is not available here; usable: cpu, auto" in told(*smoke("trainer=gpu"))
+
+
+def test_vllm_that_is_not_there(smoke):
+    if find_spec("vllm"):
+        pytest.skip("vLLM is here")
+    assert "pip install" in told(*smoke("engine=vllm"))
+
+
+def test_a_resumed_run_says_what_is_different(smoke, tmp_path, caplog):
+    run = tmp_path / "run"
+    run.mkdir()
+    train(compose_config(*smoke("callbacks=[checkpoint]", f"output_dir={run}")))
+    resumed = [f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}", "rollout.num_rollouts=3", "algo.surrogate.high=0.28"]
+    train(compose_config(*smoke(*resumed)))
+    assert "other values: algo.surrogate.high=0.28 (was 0.2), rollout.num_rollouts=3 (was 2)\n" in caplog.text
+
+
+def test_a_run_makes_its_folder(smoke, tmp_path):
+    train(compose_config(*smoke(f"output_dir={tmp_path}/new/run", "rollout.num_rollouts=1", "eval.every=0")))
+    assert (tmp_path / "new/run/config.yaml").exists()
+
+
+def test_a_folder_with_a_run_is_not_written_over(smoke, tmp_path):
+    train(compose_config(*smoke()))
+    assert "holds a run already: set hydra.run.dir" in told(*smoke())
+    assert len(rows(tmp_path)) == 3
+
+
+def test_a_checkpoint_of_another_model(smoke, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    train(compose_config(*smoke("callbacks=[checkpoint]", f"output_dir={run}")))
+    checkpoint = f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
+    for i, (more, message) in enumerate([
+        ("adapter=lora", "a checkpoint of another model"),
+        ("adapter=none", "learned from 2 rollouts already"),
+    ]):  # fmt: skip
+        (tmp_path / str(i)).mkdir()
+        assert message in told(*smoke(checkpoint, more, f"output_dir={tmp_path / str(i)}"))
+
+
+def test_the_command_line_prints_that_one_line(smoke, tmp_path):
+    (tmp_path / "file").touch()
+    for arguments, message in [
+        (["algo=grppo"], "error: algo has no option 'grppo'; there are: atropos, bnpo,"),
+        ([f"hydra.run.dir={tmp_path}/file/run"], "error: the output folder cannot be written"),
+        (["rollout.group_size=1", f"hydra.run.dir={tmp_path}/run"], "error: rollout.group_size=1: advantages compare"),
+        (
+            ["sweep=optuna", "eval.every=0", f"hydra.sweep.dir={tmp_path}/sweep"],
+            "error: eval.every=0: a search maximises",
+        ),
+    ]:
+        done = subprocess.run([sys.executable, "train.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 1 and done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_bug_keeps_its_traceback():
+    assert explain(KeyError("ours"), "train") is None
+
+
+def test_means_of_a_run_are_numbers(smoke, tmp_path):
+    config = compose_config(*smoke("algo=dr_grpo", "algo.num_epochs=2", "algo.kl.coef=0.1"))
+    config.task = VARIED
+    train(config)
+    assert rows(tmp_path)[1]["loss/grad_norm"] > 0
+    assert all(math.isfinite(value) for row in rows(tmp_path) for value in row.values())
+
+
+class Halves:
+    """Questions by number. Even ones earn the same whatever is said; the others by what is said."""
+
+    def __init__(self, varied: bool = True) -> None:
+        self.varied = varied
+
+    def examples(self, split):
+        return [{"number": number} for number in range(40)]
+
+    def build(self, example):
+        return SingleTurn((Message("user", str(example["number"])),))
+
+    def score(self, example, trajectory):
+        differs = self.varied and example["number"] % 2
+        return Reward(len(trajectory.answer.encode()) % 7 / 7 if differs else 1.0, correct=False)
+
+
+@pytest.mark.parametrize("varied", [True, False])
+def test_dynamic_sampling_replaces_groups_without_signal(smoke, tmp_path, varied):
+    config = compose_config(*smoke("algo.sampling_rounds=8", "rollout.prompts=6", "callbacks=[samples]"))
+    config.task = {"_target_": "test_train.Halves", "varied": varied}
+    train(config)
+    written = Run(tmp_path).samples([1]).to_dict("records")
+    groups = [written[i : i + 2] for i in range(0, 12, 2)]
+    assert len(written) == 12 and len({group[0]["prompt"] for group in groups}) == 6  # no prompt twice
+    differing = [group for group in groups if group[0]["reward"] != group[1]["reward"]]
+    first = rows(tmp_path)[1]
+    if varied:
+        assert len(differing) == 6 and 2 <= first["rollout/rounds"] <= 8 and first["loss/grad_norm"] > 0
+        total = 6 + first["rollout/discarded_groups"]  # of which more than half had none: the share is that of all
+        assert total > 8 and 6 / total <= first["rollout/effective_groups"] < 0.7
+    else:  # all 40 questions were tried
+        assert not differing and first["rollout/rounds"] == 7 and first["rollout/discarded_groups"] == 34
+        assert first["loss/grad_norm"] == 0.0 and first["rollout/effective_groups"] == 0.0

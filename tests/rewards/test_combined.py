@@ -1,0 +1,364 @@
+"""Reward functions: the form, how several become one, what is shipped, reward models, the profile."""
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from conftest import ROOT
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+from grpo.env.messages import Message
+from grpo.env.types import Action, Reward, State, Step, Trajectory
+from grpo.rewards import functions
+from grpo.rewards.combined import Rewards, as_lists
+from grpo.rewards.resolve import locate
+from grpo.rewards.reward_model import Classifier
+from grpo.system.errors import RewardError, UserError
+
+
+def said(text: str, *before: Message, length: int = 0, truncated: bool = False) -> Trajectory:
+    messages = before or (Message("user", "2 + 2?"),)
+    return Trajectory((Step(State(messages), Action(Message("assistant", text), truncated, length)),))
+
+
+def letters(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+def no_kwargs(completions, level):
+    return [float(n) for n in level]
+
+
+async def later(completions, **columns):
+    await asyncio.sleep(0)
+    return [0.5] * len(completions)
+
+
+# -- the form
+
+
+def test_a_function_gets_lists_with_every_column(monkeypatch):
+    seen = {}
+
+    def spy(prompts, completions, **columns):
+        seen.update(prompts=prompts, completions=completions, **columns)
+        return [0] * len(completions)
+
+    Rewards(spy).score({"gold": "4", "level": 3}, [said("four", length=2, truncated=True), said("4", length=1)])
+    assert seen == {
+        "prompts": ["2 + 2?", "2 + 2?"],
+        "completions": ["four", "4"],
+        "gold": ["4", "4"],
+        "level": [3, 3],
+        "truncated": [True, False],
+        "lengths": [2, 1],
+    }
+    assert [r.value for r in Rewards(no_kwargs).score({"level": 7, "other": 1}, [said("a"), said("b")])] == [7, 7]
+
+
+def test_conversations_are_lists_of_messages_and_a_prefill_is_joined():
+    user, prefill = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is "}
+    trajectory = said("4.", Message("user", "2 + 2?"), Message("assistant", "It is "))
+    given = as_lists({"prompt": [user, prefill]}, [trajectory])
+    assert given["prompts"] == [[user]] and given["completions"] == [[{"role": "assistant", "content": "It is 4."}]]
+    # several turns: all that came after the first prompt
+    first, second = State((Message("user", "q"),)), Message("tool", "t")
+    steps = (
+        Step(first, Action(Message("assistant", "a"))),
+        Step(State((*first.messages, Message("assistant", "a"), second)), Action(Message("assistant", "b"))),
+    )
+    given = as_lists({}, [Trajectory(steps)])
+    assert [m["content"] for m in given["completions"][0]] == ["a", "t", "b"] and len(given["prompts"][0]) == 1
+
+
+def test_the_reward_is_a_weighted_sum_with_the_parts_by_name():
+    rewards = Rewards([letters, later], [0.1, 2.0]).score({}, [said("abc"), said("")])
+    assert [r.value for r in rewards] == pytest.approx([1.3, 1.0])
+    assert [dict(r.parts) for r in rewards] == [{"letters": 3.0, "later": 0.5}, {"letters": 0.0, "later": 0.5}]
+    assert [r.correct for r in rewards] == [True, True]  # they reach `solved`
+    assert not Rewards(later).score({}, [said("x")])[0].correct
+
+
+def test_none_is_not_applicable_and_nothing_but_none_is_no_reward(caplog):
+    def sums(completions, **columns):
+        return [1.0 if "+" in text else None for text in completions]
+
+    def products(completions, **columns):
+        return [3.0 if "*" in text else None for text in completions]
+
+    a, b, both, none = Rewards([sums, products], [1, 2]).score({"id": 1}, [said(t) for t in ("+", "*", "+*", "-")])
+    assert (a.value, b.value, both.value) == (1.0, 6.0, 7.0)
+    assert math.isnan(none.value) and none.outcome is None and a.parts == {"sums": 1.0}
+    assert caplog.text.count("no reward function (sums, products) applies") == 1
+
+
+def test_what_is_only_logged_is_no_reward():
+    def never(completions, **columns):
+        return [None] * len(completions)
+
+    (reward,) = Rewards([never, letters], [1, 0]).score({}, [said("ab")])
+    assert math.isnan(reward.value) and reward.parts == {"letters": 2.0}
+
+
+def test_what_nobody_could_tell_is_never_a_zero():
+    def hard(completions, **columns):
+        return [Reward(math.nan, False, outcome="timeout"), Reward(1.0, True, {"steps": 2.0}, "right")]
+
+    unknown, right = Rewards([hard, letters], [1, 1]).score({}, [said("ab"), said("ab")])
+    assert math.isnan(unknown.value) and unknown.outcome == "timeout" and unknown.parts == {"letters": 2.0}
+    assert (right.value, right.correct, right.outcome) == (3.0, True, "right")
+    assert right.parts == {"steps": 2.0, "letters": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("gives", "message"),
+    [
+        (lambda **_: [1.0], r"gave 1 values for 2 completions"),
+        (lambda **_: [1.0, math.nan], r"gave nan: a number, or None where it does not apply"),
+        (lambda **_: [1.0, math.inf], r"gave inf"),
+        (lambda **_: [1.0, "good"], r"gave 'good', which is no number"),
+        (lambda **_: 1.0, r"gave float, not a list of 2 values"),
+        (lambda **_: {}["gold"], r"raised KeyError: 'gold' \(test_rewards.py, line \d+\)"),
+    ],
+)
+def test_what_is_no_reward_is_told_with_the_function_that_gave_it(gives, message):
+    gives.__name__ = "mine"
+    with pytest.raises(RewardError, match=f"the reward function 'mine' {message}"):
+        Rewards(gives).score({}, [said("a"), said("b")])
+
+
+# -- the set-up
+
+
+def test_names_paths_and_files(tmp_path, monkeypatch):
+    assert locate("correct") is functions.correct
+    assert locate("math.sqrt") is math.sqrt
+    (tmp_path / "mine_rewards.py").write_text(
+        "def brevity(completions, **_):\n    return [-len(c) for c in completions]\n"
+    )
+    by_file = Rewards(f"{tmp_path}/mine_rewards.py:brevity")
+    assert by_file.names == ["brevity"] and by_file.score({}, [said("abc")])[0].value == -3
+    (tmp_path / "judge.py").write_text("def reward(completions, **_):\n    return [1.0] * len(completions)\n")
+    assert Rewards(f"{tmp_path}/judge.py:reward").names == ["judge.reward"]  # `reward` is the name of the sum
+    monkeypatch.syspath_prepend(tmp_path)
+    assert locate("mine_rewards.brevity")(completions=["ab"]) == [-2]
+
+
+def test_a_file_is_run_once_and_may_have_dataclasses(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n"
+        "@dataclass\nclass Judge:\n    name: str\n\nJUDGE = Judge('j')\n\n"
+        "def a(completions):\n    return JUDGE\n\ndef b(completions):\n    return JUDGE\n"
+    )
+    a, b = (locate(f"{tmp_path}/mine.py:{name}") for name in "ab")
+    assert a([]) is b([])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("corect", "did you mean correct?"),
+        ("nothing_like_it", "no reward function 'nothing_like_it' Give one of correct, format"),
+        ("no_module_here.f", "cannot be imported: ModuleNotFoundError: No module named 'no_module_here'"),
+        ("math.sqroot", "'math.sqroot' is not there: math has acos"),
+        ("nowhere.py:f", "cannot be imported: FileNotFoundError: there is no file nowhere.py"),
+        ("nobody/nothing", "the reward model nobody/nothing is neither a folder with one nor on the hub"),
+    ],
+)
+def test_names_that_mean_nothing_are_told(name, message):
+    with pytest.raises(UserError) as error:
+        Rewards(name)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_weights_that_do_not_match_and_names_that_clash():
+    with pytest.raises(UserError, match=r"number of reward weights \(1\) must match number of reward functions \(2\)"):
+        Rewards([letters, later], [1.0])
+    with pytest.raises(UserError, match="two reward functions are called 'letters'"):
+        Rewards([letters, partial(letters, per=2)])
+    with pytest.raises(UserError, match="rewards is empty"):
+        Rewards([])
+
+
+def test_a_column_that_a_function_needs_is_missed_before_anything_runs():
+    rewards = Rewards([letters, no_kwargs, partial(functions.overlong, limit=8, buffer=4)])
+    rewards.check(["level"], "train")
+    with pytest.raises(UserError, match="'correct' needs 'gold'"):
+        Rewards(functions.Normalised("correct", 0, 1)).check(["level"], "train")
+    with pytest.raises(UserError, match=r"'no_kwargs' needs 'level', which is no column of train \(other\)"):
+        rewards.check(["other"], "train")
+
+
+# -- what is shipped
+
+
+def chat(*texts: str) -> list[list[dict[str, str]]]:
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "values"),
+    [
+        (functions.longer, {"completions": [" blue.", " in the sky."]}, [6.0, 12.0]),
+        (functions.longer, {"completions": ["a" * 250], "per": 500}, [0.5]),
+        (functions.near_length, {"completions": ["a" * 23, "a" * 20]}, [-3.0, 0.0]),
+        (functions.unique_letters, {"completions": chat("banana", "")}, [3.0, 0.0]),
+        (functions.format, {"completions": ["\\boxed{2}", "2"]}, [1.0, 0.0]),
+        (functions.think_answer, {"completions": chat("<think>1</think><answer>2</answer>", "<think>1<answer>2</answer>")},
+         [1.0, 0.0]),
+        (functions.think_levels, {"completions": ["", "<think>a", "<think>a</think></think>", "<think> </think>b",
+                                                  "<think>a</think>b"]}, [0.0, 0.25, 0.5, 0.75, 1.0]),
+        (functions.overlong, {"completions": ["x"] * 4, "lengths": [60, 80, 90, 130], "limit": 100, "buffer": 40},
+         [0.0, -0.5, -0.75, -1.0]),
+        # words a b c a b c: of the four pairs of three one came before
+        (functions.repetition, {"completions": ["a b c a b c", "a b", "x x x x"]}, [-0.25, 0.0, -0.5]),
+    ],
+)  # fmt: skip
+def test_shipped_functions(function, arguments, values):
+    assert function(**arguments) == pytest.approx(values)
+
+
+def test_correct_and_what_is_built_on_it():
+    texts = [r" The solution is \boxed{2}.", r" The solution is \boxed{6}.", "no idea"]
+    given = functions.correct(texts, gold=["2", "5", "2"], wrong=-1.0)
+    assert [(r.value, r.correct, r.outcome) for r in given] == [
+        (1.0, True, "right"), (-1.0, False, "wrong"), (-1.0, False, "no_answer")
+    ]  # fmt: skip
+    # rows from a file: numbers, or none
+    given = functions.correct(texts, gold=[2, None, None])
+    assert [r.outcome for r in given] == ["right", "error", "error"] and math.isnan(given[1].value)
+    # half a cosine: at 0, a half and all of the limit
+    right = functions.cosine_length([texts[0]] * 3, ["2"] * 3, limit=100, lengths=[0, 50, 200])
+    wrong = functions.cosine_length([texts[1]] * 3, ["5"] * 3, limit=100, lengths=[0, 50, 200])
+    assert right == pytest.approx([1.0, 0.75, 0.5]) and wrong == pytest.approx([-1.0, -0.75, -0.5])
+    # length counts among siblings only where all of them are right
+    lengths = [40, 75, 100]
+    assert functions.long_when_all_right([texts[0]] * 3, ["2"] * 3, 100, lengths) == pytest.approx([0.0, -0.5, -1.0])
+    assert functions.long_when_all_right(texts, ["2", "5", "2"], 100, lengths) == [0.0, 0.0, 0.0]
+
+
+def test_normalised_is_clamped_and_scaled():
+    scaled = functions.Normalised(letters, 2, 6)
+    assert [r.value for r in Rewards([scaled], [3]).score({}, [said("a"), said("abc"), said("a" * 9)])] == [0, 0.75, 3]
+    assert functions.Normalised(letters, 2, 2)(completions=["abc"]) == [0.0]
+    assert Rewards(functions.Normalised(later, 0, 2)).score({}, [said("a")])[0].parts == {"later": 0.25}
+    level = functions.Normalised(no_kwargs, 0, 4)  # is given what the other one names, and misses what it misses
+    assert Rewards(level).score({"level": 3, "more": 1}, [said("a")])[0].value == 0.75
+    with pytest.raises(UserError, match="'no_kwargs' needs 'level'"):
+        Rewards(level).check(["more"], "train")
+    graded = Rewards(functions.Normalised(partial(functions.correct, wrong=-1.0), -1, 1))
+    assert [(r.value, r.outcome) for r in graded.score({"gold": "2"}, [said("#### 2"), said("#### 3")])] == [
+        (1.0, "right"), (0.0, "wrong")
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="low=3 to high=2"):
+        functions.Normalised("correct", 3, 2)
+
+
+# -- reward models
+
+
+@pytest.fixture(scope="module")
+def judge(toy, tmp_path_factory):
+    """A random sequence classifier with the toy's tokenizer, that has no pad token."""
+    folder = tmp_path_factory.mktemp("models") / "judge"
+    tokenizer = AutoTokenizer.from_pretrained(toy)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **sizes)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_reward_model_gives_its_logit(judge):
+    """As one reads each text alone, without padding; a batch of unequal lengths gives the same."""
+    rewards = Rewards([str(judge), letters], [1.0, 0.0])
+    assert rewards.names == ["judge", "letters"]
+    given = rewards.score({}, [said("four"), said("It is four, as anybody can see.")])
+    model, tokenizer = LlamaForSequenceClassification.from_pretrained(judge), AutoTokenizer.from_pretrained(judge)
+    for reward, text in zip(given, ("2 + 2?four", "2 + 2?It is four, as anybody can see."), strict=True):
+        ids = torch.tensor([tokenizer(text).input_ids])
+        model.config.pad_token_id = tokenizer.eos_token_id
+        assert reward.value == pytest.approx(float(model(ids).logits.detach()[0, 0]), abs=1e-6)
+    user, answer = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}
+    ids = tokenizer.apply_chat_template([user, answer], return_tensors="pt", return_dict=False)
+    (value,) = Classifier(str(judge))(prompts=[[user]], completions=[[answer]])
+    assert value == pytest.approx(float(model(ids).logits.detach()[0, 0]), abs=1e-6)
+
+
+def test_a_reward_model_has_one_label(judge, toy, tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForSequenceClassification(LlamaConfig(vocab_size=8, num_labels=3, **sizes)).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(toy).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="has 3 labels: it must have one"):
+        Classifier(str(tmp_path))
+
+
+# -- the profile
+
+
+def profile(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "grpo.rewards", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_the_profile_of_a_file(tmp_path):
+    rows = [
+        {"id": "a", "gold": "18", "completion": "#### 18"},
+        {"id": "b", "gold": "\\frac{1}{2}", "completion": "so $\\boxed{0.5}$."},
+        {"id": "c", "gold": "18", "completion": "\\boxed{17}"},
+        {"id": "d", "gold": "18", "completion": "eighteen"},
+        {"id": "e", "gold": "18", "completion": "\u2028\x85 \\boxed{18}"},
+    ]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    lines.append(json.dumps({"id": "f", "gold": "18", "completion": "\\boxed{\ud800}"}))
+    (tmp_path / "in.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    done = profile(str(tmp_path / "in.jsonl"), "--task", "gsm8k", "--out", str(tmp_path / "out.jsonl"))
+    assert done.returncode == 0, done.stderr
+    out = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["outcome"], row["reward"]) for row in out] == [
+        ("a", "right", 1.1), ("b", "right", 1.1), ("c", "wrong", 0.1), ("d", "no_answer", 0.0),
+        ("e", "right", 1.1), ("f", "wrong", 0.1),
+    ]  # fmt: skip
+    assert all(row["ms"] >= 0 for row in out)
+    assert "right 3, wrong 2, no_answer 1, timeout 0, error 0" in done.stdout and "6 samples, ms each" in done.stdout
+
+    odd = [
+        {"gold": "18", "completion": "a\u2028b #### 18", "answer": "17"},  # its own answer, not the task's
+        {"gold": None, "completion": "#### 18"},
+        {"completion": "#### 18"},
+    ]
+    text = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in odd)
+    (tmp_path / "odd.jsonl").write_text(text, encoding="utf-8-sig")
+    done = profile(str(tmp_path / "odd.jsonl"), "--task", "gsm8k")
+    assert "right 1, wrong 0, no_answer 0, timeout 0, error 2" in done.stdout, done.stderr
+    row = {"question": "?", "answer": "so #### 18", "completion": "#### 18"}
+    (tmp_path / "own.jsonl").write_text(json.dumps(row))
+    assert "right 1" in profile(str(tmp_path / "own.jsonl"), "--task", "gsm8k").stdout
+    (tmp_path / "bytes.jsonl").write_bytes(b'{"gold": "1", "completion": "\xff"}\n')
+
+    task = {"prompt": "Add.", "test_imports": [], "test_list": ["assert add(1, 2) == 3"]}
+    row = task | {"completion": "def add(a, b):\n    return a + b\n"}
+    (tmp_path / "code.jsonl").write_text(json.dumps(row) + "\n")
+    assert "right 1, wrong 0" in profile(str(tmp_path / "code.jsonl"), "--task", "code").stdout
+
+    for arguments, message in [
+        ([str(tmp_path / "bytes.jsonl"), "--task", "gsm8k"], "line 1: not a JSON object"),
+        (["nowhere.jsonl", "--task", "gsm8k"], "there is no file nowhere.jsonl"),
+        ([str(tmp_path / "in.jsonl"), "--task", "gsm9k"], "task has no option 'gsm9k'"),
+        ([str(tmp_path / "in.jsonl"), "--task", "countdown"], "needs 'numbers'"),
+    ]:
+        failed = profile(*arguments)
+        assert failed.returncode and failed.stderr.startswith("error: ") and message in failed.stderr, failed.stderr
+
+
+def test_a_sample_of_too_few_tokens_has_no_reward_whatever_others_say():
+    rewards = Rewards(["unique_letters", partial(functions.at_least, tokens=3)], [1.0, 1.0])
+    given = rewards.score({}, [said("ab", length=2), said("abc", length=3)])
+    assert not given[0].known and given[1].value == 3

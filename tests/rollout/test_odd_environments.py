@@ -1,0 +1,240 @@
+"""What a user's environment may do to a rollout: end its own episode, and nothing else."""
+
+import asyncio
+import math
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+from conftest import preset, seed
+
+from grpo.data.prompts import PromptLoader
+from grpo.engines.protocol import Sampling
+from grpo.env.messages import Message
+from grpo.env.types import Reward, State
+from grpo.rollout.calls import Calls
+from grpo.rollout.episodes import play
+from grpo.rollout.samples_table import records
+from grpo.rollout.types import Limits, Plan
+from grpo.system.coroutines import awaited
+from grpo.system.errors import RolloutError, UserError
+from grpo.training.callbacks.rollout import RolloutCallback
+from grpo.training.callbacks.samples import write
+from grpo.training.callbacks.terminal import sample_panel
+
+ASKED = State((Message("user", "q"),))
+
+
+class Starting:
+    """A task whose examples are functions: each is the `start` of its environment. One turn, and a reward of 1."""
+
+    def build(self, example):
+        return SimpleNamespace(start=example, step=lambda action: None)
+
+    def score(self, example, trajectory):
+        return Reward(1.0, correct=True)
+
+
+def fine():
+    return ASKED
+
+
+@pytest.fixture
+def started(parts):
+    """The samples of one episode for each `start`."""
+
+    def of(*starts, timeout: float = 30.0):
+        limits = Limits(step_timeout=timeout)
+        groups = play(Starting(), starts, 1, *parts, Sampling(2), seed, limits)
+        return [sample for group in groups for sample in group]
+
+    return of
+
+
+def test_an_episode_that_comes_between_two_looks_is_played(started):
+    """The slow one comes right after all that there was has been answered, and before anybody asks whether calls are open."""
+    release, looks = threading.Event(), []
+
+    def slow():
+        release.wait(20)
+        return ASKED
+
+    def order(frame, event, _):  # of the threads, one that can be
+        if event == "return" and frame.f_code.co_name == "one_turn":
+            looks.append(frame)
+            if len(looks) == 2:
+                release.set()
+                while frame.f_locals["calls"].open:
+                    time.sleep(0.01)
+
+    sys.setprofile(order)
+    try:
+        samples = started(fine, slow)
+    finally:
+        sys.setprofile(None)
+    assert len(looks) > 2 and [len(sample.turns) for sample in samples] == [1, 1]
+    assert [sample.reward.value for sample in samples] == [1.0, 1.0]
+
+
+def test_all_coroutines_share_a_loop_from_the_very_first():
+    """In a fresh process: threads that all want the first loop at once."""
+    script = """
+import asyncio, threading
+from grpo.coroutines import awaited
+async def loop():
+    return asyncio.get_running_loop()
+found, together = [], threading.Barrier(32)
+def ask():
+    together.wait()
+    found.append(awaited(loop()))
+threads = [threading.Thread(target=ask) for _ in range(32)]
+[t.start() for t in threads], [t.join() for t in threads]
+print(len(found), len(set(found)))
+"""
+    for _ in range(5):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+        assert done.stdout.split() == ["32", "1"], done.stderr
+
+
+async def running_loop():
+    return asyncio.get_running_loop()
+
+
+def test_a_loop_that_has_a_result_to_tell_is_not_taken_for_blocked():
+    """One coroutine is done just when another is given up."""
+    before, met = awaited(running_loop()), {}
+    given_up = asyncio.Event()
+
+    async def slow():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            given_up.set()
+
+    with Calls(1.0, met.__setitem__) as calls:
+        calls.start("slow", slow)
+        time.sleep(0.3)
+        calls.start("quick", given_up.wait)
+        while calls.open:
+            calls.wait()
+    assert isinstance(met["slow"], TimeoutError) and met["quick"] is True
+    assert awaited(running_loop()) is before
+
+
+def test_a_plain_environment_whose_coroutine_blocks_leaves_the_next_ones_a_loop(started):
+    release = threading.Event()
+
+    async def blocks():
+        release.wait(20)
+
+    def stuck():
+        awaited(blocks())
+
+    def later():
+        awaited(asyncio.sleep(0))
+        return ASKED
+
+    try:
+        assert started(stuck, fine, timeout=1.0)[0].trajectory.end == "env_timeout"
+        assert len(started(later, timeout=5.0)[0].turns) == 1
+    finally:
+        release.set()
+
+
+def test_a_coroutine_that_ends_in_an_odd_way_ends_its_own_episode(started):
+    async def leaves():
+        await asyncio.sleep(0.1)
+        sys.exit("bye")
+
+    async def cancels():
+        raise asyncio.CancelledError
+
+    async def goes_on():
+        await asyncio.sleep(0.3)
+        return ASKED
+
+    ends = [(s.trajectory.end, len(s.turns), s.trajectory.error) for s in started(leaves, cancels, goes_on)]
+    assert [end[:2] for end in ends[:2]] == [("env_error", 0)] * 2 and ends[2][1] == 1
+    assert ends[0][2].startswith("RuntimeError: SystemExit: bye (test_odd_environments.py")
+    assert ends[1][2].startswith("CancelledError")
+
+
+def test_an_exception_that_cannot_be_told_is_an_error_like_others(started):
+    class Mute(Exception):
+        def __str__(self):
+            raise RuntimeError("no words")
+
+    def fails():
+        raise Mute
+
+    failed, other = started(fails, fine)
+    assert failed.trajectory.end == "env_error" and failed.trajectory.error.startswith("Mute: (it cannot be told)")
+    assert len(other.turns) == 1
+
+
+def test_a_call_whose_arguments_are_text_ends_its_own_episode(started):
+    def other_form():
+        call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return SimpleNamespace(messages=[{"role": "user", "content": "q"}, said, {"role": "tool", "content": "1"}])
+
+    failed, other = started(other_form, fine)
+    assert failed.trajectory.end == "env_error" and "no JSON text" in failed.trajectory.error
+    assert len(other.turns) == 1
+
+
+def test_a_sample_without_a_turn_is_shown_and_written(started, tmp_path):
+    def fails():
+        raise ValueError("half a character: \ud800")
+
+    samples = started(fails, fine)
+    assert "half a character" in str(sample_panel("rollout 1", samples[0]).renderable)
+    write(tmp_path / "file.parquet", records([samples]))
+    first, second = pd.read_parquet(tmp_path / "file.parquet").to_dict("records")
+    assert "half a character: ?" in first["env_error"] and (first["turns"], second["turns"]) == (0, 1)
+
+
+def test_a_timeout_is_told_without_a_place_of_ours(started):
+    failed, _ = started(lambda: time.sleep(2), fine, timeout=0.5)
+    assert (failed.trajectory.end, failed.trajectory.error) == (
+        "env_timeout",
+        "TimeoutError: it took longer than 0.5 s",
+    )
+
+
+def test_endless_limits_are_refused():
+    with pytest.raises(UserError, match="step_timeout=inf"):
+        Limits(step_timeout=math.inf)
+
+
+def test_a_later_round_in_which_all_environments_fail_does_not_end_the_run(parts, tmp_path):
+    first_round = True
+
+    def start():
+        if first_round:
+            return ASKED
+        raise ConnectionError("gone")
+
+    class Rounds(Starting):
+        def score(self, example, trajectory):  # the first round is over: equal rewards, so there is a second one
+            nonlocal first_round
+            first_round = False
+            return super().score(example, trajectory)
+
+    size = ("rollout.prompts=1", "rollout.group_size=2")
+    loader = PromptLoader([start] * 4, 1, seed=0)
+    algorithm = preset("algo=dapo", "algo.sampling_rounds=2", *size)
+    plan = Plan(1, 2, 1, Sampling(2))
+    callback = RolloutCallback(plan, Rounds(), loader, *parts, algorithm, None, [], str(tmp_path), seed=0)
+    groups, scored, rounds = callback.groups(0)
+    assert rounds == 2 and [[sample.trajectory.failed for sample in group] for group in groups] == [
+        [False] * 2,
+        [True] * 2,
+    ]
+    assert scored.rewards.isnan().tolist() == [[False] * 2, [True] * 2]
+    with pytest.raises(RolloutError, match="all 2 episodes"):
+        callback.groups(1)  # nothing was played before it

@@ -1,0 +1,233 @@
+"""Rewards on their way into a run: in threads, with a limit, while others are still being generated."""
+
+import asyncio
+import json
+import math
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from grpo.engines.builtin.engine import TransformersEngine
+from grpo.engines.protocol import Sampling
+from grpo.env.messages import Message
+from grpo.env.renderer import TokenizerRenderer
+from grpo.env.scoring import score_group
+from grpo.env.types import Action, Reward, SingleTurn, State, Step, Trajectory
+from grpo.models.policy import Pretrained
+from grpo.rewards.combined import Rewards
+from grpo.rollout.collate import collate, scores
+from grpo.rollout.episodes import play
+from grpo.rollout.rewarding import THREADS, Scoring
+from grpo.system.seeds import derive_seed
+
+
+def said(text: str) -> Trajectory:
+    return Trajectory((Step(State(()), Action(Message("assistant", text))),))
+
+
+class Echo:
+    """Scores a text as a number; `hang` never comes back and `burn` raises."""
+
+    def build(self, example):
+        return SingleTurn((Message("user", str(example)),))
+
+    def score(self, example, trajectory):
+        if trajectory.answer == "hang":
+            threading.Event().wait()
+        if trajectory.answer == "burn":
+            raise OSError("no network")
+        return Reward(float(trajectory.answer), correct=False)
+
+
+class GroupEcho(Echo):
+    """The same of a whole group: each sample is compared with the best of its siblings."""
+
+    async def score_group(self, example, trajectories):
+        await asyncio.sleep(0)
+        values = [self.score(example, trajectory).value for trajectory in trajectories]
+        return [Reward(value - max(values), correct=False) for value in values]
+
+
+class Patient(GroupEcho):
+    """One that hangs as a coroutine should, leaving the others alone."""
+
+    async def score_group(self, example, trajectories):
+        if any(trajectory.answer == "hang" for trajectory in trajectories):
+            await asyncio.sleep(3600)
+        return await super().score_group(example, trajectories)
+
+
+def finish(task, *groups, timeout=0.3):
+    scoring = Scoring(task, timeout)
+    for place, group in enumerate(groups):
+        scoring.start(place, {}, [said(text) for text in group])
+    rewards, errors = scoring.finish()
+    return {p: [r.value for r in found] for p, found in rewards.items()}, errors
+
+
+def test_groups_are_scored_whole_or_sample_by_sample():
+    assert finish(Echo(), ["1", "2"], ["3", "4"]) == ({0: [1, 2], 1: [3, 4]}, {})
+    assert finish(GroupEcho(), ["1", "2"], ["7", "4"]) == ({0: [-1, 0], 1: [0, -3]}, {})
+
+    class Mine(GroupEcho):
+        def score(self, example, trajectory):
+            return Reward(9.0, correct=False)
+
+    assert [r.value for r in score_group(Mine(), {}, [said("1")])] == [9.0]  # the last word, not an inherited one
+
+
+def test_a_call_that_hangs_is_given_up_and_its_siblings_are_not():
+    rewards, errors = finish(Echo(), ["1", "hang", "3"], ["hang", "hang"], ["6"])
+    assert rewards[2] == [6] and not errors
+    assert [value if value == value else None for value in rewards[0]] == [1, None, 3]
+    assert all(map(math.isnan, rewards[1]))
+    rewards, errors = finish(Patient(), ["1", "hang"], ["5"])  # one call for both: nobody knows either
+    assert all(map(math.isnan, rewards[0])) and rewards[1] == [0] and not errors
+    finish(GroupEcho(), ["1", "hang"])  # blocks the loop of all coroutines, which get another one
+    assert finish(GroupEcho(), ["1", "2"]) == ({0: [-1, 0]}, {})
+
+
+def test_more_that_hang_than_there_are_threads():
+    rewards, errors = finish(Echo(), ["1"], *[["hang"]] * (2 * THREADS), ["2"], timeout=0.1)
+    assert rewards[0] == [1] and rewards[2 * THREADS + 1] == [2] and not errors
+    assert all(map(math.isnan, rewards[5]))
+
+
+def test_a_reward_that_never_comes_back_is_broken():
+    """A judge that is down costs the limit once, not once for every sixteen prompts."""
+    _, errors = finish(Echo(), *[["hang"] * 2] * (4 * THREADS), timeout=0.1)
+    (error,) = errors.values()
+    assert "Echo.score did not come back in 0.1 s" in str(
+        error
+    ) and "never once: mend it, or raise score_timeout" in str(error)
+
+
+def test_coroutines_share_a_loop():
+    """So that a client which belongs to a loop can be made once."""
+    loops = set()
+
+    class Client(Echo):
+        async def score(self, example, trajectory):
+            loops.add(asyncio.get_running_loop())
+            return Reward(1.0, correct=True)
+
+    async def judge(completions, **columns):
+        loops.add(asyncio.get_running_loop())
+        return [1.0] * len(completions)
+
+    finish(Client(), ["a", "b"], ["c"])
+    Rewards(judge).score({}, [said("a")])
+    assert len(loops) == 1
+
+
+def test_calls_that_hang_are_given_up_side_by_side():
+    started = time.monotonic()
+    rewards, _ = finish(Echo(), *[["hang"] * 4] * 6, timeout=0.3)
+    assert (
+        all(math.isnan(value) for found in rewards.values() for value in found) and time.monotonic() - started < 3
+    )  # one by one: 7.2
+
+
+def test_what_was_given_up_cannot_fail_any_more():
+    class Late(Echo):
+        def score(self, example, trajectory):
+            time.sleep(float(trajectory.answer))
+            if trajectory.answer == "0.5":
+                raise OSError("late")
+            return Reward(1.0, correct=True)
+
+    rewards, errors = finish(Late(), ["0.5"], ["0.2"] * 4)
+    assert math.isnan(rewards[0][0]) and rewards[1] == [1] * 4 and not errors
+
+
+def test_a_failure_stays_one_while_its_sample_is_looked_for():
+    class Slow(Echo):
+        def score_group(self, example, trajectories):
+            time.sleep(0.2)
+            if len(trajectories) > 1 or trajectories[0].answer == "bad":
+                raise OSError("no network")
+            return [Reward(0.0, correct=False)]
+
+    _, errors = finish(Slow(), ["1", "2", "3", "bad"])
+    assert errors[0].sample is None and "no network" in str(errors[0])
+
+
+@pytest.mark.parametrize(
+    ("gives", "message"),
+    [
+        (lambda: 0.5, "Odd.score gave 0.5: it must give a grpo.env.types.Reward"),
+        (lambda: None, "Odd.score gave None"),
+        (lambda: Reward(math.inf, True), "Odd.score gave a reward of inf: it must be finite"),
+        (lambda: sys.exit(3), "Odd.score raised SystemExit: 3"),
+    ],
+)
+def test_what_a_task_gives_is_a_reward(gives, message):
+    class Odd(Echo):
+        def score(self, example, trajectory):
+            return Reward(1.0, True) if trajectory.answer == "good" else gives()
+
+    started = time.monotonic()
+    _, errors = finish(Odd(), ["good", "odd"], timeout=20)
+    assert message in str(errors[0]) and errors[0].sample == 1 and time.monotonic() - started < 5
+
+
+def test_rewards_become_numbers_that_can_be_written():
+    class Arrays(Echo):
+        def score(self, example, trajectory):
+            return Reward(np.float32(0.5), np.bool_(True), {"a": np.float32(2)})
+
+    (reward,) = score_group(Arrays(), {}, [said("1")])
+    assert json.loads(json.dumps([reward.value, reward.correct, reward.parts])) == [0.5, True, {"a": 2.0}]
+
+
+def test_what_raises_is_named_with_its_sample():
+    for task, name in ((Echo(), "Echo.score"), (GroupEcho(), "GroupEcho.score_group")):
+        rewards, errors = finish(task, ["1", "2"], ["3", "burn"])
+        assert list(errors) == [1] and errors[1].sample == 1 and len(rewards[0]) == 2
+        assert str(errors[1]).startswith(f"{name} raised OSError: no network (test_rewarding.py, line ")
+
+    class Short(Echo):
+        def score_group(self, example, trajectories):
+            return []
+
+    assert "score_group gave 0 rewards for 2 samples" in str(finish(Short(), ["1", "2"])[1][0])
+
+
+def test_rewards_come_while_others_are_still_generating(toy, toy_model):
+    """Prompt 0 gets one token to say, prompt 1 four: the first is scored before the second one has been sampled."""
+    engine = TransformersEngine(max_cache_tokens=1000)
+    engine.load_weights(toy_model, 0)
+    renderer = TokenizerRenderer(Pretrained(str(toy)).tokenizer())
+    order, first = [], threading.Event()
+
+    class Told(Echo):
+        def score(self, example, trajectory):
+            order.append(f"scored {example}")
+            first.set()
+            return Reward(float(example), correct=False)
+
+    class Watched:
+        context = None
+
+        def sample(self, prompts, sampling, seeds, done):
+            found = engine.sample(prompts[:2], sampling, seeds[:2], done)
+            assert first.wait(10)
+            order.append("sampled the rest")
+            return found + engine.sample(prompts[2:], sampling, seeds[2:])  # does not tell of each
+
+    groups = play(Told(), [0, 1], 2, Watched(), renderer, Sampling(4), lambda *path: derive_seed(0, *path))
+    assert order == ["scored 0", "scored 0", "sampled the rest", "scored 1", "scored 1"]
+    assert [[sample.reward.value for sample in group] for group in groups] == [[0, 0], [1, 1]]
+    assert scores(groups).rewards.tolist() == [[0, 0], [1, 1]] and len(collate(groups)) == 4
+
+
+def test_an_engine_tells_of_each_completion_once(toy, toy_model):
+    engine, heard = TransformersEngine(max_cache_tokens=40), {}
+    engine.load_weights(toy_model, 0)
+    prompts, seeds = [(5, 6), (5, 6), (7,), (8, 9), (7,)], [1, 2, 3, 4, 5]
+    found = engine.sample(prompts, Sampling(12), seeds, lambda i, completion: heard.update({i: completion}))
+    assert [heard[i] for i in range(5)] == found and len(heard) == 5
+    assert found == engine.sample(prompts, Sampling(12), seeds)

@@ -1,0 +1,81 @@
+"""The model card beside an exported policy."""
+
+import json
+import math
+
+import pytest
+from conftest import compose_config
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM
+
+from grpo.runs.model_card import choices, hub_id, papers, public
+from grpo.runs.runs import Run
+from train import train
+
+
+def fact(card: ModelCard, name: str) -> str:
+    (line,) = (line for line in card.text.splitlines() if line.startswith(f"| {name} |"))
+    return line.split("|")[2].strip()
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_the_card_of_a_run(smoke, toy, tmp_path, adapter):
+    said = ["task=gsm8k", "algo=dr_grpo", f"adapter={adapter}"]
+    train(compose_config(*smoke(*said, "callbacks=[checkpoint]", "rollout.num_rollouts=3", "eval.every=2")), said)
+    card = ModelCard.load(tmp_path / "checkpoints" / "last" / "README.md")
+    front = card.data.to_dict()
+    assert front["pipeline_tag"] == "text-generation" and "datasets" not in front
+    assert front["tags"][:4] == ["grpo", "reinforcement-learning", "gsm8k", "dr_grpo"]
+    if adapter == "lora":  # what peft says of it stays
+        assert front["library_name"] == "peft" and "base_model" not in front  # the hub has no such folder
+        assert front["tags"][4:] == ["lora", "transformers"]
+        assert "AutoPeftModelForCausalLM.from_pretrained" in card.text and "Framework versions" not in card.text
+    else:  # a folder of this machine's is no model of the hub's
+        assert front["library_name"] == "transformers" and "base_model" not in front and len(front["tags"]) == 4
+    assert fact(card, "base model") == f"`{toy}`" and fact(card, "seed") == "0"
+    assert fact(card, "rollouts learned from") == "3, each of 2 prompts with 2 samples"
+    # none of 3 is right: Wilson's upper end is 1.96^2 / (3 + 1.96^2) = 0.5615
+    assert fact(card, "held-out accuracy").startswith(
+        "0.0%, 95 % interval 0.0% to 56.1%, on 3 examples of the split `test`"
+    )
+    assert "[arXiv 2402.03300]" in fact(card, "algorithm") and "[arXiv 2503.20783]" in fact(card, "algorithm")
+    versions = json.loads((tmp_path / "manifest.json").read_text())["versions"]
+    assert f"torch {versions['torch']}" in fact(card, "versions")
+    assert "@article{shao2024deepseekmath" in card.text
+
+    best = ModelCard.load(tmp_path / "checkpoints" / "best" / "README.md")
+    assert fact(best, "rollouts learned from").startswith("2,")
+
+
+def test_a_policy_that_was_not_evaluated_says_so(smoke, tmp_path):
+    more = ("callbacks=[checkpoint]", "callbacks.checkpoint.every=1", "rollout.num_rollouts=2", "eval.every=0")
+    train(compose_config(*smoke(*more)))
+    folder = tmp_path / "checkpoints" / "last"
+    assert fact(ModelCard.load(folder / "README.md"), "held-out accuracy") == "not measured after this rollout"
+    assert math.isfinite(AutoModelForCausalLM.from_pretrained(folder).model.norm.weight.sum().item())
+
+
+def test_names_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    assert [hub_id(path) for path in ("Qwen/Qwen2.5-0.5B", "gpt2")] == ["Qwen/Qwen2.5-0.5B", "gpt2"]
+    assert [hub_id(path) for path in ("models/mine", "/a/b", "a/b/c", None, {"_target_": "x"})] == [None] * 5
+
+
+def test_tags_name_no_folder_of_this_machine(toy):
+    tags = ["lora", f"base_model:adapter:{toy}", "base_model:adapter:Qwen/Qwen2.5-0.5B"]
+    assert public(tags) == ["lora", "base_model:adapter:Qwen/Qwen2.5-0.5B"]
+
+
+def test_papers_are_those_of_the_preset():
+    assert papers("grpo") == papers("no_such_preset") == ["2402.03300"]
+    assert papers("dapo") == ["2402.03300", "2503.14476"]
+    assert papers("cispo") == ["2402.03300", "2506.13585", "2510.13786"]
+
+
+def test_options_are_what_hydra_noted_else_what_was_said(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"overrides": ["algo=dapo"]}')
+    assert choices(Run(tmp_path)) == {"algo": "dapo"}
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "hydra.yaml").write_text("hydra: {runtime: {choices: {algo: grpo, task: math}}}")
+    assert choices(Run(tmp_path)) == {"algo": "grpo", "task": "math"}

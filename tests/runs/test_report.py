@@ -1,0 +1,276 @@
+"""report.html, in a real browser: what it says is what the run's files say, and what a policy wrote is never more than text."""
+
+import json
+import os
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import EXAMPLES, compose_config
+
+from grpo.runs.report import plain, write
+from grpo.runs.report.run import spread
+from grpo.runs.runs import Run
+from grpo.training.callbacks.report import Report
+from train import train
+
+CHROMIUM = shutil.which("chromium")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+SCREENSHOTS = os.environ.get("GRPO_SCREENSHOTS")  # a folder to look at
+
+
+@pytest.fixture(scope="module")
+def sweep(toy, tmp_path_factory) -> Path:
+    """Two algorithms, two seeds each, four rollouts of rewards that differ; and a fifth job that crashed in its third rollout."""
+    folder = tmp_path_factory.mktemp("sweep")
+    crash = "+callbacks.crash={_target_: test_train.Crash, rollout: 2}"
+    jobs = [["algo=grpo", "seed=0"], ["algo=grpo", "seed=1"], ["algo=dr_grpo", "seed=0"], ["algo=dr_grpo", "seed=1"]]
+    for job, said in enumerate([*jobs, ["algo=grpo", "seed=2"]]):
+        settings = ["task=gsm8k", "model=path", f"model.path={toy}", "debug=smoke", "forecast=false", "max_tokens=8"]
+        settings += ["callbacks=[samples,report]", "callbacks.samples.token_logprobs=true", "logger=csv"]
+        settings += ["rollout.num_rollouts=4", "rollout.group_size=4", "eval.every=2", "optim.optimizer.lr=1e-3"]
+        settings += ["eval.samples=4", "eval.sampling.temperature=1"]
+        config = compose_config(*settings, *said, *([crash] if job == 4 else []), f"output_dir={folder / str(job)}")
+        config.task = {"_target_": "test_train.Varied", "path": str(EXAMPLES)}
+        if job == 4:
+            with pytest.raises(RuntimeError, match="the disk is full"):
+                train(config, said)
+        else:
+            train(config, said)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api")
+    arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser, request):
+    """A page of a new profile, which complains of nothing and asks for nothing but files."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    page.set_default_timeout(5000)
+    complaints, requests = [], []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda asked: requests.append(asked.url))
+    yield page
+    if SCREENSHOTS:
+        page.screenshot(path=f"{SCREENSHOTS}/{request.node.name}.png", full_page=True)
+    assert complaints == []
+    assert requests and all(url.startswith(("file://", "data:")) for url in requests)
+    context.close()
+
+
+def table(page, section: str) -> list[list[str]]:
+    rows = page.locator(f"#{section} tbody tr").all()
+    return [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row.locator("td").all_inner_texts()] for row in rows]
+
+
+def pick(page, name: str) -> None:
+    """Choose a rollout or an evaluation by the beginning of what its option says."""
+    options = page.locator("#step option").all_inner_texts()
+    page.locator("#step").select_option(index=next(i for i, text in enumerate(options) if text.startswith(f"{name} (")))
+
+
+@needs_browser
+def test_numbers_and_curves_are_those_of_the_run(sweep, page):
+    folder = sweep / "0"
+    metrics = pd.read_csv(folder / "metrics.csv").set_index("step")
+    page.goto((folder / "report.html").as_uri())
+    assert page.locator("h1").inner_text().endswith("seed 0") and page.locator("h1 + .pill").inner_text() == "finished"
+    first, last = metrics["eval/accuracy"].dropna().iloc[[0, -1]]
+    shown = page.locator(".numbers strong").first.inner_text().replace("\N{NO-BREAK SPACE}", " ")
+    assert shown == f"{100 * first:.1f} % → {100 * last:.1f} %"
+
+    rows = table(page, "evaluation")
+    assert [row[0] for row in rows] == ["0", "2", "4"]
+    for row in rows:
+        assert row[1].startswith(f"{100 * metrics.loc[int(row[0]), 'eval/accuracy']:.1f} % ")  # and its interval
+
+    figure = page.locator("figure", has=page.locator("figcaption", has_text="rollout/reward"))
+    assert figure.locator("circle").count() == 4
+    figure.locator("svg").focus()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    label, value = figure.locator(".tip").inner_text().split("\n")  # two before the last
+    assert label == "rollout 2" and float(value) == pytest.approx(metrics.loc[2, "rollout/reward"], rel=1e-3)
+
+    page.locator("#picker summary").click()
+    caption = page.locator("figcaption", has_text="rollout/rounds")
+    assert caption.count() == 0
+    box = page.get_by_role("checkbox", name="rollout/rounds")
+    box.check()
+    assert caption.count() == 1
+    box.uncheck()
+    assert caption.count() == 0
+    assert "No number left the range" in page.locator("#health").inner_text() or table(page, "health")
+
+
+@needs_browser
+def test_samples_are_searched_filtered_sorted_opened_and_compared(sweep, page):
+    run = Run(sweep / "0")
+    page.goto((run.folder / "report.html").as_uri())
+    assert page.locator("#left").inner_text() == "All 68 samples are here."  # 4 x 2 x 4 and 3 x 3 x 4
+    pick(page, "rollout 3")
+    samples = run.samples([3])
+    count = page.locator("#count")
+    assert count.inner_text() == "8 of 8 samples"
+
+    page.locator("#kind").select_option("right")
+    assert count.inner_text() == f"{samples['correct'].sum()} of 8 samples"
+    page.locator("#kind").select_option("all")
+    bound = samples["reward"].median()
+    page.locator("#least").fill(str(bound))
+    assert count.inner_text() == f"{(samples['reward'] >= bound).sum()} of 8 samples"
+    page.locator("#least").fill("")
+    word = samples["prompt"].iloc[0].split()[0]
+    page.locator("#search").fill(word.upper())
+    holds = samples["prompt"].str.contains(word, case=False, regex=False)
+    holds |= samples["completion"].str.contains(word, case=False, regex=False)
+    assert count.inner_text() == f"{holds.sum()} of 8 samples"
+    page.locator("#search").fill("")
+
+    page.get_by_role("button", name="reward").click()
+    rewards = [float(row[2]) for row in table(page, "samples")]
+    assert rewards == pytest.approx(sorted(samples["reward"], reverse=True), rel=1e-3)
+    page.get_by_role("button", name="advantage").click()
+    page.get_by_role("button", name="advantage").click()
+    assert [float(row[3]) for row in table(page, "samples")] == pytest.approx(sorted(samples["advantage"]), rel=1e-3)
+
+    page.locator(".list tbody button").first.press("Enter")  # by keyboard
+    lowest = samples.sort_values("advantage", kind="stable").iloc[0]
+    assert page.locator("#completion").text_content() == lowest["completion"]
+    assert page.locator("#tokens span").count() == lowest["tokens"] == len(lowest["token_ids"])
+    assert page.locator("#detail .chips button").count() == 4
+
+    pick(page, "evaluation after 4")
+    page.locator(".list tbody tr").first.click()
+    before, after = run.evaluations([0]).iloc[0], run.evaluations([4]).iloc[0]
+    assert before["item"] == after["item"]
+    against = page.locator("#against")
+    label = next(text for text in against.locator("option").all_inner_texts() if text.startswith("evaluation after 0"))
+    against.select_option(label=label)
+    sides = page.locator("#diff .two .text")
+    assert [side.text_content() for side in sides.all()] == [before["completion"], after["completion"]]
+    marks = page.locator("#diff del, #diff ins").count()
+    assert (marks > 0) == (before["completion"] != after["completion"])
+
+
+@needs_browser
+def test_the_difference_is_the_least_one(sweep, page):
+    page.goto((sweep / "0" / "report.html").as_uri())
+    words = page.evaluate("difference('12+7=19\\n', '12+8=20\\n', false)")
+    assert words == [
+        [["12+", True], ["7", False], ["=", True], ["19", False], ["\n", True]],
+        [["12+", True], ["8", False], ["=", True], ["20", False], ["\n", True]],
+    ]
+    assert page.evaluate("difference('119', '19', true)") == [[["1", True], ["1", False], ["9", True]], [["19", True]]]
+    assert page.evaluate("difference('', 'a b', false)") == [[], [["a b", False]]]
+
+
+@needs_browser
+def test_a_completion_is_text_and_no_number_is_no_error(sweep, page, tmp_path):
+    """The page of a copy of a run, in which a completion was replaced and rewards became unknown."""
+    folder = tmp_path / "run"
+    shutil.copytree(sweep / "0", folder, ignore=shutil.ignore_patterns("checkpoints", "report.html"))
+    evil = '</script><script>window.owned = 1</script><img src=x onerror="window.owned = 2">\u2028<!-- $data \N{BROKEN HEART}'
+    file = folder / "rollouts" / "000004.parquet"
+    samples = pd.read_parquet(file)
+    samples.loc[0, "completion"] = evil
+    samples.loc[0, "messages"] = json.dumps([{"role": "user", "content": evil}])
+    samples.loc[0, "prompt"] = evil
+    samples["reward"] = np.nan
+    samples.to_parquet(file)
+    metrics = pd.read_csv(folder / "metrics.csv")
+    metrics["rollout/truncated"] = [np.nan, 0, 0.875, 0.875, 0]
+    metrics.loc[1:, "loss/grad_norm"] = np.inf
+    metrics.to_csv(folder / "metrics.csv", index=False)
+
+    page.goto(write(folder).as_uri())
+    pick(page, "rollout 4")
+    page.locator("#kind").select_option("unknown")
+    page.locator(".list tbody tr").first.click()
+    assert page.locator("#completion").text_content() == evil
+    assert page.locator("#detail .message .text").first.text_content() == evil
+    assert page.locator("#detail .facts").inner_text().startswith("reward \N{EN DASH}")
+    assert page.evaluate("window.owned") is None and page.locator("img").count() == 0
+    ((rollout, _, value, words),) = [row for row in table(page, "health") if row[1] == "rollout/truncated"]
+    assert (rollout, value) == ("2", "87.5 %") and words.startswith("above 0.5: most answers are cut short")
+    assert page.locator("figure", has_text="loss/grad_norm").inner_text().split() == ["loss/grad_norm", "no", "value"]
+
+
+@needs_browser
+def test_a_sweep_shows_its_arms_and_leads_to_its_runs(sweep, page):
+    page.goto(write(sweep).as_uri())
+    last = [Run(sweep / str(job)).accuracy.iloc[-1] for job in range(4)]
+    one, two = table(page, "arms")
+    assert one[:2] == ["algo=grpo", "2"] and two[:2] == ["algo=dr_grpo", "2"]  # the crashed one is not among them
+    assert one[2].startswith(f"{50 * (last[0] + last[1]):.1f} % ")
+    difference = float(two[3].split()[0].replace("\N{MINUS SIGN}", "-"))
+    assert difference == pytest.approx(50 * (last[2] + last[3] - last[0] - last[1]), abs=0.06)
+
+    runs = table(page, "runs")
+    assert [row[0] for row in runs] == ["0", "1", "4", "2", "3"]
+    assert runs[2][3] == "failed" and "the disk is full" in runs[2][4]
+    figure = page.locator("figure", has=page.locator("figcaption", has_text="rollout/reward"))
+    assert figure.locator(".curve").count() == 2
+    page.get_by_label("every seed").check()
+    assert figure.locator(".curve").count() == 7
+    page.locator("#runs a", has_text="4").click()
+    assert page.locator("h1 + .pill").inner_text() == "failed"
+    assert "the disk is full" in page.locator("header .bad").last.inner_text()
+    page.set_viewport_size({"width": 400, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400  # nothing sticks out of a narrow screen
+
+
+def embedded(file: Path) -> dict:
+    text = file.read_text(encoding="utf-8")
+    return json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+
+
+def test_a_page_holds_a_bounded_number_of_samples(sweep, tmp_path):
+    data = embedded(write(sweep / "1", tmp_path / "small.html", samples=12))
+    held = [(step["kind"], step["rollout"], len(step["samples"])) for step in data["steps"]]
+    assert held == [("rollout", 1, 3), ("rollout", 4, 3), ("evaluation", 0, 3), ("evaluation", 4, 3)]
+    assert data["left"].startswith("12 of 68 samples are here")
+    assert spread(range(81), 5) == [0, 20, 40, 60, 80]
+    assert plain({"a": [np.float64("nan"), np.inf, np.int64(3), 1 / 3, True]}) == {"a": [None, None, 3, 0.333333, True]}
+
+
+def test_an_interrupted_run_says_so(sweep, tmp_path):
+    """At that moment the manifest says that the run is going on."""
+    folder = tmp_path / "run"
+    shutil.copytree(sweep / "0", folder, ignore=shutil.ignore_patterns("report.html"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"status": "running", "ended": None}))
+    Report(folder, samples=12).on_exception(None, None, KeyboardInterrupt())
+    data = embedded(folder / "report.html")
+    assert (data["status"], data["error"], sum(len(step["samples"]) for step in data["steps"])) == (
+        "interrupted",
+        None,
+        12,
+    )
+
+
+def test_a_page_that_cannot_be_written_ends_no_run(smoke, tmp_path, caplog):
+    train(compose_config(*smoke("callbacks=report", "logger=none")))
+    (line,) = [record.getMessage() for record in caplog.records if "report" in record.getMessage()]
+    assert line.startswith("no report.html (UserError: ") and "has no metrics.csv" in line
+    assert not (tmp_path / "report.html").exists() and (tmp_path / "config.yaml").exists()
+
+
+def test_another_folder_gets_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    with pytest.raises(SystemExit, match=f"^error: {tmp_path} is neither a run .* nor a sweep"):
+        runpy.run_module("grpo.report", run_name="__main__")

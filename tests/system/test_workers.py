@@ -1,0 +1,109 @@
+"""Worker processes: killed at a deadline or out of memory, shared by threads, gone with their parent."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from grpo.rewards.math.grading import verdict
+from grpo.system.workers import WorkerError, Workers
+
+SLACK = 10.0  # seconds, on a busy machine: a worker that was killed has to start again
+
+
+@pytest.fixture
+def workers():
+    opened = []
+
+    def make(function: str, warm_up: tuple, deadline: float = 5.0, memory: int = 2**28) -> Workers:
+        opened.append(Workers(function, 2, deadline, memory, warm_up))
+        return opened[-1]
+
+    yield make
+    for pool in opened:
+        pool.close()
+
+
+def test_a_worker_is_killed_at_its_deadline_and_replaced(workers):
+    pool = workers("time.sleep", (0,), deadline=1.0)
+    assert pool.call(0.01) is None
+    start = time.monotonic()
+    with pytest.raises(TimeoutError):
+        pool.call(60)
+    assert 1.0 <= time.monotonic() - start < SLACK
+    assert pool.call(0.01) is None
+
+
+def test_many_threads_share_a_pool(workers):
+    pool = workers("math.factorial", (3,))
+    with ThreadPoolExecutor(32) as threads:
+        assert list(threads.map(pool.call, range(100))) == [math.factorial(n) for n in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("function", "warm_up", "bad", "message"),
+    [
+        ("math.sqrt", (4,), -1, "ValueError: math domain error"),
+        ("operator.mul", ("x", 3), None, "TypeError"),
+        ("builtins.range", (3,), 3, "did not start"),  # no JSON
+        ("nothing.at_all", (), 1, "died"),
+    ],
+)
+def test_what_goes_wrong_in_a_worker_is_said(workers, function, warm_up, bad, message):
+    pool = workers(function, warm_up)
+    with pytest.raises(WorkerError, match=message):
+        pool.call(bad)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux holds a process to its address space")
+def test_a_worker_out_of_memory_dies_alone(workers):
+    pool = workers("operator.mul", ("x", 3), memory=2**28)
+    with pytest.raises(WorkerError, match="died"):
+        pool.call("x", 2**30)
+    assert pool.call("x", 3) == "xxx"
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+ORPHANS = """
+import os, signal, threading, time
+from grpo.workers import Workers
+pool = Workers("time.sleep", 2, 30.0, 2**30, (0,))
+pool.call(0)
+threading.Thread(target=pool.call, args=(25,), daemon=True).start()
+threading.Thread(target=pool.call, args=(25,), daemon=True).start()
+while len(pool.alive) < 2 or not all(worker.warm for worker in pool.alive):
+    time.sleep(0.05)
+print(*(worker.process.pid for worker in pool.alive), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_do_not_outlive_a_killed_parent():
+    done = subprocess.run([sys.executable, "-c", ORPHANS], capture_output=True, text=True, timeout=120)
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert done.returncode == -signal.SIGKILL and len(pids) == 2 and done.stderr == ""
+    limit = time.monotonic() + SLACK
+    while any(alive(pid) for pid in pids) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_fork_starts_workers_of_its_own():
+    assert verdict("z+1", "1+z") == "right"
+    if (child := os.fork()) == 0:
+        os._exit(verdict("z+2", "2+z") != "right")
+    assert os.waitpid(child, 0)[1] == 0
+    assert verdict("z+3", "3+z") == "right"

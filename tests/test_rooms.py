@@ -1,0 +1,58 @@
+"""The house: a room imports only from itself and the rooms above it."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ROOMS = [
+    "system",
+    "env",
+    "data",
+    "rewards",
+    "objectives",
+    "models",
+    "engines",
+    "rollout",
+    "evaluation",
+    "runs",
+    "training",
+    "apps",
+]
+
+
+def imports(file: Path) -> set[str]:
+    """Dotted names of every module that the file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return names
+
+
+def test_a_room_imports_only_from_the_rooms_above_it():
+    assert {path.stem for path in (ROOT / "grpo").iterdir()} - {"__pycache__"} == {*ROOMS, "__init__", "moved"}
+    for i, room in enumerate(ROOMS):
+        for file in (ROOT / "grpo" / room).rglob("*.py"):
+            rooms = {name.split(".")[1] for name in imports(file) if name.startswith("grpo.")}
+            assert rooms <= {*ROOMS[: i + 1], "moved"}, f"{file} imports {rooms - {*ROOMS[: i + 1]}}"
+            assert not any(name.startswith("tasks") for name in imports(file)), f"{file}: Hydra names tasks"
+
+
+def test_only_programs_know_hydra_and_only_engines_know_vllm():
+    for file in [*(ROOT / "grpo").rglob("*.py"), *(ROOT / "tasks").rglob("*.py")]:
+        libraries = {name.split(".")[0] for name in imports(file)}
+        assert not libraries & {"hydra", "omegaconf"} or "apps" in file.parts, f"{file} imports hydra"
+        assert "vllm" not in libraries or "engines" in file.parts, f"{file} imports vllm"
+
+
+def test_tasks_live_in_message_space():
+    for file in (ROOT / "tasks").glob("*.py"):
+        rooms = {name.split(".")[1] for name in imports(file) if name.startswith("grpo.")}
+        assert rooms <= {"system", "env", "data", "rewards"}, file
+
+
+def test_train_py_fits_on_a_screen():
+    assert len((ROOT / "train.py").read_text().splitlines()) <= 80

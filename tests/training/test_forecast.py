@@ -1,0 +1,263 @@
+"""Memory: what the phases of a run held at most, and the forecast of it against real tensors, real optimizers and a real run."""
+
+import csv
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from cases import FAMILIES, SHAPE, model_folder
+from conftest import compose_config
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from test_optimizers import OPTIONS
+from test_train import VARIED, Varied, state
+from transformers import AutoModelForCausalLM, DynamicCache, MixtralConfig
+
+from grpo.engines.builtin.engine import TransformersEngine
+from grpo.models.gradient_checkpointing import recomputing
+from grpo.models.logprobs import completion_logprobs
+from grpo.models.policy import with_adapter
+from grpo.system import memory
+from grpo.training.forecast import Live, forecast, held, minibatch, of_a_step, of_the_cache, parts_of, storage
+from grpo.training.module import GRPOModule
+from train import train
+
+CPU = torch.device("cpu")
+MB = 1 << 20
+LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no Linux: nobody keeps count")
+
+
+@LINUX
+def test_the_peak_begins_anew():
+    before = memory.held(CPU)
+    memory.reset_peak(CPU)
+    x = torch.ones(200 * MB // 4)
+    del x
+    assert memory.peak(CPU) > before + 190 * MB
+    memory.reset_peak(CPU)
+    assert memory.peak(CPU) < before + 20 * MB
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path, monkeypatch):
+    assert 0 < memory.free(CPU) < psutil.virtual_memory().total
+    monkeypatch.setattr(memory, "CGROUP_LIMITS", [str(tmp_path / "memory.max"), str(tmp_path / "nothing")])
+    (tmp_path / "memory.max").write_text(f"{memory.held(CPU) + 64 * MB}\n")
+    assert 32 * MB < memory.free(CPU) < 96 * MB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.free(CPU) > 96 * MB
+
+
+class Big(Varied):
+    """A reward that takes 300 MB for a moment."""
+
+    def score(self, example, trajectory):
+        x = torch.ones(300 * MB // 4)
+        del x
+        return super().score(example, trajectory)
+
+
+@LINUX
+def test_phases_are_told_apart(smoke, tmp_path):
+    config = compose_config(*smoke("eval.every=0"))
+    config.task = VARIED | {"_target_": "test_memory.Big"}
+    train(config)
+    with open(tmp_path / "metrics.csv") as file:
+        for row in csv.DictReader(file):
+            rollout, update = float(row["memory/rollout"]), float(row["memory/update"])
+            assert 50 * MB < update < rollout - 250 * MB < psutil.virtual_memory().total
+
+
+# -- the forecast
+
+SIZES = {"small": (["rollout.prompts=2", "rollout.group_size=2", "max_tokens=20"], 30),
+         "large": (["rollout.prompts=4", "rollout.group_size=4", "max_tokens=60"], 100)}  # fmt: skip
+
+
+class Run:
+    """The parts of a run, as train.py makes them."""
+
+    def __init__(self, path: str, *overrides: str) -> None:
+        self.config: DictConfig = compose_config("model=path", f"model.path={path}", "output_dir=.", *overrides)
+        self.plan, self.pretrained = instantiate(self.config.rollout), instantiate(self.config.model)
+
+    def module(self, model) -> GRPOModule:
+        policy = with_adapter(model, instantiate(self.config.adapter))
+        return GRPOModule(policy, instantiate(self.config.algo), instantiate(self.config.optim), 1.0, 10, 0)
+
+    def forecast(self, prompt_tokens: int, engine=None, **settings) -> dict[str, int | None]:
+        engine = engine or TransformersEngine()
+        parts = parts_of(self.module, self.pretrained, self.plan, engine, prompt_tokens, **settings)
+        return {part.name: part.size for part in parts}
+
+
+@pytest.fixture(scope="module", params=["llama_tied", "qwen3"])
+def folder(request, tmp_path_factory) -> str:
+    return model_folder(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def really(run: Run, prompt_tokens: int) -> tuple[int, int]:
+    """A pass over all rows at once with real tensors: what was there at most, and what autograd kept for the backward pass."""
+    module = run.module(run.pretrained.model())
+    policy, optim = module.policy, module.optim
+    count = run.plan.prompts * run.plan.group_size
+    batch = minibatch(run.plan, prompt_tokens, count).rows(torch.arange(count))
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    for p in trained:
+        p.grad = torch.zeros_like(p)
+    there = [*policy.parameters(), *policy.buffers(), *(p.grad for p in trained)]
+    known, kept = set(map(storage, there)), []
+    live = Live(there, policy.config.vocab_size)
+    with live, recomputing(policy, optim.gradient_checkpointing):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            logprobs, entropy = completion_logprobs(policy, batch, 1.0, False, optim.layout)
+        saved = held(x for x in kept if storage(x) not in known)
+        kept.clear()
+        (logprobs + entropy).sum().backward()
+    return live.most.total(), saved
+
+
+@pytest.mark.parametrize("layout", ["padded", "shared_prompt"])
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_microbatch_takes_what_was_foreseen(folder, size, adapter, layout):
+    """Of tensors to the byte. What autograd keeps is most of it; where layers are computed again, the rest is one layer's."""
+    settings, prompt = SIZES[size]
+    settings = [*settings, f"adapter={adapter}", f"optim.layout={layout}", "optim.max_tokens_per_microbatch=100000"]
+    saved = {}
+    for again in (False, True):
+        run = Run(folder, *settings, f"optim.gradient_checkpointing={again}")
+        foreseen = run.forecast(prompt)
+        foreseen = foreseen["activations"] + foreseen["logits"]
+        most, saved[again] = really(run, prompt)
+        assert foreseen == most
+        layers = SHAPE["num_hidden_layers"]
+        assert saved[again] < foreseen < 1.5 * (saved[True] + saved[False] / layers if again else saved[False])
+
+
+@pytest.mark.parametrize(
+    "policy", ["model.dtype=float32", "model.dtype=bfloat16", "adapter=lora", "optim.offload=true"]
+)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_weights_masters_gradients_and_optimizer_to_the_byte(toy, option, policy):
+    run = Run(str(toy), f"optim={option}", policy)
+    foreseen = run.forecast(10)
+    module = run.module(run.pretrained.model())
+    [optimizer], _ = module.configure_optimizers()
+    logprobs, _ = completion_logprobs(module.policy, minibatch(run.plan, 10, 4), 1.0)
+    logprobs.sum().backward()
+    learned = [p for group in optimizer.param_groups for p in group["params"]]
+    assert foreseen["gradients"] == held(p.grad for p in learned) > 0
+    assert foreseen["optimizer"] == of_a_step(optimizer)
+    own = [*module.policy.parameters(), *module.policy.buffers()]
+    assert foreseen["weights"] == held(own)
+    assert foreseen["masters"] == held(p for p in learned if not any(p is q for q in own))
+    assert bool(foreseen["masters"]) == (policy in ("model.dtype=bfloat16", "optim.offload=true"))
+
+
+def test_a_reference_is_a_copy_or_the_adapter_switched_off(toy):
+    for settings, expected in (
+        (["model.dtype=bfloat16"], "weights"),
+        (["adapter=lora"], None),
+        (["algo.kl.sync_every=5", "model.dtype=bfloat16"], "masters"),
+    ):
+        foreseen = Run(str(toy), "algo/kl=loss", *settings).forecast(10)
+        wanted = 0 if expected is None else foreseen[expected]
+        assert foreseen["reference"] == pytest.approx(wanted, rel=0.01)  # but for buffers
+
+
+def test_arithmetic_in_16_bits_and_several_devices(toy):
+    settings, prompt = SIZES["large"]
+    run = Run(str(toy), *settings)
+    full, mixed = run.forecast(prompt), run.forecast(prompt, precision="bf16-mixed")
+    assert mixed["activations"] < 0.8 * full["activations"] and mixed["cache"] == full["cache"] / 2
+    two = run.forecast(prompt, devices=2)
+    assert two["cache"] == full["cache"] / 2 and two["buckets"] == two["gradients"] == full["gradients"]
+
+
+def test_more_tokens_at_once_take_more(toy):
+    settings, prompt = SIZES["large"]
+    all_at_once, one = (
+        Run(str(toy), *settings, f"optim.max_tokens_per_microbatch={tokens}", "optim.layout=packed").forecast(prompt)
+        for tokens in (16 * 160, 160)
+    )
+    assert 10 < all_at_once["activations"] / one["activations"] < 17
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cache_is_transformers(family):
+    make, more = FAMILIES[family]
+    config = make(**SHAPE | more, vocab_size=97)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    plan = Run("nowhere", "rollout.prompts=2", "rollout.group_size=2", "max_tokens=5").plan
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(torch.zeros(4, 12, dtype=torch.int64), past_key_values=cache, use_cache=True)
+    expected = held(x for layer in cache.layers for x in (layer.keys, layer.values))
+    foreseen = partial(of_the_cache, config, torch.float32)
+    assert foreseen(replace(plan, prompts=4, group_size=1), 7, 1000) == expected  # 4 x (7 + 5) tokens
+    assert foreseen(plan, 7, 1000) == expected * (2 * 7 + 4 * 5) / 48
+    assert foreseen(plan, 7, 12) == expected / 4
+
+
+def test_what_cannot_be_foreseen(tmp_path, toy):
+    """Experts in float32 are multiplied by a kernel that tensors without memory do not have; a server is somewhere else."""
+    config = MixtralConfig(**SHAPE | {"vocab_size": 97, "num_local_experts": 4})
+    config.save_pretrained(tmp_path)
+    foreseen = Run(str(tmp_path)).forecast(10)
+    assert foreseen["activations"] is None and foreseen["weights"] > foreseen["gradients"] > MB
+    assert Run(str(toy)).forecast(10, engine=object())["engine"] is None
+
+
+def test_asking_without_training(smoke, toy, tmp_path, caplog, monkeypatch):
+    """No weights are read: they are not there."""
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in toy.iterdir():
+        if file.suffix != ".safetensors":
+            (bare / file.name).write_bytes(file.read_bytes())
+    caplog.set_level("INFO")
+    settings = smoke(f"model.path={bare}", "forecast=only", "optim=sgd")
+    assert train(compose_config(*settings)) is None
+    [line] = [line for line in caplog.messages if line.startswith("memory:")]
+    assert "in an update" in line and "of " in line and "on cpu: so far" in line
+    assert all(f", {name} " in line for name in ("weights", "gradients", "activations", "cache"))
+    assert "optimizer" not in line and "may not fit" not in caplog.text
+    assert not (tmp_path / "config.yaml").exists()
+    monkeypatch.setattr(memory, "free", lambda device: MB)
+    train(compose_config(*settings))
+    remedies = "optim.gradient_checkpointing=true or a lower optim.max_tokens_per_microbatch, model.dtype=bfloat16, adapter=lora"
+    assert f"memory: the update may not fit; what helps most: {remedies}\n" in caplog.text
+
+
+def test_two_memories(toy, caplog, monkeypatch):
+    """On a GPU, which is not here: what is offloaded is held against the CPU's memory, the rest against the GPU's."""
+    there = {"cuda": 10**9, "cpu": 10**6}
+    monkeypatch.setattr(memory, "held", lambda device: 0)
+    monkeypatch.setattr(memory, "free", lambda device: there[device.type])
+    run = Run(str(toy), "optim.offload=true", "model.dtype=bfloat16")
+    strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
+    trainer = SimpleNamespace(strategy=strategy, precision="32-true", num_devices=2)
+    caplog.set_level("INFO")
+    forecast(run.module, run.pretrained, run.plan, TransformersEngine(), 10, trainer)
+    gpu, cpu, update, rollout = caplog.messages
+    assert "of 1.00 GB on cuda:0: so far 0.00 MB, weights" in gpu and "activations" in gpu and "optimizer" not in gpu
+    assert "of 0.50 MB on cpu: so far 0.00 MB, masters" in cpu and "gradients" in cpu and "activations" not in cpu
+    assert "the update may not fit; what helps most: optim=adamw_8bit, adapter=lora" in update
+    assert "the rollout may not fit; what helps most: optim=adamw_8bit, adapter=lora" in rollout
+
+
+def test_a_forecast_changes_nothing(smoke, tmp_path):
+    """LoRA's matrices are random, and a forecast makes some, too."""
+    for wanted in (True, False):
+        folder = tmp_path / str(wanted)
+        config = compose_config(
+            *smoke("adapter=lora", "callbacks=[checkpoint]", f"forecast={wanted}", f"output_dir={folder}")
+        )
+        config.task = VARIED
+        train(config)
+    one, other = (state(tmp_path / name)["state_dict"] for name in ("True", "False"))
+    assert all(torch.equal(one[name], other[name]) for name in one | other)

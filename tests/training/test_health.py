@@ -1,0 +1,84 @@
+"""The warnings: at the bounds they name, once, and not again after a resume."""
+
+import pytest
+from conftest import compose_config
+from test_train import rows
+
+from grpo.env.types import Trajectory
+from grpo.rollout.metrics import conversation
+from grpo.runs.health import RANGES
+from grpo.training.batch import RolloutBatch
+from grpo.training.callbacks.health import Health
+from grpo.training.callbacks.terminal import evaluation_table
+from train import train
+
+
+def said(health: Health, caplog, *values: dict[str, float]) -> list[str]:
+    caplog.clear()
+    for rollout, metrics in enumerate(values):
+        health.on_train_batch_end(None, None, {}, RolloutBatch(rollout, metrics=metrics), 0)
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("metric", "well", "unwell", "words"),
+    [
+        ("rollout/logprob_gap", 0.03, 0.031, "old weights"),
+        ("rollout/truncated", 0.5, 0.51, "raise max_tokens"),
+        ("rollout/timeout", 0.02, 0.021, "teach nothing"),
+        ("rollout/error", 0.0, 0.01, "the grader failed"),
+        ("rollout/staleness", 1.0, 1.01, "several rollouts old"),
+        ("loss/ratio", 1.2, 1.21, "moves far"),
+        ("loss/ratio", 0.8, 0.79, "moves far"),
+        ("loss/approx_kl", 0.5, 0.51, "has left the one that sampled"),
+        ("loss/kl", 0.5, 0.51, "algo.kl"),
+        ("loss/clip_fraction_high", 0.3, 0.31, "beyond the bound"),
+        ("loss/clip_fraction_low", 0.3, 0.31, "beyond the bound"),
+    ],
+)
+def test_a_number_out_of_its_range_is_told_once(metric, well, unwell, words, caplog):
+    health = Health()
+    assert said(health, caplog, {metric: well}, {}) == []
+    (line,) = said(health, caplog, {metric: unwell}, {metric: unwell})
+    assert line.startswith(f"rollout 1: {metric} is {unwell:.3g}, ") and words in line
+    assert said(health, caplog, {metric: unwell}) == []
+
+
+def test_groups_without_signal_are_told_when_they_go_on(caplog):
+    none, some = {"rollout/effective_groups": 0.0}, {"rollout/effective_groups": 0.1}
+    assert said(Health(), caplog, none, none, some, none, none) == []
+    assert said(Health(), caplog, none, none, none)[0].startswith(
+        "rollout 3: rollout/effective_groups is 0, below 1e-09"
+    )
+
+
+def test_old_weights_are_no_news_where_the_rollout_was_played_ahead(caplog):
+    def told(gap: float, staleness: float) -> list[str]:
+        return said(Health(), caplog, {"rollout/logprob_gap": gap, "rollout/staleness": staleness})
+
+    assert told(0.3, 1.0) == []
+    assert "is 0.31, above 0.3: engine and trainer disagree" in told(0.31, 1.0)[0]
+    assert "is 0.1, above 0.03: engine and trainer disagree" in told(0.1, 0.0)[0]
+
+
+def test_what_was_said_stays_said(caplog):
+    health, resumed = Health(), Health(ignore=["loss/ratio"])
+    said(health, caplog, {"loss/kl": 9.0})
+    resumed.load_state_dict(health.state_dict())
+    assert said(resumed, caplog, {"loss/kl": 9.0, "loss/ratio": 9.0}) == []
+
+
+def test_every_range_is_of_a_metric_that_runs_have(smoke, tmp_path):
+    train(compose_config(*smoke("algo/kl=loss")))
+    of_several_turns = {f"rollout/{name}" for name in conversation(Trajectory(()))}
+    of_rollouts_ahead = {"rollout/staleness"}  # tests/test_ahead.py
+    assert {well.metric for well in RANGES} <= rows(tmp_path)[1].keys() | of_several_turns | of_rollouts_ahead
+
+
+def test_a_table_of_evaluations_with_other_metrics_each():
+    told = evaluation_table([(0, {"eval/accuracy": 0.5, "eval/a": 2.0}), (1, {"eval/accuracy": 1.0, "eval/b": 3.0})])
+    assert [[*column.cells] for column in told.columns] == [
+        ["accuracy", "a", "b"],
+        ["50.0%", "2", "-"],
+        ["100.0%", "-", "3"],
+    ]

@@ -1,0 +1,253 @@
+"""From episodes to gradients: batches, log-probabilities, and an update that does not depend on how it is cut."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import tensor
+
+from grpo.env.messages import Message
+from grpo.env.tokens import Completion, Turn
+from grpo.env.types import Action, Reward, State, Step, Trajectory
+from grpo.models.logprobs import completion_logprobs
+from grpo.models.policy import Pretrained, with_adapter
+from grpo.objectives.algorithm import Algorithm
+from grpo.objectives.kl import KL
+from grpo.objectives.loss import clip
+from grpo.rollout.collate import collate, scores
+from grpo.rollout.types import Sample
+from grpo.system.errors import UserError
+from grpo.training.batch import RolloutBatch
+from grpo.training.module import GRPOModule, Means, Optimization
+
+
+def episode(prompt: tuple[int, ...], ids: tuple[int, ...], logprobs: tuple[float, ...] | None = None) -> Sample:
+    step = Step(State((Message("user", "q"),)), Action(Message("assistant", "a")))
+    completion = Completion(ids, logprobs or (-0.5,) * len(ids), "stop")
+    return Sample({}, Trajectory((step,)), (Turn(prompt, completion),), Reward(0.0, False))
+
+
+GROUPS = [
+    [episode((11, 12, 13), (21, 22)), episode((11, 12, 13), (23,))],
+    [episode((14,), (24, 25, 26, 27)), episode((14,), (28, 29, 30))],
+]
+ADVANTAGES = tensor([[1.0, -1.0], [0.5, -0.5]])
+
+
+def test_collate_pads_prompts_left_and_completions_right():
+    groups = [GROUPS[0], [episode((14,), (24, 25, 26), (-1.0, -2.0, -3.0)), episode((14,), (27,))]]
+    batch = collate(groups)
+    assert batch.ids.tolist() == [
+        [11, 12, 13, 21, 22, 0],
+        [11, 12, 13, 23, 0, 0],
+        [0, 0, 14, 24, 25, 26],
+        [0, 0, 14, 27, 0, 0],
+    ]
+    assert batch.attention_mask.tolist()[1:3] == [[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]
+    assert batch.mask.int().tolist() == [[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 0]]
+    assert batch.rollout_logprobs[2].tolist() == [-1.0, -2.0, -3.0]
+    assert batch.sample.tolist() == [0, 1, 2, 3]
+
+
+def test_rows_lose_the_columns_that_only_pad():
+    batch = collate(GROUPS)
+    short = batch.rows(tensor([1, 0]))
+    assert short.ids.tolist() == [[11, 12, 13, 23, 0], [11, 12, 13, 21, 22]]
+    assert short.mask.shape == short.rollout_logprobs.shape == (2, 2)
+    assert batch.rows(tensor([2])).ids.tolist() == [[14, 24, 25, 26, 27]]
+
+
+def test_logprobs_are_those_of_a_lone_unpadded_forward(toy_model):
+    batch = collate(GROUPS)
+    for temperature in (1.0, 0.7):
+        got, entropy = completion_logprobs(toy_model, batch, temperature)
+        rows = [episode.turns[0] for group in GROUPS for episode in group]
+        for row, turn in enumerate(rows):
+            ids = tensor([turn.prompt_ids + turn.completion.ids])
+            expected = (toy_model(ids).logits[0, :-1] / temperature).log_softmax(-1)
+            first, n = len(turn.prompt_ids) - 1, len(turn.completion.ids)
+            alone = expected[first:].gather(-1, ids[0, first + 1 :, None]).squeeze(-1)
+            torch.testing.assert_close(got[row, :n], alone, atol=1e-5, rtol=0)
+            exact = -(expected[first:].exp() * expected[first:]).sum(-1)
+            torch.testing.assert_close(entropy[row, :n], exact, atol=1e-4, rtol=0)
+
+
+def as_given(rewards):
+    """Rewards that are the advantages already."""
+    return rewards
+
+
+def make_module(
+    policy,
+    max_tokens_per_microbatch=1000,
+    optimizer=torch.optim.SGD,
+    lr=0.1,
+    max_grad_norm=0.0,
+    layout="shared_prompt",
+    **algorithm,
+) -> GRPOModule:
+    settings = {"advantage": as_given, "surrogate": clip, "max_tokens": 4, **algorithm}
+    if "kl_coef" in settings:
+        settings["kl"] = KL(coef=settings.pop("kl_coef"))
+    module = GRPOModule(
+        policy,
+        Algorithm(**settings),
+        Optimization(
+            lambda parameters: optimizer(parameters, lr=lr),
+            lambda optimizer, num_training_steps: torch.optim.lr_scheduler.LinearLR(
+                optimizer, 1.0, 0.0, num_training_steps
+            ),
+            max_tokens_per_microbatch,
+            max_grad_norm,
+            layout,
+        ),
+        temperature=1.0,
+        num_rollouts=4,
+        seed=0,
+    )
+    optimizers, schedules = module.configure_optimizers()
+    # stand in for the Trainer, which only hands these out
+    module.optimizers, module.lr_schedulers = lambda: optimizers[0], lambda: schedules[0]
+    module.manual_backward = lambda loss: loss.backward()
+    return module
+
+
+def rollout(number=0, rewards=ADVANTAGES, groups=GROUPS, tokens=None, **change) -> RolloutBatch:
+    """What the module gets of a rollout in which these groups were sampled, with these rewards."""
+    return RolloutBatch(
+        number, tokens=tokens or collate(groups), scores=replace(scores(groups), rewards=rewards, **change)
+    )
+
+
+def trained(policy, batch=None, **settings) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    module = make_module(policy, **settings)
+    metrics = module.training_step(batch or rollout(), 0)
+    return {name: p.detach().clone() for name, p in policy.named_parameters()}, metrics
+
+
+def fresh(toy):
+    return Pretrained(str(toy)).model()
+
+
+def test_first_update_follows_the_policy_gradient_worked_by_autograd(toy):
+    """At ratio 1 the gradient of the loss is that of -mean_i mean_t A_i log pi(o_t)."""
+    policy = fresh(toy)
+    batch = collate(GROUPS)
+    logprobs, _ = completion_logprobs(policy, batch, 1.0)
+    means = (logprobs * batch.mask).sum(1) / batch.mask.sum(1)
+    gradients = torch.autograd.grad(-(ADVANTAGES.flatten() * means).mean(), list(policy.parameters()))
+    expected = {name: p.detach() - 0.1 * g for (name, p), g in zip(policy.named_parameters(), gradients, strict=True)}
+    got, metrics = trained(fresh(toy), reduce="sequence")
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], atol=1e-6, rtol=0)
+    assert metrics["loss/approx_kl"] == 0.0 and metrics["loss/policy"] == pytest.approx(-0.15)
+    # -(1 x 2 - 1 x 1 + 0.5 x 4 - 0.5 x 3) / 10, over all tokens
+    norm = torch.stack([g.norm() for g in gradients]).norm()
+    assert metrics["loss/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+def test_what_padding_predicts_cannot_reach_the_loss(toy):
+    """A model so sure of itself that padding tokens have log-probabilities below -100, where exp overflows."""
+    policy = fresh(toy)
+    with torch.no_grad():
+        policy.model.norm.weight.mul_(300)
+    module = make_module(policy, kl_coef=0.1, num_epochs=2, lr=1e-6, max_tokens_per_microbatch=10)
+    metrics = module.training_step(rollout(), 0)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_a_gradient_that_is_not_finite_does_not_touch_the_policy(toy):
+    policy = fresh(toy)
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    with pytest.raises(UserError, match="not finite"):
+        make_module(policy).training_step(rollout(rewards=ADVANTAGES * math.inf), 0)
+    assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())
+
+
+def test_zero_advantages_change_nothing(toy):
+    before = fresh(toy)
+    after, metrics = trained(fresh(toy), rollout(rewards=torch.zeros(2, 2)))
+    assert all(torch.equal(after[name], p) for name, p in before.named_parameters())
+    assert metrics["loss/grad_norm"] == 0.0
+
+
+def test_logprob_gap_is_engine_against_trainer(toy):
+    policy = fresh(toy)
+    tokens = collate(GROUPS)
+    exact, _ = completion_logprobs(policy, tokens, 1.0)
+    tokens = replace(tokens, rollout_logprobs=(exact + 0.25).detach())
+    _, metrics = trained(policy, rollout(tokens=tokens))
+    assert metrics["rollout/logprob_gap"] == pytest.approx(0.25, abs=1e-5)
+    assert metrics["rollout/logprob_gap_max"] == pytest.approx(0.25, abs=1e-5)
+
+
+def unpadded(tokens) -> list[tuple[int, ...]]:
+    return [tuple(ids[keep.bool()].tolist()) for ids, keep in zip(tokens.ids, tokens.attention_mask, strict=True)]
+
+
+def test_epochs_compare_with_the_policy_before_the_first(toy):
+    """Old log-probabilities stay frozen: later epochs move away from them, until the bound stops them."""
+    policy = fresh(toy)
+    module = make_module(policy, num_epochs=3, num_minibatches=2, lr=0.1, kl_coef=0.01)
+    seen = []
+    inner = module.update
+    module.update = lambda minibatch, means: (seen.append(minibatch), inner(minibatch, means))
+    tokens = collate(GROUPS)
+    start, _ = completion_logprobs(fresh(toy), tokens, 1.0)
+    metrics = module.training_step(rollout(tokens=tokens), 0)
+
+    assert len(seen) == 6 and all(len(minibatch) == 2 for minibatch in seen)
+    row_of = {ids: row for row, ids in enumerate(unpadded(tokens))}
+    for minibatch in seen:
+        for i, ids in enumerate(unpadded(minibatch)):
+            n = int(minibatch.mask[i].sum())
+            expected = start[row_of[ids], :n].detach()
+            torch.testing.assert_close(minibatch.old_logprobs[i, :n], expected, atol=1e-5, rtol=0)
+            torch.testing.assert_close(minibatch.reference_logprobs[i, :n], expected, atol=1e-5, rtol=0)
+    for epoch in range(3):  # every epoch sees every row once
+        assert sorted(unpadded(seen[2 * epoch]) + unpadded(seen[2 * epoch + 1])) == sorted(row_of)
+    assert metrics["loss/approx_kl"] > 1e-4 and metrics["loss/clip_fraction_high"] > 0
+    assert metrics["lr"] == pytest.approx(
+        0.1 * (1 + 23 / 24 + 22 / 24 + 21 / 24 + 20 / 24 + 19 / 24) / 6
+    )  # linear over 24
+
+
+def test_reference_stays_where_the_run_began(toy):
+    policy = fresh(toy)
+    module = make_module(policy, kl_coef=0.1, lr=1.0)
+    tokens = collate(GROUPS)
+    start = module.freeze(tokens).reference_logprobs
+    module.training_step(rollout(tokens=tokens), 0)
+    metrics = module.training_step(rollout(1, tokens=tokens), 0)
+    assert torch.equal(module.freeze(tokens).reference_logprobs, start)
+    assert metrics["loss/kl"] > 1e-3
+    assert not any("reference" in name for name in module.state_dict())
+
+
+def test_no_kl_no_reference(toy):
+    assert make_module(fresh(toy)).reference is None
+
+
+def test_lora_reference_is_the_base_and_only_the_adapter_learns(toy):
+    torch.manual_seed(0)
+    policy = with_adapter(fresh(toy), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
+    module = make_module(policy, kl_coef=0.1, lr=5.0)
+    assert module.reference.copy is None  # no second copy of the weights
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    tokens = collate(GROUPS)
+    base, _ = completion_logprobs(fresh(toy), tokens, 1.0)
+    first = module.training_step(rollout(tokens=tokens), 0)
+    second = module.training_step(rollout(1, tokens=tokens), 0)
+    assert first["loss/kl"] == pytest.approx(0.0, abs=1e-6) and second["loss/kl"] > 1e-5
+    torch.testing.assert_close(module.freeze(tokens).reference_logprobs, base.detach(), atol=1e-5, rtol=0)
+    changed = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
+    assert changed and all("lora_" in name for name in changed)
+
+
+def test_means_weigh_by_what_they_count():
+    means = Means()
+    means.add("x", 6.0, 3)
+    means.add("x", 2.0, 1)
+    assert means.result() == {"x": 2.0}

@@ -1,0 +1,133 @@
+"""What a run says in the terminal: while it goes on, at its end, and when it is stopped."""
+
+import math
+import signal
+
+import lightning as L
+import pytest
+from conftest import compose_config
+from rich.console import Console
+
+from grpo.evaluation.metrics import worth_telling
+from grpo.runs.runs import Run
+from grpo.training.callbacks.summary import Evaluated, summary
+from grpo.training.callbacks.terminal import status
+from train import train
+
+ROLLOUT = {
+    "rollout/reward": 0.5,
+    "rollout/solve_rate": 0.25,
+    "rollout/effective_groups": 0.75,
+    "rollout/tokens": 300.0,
+    "tokens/s": 1234.0,
+    "time/rollout": 2.0,
+    "time/update": 1.0,
+    "time/sync": 0.0,
+    "memory/rollout": 2.0**30,
+    "memory/update": 2.0**31,
+}
+
+
+def test_the_line_of_a_rollout():
+    line = "reward 0.50  solved 25%  groups 75%  held out 40%  1,234 tok/s  1:01:01 left"
+    assert status(ROLLOUT, 0.4, 3661.2) == line
+    assert status(ROLLOUT, None, 0).endswith("groups 75%  1,234 tok/s  0:00:00 left")
+
+
+def evaluated(rollouts: int, shares: list[float]) -> Evaluated:
+    known = [share for share in shares if not math.isnan(share)]
+    accuracy = sum(known) / len(known) if known else math.nan
+    return Evaluated(rollouts, {"eval/accuracy": accuracy, "time/eval": 1.5}, shares)
+
+
+def test_the_summary_of_a_run():
+    """Two rollouts of 300 tokens, 3 s each; the evaluation before training is in no rollout's row."""
+    learned = [ROLLOUT, ROLLOUT | {"time/eval": 1.5}]
+    evaluations = [evaluated(0, [0.0, 0.0, math.nan]), evaluated(1, [1.0, 1.0]), evaluated(2, [1.0, 0.0])]
+    told = cells(summary(learned, evaluations, 10.0, ["loss/kl"]))
+    assert told == {
+        "rollouts": "2",
+        "time": "0:00:10, 5 s a rollout",
+        "  rollout": "0:00:04, 40%",
+        "  update": "0:00:02, 20%",
+        "  sync": "0:00:00, 0%",
+        "  evaluation": "0:00:03, 30%",
+        "  rest": "0:00:01, 10%",
+        "tokens/s": "100",
+        "memory, at most": "2.00 GiB",
+        # Wilson's interval of 0 and 2 of 2: 1.96^2 / (2 + 1.96^2) = 0.658
+        "held out, first": "0.0% (0.0 to 65.8) after 0",
+        "held out, best": "100.0% (34.2 to 100.0) after 1",
+        "held out, last": "50.0% (9.5 to 90.5) after 2",
+        "warnings": "loss/kl",
+    }
+    without = cells(summary(learned, [evaluated(0, [math.nan])], 10.0, []))
+    assert "held out, first" not in without and without["warnings"] == "none"
+
+
+def cells(table) -> dict[str, str]:
+    names, values = ([column.header, *column.cells] for column in table.columns)
+    return dict(zip(names, values, strict=True))
+
+
+def test_seconds_are_not_told_as_a_result():
+    assert worth_telling("eval/length", 8.0) and not worth_telling("time/eval", 8.0)
+
+
+def test_completions_at_an_interval_and_the_paths_at_the_end(smoke, tmp_path, capsys):
+    showing = ("callbacks=[terminal,health,checkpoint]", "callbacks.terminal.samples=1", "callbacks.terminal.every=2")
+    train(
+        compose_config(*smoke(*showing, "callbacks.terminal.samples_every=2", "rollout.num_rollouts=5", "eval.every=5"))
+    )
+    said = capsys.readouterr().out
+    assert [f"╭─ rollout {rollout}: reward" in said for rollout in range(1, 6)] == [True, True, False, True, True]
+    assert [f"rollout {rollout}/5  reward" in said for rollout in range(1, 6)] == [False, True, False, True, True]
+    assert "held out 0%" in said and "0:00:00 left" in said
+    assert "rollout/truncated" in said.rpartition("the run")[2]  # the warning, in short
+    assert f"written to {tmp_path}: metrics.csv, checkpoints/best, checkpoints/last.ckpt\n" in said
+    assert said.endswith(f"the best policy on all test examples: python eval.py run={tmp_path}\n")
+    times = Run(tmp_path).metrics["time/eval"]
+    assert list(times[times > 0].index) == [0, 5]
+
+
+class Interrupt(L.Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        if batch.rollout == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def interrupts():
+    """Lightning ignores a second Ctrl-C from the first one on."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.parametrize(
+    ("callback", "error", "why"),
+    [
+        ("{_target_: test_terminal.Interrupt}", SystemExit, "KeyboardInterrupt"),
+        ("{_target_: test_train.Crash, rollout: 2}", RuntimeError, "RuntimeError"),
+    ],
+)
+def test_a_run_that_is_stopped_says_how_to_go_on(smoke, tmp_path, capsys, interrupts, callback, error, why):
+    more = ("callbacks=[terminal,checkpoint]", "callbacks.checkpoint.every=2", f"+callbacks.stop={callback}")
+    with pytest.raises(error):
+        train(compose_config(*smoke(*more, "rollout.num_rollouts=3")))
+    checkpoint = tmp_path / "checkpoints" / "last.ckpt"
+    line = f"stopped by {why}; to go on: the same command with ckpt_path={checkpoint}\n"
+    assert line in capsys.readouterr().out
+    train(compose_config(*smoke("callbacks=[terminal]", "rollout.num_rollouts=3", f"ckpt_path={checkpoint}")))
+    assert "rollout 3/3" in capsys.readouterr().out
+
+
+def test_a_bar_on_a_real_terminal():
+    """Its width is that of the line: nothing is cut off in 120 columns."""
+    from grpo.training.callbacks.terminal import Terminal
+
+    terminal = Terminal("run", 80)
+    console = Console(width=120, force_terminal=True, record=True)
+    terminal.progress.update(terminal.bar, completed=40, status=status(ROLLOUT, 0.4, 3661))
+    console.print(terminal.progress.make_tasks_table(terminal.progress.tasks))
+    assert "40/80" in (text := console.export_text()) and "1:01:01 left" in text

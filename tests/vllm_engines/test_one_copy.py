@@ -1,0 +1,396 @@
+"""Real vLLM on the trainer's own weights, and vLLM that is given the adapter alone: after every step what it samples from is what
+the trainer has."""
+
+import functools
+from copy import deepcopy
+
+import pytest
+import torch
+import transformers
+from cases import CONTEXT, FAMILIES, disturb, gap, gap_now, model_folder, steps
+from conftest import compose_config
+from safetensors.torch import load_file
+from test_sync import BOUND
+from test_train import VARIED, rows
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from grpo.engines.protocol import Sampling
+from grpo.engines.vllm.engine import VLLMEngine
+from grpo.engines.vllm.lora import VLLMLoraEngine, runner
+from grpo.engines.vllm.shared import VLLMSharedEngine
+from grpo.models.policy import Reference
+from grpo.system import distributed
+from grpo.system.errors import UserError
+from train import train
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+peft = pytest.importorskip("peft")
+torch.set_num_threads(1)
+
+ARGS = {"kv_cache_memory_bytes": 1 << 24, "max_model_len": CONTEXT}
+
+
+def refused(line: str, call, *args, **kwargs) -> None:
+    with pytest.raises(UserError, match=line) as told:
+        call(*args, **kwargs)
+    assert "\n" not in str(told.value)
+
+
+# -- first in this file, since the process groups of all engines are those of the first, and go with any of them
+
+
+def test_packed_experts_are_refused(tmp_path, monkeypatch):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    monkeypatch.setitem(FAMILIES, "qwen3_moe", (transformers.Qwen3MoeConfig, experts))
+    folder = model_folder("qwen3_moe", tmp_path)
+    engine = VLLMSharedEngine(folder, args=ARGS)
+    refused("model.layers.0.mlp.experts.* in a form of its own", engine.load_weights, policy(folder), 0)
+    engine.close()
+
+
+@pytest.mark.parametrize("engine", ["vllm_shared", "vllm_lora"])
+def test_a_run_with_an_adapter_stays_in_step_when_it_is_resumed(smoke, tmp_path, engine):
+    def run(folder: str, *more: str) -> None:
+        settings = [
+            f"engine={engine}",
+            "adapter=lora",
+            f"engine.args.kv_cache_memory_bytes={1 << 26}",
+            "engine.args.max_model_len=1024",
+            "callbacks=[checkpoint]",
+            "callbacks.checkpoint.every=1",
+            "rollout.num_rollouts=3",
+            "eval.every=0",
+            "algo.kl.coef=0.05",
+            "optim.optimizer.lr=1e-2",
+            f"output_dir={tmp_path / folder}",
+        ]
+        config = compose_config(*smoke(*settings, *more))
+        config.task = VARIED
+        (tmp_path / folder).mkdir()
+        train(config)
+
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        run("crashed", "+callbacks.crash={_target_: test_train.Crash, rollout: 2}")
+    run("resumed", f"ckpt_path={tmp_path / 'crashed' / 'checkpoints' / 'last.ckpt'}")
+    measured = [*rows(tmp_path / "crashed"), *rows(tmp_path / "resumed")]
+    assert len(measured) == 3 and max(row["rollout/logprob_gap_max"] for row in measured) < 1e-4
+    assert all(row["loss/grad_norm"] > 0 for row in measured)
+
+
+# -- one copy
+
+
+@pytest.fixture(scope="module")
+def alive():
+    """Every engine of this file: none may be collected before the last is done."""
+    return []
+
+
+@pytest.fixture
+def shared(alive, tmp_path):
+    """(family, dtype) -> an engine, and a policy of the same folder that it has not seen yet."""
+
+    def make(family: str, dtype: torch.dtype = torch.float32, **config):
+        folder = model_folder(family, tmp_path / family, dtype)
+        alive.append(VLLMSharedEngine(folder, dtype=str(dtype).removeprefix("torch."), args=ARGS))
+        return alive[-1], policy(folder, dtype, **config)
+
+    return make
+
+
+def policy(folder: str, dtype: torch.dtype = torch.float32, **config) -> nn.Module:
+    """eager: other attention leaves out the caps on Gemma 2's logits."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **config).eval()
+
+
+def memory(*models: nn.Module) -> dict[int, int]:
+    """The distinct storages of all parameters: where each begins, and its bytes."""
+    storages = (p.untyped_storage() for model in models for p in model.parameters())
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def weights(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters())
+
+
+FP32, BF16 = torch.float32, torch.bfloat16
+CASES = [(family, FP32) for family in FAMILIES] + [("llama_tied", BF16), ("qwen3", BF16)]
+
+
+@pytest.mark.parametrize(("family", "dtype"), CASES, ids=lambda value: str(value).removeprefix("torch."))
+def test_an_optimizer_step_is_the_update(shared, family, dtype):
+    engine, model = shared(family, dtype)
+    disturb(model, seed=1)  # not what is on disk: the trainer's weights win
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine.load_weights(model, 0)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    theirs = runner(engine._llm).get_model()
+    assert engine.shared_bytes == weights(model) > 0
+    assert memory(model, theirs) == memory(theirs)
+    assert gap_now(engine, model) < BOUND[dtype]
+
+    untouched, places = deepcopy(model), {name: p.data_ptr() for name, p in model.named_parameters()}
+    for version, _ in enumerate(steps(model), start=1):
+        assert gap_now(engine, model) < BOUND[dtype]  # at once: these prompts are too short for the cache
+        engine.load_weights(model, version)
+        assert engine.version == version
+        assert gap_now(engine, model) < BOUND[dtype] < gap_now(engine, untouched) / 3
+        assert places == {name: p.data_ptr() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def llama(alive, tmp_path_factory):
+    folder = model_folder("llama", tmp_path_factory.mktemp("llama"))
+    alive.append(VLLMSharedEngine(folder, args=ARGS))
+    model = policy(folder)
+    alive[-1].load_weights(model, 0)
+    return alive[-1], model, folder
+
+
+def test_what_older_weights_computed_is_forgotten(llama, monkeypatch):
+    engine, model, _ = llama
+    prefix = [5 + i % 90 for i in range(400)]
+    prompts, sampling, seeds = [[*prefix, 50], [*prefix, 60]], Sampling(16), [1, 2]
+    assert gap(model, prompts, engine.sample(prompts, sampling, seeds)) < 1e-5
+    disturb(model, seed=2)
+    assert gap(model, prompts, engine.sample(prompts, sampling, seeds)) > 1e-3  # new weights on an old cache
+    engine.load_weights(model, 1)
+    assert gap(model, prompts, engine.sample(prompts, sampling, seeds)) < 1e-5
+
+
+def test_the_policy_is_still_a_policy(llama, tmp_path):
+    """Copies have memory of their own, files have all weights, what is loaded in place is the engine's at once."""
+    engine, model, _ = llama
+    reference = Reference(model)
+    assert not memory(reference.copy).keys() & memory(model).keys()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path)
+    assert all(torch.equal(state[name], tensor) for name, tensor in load_file(tmp_path / "model.safetensors").items())
+    torch.save(model.state_dict(), tmp_path / "state")
+    assert (tmp_path / "state").stat().st_size < 1.2 * weights(model)  # q, k and v are not saved three times
+
+    disturb(model, seed=3)
+    assert gap_now(engine, model) < 1e-5 < 0.01 < gap_now(engine, reference.copy)
+    model.load_state_dict(torch.load(tmp_path / "state"))
+    assert gap_now(engine, model) < 1e-5 and gap_now(engine, reference.copy) < 1e-5
+    model(torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, 6, 7]])).loss.backward()
+    assert all(p.grad is not None and p.grad.norm() > 0 for p in model.parameters())
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["data", "to", "assign", "other"])
+def test_a_policy_that_moved_away_is_told_by_name(llama, how):
+    engine, model, _ = llama
+    engine.load_weights(model, "bound")
+    held = {name: p.data for name, p in model.named_parameters()}
+    moved, name = model, "model.embed_tokens.weight"
+    if how == "data":
+        name = "model.layers.1.self_attn.k_proj.weight"
+        model.get_parameter(name).data = held[name].clone()
+    elif how == "to":
+        model.to(torch.float64).to(torch.float32)
+    elif how == "assign":
+        model.load_state_dict({name: tensor.clone() for name, tensor in held.items()}, assign=True)
+    else:
+        moved = deepcopy(model)
+    for version in ("bound", "new"):  # also where there is nothing to do
+        refused(f"^the policy's {name} is no longer vLLM's own", engine.load_weights, moved, version)
+    for name, tensor in held.items():
+        model.get_parameter(name).data = tensor
+    engine.load_weights(model, "again")
+
+
+def test_the_memory_that_is_packed_elsewhere_stays_packed(llama, alive):
+    """Two kinds of engine in one process: the other's layers keep vLLM's own form on a CPU."""
+    _, _, folder = llama
+    alive.append(VLLMEngine(folder, args=ARGS))
+    model = policy(folder)
+    disturb(model, seed=4)
+    alive[-1].load_weights(model, 0)
+    assert gap_now(alive[-1], model) < 1e-5
+    assert not memory(model).keys() & memory(runner(alive[-1]._llm).get_model()).keys()
+    empty = [p for p in runner(alive[-1]._llm).get_model().parameters() if p.numel() == 0]
+    assert empty  # what vLLM leaves of a weight that it has packed
+
+
+# -- what cannot be one copy
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
+@pytest.mark.parametrize("engine", [VLLMSharedEngine, VLLMLoraEngine])
+def test_several_devices_are_refused(engine, name):
+    refused(f"engine.args.{name}=2", engine, "nowhere", rank=4, args={name: 2})
+
+
+@pytest.fixture(scope="module")
+def unbound(alive, tmp_path_factory):
+    """An engine that refuses whatever it is given in the tests below, and its folder."""
+    folder = model_folder("qwen2", tmp_path_factory.mktemp("qwen2"))
+    alive.append(VLLMSharedEngine(folder, args=ARGS))
+    return alive[-1], folder
+
+
+def test_several_ranks_are_refused(unbound, monkeypatch):
+    engine, folder = unbound
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    refused("trainer.devices=1", engine.load_weights, policy(folder), 0)
+
+
+def test_another_dtype_is_refused(unbound):
+    engine, folder = unbound
+    line = "bfloat16 in the policy and torch.float32 in vLLM.*model.dtype"
+    refused(line, engine.load_weights, policy(folder, torch.bfloat16), 0)
+
+
+def test_weights_that_only_one_of_the_two_has_are_refused(unbound, tmp_path):
+    """Qwen 3 has norms where Qwen 2 has biases."""
+    engine, folder = unbound
+    extra = policy(model_folder("qwen3", tmp_path / "qwen3"))
+    refused("vLLM .*model.layers.0.self_attn.q_norm.weight .*engine=vllm", engine.load_weights, extra, 0)
+    fewer = policy(model_folder("llama_tied", tmp_path / "llama"))
+    refused(r"vLLM's model.layers.0.self_attn.qkv_proj.bias is not all", engine.load_weights, fewer, 0)
+    assert engine.shared_bytes == 0
+    model = policy(folder)
+    engine.load_weights(model, 0)  # nothing is left of them
+    assert gap_now(engine, model) < 1e-5
+
+
+def test_weights_that_vllm_keeps_in_another_form_are_refused(shared, monkeypatch):
+    """GPT-2's matrices are transposed, which numbers alone do not tell of one that is 0."""
+    monkeypatch.setitem(FAMILIES, "gpt2", (transformers.GPT2Config, {}))
+    engine, model = shared("gpt2")
+    nn.init.zeros_(model.transformer.h[0].attn.c_attn.weight)
+    refused("transformer.h.0.attn.c_attn.weight in another form", engine.load_weights, model, 0)
+
+
+# -- adapters
+
+
+def adapted(model: nn.Module, **more) -> peft.PeftModel:
+    torch.manual_seed(1)
+    config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **config | more)).eval()
+
+
+@pytest.fixture(scope="module")
+def lora(alive, tmp_path_factory):
+    """(family, kind) -> an engine for adapters up to rank 8, and its folder."""
+
+    @functools.cache
+    def make(family: str, kind: type = VLLMLoraEngine):
+        folder = model_folder(family, tmp_path_factory.mktemp(family))
+        alive.append(kind(folder, rank=5, args=ARGS))
+        return alive[-1], folder
+
+    return make
+
+
+@pytest.mark.parametrize("kind", [VLLMSharedEngine, VLLMLoraEngine])
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("llama_tied", {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"o_proj": 3}}),
+        ("qwen2", {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1]}),
+    ],
+    ids=["patterns", "some"],
+)
+def test_an_adapter_is_swapped_after_every_step(lora, kind, family, config):
+    engine, folder = lora(family, kind)
+    base = policy(folder)
+    disturb(base, seed=1)  # the base is not the one on disk either
+    size = weights(base)
+    model = adapted(base, **config)
+    engine.load_weights(model, 0)
+    assert gap_now(engine, model) < 1e-5
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    for version, _ in enumerate(steps(model), start=1):
+        assert gap_now(engine, model) > 0.01  # the engine that was not told
+        engine.load_weights(model, version)
+        assert gap_now(engine, model) < 1e-5
+    assert all(torch.equal(frozen[name], p) for name, p in model.named_parameters() if name in frozen)
+    if kind is VLLMSharedEngine:
+        theirs = runner(engine._llm).get_model()
+        ours = nn.ParameterList(p for p in model.parameters() if not p.requires_grad)
+        assert engine.shared_bytes == size and memory(ours, theirs) == memory(theirs)
+    request, engine._lora_request = engine._lora_request, None
+    with Reference(model).model() as reference:  # the same memory, its adapter switched off
+        assert gap_now(engine, reference) < 1e-5
+    engine._lora_request = request
+    assert gap_now(engine, model) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "config", [{"target_modules": ["lm_head", "embed_tokens", "q_proj"]}, {"init_lora_weights": "pissa"}]
+)
+@pytest.mark.parametrize("family", ["llama_tied", "llama"])
+def test_adapters_at_both_ends_and_of_an_init_that_changes_the_base(lora, family, config):
+    engine, folder = lora(family)
+    model = adapted(policy(folder), **config)
+    engine.load_weights(model, str(config))
+    assert gap_now(engine, model) < 1e-5
+
+
+def test_a_base_that_was_written_to_is_copied_again(lora, monkeypatch):
+    engine, folder = lora("llama")
+    model = adapted(policy(folder))
+    engine.load_weights(model, "first")
+    copies = []
+    copy = engine._copy
+    monkeypatch.setattr(engine, "_copy", lambda tensors: copies.append("base") or copy(tensors))
+    disturb(model, seed=1)
+    engine.load_weights(model, "adapter")
+    assert copies == [] and gap_now(engine, model) < 1e-5
+    disturb(model.get_base_model().requires_grad_(True), seed=2)
+    assert gap_now(engine, model) > 0.01
+    engine.load_weights(model, "base")
+    assert copies == ["base"] and gap_now(engine, model) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "line"),
+    [
+        ("llama", {"use_dora": True}, "DoraLinearVariant at .*q_proj"),
+        ("llama", {"lora_bias": True, "target_modules": ["q_proj"]}, "LoRA bias"),
+        ("llama", {"bias": "all"}, "bias is not supported"),
+        ("llama", {"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ("llama", {"trainable_token_indices": [3]}, "trainable_tokens"),
+        ("llama", {"r": 9}, "LoRA rank 9 is greater than max_lora_rank 8"),
+        ("llama", {"rank_pattern": {"q_proj": 16}}, "LoRA rank 16"),
+        ("llama", {"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
+        # these vLLM would leave out without a word: its Gemma 2 knows no adapter there
+        (
+            "gemma2",
+            {"target_modules": ["q_proj", "embed_tokens"]},
+            "no adapter at model.embed_tokens; .*target_modules",
+        ),
+        ("gemma2", {"target_modules": ["lm_head"]}, "no adapter at lm_head"),
+    ],
+)
+def test_adapters_that_vllm_cannot_serve_are_refused(lora, family, config, line):
+    engine, folder = lora(family)
+    refused(
+        f"vLLM cannot serve this adapter: .*{line}.*engine=vllm",
+        engine.load_weights,
+        adapted(policy(folder), **config),
+        -1,
+    )
+
+
+def test_policies_without_an_adapter_or_with_several_are_refused(lora, llama):
+    engine, folder = lora("llama")
+    refused("the policy has none: set adapter=lora", engine.load_weights, policy(folder), -1)
+    model = adapted(policy(folder))
+    model.add_adapter("more", model.peft_config["default"])
+    model.base_model.set_adapter(["default", "more"])
+    refused("2 active; it serves one LoRA", engine.load_weights, model, -1)
+    other = peft.get_peft_model(policy(folder), peft.IA3Config(task_type="CAUSAL_LM"))
+    refused("of type .*IA3.*it serves one LoRA", engine.load_weights, other, -1)
+    refused("set engine.rank to its rank", llama[0].load_weights, adapted(policy(folder)), -1)
+
+
+def test_ranks_that_no_engine_has_are_refused():
+    refused("engine=vllm_lora .* set adapter=lora", VLLMLoraEngine, "nowhere")
+    refused("engine.rank=513 .* vLLM takes 1 to 512", VLLMLoraEngine, "nowhere", rank=513)
+    refused("engine.rank=0 .* vLLM takes 1 to 512", VLLMSharedEngine, "nowhere", rank=0)

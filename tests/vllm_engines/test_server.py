@@ -1,0 +1,349 @@
+"""Real vLLM servers over HTTP: after every change of the weights they sample from those that the trainer has, and nothing is lost
+when one dies."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx2
+import peft
+import psutil
+import pytest
+import torch
+from cases import CONTEXT, PROMPTS, disturb, gap, gap_now, model_folder, next_logits, steps
+from conftest import ROOT
+from test_train import rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo.engines.protocol import Sampling
+from grpo.engines.vllm_server.engine import VLLMServerEngine
+from grpo.engines.vllm_server.launch import Servers
+from grpo.env.tokens import Completion
+from grpo.system.errors import UserError
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+
+BOUND = 1e-5  # of the largest gap, in float32
+ARGS = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": CONTEXT, "max_lora_rank": 8}
+
+
+def answers(url: str, route: str = "/health") -> bool:
+    try:
+        return httpx2.get(url + route, timeout=5, trust_env=False).is_success
+    except httpx2.HTTPError:
+        return False
+
+
+def wait_for(condition, seconds: float = 200) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    torch.set_num_threads(1)
+    return model_folder("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def pair(folder, tmp_path_factory):
+    """Two servers that take files and adapters."""
+    servers = Servers(folder, "lora", count=2, args=ARGS, logs=tmp_path_factory.mktemp("logs"))
+    servers.start_all()
+    try:
+        for url in servers.urls:
+            wait_for(lambda url=url: answers(url) or servers.ended(url))
+            assert servers.ended(url) is None
+        yield servers
+    finally:
+        servers.close()
+
+
+@pytest.fixture
+def model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.fixture
+def engine(folder, pair, model, tmp_path):
+    engine = VLLMServerEngine(folder, pair.urls, folder=str(tmp_path / "weights"), concurrency=8, wait=20)
+    engine.load_weights(model, 0)
+    yield engine
+    engine.close()
+    assert not (tmp_path / "weights").exists()
+
+
+def test_files_bring_the_trainers_weights_after_every_step(engine, model):
+    assert engine.context == CONTEXT and gap_now(engine, model) < BOUND
+    for version, _ in enumerate(steps(model), start=1):
+        assert gap_now(engine, model) > 1e-2  # the servers that were not told
+        engine.load_weights(model, version)
+        assert engine.version == version
+        prompts = PROMPTS * 6  # more than a server is asked for at once: both have a share
+        completions = engine.sample(prompts, Sampling(16), seeds=range(18))
+        assert gap(model, prompts, completions) < BOUND
+        assert {v for completion in completions for v in completion.versions} == {version}
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0.5}, {"min_p": 0.2}, {"repetition_penalty": 1.5}], ids=str)
+def test_logprobs_are_those_of_the_whole_vocabulary_at_the_temperature(engine, model, filters):
+    completions = engine.sample(PROMPTS, Sampling(24, temperature=0.7, **filters), seeds=[1, 2, 3])
+    assert gap(model, PROMPTS, completions, 0.7) < BOUND
+
+
+def test_greedy_is_argmax_with_logprobs_at_temperature_1(engine, model):
+    completions = engine.sample(PROMPTS, Sampling(24, temperature=0), seeds=[1, 2, 3])
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        assert next_logits(model, prompt, completion).argmax(-1).tolist() == list(completion.ids)
+    assert gap(model, PROMPTS, completions) < BOUND
+
+
+def test_guided_samples_match(engine, model, folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    completions = engine.sample(PROMPTS * 5, Sampling(32, guided={"regex": "[0-9]{3}-[ab]+c"}), seeds=range(15))
+    texts = [tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions if c.finish == "stop"]
+    assert len(texts) > 4 and all(re.fullmatch("[0-9]{3}-[ab]+c", text) for text in texts), texts
+    assert gap(model, PROMPTS * 5, completions) < BOUND
+    with pytest.raises(UserError, match=r"does not take a request: .*regex"):
+        engine.sample(PROMPTS, Sampling(8, guided={"regex": "["}), seeds=[1, 2, 3])
+
+
+def test_a_seed_decides_whichever_server_answers(engine, pair, folder, tmp_path):
+    together = engine.sample(PROMPTS * 4, Sampling(24), seeds=range(12))
+    for url in pair.urls:
+        label = engine._pool.label
+        [server] = [server for server in engine._pool.servers if server.url == url]
+        others = [server for server in engine._pool.servers if server.url != url]
+        engine._pool.servers = [server]
+        assert engine._pool.label == label
+        assert [c.ids for c in engine.sample(PROMPTS * 4, Sampling(24), seeds=range(12))] == [c.ids for c in together]
+        engine._pool.servers = [server, *others]
+    assert len({c.ids for c in together}) == 12
+
+
+def test_stop_ids_context_and_callback(engine):
+    heard = {}
+    prompts = [*PROMPTS, [60] * (CONTEXT - 2)]
+    sampling = Sampling(32, stop_ids=range(60, 200))
+    completions = engine.sample(prompts, sampling, [1, 2, 3, 4], heard.__setitem__)
+    assert [heard[i] for i in range(4)] == completions
+    for completion in completions[:3]:
+        assert not set(completion.ids[:-1]) & {1, *range(60, 200)}
+        assert (completion.finish == "stop") == (completion.ids[-1] in {1, *range(60, 200)})
+    assert len(completions[3].ids) <= 2
+    with pytest.raises(UserError, match=f"{CONTEXT} tokens.*context of {CONTEXT}"):
+        engine.sample([[5] * CONTEXT], Sampling(1), seeds=[1])
+
+
+def under_way(engine, load, sampling: Sampling):
+    """Samples, with new weights as soon as the first completion is there. Returns prompts and completions."""
+    begun, prompts, found = threading.Event(), PROMPTS * 10, []
+    thread = threading.Thread(
+        target=lambda: found.extend(engine.sample(prompts, sampling, range(30), lambda *_: begun.set()))
+    )
+    thread.start()
+    assert begun.wait(60)
+    load()
+    thread.join(120)
+    assert len(found) == 30
+    return prompts, found
+
+
+def pieces(prompt: list[int], completion: Completion):
+    """By version: what came before, and the tokens."""
+    for version in sorted(set(completion.versions)):
+        start = completion.versions.index(version)
+        end = start + completion.versions.count(version)
+        assert set(completion.versions[start:end]) == {version}
+        part = Completion(completion.ids[start:end], completion.logprobs[start:end], "length")
+        yield version, prompt + list(completion.ids[:start]), part
+
+
+def test_weights_may_change_in_the_middle_of_a_completion(engine, model, folder):
+    assert engine.in_flight
+    old = AutoModelForCausalLM.from_pretrained(folder)
+    disturb(model, seed=1)
+    prompts, completions = under_way(engine, lambda: engine.load_weights(model, 1), Sampling(300))
+    assert any(set(completion.versions) == {0, 1} for completion in completions)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        for version, before, part in pieces(prompt, completion):
+            assert gap(model if version else old, [before], [part]) < BOUND
+            assert gap(old if version else model, [before], [part]) > 1e-3 or len(part.ids) < 3
+
+
+def test_what_a_killed_trainer_left_half_done_does_no_harm(engine, pair, model):
+    for url in pair.urls:
+        for route in ("/pause?mode=keep", "/start_weight_update"):
+            assert httpx2.post(url + route, timeout=60, trust_env=False).is_success
+    disturb(model, seed=2)
+    engine.load_weights(model, 1)
+    assert gap_now(engine, model) < BOUND
+
+
+def test_a_server_that_dies_loses_nothing_and_comes_back_in_step(engine, pair, model):
+    sampling, prompts, seeds = Sampling(48), PROMPTS * 20, range(60)
+    whole = engine.sample(prompts, sampling, seeds)
+    port, url = pair.ports[1], pair.urls[1]
+    api_server = psutil.Process(pair._guards[port].pid).children()[0]
+    heard = []
+
+    def kill(i, completion) -> None:
+        if not heard:
+            api_server.kill()
+        heard.append(i)
+
+    assert [c.ids for c in engine.sample(prompts, sampling, seeds, kill)] == [c.ids for c in whole]
+    assert sorted(heard) == list(range(60))
+    assert not answers(url)
+
+    disturb(model, seed=3)
+    engine.load_weights(model, 1)  # one server misses it
+    assert gap(model, prompts, engine.sample(prompts, sampling, seeds)) < BOUND
+    wait_for(lambda: pair.ended(url), 30)
+    assert "exit code" in pair.ended(url)
+    pair.start(port)
+    wait_for(lambda: answers(url))
+    completions = engine.sample(PROMPTS * 60, sampling, range(180))
+    assert gap(model, PROMPTS * 60, completions) < BOUND
+    served = httpx2.get(url + "/metrics", timeout=10, trust_env=False).text
+    answered = [float(number) for number in re.findall(r"vllm:request_success_total\{.*\} (\S+)", served)]
+    assert sum(answered) > 10  # it had a share, with the weights that it had missed
+
+
+def adapted(folder: str, rank: int):
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    config = peft.LoraConfig(r=rank, lora_alpha=4 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(base, config).eval()
+
+
+@pytest.fixture
+def lora(engine, pair, folder, model, tmp_path):
+    """The servers as they were started, with a client that gives them adapters."""
+    engine.load_weights(model, 9)
+    for url in pair.urls:
+        httpx2.post(url + "/update_weight_version", json={"new_version": "default"}, timeout=10, trust_env=False)
+    lora = VLLMServerEngine(folder, pair.urls, "lora", str(tmp_path / "adapters"), concurrency=8)
+    yield lora
+    lora.close()
+    assert not (tmp_path / "adapters").exists()
+
+
+def test_adapters_are_followed_step_by_step(lora, folder):
+    policy = adapted(folder, rank=4)
+    lora.load_weights(policy, 0)
+    assert gap_now(lora, policy) < BOUND
+    for version, _ in enumerate(steps(policy, count=4), start=1):
+        assert gap_now(lora, policy) > 1e-3
+        lora.load_weights(policy, version)
+        assert gap_now(lora, policy) < BOUND
+
+
+def test_a_completion_keeps_the_adapter_that_it_began_with(lora, folder):
+    policy = adapted(folder, rank=4)
+    disturb(policy, seed=4, size=0.05)
+    old = {name: p.clone() for name, p in policy.state_dict().items()}
+    lora.load_weights(policy, 0)
+    assert not lora.in_flight
+
+    def load() -> None:
+        disturb(policy, seed=5, size=0.05)
+        lora.load_weights(policy, 1)
+
+    prompts, completions = under_way(lora, load, Sampling(100))
+    new = {name: p.clone() for name, p in policy.state_dict().items()}
+    assert {completion.versions[0] for completion in completions} == {0, 1}
+    for version, weights in enumerate([old, new]):
+        policy.load_state_dict(weights)
+        its = [(p, c) for p, c in zip(prompts, completions, strict=True) if set(c.versions) == {version}]
+        assert gap(policy, *map(list, zip(*its, strict=True))) < BOUND
+
+
+def test_adapters_that_the_servers_cannot_take_are_told_in_one_line(lora, engine, folder, model):
+    with pytest.raises(UserError, match=r"rank 16 .*max_lora_rank 8.*engine\.args\.max_lora_rank"):
+        lora.load_weights(adapted(folder, rank=16), 0)
+    with pytest.raises(UserError, match="adapter=lora"):
+        lora.load_weights(model, 0)
+    engine.load_weights(model, 10)  # these servers have other weights from now on
+    with pytest.raises(UserError, match=r"weights that another run gave it \(.*-10\).*restart it"):
+        lora.load_weights(adapted(folder, rank=4), 0)
+
+
+def test_another_model_is_refused(engine, folder):
+    config = AutoModelForCausalLM.from_pretrained(folder).config
+    config.hidden_size *= 2
+    with pytest.raises(UserError, match=r"does not take the weights \(.+\): is it the model of model\.path") as told:
+        engine.load_weights(AutoModelForCausalLM.from_config(config), 1)
+    assert "\n" not in str(told.value)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def test_a_start_brings_the_trainers_weights_and_leaves_nothing(pair, folder, model, tmp_path):
+    pair.close()  # they have done their work, and two cores are few
+    engine = VLLMServerEngine(
+        folder,
+        sync="restart",
+        folder=str(tmp_path / "weights"),
+        launch=True,
+        args=ARGS | {"max_lora_rank": None},
+        logs=tmp_path,
+    )
+    assert not engine.in_flight
+    disturb(model, seed=6)
+    engine.load_weights(model, 1)
+    assert gap_now(engine, model) < BOUND and engine.context == CONTEXT
+    processes = family(engine._launched._guards[engine._launched.ports[0]].pid)
+    assert len(processes) > 2
+    engine.close()
+    assert not psutil.wait_procs(processes, timeout=20)[1]
+    assert [path.name for path in tmp_path.iterdir()] == [f"server-{engine._launched.ports[0]}.log"]
+
+
+def test_no_server_outlives_a_trainer_that_is_killed(folder, tmp_path):
+    code = f"""if True:
+        from grpo.engines.launch import Servers
+        servers = Servers({folder!r}, logs={str(tmp_path)!r})
+        servers.start_all()
+        input()
+    """
+    trainer = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE)
+    try:
+        wait_for(lambda: len(family(trainer.pid)) > 2)  # the guard and the server
+        processes = family(trainer.pid)[1:]
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+    assert not psutil.wait_procs(processes, timeout=30)[1]
+
+
+def test_a_run_of_two_devices_starts_a_server_and_stops_it(smoke, tmp_path):
+    overrides = [
+        *(override for override in smoke() if not override.startswith("output_dir")),
+        *("trainer=cpu", "trainer.devices=2", "logger=csv", f"hydra.run.dir={tmp_path}/run"),
+        *("engine=vllm_server", "engine.launch=true", "engine.args.max_model_len=1024"),
+        f"engine.args.kv_cache_memory_bytes={1 << 26}",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen([sys.executable, "train.py", *overrides], cwd=ROOT, env=environment)
+    seen: dict[int, psutil.Process] = {}
+    while run.poll() is None:
+        seen |= {process.pid: process for process in family(run.pid)[1:]} if psutil.pid_exists(run.pid) else {}
+        time.sleep(0.5)
+    assert run.returncode == 0
+    assert len(seen) > 4 and not psutil.wait_procs(seen.values(), timeout=20)[1]
+    assert list((tmp_path / "run").glob("server-*.log")) and not (tmp_path / "run" / "weights").exists()
+    learned = rows(tmp_path / "run")
+    assert [row["rollout/logprob_gap"] for row in learned if "rollout/logprob_gap" in row] == pytest.approx(
+        [0, 0], abs=1e-4
+    )

@@ -1,0 +1,103 @@
+"""Real vLLM, in this process, after each of three optimizer steps: it must sample from the weights that the trainer has."""
+
+import json
+import re
+
+import pytest
+import torch
+from cases import CONTEXT, PROMPTS, gap, gap_now, model_folder, steps
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo.engines.protocol import Sampling
+from grpo.engines.vllm.engine import VLLMEngine
+from grpo.system.errors import UserError
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+
+ARGS = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": CONTEXT}
+BOUND = {
+    torch.float32: 1e-5,
+    torch.bfloat16: 0.1,
+}  # of the largest gap; bfloat16 keeps 8 bits, and logits here are near 4
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_copied_weights_are_the_trainers_after_every_step(family, dtype, tmp_path):
+    torch.set_num_threads(1)
+    folder = model_folder(family, tmp_path, dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    engine = VLLMEngine(folder, dtype=str(dtype).removeprefix("torch."), args=ARGS)
+    engine.load_weights(model, 0)
+    assert gap_now(engine, model) < BOUND[dtype]
+    for version, _ in enumerate(steps(model), start=1):
+        assert gap_now(engine, model) > 3 * BOUND[dtype]  # the engine that was not told
+        engine.load_weights(model, version)
+        assert engine.version == version
+        assert gap_now(engine, model) < BOUND[dtype]
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = model_folder("llama", tmp_path_factory.mktemp("llama"))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    engine = VLLMEngine(folder, args=ARGS)
+    engine.load_weights(model, 0)
+    yield engine, model, AutoTokenizer.from_pretrained(folder)
+    engine.close()
+
+
+NUMBER = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("guided", "matches"),
+    [
+        ({"regex": "[0-9]{3}-[ab]+c"}, re.compile("[0-9]{3}-[ab]+c").fullmatch),
+        ({"choice": ["yes", "no, never"]}, {"yes", "no, never"}.__contains__),
+        ({"json": NUMBER}, lambda text: list(json.loads(text)) == ["n"]),
+        ({"grammar": 'root ::= "<" [x-z] [x-z] ">"'}, re.compile("<[x-z][x-z]>").fullmatch),
+    ],
+    ids=["regex", "choice", "json", "grammar"],
+)
+def test_guided_samples_match_and_keep_the_models_own_logprobs(llama, guided, matches, temperature):
+    engine, model, tokenizer = llama
+    prompts = PROMPTS * 10
+    completions = engine.sample(prompts, Sampling(48, temperature, guided=guided), seeds=range(30))
+    ended = [c for c in completions if c.finish == "stop"]
+    texts = [tokenizer.decode(c.ids, skip_special_tokens=True) for c in ended]
+    assert len(ended) > 8 and len(set(texts)) > 1
+    assert all(matches(text) for text in texts), texts
+    assert (
+        gap(model, prompts, completions, temperature) < 1e-5
+    )  # over the whole vocabulary, not what the guide left of it
+
+
+def test_guides_filters_and_free_samples_do_not_touch_each_other(llama):
+    engine, _, _ = llama
+    free = engine.sample(PROMPTS, Sampling(12, 0.8), seeds=[1, 2, 3])
+    engine.sample(PROMPTS, Sampling(12, guided={"regex": "[ab]+"}), seeds=[1, 2, 3])
+    assert engine.sample(PROMPTS, Sampling(12, 0.8), seeds=[1, 2, 3]) == free
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ({"kv_cache_memory_bytes": 1 << 12}, "too little memory.*engine.args.max_model_len.*max_num_seqs"),
+        ({"max_modellen": 3}, "engine.args.*max_modellen"),
+        ({"max_model_len": CONTEXT * 2}, "engine.args.*max_model_len.*1024"),
+    ],
+)
+def test_arguments_that_vllm_refuses_are_told_in_one_line(tmp_path, args, line):
+    with pytest.raises(UserError, match=line) as told:
+        VLLMEngine(model_folder("llama", tmp_path), args=ARGS | args)
+    assert "\n" not in str(told.value)
+
+
+def test_sleep_is_refused_without_a_gpu(tmp_path):
+    with pytest.raises(UserError, match=r"engine\.sleeps=false"):
+        VLLMEngine(str(tmp_path), sleeps=True)

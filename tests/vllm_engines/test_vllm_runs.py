@@ -1,0 +1,104 @@
+"""Whole runs with real vLLM beside the trainer: short ones of each kind, and the demo, which learns as with our own engine."""
+
+import math
+
+import pytest
+from conftest import compose_config
+from test_train import VARIED, rows
+from torch import nn
+
+from grpo.engines.vllm.engine import VLLMEngine
+from grpo.runs.runs import Run
+from train import train
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+
+CACHE = "engine.args.kv_cache_memory_bytes=67108864"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["engine=vllm", "algo.num_epochs=2", "algo.num_minibatches=2"],
+        ["engine=vllm", "adapter=lora"],
+        ["engine=vllm_shared", "algo.num_epochs=2", "algo.num_minibatches=2", "algo.kl.coef=0.1"],
+        ["engine=vllm_shared", "adapter=lora", "algo.kl.coef=0.1"],
+        ["engine=vllm_shared", "model.dtype=bfloat16"],
+        ["engine=vllm_lora", "adapter=lora"],
+        ["engine=vllm", "rollout.ahead=1", "algo.old_policy=rollout"],
+    ],
+    ids=" ".join,
+)
+def test_the_engine_samples_what_the_trainer_has_learned(smoke, tmp_path, settings):
+    """Four rollouts, with several updates each or adapters: the trainer finds the engine's log-probabilities every time."""
+    config = compose_config(*smoke(*settings, CACHE, "rollout.num_rollouts=4", "rollout.group_size=4", "max_tokens=16"))
+    config.task = VARIED
+    train(config)
+    gaps = [row["rollout/logprob_gap_max"] for row in rows(tmp_path) if "rollout/logprob_gap_max" in row]
+    if "rollout.ahead=1" in settings:  # later ones are by weights that are one rollout old
+        assert [row["rollout/staleness"] for row in rows(tmp_path) if "rollout/staleness" in row] == [0, 1, 1, 1]
+        gaps[1:] = []
+    assert max(gaps) < (0.1 if "model.dtype=bfloat16" in settings else 1e-5)
+    assert all(row["loss/grad_norm"] > 0 for row in rows(tmp_path) if "loss/grad_norm" in row)
+
+
+class Stale(VLLMEngine):
+    """Takes the first weights and never again."""
+
+    def load_weights(self, model: nn.Module, version: int) -> None:
+        if self.version is None:
+            super().load_weights(model, version)
+        self.version = version
+
+
+def test_an_engine_that_keeps_old_weights_is_told_of(smoke, tmp_path, caplog):
+    more = ("rollout.num_rollouts=3", "rollout.group_size=4", "optim.optimizer.lr=1e-2", "callbacks=[health]")
+    config = compose_config(*smoke("engine=vllm", CACHE, *more))
+    config.task, config.engine._target_ = VARIED, "test_vllm_runs.Stale"
+    train(config)
+    gaps = [row["rollout/logprob_gap"] for row in rows(tmp_path) if "rollout/logprob_gap" in row]
+    assert gaps[0] < 1e-5 and gaps[1] > 0.03 and gaps[2] > 0.03
+    assert "the engine may hold old weights" in caplog.text
+
+
+def test_every_sample_of_a_guided_run_matches(smoke, tmp_path):
+    guided = "rollout.sampling.guided={regex: '[0-9]{2}[+-][0-9]{2}=[0-9]{1,3}'}"
+    config = compose_config(*smoke("engine=vllm", CACHE, guided, "callbacks=[samples]", "max_tokens=16"))
+    config.task = VARIED
+    train(config)
+    said = Run(tmp_path).samples()["completion"]
+    assert len(said) == 2 * 2 * 2 and said.nunique() > 1
+    assert said.str.fullmatch("[0-9]{2}[+-][0-9]{2}=[0-9]{1,3}").all()
+    assert max(row.get("rollout/logprob_gap_max", 0) for row in rows(tmp_path)) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """Held-out accuracy of the demo by rollouts, 200 problems."""
+
+    def run(name: str, *more: str, rollouts: int = 12) -> dict[int, float]:
+        folder = tmp_path_factory.mktemp(name, numbered=False)
+        callbacks = ("callbacks=[checkpoint]", "callbacks.checkpoint.every=6", "logger=csv")
+        train(
+            compose_config(
+                *callbacks, "eval.every=6", f"rollout.num_rollouts={rollouts}", f"output_dir={folder}", *more
+            )
+        )
+        return {int(row["step"]): row["eval/accuracy"] for row in rows(folder) if "eval/accuracy" in row}
+
+    return run
+
+
+def test_the_demo_learns_on_one_copy_as_with_the_built_in_engine_also_when_resumed(demo, tmp_path_factory):
+    built_in = demo("built_in", "engine=transformers")
+    shared = demo("shared", "engine=vllm_shared", CACHE)
+    assert shared[0] == pytest.approx(built_in[0], abs=0.01) and shared[12] > shared[0] + 0.3
+    for rollouts in (6, 12):
+        p = (shared[rollouts] + built_in[rollouts]) / 2
+        assert abs(shared[rollouts] - built_in[rollouts]) < 3 * math.sqrt(2 * p * (1 - p) / 200)
+
+    demo("half", "engine=vllm_shared", CACHE, rollouts=6)
+    half = tmp_path_factory.getbasetemp() / "half" / "checkpoints" / "last.ckpt"
+    resumed = demo("resumed", "engine=vllm_shared", CACHE, f"ckpt_path={half}")
+    assert resumed[12] == shared[12]
