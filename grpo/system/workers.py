@@ -1,6 +1,6 @@
 """Worker processes that may be killed: one function, one item at a time, a deadline and a limit of memory.
 
-    pool = Workers("grpo.grading.by_algebra", size=2, deadline=5.0, memory=2**30, warm_up=("1", "1"))
+    pool = Workers("grpo.rewards.math.grading.by_algebra", size=2, deadline=5.0, memory=2**30, warm_up=("1", "1"))
     pool.call("x+1", "1+x")  # from any thread; raises TimeoutError or WorkerError
 
 Knows nothing of what is computed: arguments and results are JSON. A worker is a plain subprocess, not a fork (the parent may
@@ -125,7 +125,7 @@ class _Worker:
     def __init__(self, function: str, deadline: float, memory: int, warm_up: tuple) -> None:
         paths = [str(Path(__file__).parents[2]), *(path or os.getcwd() for path in sys.path)]
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "grpo.workers", function, str(deadline), str(memory), json.dumps(warm_up)],
+            [sys.executable, "-P", "-m", "grpo.system.workers", function, str(deadline), str(memory), json.dumps(warm_up)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

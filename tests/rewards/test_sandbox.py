@@ -422,7 +422,7 @@ def test_eight_threads_at_once():
 
 
 def test_a_program_ends_with_its_parent(here):
-    code = "from grpo.sandbox import Limits, run; run('import time; time.sleep(600)', Limits(seconds=600))"
+    code = "from grpo.rewards.code.sandbox import Limits, run; run('import time; time.sleep(600)', Limits(seconds=600))"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     deadline = time.monotonic() + 30
     while not running(here) and time.monotonic() < deadline:
@@ -442,9 +442,9 @@ def test_without_landlock_a_program_runs_only_unconfined():
     """In a process for which the kernel has no Landlock."""
     code = """
 import ctypes
-from grpo import confine
-from grpo.errors import UserError
-from grpo.sandbox import Limits, run
+from grpo.rewards.code import sandbox_child
+from grpo.rewards.code.sandbox import Limits, run
+from grpo.system.errors import UserError
 sandbox_child.check(sandbox_child.prctl(38, 1), "no_new_privs")
 code = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (6, 0, 0, 0x00050000 | 38), (6, 0, 0, 0x7FFF0000)]
 steps = (sandbox_child.Instruction * 4)(*code)

@@ -78,7 +78,7 @@ def alive(pid: int) -> bool:
 
 ORPHANS = """
 import os, signal, threading, time
-from grpo.workers import Workers
+from grpo.system.workers import Workers
 pool = Workers("time.sleep", 2, 30.0, 2**30, (0,))
 pool.call(0)
 threading.Thread(target=pool.call, args=(25,), daemon=True).start()

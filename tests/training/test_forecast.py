@@ -63,7 +63,7 @@ class Big(Varied):
 @LINUX
 def test_phases_are_told_apart(smoke, tmp_path):
     config = compose_config(*smoke("eval.every=0"))
-    config.task = VARIED | {"_target_": "test_memory.Big"}
+    config.task = VARIED | {"_target_": "test_forecast.Big"}
     train(config)
     with open(tmp_path / "metrics.csv") as file:
         for row in csv.DictReader(file):

@@ -8,14 +8,15 @@ from conftest import EXAMPLES, ROOT, compose_config
 from test_train import rows
 
 import eval as eval_script
-from grpo.callbacks.ahead import Played
-from grpo.engine import Sampling
-from grpo.messages import Message
-from grpo.report import write
-from grpo.rl import Action, Reward, State, Step, Trajectory
-from grpo.rollout import Limits, Plan, Sample
-from grpo.runs import Run, curves, load, table
-from grpo.tokens import Completion, Scores, Turn
+from grpo.rollout.ahead import Played
+from grpo.engines.protocol import Sampling
+from grpo.env.messages import Message
+from grpo.runs.report import write
+from grpo.env.types import Action, Reward, State, Step, Trajectory
+from grpo.rollout.types import Limits, Plan, Sample
+from grpo.runs.runs import Run, curves, load, table
+from grpo.env.tokens import Completion, Turn
+from grpo.objectives.batch import Scores
 from train import train
 
 OLD = EXAMPLES / "old_run"
