@@ -7,14 +7,14 @@ them is looked up here, and gives the very module or class of today.
 import sys
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, spec_from_loader
 from types import ModuleType
 from typing import Any
 
 _ROOMS = {
     "system": "errors workers ports memory ranks=distributed coroutines guard=child",
-    "env": "messages rl=types tokens tools toolcalls=tool_parsers renderer",
+    "env": "messages rl=types tools toolcalls=tool_parsers renderer",
     "data": "rows=dataset",
     "rewards": "rowtask=row_task rewards.names=resolve rewards.classifier=reward_model",
     "rewards.math": "answers arithmetic grading",
@@ -25,11 +25,12 @@ _ROOMS = {
     "engines": "engine=protocol",
     "engines.builtin": "engines.transformers=engine engines.drawing=sampler engines.pool=kv_cache engines.padded",
     "engines.vllm": "engines.vllm_lora=lora engines.vllm_shared=shared engines.transfer=transfer",
-    "rollout": "play=episodes scoring=rewarding collate callbacks.ahead=ahead records=samples_table",
+    "rollout": "play=episodes scoring=rewarding collate records=samples_table",
     "evaluation": "scorecard=resumable statistics",
     "runs": "manifest card=model_card loggers trackers comparison plots anatomy show=html report",
     "training": "module trainer forecast callbacks",
-    "apps": "cli sweep tiny=demo_model serve rewards.__main__=profile_rewards",
+    "apps.sweep": "sweep jobs",
+    "apps": "cli tiny=demo_model serve rewards.__main__=profile_rewards",
 }
 MODULES = {  # old name: new name
     f"grpo.{old}": f"grpo.{room}.{new or old.rpartition('.')[2]}"
@@ -43,6 +44,8 @@ SPLIT = {
     "grpo.rewards": ("grpo.rewards.combined",),
     "grpo.evaluation": ("grpo.evaluation.evaluator", "grpo.evaluation.metrics"),
     "grpo.runs": ("grpo.runs.runs",),
+    "grpo.tokens": ("grpo.env.tokens", "grpo.objectives.batch"),
+    "grpo.callbacks.ahead": ("grpo.rollout.ahead", "grpo.rollout.types"),
     "grpo.engines.vllm": ("grpo.engines.vllm.engine",),
     "grpo.engines.vllm_server": ("grpo.engines.vllm_server.engine",),
 }
@@ -96,9 +99,23 @@ class _Alias(Loader):
         return find_spec(self.module).loader.get_code(self.module)
 
 
+class _Split(Loader):
+    """An empty module under an old name, whose names are found where they are now."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__getattr__ = door(module.__name__)
+
+
 class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not name.startswith("grpo.") or (new := module_today(name)) == name or (there := find_spec(new)) is None:
+        if not name.startswith("grpo."):
+            return None
+        if name in SPLIT and not any(PathFinder.find_spec(name, [folder]) for folder in path or ()):
+            return spec_from_loader(name, _Split())
+        if (new := module_today(name)) == name or (there := find_spec(new)) is None:
             return None
         package = there.submodule_search_locations is not None
         return spec_from_loader(name, _Alias(new), origin=there.origin, is_package=package)

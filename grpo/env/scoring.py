@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo.env.types import Example, Reward, Task, Trajectory
-from grpo.system.coroutines import awaited
+from grpo.system.calls import awaited
 from grpo.system.errors import RewardError
 
 

@@ -20,7 +20,7 @@ from transformers.utils import get_json_schema
 
 from grpo.env.messages import Message, ToolCall, ToolSpec, shown
 from grpo.env.types import Action, State
-from grpo.system.coroutines import awaited
+from grpo.system.calls import awaited
 from grpo.system.errors import UserError
 
 TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}

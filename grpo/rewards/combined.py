@@ -18,7 +18,7 @@ from typing import Any
 from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Trajectory
 from grpo.rewards.resolve import Function, locate, name_of
-from grpo.system.coroutines import awaited
+from grpo.system.calls import awaited
 from grpo.system.errors import RewardError, UserError, told
 
 log = logging.getLogger(__name__)

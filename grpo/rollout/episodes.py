@@ -1,91 +1,166 @@
-"""Environments played side by side, a group of samples for each example, and scored.
+"""Episodes played side by side and scored. `episode` is one of them, from its first state to its end.
 
-The engine is handed all episodes that wait for the policy, again and again. Environments and rewards work in threads of their
-own meanwhile; one that is slow joins in when it is ready.
+Every episode is a coroutine; all of them run in one event loop, in a thread of its own. Environments and rewards work in threads
+(system/calls). The engine stays in the thread that called `play`, and is handed all prompts that wait for the policy, again and
+again.
 """
 
+import asyncio
 import math
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo.engines.protocol import Engine, Sampling
-from grpo.env.messages import Message, message_of
+from grpo.env.messages import message_of
 from grpo.env.renderer import Renderer
 from grpo.env.tokens import Completion, CompletionLike, Turn, completion_of
-from grpo.env.types import Action, End, Env, Example, Reward, State, Step, Task, Trajectory, build, state_of
-from grpo.rollout.calls import Calls
-from grpo.rollout.rewarding import Scoring
+from grpo.env.types import Action, End, Env, Example, State, Step, Task, Trajectory, build, state_of
+from grpo.rollout.rewarding import UNKNOWN, Scorer
 from grpo.rollout.types import Group, Limits, Sample
 from grpo.system import distributed
+from grpo.system.calls import LOOK, PATIENCE, Calls, loop_threads
 from grpo.system.errors import RewardError, RolloutError, UserError, told
 
+THREADS = 64  # of environments
 ENVIRONMENT = 1 << 31  # in the place of the turn: the seed of the environment itself
-UNKNOWN = Reward(math.nan, False)
+
+T = TypeVar("T")
+Place = tuple[int, int]  # of an episode: index of the example, index of the sample
+Episode = tuple[Trajectory, tuple[Turn, ...]]  # in both views: messages, and tokens
 
 
-class _Episode:
-    """One environment and what has happened in it so far."""
+async def episode(
+    policy: "Policy",
+    task: Task,
+    example: Example,
+    renderer: Renderer,
+    limits: Limits,
+    place: Place,
+    seed: Callable[[int], int],
+) -> Episode:
+    """One environment, from its first state to its end."""
+    steps: list[Step] = []
+    turns: list[Turn] = []
+    env: Env
 
-    def __init__(self, make: Callable[[], Env]) -> None:
-        self.make = make
-        self.env: Env | None = None
-        self.state: State | None = None  # what the policy is to answer; None while the environment is at work
-        self.end: End | None = None
-        self.last: State | None = None
-        self.error: str | None = None
-        self.steps: list[Step] = []
-        self.turns: list[Turn] = []
+    def begin() -> Any:
+        nonlocal env
+        env = build(task, example, seed(ENVIRONMENT))
+        return env.start()
 
-    def begin(self) -> Any:
-        self.env = self.make()
-        return self.env.start()
-
-    def act(self, prompt_ids: tuple[int, ...], completion: Completion, message: Message) -> Callable[[], Any]:
-        """Note what the policy said. Returns what its environment is to do about it."""
-        action = Action(message, completion.finish == "length", len(completion.ids))
-        self.steps.append(Step(self.state, action))
-        self.turns.append(Turn(prompt_ids, completion))
-        self.state = None
-        return partial(self.env.step, action)
-
-    def meet(self, given: Any, max_turns: int) -> None:
-        """Take what the environment gave: a state, None, or the exception that its call ended with."""
-        truncated = bool(self.steps) and self.steps[-1].action.truncated
-        state = None
-        if not isinstance(given, BaseException) and not (given is None and self.steps):
-            try:
-                state = state_of(given)
-            except BaseException as error:  # whatever a user's code does, sys.exit() too
-                given = error
-        if isinstance(given, BaseException):
-            self.end, self.error = "env_timeout" if isinstance(given, TimeoutError) else "env_error", told(given)
-        elif state is None:
-            self.end = "truncated" if truncated else "answered"
-        elif len(self.steps) >= max_turns:
-            self.end, self.last = "truncated" if truncated else "out_of_turns", state
-        else:
-            self.state = state
-
-    def prompt_ids(self, renderer: Renderer, room: float) -> tuple[int, ...] | None:
-        """What the policy reads now; None where the conversation ends here: it has outgrown the model, or the environment made
-        one of it that the chat template refuses."""
-        before = self.turns[-1].ids if self.turns else ()
+    async def environment(function: Callable[..., Any], *args: Any) -> State | BaseException | None:
+        """The next state; None where the episode is over; the exception where the environment failed."""
+        given = await policy.environments(place, limits.step_timeout, function, *args)
+        if isinstance(given, BaseException) or (given is None and steps):
+            return given
         try:
-            ids = tuple(renderer.prompt_ids(self.state.messages, self.state.tools, before))
-        except UserError as error:
-            if not self.turns:  # so will be every other one
-                raise
-            self.end, self.error, self.last, self.state = "env_error", str(error), self.state, None
-            return None
-        if self.turns and len(ids) > room:
-            self.end, self.last, self.state = "truncated", self.state, None
-            return None
-        return ids
+            return state_of(given)
+        except Exception as error:
+            return error
 
-    @property
-    def trajectory(self) -> Trajectory:
-        return Trajectory(tuple(self.steps), self.end, self.last, self.error)
+    def ended(end: End, last: State | None = None, error: str | None = None) -> Episode:
+        return Trajectory(tuple(steps), end, last, error), tuple(turns)
+
+    cut_short = False
+    state = await environment(begin)
+    while isinstance(state, State):
+        if len(steps) >= limits.max_turns:
+            return ended("truncated" if cut_short else "out_of_turns", state)
+        try:
+            prompt = tuple(renderer.prompt_ids(state.messages, state.tools, turns[-1].ids if turns else ()))
+        except UserError as error:
+            if not turns:  # every other episode would fail alike
+                raise
+            return ended("env_error", state, str(error))
+        if turns and len(prompt) > policy.room:  # the conversation has outgrown the model
+            return ended("truncated", state)
+        completion = await policy.say(place, prompt, seed(len(turns)))
+        cut_short = completion.finish == "length"
+        action = Action(message_of(renderer.parse(completion.ids, state.tools)), cut_short, len(completion.ids))
+        steps.append(Step(state, action))
+        turns.append(Turn(prompt, completion))
+        state = await environment(env.step, action)
+    if state is None:
+        return ended("truncated" if cut_short else "answered")
+    return ended("env_timeout" if isinstance(state, TimeoutError) else "env_error", error=told(state))
+
+
+class Policy:
+    """The engine as episodes see it: `say` gives the completion of one prompt, `serve` samples all that wait, together.
+
+    Quick environments always come in one piece: the engine waits for every episode whose environment is at work, unless that
+    is slow (see Calls.slow). So its batches, and the last bits of every number with them, do not depend on threads.
+    """
+
+    def __init__(self, engine: Engine, sampling: Sampling, environments: Calls, places: Sequence[Place]) -> None:
+        self.engine, self.sampling, self.environments = engine, sampling, environments
+        self.room = math.inf if engine.context is None else engine.context - sampling.max_tokens  # tokens of a prompt
+        self.asked: dict[Place, tuple[tuple[int, ...], int, asyncio.Future]] = {}
+        self.working = set(places)  # episodes whose environment is at work
+        self.slow: set[Place] = set()  # those of them that the engine does not wait for
+        self.came = (0.0, 0.0)  # when the first and the latest of `asked` came
+        self.changed = threading.Condition()
+
+    async def say(self, place: Place, prompt: tuple[int, ...], seed: int) -> Completion:
+        future = asyncio.get_running_loop().create_future()
+        with self.changed:
+            now = time.monotonic()
+            self.came = (self.came[0] if self.asked else now, now)
+            self.asked[place] = (prompt, seed, future)
+            self._rests(place)
+        return await future
+
+    def over(self, place: Place) -> None:
+        with self.changed:
+            self.asked.pop(place, None)  # where its loop has failed
+            self._rests(place)
+
+    def _rests(self, place: Place) -> None:
+        self.working.discard(place)
+        self.slow.discard(place)
+        self.changed.notify()
+
+    def serve(self, episodes: threading.Thread) -> None:
+        """Sample for the episodes until all of them are over."""
+        while self._wait(episodes):
+            with self.changed:
+                places = sorted(self.asked)  # not in the order of threads
+                asked = [self.asked.pop(place) for place in places]
+            prompts, seeds, futures = zip(*asked, strict=True)
+            waiting = dict(enumerate(zip(places, futures, strict=True)))
+            give = partial(self._give, waiting)
+            completions = self.engine.sample(prompts, self.sampling, seeds, give)
+            for i, completion in zip(range(len(places)), completions, strict=True):
+                if i in waiting:  # an engine need not tell of each as it comes
+                    give(i, completion)
+
+    def _give(self, waiting: dict[int, tuple[Place, asyncio.Future]], i: int, completion: CompletionLike) -> None:
+        place, future = waiting.pop(i)
+        with self.changed:
+            self.working.add(place)
+        answer = completion_of(completion)
+        with suppress(RuntimeError):  # the episodes have ended
+            future.get_loop().call_soon_threadsafe(lambda: future.done() or future.set_result(answer))
+
+    def _wait(self, episodes: threading.Thread) -> bool:
+        """Until there is something to sample and nothing quick to wait for; False when all episodes are over."""
+        with self.changed:
+            while (self.asked or self.working) and episodes.is_alive():
+                quick = self.working - self.slow
+                if self.asked and not quick:
+                    first, latest = self.came
+                    # slow ones that answer in a row share a batch
+                    if not self.slow or time.monotonic() > min(first + PATIENCE, latest + LOOK):
+                        return True
+                self.changed.wait(LOOK if self.asked else 1.0)
+                if self.asked and quick:
+                    self.slow |= self.environments.slow(quick & self.working, [episodes.native_id, *loop_threads()])
+            return False
 
 
 def play(
@@ -98,98 +173,78 @@ def play(
     seed: Callable[[int, int, int], int],
     limits: Limits | None = None,
 ) -> list[Group]:
-    """Play `group_size` episodes of every example.
+    """Play `group_size` episodes of every example, and score each group as soon as its last episode is over.
 
     seed: (index of the example, index of the sample, turn) to the seed of that one completion; in the place of the turn
-    ENVIRONMENT gives the environment's own. Every rank plays its share of the examples. A group is scored as soon as its last
-    episode is over, while others go on. Returns, on each rank, a group for every example, both in order. Raises RolloutError,
-    with the groups as far as they got, where a reward fails, or every single environment.
+    ENVIRONMENT gives the environment's own. Every rank plays its share of the examples. Returns, on each rank, a group for every
+    example, both in order. Raises RolloutError, with the groups as far as they got, if a reward fails, or every environment.
     """
     limits = limits or Limits()
-    room = math.inf if engine.context is None else engine.context - sampling.max_tokens
     mine = distributed.share(len(examples))
-    # never shared: a fresh environment a sample
-    played = {
-        (p, s): _Episode(partial(build, task, examples[p], seed(p, s, ENVIRONMENT)))
-        for p in mine
-        for s in range(group_size)
-    }
-    going_on = dict.fromkeys(mine, group_size)  # episodes of each group
+    environments, score = Calls(THREADS), Scorer(task, limits.score_timeout)
+    policy = Policy(engine, sampling, environments, [(p, s) for p in mine for s in range(group_size)])
+    errors: dict[int, RewardError] = {}
 
-    def trajectories(p: int) -> list[Trajectory]:
-        return [played[p, s].trajectory for s in range(group_size)]
+    async def one(p: int, s: int) -> Episode:
+        try:
+            return await episode(policy, task, examples[p], renderer, limits, (p, s), partial(seed, p, s))
+        finally:
+            policy.over((p, s))
 
-    def among_all(p: int, scored: int | None) -> int | None:
-        """Which sample it is that was scored in that place."""
-        return None if scored is None else [s for s, t in enumerate(trajectories(p)) if not t.failed][scored]
+    async def group(p: int) -> Group:
+        played = await asyncio.gather(*(one(p, s) for s in range(group_size)))
+        known = [s for s, (trajectory, _) in enumerate(played) if not trajectory.failed]
+        given, error = await score(examples[p], [played[s][0] for s in known])
+        if error is not None:
+            error.sample = None if error.sample is None else known[error.sample]
+            errors[p] = error
+        rewards = dict(zip(known, given, strict=True))
+        return [Sample(examples[p], *both, rewards.get(s, UNKNOWN)) for s, both in enumerate(played)]
 
-    def met(place: tuple[int, int], given: Any) -> None:
-        played[place].meet(given, limits.max_turns)
-        if played[place].end is not None:
-            over(place[0])
+    async def all_groups() -> list[Group]:
+        return await asyncio.gather(*map(group, mine))
 
-    def over(p: int) -> None:
-        going_on[p] -= 1
-        if going_on[p] == 0 and (known := [t for t in trajectories(p) if not t.failed]):
-            scoring.start(p, examples[p], known)
-
-    def one_turn() -> bool:
-        """Let the policy answer every state there is; False where there is none, and none will come."""
-        asked: dict[tuple[int, int], tuple[int, ...]] = {}
-        with calls.lock:
-            for place, episode in played.items():
-                if episode.state is not None:
-                    if (ids := episode.prompt_ids(renderer, room)) is not None:
-                        asked[place] = ids
-                    else:
-                        over(place[0])
-            more = bool(asked or calls.open)  # here: one that comes later has a state that nobody has seen
-        places, prompts = list(asked), list(asked.values())
-        taken = set()
-
-        def take(i: int, given: CompletionLike) -> None:
-            taken.add(i)
-            episode, completion = played[places[i]], completion_of(given)
-            message = message_of(renderer.parse(completion.ids, episode.state.tools))
-            calls.start(places[i], episode.act(prompts[i], completion, message))
-
-        seeds = [seed(p, s, len(played[p, s].turns)) for p, s in places]
-        given = engine.sample(prompts, sampling, seeds, take) if places else ()
-        for i, completion in zip(range(len(places)), given, strict=True):
-            if i not in taken:  # an engine need not tell of each as it comes
-                take(i, completion)
-        return more
-
-    with Scoring(task, limits.score_timeout) as scoring, Calls(limits.step_timeout, met) as calls:
-        for place, episode in played.items():
-            calls.start(place, episode.begin)
-        calls.wait()
-        while one_turn():
-            calls.wait()
-        rewards, errors = scoring.finish()
-
-    groups: list[Group] = []
-    for p in mine:
-        given = iter(rewards.get(p, ()))  # a group whose reward failed may have fewer
-        earned = [UNKNOWN if t.failed else next(given, UNKNOWN) for t in trajectories(p)]
-        of_group = zip(trajectories(p), (played[p, s] for s in range(group_size)), earned, strict=True)
-        groups.append([Sample(examples[p], t, tuple(e.turns), reward) for t, e, reward in of_group])
-    groups = distributed.all_gather(groups)
-    failed = distributed.all_gather([(p, str(error), among_all(p, error.sample)) for p, error in errors.items()])
+    try:
+        groups = distributed.all_gather(beside(all_groups, policy.serve))
+    finally:
+        environments.close()
+        score.calls.close()
+    failed = distributed.all_gather([(p, str(error), error.sample) for p, error in errors.items()])
     if failed:
         p, message, s = failed[0]
         place = f"prompt_index {p}" + ("" if s is None else f", sample {s}")
         raise RewardError(f"{message}; it was scoring {place}", s, groups) from errors.get(p)
-    check_environments(groups)
+    trajectories = [sample.trajectory for group in groups for sample in group]
+    if trajectories and all(trajectory.failed for trajectory in trajectories):
+        raise RolloutError(
+            f"all {len(trajectories)} episodes ended in a failure of their environment; the first: {trajectories[0].error}; "
+            "mend it, or raise step_timeout",
+            groups,
+        )
     return groups
 
 
-def check_environments(groups: Sequence[Group]) -> None:
-    """That one of them did what it is for. A few that fail are counted; where all do, something is broken."""
-    every = [sample.trajectory for group in groups for sample in group]
-    if every and all(trajectory.failed for trajectory in every):
-        raise RolloutError(
-            f"all {len(every)} episodes ended in a failure of their environment; the first: {every[0].error}; mend it, or raise "
-            "step_timeout",
-            groups,
-        )
+def beside(work: Callable[[], Coroutine[Any, Any, T]], serve: Callable[[threading.Thread], None]) -> T:
+    """The coroutine in a thread of its own, and `serve` in this one: autocast and CUDA's streams belong to a thread."""
+    loop, result = asyncio.new_event_loop(), Future[T]()
+
+    def run() -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                result.set_result(runner.run(work()))
+        except BaseException as error:
+            result.set_exception(error)
+
+    def cancel() -> None:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+
+    thread = threading.Thread(target=run, name="episodes", daemon=True)
+    thread.start()
+    try:
+        serve(thread)
+    except BaseException:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(cancel)
+        raise
+    return result.result()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from grpo.data.dataset import picked
 from grpo.env.renderer import Renderer
 from grpo.env.types import Example, Split, Task, build, state_of
-from grpo.system.coroutines import awaited
+from grpo.system.calls import awaited
 from grpo.system.errors import UserError
 
 log = logging.getLogger(__name__)

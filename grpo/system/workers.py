@@ -125,7 +125,16 @@ class _Worker:
     def __init__(self, function: str, deadline: float, memory: int, warm_up: tuple) -> None:
         paths = [str(Path(__file__).parents[2]), *(path or os.getcwd() for path in sys.path)]
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "grpo.system.workers", function, str(deadline), str(memory), json.dumps(warm_up)],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "grpo.system.workers",
+                function,
+                str(deadline),
+                str(memory),
+                json.dumps(warm_up),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

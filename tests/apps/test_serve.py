@@ -21,7 +21,7 @@ import peft
 import pytest
 import torch
 from conftest import ROOT
-from grpo.serve.__main__ import main
+from grpo.apps.serve.__main__ import main
 
 from grpo.apps.demo_model import make_model
 from grpo.apps.serve.api import Server

@@ -8,15 +8,15 @@ from conftest import EXAMPLES, ROOT, compose_config
 from test_train import rows
 
 import eval as eval_script
-from grpo.rollout.ahead import Played
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
-from grpo.runs.report import write
-from grpo.env.types import Action, Reward, State, Step, Trajectory
-from grpo.rollout.types import Limits, Plan, Sample
-from grpo.runs.runs import Run, curves, load, table
 from grpo.env.tokens import Completion, Turn
+from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.objectives.batch import Scores
+from grpo.rollout.ahead import Played
+from grpo.rollout.types import Limits, Plan, Sample
+from grpo.runs.report import write
+from grpo.runs.runs import Run, curves, load, table
 from train import train
 
 OLD = EXAMPLES / "old_run"

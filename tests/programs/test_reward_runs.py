@@ -91,8 +91,8 @@ def run(*overrides: str, path: str = "") -> subprocess.CompletedProcess:
 
 TASK = '''
 """Say a short word."""
-from grpo.messages import Message
-from grpo.rl import Reward, SingleTurn
+from grpo.env.messages import Message
+from grpo.env.types import Reward, SingleTurn
 
 
 class Short:

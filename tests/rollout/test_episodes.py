@@ -21,12 +21,13 @@ from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.models.policy import Pretrained
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.loss import clip, token_weights
-from grpo.rollout import calls
+from grpo.rollout import episodes
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.episodes import play
 from grpo.rollout.metrics import sample_means
 from grpo.rollout.types import Limits, Sample
 from grpo.runs.runs import Run
+from grpo.system import calls
 from grpo.system.errors import RolloutError
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.rollout import rollout_metrics
@@ -343,6 +344,7 @@ def test_quick_environments_are_handed_to_the_engine_in_one_piece(parts, monkeyp
 
 def test_slow_environments_that_answer_one_after_the_other_share_a_batch(parts, monkeypatch):
     """All are slower than the patience; those that come in a row are waited for."""
+    monkeypatch.setattr(episodes, "PATIENCE", 0.3)
     monkeypatch.setattr(calls, "PATIENCE", 0.3)
     engine, renderer = parts
     sizes, sample = [], engine.sample
@@ -360,19 +362,6 @@ def test_slow_environments_that_answer_one_after_the_other_share_a_batch(parts, 
 
     play(Task(), [{"name": str(i)} for i in range(4)], 4, engine, renderer, Sampling(2), seed)
     assert sizes[0] == 16 and sum(sizes) == 32 and len(sizes) < 8
-
-
-def test_a_thread_that_hangs_is_replaced(monkeypatch):
-    monkeypatch.setattr(calls, "THREADS", 2)
-    got = {}
-    with calls.Calls(0.2, got.__setitem__) as waiting:
-        for place in range(6):
-            waiting.start(place, lambda place=place: threading.Event().wait(30) if place < 3 else place)
-        while waiting.open:
-            waiting.wait()
-    assert {place: str(result) for place, result in got.items()} == {
-        **dict.fromkeys(range(3), "it took longer than 0.2 s"), 3: "3", 4: "4", 5: "5",
-    }  # fmt: skip
 
 
 class Dice:

@@ -16,11 +16,10 @@ from grpo.data.prompts import PromptLoader
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.types import Reward, State
-from grpo.rollout.calls import Calls
 from grpo.rollout.episodes import play
 from grpo.rollout.samples_table import records
 from grpo.rollout.types import Limits, Plan
-from grpo.system.coroutines import awaited
+from grpo.system.calls import awaited
 from grpo.system.errors import RolloutError, UserError
 from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.callbacks.samples import write
@@ -55,36 +54,35 @@ def started(parts):
     return of
 
 
-def test_an_episode_that_comes_between_two_looks_is_played(started):
-    """The slow one comes right after all that there was has been answered, and before anybody asks whether calls are open."""
-    release, looks = threading.Event(), []
+def test_an_episode_that_comes_while_the_engine_is_at_work_is_played(parts):
+    """The slow one begins when the quick one's only answer is being sampled, and asks before it is given."""
+    engine, renderer = parts
+    release, asked = threading.Event(), threading.Event()
 
     def slow():
         release.wait(20)
+        asked.set()
         return ASKED
 
-    def order(frame, event, _):  # of the threads, one that can be
-        if event == "return" and frame.f_code.co_name == "one_turn":
-            looks.append(frame)
-            if len(looks) == 2:
-                release.set()
-                while frame.f_locals["calls"].open:
-                    time.sleep(0.01)
+    class Watched:
+        context = None
 
-    sys.setprofile(order)
-    try:
-        samples = started(fine, slow)
-    finally:
-        sys.setprofile(None)
-    assert len(looks) > 2 and [len(sample.turns) for sample in samples] == [1, 1]
-    assert [sample.reward.value for sample in samples] == [1.0, 1.0]
+        def sample(self, prompts, *rest):
+            release.set()
+            assert asked.wait(20)
+            time.sleep(0.1)
+            return engine.sample(prompts, *rest)
+
+    groups = play(Starting(), [fine, slow], 1, Watched(), renderer, Sampling(2), seed)
+    assert [len(group[0].turns) for group in groups] == [1, 1]
+    assert [group[0].reward.value for group in groups] == [1.0, 1.0]
 
 
 def test_all_coroutines_share_a_loop_from_the_very_first():
     """In a fresh process: threads that all want the first loop at once."""
     script = """
 import asyncio, threading
-from grpo.coroutines import awaited
+from grpo.system.calls import awaited
 async def loop():
     return asyncio.get_running_loop()
 found, together = [], threading.Barrier(32)
@@ -98,31 +96,6 @@ print(len(found), len(set(found)))
     for _ in range(5):
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
         assert done.stdout.split() == ["32", "1"], done.stderr
-
-
-async def running_loop():
-    return asyncio.get_running_loop()
-
-
-def test_a_loop_that_has_a_result_to_tell_is_not_taken_for_blocked():
-    """One coroutine is done just when another is given up."""
-    before, met = awaited(running_loop()), {}
-    given_up = asyncio.Event()
-
-    async def slow():
-        try:
-            await asyncio.sleep(60)
-        finally:
-            given_up.set()
-
-    with Calls(1.0, met.__setitem__) as calls:
-        calls.start("slow", slow)
-        time.sleep(0.3)
-        calls.start("quick", given_up.wait)
-        while calls.open:
-            calls.wait()
-    assert isinstance(met["slow"], TimeoutError) and met["quick"] is True
-    assert awaited(running_loop()) is before
 
 
 def test_a_plain_environment_whose_coroutine_blocks_leaves_the_next_ones_a_loop(started):

@@ -20,7 +20,7 @@ from grpo.models.policy import Pretrained
 from grpo.rewards.combined import Rewards
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.episodes import play
-from grpo.rollout.rewarding import THREADS, Scoring
+from grpo.rollout.rewarding import THREADS, Scorer
 from grpo.system.seeds import derive_seed
 
 
@@ -61,11 +61,13 @@ class Patient(GroupEcho):
 
 
 def finish(task, *groups, timeout=0.3):
-    scoring = Scoring(task, timeout)
-    for place, group in enumerate(groups):
-        scoring.start(place, {}, [said(text) for text in group])
-    rewards, errors = scoring.finish()
-    return {p: [r.value for r in found] for p, found in rewards.items()}, errors
+    async def every():
+        score = Scorer(task, timeout)
+        return await asyncio.gather(*(score({}, [said(text) for text in group]) for group in groups))
+
+    found = asyncio.run(every())
+    errors = {place: error for place, (_, error) in enumerate(found) if error}
+    return {place: [r.value for r in rewards] for place, (rewards, _) in enumerate(found)}, errors
 
 
 def test_groups_are_scored_whole_or_sample_by_sample():
@@ -206,7 +208,8 @@ def test_rewards_come_while_others_are_still_generating(toy, toy_model):
     class Told(Echo):
         def score(self, example, trajectory):
             order.append(f"scored {example}")
-            first.set()
+            if len(order) == 2:
+                first.set()
             return Reward(float(example), correct=False)
 
     class Watched:

@@ -1,0 +1,115 @@
+"""Calls of other people's code: limits, threads that hang, coroutines, and who is slow."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from grpo.system.calls import LOOK, Calls, awaited
+
+
+async def running_loop():
+    return asyncio.get_running_loop()
+
+
+def test_a_thread_that_hangs_is_replaced():
+    async def six():
+        calls = Calls(threads=2)
+
+        def work(place):
+            return threading.Event().wait(30) if place < 3 else place
+
+        return await asyncio.gather(*(calls(place, 0.2, work, place) for place in range(6)))
+
+    found = asyncio.run(six())
+    assert [str(given) for given in found] == ["it took longer than 0.2 s"] * 3 + ["3", "4", "5"]
+
+
+def test_what_a_call_raises_is_its_outcome():
+    async def three():
+        calls = Calls(threads=1)
+        return await asyncio.gather(calls(1, 5, sys.exit, 3), calls(2, 5, int, "x"), calls(3, 5, running_loop))
+
+    left, wrong, loop = asyncio.run(three())
+    assert isinstance(left, SystemExit) and isinstance(wrong, ValueError) and loop is awaited(running_loop())
+
+
+def test_a_loop_that_has_a_result_to_tell_is_not_taken_for_blocked():
+    """One coroutine is done just when another is given up."""
+    before, given_up = awaited(running_loop()), asyncio.Event()
+
+    async def slow():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            given_up.set()
+
+    async def both():
+        calls = Calls(threads=4)
+        first = asyncio.create_task(calls("slow", 1.0, slow))
+        await asyncio.sleep(0.3)
+        return await calls("quick", 5.0, given_up.wait), await first
+
+    quick, slow_one = asyncio.run(both())
+    assert isinstance(slow_one, TimeoutError) and quick is True
+    assert awaited(running_loop()) is before
+
+
+def looks(calls: Calls, keys: set, until: float) -> dict:
+    """When each of the calls was found to be slow, in seconds."""
+    begun, found = time.monotonic(), {}
+    while time.monotonic() - begun < until and keys - found.keys():
+        time.sleep(LOOK)
+        found |= dict.fromkeys(calls.slow(keys - found.keys(), []), time.monotonic() - begun)
+    return found
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux's account of threads")
+def test_who_waits_is_slow_and_who_waits_for_a_core_is_not():
+    """Sixteen processes want the cores, too. Each call computes for 0.1 s or less, or waits for something outside."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(16)]
+
+    def compute():
+        end = time.thread_time() + 0.1
+        while time.thread_time() < end:
+            pass
+
+    async def all_calls(release, found):
+        calls = Calls(threads=16)
+        quick = [calls(i, 60, compute) for i in range(12)]
+        waiting = calls("waits", 60, release.wait)
+        watch = asyncio.to_thread(looks, calls, {*range(12), "waits"}, 30)
+        done = asyncio.gather(*quick, waiting)
+        found.update(await watch)
+        release.set()
+        await done
+
+    found: dict = {}
+    try:
+        asyncio.run(all_calls(threading.Event(), found))
+    finally:
+        for process in others:
+            process.kill()
+    assert found.keys() == {"waits"}
+
+
+def test_who_computes_for_long_is_slow():
+    release = threading.Event()
+
+    def burn():
+        while not release.is_set():
+            pass
+
+    async def one():
+        calls = Calls(threads=1)
+        task = asyncio.create_task(calls("burns", 60, burn))
+        found = await asyncio.to_thread(looks, calls, {"burns"}, 20)
+        release.set()
+        await task
+        return found
+
+    assert asyncio.run(one()).keys() == {"burns"}
