@@ -14,7 +14,9 @@ from grpo.apps.cli import check_run, one_line_errors, run
 from grpo.data.prompts import PromptLoader
 from grpo.models.policy import with_adapter
 from grpo.rollout.prompt_limit import longest_prompt
+from grpo.rollout.rollouts import Rollouts
 from grpo.runs.manifest import kept
+from grpo.training.callbacks.evaluation import EvaluationCallback
 from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.forecast import forecast
 from grpo.training.module import GRPOModule
@@ -51,11 +53,14 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     examples = {split: prompt_limit.fitting(task, split, renderer) for split in splits}
     loader = PromptLoader(examples["train"], plan.prompts, config.seed)
     engine = instantiate(config.engine)
-    held_out = examples.get(evaluator.split, ())
-    rollout = RolloutCallback(
-        plan, task, loader, engine, renderer, algorithm, evaluator, held_out, config.output_dir, config.seed
-    )
-    callbacks = [rollout, *instantiate(config.callbacks).values()]  # the rest look at what the first has made
+    rollouts = Rollouts(plan, task, loader, engine, renderer, algorithm, config.output_dir, config.seed)
+    rollout = RolloutCallback(rollouts)
+    evaluation = EvaluationCallback(rollout, evaluator, examples.get(evaluator.split, ()))
+    callbacks = [
+        rollout,
+        evaluation,
+        *instantiate(config.callbacks).values(),
+    ]  # the rest look at what the first two made
     trainer = make_trainer(callbacks=callbacks, logger=list(instantiate(config.logger).values()))
 
     def module(model) -> GRPOModule:
@@ -69,9 +74,14 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     if first:
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
         OmegaConf.save(config, Path(config.output_dir) / "config.yaml", resolve=True)
-    with kept(config.output_dir, overrides, config.seed, examples, rollout.progress):
+
+    def progress() -> dict[str, float | None]:
+        learned = {"rollouts": rollout.rollouts, "num_rollouts": plan.num_rollouts}
+        return learned | {"accuracy": evaluation.accuracy}
+
+    with kept(config.output_dir, overrides, config.seed, examples, progress):
         trainer.fit(module(pretrained.model()), rollout.batches, ckpt_path=config.ckpt_path, weights_only=False)
-    return rollout.progress()["accuracy"]
+    return evaluation.accuracy
 
 
 if __name__ == "__main__":

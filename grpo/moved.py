@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 _ROOMS = {
-    "system": "errors workers ports memory ranks=distributed coroutines guard=child",
+    "system": "errors workers ports memory ranks=distributed coroutines=calls guard=child",
     "env": "messages rl=types tools toolcalls=tool_parsers renderer",
     "data": "rows=dataset",
     "rewards": "rowtask=row_task rewards.names=resolve rewards.classifier=reward_model",

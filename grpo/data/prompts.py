@@ -33,6 +33,11 @@ class PromptLoader:
     def batch(self, rollout: int) -> list[Example]:
         return [self.examples[i] for i in self.places(rollout)]
 
+    def progress(self, rollouts: int) -> dict[str, float]:
+        """Metrics after so many rollouts: prompts, those left out of an update included, and passes over the examples."""
+        prompts = rollouts * self.size
+        return {"data/prompts": float(prompts), "data/epoch": prompts / len(self.examples)}
+
     def more(self, rollout: int, count: int, skip: int) -> list[Example]:
         """`count` further examples for a rollout, or as many as there are: in an order of its own, after the first `skip`."""
         order = np.random.default_rng([self.seed, rollout, len(self.examples)]).permutation(len(self.examples))

@@ -1,54 +1,74 @@
-"""A rollout ahead of the update: it is played in a thread, by the weights of before, while the policy learns."""
+"""Rollouts one step ahead: the next one is played in a thread, by the weights of before, while the policy learns."""
 
 import ctypes
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 
-from grpo.objectives.batch import Scores
-from grpo.rollout.types import Group
+from grpo.rollout.rollouts import Rollouts
+from grpo.rollout.types import Rollout
 
 GRACE = 5.0  # seconds
-
-
-@dataclass(frozen=True)
-class Played:
-    """All groups that were sampled for a rollout, and what they earned; in how many rounds; the version of the weights that the
-    engine held when it began; the seconds it took."""
-
-    groups: list[Group]
-    scores: Scores
-    rounds: int
-    version: int
-    seconds: float
-
-    def staleness(self, rollouts: int) -> float:
-        """Versions between the weights that drew a token and those that learn from it, `rollouts`; the mean over all tokens."""
-        completions = [turn.completion for group in self.groups for sample in group for turn in sample.turns]
-        drawn = [c.versions or (self.version,) * len(c.ids) for c in completions]
-        return sum(rollouts * len(versions) - sum(versions) for versions in drawn) / max(1, sum(map(len, drawn)))
+Played = Rollout  # its name in checkpoints made before
 
 
 class Ahead:
-    """play: called at once, in a thread that does not keep the program from ending."""
+    """Makes the same rollouts as `rollouts`; while the policy learns from one, the next is being played."""
 
-    def __init__(self, play: Callable[[], Played]) -> None:
-        self.future: Future[Played] = Future()
-        self.thread = threading.Thread(target=self._run, args=(play,), name="rollout", daemon=True)
+    def __init__(self, rollouts: Rollouts) -> None:
+        self.rollouts, self.plan = rollouts, rollouts.plan
+        self.next: Background | None = None
+
+    def make(self, r: int, sync: Callable[[], None]) -> Rollout:
+        """sync: gives the engine the policy's weights. It is called when no rollout is being played."""
+        if self.next is None:
+            sync()
+        rollout = self.next.result() if self.next else self.rollouts.make(r)
+        self.next = None  # not before: who interrupts the wait must find the thread
+        if r + 1 < self.plan.num_rollouts:
+            sync()
+            self.next = Background(partial(self.rollouts.make, r + 1))
+        return rollout
+
+    def wait(self) -> Rollout | None:
+        """The rollout that is being played, when it is done; None where there is none, or it failed."""
+        return self.next.wait() if self.next else None
+
+    def stop(self) -> None:
+        if self.next:
+            self.next.stop()
+
+    def state_dict(self) -> dict:
+        rollout = self.wait()
+        return {"ahead": (self.plan, rollout)} if rollout else {}
+
+    def load_state_dict(self, state: dict) -> None:
+        plan, rollout = state.get("ahead", (None, None))
+        if plan and replace(plan, num_rollouts=self.plan.num_rollouts) == self.plan:  # else it is played anew
+            self.next = Background(lambda: rollout)
+
+
+class Background:
+    """A call in a thread that does not keep the program from ending."""
+
+    def __init__(self, make: Callable[[], Rollout]) -> None:
+        self.future: Future[Rollout] = Future()
+        self.thread = threading.Thread(target=self._run, args=(make,), name="rollout", daemon=True)
         self.thread.start()
 
-    def _run(self, play: Callable[[], Played]) -> None:
+    def _run(self, make: Callable[[], Rollout]) -> None:
         try:
-            self.future.set_result(play())
+            self.future.set_result(make())
         except BaseException as error:  # for whoever waits
             self.future.set_exception(error)
 
-    def result(self) -> Played:
-        """Waits. Raises what `play` raised."""
+    def result(self) -> Rollout:
+        """Waits. Raises what `make` raised."""
         return self.future.result()
 
-    def wait(self) -> Played | None:
+    def wait(self) -> Rollout | None:
         """The same, and None where it failed."""
         return None if self.future.exception() else self.future.result()
 

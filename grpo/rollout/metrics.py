@@ -6,7 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from grpo.env.types import Trajectory
-from grpo.rollout.types import Sample
+from grpo.objectives.advantage import has_signal
+from grpo.objectives.batch import Scores
+from grpo.rollout.types import Group, Sample
 
 
 def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
@@ -42,3 +44,21 @@ def share_right(samples: Sequence[Sample]) -> float:
     """Of those whose reward is known; NaN if none is."""
     known = [sample.reward.correct for sample in samples if sample.reward.known]
     return float(np.mean(known)) if known else math.nan
+
+
+def rollout_metrics(groups: list[Group], scored: Scores) -> dict[str, float]:
+    """What can be said of a rollout before anything is learned from it, over every sample, those left out of the batch too."""
+    samples = [sample for group in groups for sample in group]
+    known = {**scored.parts, "reward": scored.rewards}
+    graded = {name: values[~values.isnan()] for name, values in known.items() if name != "correct"}
+    stds = {name: float(values.std(correction=0)) if len(values) else math.nan for name, values in graded.items()}
+    # the samples' own parts come last: what a grader that failed says of itself is not known to `scored`
+    means = {name: float(known[name].nanmean()) for name in stds} | sample_means(samples)
+    means["reward"] = float(scored.rewards.nanmean())
+    means["solve_rate"] = share_right(samples)
+    means["tokens"] = float(scored.lengths.sum())
+    if scored.rewards.shape[1] > 1:  # the share of groups that have something to teach
+        means["effective_groups"] = float(has_signal(scored.rewards).float().mean())
+    return {f"rollout/{name}": mean for name, mean in means.items()} | {
+        f"rollout/{name}_std": std for name, std in stds.items()
+    }

@@ -21,9 +21,9 @@ import peft
 import pytest
 import torch
 from conftest import ROOT
-from grpo.apps.serve.__main__ import main
 
 from grpo.apps.demo_model import make_model
+from grpo.apps.serve.__main__ import main
 from grpo.apps.serve.api import Server
 from grpo.apps.serve.batching import Batching
 from grpo.apps.serve.service import Service

@@ -8,7 +8,6 @@ import threading
 import time
 from copy import deepcopy
 from dataclasses import replace
-from types import SimpleNamespace
 
 import lightning as L
 import pandas as pd
@@ -23,12 +22,12 @@ from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Reward, SingleTurn, Trajectory
 from grpo.rollout import ahead
-from grpo.rollout.ahead import Ahead, Played
-from grpo.rollout.types import Sample
+from grpo.rollout.ahead import Background
+from grpo.rollout.types import Rollout, Sample
 from grpo.runs.runs import Run
 from grpo.system import distributed
 from grpo.system.errors import RolloutError, UserError
-from grpo.training.callbacks.rollout import RolloutCallback
+from grpo.training.callbacks.rollout import check_devices
 from train import train
 
 LIMIT = 60  # seconds after which what does not come fails its test
@@ -245,7 +244,7 @@ def test_staleness_counts_each_token():
         return Sample({}, Trajectory(()), (turn,), Reward(0.0, False))
 
     groups = [[sample(2, None), sample(3, (3, 3, 4))]]
-    played = Played(groups, None, rounds=1, version=3, seconds=0.0)
+    played = Rollout(groups, None, rounds=1, version=3, seconds=0.0)
     assert played.staleness(4) == (1 + 1 + 1 + 1 + 0) / 5
 
 
@@ -254,13 +253,13 @@ def test_a_thread_that_is_not_needed_is_ended_or_left(monkeypatch):
         while True:
             time.sleep(0.01)
 
-    endless = Ahead(forever)
+    endless = Background(forever)
     endless.stop()
     assert not endless.thread.is_alive()
 
     monkeypatch.setattr(ahead, "GRACE", 0.1)
     over = threading.Event()
-    deaf = Ahead(over.wait)
+    deaf = Background(over.wait)
     deaf.stop()
     assert deaf.thread.is_alive()
     over.set()
@@ -331,7 +330,5 @@ def test_objectives_that_take_old_samples_for_the_policys_own_are_refused():
 
 def test_several_devices_are_refused(monkeypatch):
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    plan = SimpleNamespace(ahead=1, prompts=4)
-    rollout = RolloutCallback(plan, None, None, Apart(), None, None, None, (), ".", 0)
     with pytest.raises(UserError, match=r"rollout\.ahead=1 goes with one device only"):
-        rollout.on_train_start(SimpleNamespace(world_size=2), None)
+        check_devices(2, prompts=4, ahead=1)

@@ -1,7 +1,10 @@
 """Episodes in flight: rows and masks of several turns, environments that fail, hang or flood, slow ones, resuming."""
 
 import asyncio
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -24,13 +27,12 @@ from grpo.objectives.loss import clip, token_weights
 from grpo.rollout import episodes
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.episodes import play
-from grpo.rollout.metrics import sample_means
+from grpo.rollout.metrics import rollout_metrics, sample_means
 from grpo.rollout.types import Limits, Sample
 from grpo.runs.runs import Run
 from grpo.system import calls
 from grpo.system.errors import RolloutError
 from grpo.training.batch import RolloutBatch
-from grpo.training.callbacks.rollout import rollout_metrics
 from train import train
 
 
@@ -340,6 +342,38 @@ def test_quick_environments_are_handed_to_the_engine_in_one_piece(parts, monkeyp
 
     play(Task(), [{"name": str(i)} for i in range(6)], 4, engine, renderer, Sampling(2), seed)
     assert sizes == [24, 24, 24]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux's account of threads")
+def test_quick_environments_come_in_one_piece_on_a_busy_machine_too(parts, monkeypatch):
+    """Eight processes for each core compute beside it: a turn of 24 environments, 20 ms of computing each, takes seconds."""
+    engine, renderer = parts
+    sizes, sample = [], engine.sample
+    monkeypatch.setattr(
+        engine, "sample", lambda prompts, *rest: (sizes.append(len(prompts)), sample(prompts, *rest))[1]
+    )
+
+    class Task(Troubled):
+        def build(self, example):
+            env = Talk(["a"])
+            step = env.step
+
+            def slowly(action):
+                end = time.thread_time() + 0.02
+                while time.thread_time() < end:
+                    pass
+                return step(action)
+
+            env.step = slowly
+            return env
+
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8 * os.cpu_count())]
+    try:
+        play(Task(), [{"name": str(i)} for i in range(6)], 4, engine, renderer, Sampling(2), seed)
+    finally:
+        for process in others:
+            process.kill()
+    assert sizes == [24, 24]
 
 
 def test_slow_environments_that_answer_one_after_the_other_share_a_batch(parts, monkeypatch):

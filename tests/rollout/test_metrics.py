@@ -16,10 +16,10 @@ from grpo.evaluation.evaluator import Evaluator
 from grpo.models.policy import Pretrained
 from grpo.rollout.collate import scores
 from grpo.rollout.episodes import play
+from grpo.rollout.metrics import rollout_metrics
 from grpo.rollout.types import Plan, Sample
 from grpo.system.errors import UserError
 from grpo.system.seeds import derive_seed
-from grpo.training.callbacks.rollout import rollout_metrics
 from tasks.gsm8k import GSM8K
 from train import train
 

@@ -17,11 +17,11 @@ from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.types import Reward, State
 from grpo.rollout.episodes import play
+from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.samples_table import records
 from grpo.rollout.types import Limits, Plan
 from grpo.system.calls import awaited
 from grpo.system.errors import RolloutError, UserError
-from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.callbacks.samples import write
 from grpo.training.callbacks.terminal import sample_panel
 
@@ -202,12 +202,13 @@ def test_a_later_round_in_which_all_environments_fail_does_not_end_the_run(parts
     loader = PromptLoader([start] * 4, 1, seed=0)
     algorithm = preset("algo=dapo", "algo.sampling_rounds=2", *size)
     plan = Plan(1, 2, 1, Sampling(2))
-    callback = RolloutCallback(plan, Rounds(), loader, *parts, algorithm, None, [], str(tmp_path), seed=0)
-    groups, scored, rounds = callback.groups(0)
-    assert rounds == 2 and [[sample.trajectory.failed for sample in group] for group in groups] == [
+    rollouts = Rollouts(plan, Rounds(), loader, *parts, algorithm, str(tmp_path), seed=0)
+    rollout = rollouts.make(0)
+    groups, scored = rollout.groups, rollout.scores
+    assert rollout.rounds == 2 and [[sample.trajectory.failed for sample in group] for group in groups] == [
         [False] * 2,
         [True] * 2,
     ]
     assert scored.rewards.isnan().tolist() == [[False] * 2, [True] * 2]
     with pytest.raises(RolloutError, match="all 2 episodes"):
-        callback.groups(1)  # nothing was played before it
+        rollouts.make(1)  # nothing was played before it

@@ -1,0 +1,76 @@
+"""A rollout from prompts to scored groups. Knows nothing of Lightning, losses or the policy's weights."""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from grpo.data.prompts import PromptLoader
+from grpo.engines.protocol import Engine
+from grpo.env.renderer import Renderer
+from grpo.env.types import Example, Task
+from grpo.objectives.advantage import has_signal
+from grpo.objectives.algorithm import Algorithm
+from grpo.rollout.collate import scores
+from grpo.rollout.episodes import play
+from grpo.rollout.samples_table import on_disk
+from grpo.rollout.types import Group, Plan, Rollout
+from grpo.system.errors import RewardError, RolloutError
+from grpo.system.seeds import TRAIN, derive_seed
+
+
+class Rollouts:
+    """Makes rollout r, a function of (seed, r) and the weights that the engine holds.
+
+    folder: of the run; a rollout whose reward fails is kept there.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        task: Task,
+        loader: PromptLoader,
+        engine: Engine,
+        renderer: Renderer,
+        algorithm: Algorithm,
+        folder: str,
+        seed: int,
+    ) -> None:
+        self.plan, self.task, self.loader, self.engine, self.renderer = plan, task, loader, engine, renderer
+        self.algorithm, self.folder, self.seed = algorithm, Path(folder), seed
+        self.autocast: Callable[[], AbstractContextManager] = nullcontext  # in which the engine samples
+
+    def make(self, r: int) -> Rollout:
+        """Groups of equal rewards have nothing to teach: with algo.sampling_rounds above 1 they are replaced, by groups of other
+        prompts, until there are enough or the rounds are over (dynamic sampling, DAPO, arXiv 2503.14476)."""
+        begun, version = time.perf_counter(), self.engine.version
+        groups: list[Group] = []
+        examples, rounds, prompts = self.loader.batch(r), 0, self.plan.prompts
+        with self.autocast(), on_disk(self.folder / "rollouts" / f"{r + 1:06d}.failed.parquet"):
+            while examples and rounds < self.algorithm.sampling_rounds:
+                groups += self.play(r, examples, first=len(groups))
+                rounds += 1
+                scored = self.algorithm.shaped(scores(groups))
+                live = int(has_signal(scored.rewards).sum())
+                if live >= prompts:
+                    break
+                wanted = math.ceil((prompts - live) * len(groups) / max(live, 1))  # some will be of no use again
+                examples = self.loader.more(r, min(wanted, prompts), skip=len(groups) - prompts)
+        return Rollout(groups, scored, rounds, version, time.perf_counter() - begun)
+
+    def play(self, r: int, examples: list[Example], first: int) -> list[Group]:
+        """One round of rollout r, in which `first` groups were played before."""
+
+        def seeds(p: int, *path: int) -> int:
+            return derive_seed(self.seed, TRAIN, r, first + p, *path)
+
+        plan = self.plan
+        try:
+            return play(
+                self.task, examples, plan.group_size, self.engine, self.renderer, plan.sampling, seeds, plan.limits
+            )
+        except RolloutError as error:
+            if isinstance(error, RewardError) or not first:
+                raise
+            return error.groups  # all environments of a later round, which may be one or two, failed
