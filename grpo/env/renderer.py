@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from grpo.env.messages import Message, MessageLike, ToolCall, ToolSpec
-from grpo.env.tool_parsers import FORMS, MARKERS, WRITTEN, form_of, read
+from grpo.env.tool_parsers import FORMS, MARKERS, WRITTEN, form_of, message_of_text
 from grpo.system.errors import UserError
 
 
@@ -68,7 +68,7 @@ class TokenizerRenderer:
         if not tools:
             return Message("assistant", self.tokenizer.decode(ids, skip_special_tokens=True))
         text = self._decoded([i for i in ids if i not in self._unread])
-        message = read(text, self.form, tools)
+        message = message_of_text(text, self.form, tools)
         if len(message.tool_calls) > 1 and not self._several:
             reason = f"{len(message.tool_calls)} calls in one message, and there can be one"
             return Message("assistant", text, error=f"{reason}; a call is written {WRITTEN[self.form]}")

@@ -90,7 +90,7 @@ class Row:
         )
 
 
-def rows(turns: Sequence[Turn]) -> list[Row]:
+def rows_of_turns(turns: Sequence[Turn]) -> list[Row]:
     """The turns of one episode, oldest first, as few rows as show the model what the policy saw: a turn joins the row before
     it where its prompt begins with all of that row. Every sampled token is in one row, once."""
     found: list[Row] = []

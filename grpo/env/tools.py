@@ -43,7 +43,7 @@ def spec_of(function: Callable) -> ToolSpec:
     return ToolSpec(described["name"], described["description"], described["parameters"])
 
 
-def check(spec: ToolSpec, arguments: Any) -> None:
+def check_arguments(spec: ToolSpec, arguments: Any) -> None:
     """Raises ToolError where the arguments of a call are not those of the tool."""
     known: Mapping[str, Any] = spec.parameters.get("properties", {})
     form = f"{spec.name} takes {', '.join(known) or 'no arguments'}"
@@ -99,7 +99,7 @@ class ToolEnv:
                 raise ToolError(f"no more than {self.max_calls} calls in one message")
             if call.name not in self.specs:
                 raise ToolError(f"there is no tool {call.name!r}; there are: {', '.join(self.specs)}")
-            check(self.specs[call.name], call.arguments)
+            check_arguments(self.specs[call.name], call.arguments)
             result = awaited(self.functions[call.name](**call.arguments))
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except OSError:

@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Trajectory
-from grpo.rewards.resolve import Function, locate, name_of
+from grpo.rewards.resolve import Function, locate, reward_name
 from grpo.system.coroutines import awaited
 from grpo.system.errors import RewardError, UserError, told
 
@@ -38,7 +38,7 @@ class Rewards:
         if not listed:
             raise UserError("task.rewards is empty: name at least one reward function")
         self.functions = [locate(one) if isinstance(one, str) else one for one in listed]
-        self.names = [name_of(function) for function in self.functions]
+        self.names = [reward_name(function) for function in self.functions]
         self.wanted = [_wanted(function) for function in self.functions]
         self.weights = [1.0] * len(listed) if weights is None else [float(weight) for weight in weights]
         self.solved = solved

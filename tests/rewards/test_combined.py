@@ -123,7 +123,7 @@ def test_what_nobody_could_tell_is_never_a_zero():
         (lambda **_: [1.0, math.inf], r"gave inf"),
         (lambda **_: [1.0, "good"], r"gave 'good', which is no number"),
         (lambda **_: 1.0, r"gave float, not a list of 2 values"),
-        (lambda **_: {}["gold"], r"raised KeyError: 'gold' \(test_rewards.py, line \d+\)"),
+        (lambda **_: {}["gold"], r"raised KeyError: 'gold' \(test_combined.py, line \d+\)"),
     ],
 )
 def test_what_is_no_reward_is_told_with_the_function_that_gave_it(gives, message):

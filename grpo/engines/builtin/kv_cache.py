@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from grpo.models.packed_attention import Packed, Plan, attending, take
+from grpo.models.packed_attention import AttentionPlan, Packed, attending, take
 
 PREFILL_TOKENS = 8192  # tokens of prompts that are read in one forward
 GROWTH = 16  # tokens, or an eighth of what they have: by so much rows grow
@@ -96,7 +96,7 @@ class KVCache:
         self.steps += 1
         return logits
 
-    def forward(self, plan: Plan, ids: Tensor, positions: Tensor, **kwargs) -> Tensor:
+    def forward(self, plan: AttentionPlan, ids: Tensor, positions: Tensor, **kwargs) -> Tensor:
         """ids, positions: [1, T]. Returns [T, V], or the rows of it that logits_to_keep says."""
         with attending(self.model):
             return self.model(input_ids=ids, position_ids=positions, plan=plan, use_cache=False, **kwargs).logits[0]

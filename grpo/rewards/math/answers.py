@@ -217,7 +217,7 @@ class Reading(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def read(answer: str) -> Reading:
+def reading_of(answer: str) -> Reading:
     text = clean(answer)
     amount = _UNITS.sub("", text).strip()
     percent = amount.endswith("%")
@@ -229,7 +229,7 @@ def read(answer: str) -> Reading:
 
 def readable(answer: str) -> bool:
     """Whether algebra should look at it. "1 0" is no way to write 10, and math-verify needs seconds for 16 brackets."""
-    text = read(answer).amount if len(answer) <= MAX_LENGTH else ""
+    text = reading_of(answer).amount if len(answer) <= MAX_LENGTH else ""
     depth = deepest = 0
     for character in text:
         depth += (character in "({[") - (character in ")}]")
@@ -239,7 +239,7 @@ def readable(answer: str) -> bool:
 
 def without_names(answer: str, gold: str) -> tuple[str, str]:
     """Both for algebra: `x = 3` stands for 3 unless there are more equations, in something else than x."""
-    ours, theirs = read(answer), read(gold)
+    ours, theirs = reading_of(answer), reading_of(gold)
     equations = "=" in ours.body or "=" in theirs.body or (ours.name and theirs.name and ours.name != theirs.name)
     return (ours.amount, theirs.amount) if equations else (ours.body, theirs.body)
 
@@ -290,7 +290,7 @@ def _equal_lists(ours: str, gold: str) -> bool | None:
 
 def equal(answer: str, gold: str) -> bool | None:
     """Whether two answers are the same, without rounding, and without algebra: None where it would take that."""
-    ours, theirs = read(answer), read(gold)
+    ours, theirs = reading_of(answer), reading_of(gold)
     if ours.text == theirs.text:
         return True
     if _WORDS.fullmatch(theirs.text):

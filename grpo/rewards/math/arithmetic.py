@@ -105,7 +105,7 @@ def factorial(n: Value) -> Value:
         return (n * (n.ln() - 1) + (Decimal(math.tau) * n).ln() / 2 + 1 / (12 * n)).exp()
 
 
-def choose(n: Value, k: Value) -> Value:
+def binomial(n: Value, k: Value) -> Value:
     if whole(n) and whole(k) and 0 <= k <= n and min(k, n - k) * bits(n) <= MAX_BITS:
         return shrunk(Fraction(math.comb(int(n), int(k))))
     return divide(factorial(n), multiply(factorial(k), factorial(add(n, negative(k)))))
@@ -129,7 +129,7 @@ _APPLY = {
     "/": divide,
     "^": power,
     "\\frac": divide,
-    "\\binom": choose,
+    "\\binom": binomial,
 }
 
 
