@@ -26,7 +26,7 @@ Said = tuple[str, list[ToolCall]]
 
 
 class Malformed(Exception):
-    """What looks like a call and cannot be read. Its text is for the policy."""
+    """A text that looks like a call and cannot be read. The message is for the policy."""
 
 
 def message_of_text(text: str, form: str, tools: Sequence[ToolSpec] = ()) -> Message:

@@ -27,7 +27,7 @@ TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool,
 
 
 class ToolError(Exception):
-    """What a tool says of a call that makes no sense. Raise it, or any error but an OSError, to tell the policy of it."""
+    """A tool raises it for a call that makes no sense. The policy reads the message, as of any error but an OSError."""
 
 
 def spec_of(function: Callable) -> ToolSpec:
@@ -93,7 +93,7 @@ class ToolEnv:
         return State(self.messages, tuple(self.specs.values()))
 
     def answer(self, call: ToolCall, place: int = 0) -> Message:
-        """What the tool says. place: of the call in its message."""
+        """The tool's message. place: of the call in its message."""
         try:
             if place >= self.max_calls:
                 raise ToolError(f"no more than {self.max_calls} calls in one message")

@@ -136,7 +136,7 @@ class Packed:
         return tuple(index.to(self.device) for index in (prompts, rows, keys, back))
 
     def dense_masks(self, window: int | None) -> tuple[Tensor | None, Tensor]:
-        """What the prompts see, [P, P] bool or None for causal, and the rows, [R, 1, C, P + C] bool."""
+        """Masks of the prompts, [P, P] bool or None for causal, and of the rows, [R, 1, C, P + C] bool."""
         prompts, rows, _, _ = self.places
         p, c = torch.arange(prompts.shape[1]), torch.arange(rows.shape[1])
         length = self.prompt_lengths[self.owner, None]  # [R, 1]

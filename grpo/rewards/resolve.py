@@ -76,7 +76,7 @@ _FILES: dict[Path, ModuleType] = {}
 
 
 def reward_name(function: Function) -> str:
-    """What its part of the reward is called in metrics and samples; with its module where a metric has that name already."""
+    """The name of its part of the reward in metrics and samples; with its module where a metric has that name already."""
     while isinstance(function, partial):
         function = function.func
     name = getattr(function, "__name__", type(function).__name__)

@@ -4,10 +4,10 @@
     pool.call("x+1", "1+x")  # from any thread; raises TimeoutError or WorkerError
 
 Knows nothing of what is computed: arguments and results are JSON. A worker is a plain subprocess, not a fork (the parent may
-hold a GPU and threads) and not a spawn of multiprocessing (which imports the parent's main module again).
+hold a GPU and threads) and not a spawn of multiprocessing (which imports the parent's main module
+again). It ends with the parent.
 """
 
-import atexit
 import contextlib
 import ctypes
 import importlib
@@ -45,7 +45,6 @@ class Workers:
         self.arguments = json.dumps([function, deadline, memory, warm_up])
         self.lock = threading.Lock()
         self.pid = 0  # of the process whose children the workers are
-        atexit.register(self.close)
 
     def call(self, *args: Any) -> Any:
         """function(*args). Blocks until it is done; any number of threads may wait."""
@@ -64,18 +63,6 @@ class Workers:
         threads, all_there = self._open(), threading.Barrier(self.size)
         for started in [threads.submit(lambda: (all_there.wait(), self._own())) for _ in range(self.size)]:
             started.result()
-
-    def close(self) -> None:
-        """End the workers; a later call starts new ones."""
-        with self.lock:
-            if self.pid != os.getpid():
-                return
-            self.pid = 0
-            for worker in self.workers.values():
-                worker.process.kill()
-        self.threads.shutdown(wait=True)
-        for worker in self.workers.values():
-            worker.end()
 
     def _open(self) -> ThreadPoolExecutor:
         """A thread for each worker: it starts its worker and lives as long as the process, because Linux sends a child its
@@ -100,15 +87,11 @@ class Workers:
         """The worker of this thread, warm."""
         me = threading.get_ident()
         if me not in self.workers:
-            with self.lock:
-                if self.pid != os.getpid():
-                    raise WorkerError("the workers are closed")
-                try:
-                    self.workers[me] = _Worker(self.arguments)
-                except OSError as error:
-                    raise WorkerError(f"no worker can be started: {error}") from error
             try:
+                self.workers[me] = _Worker(self.arguments)
                 self.workers[me].warm_up()
+            except OSError as error:
+                raise WorkerError(f"no worker can be started: {error}") from error
             except WorkerError:
                 self._end()
                 raise

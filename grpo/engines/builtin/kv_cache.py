@@ -1,6 +1,6 @@
 """Keys and values of many samples: a prompt's are kept once for all of them, a sample has only its own tokens'.
 
-Attention by plan (grpo.attention), so no cache of transformers is needed. Knows nothing of sampling.
+Attention by plan (models.packed_attention), so no cache of transformers is needed. Knows nothing of sampling.
 
 Shapes: U prompts in P places, B rows (samples under way) in C places, G of them at most of one prompt; H heads, K of keys,
 r = H / K, D wide.
@@ -67,7 +67,7 @@ class KVCache:
         return new, logits
 
     def pieces(self, prompts: Sequence[int]) -> Iterator[list[int]]:
-        """Of PREFILL_TOKENS tokens at most, or of one prompt."""
+        """The prompts in pieces of at most PREFILL_TOKENS tokens, or of one prompt."""
         piece: list[int] = []
         for prompt in prompts:
             if piece and sum(len(self.texts[u]) for u in [*piece, prompt]) > PREFILL_TOKENS:
@@ -114,7 +114,7 @@ class KVCache:
         return order
 
     def arrange(self) -> None:
-        """What holds until rows come or go."""
+        """Sets all that stays the same until rows come or go."""
         lengths, counts = [len(self.texts[u]) for u, _ in self.rows], [self.steps - came for _, came in self.rows]
         self.lengths = torch.tensor(lengths, device=self.device)  # [B], tokens of the prompts
         self.counts = torch.tensor(counts, device=self.device)  # [B], and of the rows, that are kept

@@ -51,7 +51,7 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 class Draws:
-    """What has been drawn of n samples. It changes in place: rows come and go, and each step draws a token for every one."""
+    """The tokens drawn for n samples. It changes in place: rows come and go, and each step draws a token for every row."""
 
     def __init__(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling, seeds: Sequence[int], device) -> None:
         self.prompts, self.sampling, self.seeds = prompts, sampling, seeds

@@ -67,7 +67,7 @@ def assemble(row: Example, code: str) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a completion. `result.ending` tells wrong answers apart: "timeout" is an endless loop, say."""
+    """The outcome of a completion. `result.ending` tells wrong answers apart: "timeout" is an endless loop, say."""
 
     outcome: Outcome
     result: Result | None = None  # None for no answer

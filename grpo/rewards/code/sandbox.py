@@ -41,7 +41,7 @@ _LAUNCHER = str(Path(sandbox_child.__file__).resolve())
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """What one program may use. There are no new processes at all, so none can outlive it."""
+    """Limits of one program. There are no new processes at all, so none can outlive it."""
 
     seconds: float = 10.0  # of wall clock, from the program's first line
     memory_mb: int = 512  # of address space; the bare interpreter takes about 30
@@ -125,7 +125,7 @@ def run_program(program: str, limits: ProgramLimits | None = None, unconfined: b
 
 @cache
 def confinement() -> tuple[str, ...]:
-    """What holds a program here, asked of a program once. Raises UserError where `run_program` would."""
+    """The measures that confine a program here, found by running one. Raises UserError where `run_program` would."""
     return run_program("").confinement
 
 
@@ -221,23 +221,9 @@ def _tail(file, size: int) -> str:
 
 
 def _remove(folder: str) -> None:
-    """rm -rf, also of folders nested deeper than any stack or path, or closed to their owner: all move to the top first."""
+    """Removes the folder, also one whose folders are nested too deep for Python or closed to their owner."""
     try:
-        prefix, moved = secrets.token_hex(8), 0
-        while names := os.listdir(folder):
-            for name in names:
-                path = os.path.join(folder, name)
-                if not stat.S_ISDIR(os.lstat(path).st_mode):
-                    os.unlink(path)
-                    continue
-                os.chmod(path, 0o700)
-                for inner in os.listdir(path):
-                    moved += 1
-                    source, target = os.path.join(path, inner), os.path.join(folder, f"{prefix}-{moved}")
-                    if stat.S_ISDIR(os.lstat(source).st_mode):
-                        os.chmod(source, 0o700)
-                    os.rename(source, target)
-                os.rmdir(path)
-        os.rmdir(folder)
-    except OSError:  # an unconfined program's leftover process still writes there
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder)
+    except (OSError, RecursionError):
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*command, folder], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)

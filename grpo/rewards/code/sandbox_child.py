@@ -1,6 +1,6 @@
 """The child's side of the sandbox: a script that confines its own process, then runs the program it was handed.
 
-`grpo.sandbox` starts it on a bare interpreter (no site-packages, nobody's environment), so it imports the standard library
+`sandbox` starts it on a bare interpreter (no site-packages, nobody's environment), so it imports the standard library
 alone, and little of that: every import is paid for by every program. In the order of `main`: resource limits, an
 unprivileged user where it was root, no capabilities, Landlock (which files), seccomp (which system calls).
 """
@@ -220,7 +220,7 @@ def seccomp() -> None:
 
 
 def confine(folder: str, parent: int, seconds: float, memory_mb: int, disk_mb: int, threads: int) -> list[str]:
-    """What is in force now. Raises OSError where the platform lacks one of it; then some of it may be."""
+    """Returns the measures in force. Raises OSError where the platform lacks one of them; others may be in force then."""
     if sys.platform != "linux" or os.uname().machine not in AUDIT_ARCH:
         raise OSError(f"{sys.platform} on {os.uname().machine}")
     checked(prctl(38, 1), "no_new_privs")

@@ -1,6 +1,6 @@
-"""What a completion claims, and whether that is the gold answer, as far as exact arithmetic can tell.
+"""The answer that a completion claims, and whether it equals the gold answer, as far as exact arithmetic can tell.
 
-Knows no algebra: `equal` says None where it takes some, and `grpo.grading` asks math-verify. Pure functions, linear in the text.
+Knows no algebra: where it is needed `equal` returns None, and `grading` asks math-verify. Pure functions, linear in the text.
 """
 # ruff: noqa: RUF001 - characters that look like others are what a part of this is about
 
@@ -51,7 +51,7 @@ def boxed(text: str) -> str | None:
 
 
 def extract_answer(text: str) -> str | None:
-    """What a completion claims: after the last `</think>`, the last box, else the last `#### ...`; None if nothing.
+    """The answer that a completion claims: after the last `</think>`, the last box, else the last `#### ...`; None if nothing.
 
     The last one counts: an answer that was corrected on the way is judged by its correction. In an unclosed <think> nothing is
     claimed yet.
@@ -76,8 +76,8 @@ _LOOSE = re.compile(
 
 
 def loose_answer(text: str) -> str | None:
-    """What a reader would take for the answer: what `extract_answer` gives, else the last box, else the last formula or number,
-    wherever it stands."""
+    """The text that a reader would take for the answer: the result of `extract_answer`, else the last box, else the
+    last formula or number, wherever it stands."""
     if (answer := extract_answer(text) or boxed(text)) is not None:
         return answer
     found = [*_LOOSE.finditer(text)][-1:]

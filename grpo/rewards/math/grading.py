@@ -24,7 +24,7 @@ _DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
 def by_algebra(answer: str, gold: str) -> Outcome:
     """Runs in a worker: whether math-verify finds two cleaned answers equal.
 
-    What it cannot read is wrong in an answer, and raises in gold.
+    An answer that it cannot read is wrong; a gold answer that it cannot read raises.
     """
     from math_verify import verify
     from math_verify.errors import TimeoutException
