@@ -14,6 +14,7 @@ import random
 import re
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 from grpo.env.messages import Message, ToolCall, shown
 from grpo.env.tools import ToolEnv, ToolError, spec_of
@@ -68,19 +69,18 @@ def worked_answers(
 
 
 class Calculator(Wordmath):
-    """steps: fewest and most calls that an answer takes. An episode that runs out of turns has no answer."""
+    """steps: fewest and most calls that an answer takes. others: arguments of `Wordmath`. An episode that runs out of
+    turns has no answer."""
 
     def __init__(
         self,
         steps: Sequence[int] = (2, 3),
-        train_size: int = 20000,
-        test_size: int = 500,
-        seed: int = 0,
         largest: int = LARGEST,
         rewards: str | Sequence[str | Function] = ("correct",),
         weights: Sequence[float] | None = None,
+        **others: Any,
     ) -> None:
-        super().__init__(steps, train_size, test_size, seed, largest, rewards, weights)
+        super().__init__(steps, largest=largest, rewards=rewards, weights=weights, **others)
 
     def build(self, example: Example) -> ToolEnv:
         return ToolEnv(self.messages(example), [calculator])

@@ -28,7 +28,7 @@ def passes(
 
     unconfined: run it even where the machine can only limit time and memory.
     """
-    limits = sandbox.Limits(seconds=seconds, memory_mb=memory_mb)
+    limits = sandbox.ProgramLimits(seconds=seconds, memory_mb=memory_mb)
     found = []
     for i, completion in enumerate(completions):
         row = {name: values[i] for name, values in columns.items()}

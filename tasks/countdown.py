@@ -4,11 +4,8 @@ Using each of the numbers 3, 7, 25 exactly once ... that equals 46.
 <answer>(25 - 3) * 7</answer>  is wrong,  <answer>25 + 3 * 7</answer>  is right
 """
 
-import ast
-import operator
 import random
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -18,13 +15,16 @@ from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Split
 from grpo.rewards.combined import text_of
 from grpo.rewards.math.answers import boxed
+from grpo.rewards.math.arithmetic import value
 from grpo.rewards.resolve import Function
 from grpo.rewards.row_task import RowTask, chosen
 from grpo.system.errors import UserError
 
 HELD_OUT = {"test": 0.1, "validation": 0.1}  # of all the puzzles there can be
 LONGEST = 200  # characters of an expression that are read
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_NUMBER = r"[\s(]*[1-9][0-9]*[\s)]*"
+# no signs, no powers, and nothing left out between two numbers
+EXPRESSION = re.compile(rf"{_NUMBER}(?:[-+*/]{_NUMBER})*")
 QUESTION = (
     "Using each of {numbers} exactly once, with + - * / and parentheses, write an expression that equals {target}."
 )
@@ -43,24 +43,6 @@ def answer(text: str) -> str | None:
     return (found or "").partition("=")[0].strip() or None
 
 
-def value(expression: str) -> tuple[Fraction, list[int]]:
-    """What an expression comes to, exactly, and the numbers in it. Raises ValueError for anything but whole numbers and
-    + - * / (and the signs that schools use)."""
-    used: list[int] = []
-
-    def walk(node: ast.AST) -> Fraction:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            used.append(node.value)
-            return Fraction(node.value)
-        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            return OPERATORS[type(node.op)](walk(node.left), walk(node.right))
-        raise ValueError(f"not arithmetic: {expression!r}")
-
-    if len(expression) > LONGEST:
-        raise ValueError("too long")
-    return walk(ast.parse(expression.translate({0xD7: "*", 0xF7: "/"}), mode="eval").body), used
-
-
 def solved(
     completions: Sequence[Any], numbers: Sequence[Sequence[int]], target: Sequence[int], **columns: Any
 ) -> list[Reward]:
@@ -68,11 +50,13 @@ def solved(
     found = []
     for completion, given, wanted in zip(completions, numbers, target, strict=True):
         expression = answer(text_of(completion))
-        try:
-            got, used = value(expression or "")
-            right = got == int(wanted) and Counter(used) == Counter(map(int, given))
-        except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
-            right = False
+        plain = (expression or "").translate({0xD7: "*", 0xF7: "/"})  # the signs that schools use
+        right = (
+            len(plain) <= LONGEST
+            and EXPRESSION.fullmatch(plain) is not None
+            and value(plain) == int(wanted)
+            and sorted(map(int, re.findall("[0-9]+", plain))) == sorted(map(int, given))
+        )
         outcome = "no_answer" if expression is None else "right" if right else "wrong"
         found.append(Reward(float(right), right, outcome=outcome))
     return found

@@ -115,9 +115,7 @@ class KnowledgeBase:
         return "\n\n".join(paragraph.shown for paragraph in self.found(query)) or NOTHING
 
 
-@lru_cache(maxsize=256)  # all samples of a question are built one after the other
-def knowledge(paragraphs: tuple[Paragraph, ...], k: int) -> KnowledgeBase:
-    return KnowledgeBase(paragraphs, k)
+knowledge = lru_cache(maxsize=256)(KnowledgeBase)  # all samples of a question are built one after the other
 
 
 # -- what an answer is worth
@@ -148,7 +146,7 @@ def f1(answer: str, golds: Sequence[str]) -> float:
 
 
 def answer_of(trajectory: Trajectory) -> str | None:
-    """What is in the last box of the last message. None where that one searches instead, or the turns ran out."""
+    """The content of the last box of the last message. None if that message searches instead, or the turns ran out."""
     if trajectory.end == "out_of_turns" or not trajectory.steps or trajectory.steps[-1].action.message.tool_calls:
         return None
     found = boxed(trajectory.answer.rpartition("</think>")[2])
@@ -156,14 +154,14 @@ def answer_of(trajectory: Trajectory) -> str | None:
 
 
 def queries(trajectory: Trajectory) -> list[str]:
-    """What the policy searched for, normalised."""
+    """The policy's search queries, normalised."""
     calls = [call for step in trajectory.steps for call in step.action.message.tool_calls if call.name == "search"]
     asked = [call.arguments.get("query") for call in calls if isinstance(call.arguments, Mapping)]
     return [normalised(query) for query in asked if isinstance(query, str)]
 
 
 def shown(trajectory: Trajectory, paragraphs: Sequence[Paragraph]) -> list[Paragraph]:
-    """Those of the paragraphs that a search has shown, whole."""
+    """The paragraphs that a search has shown, whole."""
     results = [message.content for message in trajectory.messages if message.role == "tool"]
     return [paragraph for paragraph in paragraphs if any(paragraph.shown in result for result in results)]
 
@@ -226,7 +224,7 @@ class Musique:
         return self.kept[split]
 
     def places(self, rows: Sequence[Example]) -> list[int]:
-        """Of the answerable questions with these numbers of hops."""
+        """Indices of the answerable questions with these numbers of hops."""
         if not isinstance(rows, list):  # a table: the twenty paragraphs of each row need not be read for this
             short = ("question", "id", "hops", "answerable")
             rows = rows.select_columns([name for name in rows.column_names if name in short])

@@ -34,7 +34,7 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": opera
 
 @dataclass(frozen=True)
 class Event:
-    """What may happen to the things: {n} changes their number by the operator; {each}, if told, multiplies {n}."""
+    """An event of the story: {n} changes their number by the operator; {each}, if given, multiplies {n}."""
 
     operator: str
     text: str

@@ -44,9 +44,9 @@ class Dataset:
     columns: what every row must have, the question first. name: tells the file of a folder with several datasets.
     splits: ours (train, validation, test) to the source's, None or left out where the source has none; a single file has none.
     held_out: for a split that the source lacks, the share of its train rows to keep from training, as {validation: 0.1}, picked
-    by a hash of the question. What stands in a test or validation split is never trained on, even if it is in train too.
-    filters: of `empty` (a column of it is missing or blank) and `duplicate` (the question came before). What they remove is
-    said. limits: of rows, after all that. streaming: read no more of a hub dataset than train_limit and the others ask for.
+    by a hash of the question. A row of a test or validation split is never trained on, even if it is in train too.
+    filters: of `empty` (a column of it is missing or blank) and `duplicate` (the question came before). Removed rows are
+    counted in the log. limits: of rows, after all that. streaming: read no more of a hub dataset than the limits ask for.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Dataset:
         return self._kept(split, source, sides, self._questions(SPLITS[SPLITS.index(split) + 1 :]))
 
     def _questions(self, splits: Sequence[Split]) -> set[int]:
-        """What the source's own rows of these splits ask, as far as there are any."""
+        """Keys of the questions in the source's own rows of these splits, as far as there are any."""
         found: set[int] = set()
         for split in splits:
             if split in self.splits and split not in self.held_out:
@@ -298,7 +298,7 @@ def split_file(path: Path, split: str, name: str) -> Path:
 
 
 def _key(question: Any) -> int:
-    """What two rows share that ask the same: a number of 64 bits, so that a million of them take little memory."""
+    """The same for two rows that ask the same: a number of 64 bits, so that a million of them take little memory."""
     text = question if isinstance(question, str) else json.dumps(question, sort_keys=True)
     return int.from_bytes(hashlib.sha256(" ".join(text.split()).encode()).digest()[:8], "big")
 

@@ -1,4 +1,4 @@
-"""What an engine is given of a Hugging Face model: the tensors of a checkpoint, and the ids that end a completion.
+"""The parts of a Hugging Face model that an engine takes: the tensors of a checkpoint, and the ids that end a completion.
 
 Knows nothing of vLLM: a trainer that reaches its engine over a network uses it too.
 """
@@ -17,7 +17,7 @@ BUCKET = 1 << 28  # bytes of weights that are handed over at once
 
 
 def eos_token_ids(path: str, default: int | list[int] | None) -> list[int]:
-    """What ends a completion: generation_config.json's ids (a chat model often has several), else the config's."""
+    """The tokens that end a completion: generation_config.json's ids (a chat model often has several), else the config's."""
     try:
         ids = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # the folder has none

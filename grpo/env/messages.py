@@ -23,7 +23,7 @@ class ToolSpec:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What the policy wants of a tool. id: where it wrote one."""
+    """A request of the policy to a tool. id: where it wrote one."""
 
     name: str
     arguments: Mapping[str, Any]

@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from grpo.env.messages import Message, MessageLike, ToolCall, ToolSpec
-from grpo.env.tool_parsers import FORMS, MARKERS, WRITTEN, form_of, read
+from grpo.env.tool_parsers import FORMS, MARKERS, WRITTEN, form_of, message_of_text
 from grpo.system.errors import UserError
 
 
@@ -26,7 +26,7 @@ class Renderer(Protocol):
         ...
 
     def parse(self, ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> MessageLike:
-        """What the policy said; with tools, which of them it called."""
+        """The policy's message; with tools, also its calls of them."""
         ...
 
 
@@ -35,7 +35,7 @@ class TokenizerRenderer:
 
     A conversation that ends with an assistant message is continued, not answered (a prefill). keep: tokens at the end of a
     prompt that are kept where it is longer; None for all. tool_calls: the form in which the policy writes calls (see
-    `toolcalls`); auto finds it in the template. template_args: further variables of the template, as enable_thinking.
+    `tool_parsers`); auto finds it in the template. template_args: further variables of the template, as enable_thinking.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TokenizerRenderer:
         if not tools:
             return Message("assistant", self.tokenizer.decode(ids, skip_special_tokens=True))
         text = self._decoded([i for i in ids if i not in self._unread])
-        message = read(text, self.form, tools)
+        message = message_of_text(text, self.form, tools)
         if len(message.tool_calls) > 1 and not self._several:
             reason = f"{len(message.tool_calls)} calls in one message, and there can be one"
             return Message("assistant", text, error=f"{reason}; a call is written {WRITTEN[self.form]}")
@@ -132,7 +132,7 @@ class TokenizerRenderer:
 
     @cached_property
     def _unread(self) -> set[int]:
-        """The special tokens that are no part of what was said. Those that mark a call are."""
+        """The special tokens that are no part of the message. Tokens that mark a call are part of it."""
         added = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         special = added | set(self.tokenizer.all_special_ids)
         return {i for i in special if self.tokenizer.convert_ids_to_tokens(i) not in MARKERS}

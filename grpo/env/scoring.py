@@ -18,7 +18,7 @@ def scores_groups(task: Task) -> bool:
 
 
 def score_group(task: Task, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
-    """What a task gives samples of one example, by `score_group` or one after the other by `score`. Raises RewardError where
+    """A task's rewards for samples of one example, by `score_group` or one after the other by `score`. Raises RewardError where
     that is no `Reward` of numbers."""
     if scores_groups(task):
         given = list(awaited(task.score_group(example, trajectories)))

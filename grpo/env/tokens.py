@@ -13,7 +13,7 @@ Finish = Literal["stop", "length"]  # the policy ended it, or a limit of tokens 
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine sampled: ids (EOS among them where it came), the engine's log-probability of each, why it ended.
+    """A sampled completion: ids (EOS among them where it came), the engine's log-probability of each, why it ended.
 
     versions: of the weights that drew each token, from engines whose weights may change meanwhile; None: those it held.
     """
@@ -64,7 +64,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Row:
-    """What goes through the model at once: a prompt, and what follows it; `sampled` says which of that the policy sampled."""
+    """One sequence for the model: a prompt, and the tokens after it; `sampled` marks those that the policy sampled."""
 
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]
@@ -90,7 +90,7 @@ class Row:
         )
 
 
-def rows(turns: Sequence[Turn]) -> list[Row]:
+def rows_of_turns(turns: Sequence[Turn]) -> list[Row]:
     """The turns of one episode, oldest first, as few rows as show the model what the policy saw: a turn joins the row before
     it where its prompt begins with all of that row. Every sampled token is in one row, once."""
     found: list[Row] = []

@@ -17,16 +17,8 @@ from grpo.env.messages import Message, ToolCall, ToolSpec, shown
 from grpo.env.tools import TYPES
 
 # tokens that a reader needs to see; a tokenizer may count them among its special ones
-MARKERS = (
-    "<tool_call>",
-    "</tool_call>",
-    "<|python_tag|>",
-    "[TOOL_CALLS]",
-    "[CALL_ID]",
-    "[ARGS]",
-    "<think>",
-    "</think>",
-)
+SPELLED = "<tool_call> </tool_call> <|python_tag|> [TOOL_CALLS] [CALL_ID] [ARGS] <think> </think>"
+MARKERS = tuple(SPELLED.split())
 BEGINNINGS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "{")  # of a message that is a call
 DEPTH = 32  # of nested JSON: whoever writes it again does so by recursion
 
@@ -34,10 +26,10 @@ Said = tuple[str, list[ToolCall]]
 
 
 class Malformed(Exception):
-    """What looks like a call and cannot be read. Its text is for the policy."""
+    """A text that looks like a call and cannot be read. The message is for the policy."""
 
 
-def read(text: str, form: str, tools: Sequence[ToolSpec] = ()) -> Message:
+def message_of_text(text: str, form: str, tools: Sequence[ToolSpec] = ()) -> Message:
     """The policy's message. Where a call is malformed the text is the content and `error` says, in one line, what was wrong and
     how a call is written. Calls in a block of <think> are thoughts. Never raises, whatever the text."""
     try:

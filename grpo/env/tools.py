@@ -27,7 +27,7 @@ TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool,
 
 
 class ToolError(Exception):
-    """What a tool says of a call that makes no sense. Raise it, or any error but an OSError, to tell the policy of it."""
+    """A tool raises it for a call that makes no sense. The policy reads the message, as of any error but an OSError."""
 
 
 def spec_of(function: Callable) -> ToolSpec:
@@ -43,7 +43,7 @@ def spec_of(function: Callable) -> ToolSpec:
     return ToolSpec(described["name"], described["description"], described["parameters"])
 
 
-def check(spec: ToolSpec, arguments: Any) -> None:
+def check_arguments(spec: ToolSpec, arguments: Any) -> None:
     """Raises ToolError where the arguments of a call are not those of the tool."""
     known: Mapping[str, Any] = spec.parameters.get("properties", {})
     form = f"{spec.name} takes {', '.join(known) or 'no arguments'}"
@@ -93,13 +93,13 @@ class ToolEnv:
         return State(self.messages, tuple(self.specs.values()))
 
     def answer(self, call: ToolCall, place: int = 0) -> Message:
-        """What the tool says. place: of the call in its message."""
+        """The tool's message. place: of the call in its message."""
         try:
             if place >= self.max_calls:
                 raise ToolError(f"no more than {self.max_calls} calls in one message")
             if call.name not in self.specs:
                 raise ToolError(f"there is no tool {call.name!r}; there are: {', '.join(self.specs)}")
-            check(self.specs[call.name], call.arguments)
+            check_arguments(self.specs[call.name], call.arguments)
             result = awaited(self.functions[call.name](**call.arguments))
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except OSError:

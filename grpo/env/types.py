@@ -22,7 +22,7 @@ End = Literal["answered", "out_of_turns", "truncated", "env_error", "env_timeout
 
 @dataclass(frozen=True)
 class State:
-    """What the policy sees: the whole conversation so far, and the tools it may call."""
+    """The policy's observation: the whole conversation so far, and the tools it may call."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -30,7 +30,7 @@ class State:
 
 @dataclass(frozen=True)
 class Action:
-    """What the policy said, whether the limit of tokens cut it short, and how many tokens it took."""
+    """The policy's message, whether the limit of tokens cut it short, and how many tokens it took."""
 
     message: Message
     truncated: bool = False
@@ -80,7 +80,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Reward:
-    """What an episode earned. Where nobody could tell, `value` is NaN: out of its group's baseline, without a loss, never a 0."""
+    """The reward of an episode. `value` is NaN where nobody could tell: no part of its group's baseline or loss, never a 0."""
 
     value: float  # what is learned from
     correct: bool  # what accuracy counts
@@ -94,7 +94,7 @@ class Reward:
 
 @dataclass(frozen=True)
 class Claim:
-    """What an episode claims to be the answer, where the reward looks for it (None: nothing), and whether what it seems to claim,
+    """The answer that an episode claims where the reward looks for it (None: nothing), and whether the one it seems to claim,
     wherever it says so, is right (None: nobody knows the right answer)."""
 
     answer: str | None
@@ -167,7 +167,7 @@ class Task(EnvBuilder, RewardModel, Protocol):
 
 
 class Claiming(Protocol):
-    """What a task may have besides: evaluations look for it by name."""
+    """An optional method of a task: evaluations look for it by name."""
 
     def claims(self, example: Example, trajectory: Trajectory) -> Claim | None:
         """None where answers are nothing that this task reads."""
@@ -195,7 +195,7 @@ def build(builder: EnvBuilder, example: Example, seed: int) -> Env:
 
 
 def state_of(given: Any) -> State:
-    """What an environment gave, as a State. Raises TypeError or ValueError where it is none."""
+    """Converts the result of an environment to a State. Raises TypeError or ValueError where it is none."""
     if not hasattr(given, "messages"):
         raise TypeError(f"the environment gave {shown(given)}, not a state with messages")
     messages = tuple(map(message_of, given.messages))

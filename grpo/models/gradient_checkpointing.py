@@ -12,7 +12,7 @@ from grpo.system.errors import UserError
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """What transformers would recompute. Raises UserError where there is nothing."""
+    """The layers that transformers would recompute. Raises UserError where there is nothing."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise UserError(
@@ -24,7 +24,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def recomputing(model: nn.Module, active: bool = True):
-    """Of a forward pass in this `with` only the inputs of each layer are kept. The gradients are the same, bit by bit.
+    """A forward pass in this `with` keeps only the inputs of each layer. The gradients are the same, bit by bit.
 
     transformers' own switch acts on layers in training mode alone, where some have dropout, and takes the cache away from
     whoever samples meanwhile or later. Here `forward` itself is wrapped, and after the `with` it is the class's own again.

@@ -70,7 +70,7 @@ def padded(model: nn.Module, batch: TokenBatch, temperature: float, entropy_grad
 def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, Tensor]:
     """The rows in one, and where in it is the token before each sampled one, [n], in the order of `batch.mask`.
 
-    What comes after the token before the last sampled one is left out, nobody looks at it.
+    Tokens after the one before the last sampled token are left out: nothing depends on them.
     """
     prompts, rows, together = [], [], {}
     mask = batch.mask.tolist()

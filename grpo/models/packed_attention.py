@@ -21,7 +21,7 @@ NAME = "grpo"
 UNPLANNED = ("softcap", "s_aux", "position_bias")  # what some models ask of attention, and a plan does not do
 
 
-class Plan(Protocol):
+class AttentionPlan(Protocol):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
@@ -127,8 +127,8 @@ class Packed:
         """Where in T are the tokens of the prompts [N, P], of the rows [R, C], the keys that a row sees [R, P + C]; and where in
         prompts and rows, flattened, are the tokens of T [T]."""
         count = len(self.prompt_lengths)
-        prompts = spread(torch.tensor(self.starts[:count]), self.prompt_lengths)
-        rows = spread(torch.tensor(self.starts[count:], dtype=torch.int64), self.row_lengths)
+        prompts = padded_places(torch.tensor(self.starts[:count]), self.prompt_lengths)
+        rows = padded_places(torch.tensor(self.starts[count:], dtype=torch.int64), self.row_lengths)
         within = self.positions[0].cpu()
         in_row = prompts.numel() + self.row_of * rows.shape[1] + within - self.prompt_lengths[self.prompt_of]
         back = torch.where(self.row_of < 0, self.prompt_of * prompts.shape[1] + within, in_row)
@@ -136,7 +136,7 @@ class Packed:
         return tuple(index.to(self.device) for index in (prompts, rows, keys, back))
 
     def dense_masks(self, window: int | None) -> tuple[Tensor | None, Tensor]:
-        """What the prompts see, [P, P] bool or None for causal, and the rows, [R, 1, C, P + C] bool."""
+        """Masks of the prompts, [P, P] bool or None for causal, and of the rows, [R, 1, C, P + C] bool."""
         prompts, rows, _, _ = self.places
         p, c = torch.arange(prompts.shape[1]), torch.arange(rows.shape[1])
         length = self.prompt_lengths[self.owner, None]  # [R, 1]
@@ -163,7 +163,7 @@ class Packed:
         return create_block_mask(sees, None, None, tokens, tokens, device=self.device)
 
 
-def spread(starts: Tensor, lengths: Tensor) -> Tensor:
+def padded_places(starts: Tensor, lengths: Tensor) -> Tensor:
     """[n, longest]: the places from each start on; the last one again on padding."""
     longest = int(lengths.max()) if len(lengths) else 0
     return (starts[:, None] + torch.arange(longest).minimum(lengths[:, None] - 1)).clamp(min=0)

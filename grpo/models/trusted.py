@@ -1,7 +1,7 @@
-"""Whether a plan of attention is told all that a model's masks say.
+"""Whether another way to compute gives what the plain padded model gives: tried on a few tokens, and attention masks compared.
 
-What can be tried on a few tokens is shorter than a window of attention. So the model is asked for the masks that it makes, and
-what they say of the far end of its context is held against the windows that its layers tell a plan.
+A few tokens are shorter than a window of attention. So the model is asked for the masks that it makes, and what they allow at
+the far end of its context is compared with the windows that its layers give to a plan of attention.
 """
 
 from collections.abc import Callable
@@ -16,32 +16,48 @@ PROBE = "grpo_probe"
 FAR = 2**20  # a context that is long enough
 
 
-class Probe:
-    """wrong: what is against attention by plan, a layer's window that is not told as it is or a mask of the model's own."""
+@torch.no_grad()
+def objection(model: nn.Module, tried: Callable[[], str], by_plan: bool = True) -> str:
+    """Why the model must not be computed in another way; empty if nothing speaks against it. Raises when memory runs out.
+
+    tried: computes a few tokens in that way, and returns how their numbers are wrong, or "". by_plan: it attends by a plan.
+    """
+    try:
+        return (by_plan and MaskProbe(model).wrong) or tried()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever the code of a model raises where it is not made for this
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+class MaskProbe:
+    """A plan of attention that compares the masks of a model with the windows of its layers.
+
+    wrong: the first layer whose window is not the one in its mask, or that has a mask of its own; else "".
+    """
 
     def __init__(self, model: nn.Module) -> None:
         context = getattr(model.config.get_text_config(), "max_position_embeddings", FAR)
-        self.context, self.wrong, self.device = min(context, FAR), list[str](), model.device
+        self.context, self.wrong = min(context, FAR), ""
         with attending(model, PROBE):
             model(input_ids=torch.tensor([[3, 4, 5]], device=model.device), use_cache=False, plan=self)
 
-    def hear(self, layer: int, mask: Callable[..., Tensor] | None, window: int | None) -> None:
+    def compare(self, layer: int, mask: Callable[..., Tensor] | None, window: int | None, device: torch.device) -> None:
         """mask: the function of (batch, head, query, key) that the model made, None where it makes no mask."""
-        keys = torch.arange(self.context, device=self.device)
-        query = torch.full_like(keys, self.context - 2)
-        zero = torch.zeros_like(keys)
+        keys = torch.arange(self.context, device=device)
+        query, zero = torch.full_like(keys, self.context - 2), torch.zeros_like(keys)
         if mask is not None and not callable(mask):
-            self.wrong.append(f"layer {layer} has a mask of its own")
+            self.wrong = self.wrong or f"layer {layer} has a mask of its own"
             return
         sees = keys <= query if mask is None else mask(zero, zero, query, keys)
-        told = (keys <= query) & (query - keys < (window or self.context))
-        if not torch.equal(sees.expand_as(told), told):
-            self.wrong.append(f"layer {layer} has a mask that it does not tell")
+        given = (keys <= query) & (query - keys < (window or self.context))
+        if not torch.equal(sees.expand_as(given), given):
+            self.wrong = self.wrong or f"layer {layer} has a mask that it does not tell"
 
 
 def by_probe(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **kwargs):
     """An attention function that mixes nothing."""
-    kwargs["plan"].hear(module.layer_idx, attention_mask, kwargs.get("sliding_window"))
+    kwargs["plan"].compare(module.layer_idx, attention_mask, kwargs.get("sliding_window"), query.device)
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Trajectory
-from grpo.rewards.resolve import Function, locate, name_of
+from grpo.rewards.resolve import Function, locate, reward_name
 from grpo.system.calls import awaited
 from grpo.system.errors import RewardError, UserError, told
 
@@ -38,7 +38,7 @@ class Rewards:
         if not listed:
             raise UserError("task.rewards is empty: name at least one reward function")
         self.functions = [locate(one) if isinstance(one, str) else one for one in listed]
-        self.names = [name_of(function) for function in self.functions]
+        self.names = [reward_name(function) for function in self.functions]
         self.wanted = [_wanted(function) for function in self.functions]
         self.weights = [1.0] * len(listed) if weights is None else [float(weight) for weight in weights]
         self.solved = solved
@@ -82,7 +82,7 @@ class Rewards:
         return rewards
 
     def _called(self, arguments: Mapping[str, list]) -> list[list[float | Reward | None]]:
-        """What every function gives; the coroutines among them wait side by side."""
+        """The values of every function; coroutines among them run at the same time."""
         given: list[Any] = []
         for function, names in zip(self.functions, self.wanted, strict=True):
             try:
@@ -152,7 +152,7 @@ _ALWAYS = {"prompts", "completions", "truncated", "lengths"}  # what every task 
 
 
 def _parameters(function: Function) -> list[inspect.Parameter]:
-    """Of its signature, without those that a partial has set by name."""
+    """The parameters of its signature."""
     try:
         return list(inspect.signature(function).parameters.values())
     except ValueError:  # built in
@@ -195,5 +195,5 @@ def as_lists(example: Example, trajectories: Sequence[Trajectory]) -> dict[str, 
 
 
 def text_of(completion: str | Sequence[Mapping[str, str]]) -> str:
-    """What the policy said last, in either form of a completion."""
+    """The text of the policy's last message, in either form of a completion."""
     return completion if isinstance(completion, str) else completion[-1]["content"]

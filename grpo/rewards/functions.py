@@ -15,7 +15,7 @@ from grpo.env.types import Reward
 from grpo.rewards.combined import text_of
 from grpo.rewards.math.answers import extract_answer
 from grpo.rewards.math.grading import verdict
-from grpo.rewards.resolve import Function, locate, name_of
+from grpo.rewards.resolve import Function, locate, reward_name
 from grpo.system.errors import UserError
 
 Completions = Sequence[str] | Sequence[Sequence[Mapping[str, str]]]
@@ -137,7 +137,7 @@ class Normalised:
         if low > high:
             raise UserError(f"a reward normalised from low={low} to high={high}: low must not be above high")
         self.function = locate(function) if isinstance(function, str) else function
-        self.low, self.high, self.__name__ = low, high, name_of(self.function)
+        self.low, self.high, self.__name__ = low, high, reward_name(self.function)
         self.__wrapped__ = self.function  # whose signature counts
 
     def __call__(self, **columns: Any) -> Any:

@@ -1,4 +1,4 @@
-"""From the name of a reward function to the function, and back."""
+"""From the name of a reward function to the function, and back. Imports a module of functions by its name alone, ours too."""
 
 import sys
 from collections.abc import Callable
@@ -7,25 +7,21 @@ from functools import partial
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from grpo.system.errors import UserError
 
+SHIPPED = "grpo.rewards.functions"  # a name without a dot is looked up here
 Function = Callable[..., Any]  # (prompts, completions, **columns) -> list[float | None | Reward], or a coroutine of it
 
 
 def locate(name: str) -> Function:
     """The function that a text names: one of grpo.rewards.functions, a dotted path, FILE.py:NAME, or the folder or hub id of a
     sequence-classification model. Raises UserError that says what is missing."""
-    from grpo.rewards import functions
-
-    shipped = [
-        key
-        for key, value in vars(functions).items()
-        if callable(value) and value.__module__ == functions.__name__ and not key.startswith("_")
-    ]
+    shipped = _functions_in(import_module(SHIPPED), own=True)
     if name in shipped:
-        return getattr(functions, name)
+        name = f"{SHIPPED}.{name}"
     file, colon, attribute = name.rpartition(":")
     if name.endswith(".py"):
         raise UserError(f"the reward function {name!r} is a file: say which of its functions, {name}:NAME")
@@ -52,14 +48,18 @@ def locate(name: str) -> Function:
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UserError(
-            f"the reward function {name!r} is not there: {module.__name__} has {', '.join(there) or 'none'}"
-        )
+        there = ", ".join(_functions_in(module)) or "none"
+        raise UserError(f"the reward function {name!r} is not there: {module.__name__} has {there}")
     return function
 
 
-def _module_of_file(file: Path) -> Any:
+def _functions_in(module: ModuleType, own: bool = False) -> list[str]:
+    """Names of what a module has to call. own: without what it imported."""
+    public = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
+    return [name for name, value in public.items() if not own or value.__module__ == module.__name__]
+
+
+def _module_of_file(file: Path) -> ModuleType:
     """Runs a file once, however many functions are taken from it."""
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
@@ -72,34 +72,18 @@ def _module_of_file(file: Path) -> Any:
     return _FILES[path]
 
 
-_FILES: dict[Path, Any] = {}
+_FILES: dict[Path, ModuleType] = {}
 
 
-def name_of(function: Function) -> str:
-    """What its part of the reward is called in metrics and samples; with its module where a metric has that name already."""
+def reward_name(function: Function) -> str:
+    """The name of its part of the reward in metrics and samples; with its module where a metric has that name already."""
     while isinstance(function, partial):
         function = function.func
     name = getattr(function, "__name__", type(function).__name__)
-    return f"{function.__module__}.{name}" if name in _TAKEN else name
+    return f"{function.__module__}.{name}" if name in _TAKEN.split() else name
 
 
-_TAKEN = {
-    "reward",
-    "reward_std",
-    "accuracy",
-    "solve_rate",
-    "length",
-    "truncated",
-    "no_answer",
-    "timeout",
-    "error",
-    "tokens",
-}
-_TAKEN |= {
-    "effective_groups",
-    "rounds",
-    "discarded_groups",
-    "logprob_gap",
-    "advantages_positive",
-    "advantages_negative",
-}
+_TAKEN = """
+reward reward_std accuracy solve_rate length truncated no_answer timeout error tokens
+effective_groups rounds discarded_groups logprob_gap advantages_positive advantages_negative
+"""

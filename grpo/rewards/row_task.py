@@ -1,6 +1,6 @@
 """RowTask: a question in a row of a dataset, an answer in one turn, reward functions for it.
 
-What most tasks share. A task that is more than this needs nothing from here: see `rl.Task`.
+Most tasks are of this kind. A task that is more than this needs nothing from here: see `env.types.Task`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ Template = Callable[[str], tuple[Message, ...]]  # of a question
 
 
 class Rows(Protocol):
-    """Whatever has the rows of a task: `rows.Dataset`, or rows that are made up."""
+    """A source of rows: `data.dataset.Dataset`, or rows that are made up."""
 
     def split(self, split: Split) -> Sequence[Example]: ...
 
@@ -47,7 +47,7 @@ class RowTask:
         raise NotImplementedError
 
     def gold(self, example: Example) -> Any:
-        """What the right answer is, None where a row does not say."""
+        """The right answer, None where a row has none."""
         return example.get(self.gold_column)
 
     def examples(self, split: Split) -> Sequence[Example]:
@@ -63,7 +63,7 @@ class RowTask:
         return SingleTurn(self.messages(example))
 
     def columns(self, example: Example) -> Example:
-        """What reward functions get of it."""
+        """The columns that reward functions get."""
         return example if self.gold_column is None else {**example, "gold": self.gold(example)}
 
     def heard(self, trajectory: Trajectory) -> Trajectory:
@@ -77,7 +77,7 @@ class RowTask:
         return self.score_group(example, [trajectory])[0]
 
     def claims(self, example: Example, trajectory: Trajectory) -> Claim | None:
-        """What `correct` reads. None where it is not among the rewards."""
+        """The answer that `correct` reads. None where it is not among the rewards."""
         if not any(getattr(function, "func", function) is correct for function in self.rewards.functions):
             return None
         columns = self.columns(example)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from grpo.env.tokens import Row, rows
+from grpo.env.tokens import Row, rows_of_turns
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.rollout.types import Group, Sample
 
@@ -15,7 +15,9 @@ NOTHING = Row((0,), (0,), (False,), (0.0,))  # every rank has a row, even where 
 def collate(groups: Sequence[Group], first: int = 0) -> TokenBatch:
     """The rows of all samples, in order; `first` is the place of the first sample in the rollout."""
     samples = [sample for group in groups for sample in group]
-    owned = [(s, row) for s, sample in enumerate(samples, first) for row in rows(sample.turns)] or [(first, NOTHING)]
+    owned = [(s, row) for s, sample in enumerate(samples, first) for row in rows_of_turns(sample.turns)] or [
+        (first, NOTHING)
+    ]
     prompt_width = max(len(row.prompt_ids) for _, row in owned)
     width = max(len(row.ids) for _, row in owned)
     ids = torch.zeros(len(owned), prompt_width + width, dtype=torch.int64)

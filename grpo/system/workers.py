@@ -4,25 +4,23 @@
     pool.call("x+1", "1+x")  # from any thread; raises TimeoutError or WorkerError
 
 Knows nothing of what is computed: arguments and results are JSON. A worker is a plain subprocess, not a fork (the parent may
-hold a GPU and threads) and not a spawn of multiprocessing (which imports the parent's main module again).
+hold a GPU and threads) and not a spawn of multiprocessing (which imports the parent's main module
+again). It ends with the parent.
 """
 
-import atexit
 import contextlib
 import ctypes
 import importlib
-import itertools
 import json
 import os
-import queue
 import resource
 import select
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,98 +41,74 @@ class Workers:
     """
 
     def __init__(self, function: str, size: int, deadline: float, memory: int, warm_up: tuple = ()) -> None:
-        self.function, self.size, self.deadline, self.memory, self.warm_up = function, size, deadline, memory, warm_up
+        self.size, self.deadline = size, deadline
+        self.arguments = json.dumps([function, deadline, memory, warm_up])
         self.lock = threading.Lock()
         self.pid = 0  # of the process whose children the workers are
-        atexit.register(self.close)
-
-    def _open(self) -> None:
-        """A fork has the parent's pool, but not its children: it starts with none."""
-        with self.lock:
-            if self.pid == os.getpid():
-                return
-            # a warm one (0) before one that starts (1) before one that is not there yet (2)
-            self.idle: queue.PriorityQueue[tuple[int, int, Future | None]] = queue.PriorityQueue()
-            for i in range(self.size):
-                self.idle.put((2, i, None))
-            self.turns = itertools.count(self.size)
-            self.alive: set[_Worker] = set()
-            # One thread starts all workers and lives as long as the process: Linux sends a child its death signal when
-            # the thread that started it ends.
-            self.starter = ThreadPoolExecutor(1, "workers")
-            self.pid = os.getpid()
-
-    def _start(self) -> "_Worker":
-        try:
-            worker = _Worker(self.function, self.deadline, self.memory, self.warm_up)
-        except OSError as error:
-            raise WorkerError(f"no worker can be started: {error}") from error
-        self.alive.add(worker)
-        return worker
 
     def call(self, *args: Any) -> Any:
-        """function(*args). Blocks until it is done; as many threads may wait as like to."""
-        self._open()
-        idle, worker, done = self.idle, None, False
-        _, _, slot = idle.get()
+        """function(*args). Blocks until it is done; any number of threads may wait."""
+        reply: Future[dict[str, Any]] = Future()
         try:
-            slot = slot or self.starter.submit(self._start)
-            worker = slot.result()
-            worker.wait_until_warm()
-            reply = worker.ask(args, self.deadline)
-            done = True
-        except (RuntimeError, CancelledError) as error:  # the process ends, or has no thread left
+            self._open().submit(self._serve, args, reply)
+        except RuntimeError as error:  # the process ends, or has no thread left
             raise WorkerError(f"no worker can be started: {error}") from error
-        finally:  # also when Ctrl-C ended the wait: a worker that still counts cannot take the next item
-            idle.put((0, next(self.turns), slot) if done else (1, next(self.turns), self._replace(worker)))
-        if "error" in reply:
-            raise WorkerError(reply["error"])
-        return reply["result"]
+        answer = reply.result()
+        if "error" in answer:
+            raise WorkerError(answer["error"])
+        return answer["result"]
 
     def start(self) -> None:
-        """Start all that are not there yet, and wait until they are warm: for whoever measures."""
-        self._open()
-        slots = [self.idle.get() for _ in range(self.size)]
-        slots = [slot or self.starter.submit(self._start) for _, _, slot in slots]
-        for slot in slots:
-            slot.result().wait_until_warm()
-            self.idle.put((0, next(self.turns), slot))
+        """Start all workers and wait until they are warm: for measurements."""
+        threads, all_there = self._open(), threading.Barrier(self.size)
+        for started in [threads.submit(lambda: (all_there.wait(), self._own())) for _ in range(self.size)]:
+            started.result()
 
-    def _replace(self, worker: "_Worker | None") -> Future | None:
-        if worker is not None:
-            self.alive.discard(worker)
-            worker.kill()
-        with contextlib.suppress(RuntimeError):
-            return self.starter.submit(self._start)
-        return None
-
-    def close(self) -> None:
-        """End the workers; a later call starts new ones."""
+    def _open(self) -> ThreadPoolExecutor:
+        """A thread for each worker: it starts its worker and lives as long as the process, because Linux sends a child its
+        death signal when the thread that started it ends. A fork has the pool but no threads, so it makes its own."""
         with self.lock:
             if self.pid != os.getpid():
-                return
-            self.pid = 0
-            self.starter.shutdown(wait=True, cancel_futures=True)
-            for worker in list(self.alive):
-                worker.kill()
+                self.workers: dict[int, _Worker] = {}  # by thread
+                self.threads = ThreadPoolExecutor(self.size, "workers")
+                self.pid = os.getpid()
+            return self.threads
+
+    def _serve(self, args: tuple, reply: Future) -> None:
+        try:
+            reply.set_result(self._own().ask(args, self.deadline))
+        except Exception as error:
+            self._end()
+            reply.set_exception(error)
+            with contextlib.suppress(WorkerError):
+                self._own()  # warm before this thread takes the next item: another one may be warm already
+
+    def _own(self) -> "_Worker":
+        """The worker of this thread, warm."""
+        me = threading.get_ident()
+        if me not in self.workers:
+            try:
+                self.workers[me] = _Worker(self.arguments)
+                self.workers[me].warm_up()
+            except OSError as error:
+                raise WorkerError(f"no worker can be started: {error}") from error
+            except WorkerError:
+                self._end()
+                raise
+        return self.workers[me]
+
+    def _end(self) -> None:
+        if worker := self.workers.pop(threading.get_ident(), None):
+            worker.end()
 
 
 class _Worker:
     """The parent's end of one process: a line of JSON in, a line of JSON out."""
 
-    def __init__(self, function: str, deadline: float, memory: int, warm_up: tuple) -> None:
+    def __init__(self, arguments: str) -> None:
         paths = [str(Path(__file__).parents[2]), *(path or os.getcwd() for path in sys.path)]
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "grpo.system.workers",
-                function,
-                str(deadline),
-                str(memory),
-                json.dumps(warm_up),
-            ],
+            [sys.executable, "-P", "-m", __name__, arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -142,20 +116,17 @@ class _Worker:
         )
         self.poll = select.poll()  # not select.select: a training process may have more than 1,024 open files
         self.poll.register(self.process.stdout, select.POLLIN)
-        self.warm = False
 
-    def wait_until_warm(self) -> None:
-        if not self.warm:
-            try:
-                reply = self._read(START_LIMIT)
-            except TimeoutError as error:
-                raise WorkerError("the worker did not start") from error
-            if "error" in reply:
-                raise WorkerError(f"the worker did not start: {reply['error']}")
-            self.warm = True
+    def warm_up(self) -> None:
+        try:
+            answer = self._read(START_LIMIT)
+        except TimeoutError as error:
+            raise WorkerError("the worker did not start") from error
+        if "error" in answer:
+            raise WorkerError(f"the worker did not start: {answer['error']}")
 
     def ask(self, args: tuple, deadline: float) -> dict[str, Any]:
-        with contextlib.suppress(BrokenPipeError):  # then it died idle, and the read says so
+        with contextlib.suppress(BrokenPipeError):  # it died idle, which the read reports
             self.process.stdin.write(json.dumps(args).encode() + b"\n")
             self.process.stdin.flush()
         return self._read(deadline)
@@ -168,7 +139,7 @@ class _Worker:
             raise WorkerError("the worker died")
         return json.loads(line)
 
-    def kill(self) -> None:
+    def end(self) -> None:
         self.process.kill()
         self.process.wait()
         self.process.stdout.close()
@@ -176,41 +147,30 @@ class _Worker:
             self.process.stdin.close()
 
 
-def _serve(function: Callable, deadline: float, warm_up: list, requests: int, replies: int) -> None:
-    """The worker's end. What the function prints goes nowhere; out of memory is the end of the process."""
-
-    with open(requests, "rb") as lines, open(replies, "wb", 0) as out:
-
-        def answer(args: list) -> None:
-            try:
-                reply = json.dumps({"result": function(*args)})
-            except MemoryError:
-                os._exit(1)
-            except Exception as error:
-                reply = json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]})
-            out.write(reply.encode() + b"\n")
-
-        answer(warm_up)
-        for line in lines:  # ends with the parent
-            signal.setitimer(signal.ITIMER_PROF, 2 * deadline)  # the end of a worker without a parent to kill it
-            answer(json.loads(line))
-            signal.setitimer(signal.ITIMER_PROF, 0)
-
-
 def main() -> None:
+    """The worker's end. The function's output is discarded; when memory runs out, the process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    function, deadline, memory, warm_up = sys.argv[1:]
+    path, deadline, memory, warm_up = json.loads(sys.argv[1])
     with contextlib.suppress(ValueError, OSError):  # macOS knows the limit, and refuses it
-        resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))
-    requests, replies = os.dup(0), os.dup(1)
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    lines, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", 0)
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
-    module, _, name = function.rpartition(".")
-    called = getattr(importlib.import_module(module), name)
-    _serve(called, float(deadline), json.loads(warm_up), requests, replies)
+    module, _, name = path.rpartition(".")
+    function, limit = getattr(importlib.import_module(module), name), START_LIMIT
+    for args in chain([warm_up], map(json.loads, lines)):  # ends with the parent
+        signal.setitimer(signal.ITIMER_PROF, limit)  # ends a busy worker without a parent to kill it
+        try:
+            reply = json.dumps({"result": function(*args)})
+        except MemoryError:
+            os._exit(1)
+        except Exception as error:
+            reply = json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]})
+        replies.write(reply.encode() + b"\n")
+        limit = 2 * deadline
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from cases import gap
 from test_packing import MORE, model_of
 
 from grpo.engines.builtin import kv_cache
-from grpo.engines.builtin.agreement import objection
+from grpo.engines.builtin.agreement import cache_objection
 from grpo.engines.builtin.engine import TransformersEngine
-from grpo.engines.builtin.kv_cache import Pool
-from grpo.engines.builtin.padded import Padded
+from grpo.engines.builtin.kv_cache import KVCache
+from grpo.engines.builtin.padded import PaddedCache
 from grpo.engines.protocol import Sampling
 from grpo.system.errors import UserError
 
@@ -70,7 +70,7 @@ def test_the_pool_says_what_a_plain_forward_does(family, lora, caplog):
     model = model_of(family, lora)
     engine = engine_of(model)
     found = engine.sample(GROUPS, Sampling(24, temperature=0.8), range(10))
-    assert engine.way is Pool and not warnings(caplog)
+    assert engine.cache is KVCache and not warnings(caplog)
     assert len({len(completion.ids) for completion in found}) > 1
     assert gap(model, GROUPS, found, 0.8) < 1e-5
 
@@ -86,7 +86,7 @@ def test_a_model_of_another_kind_is_sampled_from_by_its_own_cache(family, caplog
     engine.close()
     engine.load_weights(model, 1)
     found = engine.sample(GROUPS, Sampling(24), range(10))
-    assert engine.way is Padded and objection(Pool, model)
+    assert engine.cache is PaddedCache and cache_objection(KVCache, model)
     [warning] = warnings(caplog)
     assert f"{type(model).__name__} is sampled from in a slower way" in warning
     assert len({len(completion.ids) for completion in found}) > 1
@@ -105,11 +105,11 @@ def test_a_window_longer_than_what_is_tried_is_asked_of_the_masks():
         **SMALL, head_dim=16, sliding_window=60, layer_types=["sliding_attention", "full_attention"] * 2
     )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    assert objection(Pool, model) == ""
+    assert cache_objection(KVCache, model) == ""
     for layer, told in (0, None), (0, 61), (0, 59), (1, 60):
         attention = model.model.layers[layer].self_attn
         right, attention.sliding_window = attention.sliding_window, told
-        assert objection(Pool, model) == f"layer {layer} has a mask that it does not tell"
+        assert cache_objection(KVCache, model) == f"layer {layer} has a mask that it does not tell"
         attention.sliding_window = right
 
 
@@ -142,7 +142,7 @@ def test_a_mistake_in_it_shows(right, wrong):
     gaps = []
     for bound in (150, 10_000):
         engine = engine_of(model, bound)
-        engine.way = mistaken["Pool"]
+        engine.cache = mistaken["KVCache"]
         gaps.append(gap(model, GROUPS, engine.sample(GROUPS, Sampling(24), range(10))))
     assert max(gaps) > 1e-3
 
@@ -154,7 +154,7 @@ def test_seeds_decide_whatever_the_batch_the_order_and_the_bound(monkeypatch):
     some = [1, 8, 3, 6]
     few = engine_of(model, 60).sample([GROUPS[i] for i in some], Sampling(24), some)
     alone = engine_of(model, 1).sample(GROUPS, Sampling(24), range(10))
-    monkeypatch.setattr(kv_cache, "AT_ONCE", 8)  # a prompt at a time
+    monkeypatch.setattr(kv_cache, "PREFILL_TOKENS", 8)  # a prompt at a time
     monkeypatch.setattr(kv_cache, "GROWTH", 1)
     apart = engine_of(model).sample(GROUPS, Sampling(24), range(10))
     ids = [completion.ids for completion in whole]
@@ -170,13 +170,13 @@ def test_every_token_is_computed_once_and_kept_within_the_bound(bound, monkeypat
     read, rows, kept = [], [], []
     model.get_input_embeddings().register_forward_pre_hook(lambda module, args: read.append(args[0].numel()))
 
-    def step(self, tokens, original=Pool.step):
+    def step(self, tokens, original=KVCache.step):
         rows.append(len(tokens))
         logits = original(self, tokens)
         kept.append(sum(x.nbytes for kind in (self.of_prompts, self.of_rows) for pair in kind.values() for x in pair))
         return logits
 
-    monkeypatch.setattr(Pool, "step", step)
+    monkeypatch.setattr(KVCache, "step", step)
     found = engine.sample(GROUPS, Sampling(24), range(10))
     distinct = {*GROUPS}
     assert sum(read) == sum(map(len, distinct)) + sum(len(completion.ids) - 1 for completion in found)
@@ -189,11 +189,11 @@ def test_every_token_is_computed_once_and_kept_within_the_bound(bound, monkeypat
 def test_a_wave_of_padded_rows_stays_within_the_bound(monkeypatch):
     model, rows = other("gemma2"), []
 
-    def step(self, tokens, original=Padded.step):
+    def step(self, tokens, original=PaddedCache.step):
         rows.append(len(tokens))
         return original(self, tokens)
 
-    monkeypatch.setattr(Padded, "step", step)
+    monkeypatch.setattr(PaddedCache, "step", step)
     engine_of(model, 100).sample(GROUPS, Sampling(24), range(10))
     assert max(rows) == 3  # of 7 + 24 tokens
 
@@ -222,7 +222,7 @@ def test_who_is_told_of_a_completion_can_train():
 def test_sixteen_bits_agree_as_well_as_they_can():
     model = model_of("llama").bfloat16()
     engine = engine_of(model)
-    assert engine.way is Pool
+    assert engine.cache is KVCache
     assert gap(model, GROUPS, engine.sample(GROUPS, Sampling(24), range(10))) < 0.1
 
 

@@ -8,7 +8,7 @@ import pytest
 from families import FAMILIES
 
 from grpo.env.messages import Message, ToolCall, ToolSpec
-from grpo.env.tool_parsers import form_of, read
+from grpo.env.tool_parsers import form_of, message_of_text
 
 WRITE = ToolSpec(
     "write",
@@ -91,7 +91,7 @@ GOOD = [
 
 @pytest.mark.parametrize(("form", "text", "message"), GOOD)
 def test_calls_are_read(form, text, message):
-    assert read(text, form, [WRITE]) == message
+    assert message_of_text(text, form, [WRITE]) == message
 
 
 BAD = [
@@ -130,7 +130,7 @@ BAD = [
 
 @pytest.mark.parametrize(("form", "text", "reason"), BAD)
 def test_a_malformed_call_is_content_and_one_line_says_why(form, text, reason):
-    message = read(text, form, [WRITE])
+    message = message_of_text(text, form, [WRITE])
     assert message == Message("assistant", text, error=message.error)
     assert re.search(f"{reason}.*a call is written .*NAME", message.error), message.error
     assert "\n" not in message.error
@@ -160,7 +160,7 @@ def test_a_malformed_call_is_content_and_one_line_says_why(form, text, reason):
     ],
 )
 def test_values_between_tags_become_what_the_schema_says(key, text, value):
-    (call,) = read(xml(f"<parameter={key}>\n{text}\n</parameter>"), "hermes", [WRITE]).tool_calls
+    (call,) = message_of_text(xml(f"<parameter={key}>\n{text}\n</parameter>"), "hermes", [WRITE]).tool_calls
     assert call == ToolCall("write", {key: value}) and type(call.arguments[key]) is type(value)
 
 
@@ -190,7 +190,7 @@ def test_no_text_is_too_much(form):
         for _ in range(rng.randrange(1, 5)):
             start = rng.randrange(len(text) + 1)
             text = text[:start] + rng.choice(["", *pieces]) + text[start + rng.randrange(4) :]
-        message = read(text, form, [WRITE])
+        message = message_of_text(text, form, [WRITE])
         kinds.add("call" if message.tool_calls else "error" if message.error else "plain")
         if not message.tool_calls:
             assert message.content == text
@@ -215,10 +215,10 @@ def test_a_million_characters_are_read_in_one_pass(form, piece):
         f"{BEGIN[form]}<function=f>{text}",
         f"{BEGIN[form]}f[ARGS]{text}",
     ):
-        message = read(whole, form, [WRITE])
+        message = message_of_text(whole, form, [WRITE])
         assert message.content == whole and message.tool_calls == ()
 
 
 def test_a_hint_is_in_the_form_that_was_tried():
-    assert "<function=NAME>" in read(xml("<parameter=x>\n1"), "hermes").error
-    assert "<function=NAME>" not in read("<tool_call>{", "hermes").error
+    assert "<function=NAME>" in message_of_text(xml("<parameter=x>\n1"), "hermes").error
+    assert "<function=NAME>" not in message_of_text("<tool_call>{", "hermes").error

@@ -16,7 +16,7 @@ from conftest import REAL_DATA, ROOT
 
 from grpo.rewards.code import sandbox_child
 from grpo.rewards.code.programs import assemble, code_verdict, extract_continuation, extract_program
-from grpo.rewards.code.sandbox import Limits, confinement, run
+from grpo.rewards.code.sandbox import ProgramLimits, confinement, run_program
 from grpo.system.errors import UserError
 
 HUMANEVAL, MBPP = REAL_DATA / "humaneval_20.jsonl", REAL_DATA / "mbpp_sanitized_30.jsonl"
@@ -94,7 +94,7 @@ def test_the_solution_of_another_row_is_wrong():
     ]
     cases += [(row["code"], other) for row, other in zip(mbpp, mbpp[1:] + mbpp[:1], strict=True)]
     with ThreadPoolExecutor(2) as pool:
-        verdicts = list(pool.map(lambda case: code_verdict(fenced(case[0]), case[1], Limits(seconds=3)), cases))
+        verdicts = list(pool.map(lambda case: code_verdict(fenced(case[0]), case[1], ProgramLimits(seconds=3)), cases))
     assert [verdict.outcome for verdict in verdicts] == ["wrong"] * 50
 
 
@@ -135,7 +135,7 @@ def test_a_verdict_says_why():
     assert "AssertionError" in wrong.result.stderr
     for swallow in ("if 0: \\", "double = abs; x = \\", "x = '''", 'x = """', "if 0:", "("):
         assert code_verdict(fenced(swallow), ROW).outcome == "wrong"
-    endless = code_verdict(fenced("while True:\n    pass"), ROW, Limits(seconds=0.3))
+    endless = code_verdict(fenced("while True:\n    pass"), ROW, ProgramLimits(seconds=0.3))
     assert (endless.outcome, endless.result.ending) == ("wrong", "timeout")
     greedy = code_verdict(fenced("double = bytearray(10**10)"), ROW)
     assert (greedy.outcome, greedy.result.ending) == ("wrong", "memory")
@@ -147,7 +147,7 @@ def test_a_verdict_says_why():
 
 
 def test_a_program_gets_the_standard_library_threads_and_a_folder():
-    result = run("""
+    result = run_program("""
 import asyncio, collections, ctypes, datetime, decimal, hashlib, json, os, re, sqlite3, ssl, sys, tempfile, threading
 async def three():
     await asyncio.sleep(0.01)
@@ -167,7 +167,7 @@ print(sorted(os.environ))
 def test_the_parents_files_are_not_inherited(tmp_path):
     with open(tmp_path / "open", "w") as file:
         os.set_inheritable(file.fileno(), True)
-        result = run(
+        result = run_program(
             "import os\nfor n in range(4096):\n    try: os.fstat(n); print(n, end=' ')\n    except OSError: pass"
         )
     assert len(result.stdout.split()) == 4 and result.stdout.startswith("0 1 2 ")  # and the pipe to the parent
@@ -175,12 +175,12 @@ def test_the_parents_files_are_not_inherited(tmp_path):
 
 def test_only_the_end_of_the_text_is_passing():
     for early in ("import sys; sys.exit(0)", "import os; os._exit(0)", "raise SystemExit", "exit(0)"):
-        assert run(early + "\nassert False").ending == "failed"
-    assert run("import os\nos.kill(os.getpid(), 9)").status == -signal.SIGKILL
+        assert run_program(early + "\nassert False").ending == "failed"
+    assert run_program("import os\nos.kill(os.getpid(), 9)").status == -signal.SIGKILL
     guess = (
         "import os\nfor n in range(4096):\n    try: os.write(n, b'passed' * 10)\n    except OSError: pass\nos._exit(0)"
     )
-    assert run(guess).ending == "failed"
+    assert run_program(guess).ending == "failed"
     frames = """
 import gc, os, sys
 frame, found = sys._getframe(), list(gc.get_objects())
@@ -194,19 +194,19 @@ for value in found:
             except OSError: pass
 os._exit(0)
 """
-    assert run(frames).ending == "failed"
-    assert run(
+    assert run_program(frames).ending == "failed"
+    assert run_program(
         "import atexit, threading, time\natexit.register(print, 1)\nthreading.Thread(target=time.sleep, args=(9,)).start()"
     )
-    assert run("1 +").ending == run("\0").ending == run("\ud800").ending == "failed"
-    assert run("").ending == "passed"
+    assert run_program("1 +").ending == run_program("\0").ending == run_program("\ud800").ending == "failed"
+    assert run_program("").ending == "passed"
 
 
 # what it cannot do
 
 
-def stopped(program: str, error: str = "PermissionError", limits: Limits | None = None) -> None:
-    result = run(program, limits)
+def stopped(program: str, error: str = "PermissionError", limits: ProgramLimits | None = None) -> None:
+    result = run_program(program, limits)
     assert result.ending == "failed" and error in result.stderr, result
 
 
@@ -216,7 +216,7 @@ def test_a_fork_bomb():
     stopped("import os\nos.execv('/bin/true', ['true'])", "OSError")
     stopped("import multiprocessing\nmultiprocessing.Process(target=print).start()")
     threads = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
-    assert run(threads, Limits(seconds=3)).ending in ("failed", "memory")
+    assert run_program(threads, ProgramLimits(seconds=3)).ending in ("failed", "memory")
 
 
 def test_endless_loops():
@@ -227,19 +227,19 @@ def test_endless_loops():
         "import os\nos.closerange(0, 64)\nwhile True: pass",
         "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
     ):
-        result = run(program, Limits(seconds=0.5))
+        result = run_program(program, ProgramLimits(seconds=0.5))
         assert (result.ending, result.status) == ("timeout", -signal.SIGKILL) and 0.5 <= result.seconds < 5
 
 
 def test_memory_and_recursion():
-    assert run("x = bytearray(10 * 2**30)").ending == "memory"
-    assert run("x = []\nwhile True: x.append(bytearray(2**20))").ending == "memory"
+    assert run_program("x = bytearray(10 * 2**30)").ending == "memory"
+    assert run_program("x = []\nwhile True: x.append(bytearray(2**20))").ending == "memory"
     stopped("def f(): f()\nf()", "RecursionError")
-    crash = run(
+    crash = run_program(
         "import sys\nsys.setrecursionlimit(10**9)\nclass A:\n    def __repr__(self): return repr(self)\nrepr(A())"
     )
     assert crash.ending in ("failed", "memory")
-    assert run("(" * 10**5).ending == "failed"
+    assert run_program("(" * 10**5).ending == "failed"
 
 
 def test_files_outside(tmp_path):
@@ -307,7 +307,7 @@ zeros = [ctypes.c_long(0)] * 5
 print({{(libc.syscall(ctypes.c_long(n), *zeros), ctypes.get_errno()) for n in {numbers[os.uname().machine]}}})
 print(libc.syscall(ctypes.c_long({56 if os.uname().machine == "x86_64" else 220}), ctypes.c_long(0x10000000 | 17)))
 """
-    result = run(program)
+    result = run_program(program)
     assert (result.stdout, result.ending) == ("{(-1, 38)}\n-1\n", "passed")  # 38: ENOSYS
 
 
@@ -395,16 +395,20 @@ def test_the_network():
 
 
 def test_floods():
-    loud = run("import sys\nfor i in range(10**9): print('x' * 1000)", Limits(seconds=5, disk_mb=2))
+    loud = run_program("import sys\nfor i in range(10**9): print('x' * 1000)", ProgramLimits(seconds=5, disk_mb=2))
     assert loud.ending == "failed" and loud.stdout.endswith("xxx") and "File too large" in loud.stderr
     assert len(loud.stdout) == len("x" * 4096)
-    stopped("open('big', 'wb').write(bytes(3 * 2**20))", "File too large", Limits(disk_mb=2))
+    stopped("open('big', 'wb').write(bytes(3 * 2**20))", "File too large", ProgramLimits(disk_mb=2))
     many = "import itertools\nfor i in itertools.count():\n    open(f'{i}', 'wb').write(bytes(2**20))"
-    assert run(many, Limits(disk_mb=4)).ending == "disk"
-    assert run("import itertools\nfor i in itertools.count(): open(f'{i}', 'w').close()").ending == "disk"
-    assert run("import os\nwhile True:\n    os.mkdir('d'); os.chdir('d')").ending == "disk"  # deeper than any path
+    assert run_program(many, ProgramLimits(disk_mb=4)).ending == "disk"
+    assert run_program("import itertools\nfor i in itertools.count(): open(f'{i}', 'w').close()").ending == "disk"
     assert (
-        run("import os\nos.makedirs('a/b/c')\nopen('a/b/c/d', 'w')\nos.mkdir('e', 0)\nos.mkdir('f', 0o300)").ending
+        run_program("import os\nwhile True:\n    os.mkdir('d'); os.chdir('d')").ending == "disk"
+    )  # deeper than any path
+    assert (
+        run_program(
+            "import os\nos.makedirs('a/b/c')\nopen('a/b/c/d', 'w')\nos.mkdir('e', 0)\nos.mkdir('f', 0o300)"
+        ).ending
         == "passed"
     )
 
@@ -417,12 +421,15 @@ def test_eight_threads_at_once():
         "x = bytearray(10**10)",
     ] * 16
     with ThreadPoolExecutor(8) as pool:
-        endings = [result.ending for result in pool.map(run, programs)]
+        endings = [result.ending for result in pool.map(run_program, programs)]
     assert endings == ["passed", "failed", "failed", "memory"] * 16
 
 
 def test_a_program_ends_with_its_parent(here):
-    code = "from grpo.rewards.code.sandbox import Limits, run; run('import time; time.sleep(600)', Limits(seconds=600))"
+    code = """
+from grpo.rewards.code.sandbox import ProgramLimits, run_program
+run_program("import time; time.sleep(600)", ProgramLimits(seconds=600))
+"""
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     deadline = time.monotonic() + 30
     while not running(here) and time.monotonic() < deadline:
@@ -443,21 +450,21 @@ def test_without_landlock_a_program_runs_only_unconfined():
     code = """
 import ctypes
 from grpo.rewards.code import sandbox_child
-from grpo.rewards.code.sandbox import Limits, run
+from grpo.rewards.code.sandbox import ProgramLimits, run_program
 from grpo.system.errors import UserError
-sandbox_child.check(sandbox_child.prctl(38, 1), "no_new_privs")
+sandbox_child.checked(sandbox_child.prctl(38, 1), "no_new_privs")
 code = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (6, 0, 0, 0x00050000 | 38), (6, 0, 0, 0x7FFF0000)]
 steps = (sandbox_child.Instruction * 4)(*code)
-sandbox_child.check(sandbox_child.prctl(22, 2, ctypes.byref(sandbox_child.Filter(4, steps))), "seccomp")
+sandbox_child.checked(sandbox_child.prctl(22, 2, ctypes.byref(sandbox_child.Filter(4, steps))), "seccomp")
 try:
-    run("")
+    run_program("")
 except UserError as error:
     print(error)
-result = run("print(1)", unconfined=True)
+result = run_program("print(1)", unconfined=True)
 print(result.ending, result.confinement, result.stdout)
-print(run("import os, time\\nos.fork()\\ntime.sleep(60)", Limits(seconds=0.5), unconfined=True).ending)
-print(run("import os, time\\nif os.fork() == 0: time.sleep(60)", unconfined=True).ending)
-print(run("x = bytearray(10**10)", unconfined=True).ending)
+print(run_program("import os, time\\nos.fork()\\ntime.sleep(60)", ProgramLimits(seconds=0.5), unconfined=True).ending)
+print(run_program("import os, time\\nif os.fork() == 0: time.sleep(60)", unconfined=True).ending)
+print(run_program("x = bytearray(10**10)", unconfined=True).ending)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     lines = done.stdout.splitlines()
@@ -468,4 +475,4 @@ print(run("x = bytearray(10**10)", unconfined=True).ending)
 def test_limits_are_checked():
     for wrong in ({"seconds": 0}, {"seconds": float("inf")}, {"memory_mb": 1}, {"disk_mb": 0}, {"threads": 0}):
         with pytest.raises(UserError, match="memory_mb >= 64"):
-            Limits(**wrong)
+            ProgramLimits(**wrong)

@@ -19,7 +19,7 @@ from torch import tensor
 
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message, ToolCall
-from grpo.env.tokens import Completion, Turn, rows
+from grpo.env.tokens import Completion, Turn, rows_of_turns
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.models.policy import Pretrained
 from grpo.objectives.algorithm import Algorithm
@@ -50,13 +50,13 @@ BRANCHED = (turn((1, 2), (3, 4)), turn((1, 2, 3, 4, 9, 9), (5,)), turn((1, 2, 7)
 
 
 def test_three_turns_number_by_number():
-    first, second = rows(BRANCHED)
+    first, second = rows_of_turns(BRANCHED)
     assert (first.prompt_ids, first.ids) == ((1, 2), (3, 4, 9, 9, 5))
     assert first.sampled == (True, True, False, False, True)  # what the tool said teaches nothing
     assert first.logprobs == pytest.approx((-0.3, -0.4, 0, 0, -0.5))
     assert (second.prompt_ids, second.ids, second.sampled) == ((1, 2, 7), (6, 8), (True, True))
-    assert len(rows([turn((1,), (2,)), turn((1, 2), (3,))])) == 1  # nothing in between
-    assert len(rows([turn((1,), (2, 3)), turn((1, 2), (3,))])) == 2  # it begins alike and is shorter
+    assert len(rows_of_turns([turn((1,), (2,)), turn((1, 2), (3,))])) == 1  # nothing in between
+    assert len(rows_of_turns([turn((1,), (2, 3)), turn((1, 2), (3,))])) == 2  # it begins alike and is shorter
 
     groups = [[sample_of(*BRANCHED), sample_of(turn((1, 2), (3,)))]]
     batch = collate(groups, first=4)

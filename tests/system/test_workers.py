@@ -16,20 +16,11 @@ from grpo.system.workers import WorkerError, Workers
 SLACK = 10.0  # seconds, on a busy machine: a worker that was killed has to start again
 
 
-@pytest.fixture
-def workers():
-    opened = []
-
-    def make(function: str, warm_up: tuple, deadline: float = 5.0, memory: int = 2**28) -> Workers:
-        opened.append(Workers(function, 2, deadline, memory, warm_up))
-        return opened[-1]
-
-    yield make
-    for pool in opened:
-        pool.close()
+def workers(function: str, warm_up: tuple, deadline: float = 5.0, memory: int = 2**28) -> Workers:
+    return Workers(function, 2, deadline, memory, warm_up)
 
 
-def test_a_worker_is_killed_at_its_deadline_and_replaced(workers):
+def test_a_worker_is_killed_at_its_deadline_and_replaced():
     pool = workers("time.sleep", (0,), deadline=1.0)
     assert pool.call(0.01) is None
     start = time.monotonic()
@@ -39,7 +30,7 @@ def test_a_worker_is_killed_at_its_deadline_and_replaced(workers):
     assert pool.call(0.01) is None
 
 
-def test_many_threads_share_a_pool(workers):
+def test_many_threads_share_a_pool():
     pool = workers("math.factorial", (3,))
     with ThreadPoolExecutor(32) as threads:
         assert list(threads.map(pool.call, range(100))) == [math.factorial(n) for n in range(100)]
@@ -54,14 +45,14 @@ def test_many_threads_share_a_pool(workers):
         ("nothing.at_all", (), 1, "died"),
     ],
 )
-def test_what_goes_wrong_in_a_worker_is_said(workers, function, warm_up, bad, message):
+def test_what_goes_wrong_in_a_worker_is_said(function, warm_up, bad, message):
     pool = workers(function, warm_up)
     with pytest.raises(WorkerError, match=message):
         pool.call(bad)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux holds a process to its address space")
-def test_a_worker_out_of_memory_dies_alone(workers):
+def test_a_worker_out_of_memory_dies_alone():
     pool = workers("operator.mul", ("x", 3), memory=2**28)
     with pytest.raises(WorkerError, match="died"):
         pool.call("x", 2**30)
@@ -80,12 +71,11 @@ ORPHANS = """
 import os, signal, threading, time
 from grpo.system.workers import Workers
 pool = Workers("time.sleep", 2, 30.0, 2**30, (0,))
-pool.call(0)
+pool.start()
 threading.Thread(target=pool.call, args=(25,), daemon=True).start()
 threading.Thread(target=pool.call, args=(25,), daemon=True).start()
-while len(pool.alive) < 2 or not all(worker.warm for worker in pool.alive):
-    time.sleep(0.05)
-print(*(worker.process.pid for worker in pool.alive), flush=True)
+time.sleep(1)  # both are asleep
+print(*(worker.process.pid for worker in pool.workers.values()), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from grpo.engines.builtin.agreement import way_of
+from grpo.engines.builtin.agreement import cache_for
 from grpo.engines.builtin.sampler import Draws
 from grpo.engines.protocol import Sampling
 from grpo.env.tokens import Completion
@@ -42,7 +42,7 @@ class TransformersEngine:
     def choose(self) -> None:
         """The way to sample; tried where the model is now, which is not where it was when it was loaded."""
         if self.tried != (self.model, self.model.device):
-            self.way, reason = way_of(self.model)
+            self.cache, reason = cache_for(self.model)
             if reason and reason != self.reason:
                 name = type(self.model).__name__
                 log.warning("engine: %s is sampled from in a slower way, by transformers' cache: %s", name, reason)
@@ -72,12 +72,12 @@ class TransformersEngine:
         eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
         stop_ids = torch.tensor([*eos, *sampling.stop_ids], dtype=torch.int64, device=device)
 
-        pool = self.way(self.model, prompts, sampling.max_tokens, self.max_cache_tokens)
+        cache = self.cache(self.model, prompts, sampling.max_tokens, self.max_cache_tokens)
         draws = Draws(prompts, sampling, seeds, device)
         completions: list[Completion | None] = [None] * len(prompts)
         logits = None  # [B, V], of the rows that there are
         while waiting or logits is not None:
-            new, fresh = pool.admit(waiting)
+            new, fresh = cache.admit(waiting)
             if new:
                 draws.join(new, fresh.shape[-1])
                 logits = fresh if logits is None else torch.cat([logits, fresh])
@@ -91,10 +91,10 @@ class TransformersEngine:
                     if done is not None:
                         with torch.inference_mode(False):  # it is not ours
                             done(i, completion)
-                order = torch.tensor(pool.drop(which.tolist()), dtype=torch.int64, device=device)
+                order = torch.tensor(cache.drop(which.tolist()), dtype=torch.int64, device=device)
                 draws.keep(order)
                 token = token[order]
-            logits = pool.step(token) if len(token) else None
+            logits = cache.step(token) if len(token) else None
         return completions
 
     def close(self) -> None:

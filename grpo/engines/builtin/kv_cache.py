@@ -1,6 +1,6 @@
 """Keys and values of many samples: a prompt's are kept once for all of them, a sample has only its own tokens'.
 
-Attention by plan (grpo.attention), so no cache of transformers is needed. Knows nothing of sampling.
+Attention by plan (models.packed_attention), so no cache of transformers is needed. Knows nothing of sampling.
 
 Shapes: U prompts in P places, B rows (samples under way) in C places, G of them at most of one prompt; H heads, K of keys,
 r = H / K, D wide.
@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from grpo.models.packed_attention import Packed, Plan, attending, take
+from grpo.models.packed_attention import AttentionPlan, Packed, attending, take
 
-AT_ONCE = 8192  # tokens of prompts that are read in one forward
+PREFILL_TOKENS = 8192  # tokens of prompts that are read in one forward
 GROWTH = 16  # tokens, or an eighth of what they have: by so much rows grow
 NEVER = 2**62  # the position of what is no token
 
@@ -22,7 +22,7 @@ NEVER = 2**62  # the position of what is no token
 Views = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
-class Pool:
+class KVCache:
     """The samples under way. Row b is always b-th in the tensors, so a step copies nothing: into a gap moves the last row."""
 
     def __init__(self, model: nn.Module, prompts: Sequence[tuple[int, ...]], max_tokens: int, bound: int) -> None:
@@ -67,10 +67,10 @@ class Pool:
         return new, logits
 
     def pieces(self, prompts: Sequence[int]) -> Iterator[list[int]]:
-        """Of AT_ONCE tokens at most, or of one prompt."""
+        """The prompts in pieces of at most PREFILL_TOKENS tokens, or of one prompt."""
         piece: list[int] = []
         for prompt in prompts:
-            if piece and sum(len(self.texts[u]) for u in [*piece, prompt]) > AT_ONCE:
+            if piece and sum(len(self.texts[u]) for u in [*piece, prompt]) > PREFILL_TOKENS:
                 yield piece
                 piece = []
             piece.append(prompt)
@@ -79,7 +79,7 @@ class Pool:
 
     def read(self, prompts: list[int]) -> None:
         self.prompts += prompts
-        plan = Reading(self, [self.texts[u] for u in prompts])
+        plan = Prefill(self, [self.texts[u] for u in prompts])
         last = (torch.tensor(plan.starts) + plan.prompt_lengths - 1).to(self.device)
         logits = self.forward(plan, plan.ids, plan.positions, logits_to_keep=last)
         self.logits |= zip(prompts, logits, strict=True)
@@ -96,7 +96,7 @@ class Pool:
         self.steps += 1
         return logits
 
-    def forward(self, plan: Plan, ids: Tensor, positions: Tensor, **kwargs) -> Tensor:
+    def forward(self, plan: AttentionPlan, ids: Tensor, positions: Tensor, **kwargs) -> Tensor:
         """ids, positions: [1, T]. Returns [T, V], or the rows of it that logits_to_keep says."""
         with attending(self.model):
             return self.model(input_ids=ids, position_ids=positions, plan=plan, use_cache=False, **kwargs).logits[0]
@@ -114,7 +114,7 @@ class Pool:
         return order
 
     def arrange(self) -> None:
-        """What holds until rows come or go."""
+        """Sets all that stays the same until rows come or go."""
         lengths, counts = [len(self.texts[u]) for u, _ in self.rows], [self.steps - came for _, came in self.rows]
         self.lengths = torch.tensor(lengths, device=self.device)  # [B], tokens of the prompts
         self.counts = torch.tensor(counts, device=self.device)  # [B], and of the rows, that are kept
@@ -200,20 +200,20 @@ class Pool:
         return self.grids[heads]
 
 
-class Reading(Packed):
-    """The last prompts of a pool in one row: it keeps what they are read into."""
+class Prefill(Packed):
+    """The last prompts of a cache in one row: it keeps what they are read into."""
 
-    def __init__(self, pool: Pool, prompts: Sequence[tuple[int, ...]]) -> None:
-        super().__init__(prompts, [[]] * len(prompts), pool.device)
-        self.pool = pool
+    def __init__(self, cache: KVCache, prompts: Sequence[tuple[int, ...]]) -> None:
+        super().__init__(prompts, [[]] * len(prompts), cache.device)
+        self.cache = cache
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        count, longest = len(self.pool.prompts), max(len(self.pool.texts[u]) for u in self.pool.prompts)
+        count, longest = len(self.cache.prompts), max(len(self.cache.texts[u]) for u in self.cache.prompts)
         new = [take(x[0].transpose(0, 1), self.places[0]) for x in (key, value)]  # [n, K, P, D]
-        kept = self.pool.of_prompts.get(layer) or [x[:0] for x in new]
-        self.pool.of_prompts[layer] = kept = [fitted(x, count, longest, 0) for x in kept]
+        kept = self.cache.of_prompts.get(layer) or [x[:0] for x in new]
+        self.cache.of_prompts[layer] = kept = [fitted(x, count, longest, 0) for x in kept]
         for x, y in zip(kept, new, strict=True):
             x[count - len(y) : count, :, : y.shape[2]] = y
         return super().attend(layer, query, key, value, scale, window)

@@ -1,6 +1,6 @@
 """Sampling by transformers' own cache, for models that attend, or remember, in ways of their own.
 
-Slower than `Pool` and as good: prompts are padded on the left, and a wave of samples ends before the next begins.
+Slower than `KVCache` and as good: prompts are padded on the left, and a wave of samples ends before the next begins.
 """
 
 import inspect
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 
-class Padded:
-    """As `Pool`. bound: rows of a wave times the tokens of its longest, unless it is a single one."""
+class PaddedCache:
+    """As `KVCache`. bound: rows of a wave times the tokens of its longest, unless it is a single one."""
 
     def __init__(self, model: nn.Module, prompts: Sequence[tuple[int, ...]], max_tokens: int, bound: int) -> None:
         self.model, self.prompt_of, self.max_tokens, self.bound = model, prompts, max_tokens, bound

@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo.engines.protocol import Sampling
 from grpo.env.tokens import Completion
 
-AT_ONCE = 1 << 25  # logits that a step makes probabilities of, some five numbers beside each
+LOGITS_PER_DRAW = 1 << 25  # logits that a step makes probabilities of, some five numbers beside each
 
 
 def filter_logits(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -51,7 +51,7 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 class Draws:
-    """What has been drawn of n samples. It changes in place: rows come and go, and each step draws a token for every one."""
+    """The tokens drawn for n samples. It changes in place: rows come and go, and each step draws a token for every row."""
 
     def __init__(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling, seeds: Sequence[int], device) -> None:
         self.prompts, self.sampling, self.seeds = prompts, sampling, seeds
@@ -83,7 +83,7 @@ class Draws:
 
     def step(self, logits: Tensor) -> Tensor:
         """A token for every row, [B]. logits: [B, V]."""
-        size = max(1, AT_ONCE // logits.shape[-1])
+        size = max(1, LOGITS_PER_DRAW // logits.shape[-1])
         uniform = self.uniform[self.rows, self.counts].split(size)
         seen = repeat(None) if self.seen is None else self.seen.split(size)
         drawn = [self.drawn(*piece) for piece in zip(logits.split(size), uniform, seen, strict=False)]

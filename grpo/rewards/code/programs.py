@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from grpo.env.types import Example, Outcome
-from grpo.rewards.code.sandbox import Limits, Result, run
+from grpo.rewards.code.sandbox import ProgramLimits, Result, run_program
 from grpo.system.errors import UserError
 
 _FENCE = re.compile(r"([ \t]*)(`{3,})[ \t]*([^\s`]*)[^`]*")
@@ -67,14 +67,14 @@ def assemble(row: Example, code: str) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a completion. `result.ending` tells wrong answers apart: "timeout" is an endless loop, say."""
+    """The outcome of a completion. `result.ending` tells wrong answers apart: "timeout" is an endless loop, say."""
 
     outcome: Outcome
     result: Result | None = None  # None for no answer
 
 
 def code_verdict(
-    text: str, row: Example, limits: Limits | None = None, continuation: bool = False, unconfined: bool = False
+    text: str, row: Example, limits: ProgramLimits | None = None, continuation: bool = False, unconfined: bool = False
 ) -> Verdict:
     """Runs a completion's program against its row's tests. continuation: the text goes on where a HumanEval prompt stops.
 
@@ -85,5 +85,5 @@ def code_verdict(
     code = extract_continuation(text) if continuation else extract_program(text) or bare_program(text, row)
     if code is None:
         return Verdict("no_answer")
-    result = run(assemble(row, code), limits, unconfined)
+    result = run_program(assemble(row, code), limits, unconfined)
     return Verdict({"passed": "right", "unstarted": "timeout"}.get(result.ending, "wrong"), result)

@@ -1,6 +1,6 @@
 """Runs a Python program that nobody trusts, in a process of its own, and says how it ended. Text in, `Result` out.
 
-The process itself is in `sandbox_child`; here is what watches it. `run` may be called from many threads at once: the
+The process itself is in `sandbox_child`; here is what watches it. `run_program` may be called from many threads at once: the
 child is made without running Python between fork and exec, and no state is shared.
 
 "passed" means that the program's text ran to its last line: only then does the child write a secret, fresh for each run,
@@ -34,14 +34,14 @@ Ending = Literal["passed", "failed", "timeout", "memory", "disk", "unstarted"]
 # failed: an exception, a signal, or an early exit; unstarted: the machine never got to the program's first line
 
 START_SECONDS = 60  # for the child to get ready on a busy machine; the program's own time starts afterwards
-PAUSE = 0.05  # seconds between looks at the folder; a program can write some hundred MB in between
+LOOK_EVERY = 0.05  # seconds between looks at the folder; a program can write some hundred MB in between
 MAX_ENTRIES = 1000  # files and folders
 _LAUNCHER = str(Path(sandbox_child.__file__).resolve())
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What one program may use. There are no new processes at all, so none can outlive it."""
+class ProgramLimits:
+    """Limits of one program. There are no new processes at all, so none can outlive it."""
 
     seconds: float = 10.0  # of wall clock, from the program's first line
     memory_mb: int = 512  # of address space; the bare interpreter takes about 30
@@ -59,7 +59,7 @@ class Limits:
 class Result:
     ending: Ending
     status: int  # of the process; minus the signal that ended it
-    stdout: str  # the last `Limits.output` bytes
+    stdout: str  # the last `ProgramLimits.output` bytes
     stderr: str
     seconds: float  # the whole of it, start and clean-up included
     confinement: tuple[str, ...]  # what was in force; with ("limits",) alone it could touch all that its user can
@@ -69,13 +69,13 @@ class Result:
         return self.ending == "passed"
 
 
-def run(program: str, limits: Limits | None = None, unconfined: bool = False) -> Result:
+def run_program(program: str, limits: ProgramLimits | None = None, unconfined: bool = False) -> Result:
     """Runs the program in an empty folder that is gone afterwards, without input, environment, network or other processes.
 
     Raises UserError where the platform cannot confine it (not Linux, or no Landlock), unless `unconfined` accepts limits of
     time, memory and file size alone; then a process that the program started and moved out of its group survives it.
     """
-    limits = limits or Limits()
+    limits = limits or ProgramLimits()
     began = time.monotonic()
     base = tempfile.mkdtemp(prefix="grpo-sandbox-")
     folder = os.path.join(base, "work")
@@ -125,15 +125,17 @@ def run(program: str, limits: Limits | None = None, unconfined: bool = False) ->
 
 @cache
 def confinement() -> tuple[str, ...]:
-    """What holds a program here, asked of a program once. Raises UserError where `run` would."""
-    return run("").confinement
+    """The measures that confine a program here, found by running one. Raises UserError where `run_program` would."""
+    return run_program("").confinement
 
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _start(folder: str, status: int, limits: Limits, unconfined: bool, stdin, stdout, stderr) -> subprocess.Popen:
+def _start(
+    folder: str, status: int, limits: ProgramLimits, unconfined: bool, stdin, stdout, stderr
+) -> subprocess.Popen:
     amounts = limits.memory_mb, limits.disk_mb, limits.threads, float(limits.seconds)
     numbers = status, int(unconfined), os.getpid(), *amounts
     return subprocess.Popen(
@@ -155,9 +157,9 @@ def _start(folder: str, status: int, limits: Limits, unconfined: bool, stdin, st
     )
 
 
-def _watch(process: subprocess.Popen, heard: int, folder: str, limits: Limits) -> tuple[Ending | None, bytes]:
+def _watch(process: subprocess.Popen, heard: int, folder: str, limits: ProgramLimits) -> tuple[Ending | None, bytes]:
     """Waits for the end, which may be ours: ("timeout", ...) or ("disk", ...). Also what the child said on its pipe."""
-    said, listening, look = b"", True, time.monotonic() + PAUSE
+    said, listening, look = b"", True, time.monotonic() + LOOK_EVERY
     deadline, started = time.monotonic() + START_SECONDS, False
     poll = select.poll()
     poll.register(heard, select.POLLIN)
@@ -170,8 +172,8 @@ def _watch(process: subprocess.Popen, heard: int, folder: str, limits: Limits) -
         if now >= look:
             if _exceeds(folder, limits.disk_mb << 20):
                 return "disk", said
-            look = time.monotonic() + PAUSE
-        wait = min(deadline - now, PAUSE)
+            look = time.monotonic() + LOOK_EVERY
+        wait = min(deadline - now, LOOK_EVERY)
         if not listening:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(wait)
@@ -219,23 +221,9 @@ def _tail(file, size: int) -> str:
 
 
 def _remove(folder: str) -> None:
-    """rm -rf, also of folders nested deeper than any stack or path, or closed to their owner: all move to the top first."""
+    """Removes the folder, also one whose folders are nested too deep for Python or closed to their owner."""
     try:
-        prefix, moved = secrets.token_hex(8), 0
-        while names := os.listdir(folder):
-            for name in names:
-                path = os.path.join(folder, name)
-                if not stat.S_ISDIR(os.lstat(path).st_mode):
-                    os.unlink(path)
-                    continue
-                os.chmod(path, 0o700)
-                for inner in os.listdir(path):
-                    moved += 1
-                    source, target = os.path.join(path, inner), os.path.join(folder, f"{prefix}-{moved}")
-                    if stat.S_ISDIR(os.lstat(source).st_mode):
-                        os.chmod(source, 0o700)
-                    os.rename(source, target)
-                os.rmdir(path)
-        os.rmdir(folder)
-    except OSError:  # an unconfined program's leftover process still writes there
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder)
+    except (OSError, RecursionError):
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*command, folder], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)

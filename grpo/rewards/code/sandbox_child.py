@@ -1,6 +1,6 @@
 """The child's side of the sandbox: a script that confines its own process, then runs the program it was handed.
 
-`grpo.sandbox` starts it on a bare interpreter (no site-packages, nobody's environment), so it imports the standard library
+`sandbox` starts it on a bare interpreter (no site-packages, nobody's environment), so it imports the standard library
 alone, and little of that: every import is paid for by every program. In the order of `main`: resource limits, an
 unprivileged user where it was root, no capabilities, Landlock (which files), seccomp (which system calls).
 """
@@ -101,7 +101,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.malloc.restype = ctypes.c_void_p
 
 
-def check(value: int, what: str) -> int:
+def checked(value: int, what: str) -> int:
     if value < 0:
         raise OSError(f"{what}: {os.strerror(ctypes.get_errno())}")
     return value
@@ -154,7 +154,7 @@ def become_unprivileged(folder: str) -> bool:
             except OSError:  # a container may have neither the user nor the right
                 continue
     header, data = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0)), ctypes.create_string_buffer(24)
-    check(libc.capget(header, data), "capget")
+    checked(libc.capget(header, data), "capget")
     permitted = struct.unpack("=6I", data.raw)[1]
     kept = 0
     if os.geteuid() != 0:
@@ -164,19 +164,19 @@ def become_unprivileged(folder: str) -> bool:
         except PermissionError:
             kept = next((bit for bit in (1 << 2, 1 << 1) if permitted & bit), 0)  # DAC_READ_SEARCH, else DAC_OVERRIDE
     data.raw = struct.pack("=6I", kept, kept, 0, 0, 0, 0)
-    check(libc.capset(header, data), "capset")
+    checked(libc.capset(header, data), "capset")
     return own_user
 
 
 def landlock(folder: str) -> int:
     """Reading of the interpreter and the system's libraries, anything in `folder`, and nothing else. The kernel's ABI."""
-    abi = check(syscall(444, None, 0, 1), "Landlock")
+    abi = checked(syscall(444, None, 0, 1), "Landlock")
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
     network = 0b11 if abi >= 4 else 0  # no TCP port may be bound or connected to
     scope = 0b11 if abi >= 6 else 0  # no signal to, no abstract socket of, a process outside
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
     attributes = ctypes.create_string_buffer(struct.pack("=QQQ", rights, network, scope))
-    ruleset = check(syscall(444, attributes, size, 0), "Landlock")
+    ruleset = checked(syscall(444, attributes, size, 0), "Landlock")
 
     execute, write_file, read_file, read_folder, truncate = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
     special = 0b1001_1110_0100_0000  # making of devices, sockets, pipes and links; ioctl on devices
@@ -189,7 +189,7 @@ def landlock(folder: str) -> int:
         if not os.path.isdir(path):
             allowed &= write_file | read_file | truncate
         rule = ctypes.create_string_buffer(struct.pack("=Qi", allowed & rights, handle))
-        check(syscall(445, ruleset, 1, rule, 0), f"Landlock: {path}")
+        checked(syscall(445, ruleset, 1, rule, 0), f"Landlock: {path}")
         os.close(handle)
 
     installation = {*sys.path, *(f"{prefix}/lib" for prefix in (sys.base_prefix, sys.base_exec_prefix) if prefix)}
@@ -198,7 +198,9 @@ def landlock(folder: str) -> int:
         permit(path, read_file | read_folder)
     permit("/dev/null", read_file | write_file | truncate)
     permit(folder, rights & ~(execute | special))
-    check(syscall(446, ruleset, 1 if abi >= 7 else 0), "Landlock")  # 1: what it denies is no news for the system's log
+    checked(
+        syscall(446, ruleset, 1 if abi >= 7 else 0), "Landlock"
+    )  # 1: what it denies is no news for the system's log
     os.close(ruleset)
     return abi
 
@@ -214,19 +216,19 @@ class Filter(ctypes.Structure):
 def seccomp() -> None:
     code = seccomp_filter(os.uname().machine, os.getpid())
     instructions = (Instruction * len(code))(*code)
-    check(prctl(22, 2, ctypes.byref(Filter(len(code), instructions))), "seccomp")
+    checked(prctl(22, 2, ctypes.byref(Filter(len(code), instructions))), "seccomp")
 
 
 def confine(folder: str, parent: int, seconds: float, memory_mb: int, disk_mb: int, threads: int) -> list[str]:
-    """What is in force now. Raises OSError where the platform lacks one of it; then some of it may be."""
+    """Returns the measures in force. Raises OSError where the platform lacks one of them; others may be in force then."""
     if sys.platform != "linux" or os.uname().machine not in AUDIT_ARCH:
         raise OSError(f"{sys.platform} on {os.uname().machine}")
-    check(prctl(38, 1), "no_new_privs")
+    checked(prctl(38, 1), "no_new_privs")
     if os.access("/proc/self/oom_score_adj", os.W_OK):
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # where the machine runs out of memory all the same, this goes first, not the training
     own_user = become_unprivileged(folder)
-    check(prctl(1, 9), "parent's death")  # SIGKILL when the parent ends; becoming another user unset it before
+    checked(prctl(1, 9), "parent's death")  # SIGKILL when the parent ends; becoming another user unset it before
     if os.getppid() != parent:
         os._exit(1)
     if (
@@ -248,7 +250,7 @@ def main() -> None:
     secret = libc.malloc(
         SECRET_BYTES
     )  # in no Python object, where a walk through frames or the garbage collector meets it
-    check(libc.read(0, ctypes.c_void_p(secret), SECRET_BYTES), "standard input")
+    checked(libc.read(0, ctypes.c_void_p(secret), SECRET_BYTES), "standard input")
     with open(0, "rb") as file:  # closes it
         program = file.read()
     os.open(os.devnull, os.O_RDONLY)  # takes its place as number 0

@@ -1,6 +1,6 @@
-"""What a completion claims, and whether that is the gold answer, as far as exact arithmetic can tell.
+"""The answer that a completion claims, and whether it equals the gold answer, as far as exact arithmetic can tell.
 
-Knows no algebra: `equal` says None where it takes some, and `grpo.grading` asks math-verify. Pure functions, linear in the text.
+Knows no algebra: where it is needed `equal` returns None, and `grading` asks math-verify. Pure functions, linear in the text.
 """
 # ruff: noqa: RUF001 - characters that look like others are what a part of this is about
 
@@ -51,7 +51,7 @@ def boxed(text: str) -> str | None:
 
 
 def extract_answer(text: str) -> str | None:
-    """What a completion claims: after the last `</think>`, the last box, else the last `#### ...`; None if nothing.
+    """The answer that a completion claims: after the last `</think>`, the last box, else the last `#### ...`; None if nothing.
 
     The last one counts: an answer that was corrected on the way is judged by its correction. In an unclosed <think> nothing is
     claimed yet.
@@ -76,8 +76,8 @@ _LOOSE = re.compile(
 
 
 def loose_answer(text: str) -> str | None:
-    """What a reader would take for the answer: what `extract_answer` gives, else the last box, else the last formula or number,
-    wherever it stands."""
+    """The text that a reader would take for the answer: the result of `extract_answer`, else the last box, else the
+    last formula or number, wherever it stands."""
     if (answer := extract_answer(text) or boxed(text)) is not None:
         return answer
     found = [*_LOOSE.finditer(text)][-1:]
@@ -217,7 +217,7 @@ class Reading(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def read(answer: str) -> Reading:
+def reading_of(answer: str) -> Reading:
     text = clean(answer)
     amount = _UNITS.sub("", text).strip()
     percent = amount.endswith("%")
@@ -229,7 +229,7 @@ def read(answer: str) -> Reading:
 
 def readable(answer: str) -> bool:
     """Whether algebra should look at it. "1 0" is no way to write 10, and math-verify needs seconds for 16 brackets."""
-    text = read(answer).amount if len(answer) <= MAX_LENGTH else ""
+    text = reading_of(answer).amount if len(answer) <= MAX_LENGTH else ""
     depth = deepest = 0
     for character in text:
         depth += (character in "({[") - (character in ")}]")
@@ -239,7 +239,7 @@ def readable(answer: str) -> bool:
 
 def without_names(answer: str, gold: str) -> tuple[str, str]:
     """Both for algebra: `x = 3` stands for 3 unless there are more equations, in something else than x."""
-    ours, theirs = read(answer), read(gold)
+    ours, theirs = reading_of(answer), reading_of(gold)
     equations = "=" in ours.body or "=" in theirs.body or (ours.name and theirs.name and ours.name != theirs.name)
     return (ours.amount, theirs.amount) if equations else (ours.body, theirs.body)
 
@@ -290,7 +290,7 @@ def _equal_lists(ours: str, gold: str) -> bool | None:
 
 def equal(answer: str, gold: str) -> bool | None:
     """Whether two answers are the same, without rounding, and without algebra: None where it would take that."""
-    ours, theirs = read(answer), read(gold)
+    ours, theirs = reading_of(answer), reading_of(gold)
     if ours.text == theirs.text:
         return True
     if _WORDS.fullmatch(theirs.text):

@@ -1,147 +1,114 @@
-"""Plain arithmetic as people write it, exactly: a Fraction, or for numbers too large to write down, their size.
+"""Plain arithmetic as people write it: an exact Fraction, or for numbers too large to write down a rounded Decimal.
 
     value("1\\frac{4}{5}")            Fraction(9, 5)
-    value("2^{2^{2^{2^{2^{2}}}}}")    Size(sign=1, low=..., high=inf): 4 is not in there, and that is all one needs to know
+    value("2^{2^{2^{2^{2^{2}}}}}")    Decimal("Infinity"): not 4, and that is all one needs to know
     value("x + 1")                    None
 
-No roots, no names, no floating point in a value. Linear in the text, without recursion, and no number of more than MAX_BITS
-is ever computed: 10^{10^{10}} takes as long as 10^{10}.
+No roots, no names. Linear in the text, without recursion, and no number gets more digits than the bounds below allow:
+10^{10^{10}} takes as long as 10^{10}.
 """
 
 import math
 import re
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, InvalidOperation, localcontext
 from fractions import Fraction
-from typing import NamedTuple
 
 MAX_BITS = 4096  # of a numerator and a denominator together; 1,000 digits are 3,322
-CLAMP = 10**300  # integers up to here survive as a float
+# Larger numbers have 60 digits and an exponent of at most 10^18. Beyond that they are Infinity, and its inverse is Decimal(0).
+ROUNDED = Context(prec=60, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[InvalidOperation])
+CLOSE = Decimal("0.01")  # rounded numbers may be equal if they differ relatively by no more
+
+Value = Fraction | Decimal
 
 
-class Size(NamedTuple):
-    """A number that is not zero, known by its sign and low <= log2|x| <= high."""
-
-    sign: int
-    low: float
-    high: float
-
-
-Value = Fraction | Size
-
-
-class Undecided(Exception):
-    """Not a number, or one whose size the bounds do not tell."""
+class Undecided(ArithmeticError):
+    """Not a number, or one that rounding might change."""
 
 
 def same(x: Value, y: Value) -> bool | None:
-    """None if only the sizes are known, and they overlap."""
+    """Whether two numbers are equal. None if one of them is rounded and they are close."""
     if isinstance(x, Fraction) and isinstance(y, Fraction):
         return x == y
-    if x == 0 or y == 0:
-        return False
-    a, b = size(x), size(y)
-    return False if a.sign != b.sign or a.high < b.low or b.high < a.low else None
+    return None if not (zero(x) or zero(y)) and close(rounded(x), rounded(y)) else False
 
 
-def sized(sign: int, low: float, high: float) -> Size:
-    if math.isnan(low) or math.isnan(high):
-        raise Undecided
-    return Size(sign, low, high)
+def zero(x: Value) -> bool:
+    """Decimal(0) stands for a number that is too small for its exponent, and is not zero."""
+    return isinstance(x, Fraction) and x == 0
 
 
-def size(x: Value) -> Size:
-    if isinstance(x, Size):
-        return x
-    above, below = math.log2(abs(x.numerator)), math.log2(x.denominator)
-    slack = 1e-9 * (1 + above + below)
-    return Size(1 if x > 0 else -1, above - below - slack, above - below + slack)
+def whole(x: Value) -> bool:
+    return isinstance(x, Fraction) and x.denominator == 1
+
+
+def close(x: Decimal, y: Decimal) -> bool:
+    if x == y or not (x.is_finite() and y.is_finite()):
+        return x == y
+    return ROUNDED.subtract(x, y).copy_abs() <= ROUNDED.multiply(CLOSE, max(x.copy_abs(), y.copy_abs()))
+
+
+def rounded(x: Value) -> Decimal:
+    return x if isinstance(x, Decimal) else ROUNDED.divide(x.numerator, x.denominator)
+
+
+def bits(x: Fraction) -> int:
+    return x.numerator.bit_length() + x.denominator.bit_length()
 
 
 def shrunk(x: Fraction) -> Value:
-    return x if x.numerator.bit_length() + x.denominator.bit_length() <= MAX_BITS else size(x)
+    return x if bits(x) <= MAX_BITS else rounded(x)
 
 
 def add(x: Value, y: Value) -> Value:
     if isinstance(x, Fraction) and isinstance(y, Fraction):
         return shrunk(x + y)
-    if x == 0 or y == 0:
-        return y if x == 0 else x
-    b, a = sorted((size(x), size(y)), key=lambda s: s.low)
-    if a.sign == b.sign:
-        return sized(a.sign, a.low, max(a.high, b.high) + 1)
-    if a.low > b.high + 1:  # what is taken away is less than half
-        return sized(a.sign, a.low - 1, a.high)
-    raise Undecided
+    x, y = rounded(x), rounded(y)
+    if close(x, y.copy_negate()):
+        raise Undecided  # only digits that were rounded would be left
+    return ROUNDED.add(x, y)
 
 
 def negative(x: Value) -> Value:
-    return -x if isinstance(x, Fraction) else Size(-x.sign, x.low, x.high)
+    return -x if isinstance(x, Fraction) else x.copy_negate()
 
 
 def multiply(x: Value, y: Value) -> Value:
     if isinstance(x, Fraction) and isinstance(y, Fraction):
         return shrunk(x * y)
-    if x == 0 or y == 0:
-        return Fraction(0)
-    a, b = size(x), size(y)
-    return sized(a.sign * b.sign, a.low + b.low, a.high + b.high)
+    return Fraction(0) if zero(x) or zero(y) else ROUNDED.multiply(rounded(x), rounded(y))
 
 
-def inverse(x: Value) -> Value:
-    if x == 0:
-        raise Undecided
-    return 1 / x if isinstance(x, Fraction) else Size(x.sign, -x.high, -x.low)
+def divide(x: Value, y: Value) -> Value:
+    return multiply(x, 1 / y if isinstance(y, Fraction) else ROUNDED.divide(1, y))
 
 
 def power(x: Value, n: Value) -> Value:
-    if x == 1 or (n == 0 and x != 0):
+    if (zero(n) and not zero(x)) or (isinstance(x, Fraction) and x == 1):
         return Fraction(1)
-    if isinstance(n, Size):
-        return _power_of_size(x, n)
-    if n.denominator != 1 or (x == 0 and n <= 0):
+    if whole(n) and isinstance(x, Fraction) and not (x == n == 0) and abs(n) * (bits(x) - 2) <= MAX_BITS:
+        return shrunk(x**n.numerator)
+    base, exponent = rounded(x).copy_abs(), rounded(n)
+    # a root, an unknown sign, or more factors than the base has digits that are right
+    if (not whole(n) and (isinstance(n, Fraction) or x <= 0)) or (close(base, Decimal(1)) and exponent.adjusted() > 18):
         raise Undecided
-    n = n.numerator
-    if x in (0, 1, -1):
-        return x if n % 2 else abs(x)
-    if isinstance(x, Fraction) and abs(n) * (x.numerator.bit_length() + x.denominator.bit_length()) <= MAX_BITS:
-        return x**n
-    base, times = size(x), float(min(abs(n), CLAMP))
-    low, high = base.low * times, base.high * times
-    if abs(n) > CLAMP:
-        low, high = (low if low > 0 else -math.inf), (high if high < 0 else math.inf)
-    result = sized(base.sign if n % 2 else 1, low, high)
-    return result if n > 0 else inverse(result)
-
-
-def _power_of_size(x: Value, n: Size) -> Value:
-    if x == 0 or (base := size(x)).sign < 0 or base.low <= 0 <= base.high:
-        raise Undecided
-    times = 2.0 ** min(n.low, 900)
-    result = sized(1, base.low * times, math.inf) if base.low > 0 else sized(1, -math.inf, base.high * times)
-    return result if n.sign > 0 else inverse(result)
+    result = ROUNDED.power(base, exponent)
+    return result.copy_negate() if x < 0 and n % 2 else result
 
 
 def factorial(n: Value) -> Value:
-    if isinstance(n, Size):
-        if n.sign < 0 or n.low < 1:
-            raise Undecided
-        return sized(1, 2.0 ** min(n.low, 900) - 1, math.inf)  # n! >= 2^(n-1)
-    if n.denominator != 1 or n < 0:
-        raise Undecided
-    if n <= 500:
+    if whole(n) and 0 <= n <= 500:
         return shrunk(Fraction(math.factorial(int(n))))
-    log = math.lgamma(float(min(n, CLAMP)) + 1) / math.log(2)
-    return sized(1, log * (1 - 1e-9), log * (1 + 1e-9) if n <= CLAMP else math.inf)
-
-
-def choose(n: Value, k: Value) -> Value:
-    if isinstance(n, Size) or isinstance(k, Size) or n.denominator != 1 or k.denominator != 1 or not 0 <= k <= n:
+    if n <= 500 or (not whole(n) and isinstance(n, Fraction)):
         raise Undecided
-    n, k = int(n), min(int(k), int(n - k))
-    if k * n.bit_length() <= MAX_BITS:
-        return shrunk(Fraction(math.comb(n, k)))
-    log, times = math.log2(n) - math.log2(k), float(min(k, CLAMP))  # (n/k)^k <= C(n, k) <= (e n/k)^k
-    high = (log + math.log2(math.e)) * times * (1 + 1e-9) if k <= CLAMP else math.inf
-    return sized(1, log * times * (1 - 1e-9), high)
+    with localcontext(ROUNDED):  # Stirling's series; the next term is 1/(360 n^3)
+        n = rounded(n)
+        return (n * (n.ln() - 1) + (Decimal(math.tau) * n).ln() / 2 + 1 / (12 * n)).exp()
+
+
+def binomial(n: Value, k: Value) -> Value:
+    if whole(n) and whole(k) and 0 <= k <= n and min(k, n - k) * bits(n) <= MAX_BITS:
+        return shrunk(Fraction(math.comb(int(n), int(k))))
+    return divide(factorial(n), multiply(factorial(k), factorial(add(n, negative(k)))))
 
 
 _TOKEN = re.compile(
@@ -159,26 +126,26 @@ _APPLY = {
     "+": add,
     "-": lambda x, y: add(x, negative(y)),
     "*": multiply,
-    "/": lambda x, y: multiply(x, inverse(y)),
+    "/": divide,
     "^": power,
-    "\\frac": lambda x, y: multiply(x, inverse(y)),
-    "\\binom": choose,
+    "\\frac": divide,
+    "\\binom": binomial,
 }
 
 
 def value(text: str) -> Value | None:
-    """What plain arithmetic comes to; None for anything else, and where nothing can be said about its size.
+    """The value of plain arithmetic. None for anything else, and where rounding might change the value.
 
-    Two numbers side by side are a mixed number if they look like one (1\\frac{4}{5}, 1 4/5), and else nothing.
+    Two numbers side by side are read only if they look like a mixed number (1\\frac{4}{5}, 1 4/5).
     """
     if match := _MIXED.fullmatch(text):
-        sign, whole, *parts = match.groups()
+        sign, units, *parts = match.groups()
         above, below = (int(part) for part in parts if part is not None)
         if above < below:
-            return (int(whole) + Fraction(above, below)) * (-1 if sign == "-" else 1)
+            return (int(units) + Fraction(above, below)) * (-1 if sign == "-" else 1)
     try:
         return _evaluate(text)
-    except Undecided:
+    except ArithmeticError:
         return None
 
 

@@ -9,7 +9,7 @@ import re
 from functools import lru_cache
 
 from grpo.env.types import Outcome
-from grpo.rewards.math.answers import MAX_LENGTH, equal, read, readable, without_names
+from grpo.rewards.math.answers import MAX_LENGTH, equal, readable, reading_of, without_names
 from grpo.system.workers import WorkerError, Workers
 
 DEADLINE = 4.5  # seconds; real answers take 0.4 at most
@@ -24,7 +24,7 @@ _DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
 def by_algebra(answer: str, gold: str) -> Outcome:
     """Runs in a worker: whether math-verify finds two cleaned answers equal.
 
-    What it cannot read is wrong in an answer, and raises in gold.
+    An answer that it cannot read is wrong; a gold answer that it cannot read raises.
     """
     from math_verify import verify
     from math_verify.errors import TimeoutException
@@ -110,11 +110,11 @@ ALGEBRA = Workers(f"{__name__}.by_algebra", WORKERS, DEADLINE, MEMORY, warm_up=(
 @lru_cache(maxsize=16384)
 def _decide(answer: str, gold: str) -> Outcome:
     """Raises TimeoutError and WorkerError, and so remembers only what somebody found out."""
-    if not read(gold).text:
+    if not reading_of(gold).text:
         raise WorkerError("there is no gold answer")
     if len(answer) <= MAX_LENGTH and (known := equal(answer, gold)) is not None:
         return _OUTCOME[known]
-    ours, theirs = without_names(answer, gold) if readable(answer) else ("", read(gold).amount)
+    ours, theirs = without_names(answer, gold) if readable(answer) else ("", reading_of(gold).amount)
     outcome = ALGEBRA.call(ours, theirs)
     if outcome == "timeout":
         raise TimeoutError
