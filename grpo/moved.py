@@ -43,6 +43,7 @@ SPLIT = {
     "grpo.rewards": ("grpo.rewards.combined",),
     "grpo.evaluation": ("grpo.evaluation.evaluator", "grpo.evaluation.metrics"),
     "grpo.runs": ("grpo.runs.runs",),
+    "grpo.module": ("grpo.training.optimization", "grpo.training.meter"),
     "grpo.engines.vllm": ("grpo.engines.vllm.engine",),
     "grpo.engines.vllm_server": ("grpo.engines.vllm_server.engine",),
 }

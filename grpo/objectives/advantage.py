@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, oneof
 
 Scale = Literal["group", "batch", "none"]
 
@@ -43,8 +43,7 @@ def group_advantages(rewards: Tensor, scale: Scale = "group", ddof: int = 1, eps
     scale: the standard deviation is that of the group (GRPO, arXiv 2402.03300 sec. 4.1), of the whole batch (Lite PPO,
     arXiv 2508.08221), or there is none (Dr.GRPO, arXiv 2503.20783). It is taken over n - ddof.
     """
-    if scale not in get_args(Scale):
-        raise UserError(f"algo.advantage.scale={scale} is not one of {', '.join(get_args(Scale))}")
+    oneof("algo.advantage.scale", scale, get_args(Scale))
     if eps < 0:
         raise UserError(f"algo.advantage.eps={eps} must not be negative")
     centred = less_baseline(rewards, rewards.nanmean(dim=1, keepdim=True))
@@ -129,12 +128,3 @@ def whiten(
     mean = float(sum(added for _, added, *_ in found)) / count
     variance = float(sum(concatenated([(values - mean).square().sum()]))) / count
     return torch.where(mask, (advantages - mean) / (variance + eps) ** 0.5, 0.0)
-
-
-def overlong_penalty(lengths: Tensor, max_tokens: int, share: float) -> Tensor:
-    """DAPO's soft punishment (arXiv 2503.14476, eq. 13), to be added to the reward.
-
-    0 up to L_max - L_c, from there falling linearly to -1 at L_max; L_c = share x L_max. lengths: any shape.
-    """
-    cache = share * max_tokens
-    return -((lengths - (max_tokens - cache)) / cache).clamp(0.0, 1.0)

@@ -7,17 +7,17 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from grpo.system import distributed
+
 
 @dataclass(frozen=True)
 class Scores:
-    """What a rollout earned, sample by sample. NaN where nobody could tell."""
+    """The rewards of a rollout, sample by sample. NaN where nobody could tell."""
 
     rewards: Tensor  # [N, G] float32
     parts: Mapping[str, Tensor]  # [N, G] each: the named numbers of the rewards, `correct` among them
     lengths: Tensor  # [N, G] float32, tokens that were sampled
-    last_lengths: (
-        Tensor  # [N, G] float32, those of the last turn, which is the one a limit cuts short; 0 if there is none
-    )
+    last_lengths: Tensor  # [N, G] float32, those of the last turn, which a limit may cut short; 0 without a turn
     truncated: Tensor  # [N, G] bool
 
     def _map(self, function) -> Self:
@@ -32,19 +32,9 @@ class Scores:
         return self._map(lambda tensor: tensor[index])
 
 
-OPTIONAL = (
-    "advantages",
-    "old_logprobs",
-    "old_entropy",
-    "reference_logprobs",
-    "counted",
-    "weights",
-)  # of a TokenBatch, [B, C]
-
-
 @dataclass(frozen=True)
 class TokenBatch:
-    """What the loss sees. The module fills in what may be None, before the update that needs it."""
+    """Rows of tokens, as the loss sees them. The module fills in what may be None, before the update that needs it."""
 
     ids: Tensor  # [B, P+C] int64
     attention_mask: Tensor  # [B, P+C] int64, 0 on padding
@@ -78,7 +68,7 @@ class TokenBatch:
         return self._map(lambda tensor: tensor[index]).trimmed()
 
     def sequences(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Of each row the ids of its prompt, and of what follows, without padding."""
+        """The ids of each row's prompt, and those that follow it, without padding."""
         prompt_width = self.ids.shape[1] - self.completion_width
         lengths = torch.stack([part.sum(1) for part in self.attention_mask.tensor_split([prompt_width], dim=1)], dim=1)
         return [
@@ -92,10 +82,20 @@ class TokenBatch:
         left = int(used[:prompt_width].int().argmax())
         right = int(used[prompt_width:].sum())
         change = {name: getattr(self, name)[:, left : prompt_width + right] for name in ("ids", "attention_mask")}
-        for name in ("mask", "rollout_logprobs", *OPTIONAL):
+        for name in {f.name for f in fields(self)} - {"ids", "attention_mask", "sample"}:  # [B, C]
             if (tensor := getattr(self, name)) is not None:
                 change[name] = tensor[:, :right]
         return replace(self, **change)
+
+    def by_sample(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
+        """The sums of `values` [B] over the rows of each sample, whichever rank holds them, as `shape` [N, G]."""
+        sums = torch.zeros(shape[0] * shape[1], device=values.device).index_add(0, self.sample, values)
+        return distributed.all_sum(sums).view(shape)
+
+    def sample_means(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
+        """The mean of `values` [B, C] over each sample's tokens in the mask, as `shape` [N, G]; 0 for one without any."""
+        counts = self.by_sample(self.mask.sum(1).float(), shape)
+        return self.by_sample((values * self.mask).sum(1), shape) / counts.clamp(min=1)
 
     def silenced(self) -> Self:
         """The same rows with nothing to learn from."""

@@ -9,15 +9,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, oneof
 
 Level = Literal["token", "sequence"]
 
 
 def weight(log_w: Tensor, mask: Tensor, level: Level) -> Tensor:
     """w of every token, or their product over the row, [B, C]."""
-    if level not in get_args(Level):
-        raise UserError(f"algo.correction.level={level} is not one of {', '.join(get_args(Level))}")
+    oneof("algo.correction.level", level, get_args(Level))
     log_w = log_w * mask
     return (log_w if level == "token" else log_w.sum(1, keepdim=True).expand_as(log_w)).exp()
 

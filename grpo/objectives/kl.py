@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, oneof
 
 
 def k1(logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
@@ -55,9 +55,9 @@ class KL:
     sync_alpha: float = 0.6
 
     def __post_init__(self) -> None:
-        for name, allowed in (("estimator", ESTIMATORS), ("place", get_args(Place)), ("target", get_args(Target))):
-            if getattr(self, name) not in allowed:
-                raise UserError(f"algo.kl.{name}={getattr(self, name)} is not one of {', '.join(allowed)}")
+        oneof("algo.kl.estimator", self.estimator, ESTIMATORS)
+        oneof("algo.kl.place", self.place, get_args(Place))
+        oneof("algo.kl.target", self.target, get_args(Target))
         if not isinstance(self.coef, int | float) or not isinstance(self.sync_every, int):
             raise UserError(f"algo.kl.coef={self.coef} must be a number, sync_every={self.sync_every} a whole one")
         if self.coef < 0:

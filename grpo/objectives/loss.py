@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, oneof
 
 Level = Literal["token", "sequence", "sequence_sum", "sequence_token", "none"]
 Reduce = Literal["sequence", "token", "constant", "sum"]
@@ -107,8 +107,7 @@ def token_weights(
     here; max_tokens is L_max. total: sums a tensor over ranks, where a rank holds a part of the update. Returns [rows, C]
     float32, 0 outside the mask.
     """
-    if reduce not in get_args(Reduce):
-        raise UserError(f"algo.reduce={reduce} is not one of {', '.join(get_args(Reduce))}")
+    oneof("algo.reduce", reduce, get_args(Reduce))
     mask = mask.float()
     if sample is None:
         sample = torch.arange(len(mask), device=mask.device)
