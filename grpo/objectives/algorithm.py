@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from grpo.objectives import checks
+from grpo.objectives import checks, trial
 from grpo.objectives.advantage import reward_to_go, whiten
 from grpo.objectives.arguments import call
 from grpo.objectives.batch import Scores, TokenBatch
@@ -62,7 +62,7 @@ class Algorithm:
         checks.check(self)
 
     def check(self, prompts: int, group_size: int, ahead: int = 0) -> None:
-        """Raises UserError where this algorithm and such a rollout do not go together, see `checks.check_rollout`."""
+        """Raises UserError where the algorithm does not fit such rollouts, see `checks.check_rollout`."""
         checks.check_rollout(self, prompts, group_size, ahead)
 
     @property
@@ -79,7 +79,7 @@ class Algorithm:
     @cached_property
     def skips_zero_advantages(self) -> bool:
         """Whether a row without advantage has no gradient."""
-        return not self.kl.in_loss and not self.entropy.active and checks.silent_without_advantage(self)
+        return not self.kl.in_loss and not self.entropy.active and trial.silent_without_advantage(self)
 
     # -- rewards to advantages
 

@@ -22,3 +22,7 @@ def parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
 def call(function: Callable, given: Mapping[str, Any]) -> Any:
     """The function, called with those of the `given` values that it has parameters for."""
     return function(**{name: value for name, value in given.items() if name in parameters(function)})
+
+
+def name_of(function: Callable) -> str:
+    return getattr(function, "func", function).__name__

@@ -1,4 +1,7 @@
-"""The tensors that the loss sees: rows of tokens, and the rewards of their samples."""
+"""The tensors of an update: rows of tokens, and the rewards of their samples.
+
+N prompts, G samples of each, S = N x G; B rows, P prompt tokens, C completion tokens.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -15,8 +18,8 @@ class Scores:
     """The rewards of a rollout, sample by sample. NaN where nobody could tell."""
 
     rewards: Tensor  # [N, G] float32
-    parts: Mapping[str, Tensor]  # [N, G] each: the named numbers of the rewards, `correct` among them
-    lengths: Tensor  # [N, G] float32, tokens that were sampled
+    parts: Mapping[str, Tensor]  # [N, G] each, the named numbers that the rewards consist of, `correct` among them
+    lengths: Tensor  # [N, G] float32, sampled tokens
     last_lengths: Tensor  # [N, G] float32, those of the last turn, which a limit may cut short; 0 without a turn
     truncated: Tensor  # [N, G] bool
 
@@ -28,7 +31,7 @@ class Scores:
         return self._map(lambda tensor: tensor.to(*args, **kwargs))
 
     def rows(self, index: list[int]) -> Self:
-        """A choice of groups."""
+        """These groups."""
         return self._map(lambda tensor: tensor[index])
 
 
@@ -40,13 +43,13 @@ class TokenBatch:
     attention_mask: Tensor  # [B, P+C] int64, 0 on padding
     mask: Tensor  # [B, C] bool, True where the policy sampled the token
     rollout_logprobs: Tensor  # [B, C] float32, the engine's
-    sample: Tensor  # [B] int64, which of the S samples the row is of
+    sample: Tensor  # [B] int64, the row's sample, 0 to S - 1
     advantages: Tensor | None = None  # [B, C] float32, 0 outside the mask
     old_logprobs: Tensor | None = None  # [B, C] the trainer's, before the first update on this batch
     old_entropy: Tensor | None = None  # [B, C] nats
     reference_logprobs: Tensor | None = None  # [B, C]
-    counted: Tensor | None = None  # [B, C] bool, the tokens that the surrogate counts, where those are not all
-    weights: Tensor | None = None  # [B, C] a token's share in the loss of one update, see loss.token_weights
+    counted: Tensor | None = None  # [B, C] bool, the tokens that the surrogate counts; None: all
+    weights: Tensor | None = None  # [B, C] a token's share in the loss of one update, see `token_weights`
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -60,15 +63,15 @@ class TokenBatch:
         return replace(self, **{name: function(t) for name, t in tensors.items() if t is not None})
 
     def to(self, *args, **kwargs) -> Self:
-        """Moved as `Tensor.to` moves (Lightning calls this on whatever has it)."""
+        """All tensors, each by `Tensor.to` (Lightning calls this)."""
         return self._map(lambda tensor: tensor.to(*args, **kwargs))
 
     def rows(self, index: Tensor | slice) -> Self:
-        """A choice of rows, without the columns in which all of them are padding."""
+        """These rows, without the columns in which all of them are padding."""
         return self._map(lambda tensor: tensor[index]).trimmed()
 
     def sequences(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The ids of each row's prompt, and those that follow it, without padding."""
+        """Each row's ids without padding: those of the prompt, and those after it."""
         prompt_width = self.ids.shape[1] - self.completion_width
         lengths = torch.stack([part.sum(1) for part in self.attention_mask.tensor_split([prompt_width], dim=1)], dim=1)
         return [
@@ -98,5 +101,5 @@ class TokenBatch:
         return self.by_sample((values * self.mask).sum(1), shape) / counts.clamp(min=1)
 
     def silenced(self) -> Self:
-        """The same rows with nothing to learn from."""
+        """The same rows, with an empty mask and no advantage."""
         return replace(self, mask=torch.zeros_like(self.mask), advantages=torch.zeros_like(self.rollout_logprobs))

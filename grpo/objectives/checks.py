@@ -1,25 +1,19 @@
 """Refusals: values of an Algorithm, and combinations of them, that have no meaning. One line each, raised as UserError.
 
 `check` looks at an Algorithm alone, `check_rollout` at an Algorithm and the size of a rollout; `advice` names what works and is
-rarely meant. Functions here try an advantage, a surrogate and a correction on random numbers, before a model is loaded.
+rarely meant. All of it needs no model.
 """
 
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
-import torch
-from torch import Tensor
-
-from grpo.objectives.arguments import OFFERED, WITHOUT_RATIO, call, parameters
-from grpo.objectives.batch import TokenBatch
+from grpo.objectives.arguments import OFFERED, WITHOUT_RATIO, name_of, parameters
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import Level, Reduce, clip
+from grpo.objectives.trial import bad_functions
 from grpo.system.errors import UserError, oneof
 
 if TYPE_CHECKING:
@@ -122,8 +116,7 @@ def check_rollout(a: "Algorithm", prompts: int, group_size: int, ahead: int = 0)
     they are learned from, and where a function fails on random numbers. Logs the advice."""
     for line in advice(a):
         log.warning(line)
-    sizes = bad_sizes(a, prompts, group_size, ahead)
-    for message in chain(sizes, bad_functions(a, prompts, group_size)):
+    for message in chain(bad_sizes(a, prompts, group_size, ahead), bad_functions(a, prompts, group_size)):
         raise UserError(message)
 
 
@@ -152,46 +145,6 @@ def bad_sizes(a: "Algorithm", prompts: int, group_size: int, ahead: int) -> Iter
         )
 
 
-def bad_functions(a: "Algorithm", prompts: int, group_size: int) -> Iterator[str]:
-    """The functions of the axes, tried on random numbers."""
-    some = partial(torch.rand, (prompts, group_size), generator=torch.Generator().manual_seed(0))
-    least = -1.0 if a.overlong_share or a.kl.of_reward else 0.0  # those make rewards negative
-    given = {"rewards": some() + least, "lengths": 1 + some(), "parts": defaultdict(some)}
-    advantages = tried(a, "advantage", lambda: call(a.advantage, given), (prompts, group_size))
-    if group_size == 1 and not advantages.any():
-        yield (
-            "rollout.group_size=1: advantages compare the samples of one prompt, so at least 2 are needed "
-            "(algo=reinforce_pp takes 1)"
-        )
-    logprobs, batch = random_batch()
-    term, logged, _ = tried(a, "surrogate", lambda: a.policy_term(logprobs, batch), (2, 3))
-    if a.correction is not None:
-        tried(a, "correction", lambda: a.correction(torch.zeros(2, 3), batch.mask), (2, 3))
-    if not term.requires_grad:
-        yield f"algo.surrogate ({name_of(a.surrogate)}) has no gradient: it must depend on logprobs or ratio"
-    for name, values in logged.items():
-        if not isinstance(values, Tensor) or values.shape != (2, 3):
-            yield f"algo.surrogate ({name_of(a.surrogate)}) says {name!r}, which must be [B, C] like the loss"
-
-
-def tried(a: "Algorithm", axis: str, attempt: Callable[[], Any], shape: tuple[int, int]) -> Any:
-    """The result of the attempt. Raises UserError unless that is, or begins with, a finite tensor of this shape."""
-    said = f"algo.{axis} ({name_of(getattr(a, axis))})"
-    try:
-        result = attempt()
-    except UserError:
-        raise
-    except Exception as error:  # whatever the function of a user raises
-        raise UserError(f"{said} fails on random numbers: {type(error).__name__}: {error}") from error
-    tensor = result[0] if isinstance(result, tuple) else result
-    if not isinstance(tensor, Tensor) or tensor.shape != shape:
-        found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise UserError(f"{said} must return a tensor of shape {list(shape)}, and gave {found}")
-    if not tensor.isfinite().all():
-        raise UserError(f"{said} gives numbers that are not finite on random ones: look at its settings")
-    return result
-
-
 def advice(a: "Algorithm") -> Iterator[str]:
     """What works and is rarely meant, a sentence each."""
     if a.kl.coef and a.kl.estimator == "k1" and a.kl.place == "loss":
@@ -208,30 +161,3 @@ def advice(a: "Algorithm") -> Iterator[str]:
             f"algo.level=none with {a.updates_per_rollout} updates a rollout: all but the first learn from an older "
             "policy's samples as if they were their own; algo/surrogate=clip algo.level=token weighs them"
         )
-
-
-def silent_without_advantage(a: "Algorithm") -> bool:
-    """Whether the surrogate has no gradient where the advantage is 0. One of a user's may have terms of its own."""
-    logprobs, batch = random_batch()
-    with torch.enable_grad():
-        term, _, _ = a.policy_term(logprobs, replace(batch, advantages=torch.zeros(2, 3)))
-        return not torch.autograd.grad(term.sum(), logprobs, materialize_grads=True)[0].any()
-
-
-def random_batch() -> tuple[Tensor, TokenBatch]:
-    """Log-probabilities [2, 3] and what goes with them, to try functions on."""
-    logprobs, old, rollout = -torch.rand(3, 2, 3, generator=torch.Generator().manual_seed(0))
-    batch = TokenBatch(
-        ids=torch.zeros(2, 4, dtype=torch.int64),
-        attention_mask=torch.ones(2, 4, dtype=torch.int64),
-        mask=torch.ones(2, 3, dtype=torch.bool),
-        rollout_logprobs=rollout,
-        sample=torch.arange(2),
-        advantages=torch.tensor([[1.0], [-1.0]]).expand(2, 3),
-        old_logprobs=old,
-    )
-    return logprobs.requires_grad_(), batch
-
-
-def name_of(function: Callable) -> str:
-    return getattr(function, "func", function).__name__

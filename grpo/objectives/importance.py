@@ -1,7 +1,7 @@
-"""The engine is not quite the trainer: factors that correct for it. Pure functions; B rows, C completion tokens.
+"""Importance weights that correct for the engine's mismatch. Pure functions; B rows, C completion tokens.
 
-w = old policy / rollout policy, token by token, is 1 where engine and trainer agree. A correction gets log_w [B, C], 0 outside
-of the mask, and mask [B, C], and returns a factor [B, C] for the policy's term of the loss. No gradient goes through it.
+w = old policy / rollout policy, token by token, is 1 where engine and trainer agree. A correction gets log_w [B, C] (0 outside
+of the mask) and mask [B, C]. It returns the factor f [B, C] of equation 1, without gradient.
 """
 
 from typing import Literal, get_args
