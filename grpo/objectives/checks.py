@@ -146,7 +146,7 @@ def bad_sizes(a: "Algorithm", prompts: int, group_size: int, ahead: int) -> Iter
 
 
 def advice(a: "Algorithm") -> Iterator[str]:
-    """What works and is rarely meant, a sentence each."""
+    """Settings that work and are rarely meant, a sentence each."""
     if a.kl.coef and a.kl.estimator == "k1" and a.kl.place == "loss":
         yield (
             "algo.kl: the expected gradient of k1 in the loss is 0 (arXiv 2510.01555), it only adds noise; k2 there, k1 with "

@@ -66,15 +66,23 @@ def silent_without_advantage(a: "Algorithm") -> bool:
 
 
 def random_batch() -> tuple[Tensor, TokenBatch]:
-    """Log-probabilities [2, 3] and what goes with them, to try functions on."""
+    """Log-probabilities [2, 3] and a batch that goes with them, to try functions on."""
     logprobs, old, rollout = -torch.rand(3, 2, 3, generator=torch.Generator().manual_seed(0))
-    batch = TokenBatch(
-        ids=torch.zeros(2, 4, dtype=torch.int64),
-        attention_mask=torch.ones(2, 4, dtype=torch.int64),
-        mask=torch.ones(2, 3, dtype=torch.bool),
-        rollout_logprobs=rollout,
-        sample=torch.arange(2),
-        advantages=torch.tensor([[1.0], [-1.0]]).expand(2, 3),
-        old_logprobs=old,
-    )
+    advantages = torch.tensor([[1.0], [-1.0]]).expand(2, 3)
+    batch = replace(even_batch(2, 3, 0.0), rollout_logprobs=rollout, old_logprobs=old, advantages=advantages)
     return logprobs.requires_grad_(), batch
+
+
+def even_batch(rows: int, tokens: int, logprob: float) -> TokenBatch:
+    """[rows, tokens], each with this log-probability under engine, reference and policy before the update, and of weight 1."""
+    old, ones = torch.full((rows, tokens), logprob), torch.ones(rows, tokens)
+    return TokenBatch(
+        ids=torch.zeros(rows, tokens + 1, dtype=torch.int64),
+        attention_mask=torch.ones(rows, tokens + 1, dtype=torch.int64),
+        mask=ones.bool(),
+        rollout_logprobs=old,
+        sample=torch.arange(rows),
+        old_logprobs=old,
+        reference_logprobs=old,
+        weights=ones,
+    )

@@ -1,4 +1,4 @@
-"""What the updates of a rollout report: means over tokens and extremes, whatever the microbatches and ranks."""
+"""The metrics of a rollout's updates: means over tokens, and extremes, whatever the microbatches and ranks."""
 
 from collections import defaultdict
 from collections.abc import Mapping

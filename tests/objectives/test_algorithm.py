@@ -282,3 +282,13 @@ def test_an_older_checkpoint_starts_what_it_did_not_know_anew(toy):
     module = make_module(fresh(toy))
     module.on_load_checkpoint({"policy_shapes": module.policy_shapes()})
     assert module.updates == 0
+
+
+def test_a_checkpoint_keeps_the_updates_and_the_entropy_bonus(toy):
+    module = make_module(fresh(toy), entropy=EntropyBonus(0.1, target=0.8))
+    progress = {"updates": 5, "entropy_coef": 0.04, "last_entropy": 0.7}  # as all runs wrote it
+    module.on_load_checkpoint({"policy_shapes": module.policy_shapes(), "progress": progress})
+    assert module.updates == 5 and module.entropy.alpha == 0.04
+    checkpoint = {"state_dict": {}}
+    module.on_save_checkpoint(checkpoint)
+    assert checkpoint["progress"] == progress
