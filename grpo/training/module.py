@@ -85,7 +85,7 @@ class GRPOModule(L.LightningModule):
     def freeze(self, tokens: TokenBatch) -> TokenBatch:
         """Adds what stays fixed while the policy moves: the reference's log-probabilities and the old ones.
 
-        With a single update the policy is still the old one when it gets there, so its own values serve (see `update`).
+        With a single update no pass is made for old ones: the update itself meets the old policy (see `update`).
         """
         if self.reference is not None:
             with self.reference.model() as model:
@@ -112,9 +112,9 @@ class GRPOModule(L.LightningModule):
     def minibatches(
         self, tokens: TokenBatch, shape: tuple[int, int], generator: torch.Generator
     ) -> Iterator[TokenBatch]:
-        """The groups of all ranks in a random order, cut into pieces whose numbers of samples differ by one at most; of each
-        piece this rank's rows. shape: N, G. A sample is in one piece with all of its rows; most groups are, and share their
-        prompt."""
+        """This rank's rows of each minibatch. The groups of all ranks are put into a random order and cut into pieces whose numbers
+        of samples differ by one at most. All rows of a sample are in one piece, and so are most groups, which share their prompt.
+        shape: N, G."""
         if self.algorithm.num_minibatches == 1:
             yield tokens
             return
@@ -127,7 +127,7 @@ class GRPOModule(L.LightningModule):
             yield tokens.rows(mine.to(tokens.ids.device)) if len(mine) else tokens.rows(slice(0, 1)).silenced()
 
     def live(self, tokens: TokenBatch) -> Tensor:
-        """The rows by index that have something to teach."""
+        """The indices of the rows that have a gradient."""
         rows = torch.arange(len(tokens), device=tokens.ids.device)
         if tokens.advantages is None or not self.algorithm.skips_zero_advantages:
             return rows
@@ -141,8 +141,9 @@ class GRPOModule(L.LightningModule):
         return [(rows[piece], tokens.rows(rows[piece])) for piece in pieces]
 
     def to_learn(self, minibatch: TokenBatch) -> list[tuple[Tensor, TokenBatch]]:
-        """The microbatches of an update, one at least: every rank has a backward pass, every optimizer its step. A rank without
-        a live row gets its first one, silenced; unless no rank has any and the row is there to be measured."""
+        """The microbatches of an update, at least one: every rank needs a backward pass, every optimizer its step. A rank without
+        a live row gets its first row, silenced; not silenced if no rank has a live row, and its log-probabilities are to be
+        measured."""
         live = self.live(minibatch)
         anywhere = distributed.all_sum(torch.tensor(float(len(live)), device=live.device))
         if len(live):
@@ -152,23 +153,23 @@ class GRPOModule(L.LightningModule):
 
     @cached_property
     def layout(self) -> tuple[Layout, str]:
-        """And its kernel; asked for when the policy is on its device."""
+        """The layout that the policy can be trusted with, and its kernel. First read when the policy is on its device."""
         return trusted(self.policy, self.optim.layout)
 
     # -- one update
 
     def update(self, minibatch: TokenBatch, means: Means) -> Tensor:
-        """One optimizer step on the loss of a minibatch, summed over its microbatches. Returns the log-probabilities before it,
-        [B, C]; 0 on rows that were skipped."""
+        """One optimizer step on the loss of a minibatch, summed over its microbatches. Returns the log-probabilities before the
+        step, [B, C]; 0 on rows that were skipped."""
         alpha, entropy_mean = self.entropy.alpha, Means()
-        # the trainer's log-probabilities of this very policy: later ones would tell of the updates in between
+        # engine and trainer are compared under one policy: later log-probabilities differ by the updates in between
         fresh = minibatch.old_logprobs is not None or not self.moved
         weights = self.algorithm.weights(minibatch.mask, minibatch.sample)
         # DistributedDataParallel averages the gradients of ranks
         minibatch = replace(minibatch, weights=weights * distributed.world_size())
         found = torch.zeros_like(minibatch.rollout_logprobs)
-        microbatches = self.to_learn(minibatch)
-        for i, (rows, microbatch) in enumerate(microbatches):
+        pieces = self.to_learn(minibatch)
+        for i, (rows, microbatch) in enumerate(pieces):
             logprobs, entropy = completion_logprobs(
                 self.policy, microbatch, self.temperature, self.algorithm.entropy.active, *self.layout
             )
@@ -176,7 +177,7 @@ class GRPOModule(L.LightningModule):
             if microbatch.old_logprobs is None:
                 microbatch = replace(microbatch, old_logprobs=logprobs.detach())
             loss, logged = self.algorithm.loss(logprobs, entropy, microbatch, alpha)
-            self.backward_here(loss, last=i == len(microbatches) - 1)
+            self.backward_here(loss, last=i == len(pieces) - 1)
             note_loss(means, microbatch, logprobs.detach(), logged)
             if fresh:
                 note_engine(means, microbatch)
@@ -190,7 +191,7 @@ class GRPOModule(L.LightningModule):
         return found
 
     def backward_here(self, loss: Tensor, last: bool) -> None:
-        """Adds the gradients of a microbatch. Ranks exchange theirs in the last one; those of masters in `step`."""
+        """Adds the gradients of a microbatch. Ranks sum theirs in the last one, those of masters in `step`."""
         exchanged = distributed.world_size() == 1 or (last and not self.has_masters)
         with nullcontext() if exchanged else self.trainer.strategy.block_backward_sync():
             self.manual_backward(loss)
@@ -199,7 +200,7 @@ class GRPOModule(L.LightningModule):
         """Clips the gradient, and moves the policy and the schedule."""
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
         learned = [p for group in optimizer.param_groups for p in group["params"]]  # masters, where there are some
-        if self.has_masters and distributed.world_size() > 1:  # DistributedDataParallel finds their gradients gone
+        if self.has_masters and distributed.world_size() > 1:  # DistributedDataParallel does not see their gradients
             for p in learned:
                 p.grad = (distributed.all_sum(p.grad.to(self.device)) / distributed.world_size()).to(p.device)
         grad_norm = nn.utils.clip_grad_norm_(learned, self.optim.max_grad_norm or torch.inf)
