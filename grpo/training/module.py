@@ -112,9 +112,11 @@ class GRPOModule(L.LightningModule):
     def minibatches(
         self, tokens: TokenBatch, shape: tuple[int, int], generator: torch.Generator
     ) -> Iterator[TokenBatch]:
-        """This rank's rows of each minibatch. The groups of all ranks are put into a random order and cut into pieces whose numbers
-        of samples differ by one at most. All rows of a sample are in one piece, and so are most groups, which share their prompt.
-        shape: N, G."""
+        """This rank's rows of each minibatch. shape: N, G.
+
+        The groups of all ranks are put into a random order and cut into pieces whose numbers of samples differ by one at most.
+        All rows of a sample are in one piece, and so are most groups, which share their prompt.
+        """
         if self.algorithm.num_minibatches == 1:
             yield tokens
             return
