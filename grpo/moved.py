@@ -46,6 +46,7 @@ SPLIT = {
     "grpo.runs": ("grpo.runs.runs",),
     "grpo.tokens": ("grpo.env.tokens", "grpo.objectives.batch"),
     "grpo.callbacks.ahead": ("grpo.rollout.ahead", "grpo.rollout.types"),
+    "grpo.module": ("grpo.training.module", "grpo.training.optimization", "grpo.training.meter"),
     "grpo.engines.vllm": ("grpo.engines.vllm.engine",),
     "grpo.engines.vllm_server": ("grpo.engines.vllm_server.engine",),
 }

@@ -1,6 +1,6 @@
 """Log-probabilities of the sampled tokens under a model, in one of three layouts that give the same numbers.
 
-padded: a row each, as everybody does it, the one to trust. packed: no padding. shared_prompt: nor a prompt computed twice.
+padded: one row a sequence, the usual way. packed: no padding. shared_prompt: packed, and a prompt is computed once for its group.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ def completion_logprobs(
     layout: Layout = "padded",
     kernel: str = "sdpa",
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) of every completion token, and the entropy there, with gradient if so asked.
+    """log softmax(logits / temperature) of every completion token, and the entropy there (with its gradient: entropy_gradient).
 
-    temperature: the one they were sampled at, or every ratio is wrong. Returns two [B, C] float32, 0 outside `batch.mask`:
-    a ratio is 1 there and a KL 0, where the numbers of padding could overflow. The softmax is in float32: in bfloat16 it
-    alone would cost most of the agreement with the engine.
+    temperature: that of sampling, or every ratio is wrong. Returns two [B, C] float32, 0 outside `batch.mask`: a ratio is 1
+    there and a KL 0, where the numbers of padding could overflow. The softmax is in float32: in bfloat16 it alone would cost
+    most of the agreement with the engine.
     """
     if layout == "padded":
         logprobs, entropy = padded(model, batch, temperature, entropy_gradient)
@@ -68,9 +68,9 @@ def padded(model: nn.Module, batch: TokenBatch, temperature: float, entropy_grad
 
 
 def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, Tensor]:
-    """The rows in one, and where in it is the token before each sampled one, [n], in the order of `batch.mask`.
+    """All rows as one sequence, and the place in it of the token before each sampled one, [n], in the order of `batch.mask`.
 
-    Tokens after the one before the last sampled token are left out: nothing depends on them.
+    A row ends with the token before its last sampled one: later ones predict nothing that is needed.
     """
     prompts, rows, together = [], [], {}
     mask = batch.mask.tolist()
@@ -87,7 +87,7 @@ def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, 
         batch.ids.device,
         kernel,
     )
-    before: dict[int, Sequence[int]] = {}  # by row: where in T is the token before each of its own
+    before: dict[int, Sequence[int]] = {}  # by row: the place in T of the token before each of its own
     of_prompts, of_rows = plan.starts[: len(groups)], iter(plan.starts[len(groups) :])
     for members, lone, first in zip(groups, alone, of_prompts, strict=True):
         for r in members:
@@ -106,7 +106,7 @@ def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, 
 def by_chunks(
     model: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """The head, a bounded number of logits at a time; where they are many they are computed again in the backward pass.
+    """The head, on a bounded number of logits at a time. Where they are more, the backward pass computes them again.
 
     hidden: [n, hidden]; targets: [n]. Returns log-probabilities and entropies, [n] each.
     """

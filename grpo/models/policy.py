@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face causal LM, maybe with an adapter; and the reference, frozen where it started."""
+"""The policy: a Hugging Face causal LM, with or without an adapter; and the reference, a frozen copy of its start."""
 
 from contextlib import contextmanager
 from copy import deepcopy
@@ -17,11 +17,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model by folder or hub id (path), and how to load it. A PEFT adapter's folder brings its base.
+    """A model by folder or hub id (path), and how to load it. The folder of a PEFT adapter names its base.
 
-    dtype: of the parameters. Those in 16 bits are trained through float32 masters (grpo.masters); float16 has no scaling of the
-    loss, so small gradients are 0. chat_template: a file with another one than the tokenizer's (None), or "none": prompts are
-    plain text, as a base model reads them.
+    dtype: of the parameters. Those in 16 bits are trained through float32 masters (master_weights.py); the loss is not scaled,
+    so small gradients are 0 in float16. chat_template: None for the tokenizer's, a file with another one, or "none" for prompts
+    of plain text, as a base model reads them.
     """
 
     path: str
@@ -48,13 +48,13 @@ class Pretrained:
             raise UserError(f"model.path={self.path} {what}: {str(error).splitlines()[0]}") from error
 
     def base(self) -> "Pretrained | None":
-        """What an adapter's folder was made on; None where the folder is a whole model."""
+        """The model that an adapter's folder adapts; None where the folder is a whole model."""
         if not (Path(self.path) / "adapter_config.json").exists():
             return None
         return replace(self, path=PeftConfig.from_pretrained(self.path).base_model_name_or_path, revision=None)
 
     def check_takes(self, adapter: object) -> None:
-        """Refuses an adapter (or what will make one, None for none) on an adapter."""
+        """Raises UserError for an adapter (or its factory; None for none) on an adapter."""
         if adapter and self.base():
             raise UserError(
                 f"model.path={self.path} is an adapter, and a new one on it would be saved without it: adapter=none trains "
@@ -77,7 +77,7 @@ class Pretrained:
         return tokenizer
 
     def outline(self) -> nn.Module:
-        """What `model` gives, but for the numbers: no weights are read."""
+        """The same modules as `model`, with random weights: no file of weights is read."""
         dtype = self.config().dtype if self.dtype == "auto" else getattr(torch, self.dtype)
         return AutoModelForCausalLM.from_config(
             self.config(),
@@ -87,9 +87,9 @@ class Pretrained:
         ).eval()
 
     def model(self) -> nn.Module:
-        """In evaluation mode, and it stays there: dropout would make the trainer disagree with the engine.
+        """The model in evaluation mode, where it stays: dropout would make the trainer disagree with the engine.
 
-        An adapter is merged into its base, so that training goes on from both.
+        An adapter is merged into its base, and training continues from both.
         """
         if base := self.base():
             merged = PeftModel.from_pretrained(base.model(), self.path).merge_and_unload()
@@ -99,7 +99,7 @@ class Pretrained:
 
 
 def with_adapter(model: nn.Module, adapter: PeftConfig | None) -> nn.Module:
-    """The policy that is trained: `model` itself, or with a fresh adapter on it, the only part that then learns."""
+    """The policy: `model` itself, or `model` with a fresh adapter, which is then the only part that learns."""
     if adapter is None:
         return model
     try:
@@ -111,16 +111,16 @@ def with_adapter(model: nn.Module, adapter: PeftConfig | None) -> nn.Module:
 class Reference:
     """The policy as it was before training: a frozen copy, or the policy itself with its adapter switched off.
 
-    moves: it will be moved towards the policy (TR-DPO, arXiv 2404.09656), so the trained weights are copied, and the policy is
-    lent them. Under LoRA they are the matrices of the adapter, so what the reference adds to the base is the product of means.
-    Held outside of the module tree, so that checkpoints and optimizers never see it.
+    moves: it will move towards the policy (TR-DPO, arXiv 2404.09656). Then it keeps a copy of the trained weights, and puts them
+    into the policy while it is used. Under LoRA these are the adapter's two matrices, each averaged by itself.
+    It is not part of the module tree: checkpoints and optimizers never see it.
     """
 
     def __init__(self, policy: nn.Module, moves: bool = False) -> None:
         self.policy, self.moves = policy, moves
         self.copy = None if moves or isinstance(policy, PeftModel) else deepcopy(policy).requires_grad_(False)
         trained = ((name, p) for name, p in policy.named_parameters() if p.requires_grad)
-        # what moves, by the policy's names; in float32, as a mean in 16 bits loses small steps
+        # the weights that move, by the policy's names; in float32, as a mean in 16 bits loses small steps
         self.weights = {name: p.detach().to(torch.float32, copy=True) for name, p in trained} if moves else {}
 
     def own(self) -> list[Tensor]:
@@ -129,7 +129,7 @@ class Reference:
 
     @contextmanager
     def model(self):
-        """The reference, for the length of a `with`."""
+        """A context that gives the reference. Inside of it the policy may hold the reference's weights."""
         if self.copy is not None:
             yield self.copy.to(self.policy.device)
         elif not self.moves:

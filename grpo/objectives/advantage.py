@@ -1,9 +1,9 @@
 """From rewards to advantages. Pure functions of tensors; N prompts, G samples of each, S = N x G.
 
-An advantage function returns [N, G] and is given what it names among `rewards` [N, G], `lengths` [N, G] (sampled tokens) and
-`parts` {name: [N, G]} (the numbers a reward consists of, `correct` among them). A reward nobody could give (a grader that
-timed out) is NaN: it stays out of its group's baseline and has advantage NaN, a sample that nothing is learned from. Samples
-of equal reward have an advantage of exactly 0 under every function with a baseline.
+An advantage function returns [N, G]. Its parameters name the arguments that it wants: `rewards` [N, G], `lengths` [N, G] (sampled
+tokens), `parts` {name: [N, G]} (the numbers a reward consists of, `correct` among them). An unknown reward (a grader that timed
+out) is NaN: it stays out of its group's baseline, its advantage is NaN, and nothing is learned from the sample. Under every
+function with a baseline, samples of equal reward have an advantage of exactly 0.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,13 +12,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, oneof
 
 Scale = Literal["group", "batch", "none"]
 
 
 def has_signal(rewards: Tensor) -> Tensor:
-    """Whether the rewards of a group differ: only then is there something to learn from it. [N, G] to [N] bool."""
+    """Whether the rewards of a group differ; nothing is learned from a group where they do not. [N, G] to [N] bool."""
     low = rewards.nan_to_num(torch.inf).amin(dim=1)
     high = rewards.nan_to_num(-torch.inf).amax(dim=1)
     return low < high
@@ -30,7 +30,7 @@ def less_baseline(rewards: Tensor, baseline: Tensor) -> Tensor:
 
 
 def std(values: Tensor, dim: int | None, ddof: int) -> Tensor:
-    """The standard deviation of what is known, over n - ddof; 0 where that is not positive."""
+    """The standard deviation of the values that are not NaN, over n - ddof; 0 where that is not positive."""
     count = (~values.isnan()).sum(dim=dim, keepdim=dim is not None)
     centred = values - values.nanmean(dim=dim, keepdim=dim is not None)
     squares = centred.nan_to_num(0.0).square().sum(dim=dim, keepdim=dim is not None)
@@ -40,11 +40,10 @@ def std(values: Tensor, dim: int | None, ddof: int) -> Tensor:
 def group_advantages(rewards: Tensor, scale: Scale = "group", ddof: int = 1, eps: float = 1e-4) -> Tensor:
     """A_i = (r_i - mean_group(r)) / (std(r) + eps)
 
-    scale: the standard deviation is that of the group (GRPO, arXiv 2402.03300 sec. 4.1), of the whole batch (Lite PPO,
-    arXiv 2508.08221), or there is none (Dr.GRPO, arXiv 2503.20783). It is taken over n - ddof.
+    scale: std over the group (GRPO, arXiv 2402.03300 sec. 4.1), over the whole batch (Lite PPO, arXiv 2508.08221), or no
+    division (none: Dr.GRPO, arXiv 2503.20783). ddof: std divides by n - ddof.
     """
-    if scale not in get_args(Scale):
-        raise UserError(f"algo.advantage.scale={scale} is not one of {', '.join(get_args(Scale))}")
+    oneof("algo.advantage.scale", scale, get_args(Scale))
     if eps < 0:
         raise UserError(f"algo.advantage.eps={eps} must not be negative")
     centred = less_baseline(rewards, rewards.nanmean(dim=1, keepdim=True))
@@ -81,9 +80,9 @@ def max_rl(rewards: Tensor) -> Tensor:
 
 
 def gdpo(parts: Mapping[str, Tensor], weights: Mapping[str, float], eps: float = 1e-4) -> Tensor:
-    """GDPO: every part of the reward normalised in its group, their weighted sum then normalised over the batch.
+    """GDPO: every part of the reward is normalised in its group, then their weighted sum over the batch.
 
-    weights: of the parts by name; a part that does not apply to a sample is NaN there and counts nothing.
+    weights: {name of a part: its weight}. A part that does not apply to a sample is NaN there and counts nothing.
     """
     if not weights:
         raise UserError("algo.advantage.weights is empty: name parts of the reward, as in {correct: 1, format: 0.5}")
@@ -102,9 +101,9 @@ def gdpo(parts: Mapping[str, Tensor], weights: Mapping[str, float], eps: float =
 
 
 def reward_to_go(values: Tensor, mask: Tensor, sample: Tensor) -> Tensor:
-    """For every token the sum of `values` from it to the end of its sample (no discount).
+    """The sum of `values` from each token to the end of its sample, without discount.
 
-    values: [B, C], mask: [B, C] bool, sample: [B], whose row it is; the rows of a sample are in order. Returns [B, C].
+    values: [B, C]; mask: [B, C] bool; sample: [B], the sample of each row, whose rows are in order. Returns [B, C].
     """
     values = values * mask
     within = values.flip(1).cumsum(1).flip(1)
@@ -118,7 +117,7 @@ def whiten(
 ) -> Tensor:
     """Mean 0 and standard deviation 1 over all tokens of the mask (REINFORCE++, arXiv 2501.03262). [B, C] to [B, C].
 
-    Exactly 0 where all are equal. concatenated: the lists of all ranks, where a rank holds a part of the tokens.
+    Exactly 0 where all are equal. concatenated: joins the lists of all ranks, where a rank holds a part of the tokens.
     """
     values = advantages[mask].cpu().double()
     found = [(len(values), values.sum(), values.min(), values.max())] if len(values) else []
@@ -129,12 +128,3 @@ def whiten(
     mean = float(sum(added for _, added, *_ in found)) / count
     variance = float(sum(concatenated([(values - mean).square().sum()]))) / count
     return torch.where(mask, (advantages - mean) / (variance + eps) ** 0.5, 0.0)
-
-
-def overlong_penalty(lengths: Tensor, max_tokens: int, share: float) -> Tensor:
-    """DAPO's soft punishment (arXiv 2503.14476, eq. 13), to be added to the reward.
-
-    0 up to L_max - L_c, from there falling linearly to -1 at L_max; L_c = share x L_max. lengths: any shape.
-    """
-    cache = share * max_tokens
-    return -((lengths - (max_tokens - cache)) / cache).clamp(0.0, 1.0)

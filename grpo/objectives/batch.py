@@ -1,4 +1,7 @@
-"""The tensors that the loss sees: rows of tokens, and the rewards of their samples."""
+"""The tensors of an update: rows of tokens, and the rewards of their samples.
+
+N prompts, G samples of each, S = N x G; B rows, P prompt tokens, C completion tokens.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -7,17 +10,17 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from grpo.system import distributed
+
 
 @dataclass(frozen=True)
 class Scores:
-    """What a rollout earned, sample by sample. NaN where nobody could tell."""
+    """The rewards of a rollout, sample by sample. NaN where nobody could tell."""
 
     rewards: Tensor  # [N, G] float32
-    parts: Mapping[str, Tensor]  # [N, G] each: the named numbers of the rewards, `correct` among them
-    lengths: Tensor  # [N, G] float32, tokens that were sampled
-    last_lengths: (
-        Tensor  # [N, G] float32, those of the last turn, which is the one a limit cuts short; 0 if there is none
-    )
+    parts: Mapping[str, Tensor]  # [N, G] each, the named numbers that the rewards consist of, `correct` among them
+    lengths: Tensor  # [N, G] float32, sampled tokens
+    last_lengths: Tensor  # [N, G] float32, those of the last turn, which a limit may cut short; 0 without a turn
     truncated: Tensor  # [N, G] bool
 
     def _map(self, function) -> Self:
@@ -28,35 +31,25 @@ class Scores:
         return self._map(lambda tensor: tensor.to(*args, **kwargs))
 
     def rows(self, index: list[int]) -> Self:
-        """A choice of groups."""
+        """These groups."""
         return self._map(lambda tensor: tensor[index])
-
-
-OPTIONAL = (
-    "advantages",
-    "old_logprobs",
-    "old_entropy",
-    "reference_logprobs",
-    "counted",
-    "weights",
-)  # of a TokenBatch, [B, C]
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """What the loss sees. The module fills in what may be None, before the update that needs it."""
+    """Rows of tokens, as the loss sees them. The module fills in what may be None, before the update that needs it."""
 
     ids: Tensor  # [B, P+C] int64
     attention_mask: Tensor  # [B, P+C] int64, 0 on padding
     mask: Tensor  # [B, C] bool, True where the policy sampled the token
     rollout_logprobs: Tensor  # [B, C] float32, the engine's
-    sample: Tensor  # [B] int64, which of the S samples the row is of
+    sample: Tensor  # [B] int64, the row's sample, 0 to S - 1
     advantages: Tensor | None = None  # [B, C] float32, 0 outside the mask
     old_logprobs: Tensor | None = None  # [B, C] the trainer's, before the first update on this batch
     old_entropy: Tensor | None = None  # [B, C] nats
     reference_logprobs: Tensor | None = None  # [B, C]
-    counted: Tensor | None = None  # [B, C] bool, the tokens that the surrogate counts, where those are not all
-    weights: Tensor | None = None  # [B, C] a token's share in the loss of one update, see loss.token_weights
+    counted: Tensor | None = None  # [B, C] bool, the tokens that the surrogate counts; None: all
+    weights: Tensor | None = None  # [B, C] a token's share in the loss of one update, see `token_weights`
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -70,15 +63,15 @@ class TokenBatch:
         return replace(self, **{name: function(t) for name, t in tensors.items() if t is not None})
 
     def to(self, *args, **kwargs) -> Self:
-        """Moved as `Tensor.to` moves (Lightning calls this on whatever has it)."""
+        """All tensors, each by `Tensor.to` (Lightning calls this)."""
         return self._map(lambda tensor: tensor.to(*args, **kwargs))
 
     def rows(self, index: Tensor | slice) -> Self:
-        """A choice of rows, without the columns in which all of them are padding."""
+        """These rows, without the columns in which all of them are padding."""
         return self._map(lambda tensor: tensor[index]).trimmed()
 
     def sequences(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Of each row the ids of its prompt, and of what follows, without padding."""
+        """Each row's ids without padding: those of the prompt, and those after it."""
         prompt_width = self.ids.shape[1] - self.completion_width
         lengths = torch.stack([part.sum(1) for part in self.attention_mask.tensor_split([prompt_width], dim=1)], dim=1)
         return [
@@ -92,11 +85,21 @@ class TokenBatch:
         left = int(used[:prompt_width].int().argmax())
         right = int(used[prompt_width:].sum())
         change = {name: getattr(self, name)[:, left : prompt_width + right] for name in ("ids", "attention_mask")}
-        for name in ("mask", "rollout_logprobs", *OPTIONAL):
+        for name in {f.name for f in fields(self)} - {"ids", "attention_mask", "sample"}:  # [B, C]
             if (tensor := getattr(self, name)) is not None:
                 change[name] = tensor[:, :right]
         return replace(self, **change)
 
+    def by_sample(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
+        """The sums of `values` [B] over the rows of each sample, whichever rank holds them, as `shape` [N, G]."""
+        sums = torch.zeros(shape[0] * shape[1], device=values.device).index_add(0, self.sample, values)
+        return distributed.all_sum(sums).view(shape)
+
+    def sample_means(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
+        """The mean of `values` [B, C] over each sample's tokens in the mask, as `shape` [N, G]; 0 for one without any."""
+        counts = self.by_sample(self.mask.sum(1).float(), shape)
+        return self.by_sample((values * self.mask).sum(1), shape) / counts.clamp(min=1)
+
     def silenced(self) -> Self:
-        """The same rows with nothing to learn from."""
+        """The same rows, with an empty mask and no advantage."""
         return replace(self, mask=torch.zeros_like(self.mask), advantages=torch.zeros_like(self.rollout_logprobs))

@@ -1,5 +1,7 @@
-"""What the policy's entropy is used for: a bonus, fixed or steered, and a choice of tokens. Entropies are in nats."""
+"""Uses of the policy's entropy, in nats: a bonus with a fixed or a steered coefficient, and a choice of tokens."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +12,7 @@ from grpo.system.errors import UserError
 
 @dataclass(frozen=True)
 class EntropyBonus:
-    """Takes coef times the entropy off every token's loss.
+    """Settings: coef times the entropy comes off every token's loss.
 
     With a target (mean over the tokens of an update) the coefficient moves after every update: up by `step` where the entropy
     is at or below the target, else down, between 0 and `most`; and it is applied only while the entropy of the last update was
@@ -33,15 +35,32 @@ class EntropyBonus:
     def active(self) -> bool:
         return self.coef > 0 or self.target is not None
 
-    def applied(self, coef: float, entropy: float) -> float:
-        """The coefficient of the next update. entropy: that of the last one, inf before the first."""
-        return coef if self.target is None or entropy <= self.target else 0.0
 
-    def steered(self, coef: float, entropy: float) -> float:
-        """The coefficient after an update in which the mean entropy was `entropy`."""
-        if self.target is None:
-            return coef
-        return min(coef + self.step, self.most) if entropy <= self.target else max(coef - self.step, 0.0)
+class EntropyController:
+    """The bonus from update to update. Mutable: keeps the coefficient, and the mean entropy of the last update."""
+
+    def __init__(self, settings: EntropyBonus) -> None:
+        self.settings, self.coef, self.entropy = settings, settings.coef, math.inf
+
+    @property
+    def alpha(self) -> float:
+        """The coefficient that the next update applies."""
+        target = self.settings.target
+        return self.coef if target is None or self.entropy <= target else 0.0
+
+    def update(self, entropy: float | None) -> None:
+        """After an update. entropy: its mean over the update's tokens; None without tokens, then the one before counts again."""
+        s = self.settings
+        self.entropy = self.entropy if entropy is None else entropy
+        if s.target is not None:
+            below = self.entropy <= s.target
+            self.coef = min(self.coef + s.step, s.most) if below else max(self.coef - s.step, 0.0)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"entropy_coef": self.coef, "last_entropy": self.entropy}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.coef, self.entropy = state["entropy_coef"], state["last_entropy"]
 
 
 def threshold(entropies: Tensor, share: float) -> float:

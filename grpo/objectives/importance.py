@@ -1,7 +1,7 @@
-"""The engine is not quite the trainer: factors that correct for it. Pure functions; B rows, C completion tokens.
+"""Importance weights that correct for the engine's mismatch. Pure functions; B rows, C completion tokens.
 
-w = old policy / rollout policy, token by token, is 1 where engine and trainer agree. A correction gets log_w [B, C], 0 outside
-of the mask, and mask [B, C], and returns a factor [B, C] for the policy's term of the loss. No gradient goes through it.
+w = old policy / rollout policy, token by token, is 1 where engine and trainer agree. A correction gets log_w [B, C] (0 outside
+of the mask) and mask [B, C]. It returns the factor f [B, C] of equation 1, without gradient.
 """
 
 from typing import Literal, get_args
@@ -9,15 +9,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, oneof
 
 Level = Literal["token", "sequence"]
 
 
 def weight(log_w: Tensor, mask: Tensor, level: Level) -> Tensor:
     """w of every token, or their product over the row, [B, C]."""
-    if level not in get_args(Level):
-        raise UserError(f"algo.correction.level={level} is not one of {', '.join(get_args(Level))}")
+    oneof("algo.correction.level", level, get_args(Level))
     log_w = log_w * mask
     return (log_w if level == "token" else log_w.sum(1, keepdim=True).expand_as(log_w)).exp()
 

@@ -1,8 +1,8 @@
-"""KL(policy || target) from samples of the policy: estimators (joschu.net/blog/kl-approx.html), and where one goes.
+"""KL(policy || target) from samples of the policy: estimators (joschu.net/blog/kl-approx.html), and the places for one.
 
-What an estimator's value tells and what its gradient does are two things. As a loss on fresh samples the expected gradient
-of k1 is 0, of k2 that of the KL, of k3 that of the opposite KL (target || policy). In the reward k1 has the gradient of the
-KL; so have k1 and k3 in the loss times the ratio, with the gradient through both (arXiv 2510.01555, 2506.09477, 2512.02556).
+An estimator's value and its gradient are two things. As a loss on fresh samples the expected gradient of k1 is 0, of k2 that of
+the KL, of k3 that of the opposite KL (target || policy). In the reward k1 has the gradient of the KL; so have k1 and k3 in the
+loss times the ratio, with the gradient through both (arXiv 2510.01555, 2506.09477, 2512.02556).
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, oneof
 
 
 def k1(logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
@@ -40,11 +40,11 @@ class KL:
 
     loss             on every token
     loss_with_ratio  the same times policy / old policy, with the gradient through both (TRL's default; arXiv 2512.02556)
-    reward           its sum over a sample leaves the reward before any baseline (RLOO, arXiv 2402.14740)
-    reward_to_go     its sum from a token on leaves that token's advantage (REINFORCE++, arXiv 2501.03262)
+    reward           its sum over a sample is taken off the reward, before any baseline (RLOO, arXiv 2402.14740)
+    reward_to_go     its sum from a token on is taken off that token's advantage (REINFORCE++, arXiv 2501.03262)
 
-    target: the frozen reference, or the policy that sampled (rollout). sync_every: updates between two moves of the
-    reference to sync_alpha policy + (1 - sync_alpha) reference, 0 for none (TR-DPO, arXiv 2404.09656).
+    target: the frozen reference, or the policy that sampled (rollout). sync_every: the number of updates after which the
+    reference becomes sync_alpha policy + (1 - sync_alpha) reference; 0 never (TR-DPO, arXiv 2404.09656).
     """
 
     coef: float = 0.0
@@ -55,9 +55,9 @@ class KL:
     sync_alpha: float = 0.6
 
     def __post_init__(self) -> None:
-        for name, allowed in (("estimator", ESTIMATORS), ("place", get_args(Place)), ("target", get_args(Target))):
-            if getattr(self, name) not in allowed:
-                raise UserError(f"algo.kl.{name}={getattr(self, name)} is not one of {', '.join(allowed)}")
+        oneof("algo.kl.estimator", self.estimator, ESTIMATORS)
+        oneof("algo.kl.place", self.place, get_args(Place))
+        oneof("algo.kl.target", self.target, get_args(Target))
         if not isinstance(self.coef, int | float) or not isinstance(self.sync_every, int):
             raise UserError(f"algo.kl.coef={self.coef} must be a number, sync_every={self.sync_every} a whole one")
         if self.coef < 0:

@@ -1,10 +1,10 @@
-"""Log-probabilities and advantages to a loss. Pure functions of tensors; B rows, C completion tokens.
+"""Parts of equation 1: the ratio, the surrogates, the weights of tokens. Pure functions of tensors; B rows, C completion tokens.
 
-A loss is sum(weights * token_loss). The weights are computed once for a whole update and sum over all of its rows, so how
-an update is cut into microbatches cannot change it.
+The weights are computed once for a whole update, over all of its rows, so how an update is cut into microbatches cannot change
+the loss.
 
-A surrogate returns the token loss [B, C], or that and a dict of [B, C] to log. It is given what it names among logprobs (with
-gradient), old_logprobs, rollout_logprobs, log_ratio, ratio (at the level that was chosen), advantages and mask, all [B, C].
+A surrogate returns the token loss [B, C], or that and a dict of [B, C] to log. Its parameters name the arguments that it wants:
+logprobs (with gradient), old_logprobs, rollout_logprobs, log_ratio, ratio (at the chosen level), advantages, mask, all [B, C].
 """
 
 from collections.abc import Callable
@@ -13,15 +13,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, oneof
 
 Level = Literal["token", "sequence", "sequence_sum", "sequence_token", "none"]
 Reduce = Literal["sequence", "token", "constant", "sum"]
-LARGEST_LOG_RATIO = 20.0  # e^20: so far off, a gradient of inf times 0 would be all that is left
+LARGEST_LOG_RATIO = 20.0  # beyond e^20 the gradient would become inf times 0
 
 
 def policy_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """log r of policy and old policy, for every token of the mask, 0 elsewhere. [B, C].
+    """log rho, of policy / old policy, for every token of the mask, 0 elsewhere. [B, C].
 
     token:          log pi(o_t) - log pi_old(o_t)                                          (PPO, arXiv 1707.06347)
     sequence:       s_i = the mean of these over the row, on each of its tokens            (GSPO, arXiv 2507.18071)
@@ -50,8 +50,8 @@ def clip(
 ) -> Loss:
     """-min(r A, clip(r, 1 - low, 1 + high) A), PPO's surrogate (arXiv 1707.06347) with DAPO's two bounds (2503.14476).
 
-    A bound that is null is not there. dual: c; where A < 0 the term is at least c A, so that one token that has become far
-    too likely cannot take over (arXiv 1912.09729; TRL calls it delta).
+    null disables a bound. dual: c; where A < 0 the term is at least c A, so that one token that has become far too likely
+    cannot dominate (arXiv 1912.09729; TRL's delta).
     """
     least, most = 0.0 if low is None else 1 - low, torch.inf if high is None else 1 + high
     below, above = (advantages < 0) & (ratio < least), (advantages > 0) & (ratio > most)
@@ -63,7 +63,7 @@ def clip(
 
 
 def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, bound: float = 5.0) -> Loss:
-    """-sg(min(r, bound)) A log pi: bounds the weight and not the gradient, so no token falls silent (arXiv 2506.13585).
+    """-sg(min(r, bound)) A log pi: bounds the weight, so that every token keeps a gradient (arXiv 2506.13585).
 
     bound: of the ratio itself, 5 in ScaleRL (arXiv 2510.13786).
     """
@@ -82,7 +82,7 @@ def sapo(ratio: Tensor, advantages: Tensor, tau_positive: float = 1.0, tau_negat
 
 
 def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """-A log pi, the policy gradient itself. No ratio: right for samples of the very policy that learns."""
+    """-A log pi, the policy gradient itself. Without a ratio it is right only for samples of the current policy."""
     return -advantages * logprobs
 
 
@@ -96,19 +96,18 @@ def token_weights(
     sample: Tensor | None = None,
     total: Callable[[Tensor], Tensor] = lambda counts: counts,
 ) -> Tensor:
-    """Each token's share in the loss of one update. B counts the samples with a sampled token, |o_i| those of a sample.
+    """w: each token's share in the loss of one update. B: the number of samples with a token in the mask, |o_i|: their tokens.
 
     sequence: 1 / (B |o_i|), the mean over a sample and then over samples   (GRPO, arXiv 2402.03300)
     token:    1 / sum |o_i|, the mean over all tokens of the update         (DAPO, arXiv 2503.14476)
     constant: 1 / (B L_max), no length in it and so no bias by length       (Dr.GRPO, arXiv 2503.20783)
     sum:      1 / B, the sum over a sample, the mean over samples           (sequences' log-probabilities: RLOO, arXiv 2402.14740)
 
-    mask: [rows, C], every row of the update; sample: [rows], which sample a row is of (None: each is one), with all of its rows
+    mask: [rows, C], every row of the update; sample: [rows], the sample of each row (None: a row each), with all of its rows
     here; max_tokens is L_max. total: sums a tensor over ranks, where a rank holds a part of the update. Returns [rows, C]
     float32, 0 outside the mask.
     """
-    if reduce not in get_args(Reduce):
-        raise UserError(f"algo.reduce={reduce} is not one of {', '.join(get_args(Reduce))}")
+    oneof("algo.reduce", reduce, get_args(Reduce))
     mask = mask.float()
     if sample is None:
         sample = torch.arange(len(mask), device=mask.device)
@@ -126,9 +125,9 @@ def token_weights(
 def off_policy_keep(
     logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float
 ) -> Tensor:
-    """False on a row with A < 0 that the policy has left: mean_t log(rollout / policy) > delta (arXiv 2512.02556, eq. 9).
+    """k: False where A < 0 and the policy has left the row, mean_t log(rollout / policy) > delta (arXiv 2512.02556, eq. 9).
 
-    Compares with the policy that sampled, so that staleness and the engine's mismatch both count. [B, C] bool.
+    It compares with the policy that sampled, so staleness and the engine's mismatch both count. [B, C] bool.
     """
     gap = ((rollout_logprobs - logprobs.detach()) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     return (advantages >= 0) | (gap <= delta)

@@ -15,25 +15,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from grpo.objectives.algorithm import Algorithm
-from grpo.objectives.batch import Scores, TokenBatch
+from grpo.objectives.batch import Scores
+from grpo.objectives.trial import even_batch
 from grpo.runs.plots import COLOURS, panels, tidy
 
 OLD_LOGPROB = -3.0  # of every token before the update, so that ratios up to e^3 are probabilities
-
-
-def some_batch(rows: int, tokens: int) -> TokenBatch:
-    """[rows, tokens], where the engine, the reference and the policy before the update say the same, and every token weighs 1."""
-    old, ones = torch.full((rows, tokens), OLD_LOGPROB), torch.ones(rows, tokens)
-    return TokenBatch(
-        ids=torch.zeros(rows, tokens + 1, dtype=torch.int64),
-        attention_mask=torch.ones(rows, tokens + 1, dtype=torch.int64),
-        mask=ones.bool(),
-        rollout_logprobs=old,
-        sample=torch.arange(rows),
-        old_logprobs=old,
-        reference_logprobs=old,
-        weights=ones,
-    )
 
 
 def against_ratio(
@@ -45,7 +31,7 @@ def against_ratio(
     Every token weighs 1, which keeps the reduction out of it (see `weights_by_length`).
     Returns [R] each; the loss is counted from where all ratios are 1.
     """
-    batch = some_batch(len(ratios) + 1, tokens)
+    batch = even_batch(len(ratios) + 1, tokens, OLD_LOGPROB)
     weights = batch.weights.requires_grad_()
     moved = torch.zeros_like(weights)
     moved[:-1, slice(None) if together else slice(1)] = ratios.log()[:, None]
@@ -65,7 +51,7 @@ def advantages_by_solved(algorithm: Algorithm, group_size: int = 8) -> tuple[Ten
     right = torch.arange(group_size) < torch.arange(group_size + 1)[:, None]  # [G + 1, G]
     rewards, short = right.float(), torch.ones(right.shape)
     scores = algorithm.shaped(Scores(rewards, {"correct": rewards}, short, short, torch.zeros_like(right)))
-    advantages = algorithm.credit(scores, some_batch(right.numel(), 1)).advantages.view_as(rewards)
+    advantages = algorithm.credit(scores, even_batch(right.numel(), 1, OLD_LOGPROB)).advantages.view_as(rewards)
     return advantages[1:-1, 0], advantages[1:-1, -1]
 
 

@@ -1,7 +1,8 @@
 """The exceptions a user is meant to read."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 
 class UserError(ValueError):
@@ -23,6 +24,11 @@ class RewardError(RolloutError):
     def __init__(self, message: str, sample: int | None = None, groups: Sequence = ()) -> None:
         super().__init__(message, groups)
         self.sample = sample
+
+
+def oneof(name: str, value: Any, allowed: Iterable) -> None:
+    if value not in allowed:
+        raise UserError(f"{name}={value} is not one of {', '.join(map(str, allowed))}")
 
 
 def told(error: BaseException) -> str:

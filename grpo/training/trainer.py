@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from grpo.system.errors import UserError
 
-# of the arithmetic; model.dtype says what parameters are in, so not bf16-true; not 16-mixed: clipping would need the loss scale
+# of the arithmetic. No bf16-true: model.dtype is the precision of parameters. No 16-mixed: clipping would need the loss scale
 PRECISIONS = ("auto", "32-true", "bf16-mixed")
 ELSEWHERE = {
     "gradient_clip_val": "optim.max_grad_norm",
@@ -28,8 +28,8 @@ def make_trainer(
 ) -> L.Trainer:
     """accelerator: auto, cpu, cuda or mps. precision: auto is bf16-mixed on a GPU, else 32-true.
 
-    devices: with several, each samples and learns from its share of every rollout (DistributedDataParallel), which gives the
-    gradient of one. kwargs go to lightning.Trainer. Raises UserError for a device that is not there and for what has no effect.
+    devices: with several, each samples and learns from its share of every rollout (DistributedDataParallel); the gradient is that
+    of one device. kwargs go to lightning.Trainer. Raises UserError for a missing device and for settings without effect.
     """
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True, "auto": True}
     if not there.get(accelerator, False):

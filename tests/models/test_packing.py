@@ -20,7 +20,7 @@ from grpo.models.policy import with_adapter
 from grpo.objectives.batch import TokenBatch
 from grpo.rollout.collate import collate
 from grpo.system.errors import UserError
-from grpo.training.module import Optimization
+from grpo.training.optimization import Optimization
 
 GPT2 = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512}
 MORE = {

@@ -100,8 +100,10 @@ def test_rows_without_advantage_are_skipped_and_nothing_changes(toy):
     rewards = tensor([[1.0, 0.0], [0.0, 0.0]])  # the second group teaches nothing
     seen = []
     module = make_module(fresh(toy), num_epochs=2, lr=0.1)
-    inner = module.note
-    module.note = lambda microbatch, *rest: (seen.append(len(microbatch)), inner(microbatch, *rest))
+    inner = module.to_learn
+    module.to_learn = lambda minibatch: [
+        (seen.append(len(piece)), (rows, piece))[1] for rows, piece in inner(minibatch)
+    ]
     module.training_step(rollout(rewards=rewards), 0)
     assert seen == [1, 1]  # of four rows one has an advantage: rewards are taken as they are
 
@@ -151,7 +153,7 @@ def test_the_entropy_bonus_is_steered_from_update_to_update(toy):
     assert applied == pytest.approx([0.0, 0.12, 0.14])  # nothing before the first entropy is known
     module = make_module(fresh(toy), lr=1e-6, entropy=EntropyBonus(0.1, target=0.0, step=0.02))  # always above
     assert [module.training_step(rollout(i), 0)["loss/entropy_coef"] for i in range(3)] == [0.0, 0.0, 0.0]
-    assert module.entropy_coef == pytest.approx(0.04)
+    assert module.entropy.coef == pytest.approx(0.04)
 
 
 def test_the_surrogate_can_count_the_tokens_of_highest_entropy_only(toy):
@@ -280,3 +282,13 @@ def test_an_older_checkpoint_starts_what_it_did_not_know_anew(toy):
     module = make_module(fresh(toy))
     module.on_load_checkpoint({"policy_shapes": module.policy_shapes()})
     assert module.updates == 0
+
+
+def test_a_checkpoint_keeps_the_updates_and_the_entropy_bonus(toy):
+    module = make_module(fresh(toy), entropy=EntropyBonus(0.1, target=0.8))
+    progress = {"updates": 5, "entropy_coef": 0.04, "last_entropy": 0.7}  # as all runs wrote it
+    module.on_load_checkpoint({"policy_shapes": module.policy_shapes(), "progress": progress})
+    assert module.updates == 5 and module.entropy.alpha == 0.04
+    checkpoint = {"state_dict": {}}
+    module.on_save_checkpoint(checkpoint)
+    assert checkpoint["progress"] == progress

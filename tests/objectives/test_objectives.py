@@ -16,14 +16,15 @@ from grpo.objectives.advantage import (
     length_weighted,
     max_rl,
     no_baseline,
-    overlong_penalty,
     reward_to_go,
     whiten,
 )
 from grpo.objectives.algorithm import Algorithm
-from grpo.objectives.entropy import EntropyBonus, threshold
+from grpo.objectives.checks import advice
+from grpo.objectives.entropy import EntropyBonus, EntropyController, threshold
 from grpo.objectives.kl import k1, k2, k3
 from grpo.objectives.loss import cispo, clip, off_policy_keep, policy_log_ratio, reinforce, sapo, token_weights
+from grpo.objectives.shaping import overlong_penalty
 from grpo.system.errors import UserError
 
 NAN = math.nan
@@ -312,13 +313,29 @@ def test_the_upper_fifth_by_entropy():
 
 
 def test_a_steered_entropy_bonus():
-    bonus = EntropyBonus(coef=0.01, target=0.5, step=0.004, most=0.012)
-    assert bonus.applied(0.01, math.inf) == 0.0 and bonus.applied(0.01, 0.6) == 0.0 and bonus.applied(0.01, 0.5) == 0.01
-    assert bonus.steered(0.01, 0.4) == 0.012  # not above `most`
-    assert bonus.steered(0.01, 0.6) == pytest.approx(0.006)
-    assert bonus.steered(0.002, 0.6) == 0.0
-    fixed = EntropyBonus(coef=0.01)
-    assert fixed.applied(0.01, math.inf) == fixed.steered(0.01, 9.0) == 0.01
+    bonus = EntropyController(EntropyBonus(coef=0.01, target=0.5, step=0.004, most=0.012))
+    assert bonus.alpha == 0.0  # no entropy is known yet
+    bonus.update(0.4)
+    assert bonus.coef == bonus.alpha == 0.012  # not above `most`
+    bonus.update(0.5)
+    assert bonus.coef == bonus.alpha == 0.012  # at the target is below it
+    bonus.update(0.6)
+    assert bonus.coef == pytest.approx(0.008) and bonus.alpha == 0.0
+    bonus.update(None)  # the last one counts again
+    bonus.update(0.7)
+    assert bonus.coef == 0.0 and bonus.entropy == 0.7
+    fixed = EntropyController(EntropyBonus(coef=0.01))
+    assert fixed.alpha == 0.01
+    fixed.update(9.0)
+    assert fixed.alpha == fixed.coef == 0.01
+
+
+def test_an_entropy_controller_goes_on_from_its_state():
+    bonus, other = (EntropyController(EntropyBonus(coef=0.01, target=0.5, step=0.004)) for _ in range(2))
+    bonus.update(0.4)
+    assert bonus.state_dict() == {"entropy_coef": pytest.approx(0.014), "last_entropy": 0.4}
+    other.load_state_dict({"updates": 3, **bonus.state_dict()})  # a checkpoint keeps it beside the count of updates
+    assert other.alpha == bonus.alpha > 0.01
 
 
 # -- what is refused
@@ -402,8 +419,10 @@ def test_an_advantage_of_the_wrong_shape_is_refused():
 
 
 def test_what_is_rarely_meant_is_said():
-    assert "the expected gradient of k1 in the loss is 0" in preset("algo/kl=loss", "algo.kl.estimator=k1").advice()[0]
-    assert "k3 in the reward" in preset("algo/kl=reward", "algo.kl.estimator=k3").advice()[0]
-    assert "there is no KL" in preset("algo.kl.place=reward").advice()[0]
-    assert "learn from an older policy's samples" in preset("algo=rloo", "algo.num_minibatches=4").advice()[0]
-    assert preset().advice() == preset("algo=rloo").advice() == []
+    assert "the expected gradient of k1 in the loss is 0" in next(
+        advice(preset("algo/kl=loss", "algo.kl.estimator=k1"))
+    )
+    assert "k3 in the reward" in next(advice(preset("algo/kl=reward", "algo.kl.estimator=k3")))
+    assert "there is no KL" in next(advice(preset("algo.kl.place=reward")))
+    assert "learn from an older policy's samples" in next(advice(preset("algo=rloo", "algo.num_minibatches=4")))
+    assert list(advice(preset())) == list(advice(preset("algo=rloo"))) == []

@@ -20,7 +20,9 @@ from grpo.rollout.collate import collate, scores
 from grpo.rollout.types import Sample
 from grpo.system.errors import UserError
 from grpo.training.batch import RolloutBatch
-from grpo.training.module import GRPOModule, Means, Optimization
+from grpo.training.meter import Means
+from grpo.training.module import GRPOModule
+from grpo.training.optimization import Optimization
 
 
 def episode(prompt: tuple[int, ...], ids: tuple[int, ...], logprobs: tuple[float, ...] | None = None) -> Sample:

@@ -1,0 +1,46 @@
+"""The reward that the advantage sees, r'. It is made of a sample's reward r here and nowhere else, in this order:
+
+    r' = r + overlong - beta sum_t KL_t
+
+overlong  DAPO's soft punishment. It needs no tokens, so it is added as soon as a sample is scored (`Algorithm.shaped`): dynamic
+          sampling sees it when it looks for groups whose rewards differ, and `rollout/reward` contains it.
+KL        the estimate to the reference, where its place is the reward. It needs log-probabilities, so it comes off later
+          (`Algorithm.credit`). With place: reward_to_go it stays with its token, r'_it = -beta KL_it.
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from grpo.objectives.batch import Scores, TokenBatch
+from grpo.objectives.kl import KL
+
+
+def overlong_penalty(lengths: Tensor, max_tokens: int, share: float) -> Tensor:
+    """DAPO's soft punishment (arXiv 2503.14476, eq. 13), to be added to the reward.
+
+    0 up to L_max - L_c, from there falling linearly to -1 at L_max; L_c = share x L_max. lengths: any shape.
+    """
+    cache = share * max_tokens
+    return -((lengths - (max_tokens - cache)) / cache).clamp(0.0, 1.0)
+
+
+def less_overlong(scores: Scores, max_tokens: int, share: float) -> Scores:
+    """Step 1: the penalty is in the rewards, and a part of its own beside the others. share 0: the scores as they are."""
+    if not share:
+        return scores
+    penalty = overlong_penalty(scores.last_lengths, max_tokens, share)
+    return replace(scores, rewards=scores.rewards + penalty, parts={**scores.parts, "overlong": penalty})
+
+
+def less_kl(rewards: Tensor, kl: KL, logprobs: Tensor | None, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
+    """Step 2: the rewards of samples [N, G], and for place: reward_to_go those of tokens [B, C].
+
+    logprobs: [B, C], of the policy before the update.
+    """
+    if not kl.in_reward:
+        return rewards, None
+    cost = kl.coef * kl.estimate(logprobs, tokens.reference_logprobs) * tokens.mask
+    if kl.place == "reward_to_go":
+        return rewards, -cost
+    return rewards - tokens.by_sample(cost.sum(1), rewards.shape), None

@@ -1,0 +1,67 @@
+"""The metrics of a rollout's updates: means over tokens, and extremes, whatever the microbatches and ranks."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from grpo.objectives.batch import TokenBatch
+from grpo.system import distributed
+
+
+class Means:
+    """Running means by name, each weighted by what it was counted over, and extremes (a name that ends in _min or _max)."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = defaultdict(float)
+        self.counts: dict[str, float] = defaultdict(float)
+        self.extremes: dict[str, float] = {}
+
+    def add(self, name: str, total: float, count: float = 1.0) -> None:
+        self.sums[name] += float(total)
+        self.counts[name] += float(count)
+
+    def add_tokens(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """values: [B, C], counted where the mask [B, C] is True."""
+        self.add(name, values[mask].sum(), mask.sum())
+
+    def add_extreme(self, name: str, values: Tensor) -> None:
+        """name ends in _min or _max."""
+        if values.numel():
+            self.keep(name, float(values.min() if name.endswith("_min") else values.max()))
+
+    def keep(self, name: str, value: float) -> None:
+        self.extremes[name] = (min if name.endswith("_min") else max)(value, self.extremes.get(name, value))
+
+    def result(self) -> dict[str, float]:
+        """Over all ranks. A mean of nothing is left out."""
+        merged = Means()
+        for other in distributed.all_gather([self]):
+            for name, value in other.sums.items():
+                merged.add(name, value, other.counts[name])
+            for name, value in other.extremes.items():
+                merged.keep(name, value)
+        return {
+            name: total / merged.counts[name] for name, total in merged.sums.items() if merged.counts[name]
+        } | merged.extremes
+
+
+def note_loss(means: Means, microbatch: TokenBatch, logprobs: Tensor, logged: Mapping[str, Tensor]) -> None:
+    """The numbers of `Algorithm.loss`, and the log-probabilities by the sign of the advantage. [B, C] each."""
+    mask = microbatch.mask
+    for name, values in logged.items():
+        means.add_tokens(f"loss/{name}", values, mask)
+    if "ratio" in logged:
+        means.add_extreme("loss/ratio_min", logged["ratio"][mask])
+        means.add_extreme("loss/ratio_max", logged["ratio"][mask])
+    means.add_tokens("loss/logprobs_positive", logprobs, mask & (microbatch.advantages > 0))
+    means.add_tokens("loss/logprobs_negative", logprobs, mask & (microbatch.advantages < 0))
+
+
+def note_engine(means: Means, microbatch: TokenBatch) -> None:
+    """The engine's log-probabilities against the trainer's, of one and the same policy."""
+    gap = (microbatch.old_logprobs - microbatch.rollout_logprobs).abs()
+    means.add_tokens("rollout/logprob_gap", gap, microbatch.mask)
+    means.add_extreme("rollout/logprob_gap_max", gap[microbatch.mask])
+    for side in ("rollout_logprobs", "old_logprobs"):
+        means.add_tokens(f"rollout/{side}", getattr(microbatch, side), microbatch.mask)
