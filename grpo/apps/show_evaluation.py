@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from grpo.evaluation.metrics import SHARES, worth_telling
 from grpo.evaluation.resumable import Scorecard
+from grpo.system.metrics import is_result, written
 
 
 class Bar:
@@ -43,12 +43,8 @@ class Bar:
 
 def shown(name: str, estimate: Mapping[str, Any]) -> tuple[str, str]:
     """Value and interval, as a table has them."""
-
-    def text(end: str) -> str:
-        value = estimate[end]
-        return "-" if value is None else f"{value:.1%}" if SHARES.search(name) else f"{value:.4g}"
-
-    return text("value"), f"{text('low')} to {text('high')}"
+    value, low, high = (written(name, estimate[end]) for end in ("value", "low", "high"))
+    return value, f"{low} to {high}"
 
 
 def show(console: Console, title: str, found: Mapping[str, Any]) -> None:
@@ -56,7 +52,7 @@ def show(console: Console, title: str, found: Mapping[str, Any]) -> None:
     whole = {name: e for name, e in found.items() if name != "by"}
     told = [Table(title, "value", "95 % interval", "problems")]
     for name, e in whole.items():
-        if worth_telling(name, e["value"] or 0):
+        if is_result(name, e["value"] or 0):
             told[0].add_row(name.removeprefix("eval/"), *shown(name, e), str(e["n"]))
     names = [name for name in ("eval/accuracy", "eval/accuracy_lenient") if name in whole]
     for column, values in found["by"].items():

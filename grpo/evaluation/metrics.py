@@ -18,19 +18,13 @@ from grpo.rollout.metrics import conversation
 from grpo.rollout.rewarding import THREADS
 from grpo.rollout.types import Group, Sample
 from grpo.system.errors import told
+from grpo.system.metrics import about, name_of_part
 
 log = logging.getLogger(__name__)
 
 SHARE = (0.0, 1.0)
-
-
 COUNTS = ("tool_calls", "tool_failures", "malformed_calls")  # of a conversation
-
-
-NUMBERS = ("length", "turns", *COUNTS)  # what else is 0 or 1 is a share
-
-
-MOST_VALUES = 50  # of a column that results are told by
+MOST_VALUES = 50  # a column with more of them makes no table
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -110,10 +104,10 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
 
 
 def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
-    """Every number that is told of an evaluation, by name. samples: records with the columns above, in any order.
+    """Every metric of an evaluation with its interval, by name without eval/. samples: records with the columns above, any order.
 
-    Samples whose reward nobody could tell are left out of all that is about being right, and a problem of which fewer than k are
-    known out of pass@k. Lenient accuracy and maj@n are told where every sample has them, so that they are of the same problems.
+    Samples with an unknown reward count for nothing that is about being right, and a problem with fewer than k known samples not
+    for pass@k. Lenient accuracy and maj@n are there where every sample has them, so that they are of the same problems.
     """
     problems = samples["prompt_index"]
     known = samples["reward"].notna()
@@ -137,10 +131,9 @@ def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
         voters = samples[graded].groupby("prompt_index")
         votes = [majority(part["answer"].tolist(), part["correct"].tolist()) for _, part in voters]
         found[f"maj@{most}"] = mean_interval(votes, bounds=SHARE)
-    for name, values in facts(samples):
-        if name not in found:  # no part of a reward takes our names
-            share = name not in NUMBERS and values.dropna().isin((0, 1)).all()
-            found[name] = mean(values, SHARE if share else None)
+    for name, values in averaged(samples):
+        share = about(f"eval/{name}").unit in ("share", "reward") and values.dropna().isin((0, 1)).all()
+        found[name] = mean(values, SHARE if share else None)
     return found
 
 
@@ -149,8 +142,8 @@ def powers(n: int) -> list[int]:
     return sorted({2**i for i in range(1, n.bit_length()) if 2**i < n} | ({n} if n > 1 else set()))
 
 
-def facts(samples: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
-    """Whatever is told in the mean besides, a value a sample; NaN where one does not apply."""
+def averaged(samples: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
+    """The metrics that are plain means: name, and a value for each sample, NaN where it has none."""
     yield "length", samples["tokens"]
     yield "truncated", samples["truncated"]
     if samples["outcome"].notna().any():
@@ -164,7 +157,7 @@ def facts(samples: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
         for name in counts:
             yield name.removeprefix("eval/"), samples[name].astype(float).fillna(0.0)
     for name in sorted(name for name in samples if name.startswith("reward/")):
-        yield name.removeprefix("reward/"), samples[name].astype(float)
+        yield name_of_part(name.removeprefix("reward/")), samples[name].astype(float)
 
 
 def tables(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, Estimate]]]:
@@ -191,25 +184,3 @@ def named(found: Mapping[str, Estimate]) -> dict[str, Any]:
         f"eval/{name}": {"value": number(e.value), "low": number(e.low), "high": number(e.high), "n": e.n}
         for name, e in found.items()
     }
-
-
-WRONG = {
-    "no_answer",
-    "timeout",
-    "error",
-    "out_of_turns",
-    "env_error",
-    "env_timeout",
-    "tool_failures",
-    "malformed_calls",
-}
-
-
-SHARES = re.compile(
-    r"/(accuracy(_lenient)?(_iqm)?|(pass[@^]|maj@)\d+|truncated|no_answer|(env_)?(timeout|error)|out_of_turns|format|(level|hops)_\d|supports|correct)$"
-)
-
-
-def worth_telling(name: str, value: float) -> bool:
-    """Not: that nothing went wrong, and not how long it took."""
-    return name.startswith("eval/") and (value != 0 or name.removeprefix("eval/") not in WRONG)

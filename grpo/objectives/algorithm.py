@@ -311,6 +311,11 @@ class Algorithm:
         """The scores with the penalty for overlong answers in the rewards."""
         if not self.overlong_share:
             return scores
+        if "overlong" in scores.parts:
+            raise UserError(
+                "a part of the reward is called 'overlong', as the penalty of algo.overlong_share is: rename that part, or set "
+                "algo.overlong_share=0"
+            )
         penalty = overlong_penalty(scores.last_lengths, self.max_tokens, self.overlong_share)
         return replace(scores, rewards=scores.rewards + penalty, parts={**scores.parts, "overlong": penalty})
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.system.errors import UserError
+from grpo.system.metrics import is_taken
 
 Function = Callable[..., Any]  # (prompts, completions, **columns) -> list[float | None | Reward], or a coroutine of it
 
@@ -76,30 +77,8 @@ _FILES: dict[Path, Any] = {}
 
 
 def name_of(function: Function) -> str:
-    """What its part of the reward is called in metrics and samples; with its module where a metric has that name already."""
+    """The name of its part of the reward, in metrics and samples: its own, or MODULE.NAME where a metric of ours has that one."""
     while isinstance(function, partial):
         function = function.func
     name = getattr(function, "__name__", type(function).__name__)
-    return f"{function.__module__}.{name}" if name in _TAKEN else name
-
-
-_TAKEN = {
-    "reward",
-    "reward_std",
-    "accuracy",
-    "solve_rate",
-    "length",
-    "truncated",
-    "no_answer",
-    "timeout",
-    "error",
-    "tokens",
-}
-_TAKEN |= {
-    "effective_groups",
-    "rounds",
-    "discarded_groups",
-    "logprob_gap",
-    "advantages_positive",
-    "advantages_negative",
-}
+    return f"{function.__module__}.{name}" if is_taken(name) else name

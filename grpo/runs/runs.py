@@ -17,6 +17,7 @@ import yaml
 
 from grpo.evaluation.statistics import over_seeds
 from grpo.system.errors import UserError
+from grpo.system.metrics import TIMES
 
 VERDICTS = {"accuracy": "correct", "accuracy_lenient": "correct_lenient"}  # and the columns of samples that they are of
 SAME = ("seed", "ckpt_path", "output_dir")  # what may differ between runs of one arm
@@ -202,8 +203,7 @@ def table(runs: Iterable[Run]) -> pd.DataFrame:
                 accuracy = run.accuracy
                 if len(accuracy):
                     row |= {"first": accuracy.iloc[0], "best": accuracy.max(), "last": accuracy.iloc[-1]}
-                seconds = run.metrics.filter(regex="^time/(rollout|update|sync|eval)$").to_numpy()
-                row["minutes"] = pd.DataFrame(seconds).sum().sum() / 60
+                row["minutes"] = run.metrics.filter(TIMES).sum().sum() / 60
             rows.append({**row, "folder": str(run.folder)})
     return pd.DataFrame(rows)
 

@@ -119,6 +119,15 @@ def test_what_nobody_could_tell_is_left_out():
     assert math.isnan(nobody["accuracy"].value) and nobody["accuracy"].n == 0 and "maj@1" not in nobody
 
 
+def test_parts_that_are_called_like_our_metrics_stand_beside_them():
+    parts = {"accuracy": 7.0, "length": -3.0, "pass@2": 0.25, "brevity": 1.0}
+    found = estimates(frame([[sample(True, **parts), sample(False, **parts)]]))
+    assert {name: estimate.value for name, estimate in found.items()} == {
+        "accuracy": 0.5, "pass@2": 1.0, "pass^2": 0.0, "length": 2.0, "truncated": 0.0, "brevity": 1.0,
+        "reward/accuracy": 7.0, "reward/length": -3.0, "reward/pass@2": 0.25,
+    }  # fmt: skip
+
+
 def test_an_interval_counts_problems_and_not_samples():
     """Eight samples that always agree say no more than one."""
     one = [[sample(i < 3)] for i in range(10)]

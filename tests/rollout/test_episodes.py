@@ -24,12 +24,11 @@ from grpo.objectives.loss import clip, token_weights
 from grpo.rollout import calls
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.episodes import play
-from grpo.rollout.metrics import sample_means
+from grpo.rollout.metrics import rollout_metrics, sample_means
 from grpo.rollout.types import Limits, Sample
 from grpo.runs.runs import Run
 from grpo.system.errors import RolloutError
 from grpo.training.batch import RolloutBatch
-from grpo.training.callbacks.rollout import rollout_metrics
 from train import train
 
 

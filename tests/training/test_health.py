@@ -1,16 +1,10 @@
 """The warnings: at the bounds they name, once, and not again after a resume."""
 
 import pytest
-from conftest import compose_config
-from test_train import rows
 
-from grpo.env.types import Trajectory
-from grpo.rollout.metrics import conversation
-from grpo.runs.health import RANGES
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.health import Health
 from grpo.training.callbacks.terminal import evaluation_table
-from train import train
 
 
 def said(health: Health, caplog, *values: dict[str, float]) -> list[str]:
@@ -66,13 +60,6 @@ def test_what_was_said_stays_said(caplog):
     said(health, caplog, {"loss/kl": 9.0})
     resumed.load_state_dict(health.state_dict())
     assert said(resumed, caplog, {"loss/kl": 9.0, "loss/ratio": 9.0}) == []
-
-
-def test_every_range_is_of_a_metric_that_runs_have(smoke, tmp_path):
-    train(compose_config(*smoke("algo/kl=loss")))
-    of_several_turns = {f"rollout/{name}" for name in conversation(Trajectory(()))}
-    of_rollouts_ahead = {"rollout/staleness"}  # tests/test_ahead.py
-    assert {well.metric for well in RANGES} <= rows(tmp_path)[1].keys() | of_several_turns | of_rollouts_ahead
 
 
 def test_a_table_of_evaluations_with_other_metrics_each():

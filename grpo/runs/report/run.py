@@ -13,6 +13,7 @@ from grpo.evaluation.statistics import mean_interval
 from grpo.runs.health import warnings_of
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
+from grpo.system.metrics import TIMES
 
 LONGEST = 20_000  # characters of one text; of a longer one the middle stays out
 
@@ -90,7 +91,7 @@ def numbers(run: Run, metrics: pd.DataFrame, intervals: Sequence[tuple[float, fl
     if "tokens/s" in metrics:
         speed = metrics["tokens/s"].dropna()
         cards.append(("tokens/s", f"{speed.median():,.0f}", f"median; {speed.min():,.0f} to {speed.max():,.0f}"))
-    spent = metrics.filter(regex="^time/(rollout|update|sync|eval)").sum().sum() / 60
+    spent = metrics.filter(TIMES).sum().sum() / 60
     if spent:
         cards.append(("minutes", f"{spent:.1f}", "of rollouts, updates and evaluations"))
     return [{"label": label, "value": value.replace("%", "\N{NO-BREAK SPACE}%"), "note": note}

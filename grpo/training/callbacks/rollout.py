@@ -23,7 +23,7 @@ from grpo.objectives.batch import Scores
 from grpo.rollout.ahead import Ahead, Played
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.episodes import play
-from grpo.rollout.metrics import sample_means, share_right
+from grpo.rollout.metrics import rollout_metrics
 from grpo.rollout.samples_table import on_disk
 from grpo.rollout.types import Group, Plan
 from grpo.system import distributed, memory
@@ -252,21 +252,3 @@ class RolloutCallback(L.Callback):
             plan, played = state["ahead"]
             if replace(plan, num_rollouts=self.plan.num_rollouts) == self.plan:  # else it is played anew
                 self.ahead = Ahead(lambda: played)
-
-
-def rollout_metrics(groups: list[Group], scored: Scores) -> dict[str, float]:
-    """What can be said of a rollout before anything is learned from it, over every sample, those left out of the batch too."""
-    samples = [sample for group in groups for sample in group]
-    known = {**scored.parts, "reward": scored.rewards}
-    graded = {name: values[~values.isnan()] for name, values in known.items() if name != "correct"}
-    stds = {name: float(values.std(correction=0)) if len(values) else math.nan for name, values in graded.items()}
-    # the samples' own parts come last: what a grader that failed says of itself is not known to `scored`
-    means = {name: float(known[name].nanmean()) for name in stds} | sample_means(samples)
-    means["reward"] = float(scored.rewards.nanmean())
-    means["solve_rate"] = share_right(samples)
-    means["tokens"] = float(scored.lengths.sum())
-    if scored.rewards.shape[1] > 1:  # the share of groups that have something to teach
-        means["effective_groups"] = float(has_signal(scored.rewards).float().mean())
-    return {f"rollout/{name}": mean for name, mean in means.items()} | {
-        f"rollout/{name}_std": std for name, std in stds.items()
-    }

@@ -8,8 +8,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from grpo.evaluation.statistics import mean_interval
-
-TIMES = {"time/rollout": "rollout", "time/update": "update", "time/sync": "sync", "time/eval": "evaluation"}
+from grpo.system.metrics import TIMES
 
 
 class Evaluated(NamedTuple):
@@ -38,8 +37,10 @@ def summary(
     Accuracies are over the held-out examples, with the 95 % interval of another draw of such examples.
     """
     spent = {
-        name: sum(metrics.get(key, 0.0) for metrics in (*learned, *(e.metrics for e in evaluations if e.rollouts == 0)))
-        for key, name in TIMES.items()
+        name.removeprefix("time/"): sum(
+            metrics.get(name, 0.0) for metrics in (*learned, *(e.metrics for e in evaluations if e.rollouts == 0))
+        )
+        for name in TIMES
     }
     spent["rest"] = max(0.0, seconds - sum(spent.values()))
     tokens = sum(metrics["rollout/tokens"] for metrics in learned)

@@ -13,9 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from grpo.evaluation.metrics import SHARES, worth_telling
 from grpo.rollout.metrics import share_right
 from grpo.rollout.types import Sample
+from grpo.system.metrics import is_result, written
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.health import Health
 from grpo.training.callbacks.summary import Evaluated, clock, summary
@@ -36,11 +36,10 @@ def evaluation_table(
     """A row for each (label, metrics) and a column for each metric, or the other way round where there are more metrics; `first`
     heads the labels. A part of the reward that applied to no sample of an evaluation is no metric of it."""
     known = dict.fromkeys(name for _, metrics in evaluations for name in metrics)
-    names = [name for name in known if any(worth_telling(name, metrics.get(name, 0)) for _, metrics in evaluations)]
+    names = [name for name in known if any(is_result(name, metrics.get(name, 0)) for _, metrics in evaluations)]
     rows = [[first, *(name.removeprefix("eval/") for name in names)]]
     for label, metrics in evaluations:
-        told = {name: f"{value:.1%}" if SHARES.search(name) else f"{value:.4g}" for name, value in metrics.items()}
-        rows.append([str(label), *(told.get(name, "-") for name in names)])
+        rows.append([str(label), *(written(name, metrics.get(name)) for name in names)])
     head, *rest = rows if len(names) <= len(evaluations) else zip(*rows, strict=True)
     table = Table(*head, title=title)
     for column in table.columns:
@@ -127,7 +126,7 @@ class Terminal(L.Callback):
                 shares = [share_right(group) for group in evaluation.groups]
                 self.evaluations.append(Evaluated(evaluation.rollout, evaluation.metrics, shares))
                 told = "  ".join(
-                    f"{name} {value:.3g}" for name, value in evaluation.metrics.items() if worth_telling(name, value)
+                    f"{name} {value:.3g}" for name, value in evaluation.metrics.items() if is_result(name, value)
                 )
                 self.console.print(f"after {evaluation.rollout} rollouts: {told}", soft_wrap=True)
 
@@ -142,7 +141,7 @@ class Terminal(L.Callback):
             self.show(self.last)
         if self.evaluations:
             self.console.print(evaluation_table([(told.rollouts, told.metrics) for told in self.evaluations]))
-        warned = [name for callback in trainer.callbacks if isinstance(callback, Health) for name in callback.told()]
+        warned = [name for callback in trainer.callbacks if isinstance(callback, Health) for name in callback.warned()]
         if self.learned:
             seconds = time.perf_counter() - self.begun
             self.console.print(summary(self.learned, self.evaluations, seconds, warned))
