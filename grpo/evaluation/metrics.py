@@ -103,6 +103,12 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
     return {name: [[row.get(name) for row in group] for group in rows] for name in names}
 
 
+def solved(samples: pd.DataFrame) -> pd.Series:
+    """By prompt_index the share of right samples among those whose reward is known, NaN where none is."""
+    known = samples["correct"].astype(float).where(samples["reward"].notna())
+    return known.groupby(samples["prompt_index"]).mean()
+
+
 def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
     """Every metric of an evaluation with its interval, by name without eval/. samples: records with the columns above, any order.
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from grpo.data.dataset import fingerprint
 from grpo.env.types import Example
-from grpo.evaluation.metrics import estimates, named, tables
+from grpo.evaluation.metrics import estimates, named, solved, tables
 from grpo.rollout.samples_table import records, write
 from grpo.rollout.types import Group
 from grpo.system.errors import UserError
@@ -62,8 +62,7 @@ class Scorecard:
         self.tokens += sum(row["tokens"] for row in rows)
 
     def _note(self, part: pd.DataFrame) -> None:
-        known = part["correct"].astype(float).where(part["reward"].notna())
-        self.right += known.groupby(part["prompt_index"]).mean().tolist()
+        self.right += solved(part).tolist()
 
     @property
     def done(self) -> int:
@@ -114,6 +113,3 @@ def policy_in(path: str) -> str:
     """A model's path, and where it is a folder the files of it: names, sizes, times of change."""
     files = sorted(file for file in Path(path).glob("*") if file.is_file()) if Path(path).is_dir() else []
     return "\n".join([path, *(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files)])
-
-
-# -- in the terminal

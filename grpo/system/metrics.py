@@ -192,12 +192,16 @@ def name_of_part(part: str) -> str:
     return f"reward/{part}" if is_taken(bare) else part
 
 
+def percent(share: float | None) -> str:
+    return "-" if share is None or math.isnan(share) else f"{share:.1%}"
+
+
 def written(name: str, value: float | None) -> str:
     """A value for people: a share in per cent, anything else in four digits, - for none and for NaN."""
-    if value is None or math.isnan(value):
-        return "-"
     entry = about(name)
-    return f"{value:.1%}" if entry and entry.unit == "share" else f"{value:.4g}"
+    if value is None or math.isnan(value) or (entry and entry.unit == "share"):
+        return percent(value)
+    return f"{value:.4g}"
 
 
 def is_result(name: str, value: float) -> bool:

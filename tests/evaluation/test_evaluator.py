@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -279,8 +280,11 @@ class Breaks:
 
 def test_a_batch_whose_environments_all_fail_ends_nothing_but_the_first(parts):
     evaluator = Evaluator(Sampling(2, temperature=0.0), batch=1)
-    metrics = evaluator(Breaks(), *parts, seed=0).metrics
+    evaluation = evaluator(Breaks(), *parts, seed=0)
+    metrics = evaluation.metrics
     assert metrics["eval/accuracy"] == 1.0 and metrics["eval/env_error"] == pytest.approx(1 / 3)
+    assert evaluation.estimates["accuracy"].n == 2 and evaluation.estimates["env_error"].n == 3
+    assert replace(evaluation, seconds=2.0).metrics == {**metrics, "time/eval": 2.0}
     with pytest.raises(RolloutError, match="all 1 episodes"):
         evaluator(Breaks(first=0), *parts, seed=0)
 

@@ -4,7 +4,6 @@ import pytest
 
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.health import Health
-from grpo.training.callbacks.terminal import evaluation_table
 
 
 def said(health: Health, caplog, *values: dict[str, float]) -> list[str]:
@@ -60,12 +59,3 @@ def test_what_was_said_stays_said(caplog):
     said(health, caplog, {"loss/kl": 9.0})
     resumed.load_state_dict(health.state_dict())
     assert said(resumed, caplog, {"loss/kl": 9.0, "loss/ratio": 9.0}) == []
-
-
-def test_a_table_of_evaluations_with_other_metrics_each():
-    told = evaluation_table([(0, {"eval/accuracy": 0.5, "eval/a": 2.0}), (1, {"eval/accuracy": 1.0, "eval/b": 3.0})])
-    assert [[*column.cells] for column in told.columns] == [
-        ["accuracy", "a", "b"],
-        ["50.0%", "2", "-"],
-        ["100.0%", "-", "3"],
-    ]

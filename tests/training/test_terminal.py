@@ -8,8 +8,10 @@ import pytest
 from conftest import compose_config
 from rich.console import Console
 
+from grpo.evaluation.evaluator import Evaluation
+from grpo.evaluation.statistics import mean_interval
 from grpo.runs.runs import Run
-from grpo.training.callbacks.summary import Evaluated, summary
+from grpo.training.callbacks.summary import summary
 from grpo.training.callbacks.terminal import status
 from train import train
 
@@ -33,10 +35,8 @@ def test_the_line_of_a_rollout():
     assert status(ROLLOUT, None, 0).endswith("groups 75%  1,234 tok/s  0:00:00 left")
 
 
-def evaluated(rollouts: int, shares: list[float]) -> Evaluated:
-    known = [share for share in shares if not math.isnan(share)]
-    accuracy = sum(known) / len(known) if known else math.nan
-    return Evaluated(rollouts, {"eval/accuracy": accuracy, "time/eval": 1.5}, shares)
+def evaluated(rollouts: int, shares: list[float]) -> Evaluation:
+    return Evaluation(rollouts, (), {"accuracy": mean_interval(shares, bounds=(0, 1))}, seconds=1.5)
 
 
 def test_the_summary_of_a_run():

@@ -22,9 +22,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo.apps.sweep.jobs import Job, percent
+from grpo.apps.sweep.jobs import Job
 from grpo.system import child
 from grpo.system.errors import UserError
+from grpo.system.metrics import percent
 
 POLL = 0.2  # seconds between two looks at the jobs
 LOOK = 1.0  # seconds between two pictures of them

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from grpo.evaluation.metrics import solved
 from grpo.evaluation.statistics import mean_interval
 from grpo.runs.health import warnings_of
 from grpo.runs.runs import Run
@@ -99,15 +100,13 @@ def numbers(run: Run, metrics: pd.DataFrame, intervals: Sequence[tuple[float, fl
 
 
 def accuracy_intervals(run: Run, metrics: pd.DataFrame) -> list[tuple[float, float] | None]:
-    """The 95 % interval of each evaluation, over problems; None where no samples of it are on disk. In the order of metrics."""
-    if not run.evaluated:
-        return [None] * len(metrics)
-    records = run.evaluations(columns=["rollout", "prompt_index", "correct", "reward"])
-    known = records[records["reward"].notna() & records["correct"].notna()]
-    found = {}
-    for rollout, part in known.groupby("rollout"):
-        estimate = mean_interval(part.groupby("prompt_index")["correct"].mean().to_numpy(float), bounds=(0, 1))
-        found[rollout] = (estimate.low, estimate.high)
+    """The 95 % interval of each evaluation, over problems, in the order of metrics; None where its samples do not give one."""
+    found: dict[int, tuple[float, float]] = {}
+    if run.evaluated:
+        records = run.evaluations(columns=["rollout", "prompt_index", "correct", "reward"])
+        for rollout, part in records.groupby("rollout"):
+            _, low, high, problems = mean_interval(solved(part), bounds=(0, 1))
+            found |= {rollout: (low, high)} if problems > 1 else {}
     return [found.get(at) for at in metrics.index]
 
 
