@@ -59,7 +59,7 @@ def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
     return float(np.mean([np.mean(given) for _, given in votes if len(given) == most])) if votes else 0.0
 
 
-def told_by(example: Example, names: Sequence[str]) -> dict[str, str]:
+def values_of(example: Example, names: Sequence[str]) -> dict[str, str]:
     """Those of the columns that an example has, as text; of a mixture's also its source's own."""
     outer = example if isinstance(example, Mapping) else {}
     inner = outer.get("example")
@@ -82,7 +82,7 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
             return None
 
     def of(sample: Sample) -> dict[str, Any]:
-        found: dict[str, Any] = told_by(sample.example, by)
+        found: dict[str, Any] = values_of(sample.example, by)
         if claim := claim_of(sample):
             found["answer"] = claim.answer
             if sample.reward.known and claim.lenient is not None:
@@ -166,7 +166,7 @@ def averaged(samples: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
         yield name_of_part(name.removeprefix("reward/")), samples[name].astype(float)
 
 
-def tables(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, Estimate]]]:
+def estimates_by_value(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, Estimate]]]:
     """The same for each value of each column that results are told by: column, value, name."""
 
     def natural(value: str) -> list:
@@ -180,7 +180,7 @@ def tables(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, Estimate]]]:
     return found
 
 
-def named(found: Mapping[str, Estimate]) -> dict[str, Any]:
+def as_json(found: Mapping[str, Estimate]) -> dict[str, Any]:
     """For a file: by the names of metrics, as numbers that JSON has."""
 
     def number(value: float) -> float | None:

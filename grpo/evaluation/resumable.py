@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from grpo.data.dataset import fingerprint
 from grpo.env.types import Example
-from grpo.evaluation.metrics import estimates, named, solved, tables
+from grpo.evaluation.metrics import as_json, estimates, estimates_by_value, solved
 from grpo.rollout.samples_table import records, write
 from grpo.rollout.types import Group
 from grpo.system.errors import UserError
@@ -88,16 +88,17 @@ class Scorecard:
         pq.write_table(joined, self.folder / "samples.parquet")
         names = [n for n in joined.column_names if n in NUMERIC or n.startswith(("reward/", "eval/", "by/"))]
         samples = joined.select(names).to_pandas()
-        found = named(estimates(samples))
-        found["by"] = {column: {v: named(e) for v, e in values.items()} for column, values in tables(samples).items()}
-        save(self.folder, found)
+        found = as_json(estimates(samples))
+        by = estimates_by_value(samples)
+        found["by"] = {column: {value: as_json(e) for value, e in values.items()} for column, values in by.items()}
+        save_metrics(self.folder, found)
         for file in self.parts.iterdir():
             file.unlink()
         self.parts.rmdir()
         return found
 
 
-def save(folder: Path, found: Mapping[str, Any]) -> None:
+def save_metrics(folder: Path, found: Mapping[str, Any]) -> None:
     text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
     (folder / "metrics.json.new").write_text(text, encoding="utf-8")
     os.replace(folder / "metrics.json.new", folder / "metrics.json")

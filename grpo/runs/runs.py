@@ -54,6 +54,12 @@ class Run:
         pairs = (override.lstrip("+~").partition("=") for override in said or ())
         return {key: value for key, _, value in pairs}
 
+    @cached_property
+    def choices(self) -> dict[str, str]:
+        """The option of each group, as Hydra noted it; empty where Hydra did not start the run."""
+        file = self.folder / ".hydra" / "hydra.yaml"
+        return yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["runtime"]["choices"] if file.is_file() else {}
+
     @property
     def seed(self) -> int:
         return self.config.get("seed", 0)
@@ -90,14 +96,18 @@ class Run:
 
     def samples(self, rollouts: Collection[int] | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """A row for each sample of these rollouts (all), by rollout, prompt_index, sample; messages and tool_calls are JSON."""
-        return tables(self.folder / "rollouts", rollouts, columns)
+        return samples_in(self.folder / "rollouts", rollouts, columns)
 
     def evaluations(
         self, rollouts: Collection[int] | None = None, columns: Sequence[str] | None = None
     ) -> pd.DataFrame:
         """The same of the held-out examples, after so many rollouts; of a folder of eval.py's all that it has."""
         file = self.folder / "samples.parquet"
-        return read(file, columns) if file.is_file() else tables(self.folder / "evaluations", rollouts, columns)
+        return (
+            read_columns(file, columns)
+            if file.is_file()
+            else samples_in(self.folder / "evaluations", rollouts, columns)
+        )
 
     def verdicts(self, after: int | None = None) -> pd.DataFrame | None:
         """[items, (accuracy, accuracy_lenient)] of the last evaluation, or of that after so many rollouts: of each problem the
@@ -127,18 +137,18 @@ def numbered(folder: Path) -> dict[int, Path]:
     return {int(file.stem): file for file in folder.glob("*.parquet") if file.stem.isdigit()}
 
 
-def tables(folder: Path, rollouts: Collection[int] | None, columns: Sequence[str] | None) -> pd.DataFrame:
+def samples_in(folder: Path, rollouts: Collection[int] | None, columns: Sequence[str] | None) -> pd.DataFrame:
     files = numbered(folder)
     wanted = sorted(files) if rollouts is None else [rollout for rollout in rollouts if rollout in files]
     if not wanted:
         there = ", ".join(map(str, sorted(files))) or "none"
         raise UserError(f"{folder} has no table of {rollouts or 'any rollout'}; there are: {there}")
 
-    return pd.concat([read(files[rollout], columns) for rollout in wanted], ignore_index=True)
+    return pd.concat([read_columns(files[rollout], columns) for rollout in wanted], ignore_index=True)
 
 
-def read(file: Path, columns: Sequence[str] | None) -> pd.DataFrame:
-    """Those of the columns that are there."""
+def read_columns(file: Path, columns: Sequence[str] | None) -> pd.DataFrame:
+    """A table with those of the columns that it has, all for None."""
     names = columns and [name for name in columns if name in pq.read_schema(file).names]
     return pd.read_parquet(file, columns=names)
 

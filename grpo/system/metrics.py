@@ -210,7 +210,7 @@ def is_result(name: str, value: float) -> bool:
     return name.startswith("eval/") and (value != 0 or not (entry and entry.fault))
 
 
-def table() -> str:
+def metric_table() -> str:
     """Every metric as a table in markdown."""
     lines = ["| metric | unit | what it is | well |", "|---|---|---|---|"]
     for title, metrics in GROUPS.items():
@@ -232,4 +232,4 @@ def _well(metric: Metric) -> str:
 
 
 if __name__ == "__main__":
-    print(table())
+    print(metric_table())

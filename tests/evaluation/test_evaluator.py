@@ -19,7 +19,7 @@ from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, SingleTurn, State, Step, Trajectory
 from grpo.evaluation.evaluator import Evaluator
-from grpo.evaluation.metrics import all_of_k, columns, estimates, majority, pass_at_k, powers, tables
+from grpo.evaluation.metrics import all_of_k, columns, estimates, estimates_by_value, majority, pass_at_k, powers
 from grpo.rewards.math.answers import loose_answer
 from grpo.rollout.samples_table import records, write
 from grpo.rollout.types import Sample
@@ -202,13 +202,15 @@ def test_a_mixture_is_told_source_by_source():
         reward = mixture.score_group(row, [episode(text)])[0]
         groups.append([Sample(row, episode(text), (Turn((1,), Completion((2,), (-1.0,), "stop")),), reward)])
     samples = frame(groups, **columns(mixture, groups, by=("source", "steps", "level")))
-    found, whole = tables(samples)["source"], estimates(samples)
+    found, whole = estimates_by_value(samples)["source"], estimates(samples)
     assert [found[source]["accuracy"].value for source in ("words", "countdown")] == [0.5, 0.0]
     assert found["words"]["accuracy"].value == whole["words/correct"].value and found["words"]["accuracy"].n == 2
     assert found["words"]["accuracy_lenient"].value == 1.0 and "accuracy_lenient" not in found["countdown"]
     assert whole["accuracy"].value == 0.25 and "accuracy_lenient" not in whole  # it would be of other problems
     steps = {row["example"]["steps"] for row in (rows[0], rows[2])}
-    assert set(tables(samples)["steps"]) == {str(s) for s in steps} and "level" not in tables(samples)
+    assert set(estimates_by_value(samples)["steps"]) == {str(s) for s in steps} and "level" not in estimates_by_value(
+        samples
+    )
 
 
 @pytest.mark.skipif(not GSM8K_TEST.exists(), reason="no real data")
@@ -234,7 +236,7 @@ def test_levels_and_subjects_of_real_problems():
         said = episode(row["solution"])
         groups.append([Sample(row, said, (Turn((1,), Completion((2,), (-1.0,), "stop")),), task.score(row, said))])
     samples = frame(groups, **columns(task, groups, by=("level", "subject")))
-    found = tables(samples)
+    found = estimates_by_value(samples)
     assert [int(level) for level in found["level"]] == [1, 2, 3, 4, 5]
     for level, of in found["level"].items():
         assert of["accuracy"].n == sum(str(row["level"]) == level for row in rows)

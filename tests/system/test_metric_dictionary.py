@@ -6,7 +6,7 @@ from conftest import EXAMPLES, ROOT, compose_config
 
 from grpo.env.types import Reward, Trajectory
 from grpo.rollout.metrics import conversation
-from grpo.system.metrics import GROUPS, METRICS, TIMES, about, is_result, is_taken, name_of_part, table, written
+from grpo.system.metrics import GROUPS, METRICS, TIMES, about, is_result, is_taken, metric_table, name_of_part, written
 from tasks.gsm8k import GSM8K
 from train import train
 
@@ -49,8 +49,10 @@ def test_every_metric_of_a_run_is_in_the_dictionary_and_every_entry_is_of_some_r
 
 
 def test_the_table_in_the_docs_is_that_of_the_dictionary():
-    assert table() in (ROOT / "docs" / "algorithms.md").read_text(), "python -m grpo.system.metrics prints the table"
-    assert "| `rollout/timeout` `eval/timeout` | share |" in table() and "| to 0.02 |" in table()
+    assert metric_table() in (ROOT / "docs" / "algorithms.md").read_text(), (
+        "python -m grpo.system.metrics prints the table"
+    )
+    assert "| `rollout/timeout` `eval/timeout` | share |" in metric_table() and "| to 0.02 |" in metric_table()
 
 
 def test_names_are_told_apart_and_a_sentence_each():

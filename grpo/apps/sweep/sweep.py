@@ -196,10 +196,10 @@ class Sweep:
         """Of runs; a page is no reason to fail."""
         if not any(job.status == "finished" and job.rollouts is not None for job in self.jobs):
             return
-        from grpo.runs.report import write  # seconds
+        from grpo.runs.report import write_report  # seconds
 
         try:
-            self.say(f"written to {write(self.folder)}; as a table: python eval.py compare={self.folder}")
+            self.say(f"written to {write_report(self.folder)}; as a table: python eval.py compare={self.folder}")
         except Exception as error:
             self.say(f"no report.html ({type(error).__name__}: {error}); later: python -m grpo.report {self.folder}")
 

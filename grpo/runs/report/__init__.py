@@ -23,11 +23,11 @@ from grpo.runs.runs import load
 from grpo.system.metrics import GROUPS, TIMES, Metric, about
 
 SAMPLES = 2000
-FILE = "report.html"
+PAGE = "report.html"
 HERE = Path(__file__).parent
 
 
-def write(
+def write_report(
     folder: str | Path, out: str | Path | None = None, samples: int = SAMPLES, ending: Mapping[str, Any] | None = None
 ) -> Path:
     """Returns where the page is: `out`, or FOLDER/report.html. folder: of a run or of a sweep.
@@ -36,7 +36,7 @@ def write(
     Raises UserError where there is neither a run nor a sweep.
     """
     folder = Path(folder)
-    out = Path(out) if out else folder / FILE
+    out = Path(out) if out else folder / PAGE
     runs = load(folder)
     if runs[0].folder == folder:
         runs[0].manifest.update(ending or {})

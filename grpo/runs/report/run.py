@@ -26,7 +26,7 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
     intervals = {"eval/accuracy": accuracy_intervals(run, metrics)}
     return {
         "kind": "run",
-        "name": title(run),
+        "name": run_title(run),
         "status": run.status,
         "error": run.manifest.get("error"),
         "facts": facts(run),
@@ -40,16 +40,8 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
     }
 
 
-def choices(run: Run) -> dict[str, str]:
-    """The options of the groups: what Hydra noted, else what the configuration built."""
-    file = run.folder / ".hydra" / "hydra.yaml"
-    if file.is_file():
-        return yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["runtime"]["choices"]
-    return {"task": run.config["task"]["_target_"].rpartition(".")[2].lower()}
-
-
-def title(run: Run) -> str:
-    chosen = choices(run)
+def run_title(run: Run) -> str:
+    chosen = run.choices or {"task": run.config["task"]["_target_"].rpartition(".")[2].lower()}
     parts = [chosen[group] for group in ("task", "model", "adapter", "algo") if chosen.get(group, "none") != "none"]
     return ", ".join([*parts, f"seed {run.seed}"])
 
@@ -113,17 +105,17 @@ def accuracy_intervals(run: Run, metrics: pd.DataFrame) -> list[tuple[float, flo
 # -- samples
 
 
-def spread(rollouts: Sequence[int], count: int) -> list[int]:
+def evenly(rollouts: Sequence[int], count: int) -> list[int]:
     """`count` of them (2 or more), evenly: the first and the last are among them."""
     if len(rollouts) <= count:
         return list(rollouts)
     return [rollouts[round(i * (len(rollouts) - 1) / (count - 1))] for i in range(count)]
 
 
-def choose(sizes: pd.Series, budget: int) -> tuple[list[int], int]:
+def rollouts_to_show(sizes: pd.Series, budget: int) -> tuple[list[int], int]:
     """sizes: samples by rollout. Returns the rollouts to show, and how many samples of each."""
     each = int(sizes.max()) if len(sizes) else 1
-    chosen = spread(list(sizes.index), max(2, budget // each))
+    chosen = evenly(list(sizes.index), max(2, budget // each))
     return chosen, min(each, budget // max(1, len(chosen)))
 
 
@@ -142,10 +134,10 @@ def embedded(run: Run, budget: int) -> dict[str, Any]:
         total += int(sizes[kind].sum())
     share = max(budget // 2, budget - int(sizes["rollout"].sum()))
     for kind, read in (("evaluation", run.evaluations), ("rollout", run.samples)):
-        chosen, each = choose(sizes[kind], share if kind == "evaluation" else budget - shown)
+        chosen, each = rollouts_to_show(sizes[kind], share if kind == "evaluation" else budget - shown)
         for rollout in chosen:
             table = read([rollout]).head(each)
-            steps.append({"kind": kind, "rollout": rollout, "samples": rows(table, conversations)})
+            steps.append({"kind": kind, "rollout": rollout, "samples": sample_rows(table, conversations)})
             shown += len(table)
     add_pieces(run, steps)
     left = f"All {total:,} samples are here." if total else "The run left no samples."
@@ -156,7 +148,7 @@ def embedded(run: Run, budget: int) -> dict[str, Any]:
     return {"steps": steps, "conversations": [shorter(json.loads(text)) for text in conversations], "left": left}
 
 
-def rows(table: pd.DataFrame, conversations: dict[str, int]) -> list[dict[str, Any]]:
+def sample_rows(table: pd.DataFrame, conversations: dict[str, int]) -> list[dict[str, Any]]:
     """The samples of one file; conversations: gets their messages, by number."""
     parts = [name for name in table.columns if name.startswith("reward/") or name == "overlong"]
     table = table.astype(object).where(table.notna(), None) if len(table) else table
