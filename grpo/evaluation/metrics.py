@@ -1,4 +1,4 @@
-"""The numbers of an evaluation, each with its interval."""
+"""The metrics of an evaluation, each with its interval."""
 
 import logging
 import math
@@ -41,7 +41,7 @@ def all_of_k(n: int, c: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
-    """The chance that what most samples answer is right, where ties are drawn by lot. arXiv 2203.11171.
+    """The chance that the most frequent answer is right, where ties are drawn by lot. arXiv 2203.11171.
 
     Answers vote together that are equal without algebra; who gives none does not vote, and where nobody does it is 0.
     """
@@ -60,7 +60,7 @@ def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
 
 
 def values_of(example: Example, names: Sequence[str]) -> dict[str, str]:
-    """Those of the columns that an example has, as text; of a mixture's also its source's own."""
+    """The named columns that an example has, as text. A row of a mixture also has the columns of its source's own row."""
     outer = example if isinstance(example, Mapping) else {}
     inner = outer.get("example")
     row = {**inner, **outer} if isinstance(inner, Mapping) else outer
@@ -68,8 +68,8 @@ def values_of(example: Example, names: Sequence[str]) -> dict[str, str]:
 
 
 def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict[str, list[list[Any]]]:
-    """Further columns for `records`, None where one does not apply: `answer`, what is claimed; `correct_lenient`, whether that is
-    right wherever it is said; `by/NAME`, what the example says of itself; `eval/NAME`, counts of a conversation."""
+    """Further columns for `records`, None where one does not apply: `answer`, the claimed answer; `correct_lenient`, whether it is
+    right wherever it stands; `by/NAME`, the example's own column NAME; `eval/NAME`, counts of a conversation."""
     claims, failures = getattr(task, "claims", None), []
 
     def claim_of(sample: Sample) -> Claim | None:
@@ -167,7 +167,7 @@ def averaged(samples: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
 
 
 def estimates_by_value(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, Estimate]]]:
-    """The same for each value of each column that results are told by: column, value, name."""
+    """`estimates` for each value of each by/ column: column, value, name."""
 
     def natural(value: str) -> list:
         return [(0, int(piece), "") if piece.isdigit() else (1, 0, piece) for piece in re.split(r"(\d+)", value)]
@@ -181,7 +181,7 @@ def estimates_by_value(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, E
 
 
 def as_json(found: Mapping[str, Estimate]) -> dict[str, Any]:
-    """For a file: by the names of metrics, as numbers that JSON has."""
+    """Estimates for a file, by the names of metrics: NaN, which JSON lacks, is None."""
 
     def number(value: float) -> float | None:
         return None if math.isnan(value) else value

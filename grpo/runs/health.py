@@ -1,4 +1,4 @@
-"""When a metric has left the range in which runs are known to be well."""
+"""Finds the metrics of a run that leave the range in which runs are well. The ranges are in grpo/system/metrics.py."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -67,7 +67,7 @@ def minute(time: str | None) -> str | None:
 
 
 def numbers(run: Run, metrics: pd.DataFrame, intervals: Sequence[tuple[float, float] | None]) -> list[dict[str, str]]:
-    """What one asks first, as cards of label, value, note."""
+    """The first things that one asks, as cards of label, value, note."""
     cards = []
     accuracy = metrics.get("eval/accuracy", pd.Series(dtype=float)).dropna()
     if len(accuracy):
