@@ -68,8 +68,8 @@ def values_of(example: Example, names: Sequence[str]) -> dict[str, str]:
 
 
 def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict[str, list[list[Any]]]:
-    """Further columns for `records`, None where one does not apply: `answer`, the claimed answer; `correct_lenient`, whether it is
-    right wherever it stands; `by/NAME`, the example's own column NAME; `eval/NAME`, counts of a conversation."""
+    """Further columns for `records`, None where one does not apply: `answer`, the claimed answer; `correct_lenient`, whether it
+    is right wherever it stands; `by/NAME`, the example's own column NAME; `eval/NAME`, counts of a conversation."""
     claims, failures = getattr(task, "claims", None), []
 
     def claim_of(sample: Sample) -> Claim | None:
