@@ -13,7 +13,7 @@ from rich.console import Console
 from grpo.apps.cli import changes, one_line_errors, run
 from grpo.apps.show_evaluation import Bar, show, show_comparison
 from grpo.evaluation.metrics import columns
-from grpo.evaluation.resumable import Scorecard, finished, policy_in, save
+from grpo.evaluation.resumable import Scorecard, finished, policy_in, save_metrics
 from grpo.rollout.samples_table import on_disk
 from grpo.runs.comparison import arms_of, compare
 from grpo.runs.manifest import kept
@@ -30,7 +30,7 @@ def compared(config: DictConfig) -> float:
     """Returns the first difference. Writes metrics.json; loads no model."""
     found = compare(arms_of(OmegaConf.to_container(config.compare)), config.after)
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-    save(Path(config.output_dir), found)
+    save_metrics(Path(config.output_dir), found)
     show_comparison(Console(), found)
     return found["comparisons"][0]["difference"]["value"]
 

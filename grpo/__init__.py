@@ -2,7 +2,7 @@
 
 A room is a folder. A room imports only from the rooms above it (tests/test_rooms.py):
 
-    system      errors, processes of a run, seeds, calls of other people's code, memory, files; knows nothing of learning
+    system      errors, processes of a run, seeds, calls of other people's code, memory, files; the dictionary of metrics
     env         messages, environments, tasks, rewards as Protocols; tokens of one turn; tools; the chat template
     data        rows of a dataset; which prompts belong to which rollout
     rewards     reward functions and how several become one; grading of mathematics; programs in a sandbox

@@ -5,14 +5,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from grpo.evaluation.metrics import SHARES, worth_telling
+from grpo.evaluation.display import grid
 from grpo.evaluation.resumable import Scorecard
+from grpo.system.metrics import is_result, percent, written
 
 
 class Bar:
-    """How far it is. Without a terminal a line for each tenth."""
+    """The progress of an evaluation. Without a terminal it prints a line for each tenth."""
 
     def __init__(self, console: Console, total: int) -> None:
         columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}"), TimeRemainingColumn())
@@ -34,40 +34,35 @@ class Bar:
             self.told = card.done * 10 // self.total
 
     def show(self, card: Scorecard) -> None:
-        status = f"accuracy {card.accuracy:.1%}  {card.speed}"
+        status = f"accuracy {percent(card.accuracy)}  {card.speed}"
         self.progress.update(self.task, completed=card.done, status=status)
         if not self.console.is_terminal and card.done * 10 // self.total > self.told:
             self.told = card.done * 10 // self.total
             self.console.print(f"{card.done}/{self.total}  {status}", soft_wrap=True)
 
 
-def shown(name: str, estimate: Mapping[str, Any]) -> tuple[str, str]:
-    """Value and interval, as a table has them."""
+def with_interval(name: str, estimate: Mapping[str, Any]) -> tuple[str, str]:
+    value, low, high = (written(name, estimate[end]) for end in ("value", "low", "high"))
+    return value, f"{low} to {high}"
 
-    def text(end: str) -> str:
-        value = estimate[end]
-        return "-" if value is None else f"{value:.1%}" if SHARES.search(name) else f"{value:.4g}"
 
-    return text("value"), f"{text('low')} to {text('high')}"
+def in_a_cell(name: str, metrics: Mapping[str, Any]) -> str:
+    return "{} ({})".format(*with_interval(name, metrics[name])) if name in metrics else "-"
 
 
 def show(console: Console, title: str, found: Mapping[str, Any]) -> None:
     """The metrics with their intervals; accuracy, strict and lenient, by what examples say of themselves."""
     whole = {name: e for name, e in found.items() if name != "by"}
-    told = [Table(title, "value", "95 % interval", "problems")]
-    for name, e in whole.items():
-        if worth_telling(name, e["value"] or 0):
-            told[0].add_row(name.removeprefix("eval/"), *shown(name, e), str(e["n"]))
+    results = {name: e for name, e in whole.items() if is_result(name, e["value"] or 0)}
+    rows = [(name.removeprefix("eval/"), *with_interval(name, e), str(e["n"])) for name, e in results.items()]
+    console.print(grid([title, "value", "95 % interval", "problems"], rows))
     names = [name for name in ("eval/accuracy", "eval/accuracy_lenient") if name in whole]
     for column, values in found["by"].items():
-        told.append(Table(column, *(name.removeprefix("eval/") for name in names), "problems"))
-        for value, of in values.items():
-            cells = ["{} ({})".format(*shown(name, of[name])) if name in of else "-" for name in names]
-            told[-1].add_row(value, *cells, str(of["eval/accuracy"]["n"]))
-    for table in told:
-        for column in table.columns[1:]:
-            column.justify = "right"
-        console.print(table)
+        rows = [
+            (value, *(in_a_cell(name, of) for name in names), str(of["eval/accuracy"]["n"]))
+            for value, of in values.items()
+        ]
+        console.print(grid([column, *(name.removeprefix("eval/") for name in names), "problems"], rows))
 
 
 def show_comparison(console: Console, found: Mapping[str, Any]) -> None:
@@ -76,19 +71,18 @@ def show_comparison(console: Console, found: Mapping[str, Any]) -> None:
         runs = "" if arm["runs"] == 1 else f" ({arm['runs']} runs)"
         console.print(f"{letter}  {arm['name']}{runs}: {items[letter]} problems", soft_wrap=True, highlight=False)
     metrics = [name for name in next(iter(every.values())) if name.startswith("eval/")]
-    table = Table(f"{items['common']} problems", *every)
-    for name in metrics:
-        cells = ["{} ({})".format(*shown(name, arm[name])) if name in arm else "-" for arm in every.values()]
-        table.add_row(name.removeprefix("eval/"), *cells)
-    console.print(table)
+    rows = [(name.removeprefix("eval/"), *(in_a_cell(name, arm) for arm in every.values())) for name in metrics]
+    console.print(grid([f"{items['common']} problems", *every], rows))
 
     several = len(every) > 2
-    heads = ["difference", "", "95 % interval", "p", *(["p (Holm)"] if several else []), "better", "worse", "ties"]
-    table = Table(*heads)
+    rows = []
     for row in found["comparisons"]:
         what = f"{row['metric'].removeprefix('eval/')}, {row['arm']} - {row['against']}"
         counts = [str(row[name]) for name in ("better", "worse", "ties")]
         adjusted = [f"{row['p_holm']:.3g}"] if several else []
-        table.add_row(what, *shown(row["metric"], row["difference"]), f"{row['p_value']:.3g}", *adjusted, *counts)
-    console.print(table)
+        rows.append(
+            (what, *with_interval(row["metric"], row["difference"]), f"{row['p_value']:.3g}", *adjusted, *counts)
+        )
+    heads = ["difference", "", "95 % interval", "p", *(["p (Holm)"] if several else []), "better", "worse", "ties"]
+    console.print(grid(heads, rows))
     console.print("; ".join(dict.fromkeys(row["test"] for row in found["comparisons"])), highlight=False)

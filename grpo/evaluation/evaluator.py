@@ -1,10 +1,8 @@
 """How good is the policy? The same environments and rewards as in training, on examples it never trains on.
 
-What is told is the mean over problems, each the mean of its own samples, with an interval that counts problems:
-docs/evaluation.md.
+A metric is the mean over problems, each the mean of its own samples, with an interval that counts problems: docs/evaluation.md.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -15,32 +13,32 @@ from grpo.engines.protocol import Engine, Sampling
 from grpo.env.renderer import Renderer
 from grpo.env.types import Example, Split, Task
 from grpo.evaluation.metrics import columns, estimates
+from grpo.evaluation.statistics import Estimate
 from grpo.rollout.episodes import play
 from grpo.rollout.samples_table import records
 from grpo.rollout.types import Group, Limits
 from grpo.system.errors import RewardError, RolloutError, UserError
 from grpo.system.seeds import EVALUATION, derive_seed
 
-log = logging.getLogger(__name__)
-
-
-# -- columns of the records that only evaluations have
-
-
-# -- numbers
-
-
-# -- an evaluation
-
 
 @dataclass(frozen=True)
 class Evaluation:
-    """rollout: how many rollouts the policy had learned from. A group holds the samples of one example. columns: of `columns`."""
+    """The policy on held-out examples, after `rollout` rollouts. A group holds the samples of one example.
+
+    estimates: every metric with its interval, by name without eval/. columns: further ones for `records`. seconds: it took.
+    """
 
     rollout: int
     groups: Sequence[Group]
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    estimates: Mapping[str, Estimate] = field(default_factory=dict)
     columns: Mapping[str, list[list[Any]]] = field(default_factory=dict)
+    seconds: float | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """As a run logs them."""
+        found = {f"eval/{name}": float(estimate.value) for name, estimate in self.estimates.items()}
+        return found if self.seconds is None else {**found, "time/eval": self.seconds}
 
 
 @dataclass(frozen=True)
@@ -112,5 +110,4 @@ class Evaluator:
         for places in self.batches(len(examples)):
             groups += self.play(task, engine, renderer, seed, examples, places)
         more = columns(task, groups, self.by)
-        found = estimates(pd.DataFrame(records(groups, **more)))
-        return Evaluation(rollout, groups, {f"eval/{name}": float(e.value) for name, e in found.items()}, more)
+        return Evaluation(rollout, groups, estimates(pd.DataFrame(records(groups, **more))), more)

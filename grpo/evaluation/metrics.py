@@ -1,4 +1,4 @@
-"""The numbers of an evaluation, each with its interval."""
+"""The metrics of an evaluation, each with its interval."""
 
 import logging
 import math
@@ -18,19 +18,13 @@ from grpo.rollout.metrics import conversation
 from grpo.rollout.rewarding import THREADS
 from grpo.rollout.types import Group, Sample
 from grpo.system.errors import told
+from grpo.system.metrics import about, name_of_part
 
 log = logging.getLogger(__name__)
 
 SHARE = (0.0, 1.0)
-
-
 COUNTS = ("tool_calls", "tool_failures", "malformed_calls")  # of a conversation
-
-
-NUMBERS = ("length", "turns", *COUNTS)  # what else is 0 or 1 is a share
-
-
-MOST_VALUES = 50  # of a column that results are told by
+MOST_VALUES = 50  # a column with more of them makes no table
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -47,7 +41,7 @@ def all_of_k(n: int, c: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
-    """The chance that what most samples answer is right, where ties are drawn by lot. arXiv 2203.11171.
+    """The chance that the most frequent answer is right, where ties are drawn by lot. arXiv 2203.11171.
 
     Answers vote together that are equal without algebra; who gives none does not vote, and where nobody does it is 0.
     """
@@ -65,8 +59,8 @@ def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
     return float(np.mean([np.mean(given) for _, given in votes if len(given) == most])) if votes else 0.0
 
 
-def told_by(example: Example, names: Sequence[str]) -> dict[str, str]:
-    """Those of the columns that an example has, as text; of a mixture's also its source's own."""
+def values_of(example: Example, names: Sequence[str]) -> dict[str, str]:
+    """The named columns that an example has, as text. A row of a mixture also has the columns of its source's own row."""
     outer = example if isinstance(example, Mapping) else {}
     inner = outer.get("example")
     row = {**inner, **outer} if isinstance(inner, Mapping) else outer
@@ -74,8 +68,8 @@ def told_by(example: Example, names: Sequence[str]) -> dict[str, str]:
 
 
 def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict[str, list[list[Any]]]:
-    """Further columns for `records`, None where one does not apply: `answer`, what is claimed; `correct_lenient`, whether that is
-    right wherever it is said; `by/NAME`, what the example says of itself; `eval/NAME`, counts of a conversation."""
+    """Further columns for `records`, None where one does not apply: `answer`, the claimed answer; `correct_lenient`, whether it
+    is right wherever it stands; `by/NAME`, the example's own column NAME; `eval/NAME`, counts of a conversation."""
     claims, failures = getattr(task, "claims", None), []
 
     def claim_of(sample: Sample) -> Claim | None:
@@ -88,7 +82,7 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
             return None
 
     def of(sample: Sample) -> dict[str, Any]:
-        found: dict[str, Any] = told_by(sample.example, by)
+        found: dict[str, Any] = values_of(sample.example, by)
         if claim := claim_of(sample):
             found["answer"] = claim.answer
             if sample.reward.known and claim.lenient is not None:
@@ -109,11 +103,17 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
     return {name: [[row.get(name) for row in group] for group in rows] for name in names}
 
 
-def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
-    """Every number that is told of an evaluation, by name. samples: records with the columns above, in any order.
+def solved(samples: pd.DataFrame) -> pd.Series:
+    """By prompt_index the share of right samples among those whose reward is known, NaN where none is."""
+    known = samples["correct"].astype(float).where(samples["reward"].notna())
+    return known.groupby(samples["prompt_index"]).mean()
 
-    Samples whose reward nobody could tell are left out of all that is about being right, and a problem of which fewer than k are
-    known out of pass@k. Lenient accuracy and maj@n are told where every sample has them, so that they are of the same problems.
+
+def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
+    """Every metric of an evaluation with its interval, by name without eval/. samples: records with the columns above, any order.
+
+    Samples with an unknown reward count for nothing that is about being right, and a problem with fewer than k known samples not
+    for pass@k. Lenient accuracy and maj@n are there where every sample has them, so that they are of the same problems.
     """
     problems = samples["prompt_index"]
     known = samples["reward"].notna()
@@ -137,10 +137,9 @@ def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
         voters = samples[graded].groupby("prompt_index")
         votes = [majority(part["answer"].tolist(), part["correct"].tolist()) for _, part in voters]
         found[f"maj@{most}"] = mean_interval(votes, bounds=SHARE)
-    for name, values in facts(samples):
-        if name not in found:  # no part of a reward takes our names
-            share = name not in NUMBERS and values.dropna().isin((0, 1)).all()
-            found[name] = mean(values, SHARE if share else None)
+    for name, values in averaged(samples):
+        share = about(f"eval/{name}").unit in ("share", "reward") and values.dropna().isin((0, 1)).all()
+        found[name] = mean(values, SHARE if share else None)
     return found
 
 
@@ -149,8 +148,8 @@ def powers(n: int) -> list[int]:
     return sorted({2**i for i in range(1, n.bit_length()) if 2**i < n} | ({n} if n > 1 else set()))
 
 
-def facts(samples: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
-    """Whatever is told in the mean besides, a value a sample; NaN where one does not apply."""
+def averaged(samples: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
+    """The metrics that are plain means: name, and a value for each sample, NaN where it has none."""
     yield "length", samples["tokens"]
     yield "truncated", samples["truncated"]
     if samples["outcome"].notna().any():
@@ -164,11 +163,11 @@ def facts(samples: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
         for name in counts:
             yield name.removeprefix("eval/"), samples[name].astype(float).fillna(0.0)
     for name in sorted(name for name in samples if name.startswith("reward/")):
-        yield name.removeprefix("reward/"), samples[name].astype(float)
+        yield name_of_part(name.removeprefix("reward/")), samples[name].astype(float)
 
 
-def tables(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, Estimate]]]:
-    """The same for each value of each column that results are told by: column, value, name."""
+def estimates_by_value(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, Estimate]]]:
+    """`estimates` for each value of each by/ column: column, value, name."""
 
     def natural(value: str) -> list:
         return [(0, int(piece), "") if piece.isdigit() else (1, 0, piece) for piece in re.split(r"(\d+)", value)]
@@ -181,8 +180,8 @@ def tables(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, Estimate]]]:
     return found
 
 
-def named(found: Mapping[str, Estimate]) -> dict[str, Any]:
-    """For a file: by the names of metrics, as numbers that JSON has."""
+def as_json(found: Mapping[str, Estimate]) -> dict[str, Any]:
+    """Estimates for a file, by the names of metrics: NaN, which JSON lacks, is None."""
 
     def number(value: float) -> float | None:
         return None if math.isnan(value) else value
@@ -191,25 +190,3 @@ def named(found: Mapping[str, Estimate]) -> dict[str, Any]:
         f"eval/{name}": {"value": number(e.value), "low": number(e.low), "high": number(e.high), "n": e.n}
         for name, e in found.items()
     }
-
-
-WRONG = {
-    "no_answer",
-    "timeout",
-    "error",
-    "out_of_turns",
-    "env_error",
-    "env_timeout",
-    "tool_failures",
-    "malformed_calls",
-}
-
-
-SHARES = re.compile(
-    r"/(accuracy(_lenient)?(_iqm)?|(pass[@^]|maj@)\d+|truncated|no_answer|(env_)?(timeout|error)|out_of_turns|format|(level|hops)_\d|supports|correct)$"
-)
-
-
-def worth_telling(name: str, value: float) -> bool:
-    """Not: that nothing went wrong, and not how long it took."""
-    return name.startswith("eval/") and (value != 0 or name.removeprefix("eval/") not in WRONG)

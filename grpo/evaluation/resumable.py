@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from grpo.data.dataset import fingerprint
 from grpo.env.types import Example
-from grpo.evaluation.metrics import estimates, named, tables
+from grpo.evaluation.metrics import as_json, estimates, estimates_by_value, solved
 from grpo.rollout.samples_table import records, write
 from grpo.rollout.types import Group
 from grpo.system.errors import UserError
@@ -62,8 +62,7 @@ class Scorecard:
         self.tokens += sum(row["tokens"] for row in rows)
 
     def _note(self, part: pd.DataFrame) -> None:
-        known = part["correct"].astype(float).where(part["reward"].notna())
-        self.right += known.groupby(part["prompt_index"]).mean().tolist()
+        self.right += solved(part).tolist()
 
     @property
     def done(self) -> int:
@@ -89,16 +88,17 @@ class Scorecard:
         pq.write_table(joined, self.folder / "samples.parquet")
         names = [n for n in joined.column_names if n in NUMERIC or n.startswith(("reward/", "eval/", "by/"))]
         samples = joined.select(names).to_pandas()
-        found = named(estimates(samples))
-        found["by"] = {column: {v: named(e) for v, e in values.items()} for column, values in tables(samples).items()}
-        save(self.folder, found)
+        found = as_json(estimates(samples))
+        by = estimates_by_value(samples)
+        found["by"] = {column: {value: as_json(e) for value, e in values.items()} for column, values in by.items()}
+        save_metrics(self.folder, found)
         for file in self.parts.iterdir():
             file.unlink()
         self.parts.rmdir()
         return found
 
 
-def save(folder: Path, found: Mapping[str, Any]) -> None:
+def save_metrics(folder: Path, found: Mapping[str, Any]) -> None:
     text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
     (folder / "metrics.json.new").write_text(text, encoding="utf-8")
     os.replace(folder / "metrics.json.new", folder / "metrics.json")
@@ -114,6 +114,3 @@ def policy_in(path: str) -> str:
     """A model's path, and where it is a folder the files of it: names, sizes, times of change."""
     files = sorted(file for file in Path(path).glob("*") if file.is_file()) if Path(path).is_dir() else []
     return "\n".join([path, *(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files)])
-
-
-# -- in the terminal

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.objectives.kl import KL
+from grpo.system.errors import UserError
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, share: float) -> Tensor:
@@ -29,6 +30,11 @@ def less_overlong(scores: Scores, max_tokens: int, share: float) -> Scores:
     """Step 1: the penalty is in the rewards, and a part of its own beside the others. share 0: the scores as they are."""
     if not share:
         return scores
+    if "overlong" in scores.parts:
+        raise UserError(
+            "a part of the reward is called 'overlong', as the penalty of algo.overlong_share is: rename that part, or set "
+            "algo.overlong_share=0"
+        )
     penalty = overlong_penalty(scores.last_lengths, max_tokens, share)
     return replace(scores, rewards=scores.rewards + penalty, parts={**scores.parts, "overlong": penalty})
 

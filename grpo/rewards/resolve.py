@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo.system.errors import UserError
+from grpo.system.metrics import is_taken
 
 SHIPPED = "grpo.rewards.functions"  # a name without a dot is looked up here
 Function = Callable[..., Any]  # (prompts, completions, **columns) -> list[float | None | Reward], or a coroutine of it
@@ -76,14 +77,8 @@ _FILES: dict[Path, ModuleType] = {}
 
 
 def reward_name(function: Function) -> str:
-    """The name of its part of the reward in metrics and samples; with its module where a metric has that name already."""
+    """The name of its part of the reward, in metrics and samples: its own, or MODULE.NAME where a metric of ours has that one."""
     while isinstance(function, partial):
         function = function.func
     name = getattr(function, "__name__", type(function).__name__)
-    return f"{function.__module__}.{name}" if name in _TAKEN.split() else name
-
-
-_TAKEN = """
-reward reward_std accuracy solve_rate length truncated no_answer timeout error tokens
-effective_groups rounds discarded_groups logprob_gap advantages_positive advantages_negative
-"""
+    return f"{function.__module__}.{name}" if is_taken(name) else name

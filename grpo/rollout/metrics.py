@@ -1,19 +1,46 @@
-"""The numbers that describe a rollout before anything is learned from it."""
+"""The metrics of a rollout before anything is learned from it."""
 
 import math
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from grpo.env.types import Trajectory
 from grpo.objectives.advantage import has_signal
 from grpo.objectives.batch import Scores
 from grpo.rollout.types import Group, Sample
+from grpo.system.metrics import name_of_part
+
+
+def rollout_metrics(groups: Sequence[Group], scored: Scores) -> dict[str, float]:
+    """All that is known of a rollout before anything is learned from it, over every sample, also those left out of the batch.
+
+    A part of the reward is logged under `name_of_part`, with its standard deviation over the samples whose reward is known.
+    """
+    samples = [sample for group in groups for sample in group]
+    known = {name: values for name, values in scored.parts.items() if name != "correct"}  # that is the verdict
+    if any("correct" in sample.reward.parts for sample in samples):
+        given = torch.tensor([[sample.reward.parts.get("correct", math.nan) for sample in group] for group in groups])
+        known["correct"] = given.masked_fill(scored.rewards.isnan(), math.nan)
+    known = {name_of_part(name): values for name, values in known.items()} | {"reward": scored.rewards}
+    graded = {name: values[~values.isnan()] for name, values in known.items()}
+    stds = {name: float(values.std(correction=0)) if len(values) else math.nan for name, values in graded.items()}
+    # the samples' own parts come last: `scored` does not know what a grader that failed said
+    means = {name: float(values.nanmean()) for name, values in known.items()} | sample_means(samples)
+    means["reward"] = float(scored.rewards.nanmean())
+    means["solve_rate"] = share_right(samples)
+    means["tokens"] = float(scored.lengths.sum())
+    if scored.rewards.shape[1] > 1:
+        means["effective_groups"] = float(has_signal(scored.rewards).float().mean())
+    return {f"rollout/{name}": mean for name, mean in means.items()} | {
+        f"rollout/{name}_std": std for name, std in stds.items()
+    }
 
 
 def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
-    """length in tokens; shares: truncated, and where anything was graded no_answer, timeout and error; of conversations also
-    what `conversation` says; and every part of the reward by name, over the samples that have it."""
+    """length in tokens; the shares truncated and, where anything was graded, no_answer, timeout and error; the counts of
+    `conversation`, where there are several turns or tools; and every part of the reward, over the samples that have it."""
     graded = ("no_answer", "timeout", "error") if any(sample.reward.outcome for sample in samples) else ()
     conversations = any(len(sample.turns) != 1 or sample.trajectory.steps[0].state.tools for sample in samples)
     values: dict[str, list[float]] = {}
@@ -21,15 +48,16 @@ def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
         ours = {"length": sample.length, "truncated": sample.trajectory.truncated}
         ours |= {name: sample.reward.outcome == name for name in graded}
         ours |= conversation(sample.trajectory) if conversations else {}
-        for name, value in {**sample.reward.parts, **ours}.items():  # no part of a reward takes our names
+        parts = {name_of_part(name): value for name, value in sample.reward.parts.items()}
+        for name, value in (parts | ours).items():
             values.setdefault(name, []).append(value)
     ordered = [*ours, *sorted(values.keys() - ours.keys())]
     return {name: float(np.mean(values[name])) for name in ordered}
 
 
 def conversation(trajectory: Trajectory) -> dict[str, float]:
-    """Of one episode the turns, whether they ran out, whether the environment raised (env_error) or took too long (env_timeout),
-    the calls of tools, those that failed, and messages whose call could not be read."""
+    """Counts of one episode: turns; 1 where they ran out (out_of_turns), the environment raised (env_error) or took too long
+    (env_timeout); calls of tools, those that failed, and messages whose call could not be read."""
     said = [step.action.message for step in trajectory.steps]
     return {
         "turns": len(said),
@@ -41,24 +69,6 @@ def conversation(trajectory: Trajectory) -> dict[str, float]:
 
 
 def share_right(samples: Sequence[Sample]) -> float:
-    """Of those whose reward is known; NaN if none is."""
+    """The share of right samples among those whose reward is known; NaN if none is."""
     known = [sample.reward.correct for sample in samples if sample.reward.known]
     return float(np.mean(known)) if known else math.nan
-
-
-def rollout_metrics(groups: list[Group], scored: Scores) -> dict[str, float]:
-    """What can be said of a rollout before anything is learned from it, over every sample, those left out of the batch too."""
-    samples = [sample for group in groups for sample in group]
-    known = {**scored.parts, "reward": scored.rewards}
-    graded = {name: values[~values.isnan()] for name, values in known.items() if name != "correct"}
-    stds = {name: float(values.std(correction=0)) if len(values) else math.nan for name, values in graded.items()}
-    # the samples' own parts come last: what a grader that failed says of itself is not known to `scored`
-    means = {name: float(known[name].nanmean()) for name in stds} | sample_means(samples)
-    means["reward"] = float(scored.rewards.nanmean())
-    means["solve_rate"] = share_right(samples)
-    means["tokens"] = float(scored.lengths.sum())
-    if scored.rewards.shape[1] > 1:  # the share of groups that have something to teach
-        means["effective_groups"] = float(has_signal(scored.rewards).float().mean())
-    return {f"rollout/{name}": mean for name, mean in means.items()} | {
-        f"rollout/{name}_std": std for name, std in stds.items()
-    }

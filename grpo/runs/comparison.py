@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from grpo.evaluation.metrics import named
+from grpo.evaluation.metrics import as_json
 from grpo.evaluation.statistics import arm_interval, compare_arms, holm, iqm, over_seeds, paired
 from grpo.runs.runs import SAME, VERDICTS, Run, arms, load
 from grpo.system.errors import UserError
@@ -77,15 +77,15 @@ def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -
             arm, of = scores[letters[name]], found["arms"].setdefault(letters[name], {"name": name, "runs": len(runs)})
             found["items"][letters[name]] = len(set().union(*(table.index for table in runs)))
             several = len(arm) > 1
-            of |= named({metric: arm_interval(arm)})
+            of |= as_json({metric: arm_interval(arm)})
             if several:
-                of |= named({f"{metric}_iqm": iqm(arm.mean(axis=1))})
+                of |= as_json({f"{metric}_iqm": iqm(arm.mean(axis=1))})
         first, *others = scores
         for other in others:
             a, b = scores[first], scores[other]
             result = compare_arms(a, b) if max(len(a), len(b)) > 1 else paired(a[0], b[0])
             row = {"metric": f"eval/{metric}", "arm": other, "against": first}
-            row |= {"difference": named({metric: result.difference})[f"eval/{metric}"], "p_value": result.p_value}
+            row |= {"difference": as_json({metric: result.difference})[f"eval/{metric}"], "p_value": result.p_value}
             row |= {name: getattr(result, name) for name in ("better", "worse", "ties", "test")}
             rows.append(row)
         for row, adjusted in zip(rows, holm([row["p_value"] for row in rows]), strict=True):

@@ -10,15 +10,15 @@ from pathlib import Path
 import pandas as pd
 from tokenizers import Tokenizer
 
-TEXT = "white-space: pre-wrap; font-family: monospace; text-align: left"
-CARD = "border-left: 3px solid #999; padding: 2px 10px; margin: 10px 0; text-align: left"
+TEXT_STYLE = "white-space: pre-wrap; font-family: monospace; text-align: left"
+CARD_STYLE = "border-left: 3px solid #999; padding: 2px 10px; margin: 10px 0; text-align: left"
 REMOVED, ADDED = "rgba(213, 94, 0, 0.35)", "rgba(0, 158, 115, 0.35)"
 
 
 def card(title: str, *bodies: str) -> str:
     """title: text; bodies: HTML."""
-    parts = "".join(f'<div style="{TEXT}; margin-top: 4px">{body}</div>' for body in bodies)
-    return f'<div style="{CARD}"><b>{escape(title)}</b>{parts}</div>'
+    parts = "".join(f'<div style="{TEXT_STYLE}; margin-top: 4px">{body}</div>' for body in bodies)
+    return f'<div style="{CARD_STYLE}"><b>{escape(title)}</b>{parts}</div>'
 
 
 def grey(text: str) -> str:

@@ -93,9 +93,11 @@ def kept(
     def end(status: str, error: BaseException | None = None) -> None:
         told = " ".join(f"{type(error).__name__}: {error}".split()) if error else None
         seconds = facts["seconds"] + time.monotonic() - begun
-        save(folder, facts | progress() | {"status": status, "error": told, "ended": now(), "seconds": seconds})
+        save_manifest(
+            folder, facts | progress() | {"status": status, "error": told, "ended": now(), "seconds": seconds}
+        )
 
-    save(folder, facts | progress())
+    save_manifest(folder, facts | progress())
     try:
         yield
     except (KeyboardInterrupt, SystemExit):  # Lightning makes the second of the first
@@ -107,7 +109,7 @@ def kept(
     end("finished")
 
 
-def save(folder: str, facts: Mapping[str, Any]) -> None:
+def save_manifest(folder: str, facts: Mapping[str, Any]) -> None:
     """JSON has no NaN."""
     facts = {name: None if value != value else value for name, value in facts.items()}
     file = Path(folder) / FILE

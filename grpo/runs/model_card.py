@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from grpo.evaluation.statistics import Estimate
@@ -14,7 +13,7 @@ from grpo.runs.runs import Run
 
 PRESETS = Path(__file__).parents[2] / "conf" / "algo"
 
-TEXT = """# {title}
+CARD = """# {title}
 
 A policy that was trained with Group Relative Policy Optimization.
 
@@ -63,7 +62,7 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None) -> None:
     """policy: the exported folder, RUN/checkpoints/NAME. accuracy: of this very policy on the held-out examples, None where it
     was not evaluated. peft's own card goes; its tags and its base model stay."""
     run = Run(policy.parents[1])
-    config, options = run.config, choices(run)
+    config, options = run.config, run.choices or run.overrides
     base, source = config["model"]["path"], config["task"].get("path")
     task, algo = options.get("task", config["task"]["_target_"]), options.get("algo", "grpo")
     adapter = (policy / "adapter_config.json").exists()
@@ -83,12 +82,12 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None) -> None:
         "task": ", ".join(f"`{name}`" for name in (task, source) if isinstance(name, str)),
         "algorithm": ", ".join([f"`{algo}`", *numbers]),
         "rollouts learned from": f"{rollouts}, each of {size}",
-        "held-out accuracy": told(accuracy, config["eval"]),
+        "held-out accuracy": in_words(accuracy, config["eval"]),
         "seed": config["seed"],
         "revision of the code": (run.manifest.get("git") or {}).get("revision"),
         "versions": ", ".join(f"{name} {number}" for name, number in run.manifest.get("versions", {}).items()),
     }
-    text = TEXT.format(
+    text = CARD.format(
         title=f"{Path(base).name if isinstance(base, str) else options.get('model', 'a model')}, {algo}, {task}",
         facts="\n".join(f"| {name} | {fact} |" for name, fact in facts.items() if fact not in (None, "")),
         use=USE_ADAPTER if adapter else USE,
@@ -96,12 +95,6 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None) -> None:
         run=run.name,
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(policy / "README.md")
-
-
-def choices(run: Run) -> dict[str, Any]:
-    """The option of each group, as Hydra noted it."""
-    file = run.folder / ".hydra" / "hydra.yaml"
-    return yaml.safe_load(file.read_text())["hydra"]["runtime"]["choices"] if file.exists() else run.overrides
 
 
 def hub_id(path: Any) -> str | None:
@@ -122,7 +115,7 @@ def papers(algo: str) -> list[str]:
     return list(dict.fromkeys(["2402.03300", *named]))
 
 
-def told(accuracy: Estimate | None, evaluation: dict[str, Any]) -> str:
+def in_words(accuracy: Estimate | None, evaluation: dict[str, Any]) -> str:
     if accuracy is None:
         return "not measured after this rollout"
     how = "greedy" if evaluation["sampling"]["temperature"] == 0 else f"{evaluation['samples']} samples each"

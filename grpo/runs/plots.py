@@ -45,7 +45,7 @@ def panels(n: int, columns: int = 4, width: float = 2.6, height: float = 2.1, **
     return figure, list(grid.flat[:n])
 
 
-def curves(runs: Iterable[Run], metric: str, axes: Axes, **labels) -> None:
+def draw_curves(runs: Iterable[Run], metric: str, axes: Axes, **labels) -> None:
     """The mean over seeds against rollouts, a line for each arm, with the 95 % interval as a band where there are several."""
     table = band(runs, metric)
     for arm, part in table.groupby("arm", sort=False):
@@ -59,20 +59,20 @@ def curves(runs: Iterable[Run], metric: str, axes: Axes, **labels) -> None:
 
 
 def metrics(runs: Sequence[Run], names: Sequence[str]) -> Figure:
-    """`curves` of each of these metrics that a run has logged; one legend, where there are several arms."""
+    """`draw_curves` of each of these metrics that a run has logged; one legend, where there are several arms."""
     shown = [name for name in names if any(run.measured and name in run.metrics for run in runs)]
     if not shown:
         raise UserError(f"the runs have none of {', '.join(names)}; metrics.csv has what there is")
     figure, grid = panels(len(shown), width=3, height=2.4)
     for name, axes in zip(shown, grid, strict=True):
-        curves(runs, name, axes, title=name, ylabel="")
+        draw_curves(runs, name, axes, title=name, ylabel="")
     lines, labels = grid[0].get_legend_handles_labels()
     if len(labels) > 1:
         figure.legend(lines, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return figure
 
 
-def estimates(table: pd.DataFrame, axes: Axes, **labels) -> None:
+def error_bars(table: pd.DataFrame, axes: Axes, **labels) -> None:
     """value with the bar from low to high, columns of a table, against its index: numbers on a scale, names one by one."""
     numbers = pd.api.types.is_numeric_dtype(table.index)
     x = table.index if numbers else range(len(table))

@@ -17,6 +17,7 @@ import yaml
 
 from grpo.evaluation.statistics import over_seeds
 from grpo.system.errors import UserError
+from grpo.system.metrics import TIMES
 
 VERDICTS = {"accuracy": "correct", "accuracy_lenient": "correct_lenient"}  # and the columns of samples that they are of
 SAME = ("seed", "ckpt_path", "output_dir")  # what may differ between runs of one arm
@@ -52,6 +53,12 @@ class Run:
         said = self.manifest.get("overrides") or (yaml.safe_load(file.read_text()) if file.is_file() else None)
         pairs = (override.lstrip("+~").partition("=") for override in said or ())
         return {key: value for key, _, value in pairs}
+
+    @cached_property
+    def choices(self) -> dict[str, str]:
+        """The option of each group, as Hydra noted it; empty where Hydra did not start the run."""
+        file = self.folder / ".hydra" / "hydra.yaml"
+        return yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["runtime"]["choices"] if file.is_file() else {}
 
     @property
     def seed(self) -> int:
@@ -89,14 +96,18 @@ class Run:
 
     def samples(self, rollouts: Collection[int] | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """A row for each sample of these rollouts (all), by rollout, prompt_index, sample; messages and tool_calls are JSON."""
-        return tables(self.folder / "rollouts", rollouts, columns)
+        return samples_in(self.folder / "rollouts", rollouts, columns)
 
     def evaluations(
         self, rollouts: Collection[int] | None = None, columns: Sequence[str] | None = None
     ) -> pd.DataFrame:
         """The same of the held-out examples, after so many rollouts; of a folder of eval.py's all that it has."""
         file = self.folder / "samples.parquet"
-        return read(file, columns) if file.is_file() else tables(self.folder / "evaluations", rollouts, columns)
+        return (
+            read_columns(file, columns)
+            if file.is_file()
+            else samples_in(self.folder / "evaluations", rollouts, columns)
+        )
 
     def verdicts(self, after: int | None = None) -> pd.DataFrame | None:
         """[items, (accuracy, accuracy_lenient)] of the last evaluation, or of that after so many rollouts: of each problem the
@@ -126,18 +137,18 @@ def numbered(folder: Path) -> dict[int, Path]:
     return {int(file.stem): file for file in folder.glob("*.parquet") if file.stem.isdigit()}
 
 
-def tables(folder: Path, rollouts: Collection[int] | None, columns: Sequence[str] | None) -> pd.DataFrame:
+def samples_in(folder: Path, rollouts: Collection[int] | None, columns: Sequence[str] | None) -> pd.DataFrame:
     files = numbered(folder)
     wanted = sorted(files) if rollouts is None else [rollout for rollout in rollouts if rollout in files]
     if not wanted:
         there = ", ".join(map(str, sorted(files))) or "none"
         raise UserError(f"{folder} has no table of {rollouts or 'any rollout'}; there are: {there}")
 
-    return pd.concat([read(files[rollout], columns) for rollout in wanted], ignore_index=True)
+    return pd.concat([read_columns(files[rollout], columns) for rollout in wanted], ignore_index=True)
 
 
-def read(file: Path, columns: Sequence[str] | None) -> pd.DataFrame:
-    """Those of the columns that are there."""
+def read_columns(file: Path, columns: Sequence[str] | None) -> pd.DataFrame:
+    """A table with those of the columns that it has, all for None."""
     names = columns and [name for name in columns if name in pq.read_schema(file).names]
     return pd.read_parquet(file, columns=names)
 
@@ -202,8 +213,7 @@ def table(runs: Iterable[Run]) -> pd.DataFrame:
                 accuracy = run.accuracy
                 if len(accuracy):
                     row |= {"first": accuracy.iloc[0], "best": accuracy.max(), "last": accuracy.iloc[-1]}
-                seconds = run.metrics.filter(regex="^time/(rollout|update|sync|eval)$").to_numpy()
-                row["minutes"] = pd.DataFrame(seconds).sum().sum() / 60
+                row["minutes"] = run.metrics.filter(TIMES).sum().sum() / 60
             rows.append({**row, "folder": str(run.folder)})
     return pd.DataFrame(rows)
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -18,7 +19,7 @@ from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, SingleTurn, State, Step, Trajectory
 from grpo.evaluation.evaluator import Evaluator
-from grpo.evaluation.metrics import all_of_k, columns, estimates, majority, pass_at_k, powers, tables
+from grpo.evaluation.metrics import all_of_k, columns, estimates, estimates_by_value, majority, pass_at_k, powers
 from grpo.rewards.math.answers import loose_answer
 from grpo.rollout.samples_table import records, write
 from grpo.rollout.types import Sample
@@ -119,6 +120,15 @@ def test_what_nobody_could_tell_is_left_out():
     assert math.isnan(nobody["accuracy"].value) and nobody["accuracy"].n == 0 and "maj@1" not in nobody
 
 
+def test_parts_that_are_called_like_our_metrics_stand_beside_them():
+    parts = {"accuracy": 7.0, "length": -3.0, "pass@2": 0.25, "brevity": 1.0}
+    found = estimates(frame([[sample(True, **parts), sample(False, **parts)]]))
+    assert {name: estimate.value for name, estimate in found.items()} == {
+        "accuracy": 0.5, "pass@2": 1.0, "pass^2": 0.0, "length": 2.0, "truncated": 0.0, "brevity": 1.0,
+        "reward/accuracy": 7.0, "reward/length": -3.0, "reward/pass@2": 0.25,
+    }  # fmt: skip
+
+
 def test_an_interval_counts_problems_and_not_samples():
     """Eight samples that always agree say no more than one."""
     one = [[sample(i < 3)] for i in range(10)]
@@ -192,13 +202,15 @@ def test_a_mixture_is_told_source_by_source():
         reward = mixture.score_group(row, [episode(text)])[0]
         groups.append([Sample(row, episode(text), (Turn((1,), Completion((2,), (-1.0,), "stop")),), reward)])
     samples = frame(groups, **columns(mixture, groups, by=("source", "steps", "level")))
-    found, whole = tables(samples)["source"], estimates(samples)
+    found, whole = estimates_by_value(samples)["source"], estimates(samples)
     assert [found[source]["accuracy"].value for source in ("words", "countdown")] == [0.5, 0.0]
     assert found["words"]["accuracy"].value == whole["words/correct"].value and found["words"]["accuracy"].n == 2
     assert found["words"]["accuracy_lenient"].value == 1.0 and "accuracy_lenient" not in found["countdown"]
     assert whole["accuracy"].value == 0.25 and "accuracy_lenient" not in whole  # it would be of other problems
     steps = {row["example"]["steps"] for row in (rows[0], rows[2])}
-    assert set(tables(samples)["steps"]) == {str(s) for s in steps} and "level" not in tables(samples)
+    assert set(estimates_by_value(samples)["steps"]) == {str(s) for s in steps} and "level" not in estimates_by_value(
+        samples
+    )
 
 
 @pytest.mark.skipif(not GSM8K_TEST.exists(), reason="no real data")
@@ -224,7 +236,7 @@ def test_levels_and_subjects_of_real_problems():
         said = episode(row["solution"])
         groups.append([Sample(row, said, (Turn((1,), Completion((2,), (-1.0,), "stop")),), task.score(row, said))])
     samples = frame(groups, **columns(task, groups, by=("level", "subject")))
-    found = tables(samples)
+    found = estimates_by_value(samples)
     assert [int(level) for level in found["level"]] == [1, 2, 3, 4, 5]
     for level, of in found["level"].items():
         assert of["accuracy"].n == sum(str(row["level"]) == level for row in rows)
@@ -270,8 +282,11 @@ class Breaks:
 
 def test_a_batch_whose_environments_all_fail_ends_nothing_but_the_first(parts):
     evaluator = Evaluator(Sampling(2, temperature=0.0), batch=1)
-    metrics = evaluator(Breaks(), *parts, seed=0).metrics
+    evaluation = evaluator(Breaks(), *parts, seed=0)
+    metrics = evaluation.metrics
     assert metrics["eval/accuracy"] == 1.0 and metrics["eval/env_error"] == pytest.approx(1 / 3)
+    assert evaluation.estimates["accuracy"].n == 2 and evaluation.estimates["env_error"].n == 3
+    assert replace(evaluation, seconds=2.0).metrics == {**metrics, "time/eval": 2.0}
     with pytest.raises(RolloutError, match="all 1 episodes"):
         evaluator(Breaks(first=0), *parts, seed=0)
 

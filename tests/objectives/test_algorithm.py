@@ -20,6 +20,7 @@ from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip, reinforce
 from grpo.rollout.collate import collate, scores
+from grpo.system.errors import UserError
 
 close = torch.testing.assert_close
 NAN = math.nan
@@ -81,6 +82,12 @@ def test_a_truncated_answer_stays_in_the_baseline_and_out_of_the_loss():
 def test_no_reward_nothing_to_learn():
     got = Algorithm(group_advantages, clip, 4).credit(scored([1.0, NAN]), TOKENS)
     assert got.mask.tolist() == [[True, True], [False, False]] and not got.advantages.any()
+
+
+def test_a_part_called_overlong_is_not_hidden_by_the_penalty():
+    algorithm = Algorithm(no_baseline, clip, max_tokens=10, overlong_share=0.5)
+    with pytest.raises(UserError, match="a part of the reward is called 'overlong'"):
+        algorithm.shaped(replace(scored([1.0, 0.0]), parts={"overlong": torch.ones(1, 2)}))
 
 
 def test_overlong_answers_lose_reward():

@@ -16,7 +16,7 @@ from grpo.evaluation.evaluator import Evaluator
 from grpo.models.policy import Pretrained
 from grpo.rollout.collate import scores
 from grpo.rollout.episodes import play
-from grpo.rollout.metrics import rollout_metrics
+from grpo.rollout.metrics import rollout_metrics, sample_means
 from grpo.rollout.types import Plan, Sample
 from grpo.system.errors import UserError
 from grpo.system.seeds import derive_seed
@@ -120,18 +120,35 @@ def test_weights_are_loaded_once_a_version(smoke, tmp_path, monkeypatch):
     assert sampled == [0, 0, 1, 2, 2, 3]  # evaluation, rollout, rollout, evaluation, rollout, evaluation
 
 
+def graded(value: float, correct: bool, parts: dict[str, float], outcome: str | None = None) -> Sample:
+    step = Step(State((Message("user", "q"),)), Action(Message("assistant", "a")))
+    turn = Turn((1,), Completion((2, 3), (-1.0, -1.0), "stop"))
+    return Sample({}, Trajectory((step,)), (turn,), Reward(value, correct, parts, outcome))
+
+
 def test_a_grader_that_fails_is_counted_and_spoils_no_mean():
-    """Two right, one wrong, one that nobody could grade: its own word of the timeout is what tells of it."""
-
-    def sample(value: float, correct: bool, timeout: float) -> Sample:
-        step = Step(State((Message("user", "q"),)), Action(Message("assistant", "a")))
-        turn = Turn((1,), Completion((2, 3), (-1.0, -1.0), "stop"))
-        return Sample({}, Trajectory((step,)), (turn,), Reward(value, correct, {"timeout": timeout}))
-
-    groups = [[sample(1.0, True, 0.0), sample(0.0, False, 0.0)], [sample(1.0, True, 0.0), sample(math.nan, False, 1.0)]]
+    """Two right, one wrong, one that nobody could grade: its own part says that it timed out."""
+    right, wrong = graded(1.0, True, {"timeout": 0.0}), graded(0.0, False, {"timeout": 0.0})
+    groups = [[right, wrong], [right, graded(math.nan, False, {"timeout": 1.0})]]
     got = rollout_metrics(groups, scores(groups))
-    assert got["rollout/timeout"] == 0.25 and got["rollout/solve_rate"] == pytest.approx(2 / 3)
+    assert got["rollout/reward/timeout"] == 0.25 and got["rollout/solve_rate"] == pytest.approx(2 / 3)
     assert got["rollout/reward"] == pytest.approx(2 / 3) and got["rollout/reward_std"] == pytest.approx(
         math.sqrt(2) / 3
     )
     assert got["rollout/effective_groups"] == 0.5 and got["rollout/tokens"] == 8.0
+
+
+def test_parts_that_are_called_like_our_metrics_are_logged_beside_them():
+    parts = {"length": 9.0, "timeout": 7.0, "reward": 5.0, "turns": 3.0, "correct": 2.0, "brevity": 1.0}
+    other = {name: value + 2 for name, value in parts.items()}  # so each has mean + 1 and standard deviation 1
+    groups = [[graded(1.0, True, parts, "right"), graded(0.5, False, other, "timeout")]]
+    got = rollout_metrics(groups, scores(groups))
+    beside = {f"reward/{name}": parts[name] for name in ("length", "timeout", "reward", "turns")}
+    for name, value in {**beside, "correct": 2.0, "brevity": 1.0}.items():
+        assert (got[f"rollout/{name}"], got[f"rollout/{name}_std"]) == (value + 1, 1.0), name
+    ours = {"length": 2.0, "timeout": 0.5, "reward": 0.75, "reward_std": 0.25, "solve_rate": 0.5}
+    assert {name: got[f"rollout/{name}"] for name in ours} == ours
+    assert "rollout/turns" not in got  # one turn, no tools
+
+    means = sample_means(groups[0])
+    assert (means["length"], means["reward/length"], means["correct"]) == (2.0, 10.0, 3.0)

@@ -8,7 +8,7 @@ from conftest import compose_config
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
-from grpo.runs.model_card import choices, hub_id, papers, public
+from grpo.runs.model_card import hub_id, papers, public
 from grpo.runs.runs import Run
 from train import train
 
@@ -75,7 +75,7 @@ def test_papers_are_those_of_the_preset():
 
 def test_options_are_what_hydra_noted_else_what_was_said(tmp_path):
     (tmp_path / "manifest.json").write_text('{"overrides": ["algo=dapo"]}')
-    assert choices(Run(tmp_path)) == {"algo": "dapo"}
+    assert Run(tmp_path).choices == {} and Run(tmp_path).overrides == {"algo": "dapo"}
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "hydra.yaml").write_text("hydra: {runtime: {choices: {algo: grpo, task: math}}}")
-    assert choices(Run(tmp_path)) == {"algo": "grpo", "task": "math"}
+    assert Run(tmp_path).choices == {"algo": "grpo", "task": "math"}

@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 from conftest import EXAMPLES, compose_config
 
-from grpo.runs.report import plain, write
-from grpo.runs.report.run import spread
+from grpo.runs.report import plain, write_report
+from grpo.runs.report.run import evenly
 from grpo.runs.runs import Run
 from grpo.training.callbacks.report import Report
 from train import train
@@ -197,7 +197,7 @@ def test_a_completion_is_text_and_no_number_is_no_error(sweep, page, tmp_path):
     metrics.loc[1:, "loss/grad_norm"] = np.inf
     metrics.to_csv(folder / "metrics.csv", index=False)
 
-    page.goto(write(folder).as_uri())
+    page.goto(write_report(folder).as_uri())
     pick(page, "rollout 4")
     page.locator("#kind").select_option("unknown")
     page.locator(".list tbody tr").first.click()
@@ -212,7 +212,7 @@ def test_a_completion_is_text_and_no_number_is_no_error(sweep, page, tmp_path):
 
 @needs_browser
 def test_a_sweep_shows_its_arms_and_leads_to_its_runs(sweep, page):
-    page.goto(write(sweep).as_uri())
+    page.goto(write_report(sweep).as_uri())
     last = [Run(sweep / str(job)).accuracy.iloc[-1] for job in range(4)]
     one, two = table(page, "arms")
     assert one[:2] == ["algo=grpo", "2"] and two[:2] == ["algo=dr_grpo", "2"]  # the crashed one is not among them
@@ -240,11 +240,11 @@ def embedded(file: Path) -> dict:
 
 
 def test_a_page_holds_a_bounded_number_of_samples(sweep, tmp_path):
-    data = embedded(write(sweep / "1", tmp_path / "small.html", samples=12))
+    data = embedded(write_report(sweep / "1", tmp_path / "small.html", samples=12))
     held = [(step["kind"], step["rollout"], len(step["samples"])) for step in data["steps"]]
     assert held == [("rollout", 1, 3), ("rollout", 4, 3), ("evaluation", 0, 3), ("evaluation", 4, 3)]
     assert data["left"].startswith("12 of 68 samples are here")
-    assert spread(range(81), 5) == [0, 20, 40, 60, 80]
+    assert evenly(range(81), 5) == [0, 20, 40, 60, 80]
     assert plain({"a": [np.float64("nan"), np.inf, np.int64(3), 1 / 3, True]}) == {"a": [None, None, 3, 0.333333, True]}
 
 

@@ -1,16 +1,9 @@
 """The warnings: at the bounds they name, once, and not again after a resume."""
 
 import pytest
-from conftest import compose_config
-from test_train import rows
 
-from grpo.env.types import Trajectory
-from grpo.rollout.metrics import conversation
-from grpo.runs.health import RANGES
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.health import Health
-from grpo.training.callbacks.terminal import evaluation_table
-from train import train
 
 
 def said(health: Health, caplog, *values: dict[str, float]) -> list[str]:
@@ -66,19 +59,3 @@ def test_what_was_said_stays_said(caplog):
     said(health, caplog, {"loss/kl": 9.0})
     resumed.load_state_dict(health.state_dict())
     assert said(resumed, caplog, {"loss/kl": 9.0, "loss/ratio": 9.0}) == []
-
-
-def test_every_range_is_of_a_metric_that_runs_have(smoke, tmp_path):
-    train(compose_config(*smoke("algo/kl=loss")))
-    of_several_turns = {f"rollout/{name}" for name in conversation(Trajectory(()))}
-    of_rollouts_ahead = {"rollout/staleness"}  # tests/test_ahead.py
-    assert {well.metric for well in RANGES} <= rows(tmp_path)[1].keys() | of_several_turns | of_rollouts_ahead
-
-
-def test_a_table_of_evaluations_with_other_metrics_each():
-    told = evaluation_table([(0, {"eval/accuracy": 0.5, "eval/a": 2.0}), (1, {"eval/accuracy": 1.0, "eval/b": 3.0})])
-    assert [[*column.cells] for column in told.columns] == [
-        ["accuracy", "a", "b"],
-        ["50.0%", "2", "-"],
-        ["100.0%", "-", "3"],
-    ]

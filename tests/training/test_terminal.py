@@ -8,9 +8,10 @@ import pytest
 from conftest import compose_config
 from rich.console import Console
 
-from grpo.evaluation.metrics import worth_telling
+from grpo.evaluation.evaluator import Evaluation
+from grpo.evaluation.statistics import mean_interval
 from grpo.runs.runs import Run
-from grpo.training.callbacks.summary import Evaluated, summary
+from grpo.training.callbacks.summary import summary
 from grpo.training.callbacks.terminal import status
 from train import train
 
@@ -34,10 +35,8 @@ def test_the_line_of_a_rollout():
     assert status(ROLLOUT, None, 0).endswith("groups 75%  1,234 tok/s  0:00:00 left")
 
 
-def evaluated(rollouts: int, shares: list[float]) -> Evaluated:
-    known = [share for share in shares if not math.isnan(share)]
-    accuracy = sum(known) / len(known) if known else math.nan
-    return Evaluated(rollouts, {"eval/accuracy": accuracy, "time/eval": 1.5}, shares)
+def evaluated(rollouts: int, shares: list[float]) -> Evaluation:
+    return Evaluation(rollouts, (), {"accuracy": mean_interval(shares, bounds=(0, 1))}, seconds=1.5)
 
 
 def test_the_summary_of_a_run():
@@ -51,7 +50,7 @@ def test_the_summary_of_a_run():
         "  rollout": "0:00:04, 40%",
         "  update": "0:00:02, 20%",
         "  sync": "0:00:00, 0%",
-        "  evaluation": "0:00:03, 30%",
+        "  eval": "0:00:03, 30%",
         "  rest": "0:00:01, 10%",
         "tokens/s": "100",
         "memory, at most": "2.00 GiB",
@@ -68,10 +67,6 @@ def test_the_summary_of_a_run():
 def cells(table) -> dict[str, str]:
     names, values = ([column.header, *column.cells] for column in table.columns)
     return dict(zip(names, values, strict=True))
-
-
-def test_seconds_are_not_told_as_a_result():
-    assert worth_telling("eval/length", 8.0) and not worth_telling("time/eval", 8.0)
 
 
 def test_completions_at_an_interval_and_the_paths_at_the_end(smoke, tmp_path, capsys):

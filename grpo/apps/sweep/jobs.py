@@ -80,7 +80,3 @@ def quoted(path: Path) -> str:
     text = str(path)
     plain = all(c.isalnum() or c in "/._-" for c in text)
     return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def percent(accuracy: float | None) -> str:
-    return "-" if accuracy is None else f"{accuracy:.1%}"

@@ -22,9 +22,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo.apps.sweep.jobs import Job, percent
+from grpo.apps.sweep.jobs import Job
 from grpo.system import child
 from grpo.system.errors import UserError
+from grpo.system.metrics import percent
 
 POLL = 0.2  # seconds between two looks at the jobs
 LOOK = 1.0  # seconds between two pictures of them
@@ -195,10 +196,10 @@ class Sweep:
         """Of runs; a page is no reason to fail."""
         if not any(job.status == "finished" and job.rollouts is not None for job in self.jobs):
             return
-        from grpo.runs.report import write  # seconds
+        from grpo.runs.report import write_report  # seconds
 
         try:
-            self.say(f"written to {write(self.folder)}; as a table: python eval.py compare={self.folder}")
+            self.say(f"written to {write_report(self.folder)}; as a table: python eval.py compare={self.folder}")
         except Exception as error:
             self.say(f"no report.html ({type(error).__name__}: {error}); later: python -m grpo.report {self.folder}")
 

@@ -9,7 +9,7 @@ import html
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from string import Template
@@ -20,13 +20,14 @@ import numpy as np
 from grpo.runs.report.run import run_data
 from grpo.runs.report.sweep import sweep_data
 from grpo.runs.runs import load
+from grpo.system.metrics import GROUPS, TIMES, Metric, about
 
 SAMPLES = 2000
-FILE = "report.html"
+PAGE = "report.html"
 HERE = Path(__file__).parent
 
 
-def write(
+def write_report(
     folder: str | Path, out: str | Path | None = None, samples: int = SAMPLES, ending: Mapping[str, Any] | None = None
 ) -> Path:
     """Returns where the page is: `out`, or FOLDER/report.html. folder: of a run or of a sweep.
@@ -35,17 +36,28 @@ def write(
     Raises UserError where there is neither a run nor a sweep.
     """
     folder = Path(folder)
-    out = Path(out) if out else folder / FILE
+    out = Path(out) if out else folder / PAGE
     runs = load(folder)
     if runs[0].folder == folder:
         runs[0].manifest.update(ending or {})
         data = run_data(runs[0], samples)
     else:
         data = sweep_data(runs, folder, out)
+    data |= dictionary(data["metrics"].get("y", data["metrics"]))
     out.parent.mkdir(parents=True, exist_ok=True)
     Path(f"{out}.new").write_text(page(data), encoding="utf-8")
     os.replace(f"{out}.new", out)
     return out
+
+
+def dictionary(names: Iterable[str]) -> dict[str, Any]:
+    """about: unit and words of each metric by name; groups: the charts drawn unasked; times: what a run consists of."""
+    known = {name: about(name) or Metric(name, "number", "") for name in names}
+    return {
+        "about": {name: {"unit": metric.unit, "words": metric.words} for name, metric in known.items()},
+        "groups": [(title, [metric.name for metric in group if metric.charted]) for title, group in GROUPS.items()],
+        "times": TIMES,
+    }
 
 
 def page(data: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from grpo.runs.report import SAMPLES, write
+from grpo.runs.report import SAMPLES, write_report
 from grpo.system.errors import UserError
 
 if __name__ == "__main__":
@@ -15,6 +15,6 @@ if __name__ == "__main__":
     parser.add_argument("--samples", type=int, default=SAMPLES, help="samples of a run in the page at most")
     given = parser.parse_args()
     try:
-        print(f"written to {write(given.folder, given.out, given.samples)}")
+        print(f"written to {write_report(given.folder, given.out, given.samples)}")
     except UserError as error:
         sys.exit(f"error: {error}")

@@ -14,22 +14,18 @@ const html = element("http://www.w3.org/1999/xhtml");
 const svg = element("http://www.w3.org/2000/svg");
 const section = (id, title, ...children) => html("section", { id }, html("h2", {}, title), ...children);
 
-const SHARE = new RegExp(
-  "(accuracy|_rate|_groups|truncated|no_answer|timeout|error|format|supports|correct|out_of_turns|malformed_calls" +
-    "|pass[@^]\\d+|(avg|maj)@\\d+|clip_fraction\\w*|(level|hops)_\\d+)$",
-);
-const isShare = (name) => SHARE.test(name) && !name.includes("discarded");
+const unitOf = (name) => data.about[name]?.unit;
 
-/** A number as one reads it: shares in per cent, memory in GB, times in seconds. */
-function tell(value, name = "") {
+/** A number as one reads it: shares in per cent, bytes in GB, seconds with their unit. */
+function tell(value, unit) {
   if (value == null) return "–";
-  if (isShare(name)) return `${(100 * value).toFixed(1)}\u00a0%`;
-  if (name.startsWith("memory/")) return `${(value / 1e9).toFixed(2)} GB`;
-  const unit = name.startsWith("time/") ? " s" : "";
-  if (unit && value < 0.001) return "< 0.001 s";
+  if (unit === "share") return `${(100 * value).toFixed(1)}\u00a0%`;
+  if (unit === "bytes") return `${(value / 1e9).toFixed(2)} GB`;
+  const end = unit === "seconds" ? " s" : "";
+  if (end && value < 0.001) return "< 0.001 s";
   const size = Math.abs(value);
-  if (size >= 1000) return value.toLocaleString("en", { maximumFractionDigits: 0 }) + unit;
-  return (size > 0 && size < 0.001 ? value.toExponential(2) : String(+value.toPrecision(4))) + unit;
+  if (size >= 1000) return value.toLocaleString("en", { maximumFractionDigits: 0 }) + end;
+  return (size > 0 && size < 0.001 ? value.toExponential(2) : String(+value.toPrecision(4))) + end;
 }
 
 /** About `count` round numbers that cover low to high. */
@@ -51,18 +47,18 @@ const BOTTOM = 24;
 const colour = (index) => `var(--c${index % 7})`;
 const dashes = (index) => (index >= 7 ? "6 3" : null);
 
-function frame(x, y, xs, ys, name) {
+function frame(x, y, xs, ys, unit) {
   const whole = xs.filter((at) => Number.isInteger(at));
   return svg("g", {},
     ys.map((at) => [
       svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(at), y2: y(at) }),
-      svg("text", { x: LEFT - 6, y: y(at) + 4, "text-anchor": "end" }, axisLabel(at, name)),
+      svg("text", { x: LEFT - 6, y: y(at) + 4, "text-anchor": "end" }, axisLabel(at, unit)),
     ]).flat(),
     whole.map((at) => svg("text", { x: x(at), y: HEIGHT - 6, "text-anchor": "middle" }, String(at))));
 }
 
-const axisLabel = (at, name) =>
-  isShare(name) ? `${+(100 * at).toPrecision(3)} %` : name.startsWith("memory/") ? `${+(at / 1e9).toPrecision(3)} GB` : tell(at);
+const axisLabel = (at, unit) =>
+  unit === "share" ? `${+(100 * at).toPrecision(3)} %` : unit === "bytes" ? `${+(at / 1e9).toPrecision(3)} GB` : tell(at);
 
 /** What an axis covers: the curves; of their intervals, which few seeds make very wide, no more than as much again. */
 function reach(points, share) {
@@ -86,11 +82,12 @@ function chart(name, series, span, marks = []) {
   const points = series.map(({ x, y, low, high }) =>
     x.map((at, i) => ({ at, y: y[i], low: low?.[i] ?? null, high: high?.[i] ?? null })).filter((p) => p.y != null));
   const every = points.flat();
-  const caption = html("figcaption", {}, name);
+  const { unit, words } = data.about[name];
+  const caption = html("figcaption", { title: words }, name);
   if (!every.length) return html("figure", { class: "card" }, caption, html("p", { class: "soft" }, "no value"));
 
   const xs = [...new Set(every.map((p) => p.at))].sort((a, b) => a - b);
-  const ys = ticks(...reach(every, isShare(name)));
+  const ys = ticks(...reach(every, unit === "share"));
   const [low, high] = [ys[0], ys.at(-1)];
   const [first, last] = [span[0], Math.max(span[1], span[0] + 1)];
   const x = (at) => LEFT + ((at - first) / (last - first)) * (WIDTH - LEFT - RIGHT);
@@ -99,7 +96,7 @@ function chart(name, series, span, marks = []) {
 
   const cursor = svg("g", {});
   const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, tabindex: 0, role: "img",
-    "aria-label": `${name} against rollouts; arrow keys read values` }, frame(x, y, ticks(first, last).filter((at) => at >= first && at <= last), ys, name));
+    "aria-label": `${name} against rollouts; arrow keys read values` }, frame(x, y, ticks(first, last).filter((at) => at >= first && at <= last), ys, unit));
   series.forEach(({ index, thin }, s) => {
     const banded = points[s].filter((p) => p.low != null && p.high != null);
     const stroke = colour(index);
@@ -126,8 +123,8 @@ function chart(name, series, span, marks = []) {
     cursor.replaceChildren(svg("line", { class: "cursor", x1: x(at), x2: x(at), y1: TOP, y2: HEIGHT - BOTTOM }),
       ...found.map(([one, p]) => svg("circle", { cx: x(at), cy: y(p.y), r: 3.5, fill: colour(one.index) })));
     tip.replaceChildren(html("div", { class: "soft" }, `rollout ${at}`), ...found.map(([one, p]) =>
-      html("div", {}, `${one.label ? one.label + ": " : ""}${tell(p.y, name)}`,
-        p.low == null ? null : html("span", { class: "soft" }, `  ${tell(p.low, name)} to ${tell(p.high, name)}`))));
+      html("div", {}, `${one.label ? one.label + ": " : ""}${tell(p.y, unit)}`,
+        p.low == null ? null : html("span", { class: "soft" }, `  ${tell(p.low, unit)} to ${tell(p.high, unit)}`))));
     tip.hidden = false;
     tip.style.left = `${Math.max(4, Math.min(figure.clientWidth - tip.offsetWidth - 4, (x(at) / WIDTH) * picture.getBoundingClientRect().width + 26))}px`;
   };
@@ -163,7 +160,7 @@ function curves(groups, names, drawn) {
       return found.length ? [html("h3", {}, title), html("div", { class: "charts" }, found.map(drawn))] : [];
     }));
   };
-  const boxes = names.map((name) => html("label", {}, html("input", { type: "checkbox", value: name, checked: shown.has(name), change: (event) => {
+  const boxes = names.map((name) => html("label", { title: data.about[name].words }, html("input", { type: "checkbox", value: name, checked: shown.has(name), change: (event) => {
     shown[event.target.checked ? "add" : "delete"](name);
     draw();
   } }), ` ${name}`));
@@ -192,8 +189,8 @@ function timeSplit(x, y) {
     ys.flatMap((at) => [svg("line", { class: "grid", x1: LEFT, x2: wide, y1: y_(at), y2: y_(at) }),
       svg("text", { x: LEFT - 6, y: y_(at) + 4, "text-anchor": "end" }, `${+at.toPrecision(3)} s`)]),
     rows.flatMap((row) => stacked(row.parts, (n, from, to) => svg("rect", { x: LEFT + (row.at - first) * slot + slot * 0.1, width: slot * 0.8,
-      y: y_(to), height: y_(from) - y_(to), fill: colour(n) }, svg("title", {}, `rollout ${row.at}, ${names[n]}: ${tell(row.parts[n], "time/")}`)))),
+      y: y_(to), height: y_(from) - y_(to), fill: colour(n) }, svg("title", {}, `rollout ${row.at}, ${names[n]}: ${tell(row.parts[n], "seconds")}`)))),
     ticks(first, Math.max(last, first + 1), 8).filter((at) => Number.isInteger(at) && at >= first && at <= last)
       .map((at) => svg("text", { x: LEFT + (at - first + 0.5) * slot, y: tall - 6, "text-anchor": "middle" }, String(at))));
-  return html("div", { class: "card" }, legend(names.map((name, n) => `${name.slice(5)} ${tell(totals[n], "time/")} (${((100 * totals[n]) / all).toFixed(0)} %)`)), total, each);
+  return html("div", { class: "card" }, legend(names.map((name, n) => `${name.slice(5)} ${tell(totals[n], "seconds")} (${((100 * totals[n]) / all).toFixed(0)} %)`)), total, each);
 }

@@ -2,12 +2,6 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 
-const GROUPS = [
-  ["What it earns", ["eval/accuracy", "rollout/reward", "rollout/solve_rate", "rollout/effective_groups"]],
-  ["What it writes", ["rollout/length", "eval/length", "rollout/truncated", "rollout/no_answer"]],
-  ["How it moves", ["loss/grad_norm", "loss/entropy", "loss/ratio", "loss/clip_fraction_high", "loss/approx_kl", "loss/kl", "rollout/logprob_gap", "lr"]],
-  ["Speed and memory", ["tokens/s", "memory/rollout", "memory/update"]],
-];
 const MINUS = (text) => text.replace("-", "−");
 
 function header() {
@@ -34,24 +28,24 @@ function evaluations() {
     return bounds ? html("span", { class: "soft" }, ` ${(100 * bounds[0]).toFixed(1)} to ${(100 * bounds[1]).toFixed(1)}`) : null;
   };
   return table(["after rollouts", ...names.map((name) => name.slice(5))],
-    rows.map(([at, i]) => [String(at), ...names.map((name) => html("span", {}, tell(y[name][i], name), interval(name, i)))]));
+    rows.map(([at, i]) => [String(at), ...names.map((name) => html("span", {}, tell(y[name][i], unitOf(name)), interval(name, i)))]));
 }
 
 function health() {
   if (!data.metrics.x.length) return html("p", { class: "soft" }, "Nothing was measured.");
   if (!data.warnings.length) return html("p", {}, html("span", { class: "good" }, "✓ "), "No number left the range in which runs are known to be well.");
-  return table(["rollout", "metric", "value", "what it means"], data.warnings.map((w) => [String(w.rollout), w.metric, tell(w.value, w.metric), w.words]), 4);
+  return table(["rollout", "metric", "value", "what it means"], data.warnings.map((w) => [String(w.rollout), w.metric, tell(w.value, unitOf(w.metric)), w.words]), 4);
 }
 
 function run() {
   const { x, y } = data.metrics;
   const names = Object.keys(y);
-  const { place, picker } = curves(GROUPS, names, (name) => {
+  const { place, picker } = curves(data.groups, names, (name) => {
     const bounds = data.intervals[name];
     const marks = data.warnings.filter((w) => w.metric === name);
     return chart(name, [{ label: "", index: 0, x, y: y[name], low: bounds?.map((b) => b?.[0]), high: bounds?.map((b) => b?.[1]) }], [x[0], x.at(-1)], marks);
   });
-  const times = Object.fromEntries(names.filter((name) => name.startsWith("time/") && name !== "time/played").map((name) => [name, y[name]])); // played: beside the update
+  const times = Object.fromEntries(data.times.filter((name) => name in y).map((name) => [name, y[name]]));
   return [
     section("curves", "Curves", html("p", { class: "soft" }, "Against rollouts learned from; bars on accuracy are 95 % intervals over problems. Point at a curve, or focus it and use the arrow keys."), place, picker),
     section("evaluation", "Held-out evaluation", evaluations()),
@@ -67,7 +61,7 @@ function sweep() {
   const { arms, metrics } = data;
   const names = Object.keys(metrics);
   const each = html("input", { type: "checkbox", id: "seeds", change: () => draw() });
-  const { place, picker, draw } = curves(GROUPS, names, (name) => chart(name, [
+  const { place, picker, draw } = curves(data.groups, names, (name) => chart(name, [
     ...(each.checked ? metrics[name].flatMap(({ seeds }, index) => seeds.map((seed) => ({ ...seed, index, thin: true }))) : []),
     ...metrics[name].map((band, index) => ({ ...band, index, label: arms[index] })),
   ], data.span));
@@ -76,7 +70,7 @@ function sweep() {
   const compared = data.table.map((row) => [row.arm, String(row.seeds), row.mean == null ? "–" : html("span", {}, `${per_cent(row.mean)} %`, range(row.low, row.high)),
     row.difference ? html("span", {}, per_cent(row.difference.value), range(row.difference.low, row.difference.high)) : "–",
     row.p == null ? "–" : tell(row.p), row.p == null ? "–" : tell(row.adjusted), row.p == null ? "–" : `${row.better} / ${row.worse} / ${row.ties}`]);
-  const links = data.runs.map((one) => [one.link ? html("a", { href: one.link }, one.name) : one.name, one.arm, one.seed, one.status, one.error ?? "", tell(one.accuracy, "accuracy")]);
+  const links = data.runs.map((one) => [one.link ? html("a", { href: one.link }, one.name) : one.name, one.arm, one.seed, one.status, one.error ?? "", tell(one.accuracy, "share")]);
   const failed = data.runs.filter((one) => one.status !== "finished");
   return [
     section("arms", "Arms", html("p", { class: "soft" }, data.words), table(["arm", "seeds", "held-out accuracy", "against the first arm", "p", "p (Holm)", "better / worse / ties"], compared)),

@@ -9,10 +9,12 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from grpo.evaluation.metrics import solved
 from grpo.evaluation.statistics import mean_interval
 from grpo.runs.health import warnings_of
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
+from grpo.system.metrics import TIMES
 
 LONGEST = 20_000  # characters of one text; of a longer one the middle stays out
 
@@ -24,7 +26,7 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
     intervals = {"eval/accuracy": accuracy_intervals(run, metrics)}
     return {
         "kind": "run",
-        "name": title(run),
+        "name": run_title(run),
         "status": run.status,
         "error": run.manifest.get("error"),
         "facts": facts(run),
@@ -38,16 +40,8 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
     }
 
 
-def choices(run: Run) -> dict[str, str]:
-    """The options of the groups: what Hydra noted, else what the configuration built."""
-    file = run.folder / ".hydra" / "hydra.yaml"
-    if file.is_file():
-        return yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["runtime"]["choices"]
-    return {"task": run.config["task"]["_target_"].rpartition(".")[2].lower()}
-
-
-def title(run: Run) -> str:
-    chosen = choices(run)
+def run_title(run: Run) -> str:
+    chosen = run.choices or {"task": run.config["task"]["_target_"].rpartition(".")[2].lower()}
     parts = [chosen[group] for group in ("task", "model", "adapter", "algo") if chosen.get(group, "none") != "none"]
     return ", ".join([*parts, f"seed {run.seed}"])
 
@@ -73,7 +67,7 @@ def minute(time: str | None) -> str | None:
 
 
 def numbers(run: Run, metrics: pd.DataFrame, intervals: Sequence[tuple[float, float] | None]) -> list[dict[str, str]]:
-    """What one asks first, as cards of label, value, note."""
+    """The first things that one asks, as cards of label, value, note."""
     cards = []
     accuracy = metrics.get("eval/accuracy", pd.Series(dtype=float)).dropna()
     if len(accuracy):
@@ -90,7 +84,7 @@ def numbers(run: Run, metrics: pd.DataFrame, intervals: Sequence[tuple[float, fl
     if "tokens/s" in metrics:
         speed = metrics["tokens/s"].dropna()
         cards.append(("tokens/s", f"{speed.median():,.0f}", f"median; {speed.min():,.0f} to {speed.max():,.0f}"))
-    spent = metrics.filter(regex="^time/(rollout|update|sync|eval)").sum().sum() / 60
+    spent = metrics.filter(TIMES).sum().sum() / 60
     if spent:
         cards.append(("minutes", f"{spent:.1f}", "of rollouts, updates and evaluations"))
     return [{"label": label, "value": value.replace("%", "\N{NO-BREAK SPACE}%"), "note": note}
@@ -98,32 +92,30 @@ def numbers(run: Run, metrics: pd.DataFrame, intervals: Sequence[tuple[float, fl
 
 
 def accuracy_intervals(run: Run, metrics: pd.DataFrame) -> list[tuple[float, float] | None]:
-    """The 95 % interval of each evaluation, over problems; None where no samples of it are on disk. In the order of metrics."""
-    if not run.evaluated:
-        return [None] * len(metrics)
-    records = run.evaluations(columns=["rollout", "prompt_index", "correct", "reward"])
-    known = records[records["reward"].notna() & records["correct"].notna()]
-    found = {}
-    for rollout, part in known.groupby("rollout"):
-        estimate = mean_interval(part.groupby("prompt_index")["correct"].mean().to_numpy(float), bounds=(0, 1))
-        found[rollout] = (estimate.low, estimate.high)
+    """The 95 % interval of each evaluation, over problems, in the order of metrics; None where its samples do not give one."""
+    found: dict[int, tuple[float, float]] = {}
+    if run.evaluated:
+        records = run.evaluations(columns=["rollout", "prompt_index", "correct", "reward"])
+        for rollout, part in records.groupby("rollout"):
+            _, low, high, problems = mean_interval(solved(part), bounds=(0, 1))
+            found |= {rollout: (low, high)} if problems > 1 else {}
     return [found.get(at) for at in metrics.index]
 
 
 # -- samples
 
 
-def spread(rollouts: Sequence[int], count: int) -> list[int]:
+def evenly(rollouts: Sequence[int], count: int) -> list[int]:
     """`count` of them (2 or more), evenly: the first and the last are among them."""
     if len(rollouts) <= count:
         return list(rollouts)
     return [rollouts[round(i * (len(rollouts) - 1) / (count - 1))] for i in range(count)]
 
 
-def choose(sizes: pd.Series, budget: int) -> tuple[list[int], int]:
+def rollouts_to_show(sizes: pd.Series, budget: int) -> tuple[list[int], int]:
     """sizes: samples by rollout. Returns the rollouts to show, and how many samples of each."""
     each = int(sizes.max()) if len(sizes) else 1
-    chosen = spread(list(sizes.index), max(2, budget // each))
+    chosen = evenly(list(sizes.index), max(2, budget // each))
     return chosen, min(each, budget // max(1, len(chosen)))
 
 
@@ -142,10 +134,10 @@ def embedded(run: Run, budget: int) -> dict[str, Any]:
         total += int(sizes[kind].sum())
     share = max(budget // 2, budget - int(sizes["rollout"].sum()))
     for kind, read in (("evaluation", run.evaluations), ("rollout", run.samples)):
-        chosen, each = choose(sizes[kind], share if kind == "evaluation" else budget - shown)
+        chosen, each = rollouts_to_show(sizes[kind], share if kind == "evaluation" else budget - shown)
         for rollout in chosen:
             table = read([rollout]).head(each)
-            steps.append({"kind": kind, "rollout": rollout, "samples": rows(table, conversations)})
+            steps.append({"kind": kind, "rollout": rollout, "samples": sample_rows(table, conversations)})
             shown += len(table)
     add_pieces(run, steps)
     left = f"All {total:,} samples are here." if total else "The run left no samples."
@@ -156,7 +148,7 @@ def embedded(run: Run, budget: int) -> dict[str, Any]:
     return {"steps": steps, "conversations": [shorter(json.loads(text)) for text in conversations], "left": left}
 
 
-def rows(table: pd.DataFrame, conversations: dict[str, int]) -> list[dict[str, Any]]:
+def sample_rows(table: pd.DataFrame, conversations: dict[str, int]) -> list[dict[str, Any]]:
     """The samples of one file; conversations: gets their messages, by number."""
     parts = [name for name in table.columns if name.startswith("reward/") or name == "overlong"]
     table = table.astype(object).where(table.notna(), None) if len(table) else table

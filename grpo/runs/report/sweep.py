@@ -32,8 +32,8 @@ def sweep_data(runs: Sequence[Run], folder: Path, out: Path) -> dict[str, Any]:
         ],
         "words": WORDS,
         "arms": list(found),
-        "table": table(done),
-        "metrics": metrics(runs, list(found)),
+        "table": arm_rows(done),
+        "metrics": bands(runs, list(found)),
         "span": span(runs),
         "runs": [line(run, label, out) for label, members in found.items() for run in members],
     }
@@ -54,7 +54,7 @@ def span(runs: Sequence[Run]) -> tuple[int, int]:
     return (min(logged), max(logged)) if logged else (0, 1)
 
 
-def metrics(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+def bands(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """By name of the metric: for each arm its mean over seeds with an interval, and every seed's curve."""
     names = dict.fromkeys(name for run in runs if run.measured for name in run.metrics.columns)
     found = {}
@@ -73,7 +73,7 @@ def metrics(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, list[dict[s
     return found
 
 
-def table(done: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
+def arm_rows(done: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     """A row for each arm: its accuracy, and against the first arm on the problems that all were asked."""
     evaluated = {label: [run for run in runs if run.scored] for label, runs in done.items()}
     known = {label: runs for label, runs in evaluated.items() if runs}

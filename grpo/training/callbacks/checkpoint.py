@@ -7,9 +7,8 @@ from pathlib import Path
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
-from grpo.evaluation.statistics import Estimate, mean_interval
+from grpo.evaluation.statistics import Estimate
 from grpo.models.policy import Pretrained
-from grpo.rollout.metrics import share_right
 from grpo.runs.model_card import write_card
 from grpo.system.errors import RolloutError
 from grpo.training.batch import RolloutBatch
@@ -27,12 +26,17 @@ class Checkpoint(L.Callback):
         self.folder, self.num_rollouts, self.every = Path(folder), num_rollouts, every
         self.tokenizer = model.tokenizer()
         self.best_accuracy = -1.0
-        self.rollouts, self.measured = 0, None  # learned from; the policy's held-out accuracy, where it was evaluated
+        self.rollouts = 0  # learned from
+        self.measured: Estimate | None = (
+            None  # held-out accuracy of the policy as it is, None where it was not evaluated
+        )
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: RolloutBatch, batch_idx: int
     ) -> None:
-        self.rollouts, self.measured = batch.rollout + 1, measured(batch)
+        self.rollouts = batch.rollout + 1
+        of_this = (evaluation for evaluation in batch.evaluations if evaluation.rollout == self.rollouts)
+        self.measured = next((evaluation.estimates["accuracy"] for evaluation in of_this), None)
         if (accuracy := batch.metrics.get("eval/accuracy", -1.0)) > self.best_accuracy:
             self.best_accuracy = accuracy
             self.export(module, "best")
@@ -67,11 +71,3 @@ class Checkpoint(L.Callback):
             self.best_accuracy = state["best_accuracy"]
             if Path(state["best"]) != (self.folder / "best").absolute():  # else the run goes on in its own folder
                 shutil.copytree(state["best"], self.folder / "best", dirs_exist_ok=True)
-
-
-def measured(batch: RolloutBatch) -> Estimate | None:
-    """Of the policy that has learned from this rollout, over the held-out examples; None where it was not evaluated."""
-    for evaluation in batch.evaluations:
-        if evaluation.rollout == batch.rollout + 1:
-            return mean_interval([share_right(group) for group in evaluation.groups], bounds=(0, 1))
-    return None

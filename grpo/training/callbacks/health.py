@@ -1,4 +1,4 @@
-"""Health: warns, once and in words, when a metric has left the range in which runs are known to be well."""
+"""Health: warns once when a metric leaves the range in which runs are well, and says what to do."""
 
 import logging
 from collections.abc import Mapping
@@ -6,18 +6,19 @@ from collections.abc import Mapping
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
-from grpo.runs.health import RANGES, Watch
+from grpo.runs.health import Watch
 from grpo.system.errors import UserError
+from grpo.system.metrics import WATCHED
 from grpo.training.batch import RolloutBatch
 
 log = logging.getLogger(__name__)
 
 
 class Health(L.Callback):
-    """ignore: metrics not to speak of. Behind RolloutCallback, which collects the metrics."""
+    """ignore: metrics without warnings. Comes after RolloutCallback, which collects the metrics."""
 
     def __init__(self, ignore: tuple[str, ...] = ()) -> None:
-        known = [well.metric for well in RANGES]
+        known = [metric.name for metric in WATCHED]
         if isinstance(ignore, str) or not set(ignore) <= set(known):
             raise UserError(f"callbacks.health.ignore={ignore} must be a list of some of {', '.join(known)}")
         self.ignored, self.watch = frozenset(ignore), Watch()
@@ -30,8 +31,8 @@ class Health(L.Callback):
         for found in self.watch.findings(batch.rollout + 1, batch.metrics):
             log.warning(f"rollout {found.rollout}: {found.metric} is {found.value:.3g}, {found.words}")
 
-    def told(self) -> list[str]:
-        """The metrics that were warned of, before a resume too."""
+    def warned(self) -> list[str]:
+        """The metrics that had a warning, also before a resume."""
         return sorted(self.watch.silent - self.ignored)
 
     def state_dict(self) -> dict:

@@ -7,7 +7,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
 from grpo.runs.manifest import now
-from grpo.runs.report import write
+from grpo.runs.report import write_report
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Report(L.Callback):
     def write(self, status: str, error: str | None = None) -> None:
         """Says so in a line where it fails: a page is no reason to lose a run."""
         try:
-            write(self.folder, samples=self.samples, ending={"status": status, "error": error, "ended": now()})
+            write_report(self.folder, samples=self.samples, ending={"status": status, "error": error, "ended": now()})
         except Exception as failure:
             told = " ".join(f"{type(failure).__name__}: {failure}".split())
             log.warning(f"no report.html ({told}); later: python -m grpo.report {self.folder}")

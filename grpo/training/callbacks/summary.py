@@ -1,45 +1,37 @@
-"""What a run took and what it gave, as a table."""
+"""The summary at the end of a run: its time, speed, memory and accuracy, as a table."""
 
 import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
 
 from rich.table import Table
 
-from grpo.evaluation.statistics import mean_interval
-
-TIMES = {"time/rollout": "rollout", "time/update": "update", "time/sync": "sync", "time/eval": "evaluation"}
-
-
-class Evaluated(NamedTuple):
-    """After so many rollouts. shares: of each held-out example the share of its samples that is right, NaN where nobody knows."""
-
-    rollouts: int
-    metrics: Mapping[str, float]
-    shares: Sequence[float]
+from grpo.evaluation.evaluator import Evaluation
+from grpo.system.metrics import TIMES, percent
 
 
 def clock(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def accuracy(told: Evaluated) -> str:
-    _, low, high, _ = mean_interval(told.shares, bounds=(0, 1))
+def accuracy(evaluation: Evaluation) -> str:
+    value, low, high, _ = evaluation.estimates["accuracy"]
     interval = "" if math.isnan(low) else f" ({100 * low:.1f} to {100 * high:.1f})"
-    return f"{told.metrics['eval/accuracy']:.1%}{interval} after {told.rollouts}"
+    return f"{percent(value)}{interval} after {evaluation.rollout}"
 
 
 def summary(
-    learned: Sequence[Mapping[str, float]], evaluations: Sequence[Evaluated], seconds: float, warned: Sequence[str]
+    learned: Sequence[Mapping[str, float]], evaluations: Sequence[Evaluation], seconds: float, warned: Sequence[str]
 ) -> Table:
-    """learned: the metrics of each rollout. seconds: of the whole run. warned: metrics that were found unwell.
+    """learned: the metrics of each rollout. seconds: of the whole run. warned: the metrics that had a warning.
 
-    Accuracies are over the held-out examples, with the 95 % interval of another draw of such examples.
+    Accuracies are over the held-out examples, with the 95 % interval over another draw of such examples.
     """
     spent = {
-        name: sum(metrics.get(key, 0.0) for metrics in (*learned, *(e.metrics for e in evaluations if e.rollouts == 0)))
-        for key, name in TIMES.items()
+        name.removeprefix("time/"): sum(
+            metrics.get(name, 0.0) for metrics in (*learned, *(e.metrics for e in evaluations if e.rollout == 0))
+        )
+        for name in TIMES
     }
     spent["rest"] = max(0.0, seconds - sum(spent.values()))
     tokens = sum(metrics["rollout/tokens"] for metrics in learned)
@@ -52,9 +44,9 @@ def summary(
         table.add_row(f"  {name}", f"{clock(part)}, {part / seconds:.0%}")
     table.add_row("tokens/s", f"{tokens / busy:,.0f}")
     table.add_row("memory, at most", f"{memory / 2**30:.2f} GiB")
-    if known := [told for told in evaluations if not math.isnan(told.metrics["eval/accuracy"])]:
-        best = max(known[1:] or known, key=lambda told: told.metrics["eval/accuracy"])
-        for name, told in (("first", known[0]), ("best", best), ("last", known[-1])):
-            table.add_row(f"held out, {name}", accuracy(told))
+    if known := [evaluation for evaluation in evaluations if evaluation.estimates["accuracy"].n]:
+        best = max(known[1:] or known, key=lambda evaluation: evaluation.estimates["accuracy"].value)
+        for name, evaluation in (("first", known[0]), ("best", best), ("last", known[-1])):
+            table.add_row(f"held out, {name}", accuracy(evaluation))
     table.add_row("warnings", ", ".join(warned) or "none")
     return table

@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -10,15 +11,14 @@ from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 from rich.text import Text
 
-from grpo.evaluation.metrics import SHARES, worth_telling
-from grpo.rollout.metrics import share_right
+from grpo.evaluation.display import history, results_line
+from grpo.evaluation.evaluator import Evaluation
 from grpo.rollout.types import Sample
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.health import Health
-from grpo.training.callbacks.summary import Evaluated, clock, summary
+from grpo.training.callbacks.summary import clock, summary
 
 
 def status(metrics: Mapping[str, float], accuracy: float | None, left: float) -> str:
@@ -28,26 +28,6 @@ def status(metrics: Mapping[str, float], accuracy: float | None, left: float) ->
         f"reward {metrics['rollout/reward']:.2f}  solved {metrics['rollout/solve_rate']:.0%}  "
         f"groups {metrics['rollout/effective_groups']:.0%}  {held_out}{metrics['tokens/s']:,.0f} tok/s  {clock(left)} left"
     )
-
-
-def evaluation_table(
-    evaluations: Sequence[tuple[object, Mapping[str, float]]], first: str = "rollouts", title: str = "held-out examples"
-) -> Table:
-    """A row for each (label, metrics) and a column for each metric, or the other way round where there are more metrics; `first`
-    heads the labels. A part of the reward that applied to no sample of an evaluation is no metric of it."""
-    known = dict.fromkeys(name for _, metrics in evaluations for name in metrics)
-    names = [name for name in known if any(worth_telling(name, metrics.get(name, 0)) for _, metrics in evaluations)]
-    rows = [[first, *(name.removeprefix("eval/") for name in names)]]
-    for label, metrics in evaluations:
-        told = {name: f"{value:.1%}" if SHARES.search(name) else f"{value:.4g}" for name, value in metrics.items()}
-        rows.append([str(label), *(told.get(name, "-") for name in names)])
-    head, *rest = rows if len(names) <= len(evaluations) else zip(*rows, strict=True)
-    table = Table(*head, title=title)
-    for column in table.columns:
-        column.justify = "right"
-    for row in rest:
-        table.add_row(*row)
-    return table
 
 
 def sample_panel(title: str, sample: Sample) -> Panel:
@@ -79,7 +59,7 @@ class Terminal(L.Callback):
         self.samples, self.samples_every, self.every = samples, samples_every, every
         self.console = Console()
         self.learned: list[Mapping[str, float]] = []  # metrics of the rollouts of this process
-        self.evaluations: list[Evaluated] = []
+        self.evaluations: list[Evaluation] = []
         columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
         self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
         self.bar = self.progress.add_task("", total=num_rollouts, status="first rollout ...")
@@ -120,16 +100,13 @@ class Terminal(L.Callback):
             self.show(batch)
 
     def note(self, batch: RolloutBatch) -> None:
-        """Take up the evaluations that were not there before, and say them."""
-        known = {evaluated.rollouts for evaluated in self.evaluations}
+        """Print the evaluations that are new, and keep their numbers."""
+        known = {evaluation.rollout for evaluation in self.evaluations}
         for evaluation in batch.evaluations:
             if evaluation.rollout not in known:
-                shares = [share_right(group) for group in evaluation.groups]
-                self.evaluations.append(Evaluated(evaluation.rollout, evaluation.metrics, shares))
-                told = "  ".join(
-                    f"{name} {value:.3g}" for name, value in evaluation.metrics.items() if worth_telling(name, value)
-                )
-                self.console.print(f"after {evaluation.rollout} rollouts: {told}", soft_wrap=True)
+                self.evaluations.append(replace(evaluation, groups=(), columns={}))
+                line = f"after {evaluation.rollout} rollouts: {results_line(evaluation.metrics)}"
+                self.console.print(line, soft_wrap=True)
 
     def show(self, batch: RolloutBatch) -> None:
         for group in batch.groups[: self.samples]:
@@ -141,8 +118,8 @@ class Terminal(L.Callback):
         if self.last is not None:
             self.show(self.last)
         if self.evaluations:
-            self.console.print(evaluation_table([(told.rollouts, told.metrics) for told in self.evaluations]))
-        warned = [name for callback in trainer.callbacks if isinstance(callback, Health) for name in callback.told()]
+            self.console.print(history([(evaluation.rollout, evaluation.metrics) for evaluation in self.evaluations]))
+        warned = [name for callback in trainer.callbacks if isinstance(callback, Health) for name in callback.warned()]
         if self.learned:
             seconds = time.perf_counter() - self.begun
             self.console.print(summary(self.learned, self.evaluations, seconds, warned))

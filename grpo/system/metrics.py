@@ -1,0 +1,235 @@
+"""The dictionary of metrics: what each number is, its unit, and the range in which runs are well.
+
+Everything that shows, watches or names a metric reads it here. `python -m grpo.system.metrics` prints the table of
+docs/algorithms.md.
+"""
+
+import math
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import groupby
+from typing import Literal
+
+Unit = Literal["share", "reward", "count", "tokens", "nats", "number", "tokens/s", "seconds", "bytes", "text"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """name: as it is logged. K stands for a number, NAME for any text. words: what it is.
+
+    A run is well while low <= value <= high. advice: what it means if not, and what to do; without it nobody watches the metric.
+    after: a warning comes when so many rollouts in a row are outside. stale: `high` for samples of older weights, if it differs.
+    charted: the report draws it unasked. part: a part of the reward, so its name is not reserved for us. fault: a number of what
+    went wrong, not worth a line while it is 0.
+    """
+
+    name: str
+    unit: Unit
+    words: str
+    low: float = -math.inf
+    high: float = math.inf
+    advice: str = ""
+    after: int = 1
+    stale: float | None = None
+    charted: bool = False
+    part: bool = False
+    fault: bool = False
+
+
+def both(name: str, *values, **more) -> tuple[Metric, Metric]:
+    """The metric of training rollouts, and the same of evaluations, which nobody watches."""
+    metric = Metric(f"rollout/{name}", *values, **more)
+    return metric, replace(metric, name=f"eval/{name}", low=-math.inf, high=math.inf, advice="", charted=False)
+
+
+CLIPPED = (
+    "many tokens are beyond the bound and teach nothing (usual with algo.level=sequence): lower optim.optimizer.lr, or "
+    "widen the bounds of algo.surrogate"
+)
+SLOWER = "lower optim.optimizer.lr, algo.num_epochs or algo.num_minibatches"
+
+GROUPS: dict[str, tuple[Metric, ...]] = {
+    "Reward and accuracy": (
+        Metric("eval/accuracy", "share", "Right samples of a held-out problem, mean over problems.", charted=True),
+        Metric("rollout/reward", "reward", "Mean over the samples whose reward is known, with the penalty for overlong "
+               "answers, before any KL.", charted=True),
+        Metric("rollout/solve_rate", "share", "Right samples among those whose reward is known.", charted=True),
+        Metric("rollout/effective_groups", "share", "Groups whose rewards differ: the others teach nothing.", 1e-9, 1,
+               "no group's rewards differ, and there is nothing to compare: the task may be too hard or too easy for the "
+               "policy, or the reward broken; look at rollouts/", after=3, charted=True),
+        Metric("eval/accuracy_lenient", "share", "The same as accuracy, with the answer taken wherever it stands."),
+        Metric("eval/pass@K", "share", "Chance that at least one of K samples is right (arXiv 2107.03374)."),
+        Metric("eval/pass^K", "share", "Chance that all of K samples are right (arXiv 2406.12045)."),
+        Metric("eval/maj@K", "share", "Chance that the most frequent answer of K is right (arXiv 2203.11171)."),
+        Metric("eval/NAME_iqm", "share", "Interquartile mean over seeds, in comparisons only (arXiv 2108.13264)."),
+        Metric("rollout/NAME_std", "reward", "Standard deviation over samples, of the reward or of a part."),
+        *both("correct", "share", "Right samples, of one source of a mixture.", part=True),
+        *both("format", "share", "Answers in the form that is asked for.", part=True),
+        *both("level_K", "share", "Right samples among the problems of level K.", part=True),
+        *both("hops_K", "share", "Right samples among the questions of K hops.", part=True),
+        *both("supports", "share", "Supporting paragraphs that were found.", part=True),
+        Metric("rollout/overlong", "reward", "Penalty for overlong answers, with algo.overlong_share.", part=True),
+        *both("NAME", "reward", "Any other part of the reward, mean over the samples that have it.", part=True),
+        Metric("rollout/rounds", "count", "Rounds of dynamic sampling."),
+        Metric("rollout/discarded_groups", "count", "Groups that dynamic sampling replaced."),
+        Metric("rollout/advantages_positive", "count", "Samples with a positive advantage."),
+        Metric("rollout/advantages_negative", "count", "Samples with a negative advantage."),
+        Metric("data/prompts", "count", "Prompts that were drawn since the run began."),
+        Metric("data/epoch", "number", "Passes over the training examples since the run began."),
+    ),
+    "Completions": (
+        Metric("rollout/length", "tokens", "Sampled tokens of a sample.", charted=True),
+        Metric("eval/length", "tokens", "Sampled tokens of a sample.", charted=True),
+        *both("truncated", "share", "Samples that the limit of tokens cut short.", 0, 0.5,
+              "most answers are cut short: raise max_tokens, or see algo.mask_truncated and algo.overlong_share",
+              charted=True),
+        *both("no_answer", "share", "Graded samples without an answer.", 0, 0.5,
+              "most answers are not where the reward looks for them (a box, a last ####): ask for it in the prompt, reward "
+              "the form, or raise max_tokens", after=3, charted=True, fault=True),
+        *both("timeout", "share", "Samples whose grader ran out of time: their reward is unknown.", 0, 0.02,
+              "the grader often runs out of time, and those samples teach nothing: look for outcome timeout in rollouts/, "
+              "or raise score_timeout", fault=True),
+        *both("error", "share", "Samples whose grader failed: their reward is unknown.", 0, 0,
+              "the grader failed on some samples, as on a right answer that it cannot read: look for reward null in "
+              "rollouts/", fault=True),
+        *both("turns", "count", "Messages of the policy in an episode."),
+        *both("out_of_turns", "share", "Episodes that max_turns ended.", 0, 0.5,
+              "most episodes do not come to an end: raise max_turns, or reward an answer", after=3, fault=True),
+        *both("env_error", "share", "Episodes whose environment raised: their reward is unknown.", 0, 0.02,
+              "environments raise, and those samples teach nothing: look for env_error in rollouts/", fault=True),
+        *both("env_timeout", "share", "Episodes whose environment took too long: their reward is unknown.", 0, 0.02,
+              "environments take longer than step_timeout, and those samples teach nothing: raise it, or look for "
+              "env_error in rollouts/", fault=True),
+        *both("tool_calls", "count", "Calls of tools in an episode."),
+        *both("tool_failures", "count", "Calls of tools that failed, in an episode.", fault=True),
+        *both("malformed_calls", "count", "Messages of an episode whose call of a tool cannot be read.", 0, 0.5,
+              "calls of tools cannot be read: see renderer.tool_calls, or rollouts/ for what the policy writes",
+              after=3, fault=True),
+        Metric("rollout/tokens", "tokens", "Sampled tokens of the whole rollout."),
+        *both("samples", "text", "The first samples as text, in the loggers that show text."),
+    ),
+    "Policy update": (
+        Metric("loss/grad_norm", "number", "Norm of the gradient before it is clipped, mean over updates.", charted=True),
+        Metric("loss/entropy", "nats", "Entropy of the policy's next token.", charted=True),
+        Metric("loss/ratio", "number", "Probability under the policy over that under the old one, at algo.level.", 0.8, 1.2,
+               f"the policy moves far within one rollout: {SLOWER}", charted=True),
+        Metric("loss/ratio_min", "number", "The smallest ratio of any token."),
+        Metric("loss/ratio_max", "number", "The largest ratio of any token."),
+        Metric("loss/clip_fraction_high", "share", "Tokens beyond the upper bound of the ratio.", 0, 0.3, CLIPPED,
+               charted=True),
+        Metric("loss/clip_fraction_low", "share", "Tokens beyond the lower bound of the ratio.", 0, 0.3, CLIPPED),
+        Metric("loss/approx_kl", "nats", "KL between the policy and the one that the ratio compares with (estimator k3).",
+               high=0.5, advice=f"the policy has left the one that sampled: {SLOWER}", charted=True),
+        Metric("loss/kl", "nats", "KL of algo.kl, where it is in the loss.", high=0.5, advice="the policy is far from what "
+               "algo.kl holds it to (0.01 to 0.1 is usual): lower optim.optimizer.lr or raise algo.kl.coef", charted=True),
+        Metric("rollout/logprob_gap", "nats", "Mean absolute difference between the log-probabilities of engine and trainer.",
+               0, 0.03, "engine and trainer disagree about the same tokens: the engine may hold old weights, or compute at a "
+               "lower precision (healthy in bfloat16: 0.010 to 0.018); algo/correction=tis lessens the harm",
+               stale=0.3, charted=True),  # stale: the gap then includes what one rollout taught
+        Metric("lr", "number", "Learning rate, mean over updates.", charted=True),
+        Metric("rollout/logprob_gap_max", "nats", "The largest such difference of any token."),
+        Metric("rollout/rollout_logprobs", "nats", "Mean log-probability of the sampled tokens by the engine."),
+        Metric("rollout/old_logprobs", "nats", "Mean log-probability of the sampled tokens by the trainer, before the update."),
+        Metric("rollout/staleness", "count", "Rollouts learned from since the weights that sampled, mean over tokens.", 0, 1,
+               "the engine samples with weights that are several rollouts old, and rollout.ahead=1 means one: it does not "
+               "take the new ones"),
+        Metric("loss/policy", "number", "The surrogate's loss of a token, before correction, KL and entropy bonus."),
+        Metric("loss/logprobs_positive", "nats", "Mean log-probability of the tokens with a positive advantage."),
+        Metric("loss/logprobs_negative", "nats", "Mean log-probability of the tokens with a negative advantage."),
+        Metric("loss/entropy_coef", "number", "Coefficient of the entropy bonus."),
+        Metric("loss/correction", "number", "Factor of algo.correction."),
+        Metric("loss/off_policy_dropped", "share", "Tokens that algo.off_policy_delta leaves out."),
+        Metric("loss/NAME", "number", "What a surrogate of your own returns to be logged."),
+    ),
+    "Speed and memory": (
+        Metric("tokens/s", "tokens/s", "Sampled tokens over the time of rollout, sync and update.", charted=True),
+        Metric("memory/rollout", "bytes", "Most memory that was held during the rollout.", charted=True),
+        Metric("memory/update", "bytes", "Most memory that was held during the update.", charted=True),
+        Metric("time/rollout", "seconds", "Sampling and scoring, or waiting for them with rollout.ahead=1."),
+        Metric("time/update", "seconds", "Learning from the rollout."),
+        Metric("time/sync", "seconds", "Handing the engine the policy's weights."),
+        Metric("time/eval", "seconds", "Evaluation on held-out examples."),
+        Metric("time/played", "seconds", "Sampling and scoring beside the update before, with rollout.ahead=1."),
+    ),
+}  # fmt: skip
+METRICS = tuple(metric for group in GROUPS.values() for metric in group)
+WATCHED = tuple(metric for metric in METRICS if metric.advice)
+TIMES = tuple(
+    metric.name for metric in METRICS if metric.unit == "seconds" and metric.name != "time/played"
+)  # it overlaps
+_EXACT = {metric.name: metric for metric in METRICS}
+
+
+def _pattern(metric: Metric) -> re.Pattern:
+    pattern = re.escape(metric.name).replace("NAME", ".+").replace("K", r"\d+")
+    return re.compile(pattern.replace("/", "/(.+/)?", 1) if metric.part else pattern)  # of a source of a mixture
+
+
+_FAMILIES = sorted(  # what fits any name comes last
+    ((_pattern(metric), metric) for metric in METRICS if metric.part or re.search("NAME|K", metric.name)),
+    key=lambda family: family[1].name.endswith("/NAME"),
+)
+
+
+@cache
+def about(name: str) -> Metric | None:
+    """The entry of a metric; None where it has none."""
+    return _EXACT.get(name) or next((metric for pattern, metric in _FAMILIES if pattern.fullmatch(name)), None)
+
+
+def is_taken(part: str) -> bool:
+    """Whether rollout/PART or eval/PART is a metric of our own, which a part of the reward must not hide."""
+    return any(not entry.part for first in ("rollout", "eval") if (entry := about(f"{first}/{part}")))
+
+
+def name_of_part(part: str) -> str:
+    """The metric of a part of the reward, after rollout/ or eval/: its own name, or reward/NAME where that one is taken.
+
+    Two parts never get the same name: one that begins with reward/ before such a name gets another reward/.
+    """
+    bare = re.sub("^(reward/)+", "", part)
+    return f"reward/{part}" if is_taken(bare) else part
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None or math.isnan(share) else f"{share:.1%}"
+
+
+def written(name: str, value: float | None) -> str:
+    """A value for people: a share in per cent, anything else in four digits, - for none and for NaN."""
+    entry = about(name)
+    if value is None or math.isnan(value) or (entry and entry.unit == "share"):
+        return percent(value)
+    return f"{value:.4g}"
+
+
+def is_result(name: str, value: float) -> bool:
+    """Whether a number of an evaluation is worth a line: not its time, and not a fault that never happened."""
+    entry = about(name)
+    return name.startswith("eval/") and (value != 0 or not (entry and entry.fault))
+
+
+def metric_table() -> str:
+    """Every metric as a table in markdown."""
+    lines = ["| metric | unit | what it is | well |", "|---|---|---|---|"]
+    for title, metrics in GROUPS.items():
+        lines.append(f"| **{title}** | | | |")
+        for words, same in groupby(metrics, key=lambda metric: metric.words):
+            first, *others = same
+            names = " ".join(f"`{metric.name}`" for metric in (first, *others))
+            lines.append(f"| {names} | {first.unit} | {words} | {_well(first)} |")
+    return "\n".join(lines)
+
+
+def _well(metric: Metric) -> str:
+    if not metric.advice:
+        return ""
+    low = f"{metric.low:g} " if metric.low > 0 else ""
+    late = f", {metric.after} rollouts in a row" if metric.after > 1 else ""
+    stale = f" ({metric.stale:g} with samples of older weights)" if metric.stale else ""
+    return f"{low}to {metric.high:g}{stale}{late}"
+
+
+if __name__ == "__main__":
+    print(metric_table())

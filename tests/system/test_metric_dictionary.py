@@ -1,0 +1,117 @@
+"""The dictionary of metrics: it holds what a run logs, nothing that none logs, and the table in the docs is made from it."""
+
+import pandas as pd
+import pytest
+from conftest import EXAMPLES, ROOT, compose_config
+
+from grpo.env.types import Reward, Trajectory
+from grpo.rollout.metrics import conversation
+from grpo.system.metrics import GROUPS, METRICS, TIMES, about, is_result, is_taken, metric_table, name_of_part, written
+from tasks.gsm8k import GSM8K
+from train import train
+
+
+class Graded(GSM8K):
+    """Rewards in which the samples of a random model differ, with parts that are called like metrics of ours."""
+
+    def score(self, example, trajectory) -> Reward:
+        value = len(trajectory.answer.encode()) % 7 / 7
+        return Reward(
+            value, value > 0.5, {"brevity": 2.0, "turns": 7.0, "staleness": 8.0}, "right" if value > 0.5 else "wrong"
+        )
+
+
+def test_every_metric_of_a_run_is_in_the_dictionary_and_every_entry_is_of_some_run(smoke, tmp_path):
+    sampling = ("eval.samples=4", "eval.sampling.temperature=1", "algo.sampling_rounds=2", "algo.overlong_share=0.5")
+    losses = ("algo/kl=loss", "algo/correction=tis", "algo.entropy.coef=0.01", "algo.off_policy_delta=0.1")
+    config = compose_config(*smoke(*sampling, *losses, "algo.num_minibatches=2", "logger=csv"))
+    config.task = {"_target_": "test_metric_dictionary.Graded", "path": str(EXAMPLES)}
+    train(config)
+    logged = pd.read_csv(tmp_path / "metrics.csv", index_col="step")
+    parts = {
+        f"{first}/{name}" for first in ("rollout", "eval") for name in ("brevity", "reward/turns", "reward/staleness")
+    }
+    assert {name for name in logged if about(name).name in ("rollout/NAME", "eval/NAME")} == parts
+    assert not [name for name in logged if about(name).name == "loss/NAME"]
+
+    elsewhere = {
+        f"{first}/{name}" for first in ("rollout", "eval") for name in (*conversation(Trajectory(())), "samples")
+    }
+    elsewhere |= {
+        "rollout/staleness",
+        "time/played",
+        "eval/NAME_iqm",
+        "loss/NAME",
+    }  # ahead, comparisons, your surrogate
+    entries = {metric.name for metric in METRICS if not metric.part}
+    assert entries - {about(name).name for name in logged} == elsewhere
+    assert (logged["rollout/reward/turns"].dropna() == 7).all() and (logged["eval/reward/turns"].dropna() == 7).all()
+
+
+def test_the_table_in_the_docs_is_that_of_the_dictionary():
+    assert metric_table() in (ROOT / "docs" / "algorithms.md").read_text(), (
+        "python -m grpo.system.metrics prints the table"
+    )
+    assert "| `rollout/timeout` `eval/timeout` | share |" in metric_table() and "| to 0.02 |" in metric_table()
+
+
+def test_names_are_told_apart_and_a_sentence_each():
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names) and all(metric.words.endswith(".") for metric in METRICS)
+    assert all(metric.low <= metric.high for metric in METRICS)
+    assert set(TIMES) == {"time/rollout", "time/update", "time/sync", "time/eval"}
+    drawn = [metric.name for metric in GROUPS["Reward and accuracy"] if metric.charted]
+    assert drawn == ["eval/accuracy", "rollout/reward", "rollout/solve_rate", "rollout/effective_groups"]
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("eval/pass@16", "eval/pass@K"),
+        ("eval/pass^2", "eval/pass^K"),
+        ("eval/accuracy_iqm", "eval/NAME_iqm"),
+        ("rollout/gsm8k/format", "rollout/format"),
+        ("eval/words/level_5", "eval/level_K"),
+        ("rollout/format_std", "rollout/NAME_std"),
+        ("eval/brevity", "eval/NAME"),
+        ("eval/truncated/x", "eval/NAME"),
+        ("loss/mine", "loss/NAME"),
+    ],
+)
+def test_families_of_names(name, entry):
+    assert about(name).name == entry
+
+
+def test_a_name_of_no_metric():
+    assert about("epoch") is None
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        *(
+            (name, f"reward/{name}")
+            for name in ("turns", "env_error", "staleness", "old_logprobs", "tool_calls", "accuracy")
+        ),
+        *(
+            (name, f"reward/{name}")
+            for name in ("reward", "pass@2", "brevity_std", "rounds", "logprob_gap_max", "samples")
+        ),
+        *(
+            (name, name)
+            for name in ("brevity", "correct", "format", "level_3", "gsm8k/reward", "overlong", "reward/form")
+        ),
+        ("reward/turns", "reward/reward/turns"),  # or two parts would share a name
+    ],
+)
+def test_a_part_of_the_reward_leaves_our_metrics_alone(part, name):
+    assert name_of_part(part) == name
+
+
+def test_values_as_people_read_them():
+    assert [written("eval/accuracy", 0.125), written("eval/length", 1234.56)] == ["12.5%", "1235"]
+    assert [written("eval/gsm8k/correct", 1.0), written("eval/brevity", 0.5)] == ["100.0%", "0.5"]
+    assert [written("eval/accuracy", None), written("eval/accuracy", float("nan"))] == ["-", "-"]
+    assert is_result("eval/length", 8.0) and not is_result("time/eval", 8.0)
+    assert is_result("eval/timeout", 0.1) and not is_result("eval/timeout", 0.0) and is_result("eval/truncated", 0.0)
+    assert is_taken("length") and not is_taken("brevity")
