@@ -132,7 +132,7 @@ def wandb_run(folder: Path) -> tuple[dict[tuple[str, int], float], dict, dict]:
 
 
 def warnings(caplog) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "grpo.trackers"]
+    return [record.getMessage() for record in caplog.records if record.name == "grpo.runs.trackers"]
 
 
 def test_a_run_goes_on_without_what_is_not_installed(smoke, tmp_path, caplog, monkeypatch):

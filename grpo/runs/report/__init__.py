@@ -8,7 +8,6 @@ import hashlib
 import html
 import json
 import math
-import os
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 from grpo.runs.report.run import run_data
 from grpo.runs.report.sweep import sweep_data
 from grpo.runs.runs import load
+from grpo.system.files import write_text
 
 SAMPLES = 2000
 FILE = "report.html"
@@ -42,9 +42,7 @@ def write(
         data = run_data(runs[0], samples)
     else:
         data = sweep_data(runs, folder, out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{out}.new").write_text(page(data), encoding="utf-8")
-    os.replace(f"{out}.new", out)
+    write_text(out, page(data))
     return out
 
 
