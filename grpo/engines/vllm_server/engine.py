@@ -27,7 +27,7 @@ from grpo.engines.vllm_server.sync import Disk, Lora, Restart
 from grpo.engines.weights import base_path, eos_token_ids
 from grpo.env.tokens import Completion
 from grpo.system import distributed
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, oneof
 
 SYNCS = ("disk", "lora", "nccl", "restart")
 ATTEMPTS = 5  # of one completion
@@ -60,8 +60,7 @@ class VLLMServerEngine:
         args: Mapping[str, Any] | None = None,
         logs: str = ".",
     ) -> None:
-        if sync not in SYNCS:
-            raise UserError(f"engine.sync={sync} is not one of {', '.join(SYNCS)}")
+        oneof("engine.sync", sync, SYNCS)
         if sync == "restart" and not launch:
             raise UserError(
                 "engine.sync=restart starts its servers itself: set engine.launch=true, or engine.sync=disk"
