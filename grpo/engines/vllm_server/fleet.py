@@ -42,7 +42,7 @@ class Server:
         self.ready, self.fault = False, fault
 
 
-class Pool:
+class Fleet:
     """way: how weights get to a server. last_id: of the model's vocabulary. wait: seconds without any server, then it is an
     error; advice: what to do about that. ended: one line about a server that will not come back by itself.
     """
