@@ -93,7 +93,7 @@ def parts_of(
     precision: str = "32-true",
     devices: int = 1,
 ) -> list[Part]:
-    """What one process will hold."""
+    """The memory that one process will hold, part by part."""
     plan = replace(plan, prompts=math.ceil(plan.prompts / devices))
     with torch.device("meta"):
         module = make_module(pretrained.outline())

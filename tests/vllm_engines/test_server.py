@@ -312,7 +312,7 @@ def test_a_start_brings_the_trainers_weights_and_leaves_nothing(pair, folder, mo
 
 def test_no_server_outlives_a_trainer_that_is_killed(folder, tmp_path):
     code = f"""if True:
-        from grpo.engines.launch import Servers
+        from grpo.engines.vllm_server.launch import Servers
         servers = Servers({folder!r}, logs={str(tmp_path)!r})
         servers.start_all()
         input()

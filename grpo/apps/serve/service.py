@@ -94,7 +94,7 @@ class Service:
             raise UserError(str(error)) from error
 
     def prompt_ids(self, prompt: Any) -> tuple[int, ...]:
-        """Of a text, of token ids, or of vLLM's form of either."""
+        """The token ids of a text, of token ids, or of vLLM's form of either."""
         if isinstance(prompt, dict) and len(prompt) == 1:
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(prompt, str):

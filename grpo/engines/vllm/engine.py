@@ -175,7 +175,7 @@ def import_vllm() -> None:
 
 @contextmanager
 def told_in_one_line(building: bool = False) -> Iterator[None]:
-    """What vLLM says in many lines of memory that is not there, in one; and, while it is built, of arguments it does not take."""
+    """Turns vLLM's long errors about missing memory, and while it is built about arguments, into one line."""
     try:
         yield
     except (torch.OutOfMemoryError, ValueError, TypeError, RuntimeError) as error:

@@ -57,7 +57,7 @@ def in_one_process(args: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def adapter_args(rank: int) -> dict[str, Any]:
-    """What vLLM has to be built with for one adapter of that rank."""
+    """The arguments with which vLLM is built for one adapter of that rank."""
     import_vllm()
     from vllm.config.lora import MaxLoRARanks
 
@@ -68,7 +68,7 @@ def adapter_args(rank: int) -> dict[str, Any]:
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """What is no adapter, by the names of the base model's checkpoint; tied parameters once."""
+    """All parameters but the adapter's, by their names in the base model's checkpoint; tied ones once."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     for name, parameter in base.named_parameters():
         if "lora_" not in name:
@@ -76,7 +76,7 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def runner(llm: Any) -> Any:
-    """What holds vLLM's model and its adapters, in this process."""
+    """The object in this process that holds vLLM's model and its adapters."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 

@@ -1,4 +1,4 @@
-"""What vLLM is asked for, in this process and in a server's: arguments of an engine, parameters of a request. Imports no vLLM."""
+"""Arguments of a vLLM engine and parameters of its requests, the same in this process and for servers. Imports no vLLM."""
 
 from collections.abc import Sequence
 from typing import Any

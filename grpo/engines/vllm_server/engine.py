@@ -113,7 +113,7 @@ class VLLMServerEngine:
         return self._fleet.context
 
     def load_weights(self, model: nn.Module, version: int) -> None:
-        """To every server that answers; another one takes them when it is back. Of several ranks the first does it, for all."""
+        """Gives the weights to all servers that answer; the others take them once they are back. Rank 0 does it for all."""
         if version == self.version:
             return
         label, failed = f"{self._run}-{version}", None

@@ -173,8 +173,8 @@ class Fleet:
 
 
 async def logprobs_of(http: httpx2.AsyncClient, url: str, last_id: int) -> str:
-    """What a server tells of the tokens it samples, found by asking: "exact", log softmax(logits / temperature) over the whole
-    vocabulary; "raw", the same at temperature 1; "processed", over what the filters left."""
+    """The kind of log-probabilities that a server gives, found by asking: "exact", log softmax(logits / temperature) over the
+    whole vocabulary; "raw", the same at temperature 1; "processed", over what the filters left."""
     gaps = []
     for temperature in (1.0, 0.5):
         params = {"max_tokens": 1, "temperature": temperature, "top_k": 1, "logprobs": 5, "detokenize": False}

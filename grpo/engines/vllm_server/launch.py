@@ -58,7 +58,7 @@ def command(path: str, sync: str, args: Mapping[str, Any]) -> tuple[dict[str, st
 
 
 def by_hand(path: str, sync: str) -> str:
-    """What a user types to have such a server."""
+    """The command line that starts such a server."""
     environment, words = command(path, sync, {})
     variables = " ".join(f"{name}={value}" for name, value in environment.items())
     return f"{variables} vllm serve {shlex.join(words[1:])}"  # the model without its flag
@@ -167,7 +167,7 @@ def on_cpu() -> bool:
 
 
 def defaults(devices: Sequence | None) -> dict[str, Any]:
-    """Of engine.args: ours, where vLLM's own would not do."""
+    """Our defaults of engine.args, where vLLM's own would not do."""
     if on_cpu():
         return {"dtype": "float32", **CPU_ARGS}
     return {} if devices is not None else {"gpu_memory_utilization": GPU_SHARE}

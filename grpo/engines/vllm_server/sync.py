@@ -24,8 +24,8 @@ KEPT = 4  # adapters; a completion under way goes on with the one it began with
 
 
 class Way(Protocol):
-    """follows: a completion under way goes on with new weights. needs: advice where a server does not take them. Those that write
-    files have a folder of their own, which the engine removes at the end."""
+    """follows: a completion under way goes on with new weights. needs: advice where a server does not take them. Files
+    go into a folder of the run's own, which the engine removes at the end."""
 
     follows: bool
     needs: str
