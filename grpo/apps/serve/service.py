@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
@@ -71,19 +71,15 @@ class Asked(BaseModel):
         return [derive_seed(self.seed, i) for i in range(count)]
 
 
+@dataclass(frozen=True)
 class Service:
     """Lives in the event loop's thread, as tokenizers are not made for several either; the engine in `batching`'s."""
 
-    def __init__(
-        self,
-        batching: Batching,
-        weights: ServedWeights,
-        tokenizer: PreTrainedTokenizerBase,
-        renderer: Renderer,
-        vocabulary: int,
-    ) -> None:
-        self.batching, self.weights = batching, weights
-        self.tokenizer, self.renderer, self.vocabulary = tokenizer, renderer, vocabulary
+    batching: Batching
+    weights: ServedWeights
+    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer
+    vocabulary: int
 
     def chat_ids(self, messages: Any) -> tuple[int, ...]:
         if not isinstance(messages, list) or not messages:
