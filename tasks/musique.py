@@ -16,7 +16,7 @@ from grpo.env.messages import Message
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Example, Reward, Split, Trajectory
 from grpo.rewards.math.answers import boxed
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, at_least, oneof
 
 # bm25s does without numba, beside which vLLM's engine for CPUs (0.32) cannot be made: it trips over llvmlite
 numba = sys.modules.setdefault("numba", None)
@@ -191,10 +191,8 @@ class Musique:
         hops: int | Sequence[int] | None = None,
         **rows: Any,
     ) -> None:
-        if match not in MATCHES:
-            raise UserError(f"task.match={match} is not one of {', '.join(MATCHES)}")
-        if k < 1:
-            raise UserError(f"task.k={k} must be at least 1: so many paragraphs a search shows")
+        oneof("task.match", match, MATCHES)
+        at_least("task.k", k, 1, ": so many paragraphs a search shows")
         for name, given in (("repeat_penalty", repeat_penalty), ("call_penalty", call_penalty)):
             if not 0 <= given < float("inf"):
                 raise UserError(f"task.{name}={given} must be 0 or more: it is taken from the reward")

@@ -1,17 +1,15 @@
-"""The demo's base model: made in memory, warmed up in a few minutes on a CPU, kept as a Hugging Face folder.
+"""The demo's base model: made in memory, trained for a few minutes on a CPU, kept as a Hugging Face folder.
 
 A Llama of 1.3 M parameters learns careful worked answers (stage 1), then is spoiled by hasty ones (stage 2): it answers
 too early and is mostly wrong, but the skill is still inside, and a reward can bring it out. Knows no task: the worked
-answers come from a callable, as conversations whose assistant's messages are learned.
+answers come from a callable, as conversations whose assistant's messages are learned. Its chat templates are the files
+demo_chat.jinja and demo_chat_tools.jinja.
 """
 
 import hashlib
 import json
 import math
-import os
 import random
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,26 +29,13 @@ from transformers.utils import logging
 
 from grpo.env.messages import Message
 from grpo.env.types import State
+from grpo.system.files import replacing
 
 RECIPE = 2  # count up when this file changes what comes out
 BATCH = 32
 WARM_UP = 20  # steps
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 CALL = ("<tool_call>", "</tool_call>")  # tokens, but not special: what the policy says is read without the special ones
-TOOL_TEMPLATE = (  # calls in the form of Hermes; a tool is told by its name and the names of its arguments
-    "{% if tools %}{{ '<|system|>' }}{% for tool in tools %}{% set told = tool.function %}"
-    "{{ '\n' if not loop.first }}{{ told.name + '(' + told.parameters.properties | join(', ') + ')' }}{% endfor %}"
-    "{{ '<|end|>' }}{% endif %}"
-    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}"
-    "{% for call in message.tool_calls %}{{ '\n' if message.content or not loop.first }}"
-    "{{ '<tool_call>\n{\"name\": ' + call.function.name | tojson + ', \"arguments\": ' + call.function.arguments | tojson }}"
-    "{{ '}\n</tool_call>' }}{% endfor %}{{ '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 # single digits, a box's opening as one piece, words with their spaces (a number has none of its own), the rest
 PIECES = r"\\boxed\{|\p{N}| ?\p{L}+(?: (?=\p{N}))?| ?[^\s\p{L}\p{N}]+|\s+"
 CALL_PIECES = (
@@ -61,8 +46,8 @@ Row = tuple[list[int], list[bool]]  # the ids of a conversation, and which of th
 
 
 def make_tokenizer(texts: list[str], tools: bool = False) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: what is frequent in `texts` is one token, and any other text can still be written. tools: with tokens
-    and a chat template for calls of them."""
+    """Byte-level BPE: frequent pieces of `texts` are one token, and any other text can still be written. tools: with tokens and
+    a chat template for calls of tools."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(CALL_PIECES + PIECES if tools else PIECES), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -79,12 +64,13 @@ def make_tokenizer(texts: list[str], tools: bool = False) -> PreTrainedTokenizer
     tokenizer.train_from_iterator(texts, trainer)
     if tools:
         tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in CALL])
+    template = "demo_chat_tools.jinja" if tools else "demo_chat.jinja"
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<|pad|>",
         eos_token="<|end|>",
         additional_special_tokens=list(SPECIAL[2:]),
-        chat_template=TOOL_TEMPLATE if tools else CHAT_TEMPLATE,
+        chat_template=Path(__file__).with_name(template).read_text(encoding="utf-8"),
         model_max_length=4096,
         clean_up_tokenization_spaces=False,
     )
@@ -274,18 +260,10 @@ def tiny_folder(
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """All of the folder or nothing: another process may be looking, or making the same."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}.")
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # of shards, of which there is one
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
+    with replacing(folder) as unfinished:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
     if shown:
         logging.enable_progress_bar()
-    try:
-        os.rename(unfinished, folder)
-    except OSError:
-        shutil.rmtree(unfinished)
-        if not folder.exists():
-            raise  # it was not the other process, which would have been as good

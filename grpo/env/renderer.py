@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.env.messages import Message, MessageLike, ToolCall, ToolSpec
 from grpo.env.tool_parsers import FORMS, MARKERS, WRITTEN, form_of, message_of_text
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, oneof
 
 
 class Renderer(Protocol):
@@ -45,8 +45,7 @@ class TokenizerRenderer:
         tool_calls: str = "auto",
         template_args: Mapping[str, Any] | None = None,
     ) -> None:
-        if tool_calls not in ("auto", *FORMS):
-            raise UserError(f"renderer.tool_calls={tool_calls} is not one of auto, {', '.join(FORMS)}")
+        oneof("renderer.tool_calls", tool_calls, ("auto", *FORMS))
         self.tokenizer, self.keep, self.tool_calls = tokenizer, keep, tool_calls
         self.template_args = dict(template_args or {})
 

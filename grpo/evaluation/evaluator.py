@@ -17,7 +17,7 @@ from grpo.evaluation.statistics import Estimate
 from grpo.rollout.episodes import play
 from grpo.rollout.samples_table import records
 from grpo.rollout.types import Group, Limits
-from grpo.system.errors import RewardError, RolloutError, UserError
+from grpo.system.errors import RewardError, RolloutError, UserError, at_least, oneof
 from grpo.system.seeds import EVALUATION, derive_seed
 
 
@@ -61,11 +61,9 @@ class Evaluator:
     by: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if self.split not in get_args(Split):
-            raise UserError(f"eval.split={self.split} is not one of {', '.join(get_args(Split))}")
+        oneof("eval.split", self.split, get_args(Split))
         for name, least in (("samples", 1), ("limit", 1), ("every", 0), ("batch", 1)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise UserError(f"eval.{name}={value} must be at least {least}")
+            at_least(f"eval.{name}", getattr(self, name), least)
         if self.samples > 1 and self.sampling.temperature == 0:
             raise UserError(
                 f"eval.samples={self.samples} at temperature 0 would be equal samples: set eval.sampling.temperature=1"

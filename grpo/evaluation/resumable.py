@@ -1,7 +1,6 @@
 """An evaluation on disk and in the terminal: batches as they get done, the tables at the end, and a comparison."""
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from grpo.evaluation.metrics import as_json, estimates, estimates_by_value, solv
 from grpo.rollout.samples_table import records, write
 from grpo.rollout.types import Group
 from grpo.system.errors import UserError
+from grpo.system.files import write_json
 
 NUMERIC = ("prompt_index", "sample", "reward", "correct", "outcome", "end", "tokens", "turns", "truncated")
 NUMERIC += ("answer", "correct_lenient")  # of the columns those that numbers are made of, and reward/, eval/, by/
@@ -99,9 +99,7 @@ class Scorecard:
 
 
 def save_metrics(folder: Path, found: Mapping[str, Any]) -> None:
-    text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
-    (folder / "metrics.json.new").write_text(text, encoding="utf-8")
-    os.replace(folder / "metrics.json.new", folder / "metrics.json")
+    write_json(folder / "metrics.json", found)
 
 
 def finished(folder: Path) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, oneof
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -32,8 +32,7 @@ class Pretrained:
     chat_template: str | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise UserError(f"model.dtype={self.dtype} is not one of {', '.join(DTYPES)}")
+        oneof("model.dtype", self.dtype, DTYPES)
 
     def _load(self, loader: type, **kwargs):
         try:

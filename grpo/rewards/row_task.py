@@ -14,7 +14,7 @@ from grpo.rewards.functions import correct
 from grpo.rewards.math.answers import extract_answer, loose_answer
 from grpo.rewards.math.grading import verdict
 from grpo.rewards.resolve import Function
-from grpo.system.errors import UserError
+from grpo.system.errors import oneof
 
 Template = Callable[[str], tuple[Message, ...]]  # of a question
 
@@ -116,6 +116,5 @@ def templates(instructions: str, question: str, solution: str) -> dict[str, Temp
 
 def chosen(prompts: Mapping[str, Any], name: str) -> Any:
     """The template that task.prompt names."""
-    if name not in prompts:
-        raise UserError(f"task.prompt={name} is not one of {', '.join(sorted(prompts))}")
+    oneof("task.prompt", name, sorted(prompts))
     return prompts[name]

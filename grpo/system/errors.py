@@ -6,7 +6,20 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """A mistake in the set-up, told in one line: what was wrong, what is allowed, what to do."""
+    """A mistake in the set-up, in one line: what was wrong, what is allowed, what to do."""
+
+
+def oneof(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """Raises UserError where a setting is not one of the allowed words. name: its dotted key."""
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise UserError(f"{name}={value} is not one of {', '.join(map(str, allowed))}")
+
+
+def at_least(name: str, value: float | None, least: float, more: str = "") -> None:
+    """Raises UserError where a setting is below `least`; None passes. more: the end of the message."""
+    if value is not None and value < least:
+        raise UserError(f"{name}={value} must be at least {least}{more}")
 
 
 class RolloutError(UserError):
@@ -24,11 +37,6 @@ class RewardError(RolloutError):
     def __init__(self, message: str, sample: int | None = None, groups: Sequence = ()) -> None:
         super().__init__(message, groups)
         self.sample = sample
-
-
-def oneof(name: str, value: Any, allowed: Iterable) -> None:
-    if value not in allowed:
-        raise UserError(f"{name}={value} is not one of {', '.join(map(str, allowed))}")
 
 
 def told(error: BaseException) -> str:

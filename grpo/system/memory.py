@@ -1,4 +1,4 @@
-"""Memory, in bytes: what a device has left, and what this process held at most since it was last asked."""
+"""Memory in bytes: how much a device has left, and the most that this process held in a phase."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +10,7 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 def held(device: torch.device) -> int:
-    """What is held now: by tensors on a GPU, by the whole process on a CPU."""
+    """Bytes held now: by tensors on a GPU, by the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if device.type == "mps":
@@ -19,7 +19,7 @@ def held(device: torch.device) -> int:
 
 
 def free(device: torch.device) -> int:
-    """What can still be had. On a CPU what Linux calls available, or what a container's limit leaves to this process."""
+    """Bytes still available. On a CPU Linux's own figure, or the rest of a container's limit if that is less."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":

@@ -1,7 +1,8 @@
-"""The forecast: what a run will hold in memory, told before it begins.
+"""The forecast: the bytes that a run will hold, logged before it begins.
 
 The run's own model, adapter, optimizer and longest microbatch are made of tensors without memory (torch's FakeTensorMode), and
-what they would take is counted: there is no table of models, optimizers or layouts to keep up to date.
+their bytes are counted: there is no table of models, optimizers or layouts to keep up to date. torch's MemTracker counts the
+same bytes, but rounds them on a GPU and cannot tell logits from other activations.
 """
 
 import logging
@@ -34,29 +35,20 @@ from grpo.system import memory
 from grpo.system.errors import UserError
 
 log = logging.getLogger(__name__)
-logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # `known` says it
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # `known` logs it
 
 FEWER_TOKENS = "optim.gradient_checkpointing=true or a lower optim.max_tokens_per_microbatch"
-REMEDIES = {
-    "weights": "model.dtype=bfloat16",
-    "masters": "adapter=lora",
-    "optimizer": "optim=adamw_8bit",
-    "reference": "adapter=lora",
-    "gradients": "adapter=lora",
-    "buckets": "adapter=lora",
-    "activations": FEWER_TOKENS,
-    "logits": FEWER_TOKENS,
-    "cache": "a lower rollout.prompts",
-}
+PHASES = ("update", "rollout")
 
 
 @dataclass(frozen=True)
 class Part:
-    """size: bytes; None where nobody can tell. phase: "update" or "rollout", where it is there in that one only. host: it is in
-    the CPU's memory, whatever the device."""
+    """size: bytes; None if unknown. remedy: the setting that makes it smaller. phase: the only one of PHASES that has this part;
+    "" is both. host: it is in the CPU's memory, whatever the device."""
 
     name: str
     size: int | None
+    remedy: str = ""
     phase: str = ""
     host: bool = False
 
@@ -69,7 +61,7 @@ def forecast(
     prompt_tokens: int,
     trainer: L.Trainer,
 ) -> None:
-    """Says it: a line for each memory, and a warning for one that is too small. prompt_tokens: of the longest prompt."""
+    """Logs a line for each memory, and a warning for one that is too small. prompt_tokens: of the longest prompt."""
     settings = trainer.precision, trainer.num_devices
     parts = known(partial(parts_of, make_module, pretrained, plan, engine, prompt_tokens, *settings))
     if parts is None:
@@ -80,15 +72,15 @@ def forecast(
         if not here:
             continue
         now, more = memory.held(place), memory.free(place) // (trainer.num_devices if place == cpu else 1)
-        table = ", ".join(f"{part.name} {human(part.size)}" for part in [Part("so far", now), *here])
-        phases = {phase: [part for part in here if part.phase in ("", phase)] for phase in ("update", "rollout")}
+        phases = {phase: [part for part in here if part.phase in ("", phase)] for phase in PHASES}
         most = {phase: now + sum(part.size or 0 for part in there) for phase, there in phases.items()}
-        log.info("memory: %s in an update, %s in a rollout, of %s on %s: %s", human(most["update"]), human(most["rollout"]),
-                 human(now + more), place, table)  # fmt: skip
+        table = ", ".join(f"{part.name} {human(part.size)}" for part in [Part("so far", now), *here])
+        log.info("memory: %s in an update, %s in a rollout, of %s on %s: %s", *map(human, most.values()), human(now + more),
+                 place, table)  # fmt: skip
         for phase, there in phases.items():
             if most[phase] > now + more:
                 largest = sorted(there, key=lambda part: part.size or 0, reverse=True)[:3]
-                remedies = dict.fromkeys(REMEDIES[part.name] for part in largest if part.size)
+                remedies = dict.fromkeys(part.remedy for part in largest if part.size)
                 log.warning("memory: the %s may not fit; what helps most: %s", phase, ", ".join(remedies))
 
 
@@ -101,43 +93,42 @@ def parts_of(
     precision: str = "32-true",
     devices: int = 1,
 ) -> list[Part]:
-    """What one process will hold."""
+    """The memory that one process will hold, part by part."""
     plan = replace(plan, prompts=math.ceil(plan.prompts / devices))
     with torch.device("meta"):
         module = make_module(pretrained.outline())
     imagine(module)
-    policy, reference, optim = module.policy, module.reference, module.optim
+    policy, optim = module.policy, module.optim
     [optimizer], _ = module.configure_optimizers()
     own = [*policy.parameters(), *policy.buffers()]
-    learned = [p for group in optimizer.param_groups for p in group["params"]]  # masters, where there are some
+    learned = [p for group in optimizer.param_groups for p in group["params"]]  # the masters, if there are any
     for p in learned:
         p.grad = torch.zeros_like(p)
     gradients = [p.grad for p in learned]
-    copies = reference.own() if reference else []
+    copies = module.reference.own() if module.reference else []
     there = [*own, *learned, *gradients, *copies]
     mixed = precision == "bf16-mixed"
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         passes = (
-            known(partial(of_a_pass, module, plan, prompt_tokens, there, layout)) for layout in (optim.layout, "padded")
+            known(partial(in_a_pass, module, plan, prompt_tokens, there, layout)) for layout in (optim.layout, "padded")
         )
         passing = next(filter(None, passes), {"activations": None, "logits": None})
-    dtype = torch.bfloat16 if mixed else policy.dtype
-    return [
-        Part("weights", 0 if hasattr(engine, "shared_bytes") else held(own)),  # else they are in vLLM already
-        Part("masters", held([*own, *learned]) - held(own), host=optim.offload),
-        Part("optimizer", known(partial(of_a_step, optimizer)), host=optim.offload),
-        Part("reference", held(copies)),
-        Part("gradients", held(gradients), "update", optim.offload),
-        Part("buckets", held(p for p in own if p.requires_grad) if devices > 1 else 0),  # of DistributedDataParallel
-        *(Part(name, passing[name], "update") for name in ("activations", "logits")),
-        Part(
-            "cache",
-            known(partial(of_the_cache, policy.config, dtype, plan, prompt_tokens, engine.max_cache_tokens)),
-            "rollout",
-        )
-        if isinstance(engine, TransformersEngine)
-        else Part("engine", None, "rollout"),
+    shared, lora = hasattr(engine, "shared_bytes"), "adapter=lora"  # shared: vLLM holds the weights already
+    parts = [
+        Part("weights", 0 if shared else bytes_of(own), "model.dtype=bfloat16"),
+        Part("masters", bytes_of([*own, *learned]) - bytes_of(own), lora, host=optim.offload),
+        Part("optimizer", known(partial(after_a_step, optimizer)), "optim=adamw_8bit", host=optim.offload),
+        Part("reference", bytes_of(copies), lora),
+        Part("gradients", bytes_of(gradients), lora, "update", optim.offload),
+        # those of DistributedDataParallel
+        Part("buckets", bytes_of(p for p in own if p.requires_grad) if devices > 1 else 0, lora),
+        *(Part(name, passing[name], FEWER_TOKENS, "update") for name in ("activations", "logits")),
     ]
+    if not isinstance(engine, TransformersEngine):
+        return [*parts, Part("engine", None, phase="rollout")]
+    dtype = torch.bfloat16 if mixed else policy.dtype
+    cache = known(partial(in_the_cache, policy.config, dtype, plan, prompt_tokens, engine.max_cache_tokens))
+    return [*parts, Part("cache", cache, "a lower rollout.prompts", "rollout")]
 
 
 def human(size: int | None) -> str:
@@ -145,40 +136,38 @@ def human(size: int | None) -> str:
 
 
 def known(measure: Callable[[], Any]) -> Any:
-    """None where a model or an optimizer does what tensors without memory cannot, as to look at a value."""
+    """None where a model or an optimizer needs the values of tensors, which those without memory do not have."""
     try:
         return measure()
     except UserError:
         raise
-    except Exception as error:  # whatever a model of others raises
+    except Exception as error:  # models of others raise anything
         log.debug("forecast: %s", error)
         return None
 
 
 def imagine(module: nn.Module) -> None:
-    """Its parameters and buffers, on meta, become tensors of the CPU without memory: kernels then choose as with real ones."""
+    """Makes its parameters and buffers, on meta, tensors of the CPU without memory: kernels then choose as with real ones."""
     imagined: dict[Tensor, Tensor] = {}  # tied ones stay tied
     with FakeTensorMode(allow_non_fake_inputs=True):
         for part in module.modules():
-            for name, p in part._parameters.items():
-                if p is not None and p not in imagined:
-                    imagined[p] = nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad)
-                part._parameters[name] = p if p is None else imagined[p]
-            part._buffers |= {
-                name: x if x is None else torch.empty_like(x, device="cpu") for name, x in part._buffers.items()
-            }
+            for name, x in [*part._parameters.items(), *part._buffers.items()]:
+                if x is not None and x not in imagined:
+                    empty = torch.empty_like(x, device="cpu")
+                    imagined[x] = nn.Parameter(empty, x.requires_grad) if name in part._parameters else empty
+                (part._parameters if name in part._parameters else part._buffers)[name] = imagined.get(x)
 
 
-def of_a_step(optimizer: Optimizer) -> int:
-    """What the optimizer keeps after its first step."""
+def after_a_step(optimizer: Optimizer) -> int:
+    """The bytes of the optimizer's state after its first step."""
     optimizer.step()
-    return held(tensor for state in optimizer.state.values() for tensor in state.values())
+    return bytes_of(tensor for state in optimizer.state.values() for tensor in state.values())
 
 
-def of_a_pass(
+def in_a_pass(
     module: L.LightningModule, plan: Plan, prompt_tokens: int, there: Iterable[Tensor], layout: Layout
 ) -> Counter[str]:
-    """What the longest microbatch takes, forward and backward, when most of it is there. there: what there is before it."""
+    """The bytes of the longest microbatch, forward and backward, at their highest. there: tensors from before it."""
     policy, optim, algorithm = module.policy, module.optim, module.algorithm
     batch = minibatch(plan, prompt_tokens, plan.prompts * plan.group_size // algorithm.num_minibatches)
     batch = batch.rows(microbatches(batch, layout, optim.max_tokens_per_microbatch)[0])
@@ -190,17 +179,15 @@ def of_a_pass(
 
 
 def minibatch(plan: Plan, prompt_tokens: int, rows: int) -> TokenBatch:
-    """Groups of rows that are all as long as can be."""
+    """Groups of rows, all as long as possible."""
     width = plan.sampling.max_tokens
     group = torch.arange(rows) // plan.group_size
     ids = group[:, None].expand(rows, prompt_tokens + width)  # a prompt of its own for each group
-    real = torch.ones(rows, prompt_tokens + width, dtype=torch.int64)
-    return TokenBatch(
-        ids, real, torch.ones(rows, width, dtype=torch.bool), torch.zeros(rows, width), torch.arange(rows)
-    )
+    completion, logprobs = torch.ones(rows, width, dtype=torch.bool), torch.zeros(rows, width)
+    return TokenBatch(ids, torch.ones_like(ids), completion, logprobs, torch.arange(rows))
 
 
-def of_the_cache(config: PretrainedConfig, dtype: torch.dtype, plan: Plan, prompt_tokens: int, bound: int) -> int:
+def in_the_cache(config: PretrainedConfig, dtype: torch.dtype, plan: Plan, prompt_tokens: int, bound: int) -> int:
     """Keys and values of a rollout in the built-in engine, which keeps a prompt's once for all of its samples. bound: tokens."""
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -209,31 +196,31 @@ def of_the_cache(config: PretrainedConfig, dtype: torch.dtype, plan: Plan, promp
     return 2 * config.num_hidden_layers * heads * width * dtype.itemsize * min(tokens, bound)
 
 
-def held(tensors: Iterable[Any]) -> int:
-    """Bytes, each storage once."""
-    return sum({storage(t): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}.values())
+def bytes_of(tensors: Iterable[Any]) -> int:
+    """Each storage counts once."""
+    return sum({storage_of(t): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}.values())
 
 
-def storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of tensors that are made while it is active, as long as they are there; `most` is the highest count.
+    """Counts the bytes of tensors that are made while it is active, as long as they exist; `most` is the highest count.
 
-    there: tensors from before, which do not count. Logits are told by the last dimension.
+    there: tensors from before, which do not count. A tensor is one of logits if its last dimension is the vocabulary.
     """
 
     def __init__(self, there: Iterable[Tensor], vocabulary: int) -> None:
         super().__init__()
-        self.seen, self.vocabulary = {storage(tensor) for tensor in there}, vocabulary
+        self.seen, self.vocabulary = {storage_of(tensor) for tensor in there}, vocabulary
         self.now: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and (key := storage(tensor)) not in self.seen:
+            if isinstance(tensor, Tensor) and (key := storage_of(tensor)) not in self.seen:
                 place = tensor.untyped_storage()
                 name = "logits" if tensor.ndim and tensor.shape[-1] == self.vocabulary else "activations"
                 self.seen.add(key)

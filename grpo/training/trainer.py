@@ -6,7 +6,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, oneof
 
 # of the arithmetic. No bf16-true: model.dtype is the precision of parameters. No 16-mixed: clipping would need the loss scale
 PRECISIONS = ("auto", "32-true", "bf16-mixed")
@@ -35,8 +35,7 @@ def make_trainer(
     if not there.get(accelerator, False):
         usable = ", ".join(name for name, is_there in there.items() if is_there)
         raise UserError(f"trainer.accelerator={accelerator} is not available here; usable: {usable}")
-    if precision not in PRECISIONS:
-        raise UserError(f"trainer.precision={precision} is not one of {', '.join(PRECISIONS)}")
+    oneof("trainer.precision", precision, PRECISIONS)
     if precision == "auto":
         precision = "bf16-mixed" if accelerator in ("auto", "cuda") and there["cuda"] else "32-true"
     if not isinstance(devices, int) or devices < 1:

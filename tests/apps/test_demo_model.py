@@ -17,7 +17,6 @@ from grpo.apps.demo_model import (
     batches,
     make_model,
     make_tokenizer,
-    save,
     texts,
     tiny_folder,
     tokenize,
@@ -239,15 +238,6 @@ def test_equal_seeds_equal_weights_and_the_callers_dice_untouched(folder, tmp_pa
     assert torch.equal(torch.random.get_rng_state(), before)
     one, two = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, again))
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
-
-
-def test_two_at_once_leave_one_whole_folder(folder, tmp_path):
-    """The slower of two processes finds the folder in place, and drops its own."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    for _ in range(2):
-        save(model, tokenizer, tmp_path / "tiny-x")
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny-x"]
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-x")
 
 
 def test_training_learns(folder, tmp_path):

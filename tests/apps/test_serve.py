@@ -26,8 +26,8 @@ from grpo.apps.demo_model import make_model
 from grpo.apps.serve.__main__ import main
 from grpo.apps.serve.api import Server
 from grpo.apps.serve.batching import Batching
+from grpo.apps.serve.served_weights import ServedWeights
 from grpo.apps.serve.service import Service
-from grpo.apps.serve.weights import Weights
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Engine, Sampling
 from grpo.env.renderer import TokenizerRenderer
@@ -72,7 +72,7 @@ class Client:
         return self("/generate", {"prompt": {"prompt_token_ids": prompt}, **more})
 
     def waiting(self, count: int) -> None:
-        until(lambda: len(self.batching._jobs) == count)
+        until(lambda: len(self.batching._waiting) == count)
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -87,7 +87,7 @@ def until(true: Callable[[], bool]) -> None:
 def served(folder: Path, make_engine: Callable[[], Engine] = Counting) -> Iterator[Client]:
     pretrained = Pretrained(str(folder))
     tokenizer = pretrained.tokenizer()
-    batching, weights = Batching(make_engine), Weights(pretrained, "cpu")
+    batching, weights = Batching(make_engine), ServedWeights(pretrained, "cpu")
     batching.call(weights.read)
     server = Server(Service(batching, weights, tokenizer, TokenizerRenderer(tokenizer), len(tokenizer)))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -333,6 +333,28 @@ def test_paused_requests_wait_and_see_the_weights_that_came_meanwhile(own, other
         own("/resume", {})
         assert ids(asked.result()) == greedy(Pretrained(str(other)).model())
     assert own("/is_paused") == {"is_paused": False}
+
+
+def test_a_call_comes_before_requests_that_wait(toy_model):
+    order, begun, gate = [], threading.Event(), threading.Event()
+
+    class Slow(TransformersEngine):
+        def sample(self, prompts, sampling, *rest):
+            order.append(sampling.max_tokens)
+            begun.set()
+            gate.wait()
+            return super().sample(prompts, sampling, *rest)
+
+    batching = Batching(Slow)
+    batching.call(lambda engine: engine.load_weights(toy_model, 0)).result()
+    first = batching.sample([PROMPT], Sampling(1), [0])
+    begun.wait()
+    others = [batching.sample([PROMPT], Sampling(length), [0]) for length in (2, 3, 2)]
+    called = batching.call(lambda engine: order.append("call"))
+    gate.set()
+    assert [len(future.result()[0].ids) for future in (first, *others)] == [1, 2, 3, 2] and called.done()
+    assert order == [1, "call", 2, 3]
+    batching.stop()
 
 
 def test_what_waits_at_the_end_is_told_so(own):

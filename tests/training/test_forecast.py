@@ -22,7 +22,7 @@ from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
 from grpo.system import memory
-from grpo.training.forecast import Live, forecast, held, minibatch, of_a_step, of_the_cache, parts_of, storage
+from grpo.training.forecast import Live, after_a_step, bytes_of, forecast, in_the_cache, minibatch, parts_of, storage_of
 from grpo.training.module import GRPOModule
 from train import train
 
@@ -109,12 +109,12 @@ def really(run: Run, prompt_tokens: int) -> tuple[int, int]:
     for p in trained:
         p.grad = torch.zeros_like(p)
     there = [*policy.parameters(), *policy.buffers(), *(p.grad for p in trained)]
-    known, kept = set(map(storage, there)), []
+    known, kept = set(map(storage_of, there)), []
     live = Live(there, policy.config.vocab_size)
     with live, recomputing(policy, optim.gradient_checkpointing):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
             logprobs, entropy = completion_logprobs(policy, batch, 1.0, False, optim.layout)
-        saved = held(x for x in kept if storage(x) not in known)
+        saved = bytes_of(x for x in kept if storage_of(x) not in known)
         kept.clear()
         (logprobs + entropy).sum().backward()
     return live.most.total(), saved
@@ -150,11 +150,11 @@ def test_weights_masters_gradients_and_optimizer_to_the_byte(toy, option, policy
     logprobs, _ = completion_logprobs(module.policy, minibatch(run.plan, 10, 4), 1.0)
     logprobs.sum().backward()
     learned = [p for group in optimizer.param_groups for p in group["params"]]
-    assert foreseen["gradients"] == held(p.grad for p in learned) > 0
-    assert foreseen["optimizer"] == of_a_step(optimizer)
+    assert foreseen["gradients"] == bytes_of(p.grad for p in learned) > 0
+    assert foreseen["optimizer"] == after_a_step(optimizer)
     own = [*module.policy.parameters(), *module.policy.buffers()]
-    assert foreseen["weights"] == held(own)
-    assert foreseen["masters"] == held(p for p in learned if not any(p is q for q in own))
+    assert foreseen["weights"] == bytes_of(own)
+    assert foreseen["masters"] == bytes_of(p for p in learned if not any(p is q for q in own))
     assert bool(foreseen["masters"]) == (policy in ("model.dtype=bfloat16", "optim.offload=true"))
 
 
@@ -196,8 +196,8 @@ def test_the_cache_is_transformers(family):
     cache = DynamicCache()
     with torch.no_grad():
         model(torch.zeros(4, 12, dtype=torch.int64), past_key_values=cache, use_cache=True)
-    expected = held(x for layer in cache.layers for x in (layer.keys, layer.values))
-    foreseen = partial(of_the_cache, config, torch.float32)
+    expected = bytes_of(x for layer in cache.layers for x in (layer.keys, layer.values))
+    foreseen = partial(in_the_cache, config, torch.float32)
     assert foreseen(replace(plan, prompts=4, group_size=1), 7, 1000) == expected  # 4 x (7 + 5) tokens
     assert foreseen(plan, 7, 1000) == expected * (2 * 7 + 4 * 5) / 48
     assert foreseen(plan, 7, 12) == expected / 4

@@ -118,13 +118,13 @@ def test_guided_samples_match(engine, model, folder):
 def test_a_seed_decides_whichever_server_answers(engine, pair, folder, tmp_path):
     together = engine.sample(PROMPTS * 4, Sampling(24), seeds=range(12))
     for url in pair.urls:
-        label = engine._pool.label
-        [server] = [server for server in engine._pool.servers if server.url == url]
-        others = [server for server in engine._pool.servers if server.url != url]
-        engine._pool.servers = [server]
-        assert engine._pool.label == label
+        label = engine._fleet.label
+        [server] = [server for server in engine._fleet.servers if server.url == url]
+        others = [server for server in engine._fleet.servers if server.url != url]
+        engine._fleet.servers = [server]
+        assert engine._fleet.label == label
         assert [c.ids for c in engine.sample(PROMPTS * 4, Sampling(24), seeds=range(12))] == [c.ids for c in together]
-        engine._pool.servers = [server, *others]
+        engine._fleet.servers = [server, *others]
     assert len({c.ids for c in together}) == 12
 
 
@@ -312,7 +312,7 @@ def test_a_start_brings_the_trainers_weights_and_leaves_nothing(pair, folder, mo
 
 def test_no_server_outlives_a_trainer_that_is_killed(folder, tmp_path):
     code = f"""if True:
-        from grpo.engines.launch import Servers
+        from grpo.engines.vllm_server.launch import Servers
         servers = Servers({folder!r}, logs={str(tmp_path)!r})
         servers.start_all()
         input()

@@ -18,7 +18,7 @@ import torch
 
 from grpo.apps.cli import composed, described, instantiate, one_line_errors, quiet
 from grpo.apps.serve.batching import Batching
-from grpo.apps.serve.weights import Weights
+from grpo.apps.serve.served_weights import ServedWeights
 from grpo.system.errors import UserError
 from grpo.system.ports import check_port, family
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
         tokenizer = pretrained.tokenizer()
         renderer = instantiate(config.renderer)(tokenizer)
         vocabulary = pretrained.config().get_text_config().vocab_size
-        batching, weights = Batching(lambda: instantiate(config.engine)), Weights(pretrained, device)
+        batching, weights = Batching(lambda: instantiate(config.engine)), ServedWeights(pretrained, device)
         server = Server(Service(batching, weights, tokenizer, renderer, vocabulary))
 
         def ready(loaded: Future) -> None:

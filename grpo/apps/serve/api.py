@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict
 
 from grpo.apps.serve import openai
 from grpo.apps.serve.batching import Batching, Unavailable
+from grpo.apps.serve.served_weights import Adapter
 from grpo.apps.serve.service import Asked, Service
-from grpo.apps.serve.weights import Adapter
 from grpo.system.errors import UserError, told
 
 
@@ -129,16 +129,18 @@ def make_app(service: Service) -> FastAPI:
         told_of = {"adapter_name": adapter and adapter.name, "adapter_path": adapter and adapter.path}
         return {"active": adapter is not None, **told_of, "load_count": weights.load_count}
 
+    async def switch(paused: bool) -> dict[str, Any]:
+        await asyncio.wrap_future(batching.pause(paused))
+        return {"status": "ok", "is_paused": paused}
+
     @app.post("/pause")
     async def pause() -> dict[str, Any]:
         """Answers when no batch is running; what is asked from then on waits for /resume."""
-        await asyncio.wrap_future(batching.pause(True))
-        return {"status": "ok", "is_paused": True}
+        return await switch(True)
 
     @app.post("/resume")
     async def resume() -> dict[str, Any]:
-        await asyncio.wrap_future(batching.pause(False))
-        return {"status": "ok", "is_paused": False}
+        return await switch(False)
 
     @app.get("/is_paused")
     async def is_paused() -> dict[str, bool]:
@@ -150,29 +152,25 @@ def make_app(service: Service) -> FastAPI:
 def refuse(app: FastAPI) -> None:
     """Every error is one line: {"error": LINE}."""
 
-    @app.exception_handler(UserError)
-    async def of_the_request(request: Request, error: UserError) -> JSONResponse:
-        return JSONResponse({"error": str(error)}, 400)
+    def one_line(status: int, words: Callable[[Any], str]) -> Callable:
+        async def answer(request: Request, error: Exception) -> JSONResponse:
+            return JSONResponse({"error": words(error)}, status)
 
-    @app.exception_handler(RequestValidationError)
-    async def of_a_field(request: Request, error: RequestValidationError) -> JSONResponse:
+        return answer
+
+    def of_a_field(error: RequestValidationError) -> str:
         first = error.errors()[0]
         kind, where = first["type"], ".".join(str(part) for part in first["loc"] if part != "body")
         if kind == "json_invalid":
-            line = "the request is no JSON"
-        elif kind == "extra_forbidden":
-            line = f"there is no field {where!r} here: /docs has those there are"
-        else:
-            line = ": ".join(filter(None, [where, first["msg"].removeprefix("Value error, ")]))
-        return JSONResponse({"error": line}, 400)
+            return "the request is no JSON"
+        if kind == "extra_forbidden":
+            return f"there is no field {where!r} here: /docs has those there are"
+        return ": ".join(filter(None, [where, first["msg"].removeprefix("Value error, ")]))
 
-    @app.exception_handler(Unavailable)
-    async def of_the_time(request: Request, error: Unavailable) -> JSONResponse:
-        return JSONResponse({"error": str(error)}, 503)
-
-    @app.exception_handler(Exception)
-    async def of_ours(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse({"error": told(error)}, 500)
+    app.exception_handler(UserError)(one_line(400, str))
+    app.exception_handler(RequestValidationError)(one_line(400, of_a_field))
+    app.exception_handler(Unavailable)(one_line(503, str))
+    app.exception_handler(Exception)(one_line(500, told))
 
 
 class Server(uvicorn.Server):

@@ -6,7 +6,7 @@ Engines are not made for several threads, and are fastest with many prompts at o
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ class Unavailable(Exception):
 
 
 @dataclass(eq=False)
-class Job:
+class SampleRequest:
     """The prompts of one request. Changes: its completions come one by one, and `future` has them when all are there."""
 
     prompts: Sequence[Sequence[int]]
@@ -38,121 +38,109 @@ class Job:
 
 
 class Batching:
-    """make_engine is called in the thread too, first of all; if it raises, so does every future."""
+    """make_engine is called in the thread too, first of all; if it raises, so does every `call`."""
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
         self.engine: Engine | None = None
-        self.paused = self.stopped = self._over = False
-        self._failure: Exception = Unavailable("the server is ending")
-        self._make_engine = make_engine
-        self._jobs: deque[Job] = deque()
-        self._calls: deque[tuple[Callable[[Engine], Any], Future]] = deque()
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self.paused = self.stopped = False
+        self._waiting: list[SampleRequest] = []
+        self._calls: deque[Callable[[Engine], Any]] = deque()
+        self._lock = threading.Lock()  # of both
+        self._thread = ThreadPoolExecutor(1, "engine")
+        self._made = self._thread.submit(self._make, make_engine)
+        self._ended: Future | None = None
 
     def check_ready(self) -> None:
         """Raises Unavailable unless the engine has weights."""
-        if self.stopped:
-            raise Unavailable("the server is ending")
+        self._check_not_stopped()
         if self.engine is None or self.engine.version is None:
             raise Unavailable("the engine has no weights yet: ask again in a while")
 
     def sample(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> Future:
         """A list of Completions, in order. Equal samplings that wait at the same time share a call of the engine."""
-        job = Job(prompts, sampling, seeds)
-        return self._put(self._jobs, job, job.future)
+        self._check_not_stopped()
+        request = SampleRequest(prompts, sampling, seeds)
+        with self._lock:
+            self._waiting.append(request)
+        self._thread.submit(self._run, self._sample_next)
+        return request.future
 
     def call(self, function: Callable[[Engine], Any]) -> Future:
-        """What function(engine) returns. It runs between batches, before all that waits to be sampled."""
-        future: Future = Future()
-        return self._put(self._calls, (function, future), future)
+        """The result of function(engine). It runs between batches, before all requests that wait."""
+        self._check_not_stopped()
+        with self._lock:
+            self._calls.append(function)
+            return self._thread.submit(lambda: self._run(self._calls.popleft()))
 
     def pause(self, paused: bool) -> Future:
         """Done when no batch is running; from then on requests wait, and calls do not."""
-        return self.call(lambda engine: setattr(self, "paused", paused))
+
+        def switch(engine: Engine) -> None:
+            self.paused = paused
+            for _ in self._waiting:
+                self._thread.submit(self._run, self._sample_next)
+
+        return self.call(switch)
 
     def stop(self) -> None:
-        """What is being sampled is finished, what waits is refused, the engine is closed."""
-        with self._changed:
-            self.stopped = True
-            self._changed.notify_all()
+        """The running batch is finished, waiting requests are refused, the engine is closed."""
+        self.stopped = True
+        self._ended = self._thread.submit(self._end)
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._ended is None or not self._ended.done()
 
-    def _put(self, queue: deque, item: Any, future: Future) -> Future:
-        with self._changed:
-            queue.append(item)
-            self._changed.notify_all()
-            if self._over:
-                self._refuse()
-        return future
+    def _check_not_stopped(self) -> None:
+        if self.stopped:
+            raise Unavailable("the server is ending")
 
-    def _refuse(self) -> None:
-        futures = [job.future for job in self._jobs] + [future for _, future in self._calls]
-        self._jobs.clear()
-        self._calls.clear()
-        for future in futures:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(self._failure)
+    def _make(self, make_engine: Callable[[], Engine]) -> None:
+        self.engine = make_engine()
 
-    def _run(self) -> None:
-        try:
-            self.engine = self._make_engine()
-            while self._work():
-                pass
-        except Exception as error:
-            self._failure = error
-        with self._changed:
-            self.stopped = self._over = True
-            self._refuse()
+    def _run(self, function: Callable[[Engine], Any]) -> Any:
+        self._made.result()
+        self._check_not_stopped()
+        return function(self.engine)
+
+    def _end(self) -> None:
+        for request in self._waiting:
+            if request.future.set_running_or_notify_cancel():
+                request.future.set_exception(Unavailable("the server is ending"))
         if self.engine is not None:
             self.engine.close()
 
-    def _work(self) -> bool:
-        """One call, or one batch. False when there is nothing more to do."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.stopped or self._calls or (self._jobs and not self.paused))
-            if self.stopped:
-                return False
-            call = self._calls.popleft() if self._calls else None
-            jobs = [] if call else self._batch()
-        if jobs:
-            self._sample(jobs)
-        elif call and call[1].set_running_or_notify_cancel():
-            function, future = call
-            try:
-                future.set_result(function(self.engine))
-            except Exception as error:
-                future.set_exception(error)
-        return True
+    def _sample_next(self, engine: Engine) -> None:
+        """The oldest request that waits, and all with the same sampling; nothing if a batch before took it along."""
+        if self._calls:
+            self._thread.submit(self._run, self._sample_next)
+            return
+        with self._lock:
+            if self.paused or not self._waiting:
+                return
+            sampling = self._waiting[0].sampling
+            batch = [request for request in self._waiting if request.sampling == sampling]
+            self._waiting = [request for request in self._waiting if request.sampling != sampling]
+        if batch := [request for request in batch if request.future.set_running_or_notify_cancel()]:
+            self._sample(batch)
 
-    def _batch(self) -> list[Job]:
-        """The oldest job, and all that are sampled as it is."""
-        sampling = self._jobs[0].sampling
-        jobs = [job for job in self._jobs if job.sampling == sampling]
-        self._jobs = deque(job for job in self._jobs if job.sampling != sampling)
-        return [job for job in jobs if job.future.set_running_or_notify_cancel()]
-
-    def _sample(self, jobs: list[Job]) -> None:
-        places = [(job, place) for job in jobs for place in range(len(job.prompts))]
+    def _sample(self, batch: list[SampleRequest]) -> None:
+        places = [(request, place) for request in batch for place in range(len(request.prompts))]
 
         def done(i: int, completion: CompletionLike) -> None:
-            job, place = places[i]
-            job.put(place, completion)
+            request, place = places[i]
+            request.put(place, completion)
 
-        prompts = [prompt for job in jobs for prompt in job.prompts]
-        seeds = [seed for job in jobs for seed in job.seeds]
+        prompts = [prompt for request in batch for prompt in request.prompts]
+        seeds = [seed for request in batch for seed in request.seeds]
         try:
-            for i, completion in enumerate(self.engine.sample(prompts, jobs[0].sampling, seeds, done)):
+            for i, completion in enumerate(self.engine.sample(prompts, batch[0].sampling, seeds, done)):
                 done(i, completion)
         except Exception as error:
-            left = [job for job in jobs if not job.future.done()]
-            if len(jobs) > 1:  # whoever is to blame harms nobody else
-                for job in left:
-                    self._sample([job])
+            left = [request for request in batch if not request.future.done()]
+            if len(batch) > 1:  # whoever is to blame harms nobody else
+                for request in left:
+                    self._sample([request])
             elif left:
                 refusal = isinstance(error, ValueError) and not isinstance(error, UserError)
                 left[0].future.set_exception(UserError(f"the engine refuses: {told(error)}") if refusal else error)

@@ -3,13 +3,14 @@
 import asyncio
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from grpo.apps.serve.batching import Batching, Unavailable
-from grpo.apps.serve.weights import Weights
+from grpo.apps.serve.served_weights import ServedWeights
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import message_of, shown
 from grpo.env.renderer import Renderer
@@ -60,16 +61,9 @@ class Asked(BaseModel):
         return {name: value for name, value in given.items() if value is not None and name not in REFUSED}
 
     def sampling(self) -> Sampling:
-        return Sampling(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=0 if self.top_k == -1 else self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            stop_ids=tuple(self.stop_token_ids),
-            guided=self.guided,
-        )
+        given = self.model_dump(include={field.name for field in fields(Sampling)})
+        given["top_k"] = 0 if self.top_k == -1 else self.top_k
+        return Sampling(**given, stop_ids=tuple(self.stop_token_ids))
 
     def seeds(self, count: int) -> list[int]:
         if self.seed is None:
@@ -77,19 +71,15 @@ class Asked(BaseModel):
         return [derive_seed(self.seed, i) for i in range(count)]
 
 
+@dataclass(frozen=True)
 class Service:
     """Lives in the event loop's thread, as tokenizers are not made for several either; the engine in `batching`'s."""
 
-    def __init__(
-        self,
-        batching: Batching,
-        weights: Weights,
-        tokenizer: PreTrainedTokenizerBase,
-        renderer: Renderer,
-        vocabulary: int,
-    ) -> None:
-        self.batching, self.weights = batching, weights
-        self.tokenizer, self.renderer, self.vocabulary = tokenizer, renderer, vocabulary
+    batching: Batching
+    weights: ServedWeights
+    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer
+    vocabulary: int
 
     def chat_ids(self, messages: Any) -> tuple[int, ...]:
         if not isinstance(messages, list) or not messages:
@@ -100,7 +90,7 @@ class Service:
             raise UserError(str(error)) from error
 
     def prompt_ids(self, prompt: Any) -> tuple[int, ...]:
-        """Of a text, of token ids, or of vLLM's form of either."""
+        """The token ids of a text, of token ids, or of vLLM's form of either."""
         if isinstance(prompt, dict) and len(prompt) == 1:
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(prompt, str):

@@ -25,6 +25,7 @@ from rich.text import Text
 from grpo.apps.sweep.jobs import Job
 from grpo.system import child
 from grpo.system.errors import UserError
+from grpo.system.files import write_text
 from grpo.system.metrics import percent
 
 POLL = 0.2  # seconds between two looks at the jobs
@@ -88,9 +89,7 @@ class Sweep:
             if sorted(said) == sorted(overrides):
                 return number
         lines = [json.dumps(said, ensure_ascii=False) for said in [*known, list(overrides)]]
-        new = self.record.with_suffix(".new")
-        new.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
-        os.replace(new, self.record)
+        write_text(self.record, "[\n" + ",\n".join(lines) + "\n]\n")
         return len(known)
 
     def add(self, job: Job) -> Job:

@@ -15,7 +15,7 @@ from grpo.engines.builtin.agreement import cache_for
 from grpo.engines.builtin.sampler import Draws
 from grpo.engines.protocol import Sampling
 from grpo.env.tokens import Completion
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, at_least
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +24,7 @@ class TransformersEngine:
     """max_cache_tokens: tokens whose keys and values may be kept at a time. Samples without room wait; a lone one has it."""
 
     def __init__(self, max_cache_tokens: int = 65536) -> None:
-        if max_cache_tokens < 1:
-            raise UserError(f"engine.max_cache_tokens={max_cache_tokens} must be at least 1")
+        at_least("engine.max_cache_tokens", max_cache_tokens, 1)
         self.max_cache_tokens = max_cache_tokens
         self.version: int | None = None
         self.model: nn.Module | None = None

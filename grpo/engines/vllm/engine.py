@@ -1,7 +1,7 @@
 """vLLM inside the trainer's process. Knows token ids and weights; nothing of text, chat templates or rewards.
 
 One device, one process: the trainer hands its tensors over directly, and every rank has an engine of its own. Here weights are
-copied; `vllm_shared` has one copy of them, `vllm_lora` swaps adapters.
+copied; `shared` has one copy of them, `lora` swaps adapters.
 
 With several ranks build it after the trainer's process group: where there is none, vLLM makes one, of one rank.
 """
@@ -19,6 +19,7 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
 
 from grpo.engines.protocol import Sampling
+from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, params_of
 from grpo.engines.weights import BUCKET, base_path, buckets, checkpoint, eos_token_ids
 from grpo.env.tokens import Completion
 from grpo.system.errors import UserError
@@ -53,20 +54,16 @@ class VLLMEngine:
         self._lora_request: Any = None
         defaults: dict[str, Any] = {
             "enable_prefix_caching": True,
-            "gpu_memory_utilization": 0.4,
+            "gpu_memory_utilization": GPU_SHARE,
             "use_tqdm_on_load": False,
             "skip_tokenizer_init": not has_tokenizer(path),  # token ids in and out; only guides know text
             "enable_sleep_mode": sleeps,
         }
-        if sleeps:
-            defaults["async_scheduling"] = (
-                False  # or a step that was launched ahead is still there when it falls asleep
-            )
+        if sleeps:  # a step that was launched ahead would still be there when it falls asleep
+            defaults["async_scheduling"] = False
         if current_platform.is_cpu():
             dtype = "float32" if dtype == "auto" else dtype
-            defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
-            # a prompt read in pieces makes vLLM rewind the generator of its seed, which a CPU's cannot
-            defaults["enable_chunked_prefill"] = False
+            defaults |= CPU_ARGS
             _skip_compiled_ranks()
         given = {name: value for name, value in (args or {}).items() if value is not None}
         gc.collect()  # an engine of an earlier run goes now, with torch's process group, not while this one is built
@@ -75,8 +72,7 @@ class VLLMEngine:
                 path,
                 dtype=dtype,
                 **defaults | given,
-                generation_config="vllm",  # or the folder's generation_config.json changes the sampling in silence
-                logprobs_mode="raw_logprobs",  # made exact by grpo.engines.vllm.transfer
+                **ARGS,
                 weight_transfer_config={"backend": transfer.BACKEND},
             )
         config = self._llm.llm_engine.model_config
@@ -110,15 +106,10 @@ class VLLMEngine:
         done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         """See `Engine.sample`. A completion that meets the end of the context ends there, with finish "length"."""
-        longest = max(map(len, prompts), default=0)
-        if longest >= self.context:
-            raise UserError(
-                f"a prompt of {longest} tokens leaves no room in the engine's context of {self.context}: "
-                "raise engine.args.max_model_len or drop long prompts"
-            )
         if self._asleep:
             raise UserError("vLLM sleeps, and its weights are gone: load_weights comes before the next sample")
-        params = [self._params(sampling, seed) for _, seed in zip(prompts, seeds, strict=True)]
+        plain = params_of(prompts, sampling, self._eos, self.context)
+        params = [self._params(plain, seed) for _, seed in zip(prompts, seeds, strict=True)]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         completions: list[Completion | None] = [None] * len(prompts)
         # vLLM's CPU sampler draws from torch's global generator even for seeded requests
@@ -139,30 +130,16 @@ class VLLMEngine:
                 raise
         return completions
 
-    def _params(self, sampling: Sampling, seed: int) -> Any:
+    def _params(self, plain: Mapping[str, Any], seed: int) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
 
-        if sampling.temperature > 2:
-            raise UserError(
-                f"sampling.temperature={sampling.temperature}: vLLM takes at most 2, engine=transformers any"
-            )
-        if sampling.guided and self._llm.llm_engine.tokenizer is None:
-            raise UserError("sampling.guided needs a tokenizer in the model's folder, for it speaks of text")
-        return SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            seed=seed,
-            stop_token_ids=[*self._eos, *sampling.stop_ids],
-            structured_outputs=StructuredOutputsParams(**sampling.guided) if sampling.guided else None,
-            logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
-            detokenize=False,
-        )
+        given = {**plain, "seed": seed, "flat_logprobs": True}
+        if guided := plain["structured_outputs"]:
+            if self._llm.llm_engine.tokenizer is None:
+                raise UserError("sampling.guided needs a tokenizer in the model's folder, for it speaks of text")
+            given["structured_outputs"] = StructuredOutputsParams(**guided)
+        return SamplingParams(**given)
 
     def sleep(self) -> None:
         if self.sleeps and not self._asleep:
@@ -198,7 +175,7 @@ def import_vllm() -> None:
 
 @contextmanager
 def told_in_one_line(building: bool = False) -> Iterator[None]:
-    """What vLLM says in many lines of memory that is not there, in one; and, while it is built, of arguments it does not take."""
+    """Turns vLLM's long errors about missing memory, and while it is built about arguments, into one line."""
     try:
         yield
     except (torch.OutOfMemoryError, ValueError, TypeError, RuntimeError) as error:

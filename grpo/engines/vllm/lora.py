@@ -15,23 +15,16 @@ ADAPTER = 1  # vLLM counts adapters from 1; there is one
 
 
 class VLLMLoraEngine(VLLMEngine):
-    """rank: of the policy's adapter; None where it has none, which is refused. The rest as in `VLLMEngine`.
+    """rank: of the policy's adapter; None, for a policy without one, is refused. The other arguments are `VLLMEngine`'s.
 
     The frozen base is copied once, at the first load, and again only when something has written to it, so it is the trainer's,
     whatever lies on disk. After that a load is the adapter: a few MB.
     """
 
-    def __init__(
-        self,
-        path: str,
-        rank: int | None = None,
-        dtype: str = "auto",
-        sleeps: bool = False,
-        args: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, path: str, rank: int | None = None, args: Mapping[str, Any] | None = None, **more: Any) -> None:
         if rank is None:
             raise UserError("engine=vllm_lora swaps adapters and needs one: set adapter=lora, or engine=vllm")
-        super().__init__(path, dtype, sleeps, in_one_process(args) | adapter_args(rank))
+        super().__init__(path, args=in_one_process(args) | adapter_args(rank), **more)
         self._base: list[tuple[Tensor, int]] = []  # what was copied, and how often each had been written to by then
 
     def load_weights(self, model: nn.Module, version: int) -> None:
@@ -64,7 +57,7 @@ def in_one_process(args: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def adapter_args(rank: int) -> dict[str, Any]:
-    """What vLLM has to be built with for one adapter of that rank."""
+    """The arguments with which vLLM is built for one adapter of that rank."""
     import_vllm()
     from vllm.config.lora import MaxLoRARanks
 
@@ -75,7 +68,7 @@ def adapter_args(rank: int) -> dict[str, Any]:
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """What is no adapter, by the names of the base model's checkpoint; tied parameters once."""
+    """All parameters but the adapter's, by their names in the base model's checkpoint; tied ones once."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     for name, parameter in base.named_parameters():
         if "lora_" not in name:
@@ -83,7 +76,7 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def runner(llm: Any) -> Any:
-    """What holds vLLM's model and its adapters, in this process."""
+    """The object in this process that holds vLLM's model and its adapters."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 

@@ -22,24 +22,17 @@ class VLLMSharedEngine(VLLMEngine):
     """The first load makes every parameter of the policy a view of vLLM's memory, with the policy's values. From then on the
     policy may be changed in place only, and never while the engine samples.
 
-    rank: of the policy's LoRA adapter, which alone is copied, at every load; None where it has none. dtype: the policy's.
-    sleeps: between rollouts the cache's memory is given back, the weights stay.
+    rank: of the policy's LoRA adapter, which alone is copied, at every load; None if it has none. dtype: the policy's. sleeps:
+    between rollouts the cache's memory is freed, the weights stay. The other arguments are `VLLMEngine`'s.
     """
 
     apart = False
 
-    def __init__(
-        self,
-        path: str,
-        rank: int | None = None,
-        dtype: str = "auto",
-        sleeps: bool = False,
-        args: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, path: str, rank: int | None = None, args: Mapping[str, Any] | None = None, **more: Any) -> None:
         lora = {} if rank is None else adapter_args(rank)
         with live_weights():
-            super().__init__(path, dtype, sleeps, in_one_process(args) | lora)
-        if sleeps and not hasattr(self._llm, "release_kv_cache_memory"):
+            super().__init__(path, args=in_one_process(args) | lora, **more)
+        if self.sleeps and not hasattr(self._llm, "release_kv_cache_memory"):
             raise UserError("engine.sleeps=true: this vLLM cannot give back the cache without the weights; 0.32 can")
         self._adapted = rank is not None
         self._places: dict[str, Tensor] = {}  # the policy's parameters, where they are in vLLM
@@ -162,9 +155,9 @@ def place_of(engine: nn.Module, name: str, tensor: Tensor) -> Tensor:
             engine.load_weights([(name, tensor)])
     except (ValueError, KeyError, AttributeError, AssertionError) as error:  # a name or a shape that it does not know
         raise UserError(f"vLLM has no {name} such as the policy's: set engine=vllm") from error
-    pieces = [(source, place) for source, place in copies.seen if storage(source) == storage(tensor)]
+    pieces = [(source, place) for source, place in copies.seen if storage_of(source) == storage_of(tensor)]
     shifts = {
-        (storage(place), place.storage_offset() - source.storage_offset(), source.stride() == place.stride())
+        (storage_of(place), place.storage_offset() - source.storage_offset(), source.stride() == place.stride())
         for source, place in pieces
     }
     if sum(source.numel() for source, _ in pieces) == tensor.numel() and len(shifts) == 1:
@@ -209,5 +202,5 @@ def where(tensor: Tensor) -> tuple:
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
-def storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()

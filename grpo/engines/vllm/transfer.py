@@ -1,7 +1,7 @@
-"""What is put into vLLM, in this process or in a server's: a way for new weights, and exact log-probabilities.
+"""Plugged into vLLM, in this process or in a server's: a way for new weights, and exact log-probabilities.
 
 An entry point of vLLM's (`vllm.general_plugins`) calls `register` wherever this package is installed. Nothing else changes
-until vLLM is told `weight_transfer_config={"backend": "grpo"}`.
+until vLLM is built with `weight_transfer_config={"backend": "grpo"}`.
 """
 
 from dataclasses import dataclass, field

@@ -1,14 +1,14 @@
 """VLLM as servers, on this machine or on others: token ids and weights over HTTP. Imports no vLLM.
 
-Every completion is a request of its own, given to whichever server has room, and to another one where that fails. `vllm_sync` is
-how weights get there, `vllm_pool` knows which servers have them, `launch` starts servers.
+Every completion is a request of its own, given to whichever server has room, and to another one where that fails. `sync` is
+how weights get there, `fleet` knows which servers have them, `launch` starts servers.
 """
 
 import asyncio
 import atexit
-import math
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from torch import nn
 from transformers import AutoConfig
 
 from grpo.engines.protocol import Sampling
-from grpo.engines.vllm_server.fleet import Pool, Server, check_exact
+from grpo.engines.vllm.settings import params_of
+from grpo.engines.vllm_server.fleet import Fleet, Server, check_exact
 from grpo.engines.vllm_server.http import GENERATE, Lost, Refused, ask, client
 from grpo.engines.vllm_server.launch import START, Servers, by_hand
 from grpo.engines.vllm_server.nccl import Nccl
@@ -27,7 +28,7 @@ from grpo.engines.vllm_server.sync import Disk, Lora, Restart
 from grpo.engines.weights import base_path, eos_token_ids
 from grpo.env.tokens import Completion
 from grpo.system import distributed
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, oneof
 
 SYNCS = ("disk", "lora", "nccl", "restart")
 ATTEMPTS = 5  # of one completion
@@ -60,8 +61,7 @@ class VLLMServerEngine:
         args: Mapping[str, Any] | None = None,
         logs: str = ".",
     ) -> None:
-        if sync not in SYNCS:
-            raise UserError(f"engine.sync={sync} is not one of {', '.join(SYNCS)}")
+        oneof("engine.sync", sync, SYNCS)
         if sync == "restart" and not launch:
             raise UserError(
                 "engine.sync=restart starts its servers itself: set engine.launch=true, or engine.sync=disk"
@@ -73,11 +73,12 @@ class VLLMServerEngine:
             raise UserError(
                 f"engine.urls={list(urls)} must name servers, as [http://HOST:PORT], or set engine.launch=true"
             )
-        path, where = base_path(path), Path(folder).resolve()
+        path = base_path(path)
         config = AutoConfig.from_pretrained(path).get_text_config()
         self.version: int | None = None
         self.sync, self.concurrency, self.timeout = sync, concurrency, timeout
         self._run = secrets.token_hex(4)  # or another run's weights of the same version would look like ours
+        self._folder = Path(folder).resolve() / self._run
         self._eos = eos_token_ids(path, config.eos_token_id)
         self._launched: Servers | None = None
         if launch and rank_zero_only.rank:
@@ -91,10 +92,10 @@ class VLLMServerEngine:
             urls = self._launched.urls
             os.environ[URLS] = " ".join(urls)
         ways = {"disk": Disk, "lora": Lora, "nccl": lambda _: Nccl(), "restart": lambda at: Restart(at, self._launched)}
-        way = ways[sync](where)
+        way = ways[sync](self._folder)
         advice = "see their logs" if launch else f"start one with {by_hand(path, sync)}, or set engine.launch=true"
         ended = self._launched.ended if self._launched else lambda url: None
-        self._pool = Pool(urls, way, config.vocab_size - 1, timeout, wait, advice, ended)
+        self._fleet = Fleet(urls, way, config.vocab_size - 1, timeout, wait, advice, ended)
         self.in_flight = way.follows
         atexit.register(self.close)  # also where a run fails
         if sync == "restart":  # which starts them when there are weights
@@ -102,30 +103,30 @@ class VLLMServerEngine:
         try:
             if self._launched:
                 self._launched.start_all()
-            asyncio.run(self._pool.meet(START if self._launched else wait))
+            asyncio.run(self._fleet.meet(START if self._launched else wait))
         except BaseException:
             self.close()
             raise
 
     @property
     def context(self) -> int | None:
-        return self._pool.context
+        return self._fleet.context
 
     def load_weights(self, model: nn.Module, version: int) -> None:
-        """To every server that answers; another one takes them when it is back. Of several ranks the first does it, for all."""
+        """Gives the weights to all servers that answer; the others take them once they are back. Rank 0 does it for all."""
         if version == self.version:
             return
         label, failed = f"{self._run}-{version}", None
         if distributed.rank() == 0:
             try:
-                self._pool.push(model, label)
+                self._fleet.push(model, label)
             except UserError as error:
                 failed = error
         label, line = distributed.all_gather([(label, str(failed or ""))])[0]  # the others wait here
         if line:
             raise failed or UserError(line)
         if distributed.rank():
-            self._pool.expect(label)
+            self._fleet.expect(label)
         self._run, self.version = label.rpartition("-")[0], version
 
     def sample(
@@ -136,29 +137,19 @@ class VLLMServerEngine:
         done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         """See `Engine.sample`. A completion that meets the end of the context ends there, with finish "length"."""
-        if self._pool.label is None:
+        if self._fleet.label is None:
             raise UserError(
                 "the vLLM servers have no weights of this run yet: load_weights comes before the first sample"
             )
-        if sampling.temperature > 2:
-            raise UserError(
-                f"sampling.temperature={sampling.temperature}: vLLM takes at most 2, engine=transformers any"
-            )
-        longest = max(map(len, prompts), default=0)
-        if longest >= (self.context or math.inf):
-            raise UserError(
-                f"a prompt of {longest} tokens leaves no room in the servers' context of {self.context}: raise their "
-                "--max-model-len (engine.args.max_model_len), or drop long prompts"
-            )
-        return asyncio.run(self._sample(prompts, sampling, seeds, done)) if prompts else []
+        params = params_of(prompts, sampling, self._eos, self.context)
+        return asyncio.run(self._sample(prompts, sampling, params, seeds, done)) if prompts else []
 
-    async def _sample(self, prompts, sampling, seeds, done) -> list[Completion]:
+    async def _sample(self, prompts, sampling, params, seeds, done) -> list[Completion]:
         completions: list[Completion | None] = [None] * len(prompts)
         attempts = [0] * len(prompts)
         waiting: asyncio.Queue[int] = asyncio.Queue()
         for i, _ in enumerate(zip(prompts, seeds, strict=True)):
             waiting.put_nowait(i)
-        params = params_of(sampling) | {"stop_token_ids": [*self._eos, *sampling.stop_ids]}
 
         async def work(server: Server) -> None:
             """One completion after the other, while the server is in."""
@@ -167,7 +158,7 @@ class VLLMServerEngine:
                     await asyncio.sleep(0.1)
                 check_exact(server, sampling)
                 i = await waiting.get()
-                label = self._pool.label
+                label = self._fleet.label
                 try:
                     if server.ready:  # looked at after the label: whoever changes that takes the server out before
                         completions[i] = await self._complete(
@@ -187,8 +178,8 @@ class VLLMServerEngine:
 
         async with client(self.timeout) as http:
             each = range(min(self.concurrency, len(prompts)))
-            workers = [work(server) for _ in each for server in self._pool.servers]  # in turn: the first ones spread
-            tasks = [asyncio.ensure_future(task) for task in [waiting.join(), self._pool.keep(), *workers]]
+            workers = [work(server) for _ in each for server in self._fleet.servers]  # in turn: the first ones spread
+            tasks = [asyncio.ensure_future(task) for task in [waiting.join(), self._fleet.keep(), *workers]]
             try:
                 over, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in over:
@@ -230,22 +221,11 @@ class VLLMServerEngine:
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        self._pool.way.close()
+        if isinstance(self._fleet.way, Nccl):
+            self._fleet.way.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder.parent.is_dir() and not any(self._folder.parent.iterdir()):
+            self._folder.parent.rmdir()
         if self._launched:
             self._launched.close()
             os.environ.pop(URLS, None)
-
-
-def params_of(sampling: Sampling) -> dict[str, Any]:
-    """All that vLLM takes, so that no default of a server's counts."""
-    return {
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "structured_outputs": dict(sampling.guided) if sampling.guided else None,
-        "logprobs": 0,  # of the sampled token alone
-        "detokenize": False,
-    }

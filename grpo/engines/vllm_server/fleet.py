@@ -42,24 +42,22 @@ class Server:
         self.ready, self.fault = False, fault
 
 
-class Pool:
-    """way: how weights get to a server. last_id: of the model's vocabulary. wait: seconds without any server, then it is an
-    error; advice: what to do about that. ended: one line about a server that will not come back by itself.
+@dataclass(eq=False)
+class Fleet:
+    """It changes. way: how weights get to a server. last_id: of the model's vocabulary. wait: seconds without any server, then it
+    is an error; advice: what to do about that. ended: one line about a server that will not come back by itself, else None.
     """
 
-    def __init__(
-        self,
-        urls: Iterable[str],
-        way: Way,
-        last_id: int,
-        timeout: float,
-        wait: float,
-        advice: str,
-        ended: Callable[[str], str | None] = lambda url: None,
-    ) -> None:
-        self.servers = [Server(url.rstrip("/")) for url in dict.fromkeys(urls)]
-        self.way, self.last_id = way, last_id
-        self.timeout, self.wait, self.advice, self.ended = timeout, wait, advice, ended
+    urls: Iterable[str]
+    way: Way
+    last_id: int
+    timeout: float
+    wait: float
+    advice: str
+    ended: Callable[[str], str | None]
+
+    def __post_init__(self) -> None:
+        self.servers = [Server(url.rstrip("/")) for url in dict.fromkeys(self.urls)]
         self.label: str | None = None  # of the weights that every server must have
         self.lock = threading.RLock()  # one thread at a time brings servers up to date
         self.met = False
@@ -173,8 +171,8 @@ class Pool:
 
 
 async def logprobs_of(http: httpx2.AsyncClient, url: str, last_id: int) -> str:
-    """What a server tells of the tokens it samples, found by asking: "exact", log softmax(logits / temperature) over the whole
-    vocabulary; "raw", the same at temperature 1; "processed", over what the filters left."""
+    """The kind of log-probabilities that a server gives, found by asking: "exact", log softmax(logits / temperature) over the
+    whole vocabulary; "raw", the same at temperature 1; "processed", over what the filters left."""
     gaps = []
     for temperature in (1.0, 0.5):
         params = {"max_tokens": 1, "temperature": temperature, "top_k": 1, "logprobs": 5, "detokenize": False}

@@ -51,7 +51,7 @@ def certificates() -> ssl.SSLContext:
 
 
 async def ask(http: httpx2.AsyncClient, url: str, route: str, body: dict | None = None, post: bool = True) -> Any:
-    """What a route answers, None where that is no JSON. Raises Lost, Refused, or UserError where the server has no such route."""
+    """The JSON of a route's answer, None if it is none. Raises Lost, Refused, or UserError if the server has no such route."""
     try:
         response = await http.request("POST" if post else "GET", url + route, json=body)
     except httpx2.HTTPError as error:

@@ -12,10 +12,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE
 from grpo.system import child
 from grpo.system.errors import UserError
 from grpo.system.ports import check_port
@@ -38,8 +40,7 @@ def command(path: str, sync: str, args: Mapping[str, Any]) -> tuple[dict[str, st
     flags: dict[str, Any] = {
         "model": path,
         "enable_scale_out": True,  # token ids in, token ids out
-        "generation_config": "vllm",  # or the folder's generation_config.json changes the sampling in silence
-        "logprobs_mode": "raw_logprobs",  # made exact by grpo.engines.vllm.transfer
+        **ARGS,
         "weight_transfer_config": {"backend": BACKENDS.get(sync, "grpo")},
     }
     if sync == "lora":
@@ -49,18 +50,15 @@ def command(path: str, sync: str, args: Mapping[str, Any]) -> tuple[dict[str, st
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, Mapping):
-            words += [f"--{flag}", json.dumps(dict(value))]
-        else:
-            words += [
-                f"--{flag}",
-                *map(str, value if isinstance(value, Sequence) and not isinstance(value, str) else [value]),
-            ]
+            continue
+        value = json.dumps(dict(value)) if isinstance(value, Mapping) else value
+        several = isinstance(value, Sequence) and not isinstance(value, str)
+        words += [f"--{flag}", *map(str, value if several else [value])]
     return environment, words
 
 
 def by_hand(path: str, sync: str) -> str:
-    """What a user types to have such a server."""
+    """The command line that starts such a server."""
     environment, words = command(path, sync, {})
     variables = " ".join(f"{name}={value}" for name, value in environment.items())
     return f"{variables} vllm serve {shlex.join(words[1:])}"  # the model without its flag
@@ -169,21 +167,13 @@ def on_cpu() -> bool:
 
 
 def defaults(devices: Sequence | None) -> dict[str, Any]:
-    """Of engine.args: ours, where vLLM's own would not do."""
-    if not on_cpu():
-        return {} if devices is not None else {"gpu_memory_utilization": 0.4}  # it shares a GPU with the trainer
-    return {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 1 << 30,
-        # a prompt read in pieces makes vLLM rewind the generator of its seed, which a CPU's cannot
-        "enable_chunked_prefill": False,
-    }
+    """Our defaults of engine.args, where vLLM's own would not do."""
+    if on_cpu():
+        return {"dtype": "float32", **CPU_ARGS}
+    return {} if devices is not None else {"gpu_memory_utilization": GPU_SHARE}
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    with ExitStack() as all_open:  # or the same one would be found twice
+        sockets = [all_open.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]

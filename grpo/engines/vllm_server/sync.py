@@ -1,4 +1,4 @@
-"""Ways for new weights to get into vLLM servers: files, an adapter, starting anew; `vllm_nccl` is one more.
+"""Ways for new weights to get into vLLM servers: files, an adapter, starting anew; `nccl` is one more.
 
 A label names the weights of one version of one run.
 """
@@ -24,7 +24,8 @@ KEPT = 4  # adapters; a completion under way goes on with the one it began with
 
 
 class Way(Protocol):
-    """follows: a completion under way goes on with new weights. needs: advice where a server does not take them."""
+    """follows: a completion under way goes on with new weights. needs: advice where a server does not take them. Files
+    go into a folder of the run's own, which the engine removes at the end."""
 
     follows: bool
     needs: str
@@ -38,10 +39,8 @@ class Way(Protocol):
         ...
 
     async def holds(self, http: httpx2.AsyncClient, url: str, label: str) -> bool:
-        """What a server itself says."""
+        """Whether the server itself says so."""
         ...
-
-    def close(self) -> None: ...
 
 
 class Disk:
@@ -58,8 +57,9 @@ class Disk:
         self.files: list[Path] = []
 
     def write(self, model: nn.Module, label: str) -> None:
-        self.close()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self.files = []
         for bucket in buckets(checkpoint(model), BUCKET):
             file = self.folder / f"{label}-{len(self.files):04d}.safetensors"
             save_file({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in bucket}, file)
@@ -80,12 +80,6 @@ class Disk:
             for file in self.files:
                 await ask(http, url, "/update_weights", {"update_info": {"file": str(file)}})
             await ask(http, url, "/finish_weight_update")
-
-    def close(self) -> None:
-        for file in self.files:
-            file.unlink(missing_ok=True)
-        self.files = []
-        remove_if_empty(self.folder)
 
 
 class Lora:
@@ -126,11 +120,6 @@ class Lora:
             with suppress(Refused):  # it is not there any more
                 await ask(http, url, "/v1/unload_lora_adapter", {"lora_name": old})
 
-    def close(self) -> None:
-        for label in self.labels:
-            shutil.rmtree(self.folder / label, ignore_errors=True)
-        remove_if_empty(self.folder)
-
 
 class Restart:
     """The whole model saved as a folder, and the server started on it: slow, and nothing of the old one can survive."""
@@ -140,13 +129,11 @@ class Restart:
 
     def __init__(self, folder: Path, servers: Servers) -> None:
         self.folder, self.servers = folder, servers
-        self.label: str | None = None
 
     def write(self, model: nn.Module, label: str) -> None:
-        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         base.save_pretrained(self.folder / label, state_dict=dict(checkpoint(model)))
-        self.label = label
 
     async def holds(self, http: httpx2.AsyncClient, url: str, label: str) -> bool:
         try:
@@ -160,11 +147,6 @@ class Restart:
         self.servers.start(port, str(self.folder / label))
         await answers(http, url, START, partial(self.servers.ended, url))
         await ask(http, url, "/update_weight_version", {"new_version": label})
-
-    def close(self) -> None:
-        if self.label:
-            shutil.rmtree(self.folder / self.label, ignore_errors=True)
-            remove_if_empty(self.folder)
 
 
 async def label_of(http: httpx2.AsyncClient, url: str) -> str:
@@ -183,8 +165,3 @@ async def paused(http: httpx2.AsyncClient, url: str, label: str) -> AsyncIterato
         await ask(http, url, "/update_weight_version", {"new_version": label})
     finally:
         await ask(http, url, "/resume")
-
-
-def remove_if_empty(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()

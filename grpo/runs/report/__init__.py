@@ -8,7 +8,6 @@ import hashlib
 import html
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 from grpo.runs.report.run import run_data
 from grpo.runs.report.sweep import sweep_data
 from grpo.runs.runs import load
+from grpo.system.files import write_text
 from grpo.system.metrics import GROUPS, TIMES, Metric, about
 
 SAMPLES = 2000
@@ -44,9 +44,7 @@ def write_report(
     else:
         data = sweep_data(runs, folder, out)
     data |= dictionary(data["metrics"].get("y", data["metrics"]))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{out}.new").write_text(page(data), encoding="utf-8")
-    os.replace(f"{out}.new", out)
+    write_text(out, page(data))
     return out
 
 

@@ -21,7 +21,7 @@ class Adapter:
     name: str
 
 
-class Weights:
+class ServedWeights:
     """device: where the model is put before the engine is given it. load_count: of adapters, so far."""
 
     def __init__(self, pretrained: Pretrained, device: torch.device | str) -> None:
