@@ -15,6 +15,33 @@ A room is a folder. A room imports only from the rooms above it (tests/test_room
     training    the update (a LightningModule) and what happens round it (callbacks)
     apps        the command line, sweeps, the server, the demo's model
 
+The core makes the algorithm. The core, in the order in which to read it:
+
+    train.py                       configuration -> objects -> fit
+    env/types.py                   states, actions, trajectories, rewards; Env and Task as Protocols
+    env/tokens.py                  what an engine sampled, and how turns become rows
+    rollout/types.py               a sample in both views, a group, a rollout, its plan and limits
+    data/prompts.py                which prompts belong to rollout r
+    engines/protocol.py            what an engine is
+    rollout/rewarding.py           the rewards of a group, NaN where nobody can say
+    rollout/episodes.py            one episode is one coroutine; many of them share an engine
+    rollout/rollouts.py            rollout r, with dynamic sampling
+    rollout/collate.py             samples -> TokenBatch and Scores
+    objectives/batch.py            the tensors that the loss sees
+    objectives/shaping.py          the reward that the advantage sees
+    objectives/advantage.py        rewards -> advantages
+    objectives/loss.py             ratios, surrogates (here is the clip), token weights
+    objectives/kl.py               estimators of the KL, and where it goes
+    objectives/importance.py       corrections for the engine's mismatch
+    objectives/entropy.py          the bonus and its controller
+    objectives/algorithm.py        equation 1: the axes joined into a loss
+    models/policy.py               the policy, and the frozen reference
+    models/logprobs.py             log-probabilities of sampled tokens
+    training/batch.py              the batch that Lightning hands from hook to hook
+    training/callbacks/rollout.py  before an update: weights to the engine, a rollout from it
+    training/module.py             the update
+    training/callbacks/evaluation.py  held-out examples, metrics to the loggers
+
 `tasks/` holds one file for each task, `conf/` every choice, `train.py` and `eval.py` put the objects together.
 """
 

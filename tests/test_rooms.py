@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+import lines  # benchmarks/lines.py
+
 ROOT = Path(__file__).parents[1]
 ROOMS = [
     "system",
@@ -54,5 +56,12 @@ def test_tasks_live_in_message_space():
         assert rooms <= {"system", "env", "data", "rewards"}, file
 
 
-def test_train_py_fits_on_a_screen():
-    assert len((ROOT / "train.py").read_text().splitlines()) <= 80
+def test_the_core_can_be_read_in_an_evening():
+    core = lines.core()
+    assert core["train.py"] <= 80 and len(core) >= 20
+    assert sum(core.values()) <= 2500
+
+
+def test_no_file_is_long_and_no_name_means_two_things():
+    assert max(len(file.read_text().splitlines()) for file in lines.files()) <= 400
+    assert not lines.twice()
