@@ -10,13 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
-from grpo.apps.cli import changes, one_line_errors, run
-from grpo.apps.show_evaluation import Bar, show, show_comparison
-from grpo.evaluation.metrics import columns
-from grpo.evaluation.resumable import Scorecard, finished, policy_in, save
-from grpo.rollout.samples_table import on_disk
-from grpo.runs.comparison import arms_of, compare
-from grpo.runs.manifest import kept
+from grpo.apps.cli import changes, one_line_errors, quiet, run
 from grpo.system.errors import UserError
 
 
@@ -28,6 +22,12 @@ def main(config: DictConfig) -> float:
 
 def compared(config: DictConfig) -> float:
     """Returns the first difference. Writes metrics.json; loads no model."""
+    from grpo.apps.show_evaluation import (
+        show_comparison,  # here, so that --help and a mistyped key import neither pandas nor torch
+    )
+    from grpo.evaluation.resumable import save
+    from grpo.runs.comparison import arms_of, compare
+
     found = compare(arms_of(OmegaConf.to_container(config.compare)), config.after)
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     save(Path(config.output_dir), found)
@@ -72,6 +72,13 @@ def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
 def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     """Returns the accuracy. Writes metrics.json and samples.parquet beside config.yaml; goes on where it was stopped in that
     folder. overrides: of the command line."""
+    from grpo.apps.show_evaluation import Bar, show
+    from grpo.evaluation.metrics import columns
+    from grpo.evaluation.resumable import Scorecard, finished, policy_in
+    from grpo.rollout.samples_table import on_disk
+    from grpo.runs.manifest import kept
+
+    quiet()  # importing lightning has set its log levels
     console = Console()
     if config.run:
         config = as_in_run(config, overrides)

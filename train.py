@@ -4,20 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
-import lightning as L
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
-from grpo.apps.cli import check_run, one_line_errors, run
-from grpo.data.prompts import PromptLoader
-from grpo.models.policy import with_adapter
-from grpo.rollout.prompt_limit import longest_prompt
-from grpo.runs.manifest import kept
-from grpo.training.callbacks.rollout import RolloutCallback
-from grpo.training.forecast import forecast
-from grpo.training.module import GRPOModule
+from grpo.apps.cli import check_run, one_line_errors, quiet, run
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -28,6 +19,18 @@ def main(config: DictConfig) -> float | None:
 
 def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     """Returns the last held-out accuracy, for a sweep to maximise. Cheap things first: a mistake shows before a model loads."""
+    import lightning as L  # here, so that --help, a mistyped key and the parent of a sweep need no torch
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from grpo.data.prompts import PromptLoader
+    from grpo.models.policy import with_adapter
+    from grpo.rollout.prompt_limit import longest_prompt
+    from grpo.runs.manifest import kept
+    from grpo.training.callbacks.rollout import RolloutCallback
+    from grpo.training.forecast import forecast
+    from grpo.training.module import GRPOModule
+
+    quiet()  # importing lightning has set its log levels
     first = rank_zero_only.rank == 0  # with several devices this file runs once for each
     check_run(config, first)
     L.seed_everything(config.seed, verbose=False)

@@ -11,7 +11,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import transformers
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -183,9 +182,9 @@ def check_resumed(config: DictConfig) -> None:
 def quiet() -> None:
     """Silence what a user cannot act on: advertising, and advice for set-ups that are not this one."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers asks for it too
     for name in ("lightning.pytorch", "lightning.fabric", "httpx", "httpx2", "huggingface_hub", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)

@@ -135,7 +135,14 @@ def test_variants_are_diffs_and_the_command_line_wins(tmp_path):
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    """A command that ends before a run begins, and so imports none of the large libraries."""
+    words = [sys.executable, "-X", "importtime", *arguments]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    lines = done.stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    assert "hydra" in imported and not imported & {"torch", "lightning", "transformers", "datasets", "peft"}, arguments
+    done.stderr = "\n".join(line for line in lines if not line.startswith("import time:"))
+    return done
 
 
 def test_help_and_cfg_are_for_people(tmp_path):
@@ -146,3 +153,10 @@ def test_help_and_cfg_are_for_people(tmp_path):
     printed = command("train.py", "--cfg", "job", "--resolve", f"hydra.run.dir={tmp_path}")
     assert OmegaConf.create(printed.stdout).algo.max_tokens == 40, printed.stderr
     assert "python eval.py run=" in command("eval.py", "--help").stdout
+
+
+def test_a_mistake_and_a_sweep_s_parent_start_quickly(tmp_path):
+    mistake = command("train.py", "-m", "seed=0,1", "trainer.devices=2", f"hydra.sweep.dir={tmp_path}/sweep")
+    assert "error: trainer.devices=2: a job of a sweep has one device" in mistake.stderr
+    assert "did you mean rollout.group_size?" in command("train.py", "rollout.group_sze=4").stderr
+    assert "is neither a run" in command("eval.py", "compare=A,B", f"hydra.run.dir={tmp_path}/compared").stderr
