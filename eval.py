@@ -10,7 +10,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
-from grpo.apps.cli import changes, one_line_errors, quiet, run
+from grpo.apps.cli import changes, one_line_errors, quiet, run, save
+from grpo.apps.composing import CONF
 from grpo.system.errors import UserError
 
 
@@ -25,12 +26,12 @@ def compared(config: DictConfig) -> float:
     from grpo.apps.show_evaluation import (
         show_comparison,  # here, so that --help and a mistyped key import neither pandas nor torch
     )
-    from grpo.evaluation.resumable import save
+    from grpo.evaluation.resumable import save as write
     from grpo.runs.comparison import arms_of, compare
 
     found = compare(arms_of(OmegaConf.to_container(config.compare)), config.after)
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-    save(Path(config.output_dir), found)
+    write(Path(config.output_dir), found)
     show_comparison(Console(), found)
     return found["comparisons"][0]["difference"]["value"]
 
@@ -46,25 +47,19 @@ def policy_folder(run: str) -> Path:
 
 
 def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """The policy of `config.run`, with model, renderer, task and max_tokens as that run had them; a task on the command line
-    wins."""
+    """The policy of `config.run`, with the model, renderer and problem of that run; the command line wins, and a task on it
+    brings its own problem."""
     folder = policy_folder(config.run)
     trained = folder.parent.parent / "config.yaml"
+    given = {key: f"{key}={value}" for key, _, value in (o.lstrip("+").partition("=") for o in overrides)}
+    problem = [] if "task" in given else ["task", *OmegaConf.load(CONF / "problem" / "default.yaml")]
     with open_dict(config):
         if trained.exists():
             before = OmegaConf.load(trained)
-            config.model = OmegaConf.merge(
-                before, OmegaConf.from_dotlist([o for o in overrides if o.startswith("model.")])
-            ).model
-            config.renderer = before.get("renderer", config.renderer)
-            again = ["renderer."]
-            if not any(override.startswith("task=") for override in overrides):
-                of_the_task = ("task", "max_tokens", "max_turns", "prompt_limit", "step_timeout", "score_timeout")
-                for key in of_the_task:
-                    config[key] = before.get(key, config[key])
-                again += [f"{key}{end}" for key in of_the_task for end in ".="]
-            given = [override.lstrip("+") for override in overrides]
-            config.merge_with_dotlist([override for override in given if override.startswith(tuple(again))])
+            taken = [key for key in ("model", "renderer", *problem) if key in before]
+            config.update({key: before[key] for key in taken})
+            ours = [key for key in given if key.partition(".")[0] in taken and not (CONF / key).is_dir()]
+            config.merge_with_dotlist([given[key] for key in ours])
         config.model.path = str(folder)
     return config
 
@@ -107,7 +102,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     engine = instantiate(config.engine)
     engine.load_weights(pretrained.model().to(trainer.strategy.root_device), 0)
     card = Scorecard(folder, examples, policy_in(pretrained.path))
-    OmegaConf.save(config, folder / "config.yaml", resolve=True)
+    save(config)
     try:
         with (
             kept(config.output_dir, overrides, config.seed, {evaluator.split: examples}, card.progress),

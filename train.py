@@ -1,14 +1,13 @@
 """Train a policy with GRPO: configuration to objects, objects to a fitted policy. `python train.py --help` says how."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from grpo.apps.cli import check_run, one_line_errors, quiet, run
+from grpo.apps.cli import check_run, completed, one_line_errors, quiet, run, save
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -50,7 +49,8 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     pretrained = instantiate(config.model)
     pretrained.check_takes(config.adapter)
     prompt_limit = prompt_limit.within(pretrained.config().max_position_embeddings, config.max_tokens)
-    renderer = instantiate(config.renderer)(pretrained.tokenizer(), prompt_limit.kept)
+    tokenizer = pretrained.tokenizer()
+    renderer = instantiate(config.renderer)(tokenizer, prompt_limit.kept)
     examples = {split: prompt_limit.fitting(task, split, renderer) for split in splits}
     loader = PromptLoader(examples["train"], plan.prompts, config.seed)
     engine = instantiate(config.engine)
@@ -58,7 +58,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     rollout = RolloutCallback(
         plan, task, loader, engine, renderer, algorithm, evaluator, held_out, config.output_dir, config.seed
     )
-    callbacks = [rollout, *instantiate(config.callbacks).values()]  # the rest look at what the first has made
+    callbacks = [rollout, *completed(instantiate(config.callbacks), tokenizer)]  # they look at what the first has made
     trainer = make_trainer(callbacks=callbacks, logger=list(instantiate(config.logger).values()))
 
     def module(model) -> GRPOModule:
@@ -70,8 +70,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     if config.forecast == "only":
         return None
     if first:
-        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(config, Path(config.output_dir) / "config.yaml", resolve=True)
+        save(config)
     with kept(config.output_dir, overrides, config.seed, examples, rollout.progress):
         trainer.fit(module(pretrained.model()), rollout.batches, ckpt_path=config.ckpt_path, weights_only=False)
     return rollout.progress()["accuracy"]

@@ -7,16 +7,22 @@ import sys
 
 import pytest
 from conftest import ROOT, compose_config
-from hydra.errors import InstantiationException
+from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from grpo.apps.cli import changes, explain, flat
+from grpo.apps.composing import composed as compose_line
+from grpo.apps.composing import options
+from grpo.apps.help import OURS, WIDTH, phrases_of
 from grpo.system.errors import UserError
 
 GROUPS = (
     "task",
     "model",
     "adapter",
+    "recipe",
+    "problem",
     "algo",
     "algo/advantage",
     "algo/surrogate",
@@ -34,7 +40,7 @@ GROUPS = (
     "experiment",
     "debug",
 )
-OPTIONS = [(group, file.stem) for group in GROUPS for file in sorted((ROOT / "conf" / group).glob("*.yaml"))]
+OPTIONS = [(group, option) for group in GROUPS for option in options(group)]
 
 
 def nodes(config, path=""):
@@ -148,11 +154,51 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
 def test_help_and_cfg_are_for_people(tmp_path):
     text = command("train.py", "--help").stdout
     for group in GROUPS:
-        assert f"\n{group}: " in text
+        assert f"\n{group:<20}" in text
+    for _, option in OPTIONS:
+        assert f" {option} " in text and option != "base"
+    assert "\n  * wordmath " in text and max(map(len, text.splitlines())) <= WIDTH
     assert "python train.py -m algo=grpo,dr_grpo seed=0,1" in text
     printed = command("train.py", "--cfg", "job", "--resolve", f"hydra.run.dir={tmp_path}")
     assert OmegaConf.create(printed.stdout).algo.max_tokens == 40, printed.stderr
     assert "python eval.py run=" in command("eval.py", "--help").stdout
+
+
+def test_every_group_and_key_has_a_phrase():
+    config = compose_line("train", [], return_hydra_config=True)
+    groups, phrases = phrases_of("train", config.hydra.runtime.choices)
+    assert set(groups) == set(GROUPS) and all(groups.values())
+    keys = [key for key in flat(OmegaConf.to_container(config)) if not set(key.split(".")) & set(OURS)]
+    assert len(keys) > 90 and [key for key in keys if not phrases.get(key, groups.get(key.replace(".", "/")))] == []
+
+
+def learning_rate(*overrides: str) -> float:
+    return compose_config("output_dir=.", *overrides).optim.optimizer.lr
+
+
+def test_a_recipe_suits_the_model_and_the_adapter_and_a_model_file_sets_the_model_only():
+    assert (learning_rate(), learning_rate("adapter=lora")) == (1.5e-4, 1.5e-3)
+    large = ("task=gsm8k", "model=llama1b")
+    assert (learning_rate(*large), learning_rate(*large, "adapter=lora")) == (1e-6, 1e-5)
+    assert learning_rate("model=llama1b", "adapter=lora") == learning_rate("adapter=lora", "model=llama1b") == 1e-5
+    assert learning_rate("adapter=lora", "optim.optimizer.lr=0.5") == 0.5
+    config = compose_config("experiment=gsm8k_tiny", "output_dir=.")
+    assert (config.optim.max_tokens_per_microbatch, config.rollout.num_rollouts) == (2048, 20)
+    assert "optim" not in compose_config("output_dir=.", name="eval")
+
+
+def test_a_key_that_moved_is_told_and_is_no_change(tmp_path):
+    overrides = ["warm_start.clean_steps=3", "output_dir=."]
+    with pytest.raises(ConfigCompositionException) as caught:
+        compose_config(*overrides)
+    assert explain(caught.value, "train", overrides) == "warm_start.clean_steps is model.path.clean_steps now"
+    config = compose_config("output_dir=.")
+    before = OmegaConf.to_container(config, resolve=True)
+    before |= {"warm_start": {"worked_answers": "tasks.wordmath.worked_answers", "clean_steps": 700}}
+    before["rollout"] |= {"_target_": "grpo.rollout.Plan", "prompts": 4}
+    before["model"]["path"]["_target_"] = "grpo.tiny.tiny_folder"
+    OmegaConf.save(before, tmp_path / "config.yaml")
+    assert changes(config, tmp_path / "config.yaml") == ["rollout.prompts=16 (was 4)"]
 
 
 def test_a_mistake_and_a_sweep_s_parent_start_quickly(tmp_path):

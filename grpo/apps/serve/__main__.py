@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 
 from hydra.utils import instantiate
 
-from grpo.apps.cli import composed, described, one_line_errors, quiet
+from grpo.apps.cli import one_line_errors, quiet
+from grpo.apps.composing import composed
+from grpo.apps.help import described
 from grpo.system.errors import UserError
 from grpo.system.ports import check_port, family
 
