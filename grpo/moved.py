@@ -25,11 +25,12 @@ _ROOMS = {
     "engines": "engine=protocol",
     "engines.builtin": "engines.transformers=engine engines.drawing=sampler engines.pool=kv_cache engines.padded",
     "engines.vllm": "engines.vllm_lora=lora engines.vllm_shared=shared engines.transfer=transfer",
-    "rollout": "play=episodes scoring=rewarding collate callbacks.ahead=ahead records=samples_table",
+    "rollout": "calls play=episodes scoring=rewarding collate callbacks.ahead=ahead records=samples_table",
     "evaluation": "scorecard=resumable statistics",
     "runs": "manifest card=model_card loggers trackers comparison plots anatomy show=html report",
     "training": "module trainer forecast callbacks",
-    "apps": "cli sweep tiny=demo_model serve rewards.__main__=profile_rewards",
+    "apps.sweep": "jobs sweep",
+    "apps": "cli tiny=demo_model serve rewards.__main__=profile_rewards",
 }
 MODULES = {  # old name: new name
     f"grpo.{old}": f"grpo.{room}.{new or old.rpartition('.')[2]}"

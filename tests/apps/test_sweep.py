@@ -131,8 +131,8 @@ def test_what_is_left_is_told(tmp_path):
 AT_WORK = """if True:
     import sys
     from pathlib import Path
-    from grpo.jobs import Job
-    from grpo.sweep import Sweep
+    from grpo.apps.sweep.jobs import Job
+    from grpo.apps.sweep.sweep import Sweep
     sleeps = "import pathlib, sys, time; pathlib.Path(sys.argv[1], 'began').touch(); time.sleep(600)"
     folder = Path(sys.argv[1])
     sweep = Sweep(folder, lambda job, _: [sys.executable, "-c", sleeps, str(job.folder)], [{}, {}], "do it again")
