@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from conftest import ROOT, compose_config
 from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import get_object, instantiate
@@ -80,6 +81,43 @@ def test_option_composes_and_binds(group, option, tmp_path):
         assert check_signatures(compose_config(*overrides, name="eval")) >= 5
     if group in ("model", "engine", "renderer"):
         assert check_signatures(compose_config(*chosen, name="serve")) >= 2
+
+
+OTHER_THAN_THE_CODE = {  # values of ours that no constructor should have by itself
+    "eval/default.by": "columns of the tasks that are here",
+    "optim/muon.adamw_for": "names of layers in the models of transformers",
+    "task/tldr.target": "task=tldr wants this length",
+    "task/tldr.solved": "and is solved near it",
+    "engine/vllm_shared.dtype": "that of the weights that it shares",
+    "task/countdown.sizes": "the splits of a task that is made up",
+    "task/mixture.weights": "those of the sources named beside them",
+}
+
+
+def plain(value):
+    """Lists as tuples, and what is empty as None."""
+    return (tuple(value) if isinstance(value, list) else value) or (None if value in ([], (), {}) else value)
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "conf").rglob("*.yaml")), ids=lambda file: f"{file.parent.name}/{file.stem}"
+)
+def test_a_file_that_names_a_class_has_the_defaults_of_its_arguments(file):
+    """So a value has one home: a file that differs from another one, a recipe and an experiment do not name the class."""
+    for _, node in nodes(yaml.safe_load(file.read_text())):
+        if not node["_target_"].startswith(("grpo.", "tasks.")):
+            continue
+        called = get_object(node["_target_"])
+        for key in node.keys() & inspect.signature(called).parameters.keys():
+            default, value = inspect.signature(called).parameters[key].default, node[key]
+            computed = (
+                "${" in str(value) or "_target_" in str(value) or callable(plain(default)) or key in ("args", "rewards")
+            )
+            if default is not inspect.Parameter.empty and not computed:
+                if f"{file.parent.name}/{file.stem}.{key}" in OTHER_THAN_THE_CODE:
+                    assert plain(value) != plain(default)
+                else:
+                    assert plain(value) == plain(default), f"{file}: {key}: {value}, in the code {default}"
 
 
 def test_promised_options_are_there():
