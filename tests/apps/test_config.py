@@ -88,6 +88,7 @@ OTHER_THAN_THE_CODE = {  # values of ours that no constructor should have by its
     "optim/muon.adamw_for": "names of layers in the models of transformers",
     "task/tldr.target": "task=tldr wants this length",
     "task/tldr.solved": "and is solved near it",
+    "task/tldr.weights": "rewards are counted in characters there",
     "engine/vllm_shared.dtype": "that of the weights that it shares",
     "task/countdown.sizes": "the splits of a task that is made up",
     "task/mixture.weights": "those of the sources named beside them",
