@@ -10,13 +10,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
-from grpo.apps.cli import changes, one_line_errors, run
-from grpo.apps.show_evaluation import Bar, show, show_comparison
-from grpo.evaluation.metrics import columns
-from grpo.evaluation.resumable import Scorecard, finished, policy_in, save_metrics
-from grpo.rollout.samples_table import on_disk
-from grpo.runs.comparison import arms_of, compare
-from grpo.runs.manifest import kept
+from grpo.apps.cli import changes, one_line_errors, quiet, run, save
+from grpo.apps.composing import CONF
 from grpo.system.errors import UserError
 
 
@@ -28,6 +23,11 @@ def main(config: DictConfig) -> float:
 
 def compared(config: DictConfig) -> float:
     """Returns the first difference. Writes metrics.json; loads no model."""
+    # imported here, so that --help and a mistyped key need neither pandas nor torch
+    from grpo.apps.show_evaluation import show_comparison
+    from grpo.evaluation.resumable import save_metrics
+    from grpo.runs.comparison import arms_of, compare
+
     found = compare(arms_of(OmegaConf.to_container(config.compare)), config.after)
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     save_metrics(Path(config.output_dir), found)
@@ -46,25 +46,19 @@ def policy_folder(run: str) -> Path:
 
 
 def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """The policy of `config.run`, with model, renderer, task and max_tokens as that run had them; a task on the command line
-    wins."""
+    """The policy of `config.run`, with the model, renderer and problem of that run; the command line wins, and a task on it
+    brings its own problem."""
     folder = policy_folder(config.run)
     trained = folder.parent.parent / "config.yaml"
+    given = {key: f"{key}={value}" for key, _, value in (o.lstrip("+").partition("=") for o in overrides)}
+    problem = [] if "task" in given else ["task", *OmegaConf.load(CONF / "problem" / "default.yaml")]
     with open_dict(config):
         if trained.exists():
             before = OmegaConf.load(trained)
-            config.model = OmegaConf.merge(
-                before, OmegaConf.from_dotlist([o for o in overrides if o.startswith("model.")])
-            ).model
-            config.renderer = before.get("renderer", config.renderer)
-            again = ["renderer."]
-            if not any(override.startswith("task=") for override in overrides):
-                of_the_task = ("task", "max_tokens", "max_turns", "prompt_limit", "step_timeout", "score_timeout")
-                for key in of_the_task:
-                    config[key] = before.get(key, config[key])
-                again += [f"{key}{end}" for key in of_the_task for end in ".="]
-            given = [override.lstrip("+") for override in overrides]
-            config.merge_with_dotlist([override for override in given if override.startswith(tuple(again))])
+            taken = [key for key in ("model", "renderer", *problem) if key in before]
+            config.update({key: before[key] for key in taken})
+            ours = [key for key in given if key.partition(".")[0] in taken and not (CONF / key).is_dir()]
+            config.merge_with_dotlist([given[key] for key in ours])
         config.model.path = str(folder)
     return config
 
@@ -72,6 +66,13 @@ def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
 def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     """Returns the accuracy. Writes metrics.json and samples.parquet beside config.yaml; goes on where it was stopped in that
     folder. overrides: of the command line."""
+    from grpo.apps.show_evaluation import Bar, show
+    from grpo.evaluation.metrics import columns
+    from grpo.evaluation.resumable import Scorecard, finished, policy_in
+    from grpo.rollout.samples_table import on_disk
+    from grpo.runs.manifest import kept
+
+    quiet()  # importing lightning has set its log levels
     console = Console()
     if config.run:
         config = as_in_run(config, overrides)
@@ -100,7 +101,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     engine = instantiate(config.engine)
     engine.load_weights(pretrained.model().to(trainer.strategy.root_device), 0)
     card = Scorecard(folder, examples, policy_in(pretrained.path))
-    OmegaConf.save(config, folder / "config.yaml", resolve=True)
+    save(config)
     try:
         with (
             kept(config.output_dir, overrides, config.seed, {evaluator.split: examples}, card.progress),

@@ -1,25 +1,13 @@
 """Train a policy with GRPO: configuration to objects, objects to a fitted policy. `python train.py --help` says how."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import hydra
-import lightning as L
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from grpo.apps.cli import check_run, one_line_errors, run
-from grpo.data.prompts import PromptLoader
-from grpo.models.policy import with_adapter
-from grpo.rollout.prompt_limit import longest_prompt
-from grpo.rollout.rollouts import Rollouts
-from grpo.runs.manifest import kept
-from grpo.training.callbacks.evaluation import EvaluationCallback
-from grpo.training.callbacks.rollout import RolloutCallback
-from grpo.training.forecast import forecast
-from grpo.training.module import GRPOModule
+from grpo.apps.cli import check_run, completed, one_line_errors, quiet, run, save
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -30,6 +18,20 @@ def main(config: DictConfig) -> float | None:
 
 def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     """Returns the last held-out accuracy, for a sweep to maximise. Cheap things first: a mistake shows before a model loads."""
+    import lightning as L  # here, so that --help, a mistyped key and the parent of a sweep need no torch
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from grpo.data.prompts import PromptLoader
+    from grpo.models.policy import with_adapter
+    from grpo.rollout.prompt_limit import longest_prompt
+    from grpo.rollout.rollouts import Rollouts
+    from grpo.runs.manifest import kept
+    from grpo.training.callbacks.evaluation import EvaluationCallback
+    from grpo.training.callbacks.rollout import RolloutCallback
+    from grpo.training.forecast import forecast
+    from grpo.training.module import GRPOModule
+
+    quiet()  # importing lightning has set its log levels
     first = rank_zero_only.rank == 0  # with several devices this file runs once for each
     check_run(config, first)
     L.seed_everything(config.seed, verbose=False)
@@ -49,18 +51,16 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     pretrained = instantiate(config.model)
     pretrained.check_takes(config.adapter)
     prompt_limit = prompt_limit.within(pretrained.config().max_position_embeddings, config.max_tokens)
-    renderer = instantiate(config.renderer)(pretrained.tokenizer(), prompt_limit.kept)
+    tokenizer = pretrained.tokenizer()
+    renderer = instantiate(config.renderer)(tokenizer, prompt_limit.kept)
     examples = {split: prompt_limit.fitting(task, split, renderer) for split in splits}
     loader = PromptLoader(examples["train"], plan.prompts, config.seed)
     engine = instantiate(config.engine)
     rollouts = Rollouts(plan, task, loader, engine, renderer, algorithm, config.output_dir, config.seed)
     rollout = RolloutCallback(rollouts)
     evaluation = EvaluationCallback(rollout, evaluator, examples.get(evaluator.split, ()))
-    callbacks = [
-        rollout,
-        evaluation,
-        *instantiate(config.callbacks).values(),
-    ]  # the rest look at what the first two made
+    # the rest look at what the first two have made
+    callbacks = [rollout, evaluation, *completed(instantiate(config.callbacks), tokenizer)]
     trainer = make_trainer(callbacks=callbacks, logger=list(instantiate(config.logger).values()))
 
     def module(model) -> GRPOModule:
@@ -72,14 +72,8 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     if config.forecast == "only":
         return None
     if first:
-        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(config, Path(config.output_dir) / "config.yaml", resolve=True)
-
-    def progress() -> dict[str, float | None]:
-        learned = {"rollouts": rollout.rollouts, "num_rollouts": plan.num_rollouts}
-        return learned | {"accuracy": evaluation.accuracy}
-
-    with kept(config.output_dir, overrides, config.seed, examples, progress):
+        save(config)
+    with kept(config.output_dir, overrides, config.seed, examples, evaluation.progress):
         trainer.fit(module(pretrained.model()), rollout.batches, ckpt_path=config.ckpt_path, weights_only=False)
     return evaluation.accuracy
 

@@ -48,7 +48,7 @@ def arithmetic():
 def ours(model: torch.nn.Module, batch: TokenBatch, layout: str, overrides: list[str]) -> tuple[Callable, dict]:
     from hydra.utils import instantiate
 
-    from grpo.apps.cli import composed
+    from grpo.apps.composing import composed
     from grpo.objectives.batch import Scores
     from grpo.training.batch import RolloutBatch
     from grpo.training.module import GRPOModule

@@ -157,7 +157,8 @@ def shape(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
 
 def run_grpo(folder: Path, case: Case, cycles: Cycles) -> None:
     """train.py's own `train`, with the defaults of its configuration where the case says nothing."""
-    from grpo.apps.cli import composed, quiet
+    from grpo.apps.cli import quiet
+    from grpo.apps.composing import composed
     from grpo.engines.builtin.engine import TransformersEngine
     from grpo.system import memory
     from grpo.training.module import GRPOModule

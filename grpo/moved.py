@@ -39,6 +39,7 @@ MODULES = {  # old name: new name
 }
 # modules that were split, or have become a room: where their names are now
 SPLIT = {
+    "grpo.env.tokens": ("grpo.objectives.batch",),
     "grpo.rollout": ("grpo.rollout.types", "grpo.rollout.metrics", "grpo.system.seeds"),
     "grpo.data": ("grpo.data.prompts", "grpo.rollout.prompt_limit"),
     "grpo.rewards": ("grpo.rewards.combined",),
@@ -74,8 +75,8 @@ def door(room: str) -> Any:
     """`__getattr__` of a room that was a module: finds the names that it had."""
 
     def found(name: str) -> Any:
-        place, _, attribute = today(f"{room}.{name}").rpartition(".")
-        if place == room or name.startswith("__"):
+        place, _, attribute = (room, "", name) if name.startswith("__") else today(f"{room}.{name}").rpartition(".")
+        if place == room:
             raise AttributeError(f"module {room!r} has no attribute {name!r}")
         return getattr(import_module(place), attribute)
 

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -110,8 +111,9 @@ def text(override: Override) -> str:
 
 def devices() -> list[str]:
     """The CUDA devices that this process may use, as it would hand them on."""
-    import torch  # every program with Hydra in this environment reads this file
-
+    if not any(Path("/dev", driver).exists() for driver in ("nvidiactl", "dxg", "kfd")):  # NVIDIA, WSL, AMD
+        return []
+    ask = "import torch; print(torch.cuda.device_count())"  # in a process of its own: the sweep then holds no torch
+    count = int(subprocess.run([sys.executable, "-c", ask], stdout=subprocess.PIPE, check=True).stdout)
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = torch.cuda.device_count()
     return [name.strip() for name in named.split(",")][:count] if named else [str(i) for i in range(count)]

@@ -5,15 +5,14 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import transformers
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException, MissingConfigException
 from hydra.types import RunMode
@@ -21,13 +20,18 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo.apps.composing import CONF, composed
 from grpo.apps.sweep import sweep
 from grpo.env.types import Task
+from grpo.moved import today
 from grpo.system.errors import UserError
 
 log = logging.getLogger(__name__)
 
-CONF = Path(__file__).parents[2] / "conf"
+MOVED = {  # keys of before: where they are now
+    "warm_start.worked_answers": "model.path.worked_answers._target_",
+    "warm_start.clean_steps": "model.path.clean_steps",
+}
 
 # as the user set it: `run` sets it too, and a further device's process inherits that
 FULL_ERROR = os.environ.setdefault("GRPO_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "0")) == "1"
@@ -42,7 +46,13 @@ def run(main: Callable[[], object], config_name: str) -> None:
     quiet()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
     with one_line_errors(config_name), sweep.told():
-        main()
+        arguments = get_args_parser().parse_args()
+        if arguments.help:
+            from grpo.apps.help import USAGE, described
+
+            print(USAGE, described(config_name, arguments.overrides), sep="\n\n")
+        else:
+            main()
 
 
 @contextmanager
@@ -74,13 +84,15 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     for cause in causes:
         if isinstance(cause, MissingConfigException):
             group, _, option = (cause.missing_cfg_file or "").rpartition("/")
-            options = ", ".join(cause.options or ())
+            options = ", ".join(option for option in cause.options or () if option != "base")
             return (
                 f"{group} has no option {option!r}; there are: {options}" if options else " ".join(str(cause).split())
             )
     if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
         return f"the output folder cannot be written: {error}; set hydra.run.dir=FOLDER"
     if key := re.search(r"Could not override '([^']+)'", str(error)):
+        if key[1] in MOVED:
+            return f"{key[1]} is {MOVED[key[1]]} now"
         near = nearest(key[1], known_keys(config_name, arguments))
         hint = f"did you mean {near}?" if near else "--help lists them"
         return f"there is no key {key[1]!r}; {hint} (+{key[1]}=... adds a new key)"
@@ -116,22 +128,6 @@ def known_keys(config_name: str, arguments: Sequence[str]) -> list[str]:
     return sorted({".".join(names[:depth]) for names in leaves for depth in range(1, len(names) + 1)})
 
 
-def composed(config_name: str, overrides: Sequence[str]) -> DictConfig:
-    """The configuration of a command line, without running anything."""
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose(config_name, overrides=list(overrides))
-
-
-def described(config_name: str) -> str:
-    """The groups of a configuration with their options, and its keys: what --help says of it."""
-    defaults = OmegaConf.load(CONF / f"{config_name}.yaml").defaults
-    groups = [str(group) for entry in defaults if isinstance(entry, DictConfig) for group in entry]
-    options = {group: ", ".join(sorted(file.stem for file in (CONF / group).glob("*.yaml"))) for group in groups}
-    lines = [f"{group}: {names}" for group, names in options.items()]
-    return "\n".join([*lines, "", OmegaConf.to_yaml(composed(config_name, []))])
-
-
 def make_task(overrides: Sequence[str], path: str) -> Task:
     """The task that a command line means; `path` is its dataset's where it has none of its own."""
     config = composed("train", overrides).task
@@ -150,7 +146,9 @@ def flat(node: Any, prefix: str = "") -> dict[str, Any]:
 def changes(config: DictConfig, before: Path) -> list[str]:
     """What differs from the configuration saved in `before`, as 'key=now (was then)'."""
     now, then = (flat(OmegaConf.to_container(c, resolve=True)) for c in (config, OmegaConf.load(before)))
-    keys = [key for key in now | then if not key.startswith(("output_dir", "ckpt_path", "callbacks", "logger"))]
+    then = {key: today(value) if key.endswith("_target_") else value for key, value in then.items()}
+    others = ("output_dir", "ckpt_path", "callbacks", "logger", *MOVED)
+    keys = [key for key in now | then if not key.startswith(others)]
     return [f"{key}={now.get(key)} (was {then.get(key)})" for key in keys if now.get(key) != then.get(key)]
 
 
@@ -168,6 +166,17 @@ def check_run(config: DictConfig, first: bool) -> None:
     check_resumed(config)
 
 
+def save(config: DictConfig) -> None:
+    """As config.yaml in the run's folder, which is made."""
+    Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, Path(config.output_dir) / "config.yaml", resolve=True)
+
+
+def completed(parts: Mapping[str, Any], *missing: object) -> list[Any]:
+    """The parts of a group. A part with `_partial_: true` is called with what only the program has."""
+    return [part(*missing) if isinstance(part, partial) else part for part in parts.values()]
+
+
 def check_resumed(config: DictConfig) -> None:
     """Say what differs from the run that is resumed, if one is: a forgotten argument would change it in silence."""
     if not config.ckpt_path:
@@ -183,9 +192,9 @@ def check_resumed(config: DictConfig) -> None:
 def quiet() -> None:
     """Silence what a user cannot act on: advertising, and advice for set-ups that are not this one."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers asks for it too
     for name in ("lightning.pytorch", "lightning.fabric", "httpx", "httpx2", "huggingface_hub", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, Protocol
 
 from grpo.env.tokens import CompletionLike
 from grpo.system.errors import UserError
+
+if TYPE_CHECKING:  # eval.py compare= has no need of torch
+    from torch import nn
 
 GUIDES = ("regex", "json", "grammar", "choice")
 
@@ -67,7 +68,7 @@ class Engine(Protocol):
     @property
     def context(self) -> int | None: ...
 
-    def load_weights(self, model: nn.Module, version: int) -> None:
+    def load_weights(self, model: "nn.Module", version: int) -> None:
         """Take the weights of `model` (a Hugging Face causal LM, maybe with a PEFT adapter) as version `version`.
 
         After it nothing that older weights computed, a prefix cache for one, may still be used.

@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 
 from grpo.data.dataset import fingerprint
 from grpo.rollout.types import Group, Sample
-from grpo.system import distributed
 from grpo.system.errors import RolloutError
 from grpo.system.files import replacing
 
@@ -77,6 +76,8 @@ def on_disk(file: Path) -> Iterator[None]:
     try:
         yield
     except RolloutError as error:
+        from grpo.system import distributed  # torch
+
         if distributed.rank() == 0:
             write(file, records(error.groups))
         raise RolloutError(f"{error}; what was played is in {file}") from error

@@ -6,17 +6,24 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from conftest import ROOT, compose_config
-from hydra.errors import InstantiationException
+from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from grpo.apps.cli import changes, explain, flat
+from grpo.apps.composing import composed as compose_line
+from grpo.apps.composing import options
+from grpo.apps.help import OURS, WIDTH, phrases_of
 from grpo.system.errors import UserError
 
 GROUPS = (
     "task",
     "model",
     "adapter",
+    "recipe",
+    "problem",
     "algo",
     "algo/advantage",
     "algo/surrogate",
@@ -34,7 +41,7 @@ GROUPS = (
     "experiment",
     "debug",
 )
-OPTIONS = [(group, file.stem) for group in GROUPS for file in sorted((ROOT / "conf" / group).glob("*.yaml"))]
+OPTIONS = [(group, option) for group in GROUPS for option in options(group)]
 
 
 def nodes(config, path=""):
@@ -74,6 +81,44 @@ def test_option_composes_and_binds(group, option, tmp_path):
         assert check_signatures(compose_config(*overrides, name="eval")) >= 5
     if group in ("model", "engine", "renderer"):
         assert check_signatures(compose_config(*chosen, name="serve")) >= 2
+
+
+OTHER_THAN_THE_CODE = {  # values of ours that no constructor should have by itself
+    "eval/default.by": "columns of the tasks that are here",
+    "optim/muon.adamw_for": "names of layers in the models of transformers",
+    "task/tldr.target": "task=tldr wants this length",
+    "task/tldr.solved": "and is solved near it",
+    "task/tldr.weights": "rewards are counted in characters there",
+    "engine/vllm_shared.dtype": "that of the weights that it shares",
+    "task/countdown.sizes": "the splits of a task that is made up",
+    "task/mixture.weights": "those of the sources named beside them",
+}
+
+
+def plain(value):
+    """Lists as tuples, and what is empty as None."""
+    return (tuple(value) if isinstance(value, list) else value) or (None if value in ([], (), {}) else value)
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "conf").rglob("*.yaml")), ids=lambda file: f"{file.parent.name}/{file.stem}"
+)
+def test_a_file_that_names_a_class_has_the_defaults_of_its_arguments(file):
+    """So a value has one home: a file that differs from another one, a recipe and an experiment do not name the class."""
+    for _, node in nodes(yaml.safe_load(file.read_text())):
+        if not node["_target_"].startswith(("grpo.", "tasks.")):
+            continue
+        called = get_object(node["_target_"])
+        for key in node.keys() & inspect.signature(called).parameters.keys():
+            default, value = inspect.signature(called).parameters[key].default, node[key]
+            computed = (
+                "${" in str(value) or "_target_" in str(value) or callable(plain(default)) or key in ("args", "rewards")
+            )
+            if default is not inspect.Parameter.empty and not computed:
+                if f"{file.parent.name}/{file.stem}.{key}" in OTHER_THAN_THE_CODE:
+                    assert plain(value) != plain(default)
+                else:
+                    assert plain(value) == plain(default), f"{file}: {key}: {value}, in the code {default}"
 
 
 def test_promised_options_are_there():
@@ -135,14 +180,68 @@ def test_variants_are_diffs_and_the_command_line_wins(tmp_path):
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    """A command that ends before a run begins, and so imports none of the large libraries."""
+    words = [sys.executable, "-X", "importtime", *arguments]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    lines = done.stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    assert "hydra" in imported and not imported & {"torch", "lightning", "transformers", "datasets", "peft"}, arguments
+    done.stderr = "\n".join(line for line in lines if not line.startswith("import time:"))
+    return done
 
 
 def test_help_and_cfg_are_for_people(tmp_path):
     text = command("train.py", "--help").stdout
     for group in GROUPS:
-        assert f"\n{group}: " in text
+        assert f"\n{group:<20}" in text
+    for _, option in OPTIONS:
+        assert f" {option} " in text and option != "base"
+    assert "\n  * wordmath " in text and max(map(len, text.splitlines())) <= WIDTH
     assert "python train.py -m algo=grpo,dr_grpo seed=0,1" in text
     printed = command("train.py", "--cfg", "job", "--resolve", f"hydra.run.dir={tmp_path}")
     assert OmegaConf.create(printed.stdout).algo.max_tokens == 40, printed.stderr
     assert "python eval.py run=" in command("eval.py", "--help").stdout
+
+
+def test_every_group_and_key_has_a_phrase():
+    config = compose_line("train", [], return_hydra_config=True)
+    groups, phrases = phrases_of("train", config.hydra.runtime.choices)
+    assert set(groups) == set(GROUPS) and all(groups.values())
+    keys = [key for key in flat(OmegaConf.to_container(config)) if not set(key.split(".")) & set(OURS)]
+    assert len(keys) > 90 and [key for key in keys if not phrases.get(key, groups.get(key.replace(".", "/")))] == []
+
+
+def learning_rate(*overrides: str) -> float:
+    return compose_config("output_dir=.", *overrides).optim.optimizer.lr
+
+
+def test_a_recipe_suits_the_model_and_the_adapter_and_a_model_file_sets_the_model_only():
+    assert (learning_rate(), learning_rate("adapter=lora")) == (1.5e-4, 1.5e-3)
+    large = ("task=gsm8k", "model=llama1b")
+    assert (learning_rate(*large), learning_rate(*large, "adapter=lora")) == (1e-6, 1e-5)
+    assert learning_rate("model=llama1b", "adapter=lora") == learning_rate("adapter=lora", "model=llama1b") == 1e-5
+    assert learning_rate("adapter=lora", "optim.optimizer.lr=0.5") == 0.5
+    config = compose_config("experiment=gsm8k_tiny", "output_dir=.")
+    assert (config.optim.max_tokens_per_microbatch, config.rollout.num_rollouts) == (2048, 20)
+    assert "optim" not in compose_config("output_dir=.", name="eval")
+
+
+def test_a_key_that_moved_is_told_and_is_no_change(tmp_path):
+    overrides = ["warm_start.clean_steps=3", "output_dir=."]
+    with pytest.raises(ConfigCompositionException) as caught:
+        compose_config(*overrides)
+    assert explain(caught.value, "train", overrides) == "warm_start.clean_steps is model.path.clean_steps now"
+    config = compose_config("output_dir=.")
+    before = OmegaConf.to_container(config, resolve=True)
+    before |= {"warm_start": {"worked_answers": "tasks.wordmath.worked_answers", "clean_steps": 700}}
+    before["rollout"] |= {"_target_": "grpo.rollout.Plan", "prompts": 4}
+    before["model"]["path"]["_target_"] = "grpo.tiny.tiny_folder"
+    OmegaConf.save(before, tmp_path / "config.yaml")
+    assert changes(config, tmp_path / "config.yaml") == ["rollout.prompts=16 (was 4)"]
+
+
+def test_a_mistake_and_a_sweep_s_parent_start_quickly(tmp_path):
+    mistake = command("train.py", "-m", "seed=0,1", "trainer.devices=2", f"hydra.sweep.dir={tmp_path}/sweep")
+    assert "error: trainer.devices=2: a job of a sweep has one device" in mistake.stderr
+    assert "did you mean rollout.group_size?" in command("train.py", "rollout.group_sze=4").stderr
+    assert "is neither a run" in command("eval.py", "compare=A,B", f"hydra.run.dir={tmp_path}/compared").stderr

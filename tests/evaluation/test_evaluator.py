@@ -345,7 +345,7 @@ def test_parts_of_another_policy_or_other_rows_are_refused(overrides, tmp_path, 
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(eval_script.Bar, "show", stop)  # after the first batch
+    monkeypatch.setattr("grpo.apps.show_evaluation.Bar.show", stop)  # after the first batch
     with pytest.raises(KeyboardInterrupt):
         eval_script.evaluate(config)
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "interrupted"

@@ -176,14 +176,14 @@ def test_best_is_the_best_and_survives_worse(smoke, tmp_path):
     pretrained = Pretrained(next(o for o in smoke() if o.startswith("model.path=")).partition("=")[2])
     module = L.LightningModule()
     module.policy = pretrained.model()
-    checkpoint = Checkpoint(str(tmp_path), pretrained, num_rollouts=10, every=0)
+    checkpoint = Checkpoint(pretrained.tokenizer(), str(tmp_path), num_rollouts=10, every=0)
     weight = module.policy.model.norm.weight
     for rollout, accuracy in enumerate([0.1, 0.3, 0.2, 0.3]):
         weight.data.fill_(rollout)
         checkpoint.on_train_batch_end(None, module, {}, RolloutBatch(rollout, metrics={"eval/accuracy": accuracy}), 0)
     assert load_file(tmp_path / "best" / "model.safetensors")["model.norm.weight"].unique().item() == 1
     # a run that is resumed elsewhere brings its best along
-    resumed = Checkpoint(str(tmp_path / "resumed"), pretrained, num_rollouts=10)
+    resumed = Checkpoint(pretrained.tokenizer(), str(tmp_path / "resumed"), num_rollouts=10)
     resumed.load_state_dict(checkpoint.state_dict())
     weight.data.fill_(9)
     resumed.on_train_batch_end(None, module, {}, RolloutBatch(4, metrics={"eval/accuracy": 0.25}), 0)

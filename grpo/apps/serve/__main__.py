@@ -13,17 +13,23 @@ import socket
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
-import torch
+from hydra.utils import instantiate
 
-from grpo.apps.cli import composed, described, instantiate, one_line_errors, quiet
-from grpo.apps.serve.batching import Batching
-from grpo.apps.serve.served_weights import ServedWeights
+from grpo.apps.cli import one_line_errors, quiet
+from grpo.apps.composing import composed
+from grpo.apps.help import described
 from grpo.system.errors import UserError
 from grpo.system.ports import check_port, family
 
+if TYPE_CHECKING:  # --help has no need of torch
+    import torch
 
-def device_of(name: str) -> torch.device:
+
+def device_of(name: str) -> "torch.device":
+    import torch
+
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
@@ -46,6 +52,8 @@ def main(arguments: Sequence[str]) -> None:
     host, port = config.host, config.port
     try:
         from grpo.apps.serve.api import Server
+        from grpo.apps.serve.batching import Batching
+        from grpo.apps.serve.served_weights import ServedWeights
         from grpo.apps.serve.service import Service
     except ImportError as error:
         raise UserError(f"a server needs FastAPI and uvicorn ({error}): pip install '.[serve]'") from error

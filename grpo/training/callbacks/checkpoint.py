@@ -6,9 +6,9 @@ from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
+from transformers import PreTrainedTokenizerBase
 
 from grpo.evaluation.statistics import Estimate
-from grpo.models.policy import Pretrained
 from grpo.runs.model_card import write_card
 from grpo.system.errors import RolloutError
 from grpo.training.batch import RolloutBatch
@@ -22,9 +22,9 @@ class Checkpoint(L.Callback):
     best/       the same, at the best held-out accuracy so far, that of the run that was resumed included
     """
 
-    def __init__(self, folder: str, model: Pretrained, num_rollouts: int, every: int = 10) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, folder: str, num_rollouts: int, every: int = 10) -> None:
         self.folder, self.num_rollouts, self.every = Path(folder), num_rollouts, every
-        self.tokenizer = model.tokenizer()
+        self.tokenizer = tokenizer
         self.best_accuracy = -1.0
         self.rollouts = 0  # learned from
         self.measured: Estimate | None = (

@@ -23,6 +23,11 @@ class EvaluationCallback(L.Callback):
         self.accuracy: float | None = None  # held out, the latest
         self.first: list[Evaluation] = []  # of the policy before training
 
+    def progress(self) -> dict[str, float | None]:
+        """For the manifest. accuracy: the latest on the held-out examples."""
+        learned = {"rollouts": self.rollout.rollouts, "num_rollouts": self.rollout.plan.num_rollouts}
+        return learned | {"accuracy": self.accuracy}
+
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if self.rollout.rollouts == 0 and self.evaluator.on_start and self.evaluator.every:
             self.first = [self.evaluate()]

@@ -1,0 +1,143 @@
+"""The text of --help: usage, the groups of conf/ with their options, every key with its value.
+
+Each phrase is a comment in conf/: beside a group in the defaults list of train.yaml (an axis of an algorithm: of algo/grpo.yaml),
+on the first line of an option's file, beside a key.
+"""
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from grpo.apps.composing import CONF, composed, options
+
+WIDTH = 100
+OURS = ("_target_", "_partial_", "_convert_", "hydra")  # keys that --cfg shows, and --help does not
+
+USAGE = """\
+Group Relative Policy Optimization of language models.
+
+  python train.py                              learn word problems on a CPU (wordmath, tiny)
+  python train.py task=gsm8k model=llama1b     GSM8K on a GPU
+  python train.py task=gsm8k task.path=FOLDER  your own rows: train.jsonl and test.jsonl in a folder
+  python train.py algo=dr_grpo rollout.num_rollouts=100 optim.optimizer.lr=5e-5
+  python train.py algo=gspo algo/kl=loss       a preset, moved along one axis (docs/algorithms.md)
+  python train.py -m algo=grpo,dr_grpo seed=0,1         a sweep: every combination
+  python train.py ckpt_path=RUN/checkpoints/last.ckpt    resume a run; give its arguments again
+  python eval.py run=RUN eval.samples=8 eval.sampling.temperature=1
+  python eval.py run=RUN hydra.run.dir=FOLDER  the second time: resumes where it was stopped
+  python eval.py compare=RUN_A,RUN_B           two runs on the same problems: interval, p-value
+
+GROUP=OPTION picks a file of conf/, KEY.KEY=VALUE sets one value; this lists all of them.
+The same as YAML, with the class behind each part: python train.py --cfg job --resolve"""
+
+
+def described(config_name: str, overrides: Sequence[str] = ()) -> str:
+    """The groups that the configuration is composed of, with their options, and its keys."""
+    config = composed(config_name, overrides, return_hydra_config=True)
+    keys = OmegaConf.to_container(config)
+    several = {group: list(node) for group, node in keys.items() if isinstance(node, Mapping)}  # as callbacks=[A,B]
+    choices = several | dict(config.hydra.runtime.choices)
+    groups, phrases = phrases_of(config_name, choices)
+    lines = ["The groups and their options; * is the one in use:"]
+    for group, phrase in groups.items():
+        lines += ["", *row(group, phrase, 20)]
+        for option in options(group):
+            mark = "*" if option in used(choices.get(group)) else " "
+            lines += row(f"  {mark} {option}", first_line(CONF / group / f"{option}.yaml"), 28)
+    lines += ["", "The keys of this command line:", ""]
+    return "\n".join([*lines, *tree(keys, phrases | {g.replace("/", "."): phrase for g, phrase in groups.items()})])
+
+
+def phrases_of(config_name: str, choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """The phrase of each group in the order of the defaults list, and of each dotted key. "" where there is none."""
+    train, root = (beside(CONF / f"{name}.yaml") for name in ("train", config_name))
+    groups: dict[str, str] = {}
+    keys = {key: phrase for comments in (train, root) for key, phrase in comments.items() if phrase}
+    for name in (
+        name.removeprefix("defaults.").removeprefix("optional ") for name in root if name.startswith("defaults.")
+    ):
+        if (CONF / name).is_dir() and name != "hydra":
+            groups[name] = keys.get(f"defaults.{name}") or keys.get(f"defaults.optional {name}", "")
+            for file in (
+                file for option in used(choices.get(name)) for file in lineage(CONF / name / f"{option}.yaml")
+            ):
+                axes = {key.removeprefix("defaults."): phrase for key, phrase in beside(file).items()}
+                groups |= {f"{name}/{axis}": phrase for axis, phrase in axes.items() if (CONF / name / axis).is_dir()}
+    for choice, chosen in sorted(
+        choices.items(), key=lambda item: "@" not in item[0]
+    ):  # a file that mounts others wins
+        group, _, package = choice.partition("@")
+        for file in (file for option in used(chosen) for file in lineage(CONF / group / f"{option}.yaml")):
+            place = package or group.replace("/", ".")
+            if package:
+                keys[package] = first_line(file)
+            header = file.read_text(encoding="utf-8").partition("\n")[0]
+            if header.startswith("# @package"):
+                place = header.split()[-1].replace("_global_", "")
+            keys |= {f"{place}.{key}".lstrip("."): phrase for key, phrase in beside(file).items() if phrase}
+    return groups, keys
+
+
+def used(option: Any) -> list[str]:
+    """The options that a choice names: none, one or several."""
+    return [] if option is None else [option] if isinstance(option, str) else list(option)
+
+
+def lineage(file: Path) -> list[Path]:
+    """The files of its own group that a file starts from, and the file. Empty where there is no such file."""
+    if not file.is_file():
+        return []
+    defaults = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("defaults", [])
+    bases = [name for name in defaults if isinstance(name, str)]
+    return [*(base for name in bases for base in lineage(file.with_name(f"{name}.yaml"))), file]
+
+
+def first_line(file: Path) -> str:
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return next((line[1:].strip() for line in lines if line.startswith("#") and not line.startswith("# @package")), "")
+
+
+def beside(file: Path) -> dict[str, str]:
+    """The comment beside each dotted key of a file; "" where there is none."""
+    text = file.read_text(encoding="utf-8")
+    lines = text.splitlines()
+
+    def walk(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, str]]:
+        if isinstance(node, yaml.SequenceNode):
+            for item in node.value:
+                yield from walk(item, prefix)
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                one_line = value.end_mark.line == key.start_mark.line
+                end = value.end_mark if one_line else key.end_mark
+                rest = lines[end.line][end.column :].lstrip(": ")
+                yield f"{prefix}{key.value}", rest[1:].strip() if rest.startswith("#") else ""
+                yield from walk(value, f"{prefix}{key.value}.")
+
+    return dict(walk(yaml.compose(text), ""))
+
+
+def tree(node: Mapping[str, Any], phrases: Mapping[str, str], path: str = "", depth: int = 0) -> Iterator[str]:
+    for key, value in node.items():
+        if key in OURS:
+            continue
+        inner = isinstance(value, Mapping) and value
+        text = "" if inner else " " + yaml.safe_dump(value, default_flow_style=True, width=1000).partition("\n")[0]
+        phrase = phrases.get(f"{path}{key}", "")
+        yield from row(f"{'  ' * depth}{key}:{text}", f"# {phrase}" if phrase else "", 40)
+        if inner:
+            yield from tree(value, phrases, f"{path}{key}.", depth + 1)
+
+
+def row(left: str, phrase: str, column: int) -> Iterator[str]:
+    """The phrase wrapped to the right of `left`, or under it where `left` is long."""
+    words = textwrap.wrap(phrase, WIDTH - column)
+    if len(left) >= column:
+        yield left
+        left = ""
+    for i, line in enumerate(words or [""]):
+        yield f"{'' if i else left:<{column}}{line}".rstrip()
