@@ -31,7 +31,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     from grpo.training.forecast import forecast
     from grpo.training.module import GRPOModule
 
-    quiet()  # importing lightning has set its log levels
+    quiet()  # lightning has set its log levels
     first = rank_zero_only.rank == 0  # with several devices this file runs once for each
     check_run(config, first)
     L.seed_everything(config.seed, verbose=False)
@@ -41,7 +41,6 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     algorithm.check(plan.prompts, plan.group_size, plan.ahead)
     evaluator = instantiate(config.eval)
     optim = instantiate(config.optim)
-    make_trainer = instantiate(config.trainer)
     prompt_limit = instantiate(config.prompt_limit)
     task = instantiate(config.task)
     splits = ("train", evaluator.split) if evaluator.every else ("train",)
@@ -59,15 +58,14 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     rollouts = Rollouts(plan, task, loader, engine, renderer, algorithm, config.output_dir, config.seed)
     rollout = RolloutCallback(rollouts)
     evaluation = EvaluationCallback(rollout, evaluator, examples.get(evaluator.split, ()))
-    # the rest look at what the first two have made
-    callbacks = [rollout, evaluation, *completed(instantiate(config.callbacks), tokenizer)]
-    trainer = make_trainer(callbacks=callbacks, logger=list(instantiate(config.logger).values()))
+    callbacks = [rollout, evaluation, *completed(instantiate(config.callbacks), tokenizer)]  # in this order
+    trainer = instantiate(config.trainer)(callbacks=callbacks, logger=list(instantiate(config.logger).values()))
 
     def module(model) -> GRPOModule:
         policy = with_adapter(model, instantiate(config.adapter))
         return GRPOModule(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, config.seed)
 
-    if first and config.forecast:
+    if config.forecast and first:
         forecast(module, pretrained, plan, engine, longest_prompt(task, examples["train"], renderer), trainer)
     if config.forecast == "only":
         return None
