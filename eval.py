@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
-from grpo.apps.cli import changes, one_line_errors, quiet, run, save
+from grpo.apps.cli import changes, one_line_errors, quiet, run, save_config
 from grpo.apps.composing import CONF
 from grpo.system.errors import UserError
 
@@ -101,7 +101,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     engine = instantiate(config.engine)
     engine.load_weights(pretrained.model().to(trainer.strategy.root_device), 0)
     card = Scorecard(folder, examples, policy_in(pretrained.path))
-    save(config)
+    save_config(config)
     try:
         with (
             kept(config.output_dir, overrides, config.seed, {evaluator.split: examples}, card.progress),

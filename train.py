@@ -7,7 +7,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from grpo.apps.cli import check_run, completed, one_line_errors, quiet, run, save
+from grpo.apps.cli import check_run, completed, one_line_errors, quiet, run, save_config
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -70,7 +70,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     if config.forecast == "only":
         return None
     if first:
-        save(config)
+        save_config(config)
     with kept(config.output_dir, overrides, config.seed, examples, evaluation.progress):
         trainer.fit(module(pretrained.model()), rollout.batches, ckpt_path=config.ckpt_path, weights_only=False)
     return evaluation.accuracy

@@ -166,7 +166,7 @@ def check_run(config: DictConfig, first: bool) -> None:
     check_resumed(config)
 
 
-def save(config: DictConfig) -> None:
+def save_config(config: DictConfig) -> None:
     """As config.yaml in the run's folder, which is made."""
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, Path(config.output_dir) / "config.yaml", resolve=True)

@@ -54,7 +54,7 @@ def described(config_name: str, overrides: Sequence[str] = ()) -> str:
 
 def phrases_of(config_name: str, choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
     """The phrase of each group in the order of the defaults list, and of each dotted key. "" where there is none."""
-    train, root = (beside(CONF / f"{name}.yaml") for name in ("train", config_name))
+    train, root = (comments_of(CONF / f"{name}.yaml") for name in ("train", config_name))
     groups: dict[str, str] = {}
     keys = {key: phrase for comments in (train, root) for key, phrase in comments.items() if phrase}
     for name in (
@@ -65,7 +65,7 @@ def phrases_of(config_name: str, choices: Mapping[str, Any]) -> tuple[dict[str, 
             for file in (
                 file for option in used(choices.get(name)) for file in lineage(CONF / name / f"{option}.yaml")
             ):
-                axes = {key.removeprefix("defaults."): phrase for key, phrase in beside(file).items()}
+                axes = {key.removeprefix("defaults."): phrase for key, phrase in comments_of(file).items()}
                 groups |= {f"{name}/{axis}": phrase for axis, phrase in axes.items() if (CONF / name / axis).is_dir()}
     for choice, chosen in sorted(
         choices.items(), key=lambda item: "@" not in item[0]
@@ -78,7 +78,7 @@ def phrases_of(config_name: str, choices: Mapping[str, Any]) -> tuple[dict[str, 
             header = file.read_text(encoding="utf-8").partition("\n")[0]
             if header.startswith("# @package"):
                 place = header.split()[-1].replace("_global_", "")
-            keys |= {f"{place}.{key}".lstrip("."): phrase for key, phrase in beside(file).items() if phrase}
+            keys |= {f"{place}.{key}".lstrip("."): phrase for key, phrase in comments_of(file).items() if phrase}
     return groups, keys
 
 
@@ -101,7 +101,7 @@ def first_line(file: Path) -> str:
     return next((line[1:].strip() for line in lines if line.startswith("#") and not line.startswith("# @package")), "")
 
 
-def beside(file: Path) -> dict[str, str]:
+def comments_of(file: Path) -> dict[str, str]:
     """The comment beside each dotted key of a file; "" where there is none."""
     text = file.read_text(encoding="utf-8")
     lines = text.splitlines()
