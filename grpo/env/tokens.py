@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, Self, get_args
 
-
 Finish = Literal["stop", "length"]  # the policy ended it, or a limit of tokens did
 
 
