@@ -123,7 +123,8 @@ class Policy:
     def _rests(self, place: Place) -> None:
         self.working.discard(place)
         self.slow.discard(place)
-        self.changed.notify()
+        if self.working <= self.slow:  # nobody is waited for
+            self.changed.notify()
 
     def serve(self, episodes: threading.Thread) -> None:
         """Sample for the episodes until all of them are over."""
@@ -157,8 +158,8 @@ class Policy:
                     # slow ones that answer in a row share a batch
                     if not self.slow or time.monotonic() > min(first + PATIENCE, latest + LOOK):
                         return True
-                self.changed.wait(LOOK if self.asked else 1.0)
-                if self.asked and quick:
+                came = self.changed.wait(LOOK if self.asked else 1.0)
+                if self.asked and quick and not came:
                     self.slow |= self.environments.slow(quick & self.working, [episodes.native_id, *loop_threads()])
             return False
 
