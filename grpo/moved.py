@@ -46,7 +46,7 @@ SPLIT = {
     "grpo.evaluation": ("grpo.evaluation.evaluator", "grpo.evaluation.metrics"),
     "grpo.runs": ("grpo.runs.runs",),
     "grpo.tokens": ("grpo.env.tokens", "grpo.objectives.batch"),
-    "grpo.callbacks.ahead": ("grpo.rollout.ahead", "grpo.rollout.types"),
+    "grpo.callbacks.ahead": ("grpo.rollout.ahead",),
     "grpo.module": ("grpo.training.module", "grpo.training.optimization", "grpo.training.meter"),
     "grpo.engines.vllm": ("grpo.engines.vllm.engine",),
     "grpo.engines.vllm_server": ("grpo.engines.vllm_server.engine",),

@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from grpo.objectives.advantage import has_signal
 from grpo.system import distributed
 
 
@@ -29,6 +30,10 @@ class Scores:
 
     def to(self, *args, **kwargs) -> Self:
         return self._map(lambda tensor: tensor.to(*args, **kwargs))
+
+    def has_signal(self) -> Tensor:
+        """Whether the rewards of a group differ, [N] bool."""
+        return has_signal(self.rewards)
 
     def rows(self, index: list[int]) -> Self:
         """These groups."""

@@ -7,8 +7,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
-from grpo.rollout.rollouts import Rollouts
-from grpo.rollout.types import Rollout
+from grpo.rollout.rollouts import Rollout, Rollouts
 
 GRACE = 5.0  # seconds
 Played = Rollout  # its name in checkpoints made before

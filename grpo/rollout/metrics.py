@@ -2,18 +2,19 @@
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from grpo.env.types import Trajectory
-from grpo.objectives.advantage import has_signal
-from grpo.objectives.batch import Scores
 from grpo.rollout.types import Group, Sample
 from grpo.system.metrics import name_of_part
 
+if TYPE_CHECKING:  # whoever reads old runs needs no torch
+    from grpo.objectives.batch import Scores
 
-def rollout_metrics(groups: Sequence[Group], scored: Scores) -> dict[str, float]:
+
+def rollout_metrics(groups: Sequence[Group], scored: "Scores") -> dict[str, float]:
     """All that is known of a rollout before anything is learned from it, over every sample, also those left out of the batch.
 
     A part of the reward is logged under `name_of_part`, with its standard deviation over the samples whose reward is known.
@@ -21,8 +22,8 @@ def rollout_metrics(groups: Sequence[Group], scored: Scores) -> dict[str, float]
     samples = [sample for group in groups for sample in group]
     known = {name: values for name, values in scored.parts.items() if name != "correct"}  # that is the verdict
     if any("correct" in sample.reward.parts for sample in samples):
-        given = torch.tensor([[sample.reward.parts.get("correct", math.nan) for sample in group] for group in groups])
-        known["correct"] = given.masked_fill(scored.rewards.isnan(), math.nan)
+        given = [[sample.reward.parts.get("correct", math.nan) for sample in group] for group in groups]
+        known["correct"] = scored.rewards.new_tensor(given).masked_fill(scored.rewards.isnan(), math.nan)
     known = {name_of_part(name): values for name, values in known.items()} | {"reward": scored.rewards}
     graded = {name: values[~values.isnan()] for name, values in known.items()}
     stds = {name: float(values.std(correction=0)) if len(values) else math.nan for name, values in graded.items()}
@@ -32,7 +33,7 @@ def rollout_metrics(groups: Sequence[Group], scored: Scores) -> dict[str, float]
     means["solve_rate"] = share_right(samples)
     means["tokens"] = float(scored.lengths.sum())
     if scored.rewards.shape[1] > 1:
-        means["effective_groups"] = float(has_signal(scored.rewards).float().mean())
+        means["effective_groups"] = float(scored.has_signal().float().mean())
     return {f"rollout/{name}": mean for name, mean in means.items()} | {
         f"rollout/{name}_std": std for name, std in stds.items()
     }

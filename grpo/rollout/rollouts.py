@@ -4,20 +4,44 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from grpo.data.prompts import PromptLoader
 from grpo.engines.protocol import Engine
 from grpo.env.renderer import Renderer
 from grpo.env.types import Example, Task
-from grpo.objectives.advantage import has_signal
 from grpo.objectives.algorithm import Algorithm
+from grpo.objectives.batch import Scores
 from grpo.rollout.collate import scores
 from grpo.rollout.episodes import play
 from grpo.rollout.samples_table import on_disk
-from grpo.rollout.types import Group, Plan, Rollout
+from grpo.rollout.types import Group, Plan
 from grpo.system.errors import RewardError, RolloutError
 from grpo.system.seeds import TRAIN, derive_seed
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """All groups that were sampled for a rollout, and what they earned; in how many rounds; the version of the weights that the
+    engine held when it began; the seconds it took."""
+
+    groups: list[Group]
+    scores: Scores
+    rounds: int
+    version: int
+    seconds: float
+
+    def best(self, prompts: int) -> list[int]:
+        """The groups to learn from, by index, in order: at most `prompts`, those with a signal before the others."""
+        order = (~self.scores.has_signal()).int().argsort(stable=True)
+        return sorted(order[:prompts].tolist())
+
+    def staleness(self, rollouts: int) -> float:
+        """Versions between the weights that drew a token and those that learn from it, `rollouts`; the mean over all tokens."""
+        completions = [turn.completion for group in self.groups for sample in group for turn in sample.turns]
+        drawn = [c.versions or (self.version,) * len(c.ids) for c in completions]
+        return sum(rollouts * len(versions) - sum(versions) for versions in drawn) / max(1, sum(map(len, drawn)))
 
 
 class Rollouts:
@@ -52,7 +76,7 @@ class Rollouts:
                 groups += self.play(r, examples, first=len(groups))
                 rounds += 1
                 scored = self.algorithm.shaped(scores(groups))
-                live = int(has_signal(scored.rewards).sum())
+                live = int(scored.has_signal().sum())
                 if live >= prompts:
                     break
                 wanted = math.ceil((prompts - live) * len(groups) / max(live, 1))  # some will be of no use again

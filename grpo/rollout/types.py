@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from grpo.engines.protocol import Sampling
 from grpo.env.tokens import Turn
 from grpo.env.types import Example, Reward, Trajectory
-from grpo.objectives.advantage import has_signal
-from grpo.objectives.batch import Scores
 from grpo.system.errors import UserError
 
 TIMEOUT = 120.0  # seconds of one call of a reward, where nobody says otherwise
@@ -29,29 +27,6 @@ class Sample:
 
 
 Group = list[Sample]  # the G samples of one example
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """All groups that were sampled for a rollout, and what they earned; in how many rounds; the version of the weights that the
-    engine held when it began; the seconds it took."""
-
-    groups: list[Group]
-    scores: Scores
-    rounds: int
-    version: int
-    seconds: float
-
-    def best(self, prompts: int) -> list[int]:
-        """The groups to learn from, by index, in order: at most `prompts`, those with a signal before the others."""
-        order = (~has_signal(self.scores.rewards)).int().argsort(stable=True)
-        return sorted(order[:prompts].tolist())
-
-    def staleness(self, rollouts: int) -> float:
-        """Versions between the weights that drew a token and those that learn from it, `rollouts`; the mean over all tokens."""
-        completions = [turn.completion for group in self.groups for sample in group for turn in sample.turns]
-        drawn = [c.versions or (self.version,) * len(c.ids) for c in completions]
-        return sum(rollouts * len(versions) - sum(versions) for versions in drawn) / max(1, sum(map(len, drawn)))
 
 
 @dataclass(frozen=True)

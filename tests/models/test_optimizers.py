@@ -18,7 +18,9 @@ from train import train
 IS_8BIT_HERE = find_spec("bitsandbytes") is not None
 NEEDED = {"adamw_8bit": pytest.mark.skipif(not IS_8BIT_HERE, reason="pip install -e '.[8bit]'")}
 OPTIONS = [
-    pytest.param(file.stem, marks=NEEDED.get(file.stem, ())) for file in (ROOT / "conf" / "optim").glob("*.yaml")
+    pytest.param(file.stem, marks=NEEDED.get(file.stem, ()))
+    for file in (ROOT / "conf" / "optim").glob("*.yaml")
+    if file.stem != "base"
 ]
 LR = 1e-2
 EMBEDDING, MATRIX, VECTOR = "model.embed_tokens.weight", "layers.0.down_proj.weight", "norm.weight"

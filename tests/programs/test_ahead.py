@@ -23,7 +23,8 @@ from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Reward, SingleTurn, Trajectory
 from grpo.rollout import ahead
 from grpo.rollout.ahead import Background
-from grpo.rollout.types import Rollout, Sample
+from grpo.rollout.rollouts import Rollout
+from grpo.rollout.types import Sample
 from grpo.runs.runs import Run
 from grpo.system import distributed
 from grpo.system.errors import RolloutError, UserError
