@@ -72,7 +72,6 @@ class Engine(Protocol):
 
         After it nothing that older weights computed, a prefix cache for one, may still be used.
         """
-        ...
 
     def sample(
         self,
@@ -90,8 +89,6 @@ class Engine(Protocol):
         penalties, guides, top-p, top-k and min-p (and at temperature 1 when greedy): what the trainer computes for the same
         tokens.
         """
-        ...
 
     def close(self) -> None:
         """At the end of a run, and only then: an engine may take torch's process group with it."""
-        ...

@@ -5,9 +5,7 @@ Knows nothing of vLLM: a trainer that reaches its engine over a network uses it 
 
 from collections.abc import Iterator
 from copy import deepcopy
-from pathlib import Path
 
-from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
@@ -61,10 +59,3 @@ def buckets(tensors: Iterator[tuple[str, Tensor]], size: int) -> Iterator[list[t
             bucket, filled = [], 0
     if bucket:
         yield bucket
-
-
-def base_path(path: str) -> str:
-    """The folder or hub id of a whole model; an adapter's folder means its base, for the adapter comes with the weights."""
-    if (Path(path) / "adapter_config.json").exists():
-        return PeftConfig.from_pretrained(path).base_model_name_or_path
-    return path

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, params_of
-from grpo.engines.weights import BUCKET, base_path, buckets, checkpoint, eos_token_ids
+from grpo.engines.weights import BUCKET, buckets, checkpoint, eos_token_ids
 from grpo.env.tokens import Completion
+from grpo.models.policy import base_path
 from grpo.system.errors import UserError
 
 VERSIONS = ">=0.26,<0.33"  # it reaches into vLLM; the first and the last of these were tried
@@ -81,10 +82,16 @@ class VLLMEngine:
 
     def load_weights(self, model: nn.Module, version: int) -> None:
         """Copies all weights of `model`; its parameters stay as they are, bit by bit."""
-        if version != self.version:
-            self._wake()
-            self._copy(checkpoint(model))
-            self._holds(version)
+        if version == self.version:
+            return
+        self._wake()
+        self._take(model)
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache: a request is still running")
+        self.version = version
+
+    def _take(self, model: nn.Module) -> None:
+        self._copy(checkpoint(model))
 
     @torch.no_grad()
     def _copy(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -92,11 +99,6 @@ class VLLMEngine:
         for bucket in buckets(tensors, BUCKET):
             self._llm.update_weights({"update_info": {"tensors": bucket}})
         self._llm.finish_weight_update()
-
-    def _holds(self, version: int) -> None:
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM kept its prefix cache: a request is still running")
-        self.version = version
 
     def sample(
         self,

@@ -26,8 +26,9 @@ from grpo.engines.vllm_server.http import GENERATE, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers, by_hand
 from grpo.engines.vllm_server.nccl import Nccl
 from grpo.engines.vllm_server.sync import Disk, Lora, Restart
-from grpo.engines.weights import base_path, eos_token_ids
+from grpo.engines.weights import eos_token_ids
 from grpo.env.tokens import Completion
+from grpo.models.policy import base_path
 from grpo.system import distributed
 from grpo.system.errors import UserError, oneof
 

@@ -5,7 +5,6 @@ Written by reading vLLM's, never run: it needs two GPUs.
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ class Nccl:
             def metadata(self) -> list[ParamMeta]:
                 return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in way.tensors]
 
-            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            def __iter__(self):
                 return iter(way.tensors)
 
         group = NCCLTrainerInitInfo(

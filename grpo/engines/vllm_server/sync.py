@@ -30,11 +30,9 @@ class Way(Protocol):
 
     def write(self, model: nn.Module, label: str) -> None:
         """Once for each version."""
-        ...
 
     async def give(self, server: RemoteServer, label: str) -> None:
         """To one server, also to one that was away. Raises Lost, Refused, UserError."""
-        ...
 
 
 class Disk:
