@@ -3,15 +3,16 @@
 Knows nothing of vLLM: a trainer that reaches its engine over a network uses it too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from grpo.system.errors import UserError
+from grpo.system.pieces import in_pieces
 
-BUCKET = 1 << 28  # bytes of weights that are handed over at once
+BUCKET = 1 << 28  # bytes of weights that are handed over at once, or one tensor
 
 
 def eos_token_ids(path: str, default: int | list[int] | None) -> list[int]:
@@ -47,15 +48,6 @@ def checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def buckets(tensors: Iterator[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """The same in order, in lists of about `size` bytes."""
-    bucket: list[tuple[str, Tensor]] = []
-    filled = 0
-    for name, tensor in tensors:
-        bucket.append((name, tensor))
-        filled += tensor.nbytes
-        if filled >= size:
-            yield bucket
-            bucket, filled = [], 0
-    if bucket:
-        yield bucket
+def buckets(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """The same in order, in lists of at most BUCKET bytes, or of one tensor."""
+    return in_pieces(tensors, lambda named: named[1].nbytes, BUCKET)

@@ -39,10 +39,8 @@ class Pretrained:
                 self.path, revision=self.revision, trust_remote_code=self.trust_remote_code, **kwargs
             )
         except (OSError, ValueError, ImportError) as error:
-            if Path(self.path).exists():
-                what = "has no model that transformers can load"
-            else:
-                what = "is neither a local folder nor a model that the hub gives (is there a network? is it gated?)"
+            nowhere = "is neither a local folder nor a model that the hub gives (is there a network? is it gated?)"
+            what = "has no model that transformers can load" if Path(self.path).exists() else nowhere
             raise UserError(f"model.path={self.path} {what}: {str(error).splitlines()[0]}") from error
 
     def base(self) -> "Pretrained | None":
@@ -53,10 +51,8 @@ class Pretrained:
     def check_takes(self, adapter: object) -> None:
         """Raises UserError for an adapter (or its factory; None for none) on an adapter."""
         if adapter and self.base():
-            raise UserError(
-                f"model.path={self.path} is an adapter, and a new one on it would be saved without it: adapter=none trains "
-                "it merged into its base"
-            )
+            line = f"model.path={self.path} is an adapter, and a new one on it would be saved without it"
+            raise UserError(f"{line}: adapter=none trains it merged into its base")
 
     def config(self) -> PretrainedConfig:
         base = self.base()
@@ -67,20 +63,16 @@ class Pretrained:
         if self.chat_template is not None:
             file = Path(self.chat_template).expanduser()
             if self.chat_template != "none" and not file.is_file():
-                raise UserError(
-                    f"model.chat_template={self.chat_template} is not a file: give one, none for plain text, or null"
-                )
+                raise UserError(f"model.chat_template={file} is not a file: give one, none for plain text, or null")
             tokenizer.chat_template = None if self.chat_template == "none" else file.read_text(encoding="utf-8")
         return tokenizer
 
     def outline(self) -> nn.Module:
         """The same modules as `model`, with random weights: no file of weights is read."""
-        dtype = self.config().dtype if self.dtype == "auto" else getattr(torch, self.dtype)
+        config = self.config()
+        dtype = config.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
         return AutoModelForCausalLM.from_config(
-            self.config(),
-            dtype=dtype,
-            attn_implementation=self.attn_implementation,
-            trust_remote_code=self.trust_remote_code,
+            config, dtype=dtype, attn_implementation=self.attn_implementation, trust_remote_code=self.trust_remote_code
         ).eval()
 
     def model(self) -> nn.Module:

