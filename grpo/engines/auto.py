@@ -13,12 +13,8 @@ log = logging.getLogger(__name__)
 
 def auto_engine(path: str) -> Engine:
     """path: the model, for vLLM; the built-in engine samples from the trained model itself."""
-    missing = [
-        name
-        for name, there in (("GPU", torch.cuda.is_available()), ("vllm", find_spec("vllm") is not None))
-        if not there
-    ]
-    if missing:
+    there = {"GPU": torch.cuda.is_available(), "vllm": find_spec("vllm") is not None}
+    if missing := [name for name in there if not there[name]]:
         log.info("engine: the built-in one (engine=transformers), there is no %s here", " and no ".join(missing))
         return TransformersEngine()
     from grpo.engines.vllm.engine import VLLMEngine

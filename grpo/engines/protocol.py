@@ -73,7 +73,6 @@ class Engine(Protocol):
 
         After it nothing that older weights computed, a prefix cache for one, may still be used.
         """
-        ...
 
     def sample(
         self,
@@ -91,8 +90,6 @@ class Engine(Protocol):
         penalties, guides, top-p, top-k and min-p (and at temperature 1 when greedy): what the trainer computes for the same
         tokens.
         """
-        ...
 
     def close(self) -> None:
         """At the end of a run, and only then: an engine may take torch's process group with it."""
-        ...

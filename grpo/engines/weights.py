@@ -3,17 +3,16 @@
 Knows nothing of vLLM: a trainer that reaches its engine over a network uses it too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
-from pathlib import Path
 
-from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from grpo.system.errors import UserError
+from grpo.system.pieces import in_pieces
 
-BUCKET = 1 << 28  # bytes of weights that are handed over at once
+BUCKET = 1 << 28  # bytes of weights that are handed over at once, or one tensor
 
 
 def eos_token_ids(path: str, default: int | list[int] | None) -> list[int]:
@@ -49,22 +48,6 @@ def checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def buckets(tensors: Iterator[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """The same in order, in lists of about `size` bytes."""
-    bucket: list[tuple[str, Tensor]] = []
-    filled = 0
-    for name, tensor in tensors:
-        bucket.append((name, tensor))
-        filled += tensor.nbytes
-        if filled >= size:
-            yield bucket
-            bucket, filled = [], 0
-    if bucket:
-        yield bucket
-
-
-def base_path(path: str) -> str:
-    """The folder or hub id of a whole model; an adapter's folder means its base, for the adapter comes with the weights."""
-    if (Path(path) / "adapter_config.json").exists():
-        return PeftConfig.from_pretrained(path).base_model_name_or_path
-    return path
+def buckets(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """The same in order, in lists of at most BUCKET bytes, or of one tensor."""
+    return in_pieces(tensors, lambda named: named[1].nbytes, BUCKET)

@@ -15,10 +15,10 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     """The layers that transformers would recompute. Raises UserError where there is nothing."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise UserError(
-            f"optim.gradient_checkpointing=true: {type(model).__name__} has no layers of the kind that transformers can "
-            "recompute: set it to false, and lower optim.max_tokens_per_microbatch"
+        line = (
+            f"optim.gradient_checkpointing=true: {type(model).__name__} has no layers that transformers can recompute"
         )
+        raise UserError(f"{line}: set it to false, and lower optim.max_tokens_per_microbatch")
     return layers
 
 

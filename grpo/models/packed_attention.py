@@ -27,7 +27,6 @@ class AttentionPlan(Protocol):
     ) -> Tensor:
         """query: [1, H, T, D]; key, value: [1, K, T, D]. window: how many tokens a query sees, itself among them; None: all.
         Returns [1, T, H, D]."""
-        ...
 
 
 def by_plan(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs):

@@ -1,7 +1,6 @@
 """The policy: a Hugging Face causal LM, with or without an adapter; and the reference, a frozen copy of its start."""
 
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -40,25 +39,20 @@ class Pretrained:
                 self.path, revision=self.revision, trust_remote_code=self.trust_remote_code, **kwargs
             )
         except (OSError, ValueError, ImportError) as error:
-            if Path(self.path).exists():
-                what = "has no model that transformers can load"
-            else:
-                what = "is neither a local folder nor a model that the hub gives (is there a network? is it gated?)"
+            nowhere = "is neither a local folder nor a model that the hub gives (is there a network? is it gated?)"
+            what = "has no model that transformers can load" if Path(self.path).exists() else nowhere
             raise UserError(f"model.path={self.path} {what}: {str(error).splitlines()[0]}") from error
 
     def base(self) -> "Pretrained | None":
         """The model that an adapter's folder adapts; None where the folder is a whole model."""
-        if not (Path(self.path) / "adapter_config.json").exists():
-            return None
-        return replace(self, path=PeftConfig.from_pretrained(self.path).base_model_name_or_path, revision=None)
+        base = base_path(self.path)
+        return None if base == self.path else replace(self, path=base, revision=None)
 
     def check_takes(self, adapter: object) -> None:
         """Raises UserError for an adapter (or its factory; None for none) on an adapter."""
         if adapter and self.base():
-            raise UserError(
-                f"model.path={self.path} is an adapter, and a new one on it would be saved without it: adapter=none trains "
-                "it merged into its base"
-            )
+            line = f"model.path={self.path} is an adapter, and a new one on it would be saved without it"
+            raise UserError(f"{line}: adapter=none trains it merged into its base")
 
     def config(self) -> PretrainedConfig:
         base = self.base()
@@ -69,20 +63,16 @@ class Pretrained:
         if self.chat_template is not None:
             file = Path(self.chat_template).expanduser()
             if self.chat_template != "none" and not file.is_file():
-                raise UserError(
-                    f"model.chat_template={self.chat_template} is not a file: give one, none for plain text, or null"
-                )
+                raise UserError(f"model.chat_template={file} is not a file: give one, none for plain text, or null")
             tokenizer.chat_template = None if self.chat_template == "none" else file.read_text(encoding="utf-8")
         return tokenizer
 
     def outline(self) -> nn.Module:
         """The same modules as `model`, with random weights: no file of weights is read."""
-        dtype = self.config().dtype if self.dtype == "auto" else getattr(torch, self.dtype)
+        config = self.config()
+        dtype = config.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
         return AutoModelForCausalLM.from_config(
-            self.config(),
-            dtype=dtype,
-            attn_implementation=self.attn_implementation,
-            trust_remote_code=self.trust_remote_code,
+            config, dtype=dtype, attn_implementation=self.attn_implementation, trust_remote_code=self.trust_remote_code
         ).eval()
 
     def model(self) -> nn.Module:
@@ -97,6 +87,13 @@ class Pretrained:
         return self._load(AutoModelForCausalLM, dtype=dtype, attn_implementation=self.attn_implementation).eval()
 
 
+def base_path(path: str) -> str:
+    """The folder or hub id of a whole model: `path`, or the base that an adapter's folder names."""
+    if (Path(path) / "adapter_config.json").exists():
+        return PeftConfig.from_pretrained(path).base_model_name_or_path
+    return path
+
+
 def with_adapter(model: nn.Module, adapter: PeftConfig | None) -> nn.Module:
     """The policy: `model` itself, or `model` with a fresh adapter, which is then the only part that learns."""
     if adapter is None:
@@ -108,49 +105,40 @@ def with_adapter(model: nn.Module, adapter: PeftConfig | None) -> nn.Module:
 
 
 class Reference:
-    """The policy as it was before training: a frozen copy, or the policy itself with its adapter switched off.
+    """The policy as it was before training: the weights that are trained, kept and put into the policy while it is used; or the
+    policy with its adapter switched off.
 
-    moves: it will move towards the policy (TR-DPO, arXiv 2404.09656). Then it keeps a copy of the trained weights, and puts them
-    into the policy while it is used. Under LoRA these are the adapter's two matrices, each averaged by itself.
-    It is not part of the module tree: checkpoints and optimizers never see it.
+    moves: it will move towards the policy (TR-DPO, arXiv 2404.09656). Then an adapter's two matrices are kept too, each averaged
+    by itself. It is not part of the module tree: checkpoints and optimizers never see it.
     """
 
     def __init__(self, policy: nn.Module, moves: bool = False) -> None:
         self.policy, self.moves = policy, moves
-        self.copy = None if moves or isinstance(policy, PeftModel) else deepcopy(policy).requires_grad_(False)
-        trained = ((name, p) for name, p in policy.named_parameters() if p.requires_grad)
-        # the weights that move, by the policy's names; in float32, as a mean in 16 bits loses small steps
-        self.weights = {name: p.detach().to(torch.float32, copy=True) for name, p in trained} if moves else {}
-
-    def own(self) -> list[Tensor]:
-        """The tensors that it keeps."""
-        return [*self.weights.values(), *(self.copy.parameters() if self.copy is not None else ())]
+        kept = moves or not isinstance(policy, PeftModel)
+        # by the policy's names; in float32 if they move, as a mean in 16 bits loses small steps
+        self.weights = {
+            name: p.detach().to(torch.float32 if moves else p.dtype, copy=True)
+            for name, p in policy.named_parameters()
+            if kept and p.requires_grad
+        }
 
     @contextmanager
     def model(self):
         """A context that gives the reference. Inside of it the policy may hold the reference's weights."""
-        if self.copy is not None:
-            yield self.copy.to(self.policy.device)
-        elif not self.moves:
+        if not self.weights:
             with self.policy.disable_adapter():
                 yield self.policy
-        else:
-            with self.swapped():
-                yield self.policy
-
-    @contextmanager
-    def swapped(self):
-        """The policy with the weights of the reference."""
+            return
         trained = {name: p for name, p in self.policy.named_parameters() if name in self.weights}
-        kept = {name: p.data for name, p in trained.items()}
+        now = {name: p.data for name, p in trained.items()}
         try:
             for name, p in trained.items():
                 self.weights[name] = self.weights[name].to(p.device)
                 p.data = self.weights[name].to(p.dtype)
-            yield
+            yield self.policy
         finally:
             for name, p in trained.items():
-                p.data = kept[name]
+                p.data = now[name]
 
     @torch.no_grad()
     def move(self, alpha: float) -> None:

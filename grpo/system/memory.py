@@ -5,8 +5,14 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch import Tensor
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The same for all tensors that share their memory."""
+    return tensor.untyped_storage()._cdata
 
 
 def held(device: torch.device) -> int:

@@ -33,6 +33,7 @@ from grpo.objectives.batch import TokenBatch
 from grpo.rollout.types import Plan
 from grpo.system import memory
 from grpo.system.errors import UserError
+from grpo.system.memory import storage_of
 
 log = logging.getLogger(__name__)
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # `known` logs it
@@ -105,7 +106,7 @@ def parts_of(
     for p in learned:
         p.grad = torch.zeros_like(p)
     gradients = [p.grad for p in learned]
-    copies = module.reference.own() if module.reference else []
+    copies = module.reference.weights.values() if module.reference else []
     there = [*own, *learned, *gradients, *copies]
     mixed = precision == "bf16-mixed"
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
@@ -199,10 +200,6 @@ def in_the_cache(config: PretrainedConfig, dtype: torch.dtype, plan: Plan, promp
 def bytes_of(tensors: Iterable[Any]) -> int:
     """Each storage counts once."""
     return sum({storage_of(t): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}.values())
-
-
-def storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 class Live(TorchDispatchMode):

@@ -236,7 +236,7 @@ def test_lora_reference_is_the_base_and_only_the_adapter_learns(toy):
     torch.manual_seed(0)
     policy = with_adapter(fresh(toy), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
     module = make_module(policy, kl_coef=0.1, lr=5.0)
-    assert module.reference.copy is None  # no second copy of the weights
+    assert module.reference.weights == {}  # no second copy of the weights
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     tokens = collate(GROUPS)
     base, _ = completion_logprobs(fresh(toy), tokens, 1.0)

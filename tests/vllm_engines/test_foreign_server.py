@@ -256,7 +256,7 @@ SERVER = """if True:
 """
 TRAINER = f"""if True:
     import signal, sys, time
-    from grpo import guard
+    from grpo.system import child
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background hands on that it is ignored
     server = child.start([sys.executable, "-c", {SERVER!r}])
     time.sleep(600)

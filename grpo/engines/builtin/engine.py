@@ -59,10 +59,8 @@ class TransformersEngine:
             raise UserError("sampling.guided: the built-in engine cannot guide what it samples: set engine=vllm")
         longest = max(map(len, prompts))
         if self.context is not None and longest + sampling.max_tokens > self.context:
-            raise UserError(
-                f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens} exceed the model's context of "
-                f"{self.context}: lower max_tokens, or take shorter prompts"
-            )
+            tokens = f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens}"
+            raise UserError(f"{tokens} exceed the context of {self.context}: lower max_tokens, or take shorter prompts")
         self.choose()
         prompts = [tuple(prompt) for prompt in prompts]
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}

@@ -7,14 +7,15 @@ r = H / K, D wide.
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from grpo.models.packed_attention import AttentionPlan, Packed, attending, take
+from grpo.system.pieces import in_pieces
 
-PREFILL_TOKENS = 8192  # tokens of prompts that are read in one forward
+PREFILL_TOKENS = 8192  # tokens of prompts that are read in one forward, or one prompt
 GROWTH = 16  # tokens, or an eighth of what they have: by so much rows grow
 NEVER = 2**62  # the position of what is no token
 
@@ -58,24 +59,13 @@ class KVCache:
             new.append(waiting.popleft())
         if not new:
             return [], None
-        for some in self.pieces(unread):
+        for some in in_pieces(unread, lambda u: len(self.texts[u]), PREFILL_TOKENS):
             self.read(some)
         logits = torch.stack([self.logits[self.prompt_of[i]] for i in new])
         self.logits = {u: row for u, row in self.logits.items() if waiting and u == self.prompt_of[waiting[0]]}
         self.rows += [(self.prompt_of[i], self.steps) for i in new]
         self.arrange()
         return new, logits
-
-    def pieces(self, prompts: Sequence[int]) -> Iterator[list[int]]:
-        """The prompts in pieces of at most PREFILL_TOKENS tokens, or of one prompt."""
-        piece: list[int] = []
-        for prompt in prompts:
-            if piece and sum(len(self.texts[u]) for u in [*piece, prompt]) > PREFILL_TOKENS:
-                yield piece
-                piece = []
-            piece.append(prompt)
-        if piece:
-            yield piece
 
     def read(self, prompts: list[int]) -> None:
         self.prompts += prompts

@@ -65,13 +65,10 @@ class Draws:
 
     def join(self, new: Sequence[int], vocabulary: int) -> None:
         """These samples become rows, after those that there are."""
-        noise = [
-            torch.rand(
-                self.uniform.shape[1], generator=torch.Generator().manual_seed(self.seeds[i]), dtype=self.uniform.dtype
-            )
-            for i in new
-        ]
-        self.uniform[new] = torch.stack(noise).to(self.uniform.device)
+        width, dtype = self.uniform.shape[1], self.uniform.dtype
+        own = [torch.Generator().manual_seed(self.seeds[i]) for i in new]
+        noise = torch.stack([torch.rand(width, generator=generator, dtype=dtype) for generator in own])
+        self.uniform[new] = noise.to(self.uniform.device)
         self.rows = torch.cat([self.rows, self.rows.new_tensor(new)])
         self.counts = torch.cat([self.counts, self.counts.new_zeros(len(new))])
         if self.sampling.repetition_penalty != 1:

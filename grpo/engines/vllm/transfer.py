@@ -62,10 +62,10 @@ class Transfer(WeightTransferEngine[NoInit, Bucket]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        for (
-            module
-        ) in self.model.modules():  # on a CPU a head tied to the embedding keeps a packed copy of the old weights
-            if isinstance(module, ParallelLMHead):
+        for module in self.model.modules():
+            if isinstance(
+                module, ParallelLMHead
+            ):  # on a CPU one tied to the embedding keeps a packed copy of the old weights
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:

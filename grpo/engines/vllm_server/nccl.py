@@ -5,15 +5,14 @@ Written by reading vLLM's, never run: it needs two GPUs.
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from typing import Any
 
-import httpx2
 import torch
 from torch import nn
 
-from grpo.engines.vllm_server.http import Lost, ask
-from grpo.engines.vllm_server.sync import label_of, paused
+from grpo.engines.vllm.settings import INSTALL
+from grpo.engines.vllm_server.http import Lost, RemoteServer
+from grpo.engines.vllm_server.sync import paused
 from grpo.engines.weights import checkpoint
 from grpo.system.errors import UserError
 
@@ -34,9 +33,7 @@ class Nccl:
         try:
             from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # noqa: F401
         except ImportError as error:
-            raise UserError(
-                f"engine.sync=nccl needs vLLM beside the trainer ({error}): pip install '.[vllm]'"
-            ) from error
+            raise UserError(f"engine.sync=nccl needs vLLM beside the trainer ({error}): {INSTALL}") from error
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.senders: dict[str, Any] = {}  # vLLM's trainer engines, by url
         self.turn = threading.Lock()
@@ -46,21 +43,16 @@ class Nccl:
         self.tensors = [(name, tensor.detach()) for name, tensor in checkpoint(model)]
         torch.cuda.synchronize(self.device)  # vLLM packs on streams of its own
 
-    async def holds(self, http: httpx2.AsyncClient, url: str, label: str) -> bool:
-        return await label_of(http, url) == label
-
-    async def give(self, http: httpx2.AsyncClient, url: str, label: str) -> None:
+    async def give(self, server: RemoteServer, label: str) -> None:
         if not self.tensors:
-            raise Lost(f"{url} was away when weights were sent, and is given the next ones")
-        workers = (await ask(http, url, "/get_world_size", post=False))["world_size"]
-        async with paused(http, url, label):
-            await asyncio.to_thread(self._send, url, workers)
+            raise Lost(f"{server.url} was away when weights were sent, and is given the next ones")
+        workers = (await server.ask("/get_world_size", post=False))["world_size"]
+        async with paused(server, label):
+            await asyncio.to_thread(self._send, server.url, workers)
 
     def _send(self, url: str, workers: int) -> None:
-        with (
-            self.turn,
-            torch.cuda.device(self.device),
-        ):  # which is a thread's own; two groups at once on one device may wait for each other
+        # the device is a thread's own; two groups at once on one may wait for each other
+        with self.turn, torch.cuda.device(self.device):
             try:
                 if url not in self.senders:
                     self.senders[url] = self._sender(url, workers)
@@ -83,7 +75,7 @@ class Nccl:
             def metadata(self) -> list[ParamMeta]:
                 return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in way.tensors]
 
-            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            def __iter__(self):
                 return iter(way.tensors)
 
         group = NCCLTrainerInitInfo(

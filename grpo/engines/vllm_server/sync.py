@@ -7,17 +7,15 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import httpx2
 from safetensors.torch import save_file
 from torch import nn
 
-from grpo.engines.vllm_server.http import LOAD_ADAPTER, MODELS, Lost, Refused, answers, ask
+from grpo.engines.vllm_server.http import LOAD_ADAPTER, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers
-from grpo.engines.weights import BUCKET, buckets, checkpoint
+from grpo.engines.weights import buckets, checkpoint
 from grpo.system.errors import UserError
 
 KEPT = 4  # adapters; a completion under way goes on with the one it began with
@@ -32,15 +30,9 @@ class Way(Protocol):
 
     def write(self, model: nn.Module, label: str) -> None:
         """Once for each version."""
-        ...
 
-    async def give(self, http: httpx2.AsyncClient, url: str, label: str) -> None:
+    async def give(self, server: RemoteServer, label: str) -> None:
         """To one server, also to one that was away. Raises Lost, Refused, UserError."""
-        ...
-
-    async def holds(self, http: httpx2.AsyncClient, url: str, label: str) -> bool:
-        """Whether the server itself says so."""
-        ...
 
 
 class Disk:
@@ -54,32 +46,26 @@ class Disk:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files: list[Path] = []
 
     def write(self, model: nn.Module, label: str) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        self.files = []
-        for bucket in buckets(checkpoint(model), BUCKET):
-            file = self.folder / f"{label}-{len(self.files):04d}.safetensors"
-            save_file({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in bucket}, file)
-            self.files.append(file)
+        for i, bucket in enumerate(buckets(checkpoint(model))):
+            tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in bucket}
+            save_file(tensors, self.folder / f"{label}-{i:04d}.safetensors")
 
-    async def holds(self, http: httpx2.AsyncClient, url: str, label: str) -> bool:
-        return await label_of(http, url) == label
-
-    async def give(self, http: httpx2.AsyncClient, url: str, label: str) -> None:
-        async with paused(http, url, label):
+    async def give(self, server: RemoteServer, label: str) -> None:
+        async with paused(server, label):
             try:
-                await ask(http, url, "/start_weight_update")
+                await server.ask("/start_weight_update")
             except Refused as refused:
                 if "already active" not in str(refused):
                     raise
-                await ask(http, url, "/finish_weight_update")  # what a trainer began that is no more
-                await ask(http, url, "/start_weight_update")
-            for file in self.files:
-                await ask(http, url, "/update_weights", {"update_info": {"file": str(file)}})
-            await ask(http, url, "/finish_weight_update")
+                await server.ask("/finish_weight_update")  # what a trainer began that is no more
+                await server.ask("/start_weight_update")
+            for file in sorted(self.folder.iterdir()):
+                await server.ask("/update_weights", {"update_info": {"file": str(file)}})
+            await server.ask("/finish_weight_update")
 
 
 class Lora:
@@ -107,18 +93,14 @@ class Lora:
         while len(self.labels) > KEPT:
             shutil.rmtree(self.folder / self.labels.pop(0), ignore_errors=True)
 
-    async def holds(self, http: httpx2.AsyncClient, url: str, label: str) -> bool:
-        return label in [model["id"] for model in (await ask(http, url, MODELS, post=False))["data"]]
-
-    async def give(self, http: httpx2.AsyncClient, url: str, label: str) -> None:
-        if (other := await label_of(http, url)) != "default":
-            raise UserError(
-                f"the server at {url} holds weights that another run gave it ({other}), not those an adapter is for: restart it"
-            )
-        await ask(http, url, LOAD_ADAPTER, {"lora_name": label, "lora_path": str(self.folder / label)})
+    async def give(self, server: RemoteServer, label: str) -> None:
+        if (other := (await server.labels())[0]) != "default":
+            line = f"the server at {server.url} holds weights that another run gave it ({other}), not an adapter's base"
+            raise UserError(f"{line}: restart it")
+        await server.ask(LOAD_ADAPTER, {"lora_name": label, "lora_path": str(self.folder / label)})
         for old in self.labels[:-2]:  # a request may just be on its way with the name before this one
             with suppress(Refused):  # it is not there any more
-                await ask(http, url, "/v1/unload_lora_adapter", {"lora_name": old})
+                await server.ask("/v1/unload_lora_adapter", {"lora_name": old})
 
 
 class Restart:
@@ -135,33 +117,23 @@ class Restart:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         base.save_pretrained(self.folder / label, state_dict=dict(checkpoint(model)))
 
-    async def holds(self, http: httpx2.AsyncClient, url: str, label: str) -> bool:
-        try:
-            return await label_of(http, url) == label
-        except Lost:
-            return False
-
-    async def give(self, http: httpx2.AsyncClient, url: str, label: str) -> None:
-        port = self.servers.port(url)
+    async def give(self, server: RemoteServer, label: str) -> None:
+        port = self.servers.port_of(server.url)
         await asyncio.to_thread(self.servers.stop, port)
         self.servers.start(port, str(self.folder / label))
-        await answers(http, url, START, partial(self.servers.ended, url))
-        await ask(http, url, "/update_weight_version", {"new_version": label})
-
-
-async def label_of(http: httpx2.AsyncClient, url: str) -> str:
-    return (await ask(http, url, "/weight_info", post=False))["weight_version"]
+        await server.answers(START)
+        await server.ask("/update_weight_version", {"new_version": label})
 
 
 @asynccontextmanager
-async def paused(http: httpx2.AsyncClient, url: str, label: str) -> AsyncIterator[None]:
+async def paused(server: RemoteServer, label: str) -> AsyncIterator[None]:
     """Completions under way are frozen, and go on with new weights and nothing that older ones computed."""
-    await ask(http, url, "/pause?mode=keep")
+    await server.ask("/pause?mode=keep")
     try:  # what is drawn after a failure is nobody's: no run has that label
-        await ask(http, url, "/update_weight_version", {"new_version": "unfinished-0"})
+        await server.ask("/update_weight_version", {"new_version": "unfinished-0"})
         yield
-        if not (await ask(http, url, "/reset_prefix_cache"))["success"]:
-            raise Lost(f"{url} kept its prefix cache")
-        await ask(http, url, "/update_weight_version", {"new_version": label})
+        if not (await server.ask("/reset_prefix_cache"))["success"]:
+            raise Lost(f"{server.url} kept its prefix cache")
+        await server.ask("/update_weight_version", {"new_version": label})
     finally:
-        await ask(http, url, "/resume")
+        await server.ask("/resume")
