@@ -47,6 +47,7 @@ SPLIT = {
     "grpo.runs": ("grpo.runs.runs",),
     "grpo.tokens": ("grpo.env.tokens", "grpo.objectives.batch"),
     "grpo.callbacks.ahead": ("grpo.rollout.ahead",),
+    "grpo.policy": ("grpo.models.pretrained", "grpo.models.policy"),
     "grpo.module": ("grpo.training.module", "grpo.training.optimization", "grpo.training.meter"),
     "grpo.engines.vllm": ("grpo.engines.vllm.engine",),
     "grpo.engines.vllm_server": ("grpo.engines.vllm_server.engine",),

@@ -17,7 +17,7 @@ from grpo.apps.cli import quiet
 from grpo.apps.demo_model import make_model, make_tokenizer
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.env.renderer import TokenizerRenderer
-from grpo.models.policy import Pretrained
+from grpo.models.pretrained import Pretrained
 from grpo.objectives.algorithm import Algorithm
 from grpo.system.seeds import derive_seed
 

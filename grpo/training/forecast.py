@@ -28,7 +28,7 @@ from grpo.engines.protocol import Engine
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.packing import microbatches
-from grpo.models.policy import Pretrained
+from grpo.models.pretrained import Pretrained
 from grpo.objectives.batch import TokenBatch
 from grpo.rollout.types import Plan
 from grpo.system import memory
@@ -106,7 +106,7 @@ def parts_of(
     for p in learned:
         p.grad = torch.zeros_like(p)
     gradients = [p.grad for p in learned]
-    copies = module.reference.weights.values() if module.reference else []
+    copies = module.reference.own() if module.reference else []
     there = [*own, *learned, *gradients, *copies]
     mixed = precision == "bf16-mixed"
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):

@@ -31,7 +31,7 @@ from grpo.apps.serve.service import Service
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Engine, Sampling
 from grpo.env.renderer import TokenizerRenderer
-from grpo.models.policy import Pretrained
+from grpo.models.pretrained import Pretrained
 from grpo.system.errors import UserError
 from grpo.system.ports import check_port
 from grpo.system.seeds import derive_seed

@@ -6,7 +6,7 @@ from conftest import EXAMPLES
 from grpo.data.prompts import PromptLoader
 from grpo.env.messages import Message
 from grpo.env.renderer import TokenizerRenderer
-from grpo.models.policy import Pretrained
+from grpo.models.pretrained import Pretrained
 from grpo.rollout.prompt_limit import PromptLimit
 from grpo.system.errors import UserError
 from grpo.training.batch import RolloutBatches

@@ -16,7 +16,8 @@ from torch import Tensor, nn, tensor
 from torch.optim import SGD, AdamW
 
 from grpo.models.master_weights import with_masters
-from grpo.models.policy import Pretrained, Reference, with_adapter
+from grpo.models.policy import Reference, with_adapter
+from grpo.models.pretrained import Pretrained
 from train import train
 
 BF16 = torch.bfloat16

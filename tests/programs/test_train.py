@@ -24,7 +24,7 @@ from grpo.env.messages import Message
 from grpo.env.renderer import TokenizerRenderer
 from grpo.env.types import Example, Reward, SingleTurn, Trajectory
 from grpo.evaluation.evaluator import Evaluator
-from grpo.models.policy import Pretrained
+from grpo.models.pretrained import Pretrained
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
 from grpo.training.batch import RolloutBatch

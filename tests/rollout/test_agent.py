@@ -18,7 +18,7 @@ from grpo.env.tokens import Completion
 from grpo.env.types import Reward, State
 from grpo.evaluation.evaluator import Evaluator
 from grpo.models.logprobs import completion_logprobs
-from grpo.models.policy import Pretrained
+from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate
 from grpo.rollout.episodes import play
 from grpo.rollout.types import Limits

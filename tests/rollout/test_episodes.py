@@ -21,7 +21,7 @@ from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message, ToolCall
 from grpo.env.tokens import Completion, Turn, rows_of_turns
 from grpo.env.types import Action, Reward, State, Step, Trajectory
-from grpo.models.policy import Pretrained
+from grpo.models.pretrained import Pretrained
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.loss import clip, token_weights
 from grpo.rollout import episodes

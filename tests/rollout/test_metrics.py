@@ -13,7 +13,7 @@ from grpo.env.renderer import TokenizerRenderer
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.evaluation.evaluator import Evaluator
-from grpo.models.policy import Pretrained
+from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import scores
 from grpo.rollout.episodes import play
 from grpo.rollout.metrics import rollout_metrics, sample_means

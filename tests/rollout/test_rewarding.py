@@ -16,7 +16,7 @@ from grpo.env.messages import Message
 from grpo.env.renderer import TokenizerRenderer
 from grpo.env.scoring import score_group
 from grpo.env.types import Action, Reward, SingleTurn, State, Step, Trajectory
-from grpo.models.policy import Pretrained
+from grpo.models.pretrained import Pretrained
 from grpo.rewards.combined import Rewards
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.episodes import play

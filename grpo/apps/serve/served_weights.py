@@ -11,7 +11,7 @@ from peft import PeftModel
 from torch import nn
 
 from grpo.engines.protocol import Engine
-from grpo.models.policy import Pretrained
+from grpo.models.pretrained import Pretrained
 from grpo.system.errors import UserError, told
 
 

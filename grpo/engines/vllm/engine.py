@@ -22,7 +22,7 @@ from grpo.engines.protocol import Sampling
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, params_of
 from grpo.engines.weights import buckets, checkpoint, eos_token_ids
 from grpo.env.tokens import Completion
-from grpo.models.policy import base_path
+from grpo.models.pretrained import base_path
 from grpo.system.errors import UserError
 
 VERSIONS = ">=0.26,<0.33"  # it reaches into vLLM; the first and the last of these were tried

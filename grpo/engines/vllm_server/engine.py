@@ -28,7 +28,7 @@ from grpo.engines.vllm_server.nccl import Nccl
 from grpo.engines.vllm_server.sync import Disk, Lora, Restart
 from grpo.engines.weights import eos_token_ids
 from grpo.env.tokens import Completion
-from grpo.models.policy import base_path
+from grpo.models.pretrained import base_path
 from grpo.system import distributed
 from grpo.system.errors import UserError, oneof
 
