@@ -1,4 +1,4 @@
-"""What a rollout is: its size, its limits, its samples, what they say in the mean, its seeds. `play` makes one."""
+"""A rollout as data: its size, its limits, its samples. `Rollouts` makes one."""
 
 import threading
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from grpo.env.tokens import Turn
 from grpo.env.types import Example, Reward, Trajectory
 from grpo.objectives.advantage import has_signal
 from grpo.objectives.batch import Scores
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, at_least
 
 TIMEOUT = 120.0  # seconds of one call of a reward, where nobody says otherwise
 
@@ -67,8 +67,7 @@ class Limits:
     score_timeout: float = TIMEOUT
 
     def __post_init__(self) -> None:
-        if self.max_turns < 1:
-            raise UserError(f"max_turns={self.max_turns} must be at least 1")
+        at_least("max_turns", self.max_turns, 1)
         for name in ("step_timeout", "score_timeout"):
             if not 0 < (seconds := getattr(self, name)) <= threading.TIMEOUT_MAX:
                 raise UserError(f"{name}={seconds} must be more than 0 seconds, and finite")
@@ -90,13 +89,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("prompts", "group_size", "num_rollouts"):
-            if getattr(self, name) < 1:
-                raise UserError(f"rollout.{name}={getattr(self, name)} must be at least 1")
+            at_least(f"rollout.{name}", getattr(self, name), 1)
         if self.ahead not in (0, 1):
-            raise UserError(
-                f"rollout.ahead={self.ahead} must be 0, or 1: the next rollout during the update, and none further ahead"
-            )
+            raise UserError(f"rollout.ahead={self.ahead} must be 0, or 1: the next rollout is played during the update")
         if self.sampling.temperature == 0:
-            raise UserError(
-                "rollout.sampling.temperature=0: greedy samples of a prompt are equal, nothing can be learned"
-            )
+            raise UserError("rollout.sampling.temperature=0: greedy samples are equal, nothing can be learned")
