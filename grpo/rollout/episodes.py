@@ -216,11 +216,8 @@ def play(
         raise RewardError(f"{message}; it was scoring {place}", s, groups) from errors.get(p)
     trajectories = [sample.trajectory for group in groups for sample in group]
     if trajectories and all(trajectory.failed for trajectory in trajectories):
-        raise RolloutError(
-            f"all {len(trajectories)} episodes ended in a failure of their environment; the first: {trajectories[0].error}; "
-            "mend it, or raise step_timeout",
-            groups,
-        )
+        ended = f"all {len(trajectories)} episodes ended in a failure of their environment"
+        raise RolloutError(f"{ended}; the first: {trajectories[0].error}; mend it, or raise step_timeout", groups)
     return groups
 
 

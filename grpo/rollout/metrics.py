@@ -33,9 +33,8 @@ def rollout_metrics(groups: Sequence[Group], scored: Scores) -> dict[str, float]
     means["tokens"] = float(scored.lengths.sum())
     if scored.rewards.shape[1] > 1:
         means["effective_groups"] = float(has_signal(scored.rewards).float().mean())
-    return {f"rollout/{name}": mean for name, mean in means.items()} | {
-        f"rollout/{name}_std": std for name, std in stds.items()
-    }
+    means |= {f"{name}_std": std for name, std in stds.items()}
+    return {f"rollout/{name}": value for name, value in means.items()}
 
 
 def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
