@@ -18,10 +18,8 @@ from grpo.system.errors import UserError
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, share: float) -> Tensor:
-    """DAPO's soft punishment (arXiv 2503.14476, eq. 13), to be added to the reward.
-
-    0 up to L_max - L_c, from there falling linearly to -1 at L_max; L_c = share x L_max. lengths: any shape.
-    """
+    """DAPO's soft punishment (arXiv 2503.14476, eq. 13): 0 up to L_max - L_c, then falling linearly to -1 at L_max; L_c = share x
+    L_max. lengths: any shape."""
     cache = share * max_tokens
     return -((lengths - (max_tokens - cache)) / cache).clamp(0.0, 1.0)
 
@@ -37,10 +35,8 @@ def less_overlong(scores: Scores, max_tokens: int, share: float) -> Scores:
 
 
 def less_kl(rewards: Tensor, kl: KL, logprobs: Tensor | None, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
-    """Step 2: the rewards of samples [N, G], and for place: reward_to_go those of tokens [B, C].
-
-    logprobs: [B, C], of the policy before the update.
-    """
+    """Step 2: the rewards of samples [N, G], and for place: reward_to_go those of tokens [B, C]. logprobs: [B, C], of the policy
+    before the update."""
     if not kl.in_reward:
         return rewards, None
     cost = kl.coef * kl.estimate(logprobs, tokens.reference_logprobs) * tokens.mask

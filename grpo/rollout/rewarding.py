@@ -18,10 +18,7 @@ TIMED_OUT = Reward(math.nan, False, outcome="timeout")
 
 class Scorer:
     """Scores groups, up to THREADS calls of the task side by side. timeout: seconds of one call, after which its rewards are NaN.
-
-    When as many calls hang as there are threads and none has ever come back, the reward is broken: that is an error, not hours of
-    waiting.
-    """
+    It is an error when as many calls hang as there are threads, and none has ever come back: the reward is broken."""
 
     def __init__(self, task: Task, timeout: float) -> None:
         self.task, self.timeout, self.calls = task, timeout, Calls(THREADS)

@@ -33,8 +33,7 @@ Group = list[Sample]  # the G samples of one example
 
 @dataclass(frozen=True)
 class Rollout:
-    """All groups that were sampled for a rollout, and what they earned; in how many rounds; the version of the weights that the
-    engine held when it began; the seconds it took."""
+    """All groups that were sampled, and their scores; the rounds; the engine's version when it began; the seconds it took."""
 
     groups: list[Group]
     scores: Scores
@@ -56,11 +55,8 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one episode, whatever its task.
-
-    max_turns: messages of the policy's. step_timeout, score_timeout: seconds for one call of the environment's, of the reward's;
-    the reward of what takes longer is unknown, not 0.
-    """
+    """Of one episode. max_turns: messages of the policy's. step_timeout, score_timeout: seconds for one call of the environment,
+    of the reward; the reward of what takes longer is unknown, not 0."""
 
     max_turns: int = 16
     step_timeout: float = 60.0
@@ -75,10 +71,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run is `num_rollouts` rollouts of `prompts` prompts with `group_size` samples each.
-
-    ahead: 1 plays a rollout while the policy learns from the one before it, so with weights that have not.
-    """
+    """A run is `num_rollouts` rollouts of `prompts` prompts with `group_size` samples each. ahead: 1 plays a rollout while the
+    policy learns from the one before it, so with older weights."""
 
     prompts: int
     group_size: int

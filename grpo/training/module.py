@@ -83,10 +83,8 @@ class GRPOModule(L.LightningModule):
 
     @torch.no_grad()
     def freeze(self, tokens: TokenBatch) -> TokenBatch:
-        """Adds what stays fixed while the policy moves: the reference's log-probabilities and the old ones.
-
-        With a single update no pass is made for old ones: the update itself meets the old policy (see `update`).
-        """
+        """Adds what stays fixed while the policy moves: the reference's log-probabilities, and the old ones unless a single
+        update makes that pass needless: it meets the old policy itself (see `update`)."""
         if self.reference is not None:
             with self.reference.model() as model:
                 reference_logprobs, _ = self.logprobs_of(model, tokens, self.live(tokens))
