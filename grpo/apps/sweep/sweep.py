@@ -108,9 +108,8 @@ class Sweep:
             self.began = time.monotonic()
             done = len(self.jobs) - len(waiting)
             before = f", {done} of them finished before" if done else ""
-            self.console.print(
-                f"sweep of {len(self.jobs)} jobs{before}, {len(self.places)} at a time, in {self.folder}"
-            )
+            at_once = f"{len(self.places)} at a time, in {self.folder}"
+            self.console.print(f"sweep of {len(self.jobs)} jobs{before}, {at_once}")
             self.console.print(f"to go on with it should it stop: {self.again}")
         free = list(reversed(self.places))
         running: dict[Job, tuple[subprocess.Popen, Mapping[str, str]]] = {}
