@@ -32,7 +32,7 @@ def check(a: "Algorithm") -> None:
             check_parameters(a, axis)
     check_axes(a)
     if getattr(a.surrogate, "func", a.surrogate) is clip:
-        check_bounds(a.level, *(parameters(a.surrogate)[name].default for name in ("low", "high", "dual")))
+        check_clip(a.level, *(parameters(a.surrogate)[name].default for name in ("low", "high", "dual")))
 
 
 def check_values(a: "Algorithm") -> None:
@@ -85,7 +85,7 @@ def check_axes(a: "Algorithm") -> None:
                 raise UserError(f"algo.{name} changes the reward, and {named(a, 'advantage')} does not look at it")
 
 
-def check_bounds(level: Level, low: float | None, high: float | None, dual: float | None) -> None:
+def check_clip(level: Level, low: float | None, high: float | None, dual: float | None) -> None:
     given, widest = f"algo.surrogate.low={low} high={high}", max(low or 0, high or 0)
     if (low is not None and not 0 < low <= 1) or (high is not None and high <= 0):
         raise UserError(f"{given}: they are distances from 1, 0 < low <= 1 and high > 0, as 0.2; null is no bound")
