@@ -6,6 +6,7 @@ Prints answers per second on GSM8K's own solutions (one by one, and in groups of
 between rounds), and seconds for 64 answers that need algebra, without and with an endless one among them. Medians of three.
 """
 
+import asyncio
 import json
 import sys
 import time
@@ -18,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from grpo.env.messages import Message
 from grpo.env.types import Action, State, Step, Trajectory
 from grpo.rewards.math import grading
-from grpo.rollout.rewarding import Scoring
+from grpo.rollout.rewarding import Scorer
 from tasks.gsm8k import GSM8K
 
 ENDLESS = "\\boxed{\\ln(10^{10^{10}})}"
@@ -48,12 +49,13 @@ def main(folder: str) -> None:
             assert task.score(row, trajectory).correct
 
     def in_groups(pairs: list, group: int) -> list[str | None]:
-        scoring = Scoring(task, 60)
-        for i, (row, trajectory) in enumerate(pairs):
-            scoring.start(i, row, [trajectory] * group)
-        rewards, errors = scoring.finish()
-        assert not errors
-        return [rewards[i][0].outcome for i in range(len(pairs))]
+        async def scored() -> list:
+            score = Scorer(task, 60)
+            return await asyncio.gather(*(score(row, [trajectory] * group) for row, trajectory in pairs))
+
+        found = asyncio.run(scored())
+        assert not any(error for _, error in found)
+        return [rewards[0].outcome for rewards, _ in found]
 
     print(f"GSM8K, one by one: {len(rows) / seconds(one_by_one):,.0f} answers per second")
     print(f"GSM8K, groups of 8: {8 * len(rows) / seconds(lambda: in_groups(rows, 8)):,.0f} answers per second")

@@ -1,6 +1,7 @@
 """hydra/launcher=processes, the default: `grpo/apps/sweep/` in the form that Hydra asks for. Hydra finds launchers only here."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -19,15 +20,7 @@ from grpo.apps.sweep.jobs import Job, quoted
 from grpo.apps.sweep.sweep import Sweep, places
 from grpo.system.errors import UserError
 
-OF_THE_SWEEP = (
-    "hydra/launcher",
-    "hydra.launcher",
-    "hydra/sweeper",
-    "hydra.sweeper",
-    "hydra.sweep.",
-    "hydra.mode",
-    "hydra.run.",
-)
+OF_THE_SWEEP = re.compile(r"[+~]*hydra(/launcher|[.]launcher|/sweeper|[.]sweeper|[.]sweep[.]|[.]mode|[.]run[.])")
 
 
 class Processes(Launcher):
@@ -54,9 +47,10 @@ class Processes(Launcher):
             for key in before | overrides:
                 was, now = before.get(key), overrides.get(key)
                 if not (was and now and (key in self.swept or text(was) == text(now))):
+                    theirs, ours = (o.input_line if o else f"no {key}" for o in (was, now))
                     raise UserError(
-                        f"{folder} holds another sweep: its job {number} has {was.input_line if was else f'no {key}'}, this one "
-                        f"{now.input_line if now else f'no {key}'}; set hydra.sweep.dir to a new folder"
+                        f"{folder} holds another sweep: its job {number} has {theirs}, this one {ours}; set hydra.sweep.dir to "
+                        "a new folder"
                     )
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -71,26 +65,20 @@ class Processes(Launcher):
         config = self.context.config_loader.load_sweep_config(self.config, overrides)
         if config.trainer.devices != 1:
             raise UserError(
-                f"trainer.devices={config.trainer.devices}: a job of a sweep has one device; set trainer.devices=1"
+                f"trainer.devices={config.trainer.devices}: a job of a sweep has one; set trainer.devices=1"
             )
         with open_dict(config):
             config.hydra.job.num = number = self.sweep.number(overrides)
             config.hydra.job.id = str(number)
         folder = self.sweep.folder / config.hydra.sweep.subdir
-        label = " ".join(
-            override for key, override in zip(parsed(overrides), overrides, strict=True) if key in self.swept
-        )
+        label = " ".join(o.input_line for key, o in parsed(overrides).items() if key in self.swept)
         rollouts = config.rollout.num_rollouts if "rollout" in config else None
         return self.sweep.add(Job(number, folder, overrides, label or "as the configuration says", rollouts))
 
     def command(self, job: Job, overrides: Sequence[str]) -> list[str]:
         arguments = get_args_parser().parse_args()
         flags = {name: getattr(arguments, name) for name in ("config_path", "config_name", "config_dir")}
-        hydra = [
-            override
-            for override in self.config.hydra.overrides.hydra
-            if not override.lstrip("+~").startswith(OF_THE_SWEEP)
-        ]
+        hydra = [override for override in self.config.hydra.overrides.hydra if not OF_THE_SWEEP.match(override)]
         return [
             *(sys.executable, sys.argv[0]),
             *(f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None),
@@ -100,9 +88,7 @@ class Processes(Launcher):
 
 def parsed(overrides: Iterable[str]) -> dict[str, Override]:
     """By key; the last one wins."""
-    return {
-        override.get_key_element(): override for override in OverridesParser.create().parse_overrides(list(overrides))
-    }
+    return {o.get_key_element(): o for o in OverridesParser.create().parse_overrides(list(overrides))}
 
 
 def text(override: Override) -> str:

@@ -1,4 +1,4 @@
-"""A profile of a task's reward: what it says of given completions, and how long that takes.
+"""A profile of a task's reward: the outcomes of given completions, and how long they take.
 
     python -m grpo.rewards FILE.jsonl --task gsm8k --out OUT.jsonl
 
@@ -9,9 +9,8 @@ A sample to which no reward function applies has neither outcome nor reward.
 """
 
 import argparse
+import asyncio
 import json
-import math
-import os
 import sys
 import time
 from collections import Counter
@@ -20,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo.apps.cli import explain, make_task, quiet
+from grpo.apps.cli import make_task, one_line_errors, quiet
 from grpo.env.messages import Message
-from grpo.env.types import Action, Example, Reward, State, Step, Task, Trajectory
+from grpo.env.types import Action, Example, State, Step, Task, Trajectory
 from grpo.rewards.combined import text_of
 from grpo.rewards.math.grading import ALGEBRA
 from grpo.rewards.row_task import RowTask
-from grpo.rollout.rewarding import Scoring
+from grpo.rollout.rewarding import Scorer
 from grpo.rollout.types import TIMEOUT
 from grpo.system.errors import RewardError, UserError
 
@@ -36,15 +35,13 @@ def read(file: Path) -> list[dict]:
     if not file.is_file():
         raise UserError(f"there is no file {file}: give JSON lines with `completion` and `gold`")
     rows = []
-    for number, line in enumerate(file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            text_of(row["completion"])
-        except (ValueError, TypeError, LookupError) as error:
-            raise UserError(f"{file}, line {number}: not a JSON object with `completion` ({error})") from error
-        rows.append(row)
+    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+                text_of(rows[-1]["completion"])
+            except (ValueError, TypeError, LookupError) as error:
+                raise UserError(f"{file}, line {number}: not a JSON object with `completion` ({error})") from error
     if not rows:
         raise UserError(f"{file} is empty: give JSON lines with `completion` and `gold`")
     return rows
@@ -55,28 +52,29 @@ def with_gold(task: Task, row: dict) -> Example:
     return row | {getattr(task, "gold_column", None) or "gold": row["gold"]} if "gold" in row else row
 
 
-def scored(task: Task, row: dict) -> tuple[Reward, RewardError | None, float]:
-    """What the task gives a row, why it could not, and the milliseconds it took."""
-    example = with_gold(task, row)
+async def profiled(score: Scorer, row: dict) -> tuple[dict, RewardError | None]:
+    """The row with its outcome, reward and milliseconds; and the error, where the task could not score it."""
+    example = with_gold(score.task, row)
     try:
-        state = task.build(example).start()
+        state = score.task.build(example).start()
     except Exception:  # the question is not needed
         state = State(())
     trajectory = Trajectory((Step(state, Action(Message("assistant", text_of(row["completion"])))),))
     start = time.perf_counter()
-    with Scoring(task, TIMEOUT) as scoring:
-        scoring.start(0, example, [trajectory])
-        rewards, errors = scoring.finish()
+    [reward], error = await score(example, [trajectory])
     ms = 1000 * (time.perf_counter() - start)
-    return Reward(math.nan, False, outcome="error") if errors else rewards[0][0], errors.get(0), ms
-
-
-def profiled(task: Task, row: dict) -> dict:
-    """The row with what the task says of it."""
-    reward, error, ms = scored(task, row)
     graded = reward.outcome or ("right" if reward.correct else "wrong" if reward.known else None)
-    said = {"outcome": graded, "reward": reward.value if reward.known else None, "ms": round(ms, 3)}
-    return row | said | ({"message": str(error)} if error else {})
+    found = {"outcome": "error" if error else graded, "reward": reward.value if reward.known else None}
+    return row | found | {"ms": round(ms, 3)} | ({"message": str(error)} if error else {}), error
+
+
+async def profile(task: Task, rows: Sequence[dict], file: Path) -> list[dict]:
+    score = Scorer(task, TIMEOUT)
+    ALGEBRA.start()  # its start, and that of whatever begins with a first call, are nobody's time
+    _, error = await profiled(score, rows[0])
+    if error is not None and isinstance(error.__cause__, KeyError):
+        raise UserError(f"{file}, row 1 lacks a column that the task needs ({error})")
+    return [(await profiled(score, row))[0] for row in rows]
 
 
 def report(rows: Sequence[dict], worst: int = 5) -> str:
@@ -108,13 +106,9 @@ def main(arguments: Sequence[str]) -> None:
             task.check(with_gold(task, rows[0]), str(given.file))
         except LookupError as error:
             raise UserError(
-                f"{given.file} has no {error}, which the task needs: give `gold`, or its own columns"
+                f"{given.file} has no {error}, which the task needs: give `gold`, or that column"
             ) from error
-    ALGEBRA.start()  # what starts with the first sample is not its own time
-    _, error, _ = scored(task, rows[0])
-    if error is not None and isinstance(error.__cause__, KeyError):
-        raise UserError(f"{given.file}, row 1 lacks a column that task={given.task} needs ({error})")
-    done = [profiled(task, row) for row in rows]
+    done = asyncio.run(profile(task, rows, given.file))
     if given.out:
         given.out.write_text("".join(json.dumps(row) + "\n" for row in done), encoding="utf-8")
     print(report(done))
@@ -122,13 +116,5 @@ def main(arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     quiet()
-    try:
+    with one_line_errors("train"):
         main(sys.argv[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except Exception as error:
-        line = explain(error, "train", sys.argv[1:])
-        if line is None:
-            raise
-        sys.exit(f"error: {line}")

@@ -1,9 +1,8 @@
 """From rewards to advantages. Pure functions of tensors; N prompts, G samples of each, S = N x G.
 
-An advantage function returns [N, G]. Its parameters name the arguments that it wants: `rewards` [N, G], `lengths` [N, G] (sampled
-tokens), `parts` {name: [N, G]} (the numbers a reward consists of, `correct` among them). An unknown reward (a grader that timed
-out) is NaN: it stays out of its group's baseline, its advantage is NaN, and nothing is learned from the sample. Under every
-function with a baseline, samples of equal reward have an advantage of exactly 0.
+An advantage function returns [N, G]. Its parameters name its arguments: `rewards` [N, G], `lengths` [N, G] (sampled tokens),
+`parts` {name: [N, G]} (the numbers in a reward, `correct` among them). An unknown reward (a grader that timed out) is NaN: it
+stays out of the baseline, and nothing is learned from the sample. With a baseline, equal rewards have advantages of exactly 0.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,11 +37,8 @@ def std(values: Tensor, dim: int | None, ddof: int) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, scale: Scale = "group", ddof: int = 1, eps: float = 1e-4) -> Tensor:
-    """A_i = (r_i - mean_group(r)) / (std(r) + eps)
-
-    scale: std over the group (GRPO, arXiv 2402.03300 sec. 4.1), over the whole batch (Lite PPO, arXiv 2508.08221), or no
-    division (none: Dr.GRPO, arXiv 2503.20783). ddof: std divides by n - ddof.
-    """
+    """A_i = (r_i - mean_group(r)) / (std(r) + eps). scale: std over the group (GRPO, arXiv 2402.03300 sec. 4.1), over the batch
+    (Lite PPO, arXiv 2508.08221), or no division (none: Dr.GRPO, arXiv 2503.20783). ddof: std divides by n - ddof."""
     oneof("algo.advantage.scale", scale, get_args(Scale))
     if eps < 0:
         raise UserError(f"algo.advantage.eps={eps} must not be negative")
@@ -80,10 +76,8 @@ def max_rl(rewards: Tensor) -> Tensor:
 
 
 def gdpo(parts: Mapping[str, Tensor], weights: Mapping[str, float], eps: float = 1e-4) -> Tensor:
-    """GDPO: every part of the reward is normalised in its group, then their weighted sum over the batch.
-
-    weights: {name of a part: its weight}. A part that does not apply to a sample is NaN there and counts nothing.
-    """
+    """GDPO: every part of the reward is normalised in its group, then their weighted sum over the batch. weights: {part: weight}.
+    A part that does not apply to a sample is NaN there and counts nothing."""
     if not weights:
         raise UserError("algo.advantage.weights is empty: name parts of the reward, as in {correct: 1, format: 0.5}")
     try:
@@ -101,10 +95,8 @@ def gdpo(parts: Mapping[str, Tensor], weights: Mapping[str, float], eps: float =
 
 
 def reward_to_go(values: Tensor, mask: Tensor, sample: Tensor) -> Tensor:
-    """The sum of `values` from each token to the end of its sample, without discount.
-
-    values: [B, C]; mask: [B, C] bool; sample: [B], the sample of each row, whose rows are in order. Returns [B, C].
-    """
+    """The sum of `values` [B, C] from each token to the end of its sample, without discount. sample: [B], of each row; a sample's
+    rows are in order. Returns [B, C]."""
     values = values * mask
     within = values.flip(1).cumsum(1).flip(1)
     order = torch.arange(len(sample), device=sample.device)
@@ -115,10 +107,8 @@ def reward_to_go(values: Tensor, mask: Tensor, sample: Tensor) -> Tensor:
 def whiten(
     advantages: Tensor, mask: Tensor, eps: float = 1e-8, concatenated: Callable[[list], list] = lambda items: items
 ) -> Tensor:
-    """Mean 0 and standard deviation 1 over all tokens of the mask (REINFORCE++, arXiv 2501.03262). [B, C] to [B, C].
-
-    Exactly 0 where all are equal. concatenated: joins the lists of all ranks, where a rank holds a part of the tokens.
-    """
+    """Mean 0 and standard deviation 1 over all tokens of the mask (REINFORCE++, arXiv 2501.03262); 0 where all are equal.
+    [B, C] to [B, C]. concatenated: joins the lists of all ranks, each of which holds a part of the tokens."""
     values = advantages[mask].cpu().double()
     found = [(len(values), values.sum(), values.min(), values.max())] if len(values) else []
     found = concatenated(found)

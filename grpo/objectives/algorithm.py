@@ -27,17 +27,17 @@ from grpo.system import distributed
 
 @dataclass(frozen=True)
 class Algorithm:
-    """advantage, surrogate, correction: functions; advantage.py, loss.py and importance.py say what they are given.
+    """advantage, surrogate, correction: functions, whose arguments are in advantage.py, loss.py and importance.py.
 
-    level and reduce: see `policy_log_ratio` and `token_weights`; max_tokens is L_max, the run's limit of new tokens.
-    old_policy: the policy that the ratio compares with. `trainer`: the one before the update, by the trainer's own
-    log-probabilities; `rollout`: the one that sampled, by the engine's, which needs no extra pass and no correction (bypass).
+    level, reduce: see `policy_log_ratio` and `token_weights`; max_tokens is L_max, the run's limit of new tokens.
+    old_policy: what the ratio compares with. `trainer`: the policy before the update, by the trainer's log-probabilities;
+    `rollout`: the one that sampled, by the engine's, without an extra pass or a correction (bypass).
     whiten: advantages to mean 0 and standard deviation 1 over all tokens of a rollout.
     top_entropy: the share of tokens, by entropy, that the surrogate counts. off_policy_delta: see `off_policy_keep`.
-    overlong_share: of max_tokens, over which `overlong_penalty` falls; 0 is off. mask_truncated: answers cut short stay in
-    their group's baseline, and nothing is learned from them.
-    sampling_rounds: above 1, groups of equal rewards are replaced until none is left or so many rounds were sampled (DAPO).
-    Each of num_epochs passes over a rollout is num_minibatches updates.
+    overlong_share: of max_tokens, over which `overlong_penalty` falls; 0 is off.
+    mask_truncated: answers cut short stay in their group's baseline, and nothing is learned from them.
+    sampling_rounds: above 1, groups of equal rewards are replaced, in at most so many rounds of sampling (DAPO).
+    num_epochs: passes over a rollout, num_minibatches updates each.
     """
 
     advantage: Callable[..., Tensor]
@@ -88,11 +88,8 @@ class Algorithm:
         return less_overlong(scores, self.max_tokens, self.overlong_share)
 
     def credit(self, scores: Scores, tokens: TokenBatch) -> TokenBatch:
-        """Adds the advantages, and takes samples without a reward and answers cut short (mask_truncated) out of the mask.
-
-        scores: as `shaped` made them. With the KL in the reward the tokens must bring reference_logprobs and, for
-        old_policy: trainer, old_logprobs.
-        """
+        """Adds the advantages, and takes samples without a reward and answers cut short (mask_truncated) out of the mask. scores:
+        as `shaped` made them. With the KL in the reward the tokens must bring reference_logprobs and old_logprobs."""
         rewards, token_rewards = less_kl(scores.rewards, self.kl, self.old_logprobs(tokens), tokens)
         given = {"rewards": rewards, "lengths": scores.lengths, "parts": scores.parts}
         of_rows = call(self.advantage, given).flatten()[tokens.sample, None]  # [B, 1]
@@ -150,9 +147,9 @@ class Algorithm:
         KL   the estimate of KL(policy || target) where its place is the loss, times rho for loss_with_ratio; beta is kl.coef
         H    the entropy of the policy; alpha is that of `EntropyController`
 
-        A factor that is off is 1, a term that is off 0. logprobs, entropy: [B, C], with gradient (the entropy only where
-        `entropy.active`). batch: with advantages, weights, old_logprobs (the trainer's), and reference_logprobs and counted
-        where they are needed. Returns the sum over a microbatch, to be added up over the update, and numbers to log, [B, C].
+        A factor that is off is 1, a term that is off 0. logprobs, entropy: [B, C], with gradient (the entropy only where it is
+        active). batch: with advantages, weights, old_logprobs, and what else is needed. Returns the sum over a microbatch, to be
+        added up over the update, and numbers to log, [B, C].
         """
         c = k = f = 1.0
         w, beta, KL, H = batch.weights, self.kl.coef, 0.0, entropy if alpha else 0.0

@@ -24,5 +24,7 @@ def call(function: Callable, given: Mapping[str, Any]) -> Any:
     return function(**{name: value for name, value in given.items() if name in parameters(function)})
 
 
-def name_of(function: Callable) -> str:
-    return getattr(function, "func", function).__name__
+def named(algorithm: Any, axis: str) -> str:
+    """The key and the function of an axis, as `algo.surrogate (clip)`."""
+    function = getattr(algorithm, axis)
+    return f"algo.{axis} ({getattr(function, 'func', function).__name__})"

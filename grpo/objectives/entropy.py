@@ -12,12 +12,9 @@ from grpo.system.errors import UserError
 
 @dataclass(frozen=True)
 class EntropyBonus:
-    """Settings: coef times the entropy comes off every token's loss.
-
-    With a target (mean over the tokens of an update) the coefficient moves after every update: up by `step` where the entropy
-    is at or below the target, else down, between 0 and `most`; and it is applied only while the entropy of the last update was
-    at or below the target (Skywork-OR1, arXiv 2505.22312).
-    """
+    """Settings: coef times the entropy comes off every token's loss. With a target (mean over an update's tokens) the coefficient
+    moves after every update: up by `step` where the entropy is at or below the target, else down, between 0 and `most`; and it
+    is applied only while the last entropy was at or below the target (Skywork-OR1, arXiv 2505.22312)."""
 
     coef: float = 0.0
     target: float | None = None

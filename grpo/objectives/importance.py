@@ -24,7 +24,7 @@ def weight(log_w: Tensor, mask: Tensor, level: Level) -> Tensor:
 def check_bounds(low: float, high: float) -> None:
     if not 0 <= low <= 1 <= high:
         raise UserError(
-            f"algo.correction: low={low} high={high} must have 1 between them, where engine and trainer agree"
+            f"algo.correction: low={low} high={high} must have 1 between them: there engine and trainer agree"
         )
 
 

@@ -1,8 +1,7 @@
 """KL(policy || target) from samples of the policy: estimators (joschu.net/blog/kl-approx.html), and the places for one.
 
-An estimator's value and its gradient are two things. As a loss on fresh samples the expected gradient of k1 is 0, of k2 that of
-the KL, of k3 that of the opposite KL (target || policy). In the reward k1 has the gradient of the KL; so have k1 and k3 in the
-loss times the ratio, with the gradient through both (arXiv 2510.01555, 2506.09477, 2512.02556).
+As a loss on fresh samples the expected gradient of k1 is 0, of k2 that of the KL, of k3 that of KL(target || policy). k1 in the
+reward has the gradient of the KL; so have k1 and k3 in the loss times the ratio (arXiv 2510.01555, 2506.09477, 2512.02556).
 """
 
 from dataclasses import dataclass
@@ -63,16 +62,13 @@ class KL:
         if self.coef < 0:
             raise UserError(f"algo.kl.coef={self.coef} is negative: 0 is off (no reference is loaded), 0.04 usual")
         if self.in_reward and self.target == "rollout":
-            raise UserError(
-                f"algo.kl.place={self.place} with target=rollout: before an update the policy is the one that sampled, so there "
-                "is nothing to punish; set algo.kl.target=reference or algo.kl.place=loss"
-            )
+            raise UserError(f"algo.kl.place={self.place} with target=rollout: nothing to punish; set target=reference")
         if self.sync_every < 0 or not 0 < self.sync_alpha <= 1:
             raise UserError("algo.kl.sync_every must be 0 (off) or more, algo.kl.sync_alpha above 0 and at most 1")
         if self.sync_every and not self.needs_reference:
             raise UserError(
-                f"algo.kl.sync_every={self.sync_every} moves a reference that nothing looks at: set algo.kl.coef above 0 and "
-                "algo.kl.target=reference, or sync_every=0"
+                "algo.kl.sync_every moves a reference that nothing looks at: set coef above 0 and target=reference, or "
+                "sync_every=0"
             )
 
     @property

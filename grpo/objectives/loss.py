@@ -1,10 +1,7 @@
 """Parts of equation 1: the ratio, the surrogates, the weights of tokens. Pure functions of tensors; B rows, C completion tokens.
 
-The weights are computed once for a whole update, over all of its rows, so how an update is cut into microbatches cannot change
-the loss.
-
-A surrogate returns the token loss [B, C], or that and a dict of [B, C] to log. Its parameters name the arguments that it wants:
-logprobs (with gradient), old_logprobs, rollout_logprobs, log_ratio, ratio (at the chosen level), advantages, mask, all [B, C].
+A surrogate returns the token loss [B, C], or that and a dict of [B, C] to log. Its parameters name its arguments: logprobs (with
+gradient), old_logprobs, rollout_logprobs, log_ratio, ratio (at the chosen level), advantages, mask, all [B, C].
 """
 
 from collections.abc import Callable
@@ -48,11 +45,8 @@ Loss = tuple[Tensor, dict[str, Tensor]]
 def clip(
     ratio: Tensor, advantages: Tensor, low: float | None = 0.2, high: float | None = 0.2, dual: float | None = None
 ) -> Loss:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), PPO's surrogate (arXiv 1707.06347) with DAPO's two bounds (2503.14476).
-
-    null disables a bound. dual: c; where A < 0 the term is at least c A, so that one token that has become far too likely
-    cannot dominate (arXiv 1912.09729; TRL's delta).
-    """
+    """-min(r A, clip(r, 1 - low, 1 + high) A), PPO's surrogate (arXiv 1707.06347) with DAPO's two bounds (2503.14476); null
+    disables one. dual: c; where A < 0 the term is at least c A, so that no token dominates (arXiv 1912.09729; TRL's delta)."""
     least, most = 0.0 if low is None else 1 - low, torch.inf if high is None else 1 + high
     below, above = (advantages < 0) & (ratio < least), (advantages > 0) & (ratio > most)
     term = torch.minimum(ratio * advantages, ratio.clamp(least, most) * advantages)
@@ -63,10 +57,8 @@ def clip(
 
 
 def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, bound: float = 5.0) -> Loss:
-    """-sg(min(r, bound)) A log pi: bounds the weight, so that every token keeps a gradient (arXiv 2506.13585).
-
-    bound: of the ratio itself, 5 in ScaleRL (arXiv 2510.13786).
-    """
+    """-sg(min(r, bound)) A log pi: bounds the weight, so that every token keeps a gradient (arXiv 2506.13585). bound: of the
+    ratio itself, 5 in ScaleRL (arXiv 2510.13786)."""
     if bound < 1:
         raise UserError(f"algo.surrogate.bound={bound} is a bound of the ratio itself: 1 or more, 5 is usual")
     weight = ratio.detach().clamp(max=bound)
@@ -103,9 +95,8 @@ def token_weights(
     constant: 1 / (B L_max), no length in it and so no bias by length       (Dr.GRPO, arXiv 2503.20783)
     sum:      1 / B, the sum over a sample, the mean over samples           (sequences' log-probabilities: RLOO, arXiv 2402.14740)
 
-    mask: [rows, C], every row of the update; sample: [rows], the sample of each row (None: a row each), with all of its rows
-    here; max_tokens is L_max. total: sums a tensor over ranks, where a rank holds a part of the update. Returns [rows, C]
-    float32, 0 outside the mask.
+    mask: [rows, C], every row of the update, so that microbatches cannot change the loss; sample: [rows], of each row (None: a
+    row each); max_tokens is L_max. total: sums a tensor over ranks. Returns [rows, C] float32, 0 outside the mask.
     """
     oneof("algo.reduce", reduce, get_args(Reduce))
     mask = mask.float()
@@ -125,9 +116,7 @@ def token_weights(
 def off_policy_keep(
     logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float
 ) -> Tensor:
-    """k: False where A < 0 and the policy has left the row, mean_t log(rollout / policy) > delta (arXiv 2512.02556, eq. 9).
-
-    It compares with the policy that sampled, so staleness and the engine's mismatch both count. [B, C] bool.
-    """
+    """k [B, C] bool: False where A < 0 and the policy has left the row, mean_t log(rollout / policy) > delta (arXiv 2512.02556,
+    eq. 9). It compares with the policy that sampled, so staleness and the engine's mismatch both count."""
     gap = ((rollout_logprobs - logprobs.detach()) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     return (advantages >= 0) | (gap <= delta)

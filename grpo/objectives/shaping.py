@@ -18,10 +18,8 @@ from grpo.system.errors import UserError
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, share: float) -> Tensor:
-    """DAPO's soft punishment (arXiv 2503.14476, eq. 13), to be added to the reward.
-
-    0 up to L_max - L_c, from there falling linearly to -1 at L_max; L_c = share x L_max. lengths: any shape.
-    """
+    """DAPO's soft punishment (arXiv 2503.14476, eq. 13): 0 up to L_max - L_c, then falling linearly to -1 at L_max; L_c = share x
+    L_max. lengths: any shape."""
     cache = share * max_tokens
     return -((lengths - (max_tokens - cache)) / cache).clamp(0.0, 1.0)
 
@@ -31,19 +29,14 @@ def less_overlong(scores: Scores, max_tokens: int, share: float) -> Scores:
     if not share:
         return scores
     if "overlong" in scores.parts:
-        raise UserError(
-            "a part of the reward is called 'overlong', as the penalty of algo.overlong_share is: rename that part, or set "
-            "algo.overlong_share=0"
-        )
+        raise UserError("a part of the reward is called 'overlong': rename it, or set algo.overlong_share=0")
     penalty = overlong_penalty(scores.last_lengths, max_tokens, share)
     return replace(scores, rewards=scores.rewards + penalty, parts={**scores.parts, "overlong": penalty})
 
 
 def less_kl(rewards: Tensor, kl: KL, logprobs: Tensor | None, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
-    """Step 2: the rewards of samples [N, G], and for place: reward_to_go those of tokens [B, C].
-
-    logprobs: [B, C], of the policy before the update.
-    """
+    """Step 2: the rewards of samples [N, G], and for place: reward_to_go those of tokens [B, C]. logprobs: [B, C], of the policy
+    before the update."""
     if not kl.in_reward:
         return rewards, None
     cost = kl.coef * kl.estimate(logprobs, tokens.reference_logprobs) * tokens.mask

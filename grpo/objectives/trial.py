@@ -1,7 +1,7 @@
 """Tries the functions of an Algorithm's axes on random numbers, before a model is loaded."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo.objectives.arguments import call, name_of
+from grpo.objectives.arguments import call, named
 from grpo.objectives.batch import TokenBatch
 from grpo.system.errors import UserError
 
@@ -17,43 +17,41 @@ if TYPE_CHECKING:
     from grpo.objectives.algorithm import Algorithm
 
 
-def bad_functions(a: "Algorithm", prompts: int, group_size: int) -> Iterator[str]:
-    """Functions that cannot work, a sentence each. Raises UserError for one that raises or gives no tensor of the right shape."""
+def check_functions(a: "Algorithm", prompts: int, group_size: int) -> None:
+    """Raises UserError for a function that raises, gives no finite tensor of the right shape, or leaves nothing to learn."""
     some = partial(torch.rand, (prompts, group_size), generator=torch.Generator().manual_seed(0))
     least = -1.0 if a.overlong_share or a.kl.of_reward else 0.0  # those make rewards negative
     given = {"rewards": some() + least, "lengths": 1 + some(), "parts": defaultdict(some)}
     advantages = tried(a, "advantage", lambda: call(a.advantage, given), (prompts, group_size))
     if group_size == 1 and not advantages.any():
-        yield (
-            "rollout.group_size=1: advantages compare the samples of one prompt, so at least 2 are needed "
-            "(algo=reinforce_pp takes 1)"
+        raise UserError(
+            "rollout.group_size=1: advantages compare the samples of a prompt, at least 2 are needed (algo=reinforce_pp takes 1)"
         )
     logprobs, batch = random_batch()
     term, logged, _ = tried(a, "surrogate", lambda: a.policy_term(logprobs, batch), (2, 3))
     if a.correction is not None:
         tried(a, "correction", lambda: a.correction(torch.zeros(2, 3), batch.mask), (2, 3))
     if not term.requires_grad:
-        yield f"algo.surrogate ({name_of(a.surrogate)}) has no gradient: it must depend on logprobs or ratio"
+        raise UserError(f"{named(a, 'surrogate')} has no gradient: it must depend on logprobs or ratio")
     for name, values in logged.items():
         if not isinstance(values, Tensor) or values.shape != (2, 3):
-            yield f"algo.surrogate ({name_of(a.surrogate)}) says {name!r}, which must be [B, C] like the loss"
+            raise UserError(f"{named(a, 'surrogate')} says {name!r}, which must be [B, C] like the loss")
 
 
 def tried(a: "Algorithm", axis: str, attempt: Callable[[], Any], shape: tuple[int, int]) -> Any:
     """The result of the attempt. Raises UserError unless that is, or begins with, a finite tensor of this shape."""
-    said = f"algo.{axis} ({name_of(getattr(a, axis))})"
     try:
         result = attempt()
     except UserError:
         raise
     except Exception as error:  # whatever the function of a user raises
-        raise UserError(f"{said} fails on random numbers: {type(error).__name__}: {error}") from error
+        raise UserError(f"{named(a, axis)} fails on random numbers: {type(error).__name__}: {error}") from error
     tensor = result[0] if isinstance(result, tuple) else result
-    if not isinstance(tensor, Tensor) or tensor.shape != shape:
-        found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise UserError(f"{said} must return a tensor of shape {list(shape)}, and gave {found}")
+    found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+    if found != shape:
+        raise UserError(f"{named(a, axis)} must return a tensor of shape {list(shape)}, and gave {found}")
     if not tensor.isfinite().all():
-        raise UserError(f"{said} gives numbers that are not finite on random ones: look at its settings")
+        raise UserError(f"{named(a, axis)} gives numbers that are not finite on random ones: look at its settings")
     return result
 
 

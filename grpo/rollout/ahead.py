@@ -24,7 +24,7 @@ class Ahead:
         """sync: gives the engine the policy's weights. It is called when no rollout is being played."""
         if self.next is None:
             sync()
-        rollout = self.next.result() if self.next else self.rollouts.make(r)
+        rollout = self.next.future.result() if self.next else self.rollouts.make(r)
         self.next = None  # not before: who interrupts the wait must find the thread
         if r + 1 < self.plan.num_rollouts:
             sync()
@@ -33,7 +33,7 @@ class Ahead:
 
     def wait(self) -> Rollout | None:
         """The rollout that is being played, when it is done; None where there is none, or it failed."""
-        return self.next.wait() if self.next else None
+        return self.next.future.result() if self.next and not self.next.future.exception() else None
 
     def stop(self) -> None:
         if self.next:
@@ -62,14 +62,6 @@ class Background:
             self.future.set_result(make())
         except BaseException as error:  # for whoever waits
             self.future.set_exception(error)
-
-    def result(self) -> Rollout:
-        """Waits. Raises what `make` raised."""
-        return self.future.result()
-
-    def wait(self) -> Rollout | None:
-        """The same, and None where it failed."""
-        return None if self.future.exception() else self.future.result()
 
     def stop(self) -> None:
         """Nobody wants it any more. A thread that is in torch's code when Python ends would abort the program, so it is ended;

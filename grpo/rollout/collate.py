@@ -15,9 +15,8 @@ NOTHING = Row((0,), (0,), (False,), (0.0,))  # every rank has a row, even where 
 def collate(groups: Sequence[Group], first: int = 0) -> TokenBatch:
     """The rows of all samples, in order; `first` is the place of the first sample in the rollout."""
     samples = [sample for group in groups for sample in group]
-    owned = [(s, row) for s, sample in enumerate(samples, first) for row in rows_of_turns(sample.turns)] or [
-        (first, NOTHING)
-    ]
+    owned = [(s, row) for s, sample in enumerate(samples, first) for row in rows_of_turns(sample.turns)]
+    owned = owned or [(first, NOTHING)]
     prompt_width = max(len(row.prompt_ids) for _, row in owned)
     width = max(len(row.ids) for _, row in owned)
     ids = torch.zeros(len(owned), prompt_width + width, dtype=torch.int64)

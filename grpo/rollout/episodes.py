@@ -1,8 +1,7 @@
 """Episodes played side by side and scored. `episode` is one of them, from its first state to its end.
 
-Every episode is a coroutine; all of them run in one event loop, in a thread of its own. Environments and rewards work in threads
-(system/calls). The engine stays in the thread that called `play`, and is handed all prompts that wait for the policy, again and
-again.
+Every episode is a coroutine; one event loop, in a thread of its own, runs them all. Environments and rewards work in threads
+(system/calls). The engine stays in the thread that called `play`, and samples all prompts that wait, again and again.
 """
 
 import asyncio
@@ -91,11 +90,9 @@ async def episode(
 
 
 class Policy:
-    """The engine as episodes see it: `say` gives the completion of one prompt, `serve` samples all that wait, together.
-
-    Quick environments always come in one piece: the engine waits for every episode whose environment is at work, unless that
-    is slow (see Calls.slow). So its batches, and the last bits of every number with them, do not depend on threads.
-    """
+    """The engine as episodes see it: `say` gives the completion of one prompt, `serve` samples all that wait, together. It waits
+    for every episode whose environment is at work, unless that is slow (see Calls.slow): so batches of quick environments, and
+    the last bits of every number with them, do not depend on threads."""
 
     def __init__(self, engine: Engine, sampling: Sampling, environments: Calls, places: Sequence[Place]) -> None:
         self.engine, self.sampling, self.environments = engine, sampling, environments
@@ -176,9 +173,9 @@ def play(
 ) -> list[Group]:
     """Play `group_size` episodes of every example, and score each group as soon as its last episode is over.
 
-    seed: (index of the example, index of the sample, turn) to the seed of that one completion; in the place of the turn
-    ENVIRONMENT gives the environment's own. Every rank plays its share of the examples. Returns, on each rank, a group for every
-    example, both in order. Raises RolloutError, with the groups as far as they got, if a reward fails, or every environment.
+    seed: (index of the example, index of the sample, turn) to the seed of a completion; turn ENVIRONMENT is for the environment.
+    Every rank plays its share of the examples, and returns a group for every example, both in order. Raises RolloutError, with
+    the groups as far as they got, if a reward fails, or every environment.
     """
     limits = limits or Limits()
     mine = distributed.share(len(examples))
@@ -217,11 +214,8 @@ def play(
         raise RewardError(f"{message}; it was scoring {place}", s, groups) from errors.get(p)
     trajectories = [sample.trajectory for group in groups for sample in group]
     if trajectories and all(trajectory.failed for trajectory in trajectories):
-        raise RolloutError(
-            f"all {len(trajectories)} episodes ended in a failure of their environment; the first: {trajectories[0].error}; "
-            "mend it, or raise step_timeout",
-            groups,
-        )
+        ended = f"all {len(trajectories)} episodes ended in a failure of their environment"
+        raise RolloutError(f"{ended}; the first: {trajectories[0].error}; mend it, or raise step_timeout", groups)
     return groups
 
 

@@ -34,9 +34,8 @@ def rollout_metrics(groups: Sequence[Group], scored: "Scores") -> dict[str, floa
     means["tokens"] = float(scored.lengths.sum())
     if scored.rewards.shape[1] > 1:
         means["effective_groups"] = float(scored.has_signal().float().mean())
-    return {f"rollout/{name}": mean for name, mean in means.items()} | {
-        f"rollout/{name}_std": std for name, std in stds.items()
-    }
+    means |= {f"{name}_std": std for name, std in stds.items()}
+    return {f"rollout/{name}": value for name, value in means.items()}
 
 
 def sample_means(samples: Sequence[Sample]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from grpo.data.dataset import picked
 from grpo.env.renderer import Renderer
 from grpo.env.types import Example, Split, Task, build, state_of
 from grpo.system.calls import awaited
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, at_least, oneof
 
 log = logging.getLogger(__name__)
 
@@ -45,26 +45,20 @@ class PromptLimit:
     by_context: bool = False  # it is what the context leaves, where the engine stops by itself
 
     def __post_init__(self) -> None:
-        if self.too_long not in ("refuse", "drop", "truncate"):
-            raise UserError(f"prompt_limit.too_long={self.too_long} is not one of refuse, drop, truncate")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise UserError(f"prompt_limit.max_tokens={self.max_tokens} must be at least 1")
+        oneof("prompt_limit.too_long", self.too_long, ("refuse", "drop", "truncate"))
+        at_least("prompt_limit.max_tokens", self.max_tokens, 1)
 
     def within(self, context: int, answer: int) -> "PromptLimit":
         """The same with a number, for a model with `context` tokens of which an answer may take `answer`."""
-        if context - answer < 1:
+        room = context - answer
+        if room < 1:
             raise UserError(
                 f"max_tokens={answer} leaves no room for a prompt in the model's context of {context}: lower it"
             )
-        room = context - answer
         if self.max_tokens is not None and self.max_tokens <= room:
             return replace(self, why=f"prompt_limit.max_tokens={self.max_tokens}")
-        return replace(
-            self,
-            max_tokens=room,
-            why=f"max_tokens={answer} leaves {room} of the model's context of {context}",
-            by_context=True,
-        )
+        why = f"max_tokens={answer} leaves {room} of the model's context of {context}"
+        return replace(self, max_tokens=room, why=why, by_context=True)
 
     @property
     def kept(self) -> int | None:
@@ -80,25 +74,24 @@ class PromptLimit:
         examples = task.examples(split)
         if self.too_long == "truncate":
             return examples
-        fits, longest = [], 0
-        every = self.too_long == "drop" or not self.by_context
-        for i in range(len(examples) if every else min(len(examples), most)):
-            length = prompt_tokens(task, examples[i], renderer)
-            longest = max(longest, length)
-            if length <= self.max_tokens:
-                fits.append(i)
-            elif self.too_long == "refuse":
+        refuse, lengths = self.too_long == "refuse", []
+        for i in range(min(len(examples), most) if refuse and self.by_context else len(examples)):
+            lengths.append(prompt_tokens(task, examples[i], renderer))
+            if refuse and lengths[i] > self.max_tokens:
                 raise UserError(
-                    f"the prompt of {split} example {i + 1} has {length} tokens, and {self.why}: lower max_tokens, take another "
-                    "model, or set prompt_limit.too_long to drop or truncate"
+                    f"the prompt of {split} example {i + 1} has {lengths[i]} tokens, and {self.why}: lower max_tokens, take "
+                    "another model, or set prompt_limit.too_long to drop or truncate"
                 )
-        if self.too_long == "refuse" or len(fits) == len(examples):
+        fits = [i for i, length in enumerate(lengths) if length <= self.max_tokens]
+        if refuse or len(fits) == len(examples):
             return examples
         if not fits:
             raise UserError(
                 f"prompt_limit.max_tokens={self.max_tokens} removes all {len(examples)} examples of the split {split!r}; the "
-                f"longest has {longest} tokens"
+                f"longest has {max(lengths)} tokens"
             )
-        log.info("%s: %d of %d prompts are longer than %d tokens and left out", split, len(examples) - len(fits), len(examples),
-                 self.max_tokens)  # fmt: skip
+        longer = len(examples) - len(fits)
+        log.info(
+            "%s: %d of %d prompts are longer than %d tokens and left out", split, longer, len(examples), self.max_tokens
+        )
         return picked(examples, fits)

@@ -3,6 +3,8 @@
 import asyncio
 import math
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import chain
 
 from grpo.env.scoring import place_of, score_group, scores_groups
 from grpo.env.types import Example, Reward, Task, Trajectory
@@ -16,10 +18,7 @@ TIMED_OUT = Reward(math.nan, False, outcome="timeout")
 
 class Scorer:
     """Scores groups, up to THREADS calls of the task side by side. timeout: seconds of one call, after which its rewards are NaN.
-
-    When as many calls hang as there are threads and none has ever come back, the reward is broken: that is an error, not hours of
-    waiting.
-    """
+    It is an error when as many calls hang as there are threads, and none has ever come back: the reward is broken."""
 
     def __init__(self, task: Task, timeout: float) -> None:
         self.task, self.timeout, self.calls = task, timeout, Calls(THREADS)
@@ -32,35 +31,30 @@ class Scorer:
         trajectories."""
         if not trajectories:
             return [], None
-        if scores_groups(self.task):
-            given = await self.call(example, trajectories)
-            if not isinstance(given, RewardError):
-                return given, None
-            if given.sample is None:
-                given.sample = await self.culprit(example, trajectories)
-            return [UNKNOWN] * len(trajectories), given
-        each = await asyncio.gather(*(self.call(example, [trajectory]) for trajectory in trajectories))
-        rewards, failure = [], None
-        for place, given in enumerate(each):
-            failed = isinstance(given, RewardError)
-            rewards.append(UNKNOWN if failed else given[0])
-            if failed and failure is None:
-                failure, failure.sample = given, place
-        return rewards, failure
+        together = scores_groups(self.task)
+        asked = [trajectories] if together else [[trajectory] for trajectory in trajectories]
+        each = await asyncio.gather(*(self.call(example, some) for some in asked))
+        failed = {place: given for place, given in enumerate(each) if isinstance(given, RewardError)}
+        given = [[UNKNOWN] * len(some) if place in failed else each[place] for place, some in enumerate(asked)]
+        failure = None
+        if failed:
+            place, failure = next(iter(failed.items()))
+            if not together:
+                failure.sample = place
+            elif failure.sample is None:
+                failure.sample = await self.culprit(example, trajectories)
+        return list(chain.from_iterable(given)), failure
 
     async def call(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward] | RewardError:
         """One call of the task's."""
         given = await self.calls(object(), self.timeout, score_group, self.task, example, trajectories)
-        if isinstance(given, TimeoutError) and not self.calls.closed:
-            self.hung += 1
-            if self.hung >= THREADS and not self.answered:
-                self.calls.close()
-                return RewardError(
-                    f"{place_of(self.task)} did not come back in {self.timeout:g} s, {self.hung} times and never once: mend "
-                    "it, or raise score_timeout"
-                )
         if isinstance(given, TimeoutError):
-            return [TIMED_OUT] * len(trajectories)
+            self.hung += 1
+            if self.answered or self.hung < THREADS or self.calls.closed:
+                return [TIMED_OUT] * len(trajectories)
+            self.calls.close()
+            never = f"did not come back in {self.timeout:g} s, {self.hung} times and never once"
+            return RewardError(f"{place_of(self.task)} {never}: mend it, or raise score_timeout")
         if isinstance(given, BaseException) and not isinstance(given, RewardError):
             error = RewardError(f"{place_of(self.task)} raised {told(given)}")
             error.__cause__ = given
@@ -70,11 +64,9 @@ class Scorer:
 
     async def culprit(self, example: Example, trajectories: Sequence[Trajectory]) -> int | None:
         """The sample that fails alone too, if it is found in the time of one call."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(self.timeout):
                 for place, trajectory in enumerate(trajectories):
                     if isinstance(await self.call(example, [trajectory]), RewardError):
                         return place
-        except TimeoutError:
-            pass
         return None

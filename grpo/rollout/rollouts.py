@@ -44,26 +44,22 @@ class Rollout:
         return sum(rollouts * len(versions) - sum(versions) for versions in drawn) / max(1, sum(map(len, drawn)))
 
 
+@dataclass(eq=False)
 class Rollouts:
-    """Makes rollout r, a function of (seed, r) and the weights that the engine holds.
+    """Makes rollout r, a function of (seed, r) and the weights that the engine holds. Mutable: the trainer sets `autocast`.
 
-    folder: of the run; a rollout whose reward fails is kept there.
+    folder: of the run; a rollout whose reward fails is kept there. autocast: in which the engine samples.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        task: Task,
-        loader: PromptLoader,
-        engine: Engine,
-        renderer: Renderer,
-        algorithm: Algorithm,
-        folder: str,
-        seed: int,
-    ) -> None:
-        self.plan, self.task, self.loader, self.engine, self.renderer = plan, task, loader, engine, renderer
-        self.algorithm, self.folder, self.seed = algorithm, Path(folder), seed
-        self.autocast: Callable[[], AbstractContextManager] = nullcontext  # in which the engine samples
+    plan: Plan
+    task: Task
+    loader: PromptLoader
+    engine: Engine
+    renderer: Renderer
+    algorithm: Algorithm
+    folder: str
+    seed: int
+    autocast: Callable[[], AbstractContextManager] = nullcontext
 
     def make(self, r: int) -> Rollout:
         """Groups of equal rewards have nothing to teach: with algo.sampling_rounds above 1 they are replaced, by groups of other
@@ -71,7 +67,7 @@ class Rollouts:
         begun, version = time.perf_counter(), self.engine.version
         groups: list[Group] = []
         examples, rounds, prompts = self.loader.batch(r), 0, self.plan.prompts
-        with self.autocast(), on_disk(self.folder / "rollouts" / f"{r + 1:06d}.failed.parquet"):
+        with self.autocast(), on_disk(Path(self.folder, "rollouts", f"{r + 1:06d}.failed.parquet")):
             while examples and rounds < self.algorithm.sampling_rounds:
                 groups += self.play(r, examples, first=len(groups))
                 rounds += 1
@@ -89,11 +85,9 @@ class Rollouts:
         def seeds(p: int, *path: int) -> int:
             return derive_seed(self.seed, TRAIN, r, first + p, *path)
 
-        plan = self.plan
+        size, sampling, limits = self.plan.group_size, self.plan.sampling, self.plan.limits
         try:
-            return play(
-                self.task, examples, plan.group_size, self.engine, self.renderer, plan.sampling, seeds, plan.limits
-            )
+            return play(self.task, examples, size, self.engine, self.renderer, sampling, seeds, limits)
         except RolloutError as error:
             if isinstance(error, RewardError) or not first:
                 raise

@@ -1,4 +1,4 @@
-"""What is written of an episode: a flat row for each sample, in a parquet file."""
+"""A table of samples: one flat row each, in a parquet file."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -62,17 +62,17 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     rows = list(rows)
     names = dict.fromkeys(name for row in rows for name in row)
     with replacing(path) as new:
-        pq.write_table(pa.table({name: [told(row.get(name)) for row in rows] for name in names}), new)
+        pq.write_table(pa.table({name: [encodable(row.get(name)) for row in rows] for name in names}), new)
 
 
-def told(value: Any) -> Any:
-    """An exception may tell of half a character, which no file takes."""
+def encodable(value: Any) -> Any:
+    """The text of an exception may have half a character, which no file takes."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 @contextmanager
 def on_disk(file: Path) -> Iterator[None]:
-    """Leave there what was played when its reward or its environment fails, and say so."""
+    """Writes the samples there when their reward or environment fails, and names the file in the error."""
     try:
         yield
     except RolloutError as error:

@@ -42,6 +42,10 @@ class _Call:
         if not self.outcome.done():
             self.outcome.set_result(value)
 
+    def hear(self, future: Future) -> None:
+        """When a coroutine is done."""
+        self.settle(CancelledError() if future.cancelled() else future.exception() or future.result())
+
     async def first(self, begin: Callable[[], None], seconds: float, timeout: TimeoutError) -> Any:
         """The outcome of what `begin` begins, or `timeout` when the seconds are over."""
         timer = self.loop.call_later(seconds, self.set, timeout)
@@ -82,7 +86,7 @@ class Calls:
             if inspect.isawaitable(given):  # waits without a thread
                 call.thread, call.outcome = None, call.loop.create_future()
                 future = submitted(given)
-                given = await call.first(partial(_hear, future, call), end - time.monotonic(), timeout)
+                given = await call.first(partial(future.add_done_callback, call.hear), end - time.monotonic(), timeout)
                 future.cancel()
             return given
         finally:
@@ -136,20 +140,10 @@ class Calls:
         self.looked = now, busy
         if not LOOK / 2 < now - before < PATIENCE:  # too long ago
             return set()
-        idle = (
-            sum(busy[thread] - busy_before[thread] for thread in busy.keys() & busy_before.keys()) < (now - before) / 10
-        )
+        worked = sum(busy[thread] - busy_before[thread] for thread in busy.keys() & busy_before.keys())
+        idle = worked < (now - before) / 10
         old = {key: open[key] for key in keys if key in open and now - open[key].since > PATIENCE}
         return {key for key, call in old.items() if idle or computed.get(call, 0.0) > PATIENCE}
-
-
-def _hear(future: Future, call: _Call) -> None:
-    """Tell the call when a coroutine is done."""
-
-    def done(future: Future) -> None:
-        call.settle(CancelledError() if future.cancelled() else future.exception() or future.result())
-
-    future.add_done_callback(done)
 
 
 def _times(thread: int) -> tuple[float, float] | None:

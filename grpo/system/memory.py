@@ -30,10 +30,9 @@ def free(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    limits = [
-        text for path in CGROUP_LIMITS if Path(path).exists() and (text := Path(path).read_text().strip()).isdigit()
-    ]
-    return min([psutil.virtual_memory().available, *(int(limit) - held(device) for limit in limits)])
+    limits = [Path(path).read_text().strip() for path in CGROUP_LIMITS if Path(path).exists()]
+    rest = [int(limit) - held(device) for limit in limits if limit.isdigit()]
+    return min([psutil.virtual_memory().available, *rest])
 
 
 def reset_peak(device: torch.device) -> None:

@@ -21,9 +21,7 @@ def check_port(host: str, port: int) -> None:
         if error.errno != errno.EADDRINUSE:
             reason = error.strerror or error
             raise UserError(f"host={host} port={port}: nobody can listen there ({reason}): choose others") from error
-        raise UserError(
-            f"port={port} is held by {holder(port)}: choose another port, or end that process yourself"
-        ) from error
+        raise UserError(f"port={port} is held by {holder(port)}: choose another port, or end that process") from error
 
 
 def family(host: str) -> socket.AddressFamily:

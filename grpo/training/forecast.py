@@ -76,8 +76,8 @@ def forecast(
         phases = {phase: [part for part in here if part.phase in ("", phase)] for phase in PHASES}
         most = {phase: now + sum(part.size or 0 for part in there) for phase, there in phases.items()}
         table = ", ".join(f"{part.name} {human(part.size)}" for part in [Part("so far", now), *here])
-        log.info("memory: %s in an update, %s in a rollout, of %s on %s: %s", *map(human, most.values()), human(now + more),
-                 place, table)  # fmt: skip
+        sizes = map(human, [*most.values(), now + more])
+        log.info("memory: %s in an update, %s in a rollout, of %s on %s: %s", *sizes, place, table)
         for phase, there in phases.items():
             if most[phase] > now + more:
                 largest = sorted(there, key=lambda part: part.size or 0, reverse=True)[:3]
@@ -109,11 +109,9 @@ def parts_of(
     copies = module.reference.own() if module.reference else []
     there = [*own, *learned, *gradients, *copies]
     mixed = precision == "bf16-mixed"
+    one_pass = partial(in_a_pass, module, plan, prompt_tokens, there)
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-        passes = (
-            known(partial(in_a_pass, module, plan, prompt_tokens, there, layout)) for layout in (optim.layout, "padded")
-        )
-        passing = next(filter(None, passes), {"activations": None, "logits": None})
+        passing = known(partial(one_pass, optim.layout)) or known(partial(one_pass, "padded"))
     shared, lora = hasattr(engine, "shared_bytes"), "adapter=lora"  # shared: vLLM holds the weights already
     parts = [
         Part("weights", 0 if shared else bytes_of(own), "model.dtype=bfloat16"),
@@ -123,7 +121,7 @@ def parts_of(
         Part("gradients", bytes_of(gradients), lora, "update", optim.offload),
         # those of DistributedDataParallel
         Part("buckets", bytes_of(p for p in own if p.requires_grad) if devices > 1 else 0, lora),
-        *(Part(name, passing[name], FEWER_TOKENS, "update") for name in ("activations", "logits")),
+        *(Part(name, passing and passing[name], FEWER_TOKENS, "update") for name in ("activations", "logits")),
     ]
     if not isinstance(engine, TransformersEngine):
         return [*parts, Part("engine", None, phase="rollout")]

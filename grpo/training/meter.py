@@ -41,9 +41,8 @@ class Means:
                 merged.add(name, value, other.counts[name])
             for name, value in other.extremes.items():
                 merged.keep(name, value)
-        return {
-            name: total / merged.counts[name] for name, total in merged.sums.items() if merged.counts[name]
-        } | merged.extremes
+        means = {name: total / merged.counts[name] for name, total in merged.sums.items() if merged.counts[name]}
+        return means | merged.extremes
 
 
 def note_loss(means: Means, microbatch: TokenBatch, logprobs: Tensor, logged: Mapping[str, Tensor]) -> None:

@@ -69,10 +69,10 @@ class GRPOModule(L.LightningModule):
         advantages = tokens.sample_means(tokens.advantages, shape)
         batch.advantages = advantages.tolist()
         self.moved = False
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
+        rng = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
         with recomputing(self.policy, self.optim.gradient_checkpointing):
             for _ in range(self.algorithm.num_epochs):
-                for minibatch in self.minibatches(tokens, shape, generator):
+                for minibatch in self.minibatches(tokens, shape, rng):
                     logprobs = self.update(minibatch, means)
                 if tokens.old_logprobs is None and self.algorithm.old_policy == "trainer":
                     tokens = replace(tokens, old_logprobs=logprobs)  # of the only minibatch, so of every row
@@ -83,10 +83,8 @@ class GRPOModule(L.LightningModule):
 
     @torch.no_grad()
     def freeze(self, tokens: TokenBatch) -> TokenBatch:
-        """Adds what stays fixed while the policy moves: the reference's log-probabilities and the old ones.
-
-        With a single update no pass is made for old ones: the update itself meets the old policy (see `update`).
-        """
+        """Adds what stays fixed while the policy moves: the reference's log-probabilities, and the old ones unless a single
+        update makes that pass needless: it meets the old policy itself (see `update`)."""
         if self.reference is not None:
             with self.reference.model() as model:
                 reference_logprobs, _ = self.logprobs_of(model, tokens, self.live(tokens))
@@ -102,26 +100,23 @@ class GRPOModule(L.LightningModule):
         """Log-probabilities and entropies, [B, C] each, of these rows, a microbatch at a time; 0 on the others."""
         logprobs, entropy = torch.zeros_like(tokens.rollout_logprobs), torch.zeros_like(tokens.rollout_logprobs)
         for some, microbatch in self.microbatches(tokens, rows):
-            values = completion_logprobs(model, microbatch, self.temperature, False, *self.layout)
             width = microbatch.completion_width
-            logprobs[some, :width], entropy[some, :width] = values
+            logprobs[some, :width], entropy[some, :width] = self.forward_pass(model, microbatch, False)
         return logprobs, entropy
+
+    def forward_pass(self, model: nn.Module, tokens: TokenBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+        return completion_logprobs(model, tokens, self.temperature, entropy_gradient, *self.layout)
 
     # -- which rows
 
-    def minibatches(
-        self, tokens: TokenBatch, shape: tuple[int, int], generator: torch.Generator
-    ) -> Iterator[TokenBatch]:
-        """This rank's rows of each minibatch. shape: N, G.
-
-        The groups of all ranks are put into a random order and cut into pieces whose numbers of samples differ by one at most.
-        All rows of a sample are in one piece, and so are most groups, which share their prompt.
-        """
+    def minibatches(self, tokens: TokenBatch, shape: tuple[int, int], rng: torch.Generator) -> Iterator[TokenBatch]:
+        """This rank's rows of each minibatch: the groups of all ranks in a random order, cut into pieces of as many samples,
+        give or take one. All rows of a sample are in one piece. shape: N, G."""
         if self.algorithm.num_minibatches == 1:
             yield tokens
             return
         prompts, size = shape
-        shuffled = torch.randperm(prompts, generator=generator).argsort()[:, None] * size + torch.arange(size)
+        shuffled = torch.randperm(prompts, generator=rng).argsort()[:, None] * size + torch.arange(size)
         places = shuffled.flatten()[tokens.sample.cpu()]  # of the rows
         order = places.argsort(stable=True)
         for piece in torch.arange(prompts * size).tensor_split(self.algorithm.num_minibatches):
@@ -137,15 +132,14 @@ class GRPOModule(L.LightningModule):
 
     def microbatches(self, tokens: TokenBatch, rows: Tensor) -> list[tuple[Tensor, TokenBatch]]:
         """These rows in pieces that go through the model at once: their indices, and they themselves."""
-        if not len(rows):
-            return []
-        pieces = microbatches(tokens.rows(rows), self.layout[0], self.optim.max_tokens_per_microbatch)
+        pieces = (
+            microbatches(tokens.rows(rows), self.layout[0], self.optim.max_tokens_per_microbatch) if len(rows) else []
+        )
         return [(rows[piece], tokens.rows(rows[piece])) for piece in pieces]
 
     def to_learn(self, minibatch: TokenBatch) -> list[tuple[Tensor, TokenBatch]]:
-        """The microbatches of an update, at least one: every rank needs a backward pass, every optimizer its step. A rank without
-        a live row gets its first row, silenced; not silenced if no rank has a live row, and its log-probabilities are to be
-        measured."""
+        """The microbatches of an update, at least one, as every rank needs a backward pass. A rank without a live row gets its
+        first row, silenced; not silenced if no rank has a live row and the log-probabilities are to be measured."""
         live = self.live(minibatch)
         anywhere = distributed.all_sum(torch.tensor(float(len(live)), device=live.device))
         if len(live):
@@ -172,9 +166,7 @@ class GRPOModule(L.LightningModule):
         found = torch.zeros_like(minibatch.rollout_logprobs)
         pieces = self.to_learn(minibatch)
         for i, (rows, microbatch) in enumerate(pieces):
-            logprobs, entropy = completion_logprobs(
-                self.policy, microbatch, self.temperature, self.algorithm.entropy.active, *self.layout
-            )
+            logprobs, entropy = self.forward_pass(self.policy, microbatch, self.algorithm.entropy.active)
             found[rows, : microbatch.completion_width] = logprobs.detach()
             if microbatch.old_logprobs is None:
                 microbatch = replace(microbatch, old_logprobs=logprobs.detach())
@@ -208,8 +200,7 @@ class GRPOModule(L.LightningModule):
         grad_norm = nn.utils.clip_grad_norm_(learned, self.optim.max_grad_norm or torch.inf)
         if not grad_norm.isfinite():
             raise UserError(
-                "the gradient is not finite, the policy was left as it is: lower optim.optimizer.lr or optim.max_grad_norm, "
-                "and go on from the last checkpoint"
+                "the gradient is not finite, no step was made: lower optim.optimizer.lr or optim.max_grad_norm, and resume"
             )
         means.add("loss/grad_norm", grad_norm)
         means.add("lr", optimizer.param_groups[0]["lr"])
@@ -232,13 +223,11 @@ class GRPOModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         theirs, ours = checkpoint["policy_shapes"], self.policy_shapes()
-        different = [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]
-        if different:
-            name = different[0]
+        if different := [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]:
+            there, here = (shapes.get(different[0], "missing") for shapes in (theirs, ours))
             raise UserError(
-                f"ckpt_path is a checkpoint of another model: {len(different)} of {len(ours)} tensors differ, first {name} "
-                f"({theirs.get(name, 'missing')} there, {ours.get(name, 'missing')} here); give the model= and adapter= of "
-                "that run"
+                f"ckpt_path is a checkpoint of another model: {len(different)} of {len(ours)} tensors differ, first "
+                f"{different[0]} ({there} there, {here} here); give the model= and adapter= of that run"
             )
         if progress := checkpoint.get("progress"):
             self.updates = progress["updates"]

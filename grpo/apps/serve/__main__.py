@@ -7,8 +7,6 @@
 GROUP=OPTION picks a file of conf/, KEY.KEY=VALUE sets one value. Ctrl-C ends it after what is being sampled, twice at once.
 """
 
-import contextlib
-import ipaddress
 import socket
 import sys
 from collections.abc import Sequence
@@ -36,12 +34,6 @@ def device_of(name: str) -> "torch.device":
         return torch.device(name)
     except RuntimeError as error:
         raise UserError(f"device={name} is none of torch's: auto, cpu, cuda, cuda:1, mps") from error
-
-
-def is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -73,7 +65,7 @@ def main(arguments: Sequence[str]) -> None:
                 return
             url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
             print(f"serving {pretrained.path} with {type(batching.engine).__name__} at {url}", flush=True)
-            if not is_loopback(host):
+            if host not in ("localhost", "::1") and not host.startswith("127."):
                 print(f"host={host}: anybody who reaches it can use it, and change what it serves", flush=True)
 
         first = batching.call(weights.read)

@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from grpo.apps.serve import openai
 from grpo.apps.serve.batching import Batching, Unavailable
@@ -30,13 +30,11 @@ class Generate(Asked):
     prompt: Any = None
 
 
-class Reload(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Reload(BaseModel, extra="forbid"):
     path: str | None = None
 
 
-class Load(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Load(BaseModel, extra="forbid"):
     adapter_path: str
     adapter_name: str | None = None
 
@@ -126,21 +124,16 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/lora/status")
     async def lora_status() -> dict[str, Any]:
         adapter = weights.adapter
-        told_of = {"adapter_name": adapter and adapter.name, "adapter_path": adapter and adapter.path}
-        return {"active": adapter is not None, **told_of, "load_count": weights.load_count}
-
-    async def switch(paused: bool) -> dict[str, Any]:
-        await asyncio.wrap_future(batching.pause(paused))
-        return {"status": "ok", "is_paused": paused}
+        status = {"adapter_name": adapter and adapter.name, "adapter_path": adapter and adapter.path}
+        return {"active": adapter is not None, **status, "load_count": weights.load_count}
 
     @app.post("/pause")
-    async def pause() -> dict[str, Any]:
-        """Answers when no batch is running; what is asked from then on waits for /resume."""
-        return await switch(True)
-
     @app.post("/resume")
-    async def resume() -> dict[str, Any]:
-        return await switch(False)
+    async def pause(request: Request) -> dict[str, Any]:
+        """/pause answers when no batch is running; requests from then on wait for /resume."""
+        paused = request.url.path == "/pause"
+        await asyncio.wrap_future(batching.pause(paused))
+        return {"status": "ok", "is_paused": paused}
 
     @app.get("/is_paused")
     async def is_paused() -> dict[str, bool]:
@@ -152,12 +145,6 @@ def make_app(service: Service) -> FastAPI:
 def refuse(app: FastAPI) -> None:
     """Every error is one line: {"error": LINE}."""
 
-    def one_line(status: int, words: Callable[[Any], str]) -> Callable:
-        async def answer(request: Request, error: Exception) -> JSONResponse:
-            return JSONResponse({"error": words(error)}, status)
-
-        return answer
-
     def of_a_field(error: RequestValidationError) -> str:
         first = error.errors()[0]
         kind, where = first["type"], ".".join(str(part) for part in first["loc"] if part != "body")
@@ -167,10 +154,9 @@ def refuse(app: FastAPI) -> None:
             return f"there is no field {where!r} here: /docs has those there are"
         return ": ".join(filter(None, [where, first["msg"].removeprefix("Value error, ")]))
 
-    app.exception_handler(UserError)(one_line(400, str))
-    app.exception_handler(RequestValidationError)(one_line(400, of_a_field))
-    app.exception_handler(Unavailable)(one_line(503, str))
-    app.exception_handler(Exception)(one_line(500, told))
+    answers = {UserError: (400, str), RequestValidationError: (400, of_a_field), Unavailable: (503, str)}
+    for kind, (status, words) in (answers | {Exception: (500, told)}).items():
+        app.exception_handler(kind)(lambda _, error, s=status, w=words: JSONResponse({"error": w(error)}, s))
 
 
 class Server(uvicorn.Server):

@@ -41,14 +41,18 @@ class Batching:
     """make_engine is called in the thread too, first of all; if it raises, so does every `call`."""
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
-        self.engine: Engine | None = None
         self.paused = self.stopped = False
         self._waiting: list[SampleRequest] = []
         self._calls: deque[Callable[[Engine], Any]] = deque()
         self._lock = threading.Lock()  # of both
         self._thread = ThreadPoolExecutor(1, "engine")
-        self._made = self._thread.submit(self._make, make_engine)
+        self._made = self._thread.submit(make_engine)
         self._ended: Future | None = None
+
+    @property
+    def engine(self) -> Engine | None:
+        """None until it is made, and where that failed."""
+        return self._made.result() if self._made.done() and not self._made.exception() else None
 
     def check_ready(self) -> None:
         """Raises Unavailable unless the engine has weights."""
@@ -95,13 +99,9 @@ class Batching:
         if self.stopped:
             raise Unavailable("the server is ending")
 
-    def _make(self, make_engine: Callable[[], Engine]) -> None:
-        self.engine = make_engine()
-
     def _run(self, function: Callable[[Engine], Any]) -> Any:
-        self._made.result()
         self._check_not_stopped()
-        return function(self.engine)
+        return function(self._made.result())
 
     def _end(self) -> None:
         for request in self._waiting:

@@ -55,9 +55,8 @@ def router(service: Service) -> APIRouter:
         found = await service.sample(prompts, asked)
         choices = []
         for i, completion in enumerate(found):
-            choice: dict[str, Any] = {"text": service.text(completion), "logprobs": None}
-            if asked.logprobs is not None:
-                choice["logprobs"] = {"tokens": pieces(completion), "token_logprobs": completion.logprobs}
+            logprobs = {"tokens": pieces(completion), "token_logprobs": completion.logprobs}
+            choice = {"text": service.text(completion), "logprobs": None if asked.logprobs is None else logprobs}
             if asked.return_token_ids:
                 choice |= {"token_ids": completion.ids, "prompt_token_ids": prompts[i // asked.n]}
             choices.append(choice)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, Field, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from grpo.apps.serve.batching import Batching, Unavailable
@@ -27,14 +27,12 @@ REFUSED = {  # by name: the value that changes nothing, and why no other is take
 }
 
 
-class Asked(BaseModel):
+class Asked(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     """How a request wants its tokens drawn: `Sampling` by the names that vLLM and OpenAI have for it, n samples of each prompt.
 
     A null is a field left out. top_k: -1 is off, as 0 is. seed: sample i is drawn with a seed made of (seed, i); without one each
     has a fresh seed. logprobs: at most 1, as nothing is known but the sampled token's.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     n: int = Field(1, ge=1, le=10_000)
     max_tokens: int = 16
@@ -98,9 +96,8 @@ class Service:
         if not isinstance(prompt, list):
             raise UserError(f'prompt={shown(prompt)}: give a text, or token ids as {{"prompt_token_ids": [1, 2]}}')
         if bad := [i for i in prompt if type(i) is not int or not 0 <= i < self.vocabulary]:
-            raise UserError(
-                f"a prompt has {shown(bad[0])}, and token ids are whole numbers from 0 to {self.vocabulary - 1}"
-            )
+            last = self.vocabulary - 1
+            raise UserError(f"a prompt has {shown(bad[0])}, and token ids are whole numbers from 0 to {last}")
         return tuple(prompt)
 
     async def sample(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Completion]:
@@ -111,9 +108,8 @@ class Service:
             raise UserError("a prompt has no tokens: there must be at least one")
         longest = max(map(len, prompts))
         if context is not None and longest + sampling.max_tokens > context:
-            raise UserError(
-                f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens} exceed the engine's context of {context}"
-            )
+            asked_for = f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens}"
+            raise UserError(f"{asked_for} exceed the engine's context of {context}")
         each = [prompt for prompt in prompts for _ in range(asked.n)]
         return await asyncio.wrap_future(self.batching.sample(each, sampling, asked.seeds(len(each))))
 

@@ -71,8 +71,8 @@ class Job:
         return list(self.overrides)
 
     def last_words(self) -> str:
-        lines = self.output.read_text(errors="replace").split("\n") if self.output.exists() else []
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")[:300]
+        text = self.output.read_text(errors="replace").strip() if self.output.exists() else ""
+        return (text or "it said nothing").splitlines()[-1].strip()[:300]
 
 
 def quoted(path: Path) -> str:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +29,6 @@ from grpo.system.files import write_text
 from grpo.system.metrics import percent
 
 POLL = 0.2  # seconds between two looks at the jobs
-LOOK = 1.0  # seconds between two pictures of them
 
 SWEEPS: list["Sweep"] = []  # of this process; a sweeper has no place to tell how its jobs ended
 
@@ -75,7 +74,7 @@ class Sweep:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"{folder} has another sweep at work, or its last jobs are still ending: wait for it, or set hydra.sweep.dir"
+                f"{folder} has another sweep at work, or its last jobs: wait, or set hydra.sweep.dir"
             ) from None
         SWEEPS.append(self)
 
@@ -109,30 +108,26 @@ class Sweep:
             self.began = time.monotonic()
             done = len(self.jobs) - len(waiting)
             before = f", {done} of them finished before" if done else ""
-            self.say(f"sweep of {len(self.jobs)} jobs{before}, {len(self.places)} at a time, in {self.folder}")
-            self.say(f"to go on with it should it stop: {self.again}")
+            at_once = f"{len(self.places)} at a time, in {self.folder}"
+            self.console.print(f"sweep of {len(self.jobs)} jobs{before}, {at_once}")
+            self.console.print(f"to go on with it should it stop: {self.again}")
         free = list(reversed(self.places))
         running: dict[Job, tuple[subprocess.Popen, Mapping[str, str]]] = {}
-        looked = 0.0
-        with sigterm_raises(), Live(console=self.console, auto_refresh=False, transient=True) as live:
+        drawn = {"get_renderable": self.picture, "auto_refresh": self.console.is_terminal, "refresh_per_second": 1}
+        with sigterm_raises(), Live(console=self.console, transient=True, **drawn):
             try:
                 while waiting or running:
                     while waiting and free:
-                        place = free.pop()
-                        job = waiting.popleft()
+                        job, place = waiting.popleft(), free.pop()
                         running[job] = self.start(job, place), place
                     for job, (process, place) in list(running.items()):
                         if (code := process.poll()) is not None:
                             del running[job]
                             free.append(place)
                             self.end(job, code)
-                            looked = 0.0
-                    if self.console.is_terminal and time.monotonic() > looked + LOOK:
-                        live.update(self.picture(), refresh=True)
-                        looked = time.monotonic()
                     time.sleep(POLL)
             except (KeyboardInterrupt, SystemExit):
-                self.say(f"stopped; to go on: {self.again}")
+                self.console.print(f"stopped; to go on: {self.again}")
                 raise
             finally:
                 child.stop(process for process, _ in running.values())
@@ -141,11 +136,11 @@ class Sweep:
         command = self.command(job, job.arguments())
         job.folder.mkdir(parents=True, exist_ok=True)
         job.status = "running"
-        self.say(f"job {job.number} begins: {job.label}", quiet=True)
-        with job.output.open("ab") as output:
+        if not self.console.is_terminal:  # where no picture shows it
+            self.console.print(f"job {job.number} begins: {job.label}")
+        with job.output.open("ab", buffering=0) as output:
             variables = [f"{name}={value}" for name, value in place.items()]
-            output.write(f"$ {' '.join(variables)} {shlex.join(command)}\n".encode().replace(b"$  ", b"$ "))
-            output.flush()
+            output.write(f"$ {shlex.join([*variables, *command])}\n".encode())
             environment = {**os.environ, "PYTHONUNBUFFERED": "1", **place}
             # the guard holds the lock too: no other sweep comes into the folder while a job of a killed one is still ending
             return child.start(command, env=environment, stdout=output, stderr=output, pass_fds=[self.lock.fileno()])
@@ -153,21 +148,12 @@ class Sweep:
     def end(self, job: Job, code: int) -> None:
         job.status = "failed" if code else "finished"
         told = f"{job.last_words()} ({job.output})" if code else f"accuracy {percent(job.accuracy)}"
-        self.say(f"job {job.number} {job.status}: {job.label}: {told}; {self.total()}")
-
-    def say(self, line: str, quiet: bool = False) -> None:
-        """quiet: not where the picture shows it."""
-        if not (quiet and self.console.is_terminal):
-            self.console.print(line)
-
-    def count(self, status: str) -> int:
-        return sum(job.status == status for job in self.jobs)
+        self.console.print(f"job {job.number} {job.status}: {job.label}: {told}; {self.total()}")
 
     def total(self) -> str:
-        failed, running, minutes = self.count("failed"), self.count("running"), self.minutes_left()
-        said = [f"{self.count('finished')}/{len(self.jobs)} done"]
-        said += [f"{failed} failed"] if failed else []
-        said += [f"{running} running"] if running else []
+        count, minutes = Counter(job.status for job in self.jobs), self.minutes_left()
+        said = [f"{count['finished']}/{len(self.jobs)} done"]
+        said += [f"{count[status]} {status}" for status in ("failed", "running") if count[status]]
         said += [f"about {max(1, round(minutes))} min left"] if minutes is not None else []
         return ", ".join(said)
 
@@ -198,16 +184,18 @@ class Sweep:
         from grpo.runs.report import write_report  # seconds
 
         try:
-            self.say(f"written to {write_report(self.folder)}; as a table: python eval.py compare={self.folder}")
+            page = write_report(self.folder)
+            self.console.print(f"written to {page}; as a table: python eval.py compare={self.folder}")
         except Exception as error:
-            self.say(f"no report.html ({type(error).__name__}: {error}); later: python -m grpo.report {self.folder}")
+            self.console.print(
+                f"no report.html ({type(error).__name__}: {error}); later: python -m grpo.report {self.folder}"
+            )
 
     def table(self) -> Table:
         table = Table("job", "overrides", "status", "accuracy", "minutes", title=f"sweep in {self.folder}")
         for job in sorted(self.jobs, key=lambda job: job.number):
             minutes = "-" if job.minutes is None else f"{job.minutes:.1f}"
-            cells = (str(job.number), job.label, job.status, percent(job.accuracy), minutes)
-            table.add_row(*map(Text, cells))
+            table.add_row(*map(Text, (str(job.number), job.label, job.status, percent(job.accuracy), minutes)))
         return table
 
 
@@ -234,8 +222,7 @@ def told() -> Iterator[None]:
         if sweep.jobs:
             sweep.console.print(sweep.table())
             sweep.report()
-    if failed := [job for job in jobs if job.status == "failed"]:
-        which = ", ".join(f"{job.number} ({job.output})" for job in failed)
-        raise UserError(f"{len(failed)} of the sweep's {len(jobs)} jobs failed: {which}") from failure
+    if failed := [f"{job.number} ({job.output})" for job in jobs if job.status == "failed"]:
+        raise UserError(f"{len(failed)} of the sweep's {len(jobs)} jobs failed: {', '.join(failed)}") from failure
     if failure:
         raise failure
