@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import transformers
 from hydra import compose, initialize_config_dir
@@ -24,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo.apps.sweep import sweep
 from grpo.env.types import Task
 from grpo.system.errors import UserError
+from grpo.system.settings import flat
 
 log = logging.getLogger(__name__)
 
@@ -138,13 +138,6 @@ def make_task(overrides: Sequence[str], path: str) -> Task:
     if OmegaConf.is_missing(config, "path"):
         config.path = path
     return instantiate(config)
-
-
-def flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and values of a configuration as plain dicts."""
-    if isinstance(node, dict):
-        return {key: value for name, child in node.items() for key, value in flat(child, f"{prefix}.{name}").items()}
-    return {prefix.lstrip("."): node}
 
 
 def changes(config: DictConfig, before: Path) -> list[str]:

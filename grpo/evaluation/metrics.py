@@ -181,12 +181,10 @@ def estimates_by_value(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, E
 
 
 def as_json(found: Mapping[str, Estimate]) -> dict[str, Any]:
-    """Estimates for a file, by the names of metrics: NaN, which JSON lacks, is None."""
+    """Estimates for a file, by the names of metrics."""
+    return {f"eval/{name}": number_and_interval(estimate) for name, estimate in found.items()}
 
-    def number(value: float) -> float | None:
-        return None if math.isnan(value) else value
 
-    return {
-        f"eval/{name}": {"value": number(e.value), "low": number(e.low), "high": number(e.high), "n": e.n}
-        for name, e in found.items()
-    }
+def number_and_interval(estimate: Estimate) -> dict[str, float | None]:
+    """NaN, which JSON lacks, is None."""
+    return {name: None if math.isnan(number) else number for name, number in estimate._asdict().items()}

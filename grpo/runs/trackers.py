@@ -16,7 +16,8 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from grpo.runs.runs import Run, flat
+from grpo.runs.runs import Run
+from grpo.system.settings import flat
 
 log = logging.getLogger(__name__)
 
