@@ -137,10 +137,7 @@ def effects(done: Mapping[str, list[Run]]) -> dict[str, pd.DataFrame]:
     for key in swept:
         if swept[key].nunique() > 1:
             by = {value: over_seeds(part)._asdict() for value, part in accuracy.groupby(swept[key], sort=False)}
-            found[key] = in_order(pd.DataFrame(by).T.rename_axis(key))
+            table = pd.DataFrame(by).T.rename_axis(key)
+            # by size where the values are numbers
+            found[key] = table.sort_index(key=lambda index: pd.to_numeric(index, errors="coerce"), kind="stable")
     return found
-
-
-def in_order(table: pd.DataFrame) -> pd.DataFrame:
-    """Sorted by the index, by size where it holds numbers."""
-    return table.sort_index(key=lambda index: pd.to_numeric(index, errors="coerce"), kind="stable")

@@ -56,36 +56,28 @@ def span(runs: Sequence[Run]) -> tuple[int, int]:
 
 def bands(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """By name of the metric: for each arm its mean over seeds with an interval, and every seed's curve."""
-    names = dict.fromkeys(name for run in runs if run.measured for name in run.metrics.columns)
+    names = {name for run in runs if run.measured for name in run.metrics.columns} - {"epoch"}
     found = {}
-    for name in sorted(set(names) - {"epoch"}):
-        means, values = band(runs, name), curves(runs, name)
-        if not len(values):
-            continue
-        lines = []
-        for label in labels:
-            mean, every = means[means["arm"] == label], values[values["arm"] == label]
-            seeds = [{"label": f"seed {seed}", "x": list(one["rollouts"]), "y": list(one["value"])}
-                     for seed, one in every.groupby("seed")]  # fmt: skip
-            lines.append({"x": list(mean["rollouts"]), "y": list(mean["mean"]), "low": list(mean["low"]),
-                          "high": list(mean["high"]), "seeds": seeds})  # fmt: skip
-        found[name] = lines
-    return found
+    for name in sorted(names):
+        means = band(runs, name).rename(columns={"rollouts": "x", "mean": "y"})
+        values = curves(runs, name).rename(columns={"rollouts": "x", "value": "y"})
+        found[name] = [
+            {
+                **means.loc[means["arm"] == label, ["x", "y", "low", "high"]].to_dict("list"),
+                "seeds": [
+                    {"label": f"seed {seed}", **one[["x", "y"]].to_dict("list")}
+                    for seed, one in values[values["arm"] == label].groupby("seed")
+                ],
+            }
+            for label in labels
+            if len(values)
+        ]
+    return {name: arms for name, arms in found.items() if arms}
 
 
 def arm_rows(done: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    """A row for each arm: its accuracy, and against the first arm on the problems that all were asked."""
+    """A row for each arm, as in `compared`; with no seed but its name where none of its runs was evaluated."""
     evaluated = {label: [run for run in runs if run.scored] for label, runs in done.items()}
     known = {label: runs for label, runs in evaluated.items() if runs}
-    of = compared(known).to_dict("index") if known else {}
-    rows: list[dict[str, Any]] = []
-    for label in done:
-        row = {name: value for name, value in of.get(label, {"seeds": 0}).items() if value == value}  # no NaN
-        mean = {"mean": row.get("value"), "low": row.get("low"), "high": row.get("high")}
-        rows.append({"arm": label, "seeds": row["seeds"], **mean})
-        if "difference" in row:
-            ends = {"value": "difference", "low": "difference_low", "high": "difference_high"}
-            rows[-1] |= {"difference": {end: row.get(name) for end, name in ends.items()}}
-            rows[-1] |= {"p": row["p"], "adjusted": row["p (Holm)"]}
-            rows[-1] |= {name: int(row[name]) for name in ("better", "worse", "ties")}
-    return rows
+    rows = compared(known).to_dict("index") if known else {}
+    return [{"arm": label, **rows.get(label, {"seeds": 0})} for label in done]
