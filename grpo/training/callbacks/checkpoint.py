@@ -31,9 +31,7 @@ class Checkpoint(L.Callback):
             None  # held-out accuracy of the policy as it is, None where it was not evaluated
         )
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: RolloutBatch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         self.rollouts = batch.rollout + 1
         of_this = (evaluation for evaluation in batch.evaluations if evaluation.rollout == self.rollouts)
         self.measured = next((evaluation.estimates["accuracy"] for evaluation in of_this), None)

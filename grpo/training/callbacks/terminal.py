@@ -72,18 +72,14 @@ class Terminal(L.Callback):
         self.progress.start()
 
     @rank_zero_only
-    def on_train_batch_start(
-        self, trainer: L.Trainer, module: L.LightningModule, batch: RolloutBatch, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer, module, batch: RolloutBatch, batch_idx: int) -> None:
         if self.last is None:
             self.show(batch)
             self.progress.update(self.bar, completed=batch.rollout)
         self.note(batch)
 
     @rank_zero_only
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: RolloutBatch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         self.last = batch
         self.learned.append(batch.metrics)
         self.note(batch)

@@ -22,9 +22,7 @@ class Texts(L.Callback):
         self.count, self.every = samples, every
 
     @rank_zero_only
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: RolloutBatch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         rollout = batch.rollout + 1
         due = self.every and (rollout == 1 or rollout % self.every == 0)
         trackers = [logger for logger in trainer.loggers if isinstance(logger, Tracker)]
