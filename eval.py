@@ -13,11 +13,12 @@ from rich.console import Console
 from grpo.apps.cli import changes, one_line_errors, run
 from grpo.apps.show_evaluation import Bar, show, show_comparison
 from grpo.evaluation.metrics import columns
-from grpo.evaluation.resumable import Scorecard, finished, policy_in, save_metrics
+from grpo.evaluation.resumable import Scorecard, finished, policy_in
 from grpo.rollout.samples_table import on_disk
 from grpo.runs.comparison import arms_of, compare
 from grpo.runs.manifest import kept
 from grpo.system.errors import UserError
+from grpo.system.files import write_json
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="eval")
@@ -29,8 +30,7 @@ def main(config: DictConfig) -> float:
 def compared(config: DictConfig) -> float:
     """Returns the first difference. Writes metrics.json; loads no model."""
     found = compare(arms_of(OmegaConf.to_container(config.compare)), config.after)
-    Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-    save_metrics(Path(config.output_dir), found)
+    write_json(Path(config.output_dir) / "metrics.json", found)
     show_comparison(Console(), found)
     return found["comparisons"][0]["difference"]["value"]
 
