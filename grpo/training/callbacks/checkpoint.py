@@ -27,9 +27,7 @@ class Checkpoint(L.Callback):
         self.tokenizer = model.tokenizer()
         self.best_accuracy = -1.0
         self.rollouts = 0  # learned from
-        self.measured: Estimate | None = (
-            None  # held-out accuracy of the policy as it is, None where it was not evaluated
-        )
+        self.measured: Estimate | None = None  # held-out accuracy of the policy as it is, if it was evaluated
 
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         self.rollouts = batch.rollout + 1
