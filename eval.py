@@ -13,6 +13,7 @@ from rich.console import Console
 from grpo.apps.cli import changes, one_line_errors, quiet, run, save_config
 from grpo.apps.composing import CONF
 from grpo.system.errors import UserError
+from grpo.system.files import write_json
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="eval")
@@ -25,12 +26,10 @@ def compared(config: DictConfig) -> float:
     """Returns the first difference. Writes metrics.json; loads no model."""
     # imported here, so that --help and a mistyped key need neither pandas nor torch
     from grpo.apps.show_evaluation import show_comparison
-    from grpo.evaluation.resumable import save_metrics
     from grpo.runs.comparison import arms_of, compare
 
     found = compare(arms_of(OmegaConf.to_container(config.compare)), config.after)
-    Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-    save_metrics(Path(config.output_dir), found)
+    write_json(Path(config.output_dir) / "metrics.json", found)
     show_comparison(Console(), found)
     return found["comparisons"][0]["difference"]["value"]
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
@@ -25,6 +24,7 @@ from grpo.apps.sweep import sweep
 from grpo.env.types import Task
 from grpo.moved import today
 from grpo.system.errors import UserError
+from grpo.system.settings import flat
 
 log = logging.getLogger(__name__)
 
@@ -134,13 +134,6 @@ def make_task(overrides: Sequence[str], path: str) -> Task:
     if OmegaConf.is_missing(config, "path"):
         config.path = path
     return instantiate(config)
-
-
-def flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and values of a configuration as plain dicts."""
-    if isinstance(node, dict):
-        return {key: value for name, child in node.items() for key, value in flat(child, f"{prefix}.{name}").items()}
-    return {prefix.lstrip("."): node}
 
 
 def changes(config: DictConfig, before: Path) -> list[str]:

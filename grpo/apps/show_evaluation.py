@@ -11,33 +11,26 @@ from grpo.evaluation.resumable import Scorecard
 from grpo.system.metrics import is_result, percent, written
 
 
-class Bar:
+class Bar(Progress):
     """The progress of an evaluation. Without a terminal it prints a line for each tenth."""
 
     def __init__(self, console: Console, total: int) -> None:
         columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}"), TimeRemainingColumn())
-        self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self.console, self.total, self.told = console, total, 0
-        self.task = self.progress.add_task("", total=total, status="")
-
-    def __enter__(self) -> "Bar":
-        self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self.total, self.tenths = total, 0  # and those that have had their line
+        self.add_task("", total=total, status="")
 
     def begin(self, card: Scorecard) -> None:
-        self.progress.reset(self.task, completed=card.done)  # what was done before is not its speed
+        self.reset(self.task_ids[0], completed=card.done)  # what was done before is not its speed
+        self.tenths = card.done * 10 // self.total
         if card.done:
             self.console.print(f"going on after {card.done} of {self.total} problems")
-            self.told = card.done * 10 // self.total
 
     def show(self, card: Scorecard) -> None:
         status = f"accuracy {percent(card.accuracy)}  {card.speed}"
-        self.progress.update(self.task, completed=card.done, status=status)
-        if not self.console.is_terminal and card.done * 10 // self.total > self.told:
-            self.told = card.done * 10 // self.total
+        self.update(self.task_ids[0], completed=card.done, status=status)
+        if not self.console.is_terminal and card.done * 10 // self.total > self.tenths:
+            self.tenths = card.done * 10 // self.total
             self.console.print(f"{card.done}/{self.total}  {status}", soft_wrap=True)
 
 
@@ -50,19 +43,21 @@ def in_a_cell(name: str, metrics: Mapping[str, Any]) -> str:
     return "{} ({})".format(*with_interval(name, metrics[name])) if name in metrics else "-"
 
 
+def short(name: str) -> str:
+    return name.removeprefix("eval/")
+
+
 def show(console: Console, title: str, found: Mapping[str, Any]) -> None:
-    """The metrics with their intervals; accuracy, strict and lenient, by what examples say of themselves."""
+    """The metrics with their intervals; accuracy, strict and lenient, for each value of the columns of eval.by."""
     whole = {name: e for name, e in found.items() if name != "by"}
     results = {name: e for name, e in whole.items() if is_result(name, e["value"] or 0)}
-    rows = [(name.removeprefix("eval/"), *with_interval(name, e), str(e["n"])) for name, e in results.items()]
+    rows = [(short(name), *with_interval(name, e), str(e["n"])) for name, e in results.items()]
     console.print(grid([title, "value", "95 % interval", "problems"], rows))
     names = [name for name in ("eval/accuracy", "eval/accuracy_lenient") if name in whole]
     for column, values in found["by"].items():
-        rows = [
-            (value, *(in_a_cell(name, of) for name in names), str(of["eval/accuracy"]["n"]))
-            for value, of in values.items()
-        ]
-        console.print(grid([column, *(name.removeprefix("eval/") for name in names), "problems"], rows))
+        cells = {value: [in_a_cell(name, of) for name in names] for value, of in values.items()}
+        rows = [(value, *cells[value], str(of["eval/accuracy"]["n"])) for value, of in values.items()]
+        console.print(grid([column, *map(short, names), "problems"], rows))
 
 
 def show_comparison(console: Console, found: Mapping[str, Any]) -> None:
@@ -71,18 +66,19 @@ def show_comparison(console: Console, found: Mapping[str, Any]) -> None:
         runs = "" if arm["runs"] == 1 else f" ({arm['runs']} runs)"
         console.print(f"{letter}  {arm['name']}{runs}: {items[letter]} problems", soft_wrap=True, highlight=False)
     metrics = [name for name in next(iter(every.values())) if name.startswith("eval/")]
-    rows = [(name.removeprefix("eval/"), *(in_a_cell(name, arm) for arm in every.values())) for name in metrics]
+    rows = [(short(name), *(in_a_cell(name, arm) for arm in every.values())) for name in metrics]
     console.print(grid([f"{items['common']} problems", *every], rows))
 
-    several = len(every) > 2
-    rows = []
-    for row in found["comparisons"]:
-        what = f"{row['metric'].removeprefix('eval/')}, {row['arm']} - {row['against']}"
-        counts = [str(row[name]) for name in ("better", "worse", "ties")]
-        adjusted = [f"{row['p_holm']:.3g}"] if several else []
-        rows.append(
-            (what, *with_interval(row["metric"], row["difference"]), f"{row['p_value']:.3g}", *adjusted, *counts)
+    ps = {"p": "p_value", "p (Holm)": "p_holm"} if len(every) > 2 else {"p": "p_value"}
+    counts = ("better", "worse", "ties")
+    rows = [
+        (
+            f"{short(row['metric'])}, {row['arm']} - {row['against']}",
+            *with_interval(row["metric"], row["difference"]),
+            *(f"{row[key]:.3g}" for key in ps.values()),
+            *(str(row[name]) for name in counts),
         )
-    heads = ["difference", "", "95 % interval", "p", *(["p (Holm)"] if several else []), "better", "worse", "ties"]
-    console.print(grid(heads, rows))
+        for row in found["comparisons"]
+    ]
+    console.print(grid(["difference", "", "95 % interval", *ps, *counts], rows))
     console.print("; ".join(dict.fromkeys(row["test"] for row in found["comparisons"])), highlight=False)

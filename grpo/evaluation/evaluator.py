@@ -5,6 +5,7 @@ A metric is the mean over problems, each the mean of its own samples, with an in
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, get_args
 
 import pandas as pd
@@ -66,11 +67,11 @@ class Evaluator:
             at_least(f"eval.{name}", getattr(self, name), least)
         if self.samples > 1 and self.sampling.temperature == 0:
             raise UserError(
-                f"eval.samples={self.samples} at temperature 0 would be equal samples: set eval.sampling.temperature=1"
+                f"eval.samples={self.samples} at temperature 0 are all equal: set eval.sampling.temperature=1"
             )
 
     def chosen(self, examples: Sequence[Example]) -> list[Example]:
-        return [examples[i] for i in range(min(len(examples), self.limit or len(examples)))]
+        return list(islice(examples, self.limit))
 
     def batches(self, count: int) -> list[range]:
         """The places of the examples that are played together."""
@@ -81,11 +82,11 @@ class Evaluator:
         self, task: Task, engine: Engine, renderer: Renderer, seed: int, examples: Sequence[Example], places: range
     ) -> list[Group]:
         """Of these places. A seed knows the place among all examples, so that batches change nothing but the last bits."""
+        batch = [examples[i] for i in places]
 
         def seeds(p: int, *path: int) -> int:
             return derive_seed(seed, EVALUATION, places.start + p, *path)
 
-        batch = [examples[i] for i in places]
         try:
             return play(task, batch, self.samples, engine, renderer, self.sampling, seeds, self.limits)
         except RolloutError as error:
@@ -100,12 +101,11 @@ class Evaluator:
         renderer: Renderer,
         seed: int,
         rollout: int = 0,
-        examples: Sequence[Example] | None = None,
+        examples: Sequence | None = None,
     ) -> Evaluation:
         """examples: others than those of the task's split."""
         examples = self.chosen(task.examples(self.split) if examples is None else examples)
-        groups: list[Group] = []
-        for places in self.batches(len(examples)):
-            groups += self.play(task, engine, renderer, seed, examples, places)
+        batches = self.batches(len(examples))
+        groups = [group for places in batches for group in self.play(task, engine, renderer, seed, examples, places)]
         more = columns(task, groups, self.by)
         return Evaluation(rollout, groups, estimates(pd.DataFrame(records(groups, **more))), more)

@@ -45,25 +45,20 @@ def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
 
     Answers vote together that are equal without algebra; who gives none does not vote, and where nobody does it is 0.
     """
-    votes: list[tuple[str, list[bool]]] = []
+    votes: dict[str, list[bool]] = {}
     for answer, is_right in zip(answers, right, strict=True):
-        if not isinstance(answer, str):  # a table of pandas' may have NaN for None
-            continue
-        for other, given in votes:
-            if equal(answer, other):
-                given.append(is_right)
-                break
-        else:
-            votes.append((answer, [is_right]))
-    most = max((len(given) for _, given in votes), default=0)
-    return float(np.mean([np.mean(given) for _, given in votes if len(given) == most])) if votes else 0.0
+        if isinstance(answer, str):  # a table of pandas' may have NaN for None
+            same = next((other for other in votes if equal(answer, other)), answer)
+            votes.setdefault(same, []).append(is_right)
+    most = max(map(len, votes.values()), default=0)
+    return float(np.mean([np.mean(given) for given in votes.values() if len(given) == most])) if votes else 0.0
 
 
 def values_of(example: Example, names: Sequence[str]) -> dict[str, str]:
     """The named columns that an example has, as text. A row of a mixture also has the columns of its source's own row."""
     outer = example if isinstance(example, Mapping) else {}
     inner = outer.get("example")
-    row = {**inner, **outer} if isinstance(inner, Mapping) else outer
+    row = {**(inner if isinstance(inner, Mapping) else {}), **outer}
     return {f"by/{name}": str(row[name]) for name in names if row.get(name) is not None}
 
 
@@ -73,10 +68,8 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
     claims, failures = getattr(task, "claims", None), []
 
     def claim_of(sample: Sample) -> Claim | None:
-        if not claims or not sample.trajectory.steps:
-            return None
         try:
-            return claims(sample.example, sample.trajectory)
+            return claims(sample.example, sample.trajectory) if claims and sample.trajectory.steps else None
         except Exception as error:  # a user's code, and the evaluation stands without it
             failures.append(told(error))
             return None
@@ -88,17 +81,15 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
             if sample.reward.known and claim.lenient is not None:
                 found["correct_lenient"] = sample.reward.correct or claim.lenient
         if len(sample.turns) != 1 or sample.trajectory.steps[0].state.tools:
-            said = conversation(sample.trajectory)
-            found |= {f"eval/{name}": said[name] for name in COUNTS}
+            counts = conversation(sample.trajectory)
+            found |= {f"eval/{name}": counts[name] for name in COUNTS}
         return found
 
     with ThreadPoolExecutor(THREADS) as pool:  # algebra is done by several processes
-        found = iter(list(pool.map(of, [sample for group in groups for sample in group])))
-    rows = [[next(found) for _ in group] for group in groups]
+        submitted = [pool.map(of, group) for group in groups]
+    rows = [list(found) for found in submitted]
     if failures:
-        log.warning(
-            "claims failed on %d samples, the first: %s; accuracy_lenient is left out", len(failures), failures[0]
-        )
+        log.warning("claims failed on %d samples, the first: %s; no accuracy_lenient", len(failures), failures[0])
     names = dict.fromkeys(name for group in rows for row in group for name in row)
     return {name: [[row.get(name) for row in group] for group in rows] for name in names}
 
@@ -119,12 +110,12 @@ def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
     known = samples["reward"].notna()
 
     def mean(values: pd.Series, bounds: tuple[float, float] | None = SHARE) -> Estimate:
-        return mean_interval(values.astype(float).groupby(problems).mean().to_numpy(), bounds=bounds)
+        return mean_interval(values.astype(float).groupby(problems).mean(), bounds=bounds)
 
     correct = samples["correct"].astype(float).where(known)
     found = {"accuracy": mean(correct)}
     graded = samples["correct_lenient"].notna() if "correct_lenient" in samples else known & False
-    claimed = graded.any() and bool(graded[known].all())
+    claimed = graded.any() and graded[known].all()
     if claimed:
         found["accuracy_lenient"] = mean(samples["correct_lenient"])
     tally = correct.groupby(problems).agg(["count", "sum"]).astype(int).to_numpy()  # known, right
@@ -134,8 +125,7 @@ def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
             values = [formula(int(n), int(c), k) for n, c in tally if n >= k]
             found[f"{name}{k}"] = mean_interval(values, bounds=SHARE)
     if most > 1 and claimed:
-        voters = samples[graded].groupby("prompt_index")
-        votes = [majority(part["answer"].tolist(), part["correct"].tolist()) for _, part in voters]
+        votes = [majority(part["answer"], part["correct"]) for _, part in samples[graded].groupby("prompt_index")]
         found[f"maj@{most}"] = mean_interval(votes, bounds=SHARE)
     for name, values in averaged(samples):
         share = about(f"eval/{name}").unit in ("share", "reward") and values.dropna().isin((0, 1)).all()
@@ -181,12 +171,10 @@ def estimates_by_value(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, E
 
 
 def as_json(found: Mapping[str, Estimate]) -> dict[str, Any]:
-    """Estimates for a file, by the names of metrics: NaN, which JSON lacks, is None."""
+    """Estimates for a file, by the names of metrics."""
+    return {f"eval/{name}": number_and_interval(estimate) for name, estimate in found.items()}
 
-    def number(value: float) -> float | None:
-        return None if math.isnan(value) else value
 
-    return {
-        f"eval/{name}": {"value": number(e.value), "low": number(e.low), "high": number(e.high), "n": e.n}
-        for name, e in found.items()
-    }
+def number_and_interval(estimate: Estimate) -> dict[str, float | None]:
+    """NaN, which JSON lacks, is None."""
+    return {name: None if math.isnan(number) else number for name, number in estimate._asdict().items()}

@@ -1,6 +1,7 @@
 """An evaluation on disk and in the terminal: batches as they get done, the tables at the end, and a comparison."""
 
 import json
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,26 +19,22 @@ from grpo.rollout.types import Group
 from grpo.system.errors import UserError
 from grpo.system.files import write_json
 
-NUMERIC = ("prompt_index", "sample", "reward", "correct", "outcome", "end", "tokens", "turns", "truncated")
-NUMERIC += ("answer", "correct_lenient")  # of the columns those that numbers are made of, and reward/, eval/, by/
+TEXTS = ["item", "prompt", "messages", "completion", "tool_calls", "env_error"]  # no metric is made of them
 
 
 class Scorecard:
     """folder: gets parts/000000.parquet ..., a file for each batch by the place of its first example, as soon as it is scored;
-    at the end samples.parquet, which has them all, and metrics.json. policy: what the samples are of, in words: parts of another
-    one are refused."""
+    at the end samples.parquet, which has them all, and metrics.json. policy: names what the samples are of: parts of another one
+    are refused."""
 
     def __init__(self, folder: Path, examples: Sequence[Example], policy: str) -> None:
         self.folder, self.examples, self.parts = folder, examples, folder / "parts"
         note = self.parts / "policy.txt"
         if note.is_file() and note.read_text(encoding="utf-8") != policy:
-            raise UserError(
-                f"{folder} was begun with another policy in the same place: set hydra.run.dir to a new folder"
-            )
+            raise UserError(f"{folder} was begun with another policy of that name: set hydra.run.dir to a new folder")
         self.parts.mkdir(parents=True, exist_ok=True)
         note.write_text(policy, encoding="utf-8")
-        # of each problem that is done the share of right samples, NaN where nobody could tell
-        self.right: list[float] = []
+        self.right: list[float] = []  # for each problem that is done the share of right samples, NaN if none is known
         self.since, self.played, self.tokens = time.perf_counter(), 0, 0  # of this call
 
     def file(self, places: range) -> Path:
@@ -48,21 +45,18 @@ class Scorecard:
         if not self.file(places).is_file():
             return False
         part = pq.read_table(self.file(places), columns=["prompt_index", "item", "correct", "reward"]).to_pandas()
-        before = part.drop_duplicates("prompt_index").set_index("prompt_index")["item"].to_dict()
+        before = dict(zip(part["prompt_index"], part["item"], strict=True))
         if before != {i: fingerprint(self.examples[i]) for i in places}:
             raise UserError(f"{self.folder} was begun on other examples: set hydra.run.dir to a new folder")
-        self._note(part)
+        self.right += solved(part).tolist()
         return True
 
     def add(self, places: range, groups: Sequence[Group], columns: Mapping[str, Any]) -> None:
         rows = [{**row, "prompt_index": row["prompt_index"] + places.start} for row in records(groups, **columns)]
         write(self.file(places), rows)
-        self._note(pd.DataFrame(rows))
+        self.right += solved(pd.DataFrame(rows)).tolist()
         self.played += len(places)
         self.tokens += sum(row["tokens"] for row in rows)
-
-    def _note(self, part: pd.DataFrame) -> None:
-        self.right += solved(part).tolist()
 
     @property
     def done(self) -> int:
@@ -82,24 +76,17 @@ class Scorecard:
         return f"{self.played / seconds:.1f} problems/s  {self.tokens / seconds:,.0f} tokens/s"
 
     def finish(self) -> dict[str, Any]:
-        """Joins the parts. Returns what is in metrics.json."""
+        """Joins the parts. Returns the content of metrics.json."""
         parts = [pq.read_table(file) for file in sorted(self.parts.glob("*.parquet"))]
         joined = pa.concat_tables(parts, promote_options="permissive")
         pq.write_table(joined, self.folder / "samples.parquet")
-        names = [n for n in joined.column_names if n in NUMERIC or n.startswith(("reward/", "eval/", "by/"))]
-        samples = joined.select(names).to_pandas()
-        found = as_json(estimates(samples))
+        samples = joined.drop_columns(TEXTS).to_pandas()
         by = estimates_by_value(samples)
+        found = as_json(estimates(samples))
         found["by"] = {column: {value: as_json(e) for value, e in values.items()} for column, values in by.items()}
-        save_metrics(self.folder, found)
-        for file in self.parts.iterdir():
-            file.unlink()
-        self.parts.rmdir()
+        write_json(self.folder / "metrics.json", found)
+        shutil.rmtree(self.parts)
         return found
-
-
-def save_metrics(folder: Path, found: Mapping[str, Any]) -> None:
-    write_json(folder / "metrics.json", found)
 
 
 def finished(folder: Path) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from grpo.evaluation.metrics import as_json
+from grpo.evaluation.metrics import as_json, number_and_interval
 from grpo.evaluation.statistics import arm_interval, compare_arms, holm, iqm, over_seeds, paired
 from grpo.runs.runs import SAME, VERDICTS, Run, arms, load
 from grpo.system.errors import UserError
@@ -63,34 +63,28 @@ def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -
     if not items:
         raise UserError("the runs have no problem in common: compare evaluations of the same task, split and rows")
 
-    letters = dict(zip(measured, ascii_uppercase, strict=False))
-    found: dict[str, Any] = {"arms": {}, "items": {"common": len(items)}, "comparisons": []}
+    letters = dict(zip(ascii_uppercase, measured, strict=False))
+    asked = {letter: len(set().union(*(table.index for table in measured[name]))) for letter, name in letters.items()}
+    described = {letter: {"name": name, "runs": len(measured[name])} for letter, name in letters.items()}
+    comparisons: list[dict[str, Any]] = []
     for metric in VERDICTS:
         if not all(metric in table and table.loc[items, metric].notna().all() for table in every):
             continue
         scores = {
-            letters[name]: np.array([table.loc[items, metric] for table in tables])  # [runs, items]
-            for name, tables in measured.items()
+            letter: np.array([table.loc[items, metric] for table in measured[name]])  # [runs, items]
+            for letter, name in letters.items()
         }
-        rows = []
-        for name, runs in measured.items():
-            arm, of = scores[letters[name]], found["arms"].setdefault(letters[name], {"name": name, "runs": len(runs)})
-            found["items"][letters[name]] = len(set().union(*(table.index for table in runs)))
-            several = len(arm) > 1
-            of |= as_json({metric: arm_interval(arm)})
-            if several:
-                of |= as_json({f"{metric}_iqm": iqm(arm.mean(axis=1))})
-        first, *others = scores
-        for other in others:
-            a, b = scores[first], scores[other]
-            result = compare_arms(a, b) if max(len(a), len(b)) > 1 else paired(a[0], b[0])
-            row = {"metric": f"eval/{metric}", "arm": other, "against": first}
-            row |= {"difference": as_json({metric: result.difference})[f"eval/{metric}"], "p_value": result.p_value}
-            row |= {name: getattr(result, name) for name in ("better", "worse", "ties", "test")}
-            rows.append(row)
-        for row, adjusted in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
-            found["comparisons"].append({**row, "p_holm": adjusted})
-    return found
+        for letter, arm in scores.items():
+            described[letter] |= as_json({metric: arm_interval(arm)})
+            if len(arm) > 1:
+                described[letter] |= as_json({f"{metric}_iqm": iqm(arm.mean(axis=1))})
+        (first, a), *others = scores.items()
+        found = [compare_arms(a, b) if max(len(a), len(b)) > 1 else paired(a[0], b[0]) for _, b in others]
+        adjusted = holm([one.p_value for one in found])
+        for (other, _), one, p_holm in zip(others, found, adjusted, strict=True):
+            row = {"metric": f"eval/{metric}", "arm": other, "against": first, **one._asdict()}
+            comparisons.append({**row, "difference": number_and_interval(one.difference), "p_holm": p_holm})
+    return {"arms": described, "items": {"common": len(items), **asked}, "comparisons": comparisons}
 
 
 # -- the arms of a sweep, as tables
@@ -121,10 +115,11 @@ def compared(done: Mapping[str, Sequence[Run]]) -> pd.DataFrame:
         rows[arm["name"]] |= arm["eval/accuracy"]
     for row in found["comparisons"]:
         if row["metric"] == "eval/accuracy":
-            difference, arm = row["difference"], found["arms"][row["arm"]]["name"]
-            rows[arm] |= {"difference": difference["value"], "difference_low": difference["low"]}
-            rows[arm] |= {"difference_high": difference["high"], "p": row["p_value"], "p (Holm)": row["p_holm"]}
-            rows[arm] |= {name: row[name] for name in ("better", "worse", "ties")}
+            value, low, high, _ = row["difference"].values()
+            arm = rows[found["arms"][row["arm"]]["name"]]
+            arm |= {"difference": value, "difference_low": low, "difference_high": high}
+            arm |= {"p": row["p_value"], "p (Holm)": row["p_holm"]}
+            arm |= {name: row[name] for name in ("better", "worse", "ties")}
     return ranked(rows)
 
 
@@ -136,18 +131,13 @@ def ranked(rows: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
 def effects(done: Mapping[str, list[Run]]) -> dict[str, pd.DataFrame]:
     """For each swept key but the seed: value, low, high, n for each of its values, over all runs that had it."""
     runs = [run for of in done.values() for run in of]
-    keys = dict.fromkeys(key for run in runs for key in run.overrides if key not in SAME)
+    accuracy = pd.Series([run.accuracy.iloc[-1] for run in runs])
+    swept = pd.DataFrame([run.overrides for run in runs]).drop(columns=list(SAME), errors="ignore").fillna("default")
     found = {}
-    for key in keys:
-        by: dict[str, list[float]] = {}
-        for run in runs:
-            by.setdefault(run.overrides.get(key, "default"), []).append(run.accuracy.iloc[-1])
-        if len(by) > 1:
-            table = pd.DataFrame({value: over_seeds(np.array(of))._asdict() for value, of in by.items()}).T
-            found[key] = in_order(table.rename_axis(key))
+    for key in swept:
+        if swept[key].nunique() > 1:
+            by = {value: over_seeds(part)._asdict() for value, part in accuracy.groupby(swept[key], sort=False)}
+            table = pd.DataFrame(by).T.rename_axis(key)
+            # by size where the values are numbers
+            found[key] = table.sort_index(key=lambda index: pd.to_numeric(index, errors="coerce"), kind="stable")
     return found
-
-
-def in_order(table: pd.DataFrame) -> pd.DataFrame:
-    """Sorted by the index, by size where it holds numbers."""
-    return table.sort_index(key=lambda index: pd.to_numeric(index, errors="coerce"), kind="stable")

@@ -18,7 +18,7 @@ class Finding:
 
 
 class Watch:
-    """Follows the metrics of a run and finds each that leaves its range, once."""
+    """Follows the metrics of a run and finds each that leaves its range, once. Mutable: it counts."""
 
     def __init__(self) -> None:
         self.silent: set[str] = set()  # metrics to ignore, or already found
@@ -29,16 +29,15 @@ class Watch:
         older = metrics.get("rollout/staleness", 0) > 0
         for metric in WATCHED:
             value = metrics.get(metric.name)
-            high = metric.high if metric.stale is None or not older else metric.stale
+            high = metric.stale if older and metric.stale else metric.high
             if value is None or metric.low <= value <= high:
                 self.unwell[metric.name] = 0
                 continue
             self.unwell[metric.name] += 1
-            if self.unwell[metric.name] < metric.after or metric.name in self.silent:
-                continue
-            self.silent.add(metric.name)
-            bound = f"above {high:g}" if value > high else f"below {metric.low:g}"
-            yield Finding(rollout, metric.name, value, f"{bound}: {metric.advice}")
+            if self.unwell[metric.name] >= metric.after and metric.name not in self.silent:
+                self.silent.add(metric.name)
+                bound = f"above {high:g}" if value > high else f"below {metric.low:g}"
+                yield Finding(rollout, metric.name, value, f"{bound}: {metric.advice}")
 
 
 def warnings_of(metrics: Mapping[int, Mapping[str, float]]) -> list[Finding]:

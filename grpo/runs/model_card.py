@@ -12,50 +12,7 @@ from grpo.evaluation.statistics import Estimate
 from grpo.runs.runs import Run
 
 PRESETS = Path(__file__).parents[2] / "conf" / "algo"
-
-CARD = """# {title}
-
-A policy that was trained with Group Relative Policy Optimization.
-
-| | |
-|---|---|
-{facts}
-
-## Use
-
-```python
-{use}
-```
-
-where FOLDER is this one; `python eval.py run=FOLDER` asks it the questions of its task in the form it was trained on, and
-`hf upload NAME FOLDER` publishes it.
-
-## Made by
-
-```
-{command}
-```
-
-in the folder `{run}`, with every value in `../../config.yaml`.
-
-## Citation
-
-```bibtex
-@article{{shao2024deepseekmath,
-  title = {{DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models}},
-  author = {{Zhihong Shao and Peiyi Wang and Qihao Zhu and Runxin Xu and Junxiao Song and Xiao Bi and Haowei Zhang and
-            Mingchuan Zhang and Y. K. Li and Y. Wu and Daya Guo}},
-  journal = {{arXiv preprint arXiv:2402.03300}},
-  year = {{2024}}
-}}
-```
-"""
-
-USE = """from transformers import AutoTokenizer, AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("FOLDER")
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
-USE_ADAPTER = USE.replace(", AutoModelFor", "\nfrom peft import AutoPeftModelFor").replace("= AutoM", "= AutoPeftM")
+TEMPLATE = str(Path(__file__).with_name("model_card.md.jinja"))
 
 
 def write_card(policy: Path, rollouts: int, accuracy: Estimate | None) -> None:
@@ -87,14 +44,16 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None) -> None:
         "revision of the code": (run.manifest.get("git") or {}).get("revision"),
         "versions": ", ".join(f"{name} {number}" for name, number in run.manifest.get("versions", {}).items()),
     }
-    text = CARD.format(
+    card = ModelCard.from_template(
+        data,
+        template_path=TEMPLATE,
         title=f"{Path(base).name if isinstance(base, str) else options.get('model', 'a model')}, {algo}, {task}",
-        facts="\n".join(f"| {name} | {fact} |" for name, fact in facts.items() if fact not in (None, "")),
-        use=USE_ADAPTER if adapter else USE,
+        facts=facts,
+        adapter=adapter,
         command=shlex.join(["python", *run.manifest.get("command", ["train.py"])]),
         run=run.name,
     )
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(policy / "README.md")
+    card.save(policy / "README.md")
 
 
 def hub_id(path: Any) -> str | None:

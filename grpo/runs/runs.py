@@ -5,7 +5,7 @@ Tables are pandas'. A file is read when it is asked for.
 
 import json
 import socket
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,12 @@ import yaml
 from grpo.evaluation.statistics import over_seeds
 from grpo.system.errors import UserError
 from grpo.system.metrics import TIMES
+from grpo.system.settings import flat
 
 VERDICTS = {"accuracy": "correct", "accuracy_lenient": "correct_lenient"}  # and the columns of samples that they are of
-SAME = ("seed", "ckpt_path", "output_dir")  # what may differ between runs of one arm
+SAME = ("seed", "ckpt_path", "output_dir")  # what may differ between runs of one arm,
+SHOWN = ("callbacks", "logger")  # and groups that may
+Rollouts = Collection[int] | None  # those wanted; None: all
 
 
 class Run:
@@ -36,29 +39,31 @@ class Run:
     def name(self) -> str:
         return self.folder.resolve().name
 
+    def saved(self, name: str, parse: Callable[[str], Any] = yaml.safe_load) -> Any:
+        """What a file of the folder holds; {} where there is none."""
+        file = self.folder / name
+        return parse(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        file = self.folder / "manifest.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return self.saved("manifest.json", json.loads)
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        file = self.folder / "config.yaml"
-        return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return self.saved("config.yaml")
 
     @cached_property
     def overrides(self) -> dict[str, str]:
-        """What was said on the command line."""
-        file = self.folder / ".hydra" / "overrides.yaml"
-        said = self.manifest.get("overrides") or (yaml.safe_load(file.read_text()) if file.is_file() else None)
-        pairs = (override.lstrip("+~").partition("=") for override in said or ())
+        """The command line's, by key."""
+        given = self.manifest.get("overrides") or self.saved(".hydra/overrides.yaml")
+        pairs = (override.lstrip("+~").partition("=") for override in given)
         return {key: value for key, _, value in pairs}
 
     @cached_property
     def choices(self) -> dict[str, str]:
         """The option of each group, as Hydra noted it; empty where Hydra did not start the run."""
-        file = self.folder / ".hydra" / "hydra.yaml"
-        return yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["runtime"]["choices"] if file.is_file() else {}
+        noted = self.saved(".hydra/hydra.yaml")
+        return noted["hydra"]["runtime"]["choices"] if noted else {}
 
     @property
     def seed(self) -> int:
@@ -79,9 +84,7 @@ class Run:
     def metrics(self) -> pd.DataFrame:
         """A row for each rollout, indexed by rollouts learned from; columns as they were logged, NaN where a row has none."""
         if not self.measured:
-            raise UserError(
-                f"{self.folder} has no metrics.csv: give the folder of a run that had logger=csv (the default has it)"
-            )
+            raise UserError(f"{self.folder} has no metrics.csv: give a run that had logger=csv (the default has it)")
         return pd.read_csv(self.folder / "metrics.csv").rename(columns={"step": "rollouts"}).set_index("rollouts")
 
     @property
@@ -94,20 +97,15 @@ class Run:
         """Whether there is an accuracy to compare, with what it is of."""
         return self.measured and len(self.accuracy) > 0 and bool(self.evaluated)
 
-    def samples(self, rollouts: Collection[int] | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
+    def samples(self, rollouts: Rollouts = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """A row for each sample of these rollouts (all), by rollout, prompt_index, sample; messages and tool_calls are JSON."""
         return samples_in(self.folder / "rollouts", rollouts, columns)
 
-    def evaluations(
-        self, rollouts: Collection[int] | None = None, columns: Sequence[str] | None = None
-    ) -> pd.DataFrame:
+    def evaluations(self, rollouts: Rollouts = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """The same of the held-out examples, after so many rollouts; of a folder of eval.py's all that it has."""
-        file = self.folder / "samples.parquet"
-        return (
-            read_columns(file, columns)
-            if file.is_file()
-            else samples_in(self.folder / "evaluations", rollouts, columns)
-        )
+        if (file := self.folder / "samples.parquet").is_file():
+            return read_columns(file, columns)
+        return samples_in(self.folder / "evaluations", rollouts, columns)
 
     def verdicts(self, after: int | None = None) -> pd.DataFrame | None:
         """[items, (accuracy, accuracy_lenient)] of the last evaluation, or of that after so many rollouts: of each problem the
@@ -123,7 +121,7 @@ class Run:
     @property
     def evaluated(self) -> list[int]:
         """After how many rollouts there was an evaluation."""
-        return sorted(numbered(self.folder / "evaluations"))
+        return list(numbered(self.folder / "evaluations"))
 
     @property
     def policy(self) -> Path | None:
@@ -133,17 +131,16 @@ class Run:
 
 
 def numbered(folder: Path) -> dict[int, Path]:
-    """Its tables by the rollouts they are of; not those of rollouts that failed."""
-    return {int(file.stem): file for file in folder.glob("*.parquet") if file.stem.isdigit()}
+    """Its tables in the order of the rollouts they are of; not those of rollouts that failed."""
+    return {int(file.stem): file for file in sorted(folder.glob("*.parquet")) if file.stem.isdigit()}
 
 
-def samples_in(folder: Path, rollouts: Collection[int] | None, columns: Sequence[str] | None) -> pd.DataFrame:
+def samples_in(folder: Path, rollouts: Rollouts, columns: Sequence[str] | None) -> pd.DataFrame:
     files = numbered(folder)
-    wanted = sorted(files) if rollouts is None else [rollout for rollout in rollouts if rollout in files]
+    wanted = files if rollouts is None else [rollout for rollout in rollouts if rollout in files]
     if not wanted:
-        there = ", ".join(map(str, sorted(files))) or "none"
+        there = ", ".join(map(str, files)) or "none"
         raise UserError(f"{folder} has no table of {rollouts or 'any rollout'}; there are: {there}")
-
     return pd.concat([read_columns(files[rollout], columns) for rollout in wanted], ignore_index=True)
 
 
@@ -160,13 +157,11 @@ def load(*paths: str | Path) -> list[Run]:
     """Runs, and the jobs of sweeps, in order. Raises UserError for a folder that is neither."""
     found: list[Run] = []
     for path in map(Path, paths):
-        jobs = sorted(
-            (job for job in path.glob("*") if job.is_dir() and job.name.isdigit()), key=lambda job: int(job.name)
-        )
+        jobs = [job for job in path.glob("*") if job.is_dir() and job.name.isdigit()]
         if (path / "config.yaml").is_file():
             found.append(Run(path))
         elif jobs:
-            found += map(Run, jobs)
+            found += map(Run, sorted(jobs, key=lambda job: int(job.name)))
         else:
             raise UserError(f"{path} is neither a run (it has no config.yaml) nor a sweep (it has no folder 0)")
     return found
@@ -174,32 +169,27 @@ def load(*paths: str | Path) -> list[Run]:
 
 def latest(folder: str | Path = "outputs") -> Path:
     """The run under `folder` that last measured something."""
-    files = sorted(Path(folder).rglob("metrics.csv"), key=lambda file: file.stat().st_mtime)
-    if not files:
+    file = max(Path(folder).rglob("metrics.csv"), key=lambda file: file.stat().st_mtime, default=None)
+    if file is None:
         raise UserError(f"there is no run under {folder}: python train.py makes one")
-    return files[-1].parent
+    return file.parent
 
 
-def arms(runs: Iterable[Run], but: Collection[str] = SAME) -> dict[str, list[Run]]:
-    """Runs that were told the same but for the seed, by what sets them apart from the others, as "algo=grpo"."""
+def arms(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """Runs with the same settings but for the seed, by what sets them apart from the others, as "algo=grpo"."""
     runs = list(runs)
-    said = [run.overrides if any(r.overrides for r in runs) else flat(run.config) for run in runs]
-    told = [one for one in said if one]  # not those that left nothing
-    names = [name for name in dict.fromkeys(name for one in told for name in one) if name not in but]
-    names = [name for name in names if not name.startswith(("callbacks", "logger"))]  # what is shown, and folders
-    keys = [name for name in names if len({str(one.get(name)) for one in told}) > 1]
+    overridden = any(run.overrides for run in runs)
+    settings = [run.overrides if overridden else flat(run.config) for run in runs]
+    known = [one for one in settings if one]  # not those that left nothing
+    keys = [
+        name
+        for name in dict.fromkeys(name for one in known for name in one)
+        if not name.startswith(SHOWN) and name not in SAME and len({str(one.get(name)) for one in known}) > 1
+    ]
     found: dict[str, list[Run]] = {}
-    for run, one in zip(runs, said, strict=True):
+    for run, one in zip(runs, settings, strict=True):
         label = ", ".join(f"{key}={one[key]}" for key in keys if key in one)
         found.setdefault(label or ("default" if keys else "all runs"), []).append(run)
-    return found
-
-
-def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and values of a nested mapping."""
-    found: dict[str, Any] = {}
-    for name, value in node.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return found
 
 
@@ -220,21 +210,18 @@ def table(runs: Iterable[Run]) -> pd.DataFrame:
 
 def curves(runs: Iterable[Run], metric: str) -> pd.DataFrame:
     """arm, seed, rollouts, value: a row for each measured value of each run."""
-    parts = [pd.DataFrame(columns=["arm", "seed", "rollouts", "value"])]
-    for label, members in arms(runs).items():
-        for run in members:
-            if run.measured and metric in run.metrics:
-                values = run.metrics[metric].dropna()
-                parts.append(
-                    pd.DataFrame({"arm": label, "seed": run.seed, "rollouts": values.index, "value": values.array})
-                )
-    return pd.concat(parts[1:] or parts, ignore_index=True)
+    values = [
+        (label, run.seed, rollouts, value)
+        for label, members in arms(runs).items()
+        for run in members
+        if run.measured and metric in run.metrics
+        for rollouts, value in run.metrics[metric].dropna().items()
+    ]
+    return pd.DataFrame(values, columns=["arm", "seed", "rollouts", "value"])
 
 
 def band(runs: Iterable[Run], metric: str) -> pd.DataFrame:
     """arm, rollouts, mean, low, high, n: the mean over seeds with its 95 % interval (Student's t; NaN for a single seed)."""
-    rows = []
-    for (label, rollouts), part in curves(runs, metric).groupby(["arm", "rollouts"], sort=False):
-        mean, low, high, n = over_seeds(part["value"].to_numpy(float))
-        rows.append({"arm": label, "rollouts": rollouts, "mean": mean, "low": low, "high": high, "n": n})
-    return pd.DataFrame(rows)
+    groups = curves(runs, metric).groupby(["arm", "rollouts"], sort=False)["value"]
+    rows = [(*place, *over_seeds(values)) for place, values in groups]
+    return pd.DataFrame(rows, columns=["arm", "rollouts", "mean", "low", "high", "n"])

@@ -16,7 +16,8 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from grpo.runs.runs import Run, flat
+from grpo.runs.runs import Run
+from grpo.system.settings import flat
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Tracker(Logger):
 
     def __init__(self, folder: str, group: str | None = None, name: str | None = None) -> None:
         self.folder = Path(folder)
-        self.group, self.run_name = group or sweep(self.folder), name or title(self.folder)
+        self.group, self.run_name = group or sweep(self.folder), name or "/".join(self.folder.absolute().parts[-2:])
         self.works: bool | None = None  # None before the start, and on every rank but the first
 
     @property
@@ -77,21 +78,17 @@ class TensorBoard(Tracker):
     advice = "pip install tensorboard"
 
     def start(self, settings: Mapping[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter, summary
 
+        shown = {name: value if isinstance(value, (int, float)) else str(value) for name, value in settings.items()}
+        # its columns are filled by the metrics that follow
+        self.settings = summary.hparams(shown, {"eval/accuracy": 0.0, "rollout/reward": 0.0})
         self.make, self.writer = SummaryWriter, None
-        self.settings = {
-            name: value if isinstance(value, (int, float)) else str(value) for name, value in settings.items()
-        }
 
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        from torch.utils.tensorboard.summary import hparams
-
         if self.writer is None:  # a resumed run: hide what an earlier process wrote from this step on
             self.writer = self.make(str(self.folder / "tensorboard"), purge_step=step)
-            for summary in hparams(
-                self.settings, {"eval/accuracy": 0.0, "rollout/reward": 0.0}
-            ):  # columns: values follow
+            for summary in self.settings:
                 self.writer.file_writer.add_summary(summary)
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
@@ -106,40 +103,30 @@ class TensorBoard(Tracker):
 
 
 class Wandb(Tracker):
-    """mode: online, offline (files in the run's folder, for `wandb sync`) or disabled. timeout: seconds in which the server must
-    answer, and take what is left at the end. kwargs go to wandb.init."""
+    """timeout: seconds in which the server must answer, and take what is left at the end. options go to wandb.init, as mode:
+    online, offline (files in the run's folder, for `wandb sync`) or disabled."""
 
     advice = "pip install wandb and wandb login, or logger.wandb.mode=offline"
 
     def __init__(
-        self,
-        folder: str,
-        project: str,
-        group: str | None = None,
-        name: str | None = None,
-        mode: str = "online",
-        timeout: float = 20.0,
-        **kwargs: Any,
+        self, folder: str, group: str | None = None, name: str | None = None, timeout: float = 20.0, **options: Any
     ) -> None:
         super().__init__(folder, group, name)
-        self.mode, self.timeout = mode, timeout
-        self.kwargs = {"project": project, "group": self.group, "name": self.run_name, **kwargs}
+        self.timeout, self.options = timeout, {"group": self.group, "name": self.run_name, **options}
 
     def start(self, settings: Mapping[str, Any]) -> None:
         import wandb
 
         wandb.setup(wandb.Settings(silent=True))
-        if self.mode == "online" and not wandb.login(prompt=False, verify=False):
+        if self.options.get("mode", "online") == "online" and not wandb.login(prompt=False, verify=False):
             raise ConnectionError("nobody is logged in")
+        limits = {"init_timeout": self.timeout, "finish_timeout": self.timeout, "finish_timeout_raises": True}
         self.run = wandb.init(
             dir=self.folder,
-            mode=self.mode,
             config=dict(settings),
             reinit="create_new",  # the jobs of a sweep may share a process
-            settings=wandb.Settings(
-                console="off", init_timeout=self.timeout, finish_timeout=self.timeout, finish_timeout_raises=True
-            ),
-            **self.kwargs,
+            settings=wandb.Settings(console="off", **limits),
+            **self.options,
         )
         self.run.define_metric("*", step_metric="rollouts")
         if self.run.url:
@@ -176,7 +163,7 @@ class MLflow(Tracker):
         super().__init__(folder, group, name)
         self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or LOCAL
         self.experiment_name = experiment
-        self.tags = {**({"group": self.group} if self.group else {}), **(tags or {})}
+        self.tags = ({"group": self.group} if self.group else {}) | dict(tags or {})
 
     def start(self, settings: Mapping[str, Any]) -> None:
         # an absent server delays a run by seconds, not by minutes
@@ -188,9 +175,9 @@ class MLflow(Tracker):
         from mlflow.entities import Param
 
         artifacts = None
-        if (path := self.uri.removeprefix("sqlite:///")) != self.uri:
-            artifacts = str(Path(path).absolute().parent / "mlartifacts")
-            Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+        if self.uri.startswith("sqlite:///"):
+            artifacts = str(Path(self.uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts")
+            Path(artifacts).parent.mkdir(parents=True, exist_ok=True)
         self.client = MlflowClient(self.uri)
         there = self.client.get_experiment_by_name(self.experiment_name)
         experiment = there.experiment_id if there else self.client.create_experiment(self.experiment_name, artifacts)
@@ -217,10 +204,6 @@ def sweep(folder: Path) -> str | None:
     """The name of the sweep that a run belongs to, by its folder."""
     parent = folder.absolute().parent
     return parent.name if (parent / "multirun.yaml").is_file() else None
-
-
-def title(folder: Path) -> str:
-    return "/".join(folder.absolute().parts[-2:])
 
 
 def allowed(name: str) -> str:

@@ -155,10 +155,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
 }  # fmt: skip
 METRICS = tuple(metric for group in GROUPS.values() for metric in group)
 WATCHED = tuple(metric for metric in METRICS if metric.advice)
-TIMES = tuple(
-    metric.name for metric in METRICS if metric.unit == "seconds" and metric.name != "time/played"
-)  # it overlaps
-_EXACT = {metric.name: metric for metric in METRICS}
+# time/played overlaps the others
+TIMES = tuple(metric.name for metric in METRICS if metric.unit == "seconds" and metric.name != "time/played")
 
 
 def _pattern(metric: Metric) -> re.Pattern:
@@ -166,16 +164,14 @@ def _pattern(metric: Metric) -> re.Pattern:
     return re.compile(pattern.replace("/", "/(.+/)?", 1) if metric.part else pattern)  # of a source of a mixture
 
 
-_FAMILIES = sorted(  # what fits any name comes last
-    ((_pattern(metric), metric) for metric in METRICS if metric.part or re.search("NAME|K", metric.name)),
-    key=lambda family: family[1].name.endswith("/NAME"),
-)
+# what fits any name comes last
+_PATTERNS = [(_pattern(metric), metric) for metric in sorted(METRICS, key=lambda metric: metric.name.endswith("/NAME"))]
 
 
 @cache
 def about(name: str) -> Metric | None:
     """The entry of a metric; None where it has none."""
-    return _EXACT.get(name) or next((metric for pattern, metric in _FAMILIES if pattern.fullmatch(name)), None)
+    return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
 
 
 def is_taken(part: str) -> bool:

@@ -158,7 +158,7 @@ def test_a_run_goes_on_where_no_server_answers(smoke, tmp_path, caplog, monkeypa
 
 
 def test_nobody_is_asked_to_log_in(tmp_path, caplog):
-    Wandb(str(tmp_path), "grpo").experiment  # noqa: B018
+    Wandb(str(tmp_path), project="grpo").experiment  # noqa: B018
     (line,) = warnings(caplog)
     assert line.startswith("Wandb did not start") and "nobody is logged in (" in line
 
@@ -222,7 +222,7 @@ def test_runs_of_a_sweep_are_a_group(tmp_path):
     assert sweep(job) is None
     (tmp_path / "lr" / "multirun.yaml").touch()
     assert sweep(job) == "lr"
-    assert Wandb(str(job), "p").kwargs == {"project": "p", "group": "lr", "name": "lr/3"}
+    assert Wandb(str(job), project="p").options == {"project": "p", "group": "lr", "name": "lr/3"}
     assert MLflow(str(job), "sqlite://").tags == {"group": "lr"}
 
 

@@ -24,7 +24,6 @@ from grpo.system.metrics import GROUPS, TIMES, Metric, about
 
 SAMPLES = 2000
 PAGE = "report.html"
-HERE = Path(__file__).parent
 
 
 def write_report(
@@ -49,7 +48,7 @@ def write_report(
 
 
 def dictionary(names: Iterable[str]) -> dict[str, Any]:
-    """about: unit and words of each metric by name; groups: the charts drawn unasked; times: what a run consists of."""
+    """about: unit and words of each metric by name; groups: the charts drawn unasked; times: the parts of a run's time."""
     known = {name: about(name) or Metric(name, "number", "") for name in names}
     return {
         "about": {name: {"unit": metric.unit, "words": metric.words} for name, metric in known.items()},
@@ -60,18 +59,21 @@ def dictionary(names: Iterable[str]) -> dict[str, Any]:
 
 def page(data: Mapping[str, Any]) -> str:
     """The whole document. A policy of content lets our one script run, by its hash, and nothing load anything."""
-    js = "\n".join((HERE / name).read_text(encoding="utf-8") for name in ("charts.js", "samples.js", "page.js"))
-    css = (HERE / "page.css").read_text(encoding="utf-8")
-    said = json.dumps(
-        plain({**data, "written": f"{datetime.now():%Y-%m-%d %H:%M}"}), ensure_ascii=False, allow_nan=False
-    )
-    return Template((HERE / "page.html").read_text(encoding="utf-8")).substitute(
+    js = "\n".join(part(name) for name in ("charts.js", "samples.js", "page.js"))
+    css = part("page.css")
+    content = plain({**data, "written": f"{datetime.now():%Y-%m-%d %H:%M}"})
+    return Template(part("page.html")).substitute(
         policy=f"default-src 'none'; img-src data:; script-src {digest(js)}; style-src {digest(css)}",
         title=html.escape(data["name"]),
         css=css,
-        data=said.replace("<", "\\u003c"),  # no completion ends the element it is in
+        # no completion ends the element it is in
+        data=json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
         js=js,
     )
+
+
+def part(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 def digest(text: str) -> str:
@@ -79,16 +81,14 @@ def digest(text: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """What JSON can say: six digits of a number, null for NaN and for infinity."""
+    """The same for JSON: six digits of a number, null for NaN and for infinity."""
     match value:
         case Mapping():
             return {name: plain(one) for name, one in value.items()}
         case list() | tuple() | np.ndarray():
             return [plain(one) for one in value]
-        case bool() | np.bool_():
-            return bool(value)
-        case int() | np.integer():
-            return int(value)
-        case float() | np.floating():
+        case np.generic():
+            return plain(value.item())
+        case float():
             return float(f"{value:.6g}") if math.isfinite(value) else None
     return value

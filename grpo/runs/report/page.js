@@ -67,9 +67,9 @@ function sweep() {
   ], data.span));
   const per_cent = (value) => MINUS((100 * value).toFixed(1));
   const range = (low, high) => (low == null ? null : html("span", { class: "soft" }, ` ${per_cent(low)} to ${per_cent(high)}`));
-  const compared = data.table.map((row) => [row.arm, String(row.seeds), row.mean == null ? "–" : html("span", {}, `${per_cent(row.mean)} %`, range(row.low, row.high)),
-    row.difference ? html("span", {}, per_cent(row.difference.value), range(row.difference.low, row.difference.high)) : "–",
-    row.p == null ? "–" : tell(row.p), row.p == null ? "–" : tell(row.adjusted), row.p == null ? "–" : `${row.better} / ${row.worse} / ${row.ties}`]);
+  const compared = data.table.map((row) => [row.arm, String(row.seeds), row.value == null ? "–" : html("span", {}, `${per_cent(row.value)} %`, range(row.low, row.high)),
+    row.difference == null ? "–" : html("span", {}, per_cent(row.difference), range(row.difference_low, row.difference_high)),
+    row.p == null ? "–" : tell(row.p), row.p == null ? "–" : tell(row["p (Holm)"]), row.p == null ? "–" : `${row.better} / ${row.worse} / ${row.ties}`]);
   const links = data.runs.map((one) => [one.link ? html("a", { href: one.link }, one.name) : one.name, one.arm, one.seed, one.status, one.error ?? "", tell(one.accuracy, "share")]);
   const failed = data.runs.filter((one) => one.status !== "finished");
   return [

@@ -1,7 +1,7 @@
 """The data behind a run's page: its numbers, curves with intervals, warnings, and a bounded choice of its samples."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -47,16 +47,16 @@ def run_title(run: Run) -> str:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    said = run.manifest
-    git, hardware = said.get("git"), said.get("hardware", {})
+    noted = run.manifest
+    git, hardware = noted.get("git"), noted.get("hardware", {})
     found = {
         "folder": str(run.folder.resolve()),
-        "started": minute(said.get("started")),
-        "ended": minute(said.get("ended")),
+        "started": minute(noted.get("started")),
+        "ended": minute(noted.get("ended")),
         "revision": git and git["revision"][:10] + (" and changes" if git["dirty"] else ""),
         "on": ", ".join(filter(None, [*hardware.get("gpus", []), hardware.get("processor")])),
-        "torch": said.get("versions", {}).get("torch"),
-        "command": " ".join(said.get("command", [])),
+        "torch": noted.get("versions", {}).get("torch"),
+        "command": " ".join(noted.get("command", [])),
     }
     return [(name, value) for name, value in found.items() if value]
 
@@ -93,50 +93,44 @@ def numbers(run: Run, metrics: pd.DataFrame, intervals: Sequence[tuple[float, fl
 
 def accuracy_intervals(run: Run, metrics: pd.DataFrame) -> list[tuple[float, float] | None]:
     """The 95 % interval of each evaluation, over problems, in the order of metrics; None where its samples do not give one."""
-    found: dict[int, tuple[float, float]] = {}
-    if run.evaluated:
-        records = run.evaluations(columns=["rollout", "prompt_index", "correct", "reward"])
-        for rollout, part in records.groupby("rollout"):
-            _, low, high, problems = mean_interval(solved(part), bounds=(0, 1))
-            found |= {rollout: (low, high)} if problems > 1 else {}
-    return [found.get(at) for at in metrics.index]
+    if not run.evaluated:
+        return [None] * len(metrics)
+    samples = run.evaluations(columns=["rollout", "prompt_index", "correct", "reward"])
+    found = {at: mean_interval(solved(part), bounds=(0, 1)) for at, part in samples.groupby("rollout")}
+    return [found[at][1:3] if at in found and found[at].n > 1 else None for at in metrics.index]
 
 
 # -- samples
 
 
 def evenly(rollouts: Sequence[int], count: int) -> list[int]:
-    """`count` of them (2 or more), evenly: the first and the last are among them."""
-    if len(rollouts) <= count:
-        return list(rollouts)
-    return [rollouts[round(i * (len(rollouts) - 1) / (count - 1))] for i in range(count)]
+    """`count` of them (2 or more; or all, where there are fewer), evenly: the first and the last are among them."""
+    places = np.linspace(0, len(rollouts) - 1, min(count, len(rollouts)))
+    return [rollouts[place] for place in places.round().astype(int)]
 
 
-def rollouts_to_show(sizes: pd.Series, budget: int) -> tuple[list[int], int]:
-    """sizes: samples by rollout. Returns the rollouts to show, and how many samples of each."""
-    each = int(sizes.max()) if len(sizes) else 1
-    chosen = evenly(list(sizes.index), max(2, budget // each))
-    return chosen, min(each, budget // max(1, len(chosen)))
+def counted(read: Callable[..., pd.DataFrame]) -> pd.Series:
+    """Samples by rollout."""
+    try:
+        return read(columns=["rollout"])["rollout"].value_counts().sort_index()
+    except UserError:  # none on disk
+        return pd.Series(dtype=int)
 
 
 def embedded(run: Run, budget: int) -> dict[str, Any]:
     """steps: [{kind, rollout, samples}], at most `budget` samples in all, half of them of evaluations if there are as many;
-    conversations: the messages before an answer, once for each prompt; left: what is not here."""
+    conversations: the messages before an answer, once for each prompt; left: a sentence about the others."""
     steps: list[dict[str, Any]] = []
     conversations: dict[str, int] = {}
-    total = shown = 0
-    sizes = {}
-    for kind, read in (("evaluation", run.evaluations), ("rollout", run.samples)):
-        try:
-            sizes[kind] = read(columns=["rollout"])["rollout"].value_counts().sort_index()
-        except UserError:  # none on disk
-            sizes[kind] = pd.Series(dtype=int)
-        total += int(sizes[kind].sum())
-    share = max(budget // 2, budget - int(sizes["rollout"].sum()))
-    for kind, read in (("evaluation", run.evaluations), ("rollout", run.samples)):
-        chosen, each = rollouts_to_show(sizes[kind], share if kind == "evaluation" else budget - shown)
+    evaluations, rollouts = counted(run.evaluations), counted(run.samples)
+    total, shown = int(evaluations.sum() + rollouts.sum()), 0
+    share = max(budget // 2, budget - int(rollouts.sum()))
+    for kind, read, sizes in (("evaluation", run.evaluations, evaluations), ("rollout", run.samples, rollouts)):
+        room = share if kind == "evaluation" else budget - shown
+        largest = int(sizes.max()) if len(sizes) else 1
+        chosen = evenly(sizes.index, max(2, room // largest))
         for rollout in chosen:
-            table = read([rollout]).head(each)
+            table = read([rollout]).head(min(largest, room // len(chosen)))
             steps.append({"kind": kind, "rollout": rollout, "samples": sample_rows(table, conversations)})
             shown += len(table)
     add_pieces(run, steps)
@@ -151,9 +145,8 @@ def embedded(run: Run, budget: int) -> dict[str, Any]:
 def sample_rows(table: pd.DataFrame, conversations: dict[str, int]) -> list[dict[str, Any]]:
     """The samples of one file; conversations: gets their messages, by number."""
     parts = [name for name in table.columns if name.startswith("reward/") or name == "overlong"]
-    table = table.astype(object).where(table.notna(), None) if len(table) else table
     found = []
-    for row in table.to_dict("records"):
+    for row in table.astype(object).where(table.notna(), None).to_dict("records"):
         row["conversation"] = conversations.setdefault(row.pop("messages"), len(conversations))
         row["parts"] = {name: row.pop(name) for name in parts}
         row["completion"], row["prompt"] = shorter(row["completion"]), shorter(row["prompt"])

@@ -20,21 +20,21 @@ WORDS = (
 def sweep_data(runs: Sequence[Run], folder: Path, out: Path) -> dict[str, Any]:
     found = arms(runs)
     done = {label: [run for run in members if run.status == "finished"] for label, members in found.items()}
-    finished = sum(map(len, done.values()))
-    started = sorted(run.manifest["started"] for run in runs if run.manifest.get("started"))
+    started = [minute(run.manifest["started"]) for run in runs if run.manifest.get("started")]
+    logged = [at for run in runs if run.measured for at in run.metrics.index] or [0, 1]
     return {
         "kind": "sweep",
         "name": f"Sweep {folder.resolve().name}",
-        "facts": [("folder", str(folder.resolve())), *([("started", minute(started[0]))] if started else [])],
+        "facts": [("folder", str(folder.resolve())), *(("started", first) for first in sorted(started)[:1])],
         "numbers": [
             {"label": "arms", "value": str(len(found)), "note": ""},
-            {"label": "runs", "value": f"{finished} / {len(runs)}", "note": "finished"},
+            {"label": "runs", "value": f"{sum(map(len, done.values()))} / {len(runs)}", "note": "finished"},
         ],
         "words": WORDS,
         "arms": list(found),
         "table": arm_rows(done),
         "metrics": bands(runs, list(found)),
-        "span": span(runs),
+        "span": (min(logged), max(logged)),
         "runs": [line(run, label, out) for label, members in found.items() for run in members],
     }
 
@@ -42,50 +42,37 @@ def sweep_data(runs: Sequence[Run], folder: Path, out: Path) -> dict[str, Any]:
 def line(run: Run, label: str, out: Path) -> dict[str, Any]:
     """link: from the page to the run's own, relative, so that the whole folder can be moved."""
     page = run.folder / "report.html"
-    link = quote(Path(os.path.relpath(page.resolve(), out.resolve().parent)).as_posix()) if page.is_file() else None
-    accuracy = run.accuracy.iloc[-1] if run.measured and len(run.accuracy) else None
-    said = {"name": run.name, "arm": label, "seed": str(run.seed), "status": run.status, "accuracy": accuracy}
-    return {**said, "error": run.manifest.get("error"), "link": link}
-
-
-def span(runs: Sequence[Run]) -> tuple[int, int]:
-    """The first and the last rollout that any run logged."""
-    logged = [at for run in runs if run.measured for at in run.metrics.index]
-    return (min(logged), max(logged)) if logged else (0, 1)
+    return {
+        "name": run.name,
+        "arm": label,
+        "seed": str(run.seed),
+        "status": run.status,
+        "accuracy": run.accuracy.iloc[-1] if run.measured and len(run.accuracy) else None,
+        "error": run.manifest.get("error"),
+        "link": quote(os.path.relpath(page.resolve(), out.resolve().parent)) if page.is_file() else None,
+    }
 
 
 def bands(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """By name of the metric: for each arm its mean over seeds with an interval, and every seed's curve."""
-    names = dict.fromkeys(name for run in runs if run.measured for name in run.metrics.columns)
-    found = {}
-    for name in sorted(set(names) - {"epoch"}):
-        means, values = band(runs, name), curves(runs, name)
-        if not len(values):
-            continue
-        lines = []
+    logged = (run.metrics.dropna(axis="columns", how="all") for run in runs if run.measured)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in sorted({name for metrics in logged for name in metrics} - {"epoch"}):
+        means = band(runs, name).rename(columns={"rollouts": "x", "mean": "y"})
+        values = curves(runs, name).rename(columns={"rollouts": "x", "value": "y"})
+        found[name] = []
         for label in labels:
             mean, every = means[means["arm"] == label], values[values["arm"] == label]
-            seeds = [{"label": f"seed {seed}", "x": list(one["rollouts"]), "y": list(one["value"])}
-                     for seed, one in every.groupby("seed")]  # fmt: skip
-            lines.append({"x": list(mean["rollouts"]), "y": list(mean["mean"]), "low": list(mean["low"]),
-                          "high": list(mean["high"]), "seeds": seeds})  # fmt: skip
-        found[name] = lines
+            seeds = [
+                {"label": f"seed {seed}", **one[["x", "y"]].to_dict("list")} for seed, one in every.groupby("seed")
+            ]
+            found[name].append({**mean[["x", "y", "low", "high"]].to_dict("list"), "seeds": seeds})
     return found
 
 
 def arm_rows(done: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    """A row for each arm: its accuracy, and against the first arm on the problems that all were asked."""
+    """A row for each arm, as in `compared`; with no seed but its name where none of its runs was evaluated."""
     evaluated = {label: [run for run in runs if run.scored] for label, runs in done.items()}
     known = {label: runs for label, runs in evaluated.items() if runs}
-    of = compared(known).to_dict("index") if known else {}
-    rows: list[dict[str, Any]] = []
-    for label in done:
-        row = {name: value for name, value in of.get(label, {"seeds": 0}).items() if value == value}  # no NaN
-        mean = {"mean": row.get("value"), "low": row.get("low"), "high": row.get("high")}
-        rows.append({"arm": label, "seeds": row["seeds"], **mean})
-        if "difference" in row:
-            ends = {"value": "difference", "low": "difference_low", "high": "difference_high"}
-            rows[-1] |= {"difference": {end: row.get(name) for end, name in ends.items()}}
-            rows[-1] |= {"p": row["p"], "adjusted": row["p (Holm)"]}
-            rows[-1] |= {name: int(row[name]) for name in ("better", "worse", "ties")}
-    return rows
+    rows = compared(known).to_dict("index") if known else {}
+    return [{"arm": label, **rows.get(label, {"seeds": 0})} for label in done]

@@ -27,13 +27,9 @@ class Checkpoint(L.Callback):
         self.tokenizer = tokenizer
         self.best_accuracy = -1.0
         self.rollouts = 0  # learned from
-        self.measured: Estimate | None = (
-            None  # held-out accuracy of the policy as it is, None where it was not evaluated
-        )
+        self.measured: Estimate | None = None  # held-out accuracy of the policy as it is, if it was evaluated
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: RolloutBatch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         self.rollouts = batch.rollout + 1
         of_this = (evaluation for evaluation in batch.evaluations if evaluation.rollout == self.rollouts)
         self.measured = next((evaluation.estimates["accuracy"] for evaluation in of_this), None)

@@ -1,7 +1,6 @@
 """Health: warns once when a metric leaves the range in which runs are well, and says what to do."""
 
 import logging
-from collections.abc import Mapping
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
@@ -25,9 +24,7 @@ class Health(L.Callback):
         self.watch.silent |= self.ignored
 
     @rank_zero_only
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: Mapping, batch: RolloutBatch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         for found in self.watch.findings(batch.rollout + 1, batch.metrics):
             log.warning(f"rollout {found.rollout}: {found.metric} is {found.value:.3g}, {found.words}")
 

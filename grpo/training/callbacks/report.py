@@ -6,7 +6,7 @@ from pathlib import Path
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
-from grpo.runs.manifest import now
+from grpo.runs.manifest import ending, in_a_line
 from grpo.runs.report import write_report
 
 log = logging.getLogger(__name__)
@@ -20,19 +20,15 @@ class Report(L.Callback):
 
     @rank_zero_only
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.write("finished")
+        self.write(None)
 
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, KeyboardInterrupt | SystemExit):
-            self.write("interrupted")
-        else:
-            self.write("failed", " ".join(f"{type(exception).__name__}: {exception}".split()))
+        self.write(exception)
 
-    def write(self, status: str, error: str | None = None) -> None:
-        """Says so in a line where it fails: a page is no reason to lose a run."""
+    def write(self, error: BaseException | None) -> None:
+        """Logs a line where it fails: a page is no reason to lose a run."""
         try:
-            write_report(self.folder, samples=self.samples, ending={"status": status, "error": error, "ended": now()})
+            write_report(self.folder, samples=self.samples, ending=ending(error))
         except Exception as failure:
-            told = " ".join(f"{type(failure).__name__}: {failure}".split())
-            log.warning(f"no report.html ({told}); later: python -m grpo.report {self.folder}")
+            log.warning(f"no report.html ({in_a_line(failure)}); later: python -m grpo.report {self.folder}")

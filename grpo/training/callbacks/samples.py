@@ -23,9 +23,7 @@ class Samples(L.Callback):
         self.folder, self.every, self.token_logprobs = Path(folder), every, token_logprobs
 
     @rank_zero_only
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: RolloutBatch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         rollout = batch.rollout + 1
         if self.every and rollout % self.every == 0:
             columns = {"advantage": batch.advantages}

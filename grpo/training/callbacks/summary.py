@@ -27,12 +27,8 @@ def summary(
 
     Accuracies are over the held-out examples, with the 95 % interval over another draw of such examples.
     """
-    spent = {
-        name.removeprefix("time/"): sum(
-            metrics.get(name, 0.0) for metrics in (*learned, *(e.metrics for e in evaluations if e.rollout == 0))
-        )
-        for name in TIMES
-    }
+    rows = [*learned, *(evaluation.metrics for evaluation in evaluations if evaluation.rollout == 0)]
+    spent = {name.removeprefix("time/"): sum(row.get(name, 0.0) for row in rows) for name in TIMES}
     spent["rest"] = max(0.0, seconds - sum(spent.values()))
     tokens = sum(metrics["rollout/tokens"] for metrics in learned)
     busy = sum(spent[name] for name in ("rollout", "update", "sync"))

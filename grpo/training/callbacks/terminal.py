@@ -33,9 +33,8 @@ def status(metrics: Mapping[str, float], accuracy: float | None, left: float) ->
 def sample_panel(title: str, sample: Sample) -> Panel:
     """What was said, under the end of its prompt; dim is what the policy did not say."""
     if not (steps := sample.trajectory.steps):
-        return Panel(
-            Text(sample.trajectory.error or ""), title=f"{title}: the environment did not begin", title_align="left"
-        )
+        error = Text(sample.trajectory.error or "")
+        return Panel(error, title=f"{title}: the environment did not begin", title_align="left")
     prompt = steps[0].state.messages[-1].content
     text = Text(prompt if len(prompt) < 500 else "..." + prompt[-500:], style="dim")
     for message in sample.trajectory.messages[len(steps[0].state.messages) :]:
@@ -59,7 +58,7 @@ class Terminal(L.Callback):
         self.samples, self.samples_every, self.every = samples, samples_every, every
         self.console = Console()
         self.learned: list[Mapping[str, float]] = []  # metrics of the rollouts of this process
-        self.evaluations: list[Evaluation] = []
+        self.evaluations: dict[int, Evaluation] = {}  # by rollouts learned from, without their samples
         columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
         self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
         self.bar = self.progress.add_task("", total=num_rollouts, status="first rollout ...")
@@ -72,41 +71,38 @@ class Terminal(L.Callback):
         self.progress.start()
 
     @rank_zero_only
-    def on_train_batch_start(
-        self, trainer: L.Trainer, module: L.LightningModule, batch: RolloutBatch, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer, module, batch: RolloutBatch, batch_idx: int) -> None:
         if self.last is None:
             self.show(batch)
             self.progress.update(self.bar, completed=batch.rollout)
         self.note(batch)
 
     @rank_zero_only
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: RolloutBatch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         self.last = batch
         self.learned.append(batch.metrics)
         self.note(batch)
         rollout = batch.rollout + 1
-        accuracy = self.evaluations[-1].metrics["eval/accuracy"] if self.evaluations else None
+        accuracy = [evaluation.metrics["eval/accuracy"] for evaluation in self.evaluations.values()]
         each = (time.perf_counter() - self.begun) / len(self.learned)
-        told = status(batch.metrics, accuracy, each * (self.num_rollouts - rollout))
-        self.progress.update(self.bar, completed=rollout, status=told)
+        line = status(batch.metrics, accuracy[-1] if accuracy else None, each * (self.num_rollouts - rollout))
+        self.progress.update(self.bar, completed=rollout, status=line)
         due = self.every and (rollout % self.every == 0 or rollout == self.num_rollouts)
         if due and not self.console.is_terminal:
-            self.console.print(f"rollout {rollout}/{self.num_rollouts}  {told}", soft_wrap=True)
+            self.line(f"rollout {rollout}/{self.num_rollouts}  {line}")
         between = len(self.learned) > 1 and rollout < self.num_rollouts
         if between and self.samples_every and rollout % self.samples_every == 0:
             self.show(batch)
 
     def note(self, batch: RolloutBatch) -> None:
-        """Print the evaluations that are new, and keep their numbers."""
-        known = {evaluation.rollout for evaluation in self.evaluations}
+        """Prints the evaluations that are new, and keeps their numbers."""
         for evaluation in batch.evaluations:
-            if evaluation.rollout not in known:
-                self.evaluations.append(replace(evaluation, groups=(), columns={}))
-                line = f"after {evaluation.rollout} rollouts: {results_line(evaluation.metrics)}"
-                self.console.print(line, soft_wrap=True)
+            if evaluation.rollout not in self.evaluations:
+                self.evaluations[evaluation.rollout] = replace(evaluation, groups=(), columns={})
+                self.line(f"after {evaluation.rollout} rollouts: {results_line(evaluation.metrics)}")
+
+    def line(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True)
 
     def show(self, batch: RolloutBatch) -> None:
         for group in batch.groups[: self.samples]:
@@ -117,24 +113,22 @@ class Terminal(L.Callback):
         self.progress.stop()
         if self.last is not None:
             self.show(self.last)
-        if self.evaluations:
-            self.console.print(history([(evaluation.rollout, evaluation.metrics) for evaluation in self.evaluations]))
-        warned = [name for callback in trainer.callbacks if isinstance(callback, Health) for name in callback.warned()]
+        evaluations = list(self.evaluations.values())
+        if evaluations:
+            self.console.print(history([(evaluation.rollout, evaluation.metrics) for evaluation in evaluations]))
         if self.learned:
-            seconds = time.perf_counter() - self.begun
-            self.console.print(summary(self.learned, self.evaluations, seconds, warned))
-        left = [what for what in LEFT if (self.folder / what).exists()]
-        self.console.print(f"written to {self.folder}: {', '.join(left)}", soft_wrap=True)
+            healths = [callback for callback in trainer.callbacks if isinstance(callback, Health)]
+            warned = [name for health in healths for name in health.warned()]
+            self.console.print(summary(self.learned, evaluations, time.perf_counter() - self.begun, warned))
+        left = [name for name in LEFT if (self.folder / name).exists()]
+        self.line(f"written to {self.folder}: {', '.join(left)}")
         if "checkpoints/best" in left:
-            self.console.print(
-                f"the best policy on all test examples: python eval.py run={self.folder}", soft_wrap=True
-            )
+            self.line(f"the best policy on all test examples: python eval.py run={self.folder}")
 
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         self.progress.stop()
         checkpoint = self.folder / "checkpoints" / "last.ckpt"
         if checkpoint.exists():
-            why = type(exception).__name__
             how = f"the same command with ckpt_path={checkpoint}"
-            self.console.print(f"stopped by {why}; to go on: {how}", soft_wrap=True)
+            self.line(f"stopped by {type(exception).__name__}; to go on: {how}")

@@ -22,16 +22,12 @@ class Texts(L.Callback):
         self.count, self.every = samples, every
 
     @rank_zero_only
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: RolloutBatch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         rollout = batch.rollout + 1
         due = self.every and (rollout == 1 or rollout % self.every == 0)
-        trackers = [logger for logger in trainer.loggers if isinstance(logger, Tracker)]
-        for tracker in trackers:
+        for tracker in (logger for logger in trainer.loggers if isinstance(logger, Tracker)):
             if due:
-                rows = self.rows(batch.groups, advantage=batch.advantages)
-                tracker.log_samples("rollout/samples", rows, rollout)
+                tracker.log_samples("rollout/samples", self.rows(batch.groups, advantage=batch.advantages), rollout)
             for evaluation in batch.evaluations:
                 tracker.log_samples("eval/samples", self.rows(evaluation.groups), evaluation.rollout)
 
