@@ -16,7 +16,7 @@ from grpo.env.messages import Message
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Example, Reward, Split, Trajectory
 from grpo.rewards.math.answers import boxed
-from grpo.system.errors import UserError, at_least, oneof
+from grpo.system.errors import UserError, check_least, oneof
 
 # bm25s does without numba, beside which vLLM's engine for CPUs (0.32) cannot be made: it trips over llvmlite
 numba = sys.modules.setdefault("numba", None)
@@ -192,7 +192,7 @@ class Musique:
         **rows: Any,
     ) -> None:
         oneof("task.match", match, MATCHES)
-        at_least("task.k", k, 1, ": so many paragraphs a search shows")
+        check_least("task.k", k, 1, ": so many paragraphs a search shows")
         for name, given in (("repeat_penalty", repeat_penalty), ("call_penalty", call_penalty)):
             if not 0 <= given < float("inf"):
                 raise UserError(f"task.{name}={given} must be 0 or more: it is taken from the reward")

@@ -22,7 +22,7 @@ from grpo.env.messages import Message
 from grpo.env.types import Example, Split, State
 from grpo.rewards.resolve import Function
 from grpo.rewards.row_task import RowTask
-from grpo.system.errors import UserError, at_least
+from grpo.system.errors import UserError, check_least
 
 NAMES = ("Sam", "Mia", "Tom", "Ana", "Ben", "Eva", "Leo", "Zoe", "Max", "Ida")
 THINGS = ("coins", "books", "cards", "shells", "apples", "stamps", "pens", "stones")
@@ -168,7 +168,7 @@ class Wordmath(RowTask):
             raise UserError(f"task.steps={list(steps)} must be [fewest, most] with 2 <= fewest <= most <= {MOST_STEPS}")
         if min(train_size, test_size) < 1:
             raise UserError(f"task.train_size={train_size} and task.test_size={test_size} must both be 1 or more")
-        at_least("task.largest", largest, LARGEST)
+        check_least("task.largest", largest, LARGEST)
         self.steps, self.seed, self.largest = tuple(steps), seed, largest
         self.train_size, self.test_size = train_size, test_size
         super().__init__(self, rewards, weights)

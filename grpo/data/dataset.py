@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from grpo.env.types import Example, Split
-from grpo.system.errors import UserError, at_least
+from grpo.system.errors import UserError, check_least
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Dataset:
         if not local.is_file():
             self.held_out = {split: share for split, share in self.held_out.items() if split not in self.splits}
         for split, limit in self.limits.items():
-            at_least(f"task.{split}_limit", limit, 1, ", or null for all rows")
+            check_least(f"task.{split}_limit", limit, 1, ", or null for all rows")
 
     def split(self, split: Split) -> Sequence[Example]:
         """Its rows. Raises UserError for what is missing, empty or unreadable; a row is named by its number, from 1."""
