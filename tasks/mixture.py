@@ -33,21 +33,18 @@ class Mixture:
         self.tasks: dict[str, Task] = {name: source["task"] for name, source in sources.items()}
         self.weights = {name: float(weight) for name, weight in (weights or dict.fromkeys(self.tasks, 1)).items()}
         if self.weights.keys() != self.tasks.keys():
-            raise UserError(
-                f"task.weights has {len(self.weights)} sources ({', '.join(self.weights)}) and task.sources {len(self.tasks)} "
-                f"({', '.join(self.tasks)}): they must be the same"
-            )
+            named = f"{len(self.weights)} sources ({', '.join(self.weights)}) and task.sources {len(self.tasks)}"
+            raise UserError(f"task.weights has {named} ({', '.join(self.tasks)}): they must be the same")
         if not self.tasks or min(self.weights.values()) <= 0:
             raise UserError(f"task.weights={self.weights} must all be above 0")
 
     def examples(self, split: Split) -> Sequence[Example]:
         rows = {name: task.examples(split) for name, task in self.tasks.items()}
         sizes = {name: len(found) for name, found in rows.items()}
-        if split != "train":  # in turn, so that the first rows are of every source
-            in_turn = sorted((i, place, name) for place, name in enumerate(rows) for i in range(sizes[name]))
-            order = [(name, i) for i, _, name in in_turn]
-        else:  # a source that is too short for its share starts again
+        if split == "train":  # a source that is too short for its share starts again
             order = [(name, i % sizes[name]) for name, i in interleaved(shares(sizes, self.weights))]
+        else:  # in turn, so that the first rows are of every source
+            order = sorted(((name, i) for name in rows for i in range(sizes[name])), key=lambda place: place[1])
 
         def row(place: int) -> Example:
             name, i = order[place]

@@ -9,6 +9,7 @@ A sample to which no reward function applies has neither outcome nor reward.
 """
 
 import argparse
+import asyncio
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from grpo.env.types import Action, Example, Reward, State, Step, Task, Trajector
 from grpo.rewards.combined import text_of
 from grpo.rewards.math.grading import ALGEBRA
 from grpo.rewards.row_task import RowTask
-from grpo.rollout.rewarding import Scoring
+from grpo.rollout.rewarding import Scorer
 from grpo.rollout.types import TIMEOUT
 from grpo.system.errors import RewardError, UserError
 
@@ -63,12 +64,18 @@ def scored(task: Task, row: dict) -> tuple[Reward, RewardError | None, float]:
     except Exception:  # the question is not needed
         state = State(())
     trajectory = Trajectory((Step(state, Action(Message("assistant", text_of(row["completion"])))),))
+
+    async def asked() -> tuple[list[Reward], RewardError | None]:
+        scorer = Scorer(task, TIMEOUT)
+        try:
+            return await scorer(example, [trajectory])
+        finally:
+            scorer.calls.close()
+
     start = time.perf_counter()
-    with Scoring(task, TIMEOUT) as scoring:
-        scoring.start(0, example, [trajectory])
-        rewards, errors = scoring.finish()
+    rewards, error = asyncio.run(asked())
     ms = 1000 * (time.perf_counter() - start)
-    return Reward(math.nan, False, outcome="error") if errors else rewards[0][0], errors.get(0), ms
+    return Reward(math.nan, False, outcome="error") if error else rewards[0], error, ms
 
 
 def profiled(task: Task, row: dict) -> dict:
