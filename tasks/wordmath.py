@@ -9,7 +9,6 @@
 A step is a line of the worked answer. Nothing is stored or downloaded: a row is a function of the seed and its index.
 """
 
-import hashlib
 import math
 import operator
 import random
@@ -17,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from grpo.data.dataset import Made
+from grpo.data.dataset import Made, key_of
 from grpo.env.messages import Message
 from grpo.env.types import Example, Split, State
 from grpo.rewards.resolve import Function
@@ -123,8 +122,7 @@ def draw(rng: random.Random, steps: int, largest: int = LARGEST) -> Problem:
 
 def side(question: str) -> Split:
     """The split that a question may appear in, whoever draws it: a stable hash of its text decides."""
-    digest = int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big")
-    return "test" if digest % TEST_SHARE == 0 else "train"
+    return "test" if key_of(question) % TEST_SHARE == 0 else "train"
 
 
 def draw_from(split: Split, rng: random.Random, steps: Sequence[int], largest: int = LARGEST) -> Problem:

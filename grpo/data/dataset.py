@@ -31,7 +31,7 @@ def side(question: Any, held_out: Mapping[str, float]) -> Split:
 
     held_out: the shares of validation and test; train has the rest.
     """
-    place = _key(question) / 2**64
+    place = key_of(question) / 2**64
     for split in ("test", "validation"):
         if place < (share := held_out.get(split, 0.0)):
             return split
@@ -118,7 +118,7 @@ class Dataset:
                 # a split that cannot be read is refused when somebody asks for it
                 with contextlib.suppress(UserError, KeyError, ValueError):  # of a stream as much as is read
                     rows = self.split(split) if self.streaming else self._source(split).select_columns([name])
-                    found |= {_key(row[name]) for row in rows}
+                    found |= {key_of(row[name]) for row in rows}
         return found
 
     def _kept(self, split: Split, source: Any, sides: set[str], elsewhere: set[int]) -> Sequence[Example]:
@@ -129,7 +129,7 @@ class Dataset:
             if len(kept) == self.limits[split]:
                 break
             read += 1
-            question = _key(values[0])
+            question = key_of(values[0])
             blank = next((name for name, value in zip(self.columns, values, strict=True) if _blank(value)), None)
             if blank and "empty" not in self.filters:
                 fix = f"every row needs {', '.join(self.columns)} (task.filters=[empty] leaves such rows out)"
@@ -291,7 +291,7 @@ def split_file(path: Path, split: str, name: str) -> Path:
     return files[0]
 
 
-def _key(question: Any) -> int:
+def key_of(question: Any) -> int:
     """The same for two rows that ask the same: a number of 64 bits, so that a million of them take little memory."""
     text = question if isinstance(question, str) else json.dumps(question, sort_keys=True)
     return int.from_bytes(hashlib.sha256(" ".join(text.split()).encode()).digest()[:8], "big")
