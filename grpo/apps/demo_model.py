@@ -39,9 +39,8 @@ SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|t
 CALL = ("<tool_call>", "</tool_call>")  # tokens, but not special: what the policy says is read without the special ones
 # single digits, a box's opening as one piece, words with their spaces (a number has none of its own), the rest
 PIECES = r"\\boxed\{|\p{N}| ?\p{L}+(?: (?=\p{N}))?| ?[^\s\p{L}\p{N}]+|\s+"
-CALL_PIECES = (
-    r'\n?\{"name": "|", "arguments": \{"|": "|"\}\}\n?|'  # of every call: 8 tokens and what is between, not 18
-)
+# of every call: 8 tokens and what is between, not 18
+CALL_PIECES = r'\n?\{"name": "|", "arguments": \{"|": "|"\}\}\n?|'
 
 Row = tuple[list[int], list[bool]]  # the ids of a conversation, and which of them are learned
 

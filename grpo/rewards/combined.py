@@ -71,9 +71,7 @@ class Rewards:
         rewards = [self._combined([values[i] for values in given]) for i in range(len(trajectories))]
         if not self.warned and any(not reward.known and reward.outcome is None for reward in rewards):
             self.warned = True
-            words = (
-                "no reward function (%s) applies to a sample: it has no advantage and teaches nothing. Its columns: %s"
-            )
+            words = "no reward function (%s) applies to a sample: it has no advantage and teaches nothing. Columns: %s"
             log.warning(words, ", ".join(self.names), ", ".join(example))
         return rewards
 
