@@ -57,15 +57,13 @@ class Mixture:
 
     def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
         source = example["source"]
-        rewards = score_group(self.tasks[source], example["example"], trajectories)
-        return [self._named(source, reward) for reward in rewards]
+        found = []
+        for reward in score_group(self.tasks[source], example["example"], trajectories):
+            own = {"correct": float(reward.correct), "reward": reward.value} if reward.known else {}
+            parts = {f"{source}/{name}": value for name, value in {**reward.parts, **own}.items()}
+            found.append(replace(reward, parts=parts))
+        return found
 
     def claims(self, example: Example, trajectory: Trajectory) -> Claim | None:
         ask = getattr(self.tasks[example["source"]], "claims", None)
         return ask(example["example"], trajectory) if ask else None
-
-    def _named(self, source: str, reward: Reward) -> Reward:
-        parts = dict(reward.parts)
-        if reward.known:
-            parts |= {"correct": float(reward.correct), "reward": reward.value}
-        return replace(reward, parts={f"{source}/{name}": value for name, value in parts.items()})

@@ -63,9 +63,9 @@ class Rewards:
     def score(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
         """A reward for each of the trajectories, which are samples of one example.
 
-        Parts: what each function gave, by its name, before weights; of one that gives a `Reward` that one's parts. A sample of
-        which a function says by a `Reward` that nobody could tell has no reward at all (NaN); nor has one to which none
-        applies (one of weight 0 does not count), of which the log warns once.
+        Parts: the value that each function gave, by the function's name, before weights; where it gave a `Reward`, the parts of
+        that. Two parts of one name raise RewardError. The reward is NaN if any function gives a NaN `Reward`, or if none of the
+        functions with a weight applies; the log warns of the latter once.
         """
         given = self._called(as_lists(example, trajectories))
         rewards = [self._combined([values[i] for values in given]) for i in range(len(trajectories))]

@@ -39,10 +39,8 @@ def locate(name: str) -> Function:
     try:
         module = _module_of_file(Path(owner).expanduser()) if colon else import_module(owner)
     except Exception as error:  # whatever a user's module does when it is imported
-        fix = "its folder must be on PYTHONPATH, or say FILE.py:NAME"
-        raise UserError(
-            f"the reward function {name!r} cannot be imported: {type(error).__name__}: {error} ({fix})"
-        ) from error
+        reason = f"{type(error).__name__}: {error} (its folder must be on PYTHONPATH, or say FILE.py:NAME)"
+        raise UserError(f"the reward function {name!r} cannot be imported: {reason}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         there = ", ".join(_functions_in(module)) or "none"

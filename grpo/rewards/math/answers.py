@@ -7,6 +7,7 @@ Knows no algebra: where it is needed `equal` returns None, and `grading` asks ma
 import re
 from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from grpo.rewards.math.arithmetic import Value, multiply, same, value
@@ -223,11 +224,8 @@ def reading_of(answer: str) -> Reading:
 def readable(answer: str) -> bool:
     """Whether algebra should look at it. "1 0" is no way to write 10, and math-verify needs seconds for 16 brackets."""
     text = reading_of(answer).amount if len(answer) <= MAX_LENGTH else ""
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "({[") - (character in ")}]")
-        deepest = max(deepest, depth)
-    return bool(text) and deepest <= MAX_NESTING and not _APART.search(text)
+    depths = accumulate((character in "({[") - (character in ")}]") for character in text)
+    return bool(text) and max(depths) <= MAX_NESTING and not _APART.search(text)
 
 
 def without_names(answer: str, gold: str) -> tuple[str, str]:
