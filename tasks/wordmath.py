@@ -172,7 +172,11 @@ class Wordmath(RowTask):
         super().__init__(self, rewards, weights)
 
     def split(self, split: Split) -> Sequence[Example]:
-        return Made(self.train_size, lambda i: self.row("train", i)) if split == "train" else self.held_out[split]
+        if split == "train":
+            return Made(self.train_size, lambda i: self.row("train", i))
+        if split in ("validation", "test"):
+            return self.held_out[split]
+        raise UserError(f"there is no split {split!r}: choose train, validation or test")
 
     def row(self, side: Split, place: int) -> Example:
         rng = random.Random(f"{side} {self.seed} {place}")

@@ -451,7 +451,7 @@ def test_without_landlock_a_program_runs_only_unconfined():
 from grpo.rewards.code import sandbox_child
 from grpo.rewards.code.sandbox import ProgramLimits, run_program
 from grpo.system.errors import UserError
-sandbox_child.call("no_new_privs", sandbox_child.libc.prctl, 38, 1)
+sandbox_child.checked("no_new_privs", sandbox_child.libc.prctl, 38, 1)
 code = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (6, 0, 0, 0x00050000 | 38), (6, 0, 0, 0x7FFF0000)]
 sandbox_child.seccomp(code)
 try:

@@ -101,7 +101,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.malloc.restype = ctypes.c_void_p
 
 
-def call(what: str, function, *arguments) -> int:
+def checked(what: str, function, *arguments) -> int:
     """The result of a function of libc; arguments that are left out are 0. Raises OSError where it fails."""
     given = (*arguments, 0, 0, 0, 0)
     result = function(*(ctypes.c_long(one) if isinstance(one, int) else one for one in given))
@@ -147,7 +147,7 @@ def become_unprivileged(folder: str) -> bool:
             except OSError:  # a container may have neither the user nor the right
                 continue
     header, data = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0)), ctypes.create_string_buffer(24)
-    call("capget", libc.capget, header, data)
+    checked("capget", libc.capget, header, data)
     permitted = struct.unpack("=6I", data.raw)[1]
     kept = 0
     if os.geteuid() != 0:
@@ -157,19 +157,19 @@ def become_unprivileged(folder: str) -> bool:
         except PermissionError:
             kept = next((bit for bit in (1 << 2, 1 << 1) if permitted & bit), 0)  # DAC_READ_SEARCH, else DAC_OVERRIDE
     data.raw = struct.pack("=6I", kept, kept, 0, 0, 0, 0)
-    call("capset", libc.capset, header, data)
+    checked("capset", libc.capset, header, data)
     return own_user
 
 
 def landlock(folder: str) -> int:
     """Reading of the interpreter and the system's libraries, anything in `folder`, and nothing else. The kernel's ABI."""
-    abi = call("Landlock", libc.syscall, 444, None, 0, 1)
+    abi = checked("Landlock", libc.syscall, 444, None, 0, 1)
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
     network = 0b11 if abi >= 4 else 0  # no TCP port may be bound or connected to
     scope = 0b11 if abi >= 6 else 0  # no signal to, no abstract socket of, a process outside
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
     attributes = ctypes.create_string_buffer(struct.pack("=QQQ", rights, network, scope))
-    ruleset = call("Landlock", libc.syscall, 444, attributes, size)
+    ruleset = checked("Landlock", libc.syscall, 444, attributes, size)
 
     execute, write_file, read_file, read_folder, truncate = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
     special = 0b1001_1110_0100_0000  # making of devices, sockets, pipes and links; ioctl on devices
@@ -182,7 +182,7 @@ def landlock(folder: str) -> int:
         if not os.path.isdir(path):
             allowed &= write_file | read_file | truncate
         rule = ctypes.create_string_buffer(struct.pack("=Qi", allowed & rights, handle))
-        call(f"Landlock: {path}", libc.syscall, 445, ruleset, 1, rule)
+        checked(f"Landlock: {path}", libc.syscall, 445, ruleset, 1, rule)
         os.close(handle)
 
     installation = {*sys.path, *(f"{prefix}/lib" for prefix in (sys.base_prefix, sys.base_exec_prefix) if prefix)}
@@ -192,7 +192,7 @@ def landlock(folder: str) -> int:
     permit("/dev/null", read_file | write_file | truncate)
     permit(folder, rights & ~(execute | special))
     quiet = abi >= 7  # what it denies is no news for the system's log
-    call("Landlock", libc.syscall, 446, ruleset, int(quiet))
+    checked("Landlock", libc.syscall, 446, ruleset, int(quiet))
     os.close(ruleset)
     return abi
 
@@ -200,19 +200,19 @@ def landlock(folder: str) -> int:
 def seccomp(instructions: list[tuple[int, int, int, int]]) -> None:
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in instructions))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(instructions), ctypes.addressof(code)))
-    call("seccomp", libc.prctl, 22, 2, program)
+    checked("seccomp", libc.prctl, 22, 2, program)
 
 
 def confine(folder: str, parent: int, seconds: float, memory_mb: int, disk_mb: int, threads: int) -> list[str]:
     """Returns the measures in force. Raises OSError where the platform lacks one of them; others may be in force then."""
     if sys.platform != "linux" or os.uname().machine not in AUDIT_ARCH:
         raise OSError(f"{sys.platform} on {os.uname().machine}")
-    call("no_new_privs", libc.prctl, 38, 1)
+    checked("no_new_privs", libc.prctl, 38, 1)
     if os.access("/proc/self/oom_score_adj", os.W_OK):
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # where the machine runs out of memory all the same, this goes first, not the training
     own_user = become_unprivileged(folder)
-    call("parent's death", libc.prctl, 1, 9)  # SIGKILL when the parent ends; becoming another user unset it before
+    checked("parent's death", libc.prctl, 1, 9)  # SIGKILL when the parent ends; becoming another user unset it before
     if os.getppid() != parent:
         os._exit(1)
     if not own_user:  # the limit counts all threads of the user, of the machine at most: "... running/all pid"
@@ -231,7 +231,7 @@ def main() -> None:
     os.set_inheritable(status, False)
     # in no Python object, where a walk through frames or the garbage collector meets it
     secret = libc.malloc(SECRET_BYTES)
-    call("standard input", libc.read, 0, ctypes.c_void_p(secret), SECRET_BYTES)
+    checked("standard input", libc.read, 0, ctypes.c_void_p(secret), SECRET_BYTES)
     with open(0, "rb") as file:  # closes it
         program = file.read()
     os.open(os.devnull, os.O_RDONLY)  # takes its place as number 0
