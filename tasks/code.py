@@ -73,13 +73,10 @@ class Code(RowTask):
         super().__init__(Dataset(path, ("prompt",), "", **rows), rewards, weights, solved)
 
     def examples(self, split: Split) -> Sequence[Example]:
-        rows = self.data.split(split)
+        rows = super().examples(split)
         if not {"test_list", "entry_point"} & rows[0].keys():
-            raise UserError(
-                f"the rows of the code task have {', '.join(rows[0])}: they need HumanEval's prompt, entry_point and test, or "
-                "MBPP's prompt, test_imports and test_list"
-            )
-        self.check(rows[0], split)
+            needed = "HumanEval's prompt, entry_point and test, or MBPP's prompt, test_imports and test_list"
+            raise UserError(f"the rows of the code task have {', '.join(rows[0])}: they need {needed}")
         return rows
 
     def messages(self, example: Example) -> tuple[Message, ...]:

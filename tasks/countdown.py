@@ -18,7 +18,7 @@ from grpo.rewards.math.answers import boxed
 from grpo.rewards.math.arithmetic import value
 from grpo.rewards.resolve import Function
 from grpo.rewards.row_task import RowTask, chosen
-from grpo.system.errors import UserError, at_least
+from grpo.system.errors import UserError, check_least
 
 HELD_OUT = {"test": 0.1, "validation": 0.1}  # of all the puzzles there can be
 LONGEST = 200  # characters of an expression that are read
@@ -96,7 +96,7 @@ class Countdown(RowTask):
     ) -> None:
         if not numbers or not all(2 <= count <= 6 for count in numbers):
             raise UserError(f"task.numbers={list(numbers)} must be some of 2 to 6")
-        at_least("task.largest", largest, 10)
+        check_least("task.largest", largest, 10)
         self.sizes = {"train": 20000, "validation": 500, "test": 500, **(sizes or {})}
         self.template, self.numbers, self.largest, self.seed = chosen(PROMPTS, prompt), tuple(numbers), largest, seed
         super().__init__(self, rewards, weights)

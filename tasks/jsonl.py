@@ -47,6 +47,5 @@ class Jsonl(RowTask):
         try:
             return (*before, *(Message(message["role"], message["content"]) for message in prompt))
         except (TypeError, KeyError) as error:
-            raise UserError(
-                f"task.prompt={self.prompt}: {str(prompt)[:80]!r} is neither a text nor a list of messages with role and content"
-            ) from error
+            needed = "neither a text nor a list of messages with role and content"
+            raise UserError(f"task.prompt={self.prompt}: {str(prompt)[:80]!r} is {needed}") from error

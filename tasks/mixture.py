@@ -33,21 +33,18 @@ class Mixture:
         self.tasks: dict[str, Task] = {name: source["task"] for name, source in sources.items()}
         self.weights = {name: float(weight) for name, weight in (weights or dict.fromkeys(self.tasks, 1)).items()}
         if self.weights.keys() != self.tasks.keys():
-            raise UserError(
-                f"task.weights has {len(self.weights)} sources ({', '.join(self.weights)}) and task.sources {len(self.tasks)} "
-                f"({', '.join(self.tasks)}): they must be the same"
-            )
+            named = f"{len(self.weights)} sources ({', '.join(self.weights)}) and task.sources {len(self.tasks)}"
+            raise UserError(f"task.weights has {named} ({', '.join(self.tasks)}): they must be the same")
         if not self.tasks or min(self.weights.values()) <= 0:
             raise UserError(f"task.weights={self.weights} must all be above 0")
 
     def examples(self, split: Split) -> Sequence[Example]:
         rows = {name: task.examples(split) for name, task in self.tasks.items()}
         sizes = {name: len(found) for name, found in rows.items()}
-        if split != "train":  # in turn, so that the first rows are of every source
-            in_turn = sorted((i, place, name) for place, name in enumerate(rows) for i in range(sizes[name]))
-            order = [(name, i) for i, _, name in in_turn]
-        else:  # a source that is too short for its share starts again
+        if split == "train":  # a source that is too short for its share starts again
             order = [(name, i % sizes[name]) for name, i in interleaved(shares(sizes, self.weights))]
+        else:  # in turn, so that the first rows are of every source
+            order = sorted(((name, i) for name in rows for i in range(sizes[name])), key=lambda place: place[1])
 
         def row(place: int) -> Example:
             name, i = order[place]
@@ -60,15 +57,13 @@ class Mixture:
 
     def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
         source = example["source"]
-        rewards = score_group(self.tasks[source], example["example"], trajectories)
-        return [self._named(source, reward) for reward in rewards]
+        found = []
+        for reward in score_group(self.tasks[source], example["example"], trajectories):
+            own = {"correct": float(reward.correct), "reward": reward.value} if reward.known else {}
+            parts = {f"{source}/{name}": value for name, value in {**reward.parts, **own}.items()}
+            found.append(replace(reward, parts=parts))
+        return found
 
     def claims(self, example: Example, trajectory: Trajectory) -> Claim | None:
         ask = getattr(self.tasks[example["source"]], "claims", None)
         return ask(example["example"], trajectory) if ask else None
-
-    def _named(self, source: str, reward: Reward) -> Reward:
-        parts = dict(reward.parts)
-        if reward.known:
-            parts |= {"correct": float(reward.correct), "reward": reward.value}
-        return replace(reward, parts={f"{source}/{name}": value for name, value in parts.items()})

@@ -5,7 +5,7 @@ import re
 import string
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from grpo.env.messages import Message
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Example, Reward, Split, Trajectory
 from grpo.rewards.math.answers import boxed
-from grpo.system.errors import UserError, at_least, oneof
+from grpo.system.errors import UserError, check_least, oneof
 
 # bm25s does without numba, beside which vLLM's engine for CPUs (0.32) cannot be made: it trips over llvmlite
 numba = sys.modules.setdefault("numba", None)
@@ -83,39 +83,29 @@ def hops(row: Example) -> int | None:
     return int(named[1]) if named else None
 
 
-class KnowledgeBase:
-    """Paragraphs, found by BM25 with the defaults of bm25s: lower case, words of two letters and more without the English stop
-    words, k1 = 1.5, b = 0.75. Nothing in it changes after it is made, so any number of samples may share one.
+@lru_cache(maxsize=256)  # all samples of a question are built one after the other
+def search_of(paragraphs: tuple[Paragraph, ...], k: int) -> Callable[[str], str]:
+    """The tool that finds paragraphs, k at most, by BM25 with the defaults of bm25s: lower case, words of two letters and more
+    without the English stop words, k1 = 1.5, b = 0.75. Nothing in it changes, so any number of samples may share one."""
+    index = bm25s.BM25()
+    tokens = bm25s.tokenize([paragraph.shown for paragraph in paragraphs], show_progress=False)
+    if tokens.vocab:  # bm25s makes no index without a word
+        index.index(tokens, show_progress=False)
 
-    k: paragraphs that a search shows at most.
-    """
-
-    def __init__(self, paragraphs: Sequence[Paragraph], k: int) -> None:
-        self.paragraphs, self.k, self.index = tuple(paragraphs), k, bm25s.BM25()
-        tokens = bm25s.tokenize([paragraph.shown for paragraph in self.paragraphs], show_progress=False)
-        self.empty = not tokens.vocab  # of which bm25s makes no index
-        if not self.empty:
-            self.index.index(tokens, show_progress=False)
-
-    def found(self, query: str) -> list[Paragraph]:
-        """The best first; none that shares no word with the query."""
-        (words,) = bm25s.tokenize([query], return_ids=False, show_progress=False)
-        if self.empty or not words:
-            return []
-        scores = self.index.get_scores(words)  # [paragraphs]
-        best = np.argsort(-scores, kind="stable")[: self.k]  # bm25s's own choice among equals depends on the processor
-        return [self.paragraphs[i] for i in best if scores[i] > 0]
-
-    def search(self, query: str) -> str:
+    def search(query: str) -> str:
         """Search an encyclopedia. Gives the paragraphs that match best, each under its title.
 
         Args:
             query: what to look for: names and words that the paragraph should contain
         """
-        return "\n\n".join(paragraph.shown for paragraph in self.found(query)) or NOTHING
+        (words,) = bm25s.tokenize([query], return_ids=False, show_progress=False)
+        if not words or not tokens.vocab:
+            return NOTHING
+        scores = index.get_scores(words)  # [paragraphs]
+        best = np.argsort(-scores, kind="stable")[:k]  # bm25s's own choice among equals depends on the processor
+        return "\n\n".join(paragraphs[i].shown for i in best if scores[i] > 0) or NOTHING
 
-
-knowledge = lru_cache(maxsize=256)(KnowledgeBase)  # all samples of a question are built one after the other
+    return search
 
 
 # -- what an answer is worth
@@ -192,12 +182,11 @@ class Musique:
         **rows: Any,
     ) -> None:
         oneof("task.match", match, MATCHES)
-        at_least("task.k", k, 1, ": so many paragraphs a search shows")
-        for name, given in (("repeat_penalty", repeat_penalty), ("call_penalty", call_penalty)):
+        check_least("task.k", k, 1, ": so many paragraphs a search shows")
+        amounts = {"repeat_penalty": repeat_penalty, "call_penalty": call_penalty, "free_searches": free_searches}
+        for name, given in amounts.items():
             if not 0 <= given < float("inf"):
-                raise UserError(f"task.{name}={given} must be 0 or more: it is taken from the reward")
-        if free_searches < 0:
-            raise UserError(f"task.free_searches={free_searches} must be 0 or more")
+                raise UserError(f"task.{name}={given} must be 0 or more, and finite")
         hops = [hops] if isinstance(hops, int) else hops
         if hops is not None and not (hops and set(hops) <= set(HOPS)):
             raise UserError(f"task.hops={list(hops)} must be some of {', '.join(map(str, HOPS))}, or null for all")
@@ -210,10 +199,8 @@ class Musique:
         if split not in self.kept:
             rows = self.data.split(split)
             if not question_of(rows[0]).paragraphs:
-                raise UserError(
-                    f"{self.data.path}, {split}: no `paragraphs` to search; a row has {', '.join(rows[0])} and needs question, "
-                    "answer, paragraphs"
-                )
+                has = f"a row has {', '.join(rows[0])} and needs question, answer, paragraphs"
+                raise UserError(f"{self.data.path}, {split}: no `paragraphs` to search; {has}")
             places = self.places(rows)
             if not places:
                 only = "" if self.hops is None else f" with task.hops={list(self.hops)}"
@@ -226,13 +213,13 @@ class Musique:
         if not isinstance(rows, list):  # a table: the twenty paragraphs of each row need not be read for this
             short = ("question", "id", "hops", "answerable")
             rows = rows.select_columns([name for name in rows.column_names if name in short])
-        answerable = [i for i, row in enumerate(rows) if row.get("answerable") is not False]
+        answerable = (i for i, row in enumerate(rows) if row.get("answerable") is not False)
         return [i for i in answerable if self.hops is None or hops(rows[i]) in self.hops]
 
     def build(self, example: Example) -> ToolEnv:
         question = question_of(example)
-        base = knowledge(question.paragraphs, self.k)
-        return ToolEnv([Message("user", f"{INSTRUCTIONS}\n\nQuestion: {question.text}")], [base.search])
+        prompt = Message("user", f"{INSTRUCTIONS}\n\nQuestion: {question.text}")
+        return ToolEnv([prompt], [search_of(question.paragraphs, self.k)])
 
     def score(self, example: Example, trajectory: Trajectory) -> Reward:
         question, answer, asked = question_of(example), answer_of(trajectory), queries(trajectory)

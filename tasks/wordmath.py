@@ -9,7 +9,6 @@
 A step is a line of the worked answer. Nothing is stored or downloaded: a row is a function of the seed and its index.
 """
 
-import hashlib
 import math
 import operator
 import random
@@ -17,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from grpo.data.dataset import Made
+from grpo.data.dataset import Made, key_of
 from grpo.env.messages import Message
 from grpo.env.types import Example, Split, State
 from grpo.rewards.resolve import Function
 from grpo.rewards.row_task import RowTask
-from grpo.system.errors import UserError, at_least
+from grpo.system.errors import UserError, check_least
 
 NAMES = ("Sam", "Mia", "Tom", "Ana", "Ben", "Eva", "Leo", "Zoe", "Max", "Ida")
 THINGS = ("coins", "books", "cards", "shells", "apples", "stamps", "pens", "stones")
@@ -123,8 +122,7 @@ def draw(rng: random.Random, steps: int, largest: int = LARGEST) -> Problem:
 
 def side(question: str) -> Split:
     """The split that a question may appear in, whoever draws it: a stable hash of its text decides."""
-    digest = int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big")
-    return "test" if digest % TEST_SHARE == 0 else "train"
+    return "test" if key_of(question) % TEST_SHARE == 0 else "train"
 
 
 def draw_from(split: Split, rng: random.Random, steps: Sequence[int], largest: int = LARGEST) -> Problem:
@@ -168,7 +166,7 @@ class Wordmath(RowTask):
             raise UserError(f"task.steps={list(steps)} must be [fewest, most] with 2 <= fewest <= most <= {MOST_STEPS}")
         if min(train_size, test_size) < 1:
             raise UserError(f"task.train_size={train_size} and task.test_size={test_size} must both be 1 or more")
-        at_least("task.largest", largest, LARGEST)
+        check_least("task.largest", largest, LARGEST)
         self.steps, self.seed, self.largest = tuple(steps), seed, largest
         self.train_size, self.test_size = train_size, test_size
         super().__init__(self, rewards, weights)

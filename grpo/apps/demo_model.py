@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,12 +18,12 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 from platformdirs import user_cache_path
-from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -38,9 +39,8 @@ SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|t
 CALL = ("<tool_call>", "</tool_call>")  # tokens, but not special: what the policy says is read without the special ones
 # single digits, a box's opening as one piece, words with their spaces (a number has none of its own), the rest
 PIECES = r"\\boxed\{|\p{N}| ?\p{L}+(?: (?=\p{N}))?| ?[^\s\p{L}\p{N}]+|\s+"
-CALL_PIECES = (
-    r'\n?\{"name": "|", "arguments": \{"|": "|"\}\}\n?|'  # of every call: 8 tokens and what is between, not 18
-)
+# of every call: 8 tokens and what is between, not 18
+CALL_PIECES = r'\n?\{"name": "|", "arguments": \{"|": "|"\}\}\n?|'
 
 Row = tuple[list[int], list[bool]]  # the ids of a conversation, and which of them are learned
 
@@ -134,11 +134,8 @@ def batches(rows: list[Row], pad: int, seed: int) -> Iterator[tuple[Tensor, Tens
     chunks = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
     rng.shuffle(chunks)
     for chunk in chunks:
-        width = max(len(ids) for ids, _ in chunk)
-        yield (
-            torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in chunk]),
-            torch.tensor([learned + [False] * (width - len(learned)) for _, learned in chunk]),
-        )
+        ids, learned = ([torch.tensor(one) for one in column] for column in zip(*chunk, strict=True))
+        yield pad_sequence(ids, True, pad), pad_sequence(learned, True)
 
 
 def answer_loss(model: LlamaForCausalLM, ids: Tensor, answer: Tensor) -> Tensor:
@@ -181,30 +178,17 @@ class Muon(torch.optim.Optimizer):
                     p.sub_(update if rows <= columns else update.T, alpha=group["lr"] * size)
 
 
-def train(
-    model: LlamaForCausalLM,
-    rows: list[Row],
-    optimizers: list[torch.optim.Optimizer],
-    seed: int,
-    done: Callable[[], None],
-) -> None:
+def train(model: LlamaForCausalLM, rows: list[Row], optimizers: list[torch.optim.Optimizer], seed: int) -> None:
     """One pass over the rows; learning rates rise over WARM_UP steps, then fall to nothing."""
     steps = math.ceil(len(rows) / BATCH)
     schedules = [LambdaLR(o, lambda step: min((step + 1) / WARM_UP, 1 - step / steps)) for o in optimizers]
-    for ids, answer in batches(rows, model.config.pad_token_id, seed):
+    bar = {"total": steps, "transient": True, "disable": not sys.stdout.isatty()}
+    for ids, answer in track(batches(rows, model.config.pad_token_id, seed), "warm start", **bar):
         answer_loss(model, ids, answer).backward()
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-        done()
-
-
-def split_parameters(model: LlamaForCausalLM) -> tuple[list[Parameter], list[Parameter]]:
-    """The matrices inside the layers, for Muon; the embedding and the norms, for AdamW."""
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    inside = set(map(id, matrices))
-    return matrices, [p for p in model.parameters() if id(p) not in inside]
 
 
 def tiny_folder(
@@ -238,16 +222,15 @@ def tiny_folder(
         said = [text for conversation in texts(clean[:2000]) for text in conversation]
         tokenizer = make_tokenizer(said, tools=any(conversation.tools for conversation in clean))
         model = make_model(tokenizer, seed)
-        matrices, rest = split_parameters(model)
-        muon = Muon(matrices, lr=clean_lr)
+        matrices = [
+            p for p in model.model.layers.parameters() if p.ndim == 2
+        ]  # for Muon; AdamW has embedding and norms
+        rest = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
         adamw = torch.optim.AdamW(rest, lr=clean_lr, weight_decay=0.0)
-        console = Console()
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("warm start", total=clean_steps + hasty_steps)
-            train(model, tokenize(tokenizer, clean), [muon, adamw], seed, lambda: progress.advance(bar))
-            if spoiled:
-                everything = torch.optim.AdamW(model.parameters(), lr=hasty_lr, weight_decay=0.0)
-                train(model, tokenize(tokenizer, spoiled), [everything], seed, lambda: progress.advance(bar))
+        train(model, tokenize(tokenizer, clean), [Muon(matrices, lr=clean_lr), adamw], seed)
+        if spoiled:
+            adamw = torch.optim.AdamW(model.parameters(), lr=hasty_lr, weight_decay=0.0)
+            train(model, tokenize(tokenizer, spoiled), [adamw], seed)
         save(model, tokenizer, folder)
         print(f"... done in {time.perf_counter() - began:.0f} s: {folder}", flush=True)
 

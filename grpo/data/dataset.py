@@ -3,6 +3,7 @@
 Knows nothing of what the columns mean, but that the first of those a task needs is the question.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -11,11 +12,12 @@ import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
 from grpo.env.types import Example, Split
-from grpo.system.errors import UserError, at_least
+from grpo.system.errors import UserError, check_least, oneof
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ def side(question: Any, held_out: Mapping[str, float]) -> Split:
 
     held_out: the shares of validation and test; train has the rest.
     """
-    place = _key(question) / 2**64
+    place = key_of(question) / 2**64
     for split in ("test", "validation"):
         if place < (share := held_out.get(split, 0.0)):
             return split
@@ -64,9 +66,10 @@ class Dataset:
         streaming: bool = False,
     ) -> None:
         self.path, self.columns, self.name, self.config = path, tuple(columns), name, config
+        self.local = Path(path).expanduser()
         named = splits if splits is not None else {"train": "train", "test": "test"}
         self.splits = {split: source for split, source in named.items() if source is not None}
-        self.held_out = {split: float(share) for split, share in dict(held_out or {}).items() if share}
+        self.held_out = {split: float(share) for split, share in (held_out or {}).items() if share}
         self.filters, self.streaming = tuple(filters), streaming
         self.limits = {"train": train_limit, "validation": validation_limit, "test": test_limit}
         self.sources: dict[Split, Any] = {}
@@ -76,18 +79,18 @@ class Dataset:
             ("held_out", self.held_out, SPLITS[1:]),
             ("filters", self.filters, FILTERS),
         ):
-            if unknown := [name for name in names if name not in known]:
-                raise UserError(f"task.{key} has {unknown[0]!r}, which is not one of {', '.join(known)}")
-        if not 0 <= sum(self.held_out.values()) < 1 or any(share < 0 for share in self.held_out.values()):
+            for name in names:
+                oneof(f"task.{key}", name, known)
+        if any(share < 0 for share in self.held_out.values()) or sum(self.held_out.values()) >= 1:
             raise UserError(f"task.held_out={self.held_out} must be shares of the rows that leave some to train on")
-        local = Path(path).expanduser()
-        if local.is_dir():  # what it has no file for comes from the train rows, where it may
-            without = {split for split in self.held_out if not _files(local, self.splits.get(split, split))}
-            self.splits = {split: source for split, source in self.splits.items() if split not in without}
-        if not local.is_file():
-            self.held_out = {split: share for split, share in self.held_out.items() if split not in self.splits}
+        for split in list(self.held_out):  # rows of the source's own go first
+            without = self.local.is_dir() and not _files(self.local, self.splits.get(split, split))
+            if without or self.local.is_file():
+                self.splits.pop(split, None)
+            if split in self.splits:
+                del self.held_out[split]
         for split, limit in self.limits.items():
-            at_least(f"task.{split}_limit", limit, 1, ", or null for all rows")
+            check_least(f"task.{split}_limit", limit, 1, ", or null for all rows")
 
     def split(self, split: Split) -> Sequence[Example]:
         """Its rows. Raises UserError for what is missing, empty or unreadable; a row is named by its number, from 1."""
@@ -97,54 +100,45 @@ class Dataset:
 
     def _split(self, split: Split) -> Sequence[Example]:
         if split not in self.splits and split not in self.held_out:
-            has = [name for name in SPLITS if name in self.splits or name in self.held_out]
-            raise UserError(
-                f"there is no split {split!r}: task.splits and task.held_out give {', '.join(has)}; "
-                f"task.held_out.{split}=0.1 takes a tenth of the train rows"
-            )
+            has = ", ".join(name for name in SPLITS if name in self.splits or name in self.held_out)
+            fix = f"task.held_out.{split}=0.1 takes a tenth of the train rows"
+            raise UserError(f"there is no split {split!r}: task.splits and task.held_out give {has}; {fix}")
         if self.streaming and self.limits[split] is None:
             raise UserError(f"task.streaming=true reads the first rows only: set task.{split}_limit to how many")
-        if split in self.held_out:
-            source, sides = self._source("train"), {split}
-        else:
-            source = self._source(split)
-            sides = {"train"} if split == "train" else set(SPLITS)
+        source = self._source("train" if split in self.held_out else split)
+        sides = {split} if split in self.held_out or split == "train" else set(SPLITS)
         return self._kept(split, source, sides, self._questions(SPLITS[SPLITS.index(split) + 1 :]))
 
     def _questions(self, splits: Sequence[Split]) -> set[int]:
         """Keys of the questions in the source's own rows of these splits, as far as there are any."""
         found: set[int] = set()
+        name = self.columns[0]
         for split in splits:
-            if split in self.splits and split not in self.held_out:
-                try:  # of a stream as much as is read
-                    name = self.columns[0]
+            if split in self.splits:
+                # a split that cannot be read is refused when somebody asks for it
+                with contextlib.suppress(UserError, KeyError, ValueError):  # of a stream as much as is read
                     rows = self.split(split) if self.streaming else self._source(split).select_columns([name])
-                    found |= {_key(row[name]) for row in rows}
-                except (UserError, KeyError, ValueError):
-                    continue  # told when somebody asks for it
+                    found |= {key_of(row[name]) for row in rows}
         return found
 
     def _kept(self, split: Split, source: Any, sides: set[str], elsewhere: set[int]) -> Sequence[Example]:
-        """The rows of `source` that are on one of `sides`, not `elsewhere`, and pass the filters; says what went."""
+        """The rows of `source` that are on one of `sides`, not `elsewhere`, and pass the filters; logs how many were removed."""
         removed = dict.fromkeys((*self.filters, "held out"), 0)
         kept, seen, read = [] if self.streaming else array("q"), set(), 0  # nothing large of a row stays in memory
-        limit = self.limits[split]
-        for number, (row, values) in enumerate(self._rows(source, split)):
-            if limit is not None and len(kept) == limit:
+        for row, values in self._rows(source, split):
+            if len(kept) == self.limits[split]:
                 break
             read += 1
-            question = _key(values[0])
-            if blank := [name for name, value in zip(self.columns, values, strict=True) if _blank(value)]:
-                if "empty" in self.filters:
-                    removed["empty"] += 1
-                    continue
-                raise UserError(
-                    f"{self.path}, {split} row {number + 1}: no field {blank[0]!r}; every row needs "
-                    f"{', '.join(self.columns)} (task.filters=[empty] leaves such rows out)"
-                )
-            if side(values[0], self.held_out) not in sides:
+            question = key_of(values[0])
+            blank = next((name for name, value in zip(self.columns, values, strict=True) if _blank(value)), None)
+            if blank and "empty" not in self.filters:
+                fix = f"every row needs {', '.join(self.columns)} (task.filters=[empty] leaves such rows out)"
+                raise UserError(f"{self.path}, {split} row {read}: no field {blank!r}; {fix}")
+            if blank:
+                removed["empty"] += 1
+            elif side(values[0], self.held_out) not in sides:
                 continue
-            if "duplicate" in self.filters and question in seen:
+            elif "duplicate" in self.filters and question in seen:
                 removed["duplicate"] += 1
             elif question in elsewhere:
                 removed["held out"] += 1
@@ -158,35 +152,28 @@ class Dataset:
                 hint = f"raise task.held_out.{split}, which is {self.held_out[split]}, or give more rows"
             elif removed["held out"]:
                 hint = "they stand in the test or validation rows too; one file for all needs task.held_out.test=0.1"
-            raise UserError(
-                f"task.path={self.path} has no rows for the split {split!r}: {read} read, {told or 'none for it'}; {hint}"
-            )
+            counts = f"{read} read, {told or 'none for it'}"
+            raise UserError(f"task.path={self.path} has no rows for the split {split!r}: {counts}; {hint}")
         if split in self.held_out:
             log.info("%s, %s: %d of %d rows, held out of training", self.path, split, len(kept), read)
         if told:
             log.info("%s, %s: %d rows kept of %d; removed: %s", self.path, split, len(kept), read, told)
         return kept if self.streaming else source.select(kept)
 
-    def _rows(self, source: Any, split: Split) -> Iterable[tuple[Any, tuple]]:
+    def _rows(self, source: Any, split: Split) -> Iterable[tuple[Any, Sequence]]:
         """(what to keep, the values of our columns) of each row: the row itself where it streams by, else its place."""
         if self.streaming:
-            for row in self._streamed(source):
-                self._check_columns(row, split)
-                yield row, tuple(row[name] for name in self.columns)
-            return
-        self._check_columns(source.column_names, split)
-        columns = source.select_columns(list(self.columns))
-        pieces = columns.iter(1000)  # one row at a time is slower by a factor of fifty
-        yield from enumerate(
-            row for piece in pieces for row in zip(*(piece[name] for name in self.columns), strict=True)
-        )
-
-    def _streamed(self, source: Iterable[Example]) -> Iterator[Example]:
-        try:
-            yield from source
-        except Exception as error:  # whatever a parser or a network can raise
-            reason = " ".join(str(error.__cause__ or error).split())
-            raise UserError(f"task.path={self.path} could not be read: {reason}") from error
+            with _reading(f"task.path={self.path}"):
+                for row in source:
+                    self._check_columns(row, split)
+                    yield row, [row[name] for name in self.columns]
+        else:
+            self._check_columns(source.column_names, split)
+            pieces = source.select_columns(list(self.columns)).iter(
+                1000
+            )  # one row at a time is slower by a factor of 50
+            rows = (zip(*(piece[name] for name in self.columns), strict=True) for piece in pieces)
+            yield from enumerate(chain.from_iterable(rows))
 
     def _check_columns(self, there: Iterable[str], split: Split) -> None:
         for name in self.columns:
@@ -204,35 +191,44 @@ class Dataset:
         from datasets.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        local = Path(self.path).expanduser()
-        if not local.exists() and (self.path.startswith((".", "/", "~")) or self.path.count("/") != 1):
-            raise UserError(
-                f"task.path={self.path} does not exist: give a folder, a file, or the id of a dataset on the hub"
-            )
         name = self.splits.get(split, split)
-        file = split_file(local, name, self.name) if local.is_dir() else local
-        if local.exists() and file.suffix not in _KINDS:
-            raise UserError(f"task.path={self.path} is not a dataset file: {', '.join(_KINDS)} are read")
-        if local.exists() and file.stat().st_size == 0:
-            raise UserError(f"the dataset file {file} is empty")
-        try:
-            if local.exists():
-                kind = _KINDS[file.suffix]
-                return load_dataset(kind, data_files=str(file), split="train", streaming=self.streaming)
-            return load_dataset(self.path, self.config, split=name, streaming=self.streaming)
-        except Exception as error:  # whatever a parser or a network can raise
-            reason = str(error.__cause__ or error).splitlines()[0]
-            if local.exists():
-                raise UserError(f"the dataset file {file} could not be read: {reason}") from error
-            if "split" in reason.lower():
-                raise UserError(
-                    f"task.path={self.path} has no split {name!r} ({reason}): name it, as task.splits.{split}=NAME, or take "
-                    f"it from the train rows by task.splits.{split}=null task.held_out.{split}=0.1"
-                ) from error
+        if self.local.exists():
+            file = split_file(self.local, name, self.name) if self.local.is_dir() else self.local
+            if file.suffix not in _KINDS:
+                raise UserError(f"task.path={self.path} is not a dataset file: {', '.join(_KINDS)} are read")
+            if file.stat().st_size == 0:
+                raise UserError(f"the dataset file {file} is empty")
+            with _reading(f"the dataset file {file}"):
+                return load_dataset(_KINDS[file.suffix], data_files=str(file), split="train", streaming=self.streaming)
+        if self.path.startswith((".", "/", "~")) or self.path.count("/") != 1:
             raise UserError(
-                f"task.path={self.path} is no folder of this machine, and the hub does not give it ({reason}): "
-                f"give task.path=FOLDER with a train.jsonl and a test.jsonl"
-            ) from error
+                f"task.path={self.path} does not exist: give a folder, a file, or a dataset's id on the hub"
+            )
+        try:
+            return load_dataset(self.path, self.config, split=name, streaming=self.streaming)
+        except Exception as error:  # whatever a network can raise
+            missing = "is no folder of this machine, and the hub does not give it"
+            fix = "give task.path=FOLDER with a train.jsonl and a test.jsonl"
+            if "split" in (reason := _reason(error)).lower():
+                missing = f"has no split {name!r}"
+                rest = f"task.splits.{split}=null task.held_out.{split}=0.1"
+                fix = f"name it, as task.splits.{split}=NAME, or take it from the train rows by {rest}"
+            raise UserError(f"task.path={self.path} {missing} ({reason}): {fix}") from error
+
+
+@contextlib.contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Makes a UserError of whatever a parser or a network raises."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what} could not be read: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error.__cause__ or error).partition("\n")[0]
 
 
 @dataclass(frozen=True)
@@ -289,18 +285,17 @@ def split_file(path: Path, split: str, name: str) -> Path:
     if len(files) > 1:
         files = [file for file in files if file.stem == split] or [file for file in files if name and name in file.stem]
     if len(files) != 1:
-        raise UserError(
-            f"task.path={path} has {len(files) or 'no'} files for the split {split!r}: there must be one, such as "
-            f"{split}.jsonl{f' or {name}_{split}.jsonl' if name else ''} ({', '.join(_KINDS)} are read)"
-        )
+        other = f" or {name}_{split}.jsonl" if name else ""
+        fix = f"there must be one, such as {split}.jsonl{other} ({', '.join(_KINDS)} are read)"
+        raise UserError(f"task.path={path} has {len(files) or 'no'} files for the split {split!r}: {fix}")
     return files[0]
 
 
-def _key(question: Any) -> int:
+def key_of(question: Any) -> int:
     """The same for two rows that ask the same: a number of 64 bits, so that a million of them take little memory."""
     text = question if isinstance(question, str) else json.dumps(question, sort_keys=True)
     return int.from_bytes(hashlib.sha256(" ".join(text.split()).encode()).digest()[:8], "big")
 
 
 def _blank(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value)
+    return value in (None, []) or (isinstance(value, str) and not value.strip())

@@ -16,9 +16,9 @@ class PromptLoader:
 
     def __init__(self, examples: Sequence[Example], size: int, seed: int) -> None:
         if len(examples) < size:
+            fix = "lower it or raise the task's limit"
             raise UserError(
-                f"rollout.prompts={size} is more than the {len(examples)} training examples there are: lower it or raise "
-                "the task's limit"
+                f"rollout.prompts={size} is more than the {len(examples)} training examples there are: {fix}"
             )
         self.examples, self.size, self.seed = examples, size, seed
 

@@ -83,9 +83,8 @@ def message_of(given: Any) -> Message:
     if content is None and calls:
         content = ""
     if role not in get_args(Role) or not isinstance(content, str):
-        raise TypeError(
-            f"{shown(given)} is no message: it needs a role ({', '.join(get_args(Role))}) and a text as content"
-        )
+        roles = ", ".join(get_args(Role))
+        raise TypeError(f"{shown(given)} is no message: it needs a role ({roles}) and a text as content")
     return Message(role, content.encode(errors="replace").decode(), calls, part("name"), part("error"))
 
 
@@ -107,6 +106,4 @@ def tool_of(given: Any) -> ToolSpec:
         described = given["function"]
         return ToolSpec(described["name"], described.get("description", ""), described.get("parameters", {}))
     except (TypeError, LookupError, AttributeError):
-        raise TypeError(
-            f"{shown(given)} describes no tool: see ToolSpec.as_dict, or make one by tools.spec_of"
-        ) from None
+        raise TypeError(f"{shown(given)} describes no tool: see ToolSpec.as_dict, or tools.spec_of") from None

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import count
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
@@ -85,11 +86,10 @@ class TokenizerRenderer:
                 **self.template_args,
             )
         except (TemplateError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(
-                f"the chat template refuses a conversation of {', '.join(message.role for message in messages[:8])}"
-                f"{', ...' if len(messages) > 8 else ''}: {reason}; ask in another way (task.prompt) or set model.chat_template"
-            ) from error
+            roles = ", ".join(message.role for message in messages[:8]) + ", ..." * (len(messages) > 8)
+            reason = f"a conversation of {roles}: {' '.join(str(error).split())}"
+            fix = "ask in another way (task.prompt) or set model.chat_template"
+            raise UserError(f"the chat template refuses {reason}; {fix}") from error
 
     def _encoded(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
@@ -116,10 +116,8 @@ class TokenizerRenderer:
             return self.tool_calls
         if form := form_of(self.tokenizer.get_chat_template(tools=[ADD.as_dict()])):
             return form
-        raise UserError(
-            "the chat template does not tell how calls of tools are written: set renderer.tool_calls to "
-            f"{', '.join(FORMS)}, or take another model"
-        )
+        fix = f"set renderer.tool_calls to {', '.join(FORMS)}, or take another model"
+        raise UserError(f"the chat template does not tell how calls of tools are written: {fix}")
 
     @cached_property
     def _several(self) -> bool:
@@ -150,19 +148,16 @@ def called(count: int) -> list[Message]:
 def as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The form that chat templates take. Every call has an id of nine letters or digits, as Mistral's want it, made of its place
     where the policy wrote none such; and every answer the id of its call."""
-    given: list[dict[str, Any]] = []
+    given = [message.as_dict() for message in messages]
     waiting: list[str] = []
-    place = 0
-    for message in messages:
-        written = message.as_dict()
-        if message.tool_calls:
-            waiting = []
-            for call in written["tool_calls"]:
+    places = count()
+    for written in given:
+        if calls := written.get("tool_calls"):
+            for call in calls:
+                place = next(places)
                 if not re.fullmatch("[a-zA-Z0-9]{9}", call.get("id", "")):
                     call["id"] = f"call{place:05d}"
-                waiting.append(call["id"])
-                place += 1
-        elif message.role == "tool" and waiting:
+            waiting = [call["id"] for call in calls]
+        elif written["role"] == "tool" and waiting:
             written["tool_call_id"] = waiting.pop(0)
-        given.append(written)
     return given

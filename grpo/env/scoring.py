@@ -35,9 +35,8 @@ def _checked(task: Task, i: int, reward: Any) -> Reward:
         parts = {name: float(value) for name, value in reward.parts.items()}
         plain = Reward(float(reward.value), bool(reward.correct), parts, getattr(reward, "outcome", None))
     except (AttributeError, TypeError, ValueError):
-        raise RewardError(
-            f"{place_of(task)} gave {reward!r}: it must give a grpo.env.types.Reward of numbers", i
-        ) from None
+        words = f"{place_of(task)} gave {reward!r}: it must give a grpo.env.types.Reward of numbers"
+        raise RewardError(words, i) from None
     if math.isinf(plain.value):
         raise RewardError(f"{place_of(task)} gave a reward of {plain.value}: it must be finite", i)
     return plain

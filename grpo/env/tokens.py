@@ -71,11 +71,6 @@ class Row:
     sampled: tuple[bool, ...]
     logprobs: tuple[float, ...]  # the engine's; 0 where it sampled nothing
 
-    @classmethod
-    def of(cls, turn: Turn) -> Self:
-        completion = turn.completion
-        return cls(turn.prompt_ids, completion.ids, (True,) * len(completion.ids), completion.logprobs)
-
     def extended(self, turn: Turn) -> Self | None:
         """The same with a turn whose prompt goes on from here, to the very token; None where it does not."""
         length = len(self.prompt_ids) + len(self.ids)
@@ -98,5 +93,6 @@ def rows_of_turns(turns: Sequence[Turn]) -> list[Row]:
         if found and (longer := found[-1].extended(turn)):
             found[-1] = longer
         else:
-            found.append(Row.of(turn))
+            done = turn.completion
+            found.append(Row(turn.prompt_ids, done.ids, (True,) * len(done.ids), done.logprobs))
     return found

@@ -49,24 +49,69 @@ def form_of(template: str) -> str | None:
     return "llama3" if "ipython" in template and '"parameters' in template else None
 
 
+class Reader:
+    """A text, and the place up to which it is read: at first, the end of the thinking that a message begins with."""
+
+    def __init__(self, text: str, at: int = 0) -> None:
+        self.text, self.at = text, at
+
+    def take(self, pattern: str) -> re.Match | None:
+        """The pattern, if it comes next, after any space."""
+        if found := re.compile(rf"\s*{pattern}").match(self.text, self.at):
+            self.at = found.end()
+        return found
+
+    def need(self, pattern: str, complaint: str = "") -> re.Match:
+        if not (found := self.take(pattern)):
+            raise Malformed(complaint or f"{shown(self.text[self.at :].lstrip(), 40)} stands after the call")
+        return found
+
+    def find(self, marks: str) -> re.Match | None:
+        """The next one that is not in a block of <think>."""
+        pattern = re.compile(f"<think>|{marks}")
+        while mark := pattern.search(self.text, self.at):
+            self.at = mark.end()
+            if mark[0] != "<think>":
+                return mark
+            self.at = self.text.find("</think>", self.at)
+            if self.at < 0:
+                return None
+        return None
+
+    def json(self) -> Any:
+        """The JSON value that comes next."""
+        self.take("")
+        try:
+            value, self.at = DECODER.raw_decode(self.text, self.at)
+            inner = [value]
+            for _ in range(DEPTH):
+                inner = [
+                    v for o in inner if isinstance(o, dict | list) for v in (o.values() if isinstance(o, dict) else o)
+                ]
+            if inner:
+                raise RecursionError
+            json.dumps(value, ensure_ascii=False).encode()
+        except RecursionError:
+            raise Malformed(f"the JSON is nested more than {DEPTH} deep") from None
+        except json.JSONDecodeError as error:
+            place = shown(self.text[error.pos : error.pos + 20]) if error.pos < len(self.text) else "the end"
+            raise Malformed(f"the JSON is broken, {error.msg} at {place}") from None
+        except UnicodeEncodeError:
+            raise Malformed("the JSON holds half a character (a surrogate without its other half)") from None
+        except ValueError:  # of int(), which refuses thousands of digits
+            raise Malformed("a number has too many digits") from None
+        return value
+
+
 def hermes(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
-    outside, calls, at = [], [], after_thinking(text)
-    last = 0
-    while mark := next_mark(r"</?tool_call>", text, at):
+    outside, calls, reader, last = [], [], Reader(text, after_thinking(text)), 0
+    while mark := reader.find("</?tool_call>"):
         if mark[0] == "</tool_call>":
             raise Malformed("</tool_call> stands without <tool_call>")
-        start = skip_space(text, mark.end())
-        if text.startswith("<function", start):
-            call, at = xml_call(text, start, tools)
-        else:
-            value, at = decoded(text, start)
-            call = call_in(value, "arguments")
-        at = skip_space(text, at)
-        if not text.startswith("</tool_call>", at):
-            raise Malformed(f"</tool_call> is missing after the call of {shown(call.name)}")
+        calls.append(xml_call(reader, tools) if reader.take("(?=<function)") else call_in(reader.json(), "arguments"))
+        reader.need("</tool_call>", f"</tool_call> is missing after the call of {shown(calls[-1].name)}")
         outside.append(text[last : mark.start()])
-        calls.append(call)
-        last = at = at + len("</tool_call>")
+        last = reader.at
     if not calls:
         return text, []
     first = outside[0].removesuffix("\n")  # one line break is the template's, a second one the policy's
@@ -74,23 +119,19 @@ def hermes(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
     return "\n".join(piece for piece in (first, *rest) if piece), calls
 
 
-def xml_call(text: str, at: int, tools: Sequence[ToolSpec]) -> tuple[ToolCall, int]:
-    """The call that begins at `at` with <function=, and where it ends. Values become what the tool's schema says they are."""
-    head = re.compile(r"<function=([^<>\n]+)>\s*").match(text, at)
-    if not head:
-        raise Malformed("<function=NAME> is broken")
-    name, at, arguments = head[1].strip(), head.end(), {}
+def xml_call(reader: Reader, tools: Sequence[ToolSpec]) -> ToolCall:
+    """The call that comes next, with <function=. Values become what the tool's schema says they are."""
+    name = reader.need(r"<function=([^<>\n]+)>", "<function=NAME> is broken")[1].strip()
+    arguments = {}
     schemas = {tool.name: tool.parameters for tool in tools}.get(name, {}).get("properties", {})
-    while opened := re.compile(r"<parameter=([^<>\n]+)>\n?").match(text, at):
-        end = text.find("</parameter>", opened.end())
+    while opened := reader.take(r"<parameter=([^<>\n]+)>\n?"):
+        key, start, end = opened[1].strip(), opened.end(), reader.text.find("</parameter>", opened.end())
         if end < 0:
             raise Malformed(f"</parameter> is missing after {shown(opened[0].strip())}")
-        key = opened[1].strip()
-        arguments[key] = converted(text[opened.end() : end].removesuffix("\n"), schemas.get(key, {}))
-        at = skip_space(text, end + len("</parameter>"))
-    if not text.startswith("</function>", at):
-        raise Malformed(f"</function> is missing after the parameters of {shown(name)}")
-    return ToolCall(name, arguments), at + len("</function>")
+        arguments[key] = converted(reader.text[start:end].removesuffix("\n"), schemas.get(key, {}))
+        reader.at = end + len("</parameter>")
+    reader.need("</function>", f"</function> is missing after the parameters of {shown(name)}")
+    return ToolCall(name, arguments)
 
 
 def converted(text: str, schema: Mapping[str, Any]) -> Any:
@@ -100,7 +141,7 @@ def converted(text: str, schema: Mapping[str, Any]) -> Any:
     if not kinds or "string" in kinds:
         return text
     try:  # Qwen's templates write Python's names
-        value = decoded_whole({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
+        value = decoded({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
     except Malformed:
         return text
     if value is None:
@@ -111,43 +152,36 @@ def converted(text: str, schema: Mapping[str, Any]) -> Any:
 
 def llama3(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
     start = after_thinking(text)
-    if tag := next_mark(r"<\|python_tag\|>", text, start):
-        content, at = text[: tag.start()], tag.end()
+    reader = Reader(text, start)
+    if tag := reader.find(r"<\|python_tag\|>"):
+        start = tag.start()
     else:
-        content, at = text[:start], skip_space(text, start)
-        if not (text.startswith("{", at) and re.compile(r'"(parameters|arguments)"\s*:').search(text, at)):
+        reader.at = start
+        if not (reader.take(r"(?=\{)") and re.compile(r'"(parameters|arguments)"\s*:').search(text, reader.at)):
             return text, []
     calls = []
-    while True:
-        value, at = decoded(text, at)
-        calls.append(call_in(value, "parameters", "arguments"))
-        at = skip_space(text, at)
-        if at == len(text):
-            return content, calls
-        if text[at] != ";":
-            raise Malformed(f"{shown(text[at:], 40)} stands after the call")
-        at += 1
+    while not calls or reader.need(";"):
+        calls.append(call_in(reader.json(), "parameters", "arguments"))
+        if reader.take(r"\Z"):
+            break
+    return text[:start], calls
 
 
 def mistral(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
-    mark = next_mark(r"\[TOOL_CALLS\]", text, after_thinking(text))
-    if not mark:
+    reader, calls = Reader(text, after_thinking(text)), []
+    if not (mark := reader.find(r"\[TOOL_CALLS\]")):
         return text, []
-    content, calls, at = text[: mark.start()], [], mark.start()
-    while at < len(text):
-        if not text.startswith("[TOOL_CALLS]", at):
-            raise Malformed(f"{shown(text[at:], 40)} stands after the call")
-        at = skip_space(text, at + len("[TOOL_CALLS]"))
-        if named := re.compile(r"([^\[\]{}\s]+)(?:\[CALL_ID\](\w*))?\[ARGS\]").match(text, at):
-            arguments, at = decoded(text, named.end())
-            values = [{"name": named[1], "arguments": arguments, "id": named[2]}]
+    while not calls or reader.need(r"\[TOOL_CALLS\]"):
+        if named := reader.take(r"([^\[\]{}\s]+)(?:\[CALL_ID\](\w*))?\[ARGS\]"):
+            values = [{"name": named[1], "arguments": reader.json(), "id": named[2]}]
         else:
-            values, at = decoded(text, at)
+            values = reader.json()
         if not isinstance(values, list) or not values:
             raise Malformed("after [TOOL_CALLS] there is no list of calls")
         calls += [call_in(value, "arguments") for value in values]
-        at = skip_space(text, at)
-    return content, calls
+        if reader.take(r"\Z"):
+            break
+    return text[: mark.start()], calls
 
 
 FORMS: dict[str, Callable[[str, Sequence[ToolSpec]], Said]] = {"hermes": hermes, "llama3": llama3, "mistral": mistral}
@@ -169,20 +203,6 @@ def after_thinking(text: str) -> int:
     return end + len("</think>") if opened or unopened else 0
 
 
-def next_mark(marks: str, text: str, at: int) -> re.Match | None:
-    """The next one that is not in a block of <think>."""
-    pattern = re.compile(f"<think>|{marks}")
-    while (mark := pattern.search(text, at)) and mark[0] == "<think>":
-        at = text.find("</think>", mark.end())
-        if at < 0:
-            return None
-    return mark
-
-
-def skip_space(text: str, at: int) -> int:
-    return re.compile(r"\s*").match(text, at).end()
-
-
 def no_number(name: str) -> Any:
     raise Malformed(f"{name} is no JSON")
 
@@ -190,34 +210,11 @@ def no_number(name: str) -> Any:
 DECODER = json.JSONDecoder(parse_constant=no_number)
 
 
-def decoded(text: str, at: int = 0) -> tuple[Any, int]:
-    """The JSON value that begins at `at`, and where it ends."""
-    try:
-        value, end = DECODER.raw_decode(text, skip_space(text, at))
-    except RecursionError:
-        raise Malformed(f"the JSON is nested more than {DEPTH} deep") from None
-    except json.JSONDecodeError as error:
-        place = shown(text[error.pos : error.pos + 20]) if error.pos < len(text) else "the end"
-        raise Malformed(f"the JSON is broken, {error.msg} at {place}") from None
-    except ValueError:  # of int(), which refuses thousands of digits
-        raise Malformed("a number has too many digits") from None
-    inner = [value]
-    for _ in range(DEPTH):
-        inner = [v for o in inner if isinstance(o, (dict, list)) for v in (o.values() if isinstance(o, dict) else o)]
-    if inner:
-        raise Malformed(f"the JSON is nested more than {DEPTH} deep")
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise Malformed("the JSON holds half a character (a surrogate without its other half)") from None
-    return value, end
-
-
-def decoded_whole(text: str) -> Any:
+def decoded(text: str) -> Any:
     """The JSON value that the text is."""
-    value, end = decoded(text)
-    if skip_space(text, end) < len(text):
-        raise Malformed(f"{shown(text[end:], 40)} stands after the JSON")
+    reader = Reader(text)
+    value = reader.json()
+    reader.need(r"\Z", f"{shown(text[reader.at :], 40)} stands after the JSON")
     return value
 
 
@@ -230,7 +227,7 @@ def call_in(value: Any, *keys: str) -> ToolCall:
         raise Malformed("the call has no name")
     if key is None:
         raise Malformed(f"the call of {shown(name, 40)} has no {keys[0]}")
-    arguments = decoded_whole(value[key]) if isinstance(value[key], str) else value[key]
+    arguments = decoded(value[key]) if isinstance(value[key], str) else value[key]
     if not isinstance(arguments, dict):
         raise Malformed(f"the {key} must be an object, not {shown(arguments, 40)}")
     return ToolCall(name, arguments, value["id"] if isinstance(value.get("id"), str) else "")

@@ -36,10 +36,9 @@ def spec_of(function: Callable) -> ToolSpec:
     try:
         described = get_json_schema(function)["function"]
     except Exception as error:  # transformers has a type of its own for each thing that can be missing
-        raise UserError(
-            f"the tool {getattr(function, '__name__', function)!r} cannot be described: {error}; give every parameter a type "
-            "and a line under Args: in the docstring"
-        ) from error
+        name = getattr(function, "__name__", function)
+        fix = "give every parameter a type and a line under Args: in the docstring"
+        raise UserError(f"the tool {name!r} cannot be described: {error}; {fix}") from error
     return ToolSpec(described["name"], described["description"], described["parameters"])
 
 

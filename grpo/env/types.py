@@ -159,18 +159,11 @@ class GroupRewardModel(Protocol):
 
 class Task(EnvBuilder, RewardModel, Protocol):
     """A dataset, the environment that poses each row of it, and the reward for what comes back: `score`, or `score_group`
-    (of a class and one it inherits from the class's own counts)."""
+    (of a class and one it inherits from the class's own counts). A method `claims(example, trajectory) -> Claim | None` is
+    optional, and for evaluations: None where answers are nothing that the task reads."""
 
     def examples(self, split: Split) -> Sequence[Example]:
         """The rows of a split, read once and cheap to index. Raises UserError where there are none."""
-        ...
-
-
-class Claiming(Protocol):
-    """An optional method of a task: evaluations look for it by name."""
-
-    def claims(self, example: Example, trajectory: Trajectory) -> Claim | None:
-        """None where answers are nothing that this task reads."""
         ...
 
 

@@ -18,7 +18,7 @@ from grpo.evaluation.statistics import Estimate
 from grpo.rollout.episodes import play
 from grpo.rollout.samples_table import records
 from grpo.rollout.types import Group, Limits
-from grpo.system.errors import RewardError, RolloutError, UserError, at_least, oneof
+from grpo.system.errors import RewardError, RolloutError, UserError, check_least, oneof
 from grpo.system.seeds import EVALUATION, derive_seed
 
 
@@ -64,7 +64,7 @@ class Evaluator:
     def __post_init__(self) -> None:
         oneof("eval.split", self.split, get_args(Split))
         for name, least in (("samples", 1), ("limit", 1), ("every", 0), ("batch", 1)):
-            at_least(f"eval.{name}", getattr(self, name), least)
+            check_least(f"eval.{name}", getattr(self, name), least)
         if self.samples > 1 and self.sampling.temperature == 0:
             raise UserError(
                 f"eval.samples={self.samples} at temperature 0 are all equal: set eval.sampling.temperature=1"

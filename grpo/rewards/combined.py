@@ -43,42 +43,36 @@ class Rewards:
         self.weights = [1.0] * len(listed) if weights is None else [float(weight) for weight in weights]
         self.solved = solved
         if len(self.weights) != len(listed):
-            raise UserError(
-                f"number of reward weights ({len(self.weights)}) must match number of reward functions "
-                f"({len(listed)}): task.weights={self.weights} for {', '.join(self.names)}; task.weights=null is 1 for each"
-            )
+            sizes = f"({len(self.weights)}) must match number of reward functions ({len(listed)})"
+            fix = f"task.weights={self.weights} for {', '.join(self.names)}; task.weights=null is 1 for each"
+            raise UserError(f"number of reward weights {sizes}: {fix}")
         if twice := [name for name in self.names if self.names.count(name) > 1]:
             raise UserError(f"two reward functions are called {twice[0]!r}: their parts could not be told apart")
         self.warned = False
 
     def check(self, columns: Iterable[str], where: str) -> None:
         """Refuse rows that lack a column which a function cannot do without. where: whose columns they are."""
-        columns = set(columns)
+        given = {*columns}
         for name, function in zip(self.names, self.functions, strict=True):
             for parameter in _parameters(function):
                 needed = parameter.default is parameter.empty and parameter.kind in _NAMED
-                if needed and parameter.name not in columns | _ALWAYS:
-                    raise UserError(
-                        f"the reward function {name!r} needs {parameter.name!r}, which is no column of {where} "
-                        f"({', '.join(sorted(columns))}) and has no default value"
-                    )
+                if needed and parameter.name not in given | _ALWAYS:
+                    lacks = f"{parameter.name!r}, which is no column of {where} ({', '.join(sorted(given))})"
+                    raise UserError(f"the reward function {name!r} needs {lacks} and has no default value")
 
     def score(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
         """A reward for each of the trajectories, which are samples of one example.
 
-        Parts: what each function gave, by its name, before weights; of one that gives a `Reward` that one's parts. A sample of
-        which a function says by a `Reward` that nobody could tell has no reward at all (NaN); nor has one to which none
-        applies (one of weight 0 does not count), of which the log warns once.
+        Parts: the value that each function gave, by the function's name, before weights; where it gave a `Reward`, the parts of
+        that. Two parts of one name raise RewardError. The reward is NaN if any function gives a NaN `Reward`, or if none of the
+        functions with a weight applies; the log warns of the latter once.
         """
         given = self._called(as_lists(example, trajectories))
         rewards = [self._combined([values[i] for values in given]) for i in range(len(trajectories))]
         if not self.warned and any(not reward.known and reward.outcome is None for reward in rewards):
             self.warned = True
-            log.warning(
-                "no reward function (%s) applies to a sample: it has no advantage and teaches nothing. Its columns: %s",
-                ", ".join(self.names),
-                ", ".join(example),
-            )
+            words = "no reward function (%s) applies to a sample: it has no advantage and teaches nothing. Columns: %s"
+            log.warning(words, ", ".join(self.names), ", ".join(example))
         return rewards
 
     def _called(self, arguments: Mapping[str, list]) -> list[list[float | Reward | None]]:
@@ -89,37 +83,10 @@ class Rewards:
                 given.append(function(**{name: arguments[name] for name in names or arguments if name in arguments}))
             except (Exception, SystemExit) as error:
                 given.append(error)
-        places = [i for i, values in enumerate(given) if inspect.isawaitable(values)]
-        if places:
-            for place, values in zip(places, awaited(_side_by_side([given[i] for i in places])), strict=True):
-                given[place] = values
-        return [self._checked(i, values, arguments) for i, values in enumerate(given)]
-
-    def _checked(self, i: int, values: Any, arguments: Mapping[str, list]) -> list[float | Reward | None]:
-        count, name = len(arguments["completions"]), self.names[i]
-        if isinstance(values, BaseException):
-            raise RewardError(f"the reward function {name!r} raised {told(values)}") from values
-        try:
-            values = list(values)
-        except TypeError:
-            raise RewardError(
-                f"the reward function {name!r} gave {type(values).__name__}, not a list of {count} values"
-            ) from None
-        if len(values) != count:
-            raise RewardError(f"the reward function {name!r} gave {len(values)} values for {count} completions")
-        for sample, value in enumerate(values):
-            if isinstance(value, Reward) or value is None:
-                continue
-            try:
-                values[sample] = float(value)
-            except (TypeError, ValueError):
-                raise RewardError(f"the reward function {name!r} gave {value!r}, which is no number", sample) from None
-            if not math.isfinite(values[sample]):
-                raise RewardError(
-                    f"the reward function {name!r} gave {values[sample]}: a number, or None where it does not apply",
-                    sample,
-                )
-        return values
+        if any(map(inspect.isawaitable, given)):
+            given = awaited(_side_by_side(given))
+        count = len(arguments["completions"])
+        return [_checked(name, values, count) for name, values in zip(self.names, given, strict=True)]
 
     def _combined(self, values: Sequence[float | Reward | None]) -> Reward:
         """The weighted sum of what one sample was given."""
@@ -128,13 +95,14 @@ class Rewards:
             if value is None:
                 continue
             applies = applies or weight != 0  # what is only logged is no reward
+            more = value.parts if isinstance(value, Reward) else {name: value}
+            if both := parts.keys() & more.keys():
+                raise RewardError(f"two reward functions give a part {min(both)!r}: rename one, only one can be logged")
+            parts |= more
             if isinstance(value, Reward):
-                parts |= value.parts
                 if graded is None or graded.correct or not value.known:  # right is right by all that grade
                     graded = value
                 value = value.value
-            else:
-                parts[name] = value
             total += weight * value if weight else 0.0
         if not applies:
             return Reward(math.nan, False, parts)
@@ -143,8 +111,35 @@ class Rewards:
         return Reward(total, graded.correct, parts, graded.outcome)
 
 
-async def _side_by_side(waiting: Sequence[Any]) -> list[Any]:
-    return await asyncio.gather(*waiting, return_exceptions=True)
+def _checked(name: str, values: Any, count: int) -> list[float | Reward | None]:
+    function = f"the reward function {name!r}"
+    if isinstance(values, BaseException):
+        raise RewardError(f"{function} raised {told(values)}") from values
+    try:
+        values = list(values)
+    except TypeError:
+        raise RewardError(f"{function} gave {type(values).__name__}, not a list of {count} values") from None
+    if len(values) != count:
+        raise RewardError(f"{function} gave {len(values)} values for {count} completions")
+    for sample, value in enumerate(values):
+        if isinstance(value, Reward) or value is None:
+            continue
+        try:
+            values[sample] = float(value)
+        except (TypeError, ValueError):
+            raise RewardError(f"{function} gave {value!r}, which is no number", sample) from None
+        if not math.isfinite(values[sample]):
+            raise RewardError(f"{function} gave {values[sample]}: a number, or None where it does not apply", sample)
+    return values
+
+
+async def _side_by_side(given: Sequence[Any]) -> list[Any]:
+    """The same, with the results or exceptions of the coroutines among them, which run at the same time."""
+
+    async def one(values: Any) -> Any:
+        return await values if inspect.isawaitable(values) else values
+
+    return await asyncio.gather(*map(one, given), return_exceptions=True)
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -162,8 +157,7 @@ def _parameters(function: Function) -> list[inspect.Parameter]:
 def _wanted(function: Function) -> list[str]:
     """The arguments that a function names; none of them means all, as for one with **columns."""
     parameters = _parameters(function)
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return [] if takes_all else [parameter.name for parameter in parameters]
+    return [] if any(one.kind is one.VAR_KEYWORD for one in parameters) else [one.name for one in parameters]
 
 
 def as_lists(example: Example, trajectories: Sequence[Trajectory]) -> dict[str, list]:

@@ -111,12 +111,12 @@ def cosine_length(
 ) -> list[float | None]:
     """Right answers earn the more the shorter, wrong ones lose the more the shorter, along half a cosine up to `limit`
     (arXiv 2502.03373, sec. 4.2). right and wrong: (least, most). None where the grader could not tell."""
-    found: list[float | None] = []
-    for reward, size in zip(correct(completions, gold), _sizes(completions, lengths), strict=True):
-        short, long = (right[1], right[0]) if reward.correct else (wrong[0], wrong[1])
-        value = long + (short - long) * (1 + math.cos(math.pi * min(size / limit, 1.0))) / 2
-        found.append(value if reward.known else None)
-    return found
+
+    def value(reward: Reward, size: int) -> float | None:
+        long, short = right if reward.correct else wrong[::-1]
+        return long + (short - long) * (1 + math.cos(math.pi * min(size / limit, 1.0))) / 2 if reward.known else None
+
+    return list(map(value, correct(completions, gold), _sizes(completions, lengths)))
 
 
 def repetition(completions: Completions, size: int = 3, most: float = 1.0, **columns: Any) -> list[float]:
@@ -153,8 +153,8 @@ class Normalised:
         def scaled(value: float | Reward | None) -> float | Reward | None:
             if isinstance(value, Reward):
                 return replace(value, value=scaled(value.value))
-            return (
-                value if value is None or value != value else (min(max(value, self.low), self.high) - self.low) / width
-            )
+            if value is None or math.isnan(value):
+                return value
+            return (min(max(value, self.low), self.high) - self.low) / width
 
         return [scaled(value) for value in values]

@@ -23,7 +23,8 @@ def locate(name: str) -> Function:
     shipped = _functions_in(import_module(SHIPPED), own=True)
     if name in shipped:
         name = f"{SHIPPED}.{name}"
-    file, colon, attribute = name.rpartition(":")
+    colon = ":" if ":" in name else ""
+    owner, _, attribute = name.rpartition(colon or ".")
     if name.endswith(".py"):
         raise UserError(f"the reward function {name!r} is a file: say which of its functions, {name}:NAME")
     if Path(name).expanduser().is_dir() or ("/" in name and not colon):
@@ -32,21 +33,14 @@ def locate(name: str) -> Function:
         return Classifier(name)
     if not colon and "." not in name:
         near = get_close_matches(name, shipped, n=1)
-        raise UserError(
-            f"there is no reward function {name!r}{f'; did you mean {near[0]}?' if near else ''} Give one of "
-            f"{', '.join(shipped)}, a dotted path, FILE.py:NAME, or the folder or hub id of a reward model"
-        )
+        hint = f"; did you mean {near[0]}?" if near else ""
+        forms = f"{', '.join(shipped)}, a dotted path, FILE.py:NAME, or the folder or hub id of a reward model"
+        raise UserError(f"there is no reward function {name!r}{hint} Give one of {forms}")
     try:
-        if colon:
-            module = _module_of_file(Path(file).expanduser())
-        else:
-            module_name, _, attribute = name.rpartition(".")
-            module = import_module(module_name)
+        module = _module_of_file(Path(owner).expanduser()) if colon else import_module(owner)
     except Exception as error:  # whatever a user's module does when it is imported
-        raise UserError(
-            f"the reward function {name!r} cannot be imported: {type(error).__name__}: {error} (its folder must be on "
-            "PYTHONPATH, or say FILE.py:NAME)"
-        ) from error
+        reason = f"{type(error).__name__}: {error} (its folder must be on PYTHONPATH, or say FILE.py:NAME)"
+        raise UserError(f"the reward function {name!r} cannot be imported: {reason}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         there = ", ".join(_functions_in(module)) or "none"

@@ -16,7 +16,7 @@ def oneof(name: str, value: Any, allowed: Iterable[str]) -> None:
         raise UserError(f"{name}={value} is not one of {', '.join(map(str, allowed))}")
 
 
-def at_least(name: str, value: float | None, least: float, more: str = "") -> None:
+def check_least(name: str, value: float | None, least: float, more: str = "") -> None:
     """Raises UserError where a setting is below `least`; None passes. more: the end of the message."""
     if value is not None and value < least:
         raise UserError(f"{name}={value} must be at least {least}{more}")

@@ -14,13 +14,13 @@ import importlib
 import json
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +89,12 @@ class Workers:
         if me not in self.workers:
             try:
                 self.workers[me] = _Worker(self.arguments)
-                self.workers[me].warm_up()
-            except OSError as error:
-                raise WorkerError(f"no worker can be started: {error}") from error
-            except WorkerError:
+                first = self.workers[me].answer(START_LIMIT)
+                if "error" in first:
+                    raise WorkerError(first["error"])
+            except (OSError, WorkerError) as error:
                 self._end()
-                raise
+                raise WorkerError(f"the worker did not start: {error}") from error
         return self.workers[me]
 
     def _end(self) -> None:
@@ -103,48 +103,38 @@ class Workers:
 
 
 class _Worker:
-    """The parent's end of one process: a line of JSON in, a line of JSON out."""
+    """The parent's end of one process."""
 
     def __init__(self, arguments: str) -> None:
         paths = [str(Path(__file__).parents[2]), *(path or os.getcwd() for path in sys.path)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": "1"},
-        )
-        self.poll = select.poll()  # not select.select: a training process may have more than 1,024 open files
-        self.poll.register(self.process.stdout, select.POLLIN)
-
-    def warm_up(self) -> None:
-        try:
-            answer = self._read(START_LIMIT)
-        except TimeoutError as error:
-            raise WorkerError("the worker did not start") from error
-        if "error" in answer:
-            raise WorkerError(f"the worker did not start: {answer['error']}")
+        self.connection, theirs = Pipe()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": "1"},
+                pass_fds=[theirs.fileno()],
+            )
 
     def ask(self, args: tuple, deadline: float) -> dict[str, Any]:
-        with contextlib.suppress(BrokenPipeError):  # it died idle, which the read reports
-            self.process.stdin.write(json.dumps(args).encode() + b"\n")
-            self.process.stdin.flush()
-        return self._read(deadline)
+        with contextlib.suppress(OSError):  # it died idle, which the answer reports
+            self.connection.send_bytes(json.dumps(args).encode())
+        return self.answer(deadline)
 
-    def _read(self, seconds: float) -> dict[str, Any]:
-        if not self.poll.poll(seconds * 1000):
+    def answer(self, seconds: float) -> dict[str, Any]:
+        if not self.connection.poll(seconds):
             raise TimeoutError(f"no result after {seconds} s")
-        line = self.process.stdout.readline()
-        if not line.endswith(b"\n"):
-            raise WorkerError("the worker died")
-        return json.loads(line)
+        try:
+            return json.loads(self.connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise WorkerError("the worker died") from error
 
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
-        self.process.stdout.close()
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+        self.connection.close()
 
 
 def main() -> None:
@@ -152,16 +142,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    path, deadline, memory, warm_up = json.loads(sys.argv[1])
+    connection, (path, deadline, memory, args) = Connection(int(sys.argv[1])), json.loads(sys.argv[2])
     with contextlib.suppress(ValueError, OSError):  # macOS knows the limit, and refuses it
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    lines, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", 0)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
     module, _, name = path.rpartition(".")
     function, limit = getattr(importlib.import_module(module), name), START_LIMIT
-    for args in chain([warm_up], map(json.loads, lines)):  # ends with the parent
+    while True:
         signal.setitimer(signal.ITIMER_PROF, limit)  # ends a busy worker without a parent to kill it
         try:
             reply = json.dumps({"result": function(*args)})
@@ -169,8 +155,8 @@ def main() -> None:
             os._exit(1)
         except Exception as error:
             reply = json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]})
-        replies.write(reply.encode() + b"\n")
-        limit = 2 * deadline
+        connection.send_bytes(reply.encode())
+        args, limit = json.loads(connection.recv_bytes()), 2 * deadline  # EOFError: the parent has ended
 
 
 if __name__ == "__main__":

@@ -58,10 +58,10 @@ def test_a_hub_that_cannot_be_reached_is_said():
     ("more", "message"),
     [
         ({"train_limit": 0}, "task.train_limit=0 must be at least 1"),
-        ({"splits": {"dev": "train"}}, "task.splits has 'dev', which is not one of train, validation, test"),
-        ({"held_out": {"train": 0.1}}, "task.held_out has 'train'"),
+        ({"splits": {"dev": "train"}}, "task.splits=dev is not one of train, validation, test"),
+        ({"held_out": {"train": 0.1}}, "task.held_out=train is not one of validation, test"),
         ({"held_out": {"validation": 1.2}}, "task.held_out="),
-        ({"filters": ["short"]}, "task.filters has 'short', which is not one of empty, duplicate"),
+        ({"filters": ["short"]}, "task.filters=short is not one of empty, duplicate"),
         ({"streaming": True}, "set task.train_limit"),
     ],
 )

@@ -115,6 +115,15 @@ def test_what_nobody_could_tell_is_never_a_zero():
     assert right.parts == {"steps": 2.0, "letters": 2.0}
 
 
+def test_two_parts_of_one_name_are_refused():
+    def steps(completions, **columns):
+        return [Reward(1.0, True, {"letters": 2.0})] * len(completions)
+
+    with pytest.raises(RewardError, match="two reward functions give a part 'letters'"):
+        Rewards([letters, steps]).score({}, [said("ab")])
+    assert Rewards([steps, later]).score({}, [said("ab")])[0].parts == {"letters": 2.0, "later": 0.5}
+
+
 @pytest.mark.parametrize(
     ("gives", "message"),
     [

@@ -448,14 +448,12 @@ run_program("import time; time.sleep(600)", ProgramLimits(seconds=600))
 def test_without_landlock_a_program_runs_only_unconfined():
     """In a process for which the kernel has no Landlock."""
     code = """
-import ctypes
 from grpo.rewards.code import sandbox_child
 from grpo.rewards.code.sandbox import ProgramLimits, run_program
 from grpo.system.errors import UserError
-sandbox_child.checked(sandbox_child.prctl(38, 1), "no_new_privs")
+sandbox_child.checked("no_new_privs", sandbox_child.libc.prctl, 38, 1)
 code = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (6, 0, 0, 0x00050000 | 38), (6, 0, 0, 0x7FFF0000)]
-steps = (sandbox_child.Instruction * 4)(*code)
-sandbox_child.checked(sandbox_child.prctl(22, 2, ctypes.byref(sandbox_child.Filter(4, steps))), "seccomp")
+sandbox_child.seccomp(code)
 try:
     run_program("")
 except UserError as error:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo.system.errors import UserError, at_least, oneof
+from grpo.system.errors import UserError, check_least, oneof
 
 
 def test_a_word_that_is_not_allowed():
@@ -14,7 +14,7 @@ def test_a_word_that_is_not_allowed():
 
 def test_a_number_that_is_too_small():
     for value in (1, 2.5, None):
-        at_least("eval.limit", value, 1)
+        check_least("eval.limit", value, 1)
     with pytest.raises(UserError) as refusal:
-        at_least("eval.limit", 0, 1, ", or null for all rows")
+        check_least("eval.limit", 0, 1, ", or null for all rows")
     assert str(refusal.value) == "eval.limit=0 must be at least 1, or null for all rows"

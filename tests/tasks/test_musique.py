@@ -11,7 +11,7 @@ from grpo.env.tools import ToolEnv
 from grpo.env.types import Action, Example, Reward, Step, Trajectory
 from grpo.env.types import build as build_env
 from grpo.system.errors import UserError
-from tasks.musique import NOTHING, KnowledgeBase, Musique, Paragraph, em, f1, knowledge, normalised, question_of
+from tasks.musique import NOTHING, Musique, Paragraph, em, f1, normalised, question_of, search_of
 
 OURS = EXAMPLES / "musique.jsonl"
 REAL = REAL_DATA / "musique_200.jsonl"
@@ -84,9 +84,9 @@ def test_what_bm25_finds_of_the_real_questions():
     own = every = at_once = 0
     for row in rows:
         paragraphs, queries = question_of(row).paragraphs, hop_queries(row)
-        base = knowledge(paragraphs, 3)
+        find = search_of(tuple(paragraphs), 3)
         hops = zip(queries, row["decomposition"], strict=True)
-        own += all(paragraphs[hop["support"]] in base.found(query) for query, hop in hops)
+        own += all(paragraphs[hop["support"]].shown in find(query).split("\n\n") for query, hop in hops)
         every += scored(task, row, *map(search, queries), say("\\boxed{?}")).parts["supports"] == 1
         at_once += scored(task, row, search(row["question"]), say("\\boxed{?}")).parts["supports"] == 1
     # the search of every hop finds the paragraph of that hop: 70.5 %; one of the searches does: 83 %; the whole question: 13.5 %
@@ -103,29 +103,21 @@ def test_an_oracle_earns_everything():
 
 
 def test_a_search_shows_the_best_paragraphs_as_text():
-    paragraphs = [
+    paragraphs = (
         Paragraph("Otter", "An otter swims.", False),
         Paragraph("Badger", "A badger digs.", False),
         Paragraph("Marten", "A marten climbs, the badger digs, and digs.", False),
         Paragraph("Vole", "A vole digs.", False),
-    ]
-    base = KnowledgeBase(paragraphs, k=2)
-    assert (
-        base.search("Where is the BADGER?")
-        == "Badger\nA badger digs.\n\nMarten\nA marten climbs, the badger digs, and digs."
     )
-    assert [p.title for p in KnowledgeBase(paragraphs, k=9).found("digs")] == [
-        "Marten",
-        "Badger",
-        "Vole",
-    ]  # equals: in order
-    assert base.search("otter").count("\n\n") == 0  # one that shares no word is not shown to make up the number
-    assert [p.title for p in base.found("digs")] == ["Marten", "Badger"]
+    otter, badger, marten, vole = (paragraph.shown for paragraph in paragraphs)
+    find = search_of(paragraphs, 2)
+    assert find("Where is the BADGER?") == f"{badger}\n\n{marten}" == f"Badger\nA badger digs.\n\n{marten}"
+    assert search_of(paragraphs, 9)("digs").split("\n\n") == [marten, badger, vole]  # equals: in order
+    assert find("otter") == otter  # one that shares no word is not shown to make up the number
+    assert find("digs").split("\n\n") == [marten, badger]
     for query in ("zebra", "", "is it the", "?"):
-        assert base.search(query) == NOTHING
-    assert (
-        KnowledgeBase([Paragraph("?", "!", False)], k=2).search("what") == KnowledgeBase([], k=2).search("x") == NOTHING
-    )
+        assert find(query) == NOTHING
+    assert search_of((Paragraph("?", "!", False),), 2)("what") == search_of((), 2)("x") == NOTHING
 
 
 def test_the_tool_is_described_and_its_failures_are_text():
@@ -143,12 +135,12 @@ def test_the_tool_is_described_and_its_failures_are_text():
 
 
 def test_the_index_is_made_once_a_question():
-    knowledge.cache_clear()
+    search_of.cache_clear()
     task = task_of()
     for row in task.examples("test"):
         for _ in range(4):
             task.build(row)
-    assert (knowledge.cache_info().misses, knowledge.cache_info().hits) == (3, 9)
+    assert (search_of.cache_info().misses, search_of.cache_info().hits) == (3, 9)
 
 
 # -- what an answer is worth

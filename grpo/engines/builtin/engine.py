@@ -15,7 +15,7 @@ from grpo.engines.builtin.agreement import cache_for
 from grpo.engines.builtin.sampler import Draws
 from grpo.engines.protocol import Sampling
 from grpo.env.tokens import Completion
-from grpo.system.errors import UserError, at_least
+from grpo.system.errors import UserError, check_least
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class TransformersEngine:
     """max_cache_tokens: tokens whose keys and values may be kept at a time. Samples without room wait; a lone one has it."""
 
     def __init__(self, max_cache_tokens: int = 65536) -> None:
-        at_least("engine.max_cache_tokens", max_cache_tokens, 1)
+        check_least("engine.max_cache_tokens", max_cache_tokens, 1)
         self.max_cache_tokens = max_cache_tokens
         self.version: int | None = None
         self.model: nn.Module | None = None

@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from grpo.rewards.code import sandbox_child
 from grpo.system.errors import UserError
@@ -77,48 +77,37 @@ def run_program(program: str, limits: ProgramLimits | None = None, unconfined: b
     """
     limits = limits or ProgramLimits()
     began = time.monotonic()
-    base = tempfile.mkdtemp(prefix="grpo-sandbox-")
-    folder = os.path.join(base, "work")
-    process = None
-    try:
-        os.mkdir(folder, 0o700)
-        os.chmod(base, 0o711)  # the child may be another user: it passes through, and lists nothing
-        token = secrets.token_bytes(sandbox_child.SECRET_BYTES)
-        with (
-            open(os.path.join(base, "in"), "w+b") as stdin,
-            open(os.path.join(base, "out"), "a+b", opener=_private) as stdout,
-            open(os.path.join(base, "err"), "a+b", opener=_private) as stderr,
-        ):
-            os.unlink(stdin.name)
-            stdin.write(token + program.encode(errors="surrogatepass"))
-            stdin.seek(0)
-            heard, status = os.pipe()
-            try:
-                process = _start(folder, status, limits, unconfined, stdin, stdout, stderr)
-            finally:
-                os.close(status)
-                if process is None:
-                    os.close(heard)
-            try:
-                ending, said = _watch(process, heard, folder, limits)
-            finally:
-                _kill(process, group=unconfined)
-                os.close(heard)
-            first, started, last = said.partition(sandbox_child.MARK)
-            if first.startswith(sandbox_child.REFUSED):
-                reason = first.removeprefix(sandbox_child.REFUSED).decode(errors="replace")
-                raise UserError(
-                    f"a program cannot be confined here ({reason}): use Linux with Landlock, in a container that permits it, "
-                    "or accept limits of time, memory and file size alone with unconfined=True"
-                )
-            if not started:
-                ending = "unstarted"
-            elif ending is None:
-                ending = {token: "passed", sandbox_child.OUT_OF_MEMORY: "memory"}.get(last, "failed")
-                ending = "timeout" if process.returncode == -signal.SIGXCPU else ending
-            out, err = _tail(stdout, limits.output), _tail(stderr, limits.output)
-    finally:
-        _remove(base)
+    token = secrets.token_bytes(sandbox_child.SECRET_BYTES)
+    with contextlib.ExitStack() as stack:
+        folder = tempfile.mkdtemp(prefix="grpo-sandbox-")
+        stack.callback(_remove, folder)
+        stdin, stdout, stderr = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        stdin.write(token + program.encode(errors="surrogatepass"))
+        stdin.seek(0)
+        heard, status = os.pipe()
+        stack.callback(os.close, heard)
+        try:
+            process = _start(folder, status, limits, unconfined, stdin=stdin, stdout=stdout, stderr=stderr)
+        finally:
+            os.close(status)
+        try:
+            ending, said = _watch(process, heard, folder, limits)
+        finally:
+            _kill(process, group=unconfined)
+        first, started, last = said.partition(sandbox_child.MARK)
+        if first.startswith(sandbox_child.REFUSED):
+            reason = first.removeprefix(sandbox_child.REFUSED).decode(errors="replace")
+            raise UserError(
+                f"a program cannot be confined here ({reason}): use Linux with Landlock, in a container that permits it, "
+                "or accept limits of time, memory and file size alone with unconfined=True"
+            )
+        if not started:
+            ending = "unstarted"
+        elif ending is None and process.returncode == -signal.SIGXCPU:
+            ending = "timeout"
+        elif ending is None:
+            ending = {token: "passed", sandbox_child.OUT_OF_MEMORY: "memory"}.get(last, "failed")
+        out, err = _tail(stdout, limits.output), _tail(stderr, limits.output)
     confinement = tuple(first.decode(errors="replace").split(", ")) if started else ()
     return Result(ending, process.returncode, out, err, time.monotonic() - began, confinement)
 
@@ -129,21 +118,12 @@ def confinement() -> tuple[str, ...]:
     return run_program("").confinement
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
-def _start(
-    folder: str, status: int, limits: ProgramLimits, unconfined: bool, stdin, stdout, stderr
-) -> subprocess.Popen:
+def _start(folder: str, status: int, limits: ProgramLimits, unconfined: bool, **files: IO) -> subprocess.Popen:
     amounts = limits.memory_mb, limits.disk_mb, limits.threads, float(limits.seconds)
     numbers = status, int(unconfined), os.getpid(), *amounts
     return subprocess.Popen(
         # -s -S -P -B: no site-packages, no other folder to import from, no bytecode written; the environment is ours
         [getattr(sys, "_base_executable", None) or sys.executable, "-sSPB", _LAUNCHER, folder, *map(str, numbers)],
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
         cwd=folder,
         env={
             "PATH": "/usr/bin:/bin",
@@ -154,26 +134,24 @@ def _start(
         },
         pass_fds=(status,),
         start_new_session=True,
+        **files,
     )
 
 
 def _watch(process: subprocess.Popen, heard: int, folder: str, limits: ProgramLimits) -> tuple[Ending | None, bytes]:
     """Waits for the end, which may be ours: ("timeout", ...) or ("disk", ...). Also what the child said on its pipe."""
-    said, listening, look = b"", True, time.monotonic() + LOOK_EVERY
+    said, listening = b"", True
     deadline, started = time.monotonic() + START_SECONDS, False
     poll = select.poll()
     poll.register(heard, select.POLLIN)
     while True:
         if process.poll() is not None:  # asked first: what it said is complete now, and in time however late we look
             return None, said + (os.read(heard, 4096) if poll.poll(0) else b"")
-        now = time.monotonic()
-        if now >= deadline:
+        wait = min(deadline - time.monotonic(), LOOK_EVERY)
+        if wait <= 0:
             return "timeout", said
-        if now >= look:
-            if _exceeds(folder, limits.disk_mb << 20):
-                return "disk", said
-            look = time.monotonic() + LOOK_EVERY
-        wait = min(deadline - now, LOOK_EVERY)
+        if _exceeds(folder, limits.disk_mb << 20):
+            return "disk", said
         if not listening:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(wait)
@@ -215,7 +193,7 @@ def _kill(process: subprocess.Popen, group: bool) -> None:
     process.wait()
 
 
-def _tail(file, size: int) -> str:
+def _tail(file: IO, size: int) -> str:
     end = os.fstat(file.fileno()).st_size
     return os.pread(file.fileno(), size, max(0, end - size)).decode(errors="replace")
 

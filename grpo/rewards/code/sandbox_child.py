@@ -101,20 +101,13 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.malloc.restype = ctypes.c_void_p
 
 
-def checked(value: int, what: str) -> int:
-    if value < 0:
+def checked(what: str, function, *arguments) -> int:
+    """The result of a function of libc; arguments that are left out are 0. Raises OSError where it fails."""
+    given = (*arguments, 0, 0, 0, 0)
+    result = function(*(ctypes.c_long(one) if isinstance(one, int) else one for one in given))
+    if result < 0:
         raise OSError(f"{what}: {os.strerror(ctypes.get_errno())}")
-    return value
-
-
-def syscall(number: int, *arguments) -> int:
-    wide = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
-    return libc.syscall(ctypes.c_long(number), *wide)
-
-
-def prctl(option: int, *arguments) -> int:
-    wide = [ctypes.c_ulong(argument) if isinstance(argument, int) else argument for argument in arguments]
-    return libc.prctl(option, *wide, *[ctypes.c_ulong(0)] * (4 - len(arguments)))
+    return result
 
 
 def limit_resources(seconds: float, memory_mb: int, disk_mb: int, threads: int | None) -> None:
@@ -142,7 +135,7 @@ def become_unprivileged(folder: str) -> bool:
     """
     own_user = False
     if os.geteuid() == 0:
-        prctl(8, 1)  # PR_SET_KEEPCAPS
+        libc.prctl(8, 1, 0, 0, 0)  # PR_SET_KEEPCAPS
         for user in (OWN_USERS + os.getpid(), NOBODY):
             try:
                 os.chown(folder, user, user)
@@ -154,7 +147,7 @@ def become_unprivileged(folder: str) -> bool:
             except OSError:  # a container may have neither the user nor the right
                 continue
     header, data = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0)), ctypes.create_string_buffer(24)
-    checked(libc.capget(header, data), "capget")
+    checked("capget", libc.capget, header, data)
     permitted = struct.unpack("=6I", data.raw)[1]
     kept = 0
     if os.geteuid() != 0:
@@ -164,19 +157,19 @@ def become_unprivileged(folder: str) -> bool:
         except PermissionError:
             kept = next((bit for bit in (1 << 2, 1 << 1) if permitted & bit), 0)  # DAC_READ_SEARCH, else DAC_OVERRIDE
     data.raw = struct.pack("=6I", kept, kept, 0, 0, 0, 0)
-    checked(libc.capset(header, data), "capset")
+    checked("capset", libc.capset, header, data)
     return own_user
 
 
 def landlock(folder: str) -> int:
     """Reading of the interpreter and the system's libraries, anything in `folder`, and nothing else. The kernel's ABI."""
-    abi = checked(syscall(444, None, 0, 1), "Landlock")
+    abi = checked("Landlock", libc.syscall, 444, None, 0, 1)
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
     network = 0b11 if abi >= 4 else 0  # no TCP port may be bound or connected to
     scope = 0b11 if abi >= 6 else 0  # no signal to, no abstract socket of, a process outside
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
     attributes = ctypes.create_string_buffer(struct.pack("=QQQ", rights, network, scope))
-    ruleset = checked(syscall(444, attributes, size, 0), "Landlock")
+    ruleset = checked("Landlock", libc.syscall, 444, attributes, size)
 
     execute, write_file, read_file, read_folder, truncate = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
     special = 0b1001_1110_0100_0000  # making of devices, sockets, pipes and links; ioctl on devices
@@ -189,7 +182,7 @@ def landlock(folder: str) -> int:
         if not os.path.isdir(path):
             allowed &= write_file | read_file | truncate
         rule = ctypes.create_string_buffer(struct.pack("=Qi", allowed & rights, handle))
-        checked(syscall(445, ruleset, 1, rule, 0), f"Landlock: {path}")
+        checked(f"Landlock: {path}", libc.syscall, 445, ruleset, 1, rule)
         os.close(handle)
 
     installation = {*sys.path, *(f"{prefix}/lib" for prefix in (sys.base_prefix, sys.base_exec_prefix) if prefix)}
@@ -198,47 +191,36 @@ def landlock(folder: str) -> int:
         permit(path, read_file | read_folder)
     permit("/dev/null", read_file | write_file | truncate)
     permit(folder, rights & ~(execute | special))
-    checked(
-        syscall(446, ruleset, 1 if abi >= 7 else 0), "Landlock"
-    )  # 1: what it denies is no news for the system's log
+    quiet = abi >= 7  # what it denies is no news for the system's log
+    checked("Landlock", libc.syscall, 446, ruleset, int(quiet))
     os.close(ruleset)
     return abi
 
 
-class Instruction(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_uint16), ("true", ctypes.c_uint8), ("false", ctypes.c_uint8), ("k", ctypes.c_uint32))
-
-
-class Filter(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_uint16), ("code", ctypes.POINTER(Instruction)))
-
-
-def seccomp() -> None:
-    code = seccomp_filter(os.uname().machine, os.getpid())
-    instructions = (Instruction * len(code))(*code)
-    checked(prctl(22, 2, ctypes.byref(Filter(len(code), instructions))), "seccomp")
+def seccomp(instructions: list[tuple[int, int, int, int]]) -> None:
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in instructions))
+    program = ctypes.create_string_buffer(struct.pack("@HP", len(instructions), ctypes.addressof(code)))
+    checked("seccomp", libc.prctl, 22, 2, program)
 
 
 def confine(folder: str, parent: int, seconds: float, memory_mb: int, disk_mb: int, threads: int) -> list[str]:
     """Returns the measures in force. Raises OSError where the platform lacks one of them; others may be in force then."""
     if sys.platform != "linux" or os.uname().machine not in AUDIT_ARCH:
         raise OSError(f"{sys.platform} on {os.uname().machine}")
-    checked(prctl(38, 1), "no_new_privs")
+    checked("no_new_privs", libc.prctl, 38, 1)
     if os.access("/proc/self/oom_score_adj", os.W_OK):
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # where the machine runs out of memory all the same, this goes first, not the training
     own_user = become_unprivileged(folder)
-    checked(prctl(1, 9), "parent's death")  # SIGKILL when the parent ends; becoming another user unset it before
+    checked("parent's death", libc.prctl, 1, 9)  # SIGKILL when the parent ends; becoming another user unset it before
     if os.getppid() != parent:
         os._exit(1)
-    if (
-        not own_user
-    ):  # the limit counts all threads of the user, which are no more than the machine's: "... running/all pid"
+    if not own_user:  # the limit counts all threads of the user, of the machine at most: "... running/all pid"
         with open("/proc/loadavg") as file:
             threads += int(file.read().split()[3].partition("/")[2])
     limit_resources(seconds, memory_mb, disk_mb, threads)
     abi = landlock(folder)
-    seccomp()
+    seccomp(seccomp_filter(os.uname().machine, os.getpid()))
     return [f"landlock {abi}", "seccomp", *["own user"] * own_user, "limits"]
 
 
@@ -247,10 +229,9 @@ def main() -> None:
     status, unconfined, parent, memory_mb, disk_mb, threads = map(int, numbers[:-1])
     seconds = float(numbers[-1])
     os.set_inheritable(status, False)
-    secret = libc.malloc(
-        SECRET_BYTES
-    )  # in no Python object, where a walk through frames or the garbage collector meets it
-    checked(libc.read(0, ctypes.c_void_p(secret), SECRET_BYTES), "standard input")
+    # in no Python object, where a walk through frames or the garbage collector meets it
+    secret = libc.malloc(SECRET_BYTES)
+    checked("standard input", libc.read, 0, ctypes.c_void_p(secret), SECRET_BYTES)
     with open(0, "rb") as file:  # closes it
         program = file.read()
     os.open(os.devnull, os.O_RDONLY)  # takes its place as number 0

@@ -7,6 +7,7 @@ Knows no algebra: where it is needed `equal` returns None, and `grading` asks ma
 import re
 from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from grpo.rewards.math.arithmetic import Value, multiply, same, value
@@ -117,11 +118,8 @@ _REWRITES = [
         (r"(?:√|(?<![\\a-zA-Z])sqrt)\s*(?:\(([^()]*)\)|([0-9]+(?:\.[0-9]+)?|[a-z]))", r"\\sqrt{\1\2}"),
         (r"√", r"\\sqrt"),
         (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?|\\displaystyle|(?<!\\)\\!\s*|\\?\$|\bUSD\b", ""),
-        (
-            r"\\(?:tiny|small|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline|pounds|checkmark)(?![a-zA-Z])"
-            r"|\\(?:text)?color\s*\{[^{}]*\}",
-            "",
-        ),
+        (r"\\(?:tiny|small|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline|pounds|checkmark)(?![a-zA-Z])", ""),
+        (r"\\(?:text)?color\s*\{[^{}]*\}", ""),
         (r"(?i)\b(?:the )?(?:final )?answer(?: is)?[:\s]+", ""),
         (r"\\text\s*\{\s*\}", ""),
         (r"^\\text\s*\{\s*(-?[0-9][^{}]*)\}$", r"\1"),
@@ -144,7 +142,7 @@ _REWRITES = [
         (r"\*\*", "^"),
         (
             r"(?<![\w.,^])[1-9][0-9]{0,2}(?:(?:\\[,;: ]|[ ~])[0-9]{3})+(?![0-9])",
-            lambda match: re.sub(r"[^0-9]", "", match[0]),
+            lambda match: re.sub(r"\D", "", match[0]),
         ),
         (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-zA-Z])", " "),
         (r"\\frac\s*([0-9a-z])", r"\\frac{\1}"),
@@ -153,10 +151,7 @@ _REWRITES = [
         (r"\\([lgn]e)q?(?:slant)?(?![a-zA-Z])", r"\\\1 "),
         (r"\s*(?:\\%|\\text\s*\{\s*(?:percent|%|\\%)\s*\}|(?<![a-zA-Z])per ?cent\b)", "%"),
         (r"\\deg(?:ree)?(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
-        (
-            r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)([0-9.]+)\s*\^\\circ",
-            r"\1\\frac{\2\\pi}{180}",
-        ),
+        (r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)([0-9.]+)\s*\^\\circ", r"\1\\frac{\2\\pi}{180}"),
         (r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*\{([0-9]{1,50})\}", lambda match: _repeating(*match.groups())),
         (
             r"(?<=[0-9])\s*(?:\\text\s*\{\s*)?(thousand|million|billion|trillion)\b\s*\}?",
@@ -195,9 +190,8 @@ _UNITS = re.compile(
     r"|(?<=[0-9a-zA-Z)}\]])(?:\s*(?:/|\\cdot)?\s*\\text\s*\{[^{}]*\}(?:\s*\^\s*\{?-?[0-9]\}?)?)+$"
 )
 _NAMED = re.compile(r"(\\?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?)\s*=")  # and not \sum_{k=
-_WORDS = re.compile(
-    r"(?=\\text\s*\{[\s(]*[a-zA-Z])(?:\\text\s*\{[^{}]*\} ?)+"
-)  # \text{Evelyn}, and not \text{5 apples}
+# \text{Evelyn}, and not \text{5 apples}
+_WORDS = re.compile(r"(?=\\text\s*\{[\s(]*[a-zA-Z])(?:\\text\s*\{[^{}]*\} ?)+")
 _PIECE = re.compile(r"\\text\s*\{([^{}]*)\}")
 _BASED = re.compile(r"\(?([0-9][0-9A-F]*)\)?_\{?([0-9]+)\}?")
 _APART = re.compile(r"[0-9] +[0-9]")
@@ -230,11 +224,8 @@ def reading_of(answer: str) -> Reading:
 def readable(answer: str) -> bool:
     """Whether algebra should look at it. "1 0" is no way to write 10, and math-verify needs seconds for 16 brackets."""
     text = reading_of(answer).amount if len(answer) <= MAX_LENGTH else ""
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "({[") - (character in ")}]")
-        deepest = max(deepest, depth)
-    return bool(text) and deepest <= MAX_NESTING and not _APART.search(text)
+    depths = accumulate((character in "({[") - (character in ")}]") for character in text)
+    return bool(text) and max(depths) <= MAX_NESTING and not _APART.search(text)
 
 
 def without_names(answer: str, gold: str) -> tuple[str, str]:
