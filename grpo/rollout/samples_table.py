@@ -63,10 +63,10 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     rows = list(rows)
     names = dict.fromkeys(name for row in rows for name in row)
     with replacing(path) as new:
-        pq.write_table(pa.table({name: [told(row.get(name)) for row in rows] for name in names}), new)
+        pq.write_table(pa.table({name: [encodable(row.get(name)) for row in rows] for name in names}), new)
 
 
-def told(value: Any) -> Any:
+def encodable(value: Any) -> Any:
     """An exception may tell of half a character, which no file takes."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
