@@ -19,7 +19,7 @@ import pandas as pd
 from scipy.stats import t
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from grpo.runs.runs import metrics
+from grpo.runs.runs import Run
 
 ROOT = Path(__file__).parents[1]
 PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
@@ -28,7 +28,7 @@ PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
 def run(preset: str, seed: int, folder: Path, rollouts: int) -> Path:
     """One training run, unless it is there already."""
     out = folder / f"{preset}-{seed}"
-    if not (out / "metrics.csv").exists() or metrics(out).index[-1] < rollouts:
+    if not (out / "metrics.csv").exists() or Run(out).metrics.index[-1] < rollouts:
         command = [sys.executable, "train.py", f"algo={preset}", "algo.num_minibatches=4", f"seed={seed}"]
         command += [f"rollout.num_rollouts={rollouts}", "eval.every=5", f"hydra.run.dir={out}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -106,7 +106,7 @@ def main() -> None:
     todo = [(preset, seed) for seed in arguments.seeds for preset in arguments.presets]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         folders = pool.map(lambda job: run(*job, arguments.folder, arguments.rollouts), todo)
-        found = dict(zip(todo, map(metrics, folders), strict=True))
+        found = dict(zip(todo, (Run(folder).metrics for folder in folders), strict=True))
     runs = {preset: [found[preset, seed] for seed in arguments.seeds] for preset in arguments.presets}
     print(table(runs))
     plot(runs, arguments.plot)

@@ -46,7 +46,7 @@ def run(main: Callable[[], object], config_name: str) -> None:
     """Call a `hydra.main` function. HYDRA_FULL_ERROR=1 in the environment shows every mistake with its traceback."""
     quiet()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
-    with one_line_errors(config_name), sweep.told():
+    with one_line_errors(config_name), sweep.reported():
         arguments = get_args_parser().parse_args()
         if arguments.help:
             from grpo.apps.help import USAGE, described

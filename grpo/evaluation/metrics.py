@@ -160,7 +160,7 @@ def estimates_by_value(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, E
     """`estimates` for each value of each by/ column: column, value, name."""
 
     def natural(value: str) -> list:
-        return [(0, int(piece), "") if piece.isdigit() else (1, 0, piece) for piece in re.split(r"(\d+)", value)]
+        return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", value)]
 
     found = {}
     for name in (name for name in samples if name.startswith("by/")):

@@ -182,8 +182,8 @@ def _known(*arms: ArrayLike, bounds: Bounds | None) -> list[np.ndarray]:
     """Each arm as [rows, problems], without the problems that are NaN in any row of any arm."""
     tables = [np.atleast_2d(np.asarray(arm, dtype=float)) for arm in arms]
     if tables[0].shape[1] != tables[-1].shape[1]:
-        counts = f"{tables[0].shape[1]} and {tables[-1].shape[1]}"
-        raise UserError(f"{counts} problems: a comparison needs the same problems, NaN where there is no answer")
+        first, last = tables[0].shape[1], tables[-1].shape[1]
+        raise UserError(f"{first} and {last} problems: compare the same ones, NaN where there is no answer")
     known = ~np.isnan(np.vstack(tables)).any(axis=0)
     tables = [table[:, known] for table in tables]
     for table in tables:
@@ -244,5 +244,4 @@ def _sign_flip(d: np.ndarray) -> float:
     d = d[d != 0]
     if len(d) < 2:
         return 1.0  # permutation_test wants two; of one, either sign is as extreme
-    options = {"permutation_type": "samples", "vectorized": True, "batch": 500, "rng": 0}
-    return permutation_test((d,), lambda x, axis: x.mean(axis=axis), **options).pvalue
+    return permutation_test((d,), np.mean, permutation_type="samples", vectorized=True, batch=500, rng=0).pvalue

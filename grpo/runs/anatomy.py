@@ -65,14 +65,11 @@ def weights_by_length(algorithm: Algorithm, lengths: Tensor) -> Tensor:
 
 def alike(curves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those that coincide as one, named by all of them."""
-    found: list[tuple[list[str], Tensor]] = []
+    found: dict[str, list[str]] = {}  # by the first of those that coincide
     for name, curve in curves.items():
-        same = next((names for names, other in found if torch.allclose(curve, other, rtol=1e-3, atol=1e-6)), None)
-        if same is None:
-            found.append(([name], curve))
-        else:
-            same.append(name)
-    return {", ".join(names): curve for names, curve in found}
+        same = (other for other in found if torch.allclose(curve, curves[other], rtol=1e-3, atol=1e-6))
+        found.setdefault(next(same, name), []).append(name)
+    return {", ".join(names): curves[first] for first, names in found.items()}
 
 
 def pairs(x: Tensor, shapes: Mapping[str, Tensor], labels: tuple[str, str], sharey: bool = True, **line) -> Figure:

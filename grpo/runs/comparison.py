@@ -5,6 +5,7 @@ Reads what evaluations left; no model is loaded.
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -31,17 +32,14 @@ def arms_of(operands: Sequence[str | Sequence[str]]) -> dict[str, list[Run]]:
         folder = Path(operand).expanduser()
         runs = load(folder)
         if unfinished := [run for run in runs if run.folder != folder and run.status != "finished"]:
-            log.warning(
-                "not finished, and left out: %s", ", ".join(f"{run.folder} ({run.status})" for run in unfinished)
-            )
+            named = ", ".join(f"{run.folder} ({run.status})" for run in unfinished)
+            log.warning("not finished, and left out: %s", named)
         parts = arms(run for run in runs if run not in unfinished)
         for label, members in parts.items():
             found[operand if len(parts) == 1 else f"{operand}: {label}"] = members
     if not 2 <= len(found) <= len(ascii_uppercase):
-        raise UserError(
-            f"compare has {len(found)} arm ({', '.join(found)}): give two or more, as compare=RUN_A,RUN_B; the folder of a "
-            "sweep; or seeds in brackets, compare=[[A0,A1],[B0,B1]]"
-        )
+        how = "compare=RUN_A,RUN_B; the folder of a sweep; or seeds in brackets, compare=[[A0,A1],[B0,B1]]"
+        raise UserError(f"compare has {len(found)} arm ({', '.join(found)}): give two or more, as {how}")
     return found
 
 
@@ -90,12 +88,17 @@ def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -
 # -- the arms of a sweep, as tables
 
 
-def complete(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """`arms`, with only the runs that can be compared; an arm without any is not there. UserError where none is."""
+def comparable(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """`arms`, with only the runs that have finished with an evaluation; an arm without any is left out."""
     found = {arm: [run for run in of if run.status == "finished" and run.scored] for arm, of in arms(runs).items()}
-    if not any(found.values()):
-        raise UserError("none of the runs has finished with an evaluation, so there is nothing to compare yet")
     return {arm: of for arm, of in found.items() if of}
+
+
+def complete(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """The same. UserError where there is none."""
+    if found := comparable(runs):
+        return found
+    raise UserError("none of the runs has finished with an evaluation, so there is nothing to compare yet")
 
 
 def compared(done: Mapping[str, Sequence[Run]]) -> pd.DataFrame:
@@ -104,26 +107,19 @@ def compared(done: Mapping[str, Sequence[Run]]) -> pd.DataFrame:
 
     Arms that have no problem in common (of several tasks) have the mean over their seeds, and no difference.
     """
-    rows: dict[str, dict[str, Any]] = {arm: {"seeds": len(of)} for arm, of in done.items()}
-    try:
+    last = {arm: over_seeds([run.accuracy.iloc[-1] for run in of]) for arm, of in done.items()}
+    rows: dict[str, dict[str, Any]] = {arm: {"seeds": len(of), **last[arm]._asdict()} for arm, of in done.items()}
+    with suppress(UserError):  # no problem in common
         found = compare(done)
-    except UserError:
-        for arm, of in done.items():
-            rows[arm] |= over_seeds([run.accuracy.iloc[-1] for run in of])._asdict()
-        return ranked(rows)
-    for arm in found["arms"].values():
-        rows[arm["name"]] |= arm["eval/accuracy"]
-    for row in found["comparisons"]:
-        if row["metric"] == "eval/accuracy":
-            value, low, high, _ = row["difference"].values()
-            arm = rows[found["arms"][row["arm"]]["name"]]
-            arm |= {"difference": value, "difference_low": low, "difference_high": high}
-            arm |= {"p": row["p_value"], "p (Holm)": row["p_holm"]}
-            arm |= {name: row[name] for name in ("better", "worse", "ties")}
-    return ranked(rows)
-
-
-def ranked(rows: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+        for arm in found["arms"].values():
+            rows[arm["name"]] |= arm["eval/accuracy"]
+        for row in found["comparisons"]:
+            if row["metric"] == "eval/accuracy":
+                value, low, high, _ = row["difference"].values()
+                arm = rows[found["arms"][row["arm"]]["name"]]
+                arm |= {"difference": value, "difference_low": low, "difference_high": high}
+                arm |= {"p": row["p_value"], "p (Holm)": row["p_holm"]}
+                arm |= {name: row[name] for name in ("better", "worse", "ties")}
     table = pd.DataFrame.from_dict(rows, orient="index").rename_axis("arm").drop(columns="n")
     return table.sort_values("value", ascending=False)
 

@@ -85,17 +85,28 @@ class Run:
         """A row for each rollout, indexed by rollouts learned from; columns as they were logged, NaN where a row has none."""
         if not self.measured:
             raise UserError(f"{self.folder} has no metrics.csv: give a run that had logger=csv (the default has it)")
-        return pd.read_csv(self.folder / "metrics.csv").rename(columns={"step": "rollouts"}).set_index("rollouts")
+        table = pd.read_csv(self.folder / "metrics.csv").drop(columns="epoch", errors="ignore")
+        return table.rename(columns={"step": "rollouts"}).set_index("rollouts")
+
+    def curve(self, metric: str) -> pd.Series:
+        """A metric by rollouts; empty where the run has not logged it."""
+        values = self.metrics.get(metric) if self.measured else None
+        return pd.Series(dtype=float) if values is None else values.dropna()
 
     @property
     def accuracy(self) -> pd.Series:
         """Of the evaluations, by rollouts; empty where there were none."""
-        return self.metrics.get("eval/accuracy", pd.Series(dtype=float)).dropna()
+        return self.curve("eval/accuracy")
+
+    @property
+    def minutes(self) -> float:
+        """Of rollouts, updates and evaluations."""
+        return sum(self.curve(name).sum() for name in TIMES) / 60
 
     @property
     def scored(self) -> bool:
-        """Whether there is an accuracy to compare, with what it is of."""
-        return self.measured and len(self.accuracy) > 0 and bool(self.evaluated)
+        """Whether there is an accuracy to compare, and the samples behind it."""
+        return len(self.accuracy) > 0 and bool(self.evaluated)
 
     def samples(self, rollouts: Rollouts = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """A row for each sample of these rollouts (all), by rollout, prompt_index, sample; messages and tool_calls are JSON."""
@@ -199,12 +210,9 @@ def table(runs: Iterable[Run]) -> pd.DataFrame:
     for label, members in arms(runs).items():
         for run in members:
             row = {"arm": label, "seed": run.seed, "status": run.status, "rollouts": run.manifest.get("rollouts")}
-            if run.measured:
-                accuracy = run.accuracy
-                if len(accuracy):
-                    row |= {"first": accuracy.iloc[0], "best": accuracy.max(), "last": accuracy.iloc[-1]}
-                row["minutes"] = run.metrics.filter(TIMES).sum().sum() / 60
-            rows.append({**row, "folder": str(run.folder)})
+            if len(accuracy := run.accuracy):
+                row |= {"first": accuracy.iloc[0], "best": accuracy.max(), "last": accuracy.iloc[-1]}
+            rows.append({**row, "minutes": run.minutes if run.measured else None, "folder": str(run.folder)})
     return pd.DataFrame(rows)
 
 
@@ -214,8 +222,7 @@ def curves(runs: Iterable[Run], metric: str) -> pd.DataFrame:
         (label, run.seed, rollouts, value)
         for label, members in arms(runs).items()
         for run in members
-        if run.measured and metric in run.metrics
-        for rollouts, value in run.metrics[metric].dropna().items()
+        for rollouts, value in run.curve(metric).items()
     ]
     return pd.DataFrame(values, columns=["arm", "seed", "rollouts", "value"])
 

@@ -43,10 +43,7 @@ def both(name: str, *values, **more) -> tuple[Metric, Metric]:
     return metric, replace(metric, name=f"eval/{name}", low=-math.inf, high=math.inf, advice="", charted=False)
 
 
-CLIPPED = (
-    "many tokens are beyond the bound and teach nothing (usual with algo.level=sequence): lower optim.optimizer.lr, or "
-    "widen the bounds of algo.surrogate"
-)
+CLIPPED = "many tokens are beyond the bounds of algo.surrogate (usual at level=sequence): widen them, or lower optim.optimizer.lr"
 SLOWER = "lower optim.optimizer.lr, algo.num_epochs or algo.num_minibatches"
 
 GROUPS: dict[str, tuple[Metric, ...]] = {
@@ -56,8 +53,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
                "answers, before any KL.", charted=True),
         Metric("rollout/solve_rate", "share", "Right samples among those whose reward is known.", charted=True),
         Metric("rollout/effective_groups", "share", "Groups whose rewards differ: the others teach nothing.", 1e-9, 1,
-               "no group's rewards differ, and there is nothing to compare: the task may be too hard or too easy for the "
-               "policy, or the reward broken; look at rollouts/", after=3, charted=True),
+               "no group's rewards differ: the task may be too hard or too easy, or the reward broken; look at rollouts/",
+               after=3, charted=True),
         Metric("eval/accuracy_lenient", "share", "The same as accuracy, with the answer taken wherever it stands."),
         Metric("eval/pass@K", "share", "Chance that at least one of K samples is right (arXiv 2107.03374)."),
         Metric("eval/pass^K", "share", "Chance that all of K samples are right (arXiv 2406.12045)."),
@@ -85,27 +82,23 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
               "most answers are cut short: raise max_tokens, or see algo.mask_truncated and algo.overlong_share",
               charted=True),
         *both("no_answer", "share", "Graded samples without an answer.", 0, 0.5,
-              "most answers are not where the reward looks for them (a box, a last ####): ask for it in the prompt, reward "
-              "the form, or raise max_tokens", after=3, charted=True, fault=True),
+              "most answers are not where the reward looks (box, ####): prompt for that, reward it, or raise max_tokens",
+              after=3, charted=True, fault=True),
         *both("timeout", "share", "Samples whose grader ran out of time: their reward is unknown.", 0, 0.02,
-              "the grader often runs out of time, and those samples teach nothing: look for outcome timeout in rollouts/, "
-              "or raise score_timeout", fault=True),
+              "samples without a verdict teach nothing: see outcome timeout in rollouts/, or raise score_timeout", fault=True),
         *both("error", "share", "Samples whose grader failed: their reward is unknown.", 0, 0,
-              "the grader failed on some samples, as on a right answer that it cannot read: look for reward null in "
-              "rollouts/", fault=True),
+              "the grader failed, as on a right answer that it cannot read: see reward null in rollouts/", fault=True),
         *both("turns", "count", "Messages of the policy in an episode."),
         *both("out_of_turns", "share", "Episodes that max_turns ended.", 0, 0.5,
               "most episodes do not come to an end: raise max_turns, or reward an answer", after=3, fault=True),
         *both("env_error", "share", "Episodes whose environment raised: their reward is unknown.", 0, 0.02,
               "environments raise, and those samples teach nothing: look for env_error in rollouts/", fault=True),
         *both("env_timeout", "share", "Episodes whose environment took too long: their reward is unknown.", 0, 0.02,
-              "environments take longer than step_timeout, and those samples teach nothing: raise it, or look for "
-              "env_error in rollouts/", fault=True),
+              "episodes that were cut off teach nothing: raise step_timeout, or see env_error in rollouts/", fault=True),
         *both("tool_calls", "count", "Calls of tools in an episode."),
         *both("tool_failures", "count", "Calls of tools that failed, in an episode.", fault=True),
         *both("malformed_calls", "count", "Messages of an episode whose call of a tool cannot be read.", 0, 0.5,
-              "calls of tools cannot be read: see renderer.tool_calls, or rollouts/ for what the policy writes",
-              after=3, fault=True),
+              "calls of tools cannot be read: see renderer.tool_calls and rollouts/", after=3, fault=True),
         Metric("rollout/tokens", "tokens", "Sampled tokens of the whole rollout."),
         *both("samples", "text", "The first samples as text, in the loggers that show text."),
     ),
@@ -124,16 +117,15 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("loss/kl", "nats", "KL of algo.kl, where it is in the loss.", high=0.5, advice="the policy is far from what "
                "algo.kl holds it to (0.01 to 0.1 is usual): lower optim.optimizer.lr or raise algo.kl.coef", charted=True),
         Metric("rollout/logprob_gap", "nats", "Mean absolute difference between the log-probabilities of engine and trainer.",
-               0, 0.03, "engine and trainer disagree about the same tokens: the engine may hold old weights, or compute at a "
-               "lower precision (healthy in bfloat16: 0.010 to 0.018); algo/correction=tis lessens the harm",
+               0, 0.03, "engine and trainer disagree: the engine may hold old weights, or compute at a lower precision "
+               "(healthy in bfloat16: 0.010 to 0.018); algo/correction=tis lessens the harm",
                stale=0.3, charted=True),  # stale: the gap then includes what one rollout taught
         Metric("lr", "number", "Learning rate, mean over updates.", charted=True),
         Metric("rollout/logprob_gap_max", "nats", "The largest such difference of any token."),
         Metric("rollout/rollout_logprobs", "nats", "Mean log-probability of the sampled tokens by the engine."),
         Metric("rollout/old_logprobs", "nats", "Mean log-probability of the sampled tokens by the trainer, before the update."),
         Metric("rollout/staleness", "count", "Rollouts learned from since the weights that sampled, mean over tokens.", 0, 1,
-               "the engine samples with weights that are several rollouts old, and rollout.ahead=1 means one: it does not "
-               "take the new ones"),
+               "the engine does not take new weights: its own are several rollouts old, and rollout.ahead=1 means one"),
         Metric("loss/policy", "number", "The surrogate's loss of a token, before correction, KL and entropy bonus."),
         Metric("loss/logprobs_positive", "nats", "Mean log-probability of the tokens with a positive advantage."),
         Metric("loss/logprobs_negative", "nats", "Mean log-probability of the tokens with a negative advantage."),

@@ -210,7 +210,7 @@ def sigterm_raises() -> Iterator[None]:
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def reported() -> Iterator[None]:
     """Round all that may sweep: the table of the jobs at the end, and UserError where some have failed."""
     failure = None
     try:

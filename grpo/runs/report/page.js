@@ -57,6 +57,10 @@ function run() {
   ];
 }
 
+const WORDS = "Held-out accuracy of the runs that finished, after their last evaluation. Intervals are 95 %; they hold for other seeds and "
+  + "other problems where an arm has several seeds, for other problems where it has one. Differences are in points, on the same "
+  + "problems; Holm's p-value allows for their number. Bands of the curves are over seeds alone (Student's t).";
+
 function sweep() {
   const { arms, metrics } = data;
   const names = Object.keys(metrics);
@@ -73,7 +77,7 @@ function sweep() {
   const links = data.runs.map((one) => [one.link ? html("a", { href: one.link }, one.name) : one.name, one.arm, one.seed, one.status, one.error ?? "", tell(one.accuracy, "share")]);
   const failed = data.runs.filter((one) => one.status !== "finished");
   return [
-    section("arms", "Arms", html("p", { class: "soft" }, data.words), table(["arm", "seeds", "held-out accuracy", "against the first arm", "p", "p (Holm)", "better / worse / ties"], compared)),
+    section("arms", "Arms", html("p", { class: "soft" }, WORDS), table(["arm", "seeds", "held-out accuracy", "against the first arm", "p", "p (Holm)", "better / worse / ties"], compared)),
     section("curves", "Curves", html("p", { class: "soft" }, "Mean over seeds; bands are 95 % intervals over seeds. Point at a curve, or focus it and use the arrow keys."),
       legend(arms), html("label", {}, each, " every seed"), place, picker),
     section("runs", "Runs", failed.length ? html("p", { class: "bad" }, `${failed.length} of ${data.runs.length} runs did not finish.`) : null,

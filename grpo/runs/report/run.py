@@ -1,7 +1,7 @@
 """The data behind a run's page: its numbers, curves with intervals, warnings, and a bounded choice of its samples."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,25 +14,23 @@ from grpo.evaluation.statistics import mean_interval
 from grpo.runs.health import warnings_of
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
-from grpo.system.metrics import TIMES
 
 LONGEST = 20_000  # characters of one text; of a longer one the middle stays out
 
 
 def run_data(run: Run, samples: int) -> dict[str, Any]:
     ended_early = run.status in ("failed", "interrupted", "stopped")
-    metrics = pd.DataFrame() if ended_early and not run.measured else run.metrics
-    metrics = metrics.drop(columns="epoch", errors="ignore").dropna(axis="columns", how="all")
-    intervals = {"eval/accuracy": accuracy_intervals(run, metrics)}
+    metrics = pd.DataFrame() if ended_early and not run.measured else run.metrics.dropna(axis="columns", how="all")
+    intervals = accuracy_intervals(run)
     return {
         "kind": "run",
         "name": run_title(run),
         "status": run.status,
         "error": run.manifest.get("error"),
         "facts": facts(run),
-        "numbers": numbers(run, metrics, intervals["eval/accuracy"]),
+        "numbers": numbers(run, intervals),
         "metrics": {"x": list(metrics.index), "y": {name: metrics[name].to_numpy() for name in metrics}},
-        "intervals": intervals,
+        "intervals": {"eval/accuracy": [intervals.get(at) for at in metrics.index]},
         "warnings": [vars(warning) for warning in warnings_of({at: row.dropna() for at, row in metrics.iterrows()})],
         "overrides": run.manifest.get("overrides") or [f"{key}={value}" for key, value in run.overrides.items()],
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
@@ -66,38 +64,35 @@ def minute(time: str | None) -> str | None:
     return time and time[:16].replace("T", " ")
 
 
-def numbers(run: Run, metrics: pd.DataFrame, intervals: Sequence[tuple[float, float] | None]) -> list[dict[str, str]]:
+def numbers(run: Run, intervals: Mapping[int, tuple[float, float]]) -> list[dict[str, str]]:
     """The first things that one asks, as cards of label, value, note."""
     cards = []
-    accuracy = metrics.get("eval/accuracy", pd.Series(dtype=float)).dropna()
+    accuracy, speed = run.accuracy, run.curve("tokens/s")
     if len(accuracy):
+        ends = intervals.get(accuracy.index[-1])
+        sure = f"95 % interval {100 * ends[0]:.1f} to {100 * ends[1]:.1f}; " if ends else ""
         best = f"best {100 * accuracy.max():.1f} % after {accuracy.idxmax()}"
-        last = intervals[metrics.index.get_loc(accuracy.index[-1])]
-        sure = f"95 % interval {100 * last[0]:.1f} to {100 * last[1]:.1f}; " if last else ""
         cards.append(("held-out accuracy", f"{accuracy.iloc[0]:.1%} → {accuracy.iloc[-1]:.1%}", sure + best))
     for name, label, form in (("solve_rate", "solve rate", ".1%"), ("length", "tokens per completion", ".1f")):
-        values = metrics.get(f"rollout/{name}", pd.Series(dtype=float)).dropna()
-        if len(values):
-            few = max(1, min(5, len(values) // 2))
+        if count := len(values := run.curve(f"rollout/{name}")):
+            few = max(1, min(5, count // 2))
             value = f"{values.iloc[:few].mean():{form}} → {values.iloc[-few:].mean():{form}}"
-            cards.append((label, value, f"in training, first and last {few} of {len(values)} rollouts"))
-    if "tokens/s" in metrics:
-        speed = metrics["tokens/s"].dropna()
+            cards.append((label, value, f"in training, first and last {few} of {count} rollouts"))
+    if len(speed):
         cards.append(("tokens/s", f"{speed.median():,.0f}", f"median; {speed.min():,.0f} to {speed.max():,.0f}"))
-    spent = metrics.filter(TIMES).sum().sum() / 60
-    if spent:
-        cards.append(("minutes", f"{spent:.1f}", "of rollouts, updates and evaluations"))
+    if run.minutes:
+        cards.append(("minutes", f"{run.minutes:.1f}", "of rollouts, updates and evaluations"))
     return [{"label": label, "value": value.replace("%", "\N{NO-BREAK SPACE}%"), "note": note}
             for label, value, note in cards]  # fmt: skip
 
 
-def accuracy_intervals(run: Run, metrics: pd.DataFrame) -> list[tuple[float, float] | None]:
-    """The 95 % interval of each evaluation, over problems, in the order of metrics; None where its samples do not give one."""
+def accuracy_intervals(run: Run) -> dict[int, tuple[float, float]]:
+    """By rollouts the 95 % interval of the accuracy over problems, where the samples of the evaluation give one."""
     if not run.evaluated:
-        return [None] * len(metrics)
+        return {}
     samples = run.evaluations(columns=["rollout", "prompt_index", "correct", "reward"])
     found = {at: mean_interval(solved(part), bounds=(0, 1)) for at, part in samples.groupby("rollout")}
-    return [found[at][1:3] if at in found and found[at].n > 1 else None for at in metrics.index]
+    return {at: (low, high) for at, (_, low, high, problems) in found.items() if problems > 1}
 
 
 # -- samples
@@ -139,7 +134,7 @@ def embedded(run: Run, budget: int) -> dict[str, Any]:
         where = "rollouts/ and evaluations/ of the run's folder; grpo.runs.Run(FOLDER).samples() reads them"
         left = f"{shown:,} of {total:,} samples are here, evenly spread. The others are in {where}."
     steps.sort(key=lambda step: (step["kind"] != "rollout", step["rollout"]))
-    return {"steps": steps, "conversations": [shorter(json.loads(text)) for text in conversations], "left": left}
+    return shorter({"steps": steps, "conversations": [json.loads(text) for text in conversations], "left": left})
 
 
 def sample_rows(table: pd.DataFrame, conversations: dict[str, int]) -> list[dict[str, Any]]:
@@ -149,7 +144,6 @@ def sample_rows(table: pd.DataFrame, conversations: dict[str, int]) -> list[dict
     for row in table.astype(object).where(table.notna(), None).to_dict("records"):
         row["conversation"] = conversations.setdefault(row.pop("messages"), len(conversations))
         row["parts"] = {name: row.pop(name) for name in parts}
-        row["completion"], row["prompt"] = shorter(row["completion"]), shorter(row["prompt"])
         found.append({name: value for name, value in row.items() if value is not None})
     return found
 

@@ -1,25 +1,19 @@
 """The data behind a sweep's page: its arms with intervals and tests, curves with bands, and each of its runs."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from grpo.runs.comparison import compared
+from grpo.runs.comparison import comparable, compared
 from grpo.runs.report.run import minute
 from grpo.runs.runs import Run, arms, band, curves
-
-WORDS = (
-    "Held-out accuracy of the runs that finished, after their last evaluation. Intervals are 95 %; they hold for other seeds and "
-    "other problems where an arm has several seeds, for other problems where it has one. Differences are in points, on "
-    "the same problems; Holm's p-value allows for their number. Bands of the curves are over seeds alone (Student's t)."
-)
 
 
 def sweep_data(runs: Sequence[Run], folder: Path, out: Path) -> dict[str, Any]:
     found = arms(runs)
-    done = {label: [run for run in members if run.status == "finished"] for label, members in found.items()}
+    finished = sum(run.status == "finished" for run in runs)
     started = [minute(run.manifest["started"]) for run in runs if run.manifest.get("started")]
     logged = [at for run in runs if run.measured for at in run.metrics.index] or [0, 1]
     return {
@@ -28,11 +22,10 @@ def sweep_data(runs: Sequence[Run], folder: Path, out: Path) -> dict[str, Any]:
         "facts": [("folder", str(folder.resolve())), *(("started", first) for first in sorted(started)[:1])],
         "numbers": [
             {"label": "arms", "value": str(len(found)), "note": ""},
-            {"label": "runs", "value": f"{sum(map(len, done.values()))} / {len(runs)}", "note": "finished"},
+            {"label": "runs", "value": f"{finished} / {len(runs)}", "note": "finished"},
         ],
-        "words": WORDS,
         "arms": list(found),
-        "table": arm_rows(done),
+        "table": arm_rows(runs, list(found)),
         "metrics": bands(runs, list(found)),
         "span": (min(logged), max(logged)),
         "runs": [line(run, label, out) for label, members in found.items() for run in members],
@@ -47,7 +40,7 @@ def line(run: Run, label: str, out: Path) -> dict[str, Any]:
         "arm": label,
         "seed": str(run.seed),
         "status": run.status,
-        "accuracy": run.accuracy.iloc[-1] if run.measured and len(run.accuracy) else None,
+        "accuracy": run.accuracy.iloc[-1] if len(run.accuracy) else None,
         "error": run.manifest.get("error"),
         "link": quote(os.path.relpath(page.resolve(), out.resolve().parent)) if page.is_file() else None,
     }
@@ -57,7 +50,7 @@ def bands(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, list[dict[str
     """By name of the metric: for each arm its mean over seeds with an interval, and every seed's curve."""
     logged = (run.metrics.dropna(axis="columns", how="all") for run in runs if run.measured)
     found: dict[str, list[dict[str, Any]]] = {}
-    for name in sorted({name for metrics in logged for name in metrics} - {"epoch"}):
+    for name in sorted({name for metrics in logged for name in metrics}):
         means = band(runs, name).rename(columns={"rollouts": "x", "mean": "y"})
         values = curves(runs, name).rename(columns={"rollouts": "x", "value": "y"})
         found[name] = []
@@ -70,9 +63,8 @@ def bands(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, list[dict[str
     return found
 
 
-def arm_rows(done: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    """A row for each arm, as in `compared`; with no seed but its name where none of its runs was evaluated."""
-    evaluated = {label: [run for run in runs if run.scored] for label, runs in done.items()}
-    known = {label: runs for label, runs in evaluated.items() if runs}
+def arm_rows(runs: Sequence[Run], labels: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each arm, as in `compared`; without a value where none of its runs has finished and was evaluated."""
+    known = comparable(runs)
     rows = compared(known).to_dict("index") if known else {}
-    return [{"arm": label, **rows.get(label, {"seeds": 0})} for label in done]
+    return [{"arm": label, **rows.get(label, {"seeds": 0})} for label in labels]
