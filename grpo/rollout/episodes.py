@@ -1,40 +1,35 @@
 """Episodes played side by side and scored. `episode` is one of them, from its first state to its end.
 
-Every episode is a coroutine; one event loop, in a thread of its own, runs them all. Environments and rewards work in threads
-(system/calls). The engine stays in the thread that called `play`, and samples all prompts that wait, again and again.
+Every episode is a coroutine; one event loop, in a thread of its own, runs them all. Environments and rewards work in other
+threads (system/calls.py). The engine stays in the thread that called `play` (engine_queue.py).
 """
 
 import asyncio
-import math
-import threading
-import time
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from grpo.engines.protocol import Engine, Sampling
 from grpo.env.messages import message_of
 from grpo.env.renderer import Renderer
-from grpo.env.tokens import Completion, CompletionLike, Turn, completion_of
+from grpo.env.tokens import Turn
 from grpo.env.types import Action, End, Env, Example, State, Step, Task, Trajectory, build, state_of
+from grpo.rollout.engine_queue import EngineQueue, Place, beside
 from grpo.rollout.rewarding import UNKNOWN, Scorer
 from grpo.rollout.types import Group, Limits, Sample
 from grpo.system import distributed
-from grpo.system.calls import LOOK, PATIENCE, Calls, loop_threads
+from grpo.system.calls import Calls
 from grpo.system.errors import RewardError, RolloutError, UserError, told
 
 THREADS = 64  # of environments
 ENVIRONMENT = 1 << 31  # in the place of the turn: the seed of the environment itself
 
-T = TypeVar("T")
-Place = tuple[int, int]  # of an episode: index of the example, index of the sample
 Episode = tuple[Trajectory, tuple[Turn, ...]]  # in both views: messages, and tokens
 
 
 async def episode(
-    policy: "Policy",
+    engine: EngineQueue,
+    environments: Calls,
     task: Task,
     example: Example,
     renderer: Renderer,
@@ -54,7 +49,7 @@ async def episode(
 
     async def environment(function: Callable[..., Any], *args: Any) -> State | BaseException | None:
         """The next state; None where the episode is over; the exception where the environment failed."""
-        given = await policy.environments(place, limits.step_timeout, function, *args)
+        given = await environments.run(place, limits.step_timeout, function, *args)
         if isinstance(given, BaseException) or (given is None and steps):
             return given
         try:
@@ -76,9 +71,9 @@ async def episode(
             if not turns:  # every other episode would fail alike
                 raise
             return ended("env_error", state, str(error))
-        if turns and len(prompt) > policy.room:  # the conversation has outgrown the model
+        if turns and len(prompt) > engine.room:  # the conversation has outgrown the model
             return ended("truncated", state)
-        completion = await policy.say(place, prompt, seed(len(turns)))
+        completion = await engine.sample(place, prompt, seed(len(turns)))
         cut_short = completion.finish == "length"
         action = Action(message_of(renderer.parse(completion.ids, state.tools)), cut_short, len(completion.ids))
         steps.append(Step(state, action))
@@ -87,78 +82,6 @@ async def episode(
     if state is None:
         return ended("truncated" if cut_short else "answered")
     return ended("env_timeout" if isinstance(state, TimeoutError) else "env_error", error=told(state))
-
-
-class Policy:
-    """The engine as episodes see it: `say` gives the completion of one prompt, `serve` samples all that wait, together. It waits
-    for every episode whose environment is at work, unless that is slow (see Calls.slow): so batches of quick environments, and
-    the last bits of every number with them, do not depend on threads."""
-
-    def __init__(self, engine: Engine, sampling: Sampling, environments: Calls, places: Sequence[Place]) -> None:
-        self.engine, self.sampling, self.environments = engine, sampling, environments
-        self.room = math.inf if engine.context is None else engine.context - sampling.max_tokens  # tokens of a prompt
-        self.asked: dict[Place, tuple[tuple[int, ...], int, asyncio.Future]] = {}
-        self.working = set(places)  # episodes whose environment is at work
-        self.slow: set[Place] = set()  # those of them that the engine does not wait for
-        self.came = (0.0, 0.0)  # when the first and the latest of `asked` came
-        self.changed = threading.Condition()
-
-    async def say(self, place: Place, prompt: tuple[int, ...], seed: int) -> Completion:
-        future = asyncio.get_running_loop().create_future()
-        with self.changed:
-            now = time.monotonic()
-            self.came = (self.came[0] if self.asked else now, now)
-            self.asked[place] = (prompt, seed, future)
-            self._rests(place)
-        return await future
-
-    def over(self, place: Place) -> None:
-        with self.changed:
-            self.asked.pop(place, None)  # where its loop has failed
-            self._rests(place)
-
-    def _rests(self, place: Place) -> None:
-        self.working.discard(place)
-        self.slow.discard(place)
-        if self.working <= self.slow:  # nobody is waited for
-            self.changed.notify()
-
-    def serve(self, episodes: threading.Thread) -> None:
-        """Sample for the episodes until all of them are over."""
-        while self._wait(episodes):
-            with self.changed:
-                places = sorted(self.asked)  # not in the order of threads
-                asked = [self.asked.pop(place) for place in places]
-            prompts, seeds, futures = zip(*asked, strict=True)
-            waiting = dict(enumerate(zip(places, futures, strict=True)))
-            give = partial(self._give, waiting)
-            completions = self.engine.sample(prompts, self.sampling, seeds, give)
-            for i, completion in zip(range(len(places)), completions, strict=True):
-                if i in waiting:  # an engine need not tell of each as it comes
-                    give(i, completion)
-
-    def _give(self, waiting: dict[int, tuple[Place, asyncio.Future]], i: int, completion: CompletionLike) -> None:
-        place, future = waiting.pop(i)
-        with self.changed:
-            self.working.add(place)
-        answer = completion_of(completion)
-        with suppress(RuntimeError):  # the episodes have ended
-            future.get_loop().call_soon_threadsafe(lambda: future.done() or future.set_result(answer))
-
-    def _wait(self, episodes: threading.Thread) -> bool:
-        """Until there is something to sample and nothing quick to wait for; False when all episodes are over."""
-        with self.changed:
-            while (self.asked or self.working) and episodes.is_alive():
-                quick = self.working - self.slow
-                if self.asked and not quick:
-                    first, latest = self.came
-                    # slow ones that answer in a row share a batch
-                    if not self.slow or time.monotonic() > min(first + PATIENCE, latest + LOOK):
-                        return True
-                came = self.changed.wait(LOOK if self.asked else 1.0)
-                if self.asked and quick and not came:
-                    self.slow |= self.environments.slow(quick & self.working, [episodes.native_id, *loop_threads()])
-            return False
 
 
 def play(
@@ -180,14 +103,14 @@ def play(
     limits = limits or Limits()
     mine = distributed.share(len(examples))
     environments, score = Calls(THREADS), Scorer(task, limits.score_timeout)
-    policy = Policy(engine, sampling, environments, [(p, s) for p in mine for s in range(group_size)])
+    queue = EngineQueue(engine, sampling, environments, [(p, s) for p in mine for s in range(group_size)])
     errors: dict[int, RewardError] = {}
 
     async def one(p: int, s: int) -> Episode:
         try:
-            return await episode(policy, task, examples[p], renderer, limits, (p, s), partial(seed, p, s))
+            return await episode(queue, environments, task, examples[p], renderer, limits, (p, s), partial(seed, p, s))
         finally:
-            policy.over((p, s))
+            queue.over((p, s))
 
     async def group(p: int) -> Group:
         played = await asyncio.gather(*(one(p, s) for s in range(group_size)))
@@ -203,7 +126,7 @@ def play(
         return await asyncio.gather(*map(group, mine))
 
     try:
-        groups = distributed.all_gather(beside(all_groups, policy.serve))
+        groups = distributed.all_gather(beside(all_groups, queue.serve))
     finally:
         environments.close()
         score.calls.close()
@@ -217,29 +140,3 @@ def play(
         ended = f"all {len(trajectories)} episodes ended in a failure of their environment"
         raise RolloutError(f"{ended}; the first: {trajectories[0].error}; mend it, or raise step_timeout", groups)
     return groups
-
-
-def beside(work: Callable[[], Coroutine[Any, Any, T]], serve: Callable[[threading.Thread], None]) -> T:
-    """The coroutine in a thread of its own, and `serve` in this one: autocast and CUDA's streams belong to a thread."""
-    loop, result = asyncio.new_event_loop(), Future[T]()
-
-    def run() -> None:
-        try:
-            with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                result.set_result(runner.run(work()))
-        except BaseException as error:
-            result.set_exception(error)
-
-    def cancel() -> None:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-
-    thread = threading.Thread(target=run, name="episodes", daemon=True)
-    thread.start()
-    try:
-        serve(thread)
-    except BaseException:
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(cancel)
-        raise
-    return result.result()

@@ -47,7 +47,7 @@ class Scorer:
 
     async def call(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward] | RewardError:
         """One call of the task's."""
-        given = await self.calls(object(), self.timeout, score_group, self.task, example, trajectories)
+        given = await self.calls.run(object(), self.timeout, score_group, self.task, example, trajectories)
         if isinstance(given, TimeoutError):
             self.hung += 1
             if self.answered or self.hung < THREADS or self.calls.closed:

@@ -72,7 +72,7 @@ class Calls:
         self.closed = False
         self.looked: tuple[float, dict[int, float]] = (0.0, {})
 
-    async def __call__(self, key: Hashable, seconds: float, function: Callable[..., Any], *args: Any) -> Any:
+    async def run(self, key: Hashable, seconds: float, function: Callable[..., Any], *args: Any) -> Any:
         """function(*args), awaited if it is a coroutine. Returns the result or the exception that it ended with: a TimeoutError
         if it takes longer than `seconds`, which count from when it begins. key: names the call while it is open."""
         self.open[key] = call = _Call(partial(function, *args))

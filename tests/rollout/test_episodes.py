@@ -24,7 +24,7 @@ from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.models.pretrained import Pretrained
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.loss import clip, token_weights
-from grpo.rollout import episodes
+from grpo.rollout import engine_queue
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.episodes import play
 from grpo.rollout.metrics import rollout_metrics, sample_means
@@ -378,7 +378,7 @@ def test_quick_environments_come_in_one_piece_on_a_busy_machine_too(parts, monke
 
 def test_slow_environments_that_answer_one_after_the_other_share_a_batch(parts, monkeypatch):
     """All are slower than the patience; those that come in a row are waited for."""
-    monkeypatch.setattr(episodes, "PATIENCE", 0.3)
+    monkeypatch.setattr(engine_queue, "PATIENCE", 0.3)
     monkeypatch.setattr(calls, "PATIENCE", 0.3)
     engine, renderer = parts
     sizes, sample = [], engine.sample

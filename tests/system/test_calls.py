@@ -23,7 +23,7 @@ def test_a_thread_that_hangs_is_replaced():
         def work(place):
             return threading.Event().wait(30) if place < 3 else place
 
-        return await asyncio.gather(*(calls(place, 0.2, work, place) for place in range(6)))
+        return await asyncio.gather(*(calls.run(place, 0.2, work, place) for place in range(6)))
 
     found = asyncio.run(six())
     assert [str(given) for given in found] == ["it took longer than 0.2 s"] * 3 + ["3", "4", "5"]
@@ -32,7 +32,9 @@ def test_a_thread_that_hangs_is_replaced():
 def test_what_a_call_raises_is_its_outcome():
     async def three():
         calls = Calls(threads=1)
-        return await asyncio.gather(calls(1, 5, sys.exit, 3), calls(2, 5, int, "x"), calls(3, 5, running_loop))
+        return await asyncio.gather(
+            calls.run(1, 5, sys.exit, 3), calls.run(2, 5, int, "x"), calls.run(3, 5, running_loop)
+        )
 
     left, wrong, loop = asyncio.run(three())
     assert isinstance(left, SystemExit) and isinstance(wrong, ValueError) and loop is awaited(running_loop())
@@ -50,9 +52,9 @@ def test_a_loop_that_has_a_result_to_tell_is_not_taken_for_blocked():
 
     async def both():
         calls = Calls(threads=4)
-        first = asyncio.create_task(calls("slow", 1.0, slow))
+        first = asyncio.create_task(calls.run("slow", 1.0, slow))
         await asyncio.sleep(0.3)
-        return await calls("quick", 5.0, given_up.wait), await first
+        return await calls.run("quick", 5.0, given_up.wait), await first
 
     quick, slow_one = asyncio.run(both())
     assert isinstance(slow_one, TimeoutError) and quick is True
@@ -80,8 +82,8 @@ def test_who_waits_is_slow_and_who_waits_for_a_core_is_not():
 
     async def all_calls(release, found):
         calls = Calls(threads=16)
-        quick = [calls(i, 60, compute) for i in range(12)]
-        waiting = calls("waits", 60, release.wait)
+        quick = [calls.run(i, 60, compute) for i in range(12)]
+        waiting = calls.run("waits", 60, release.wait)
         watch = asyncio.to_thread(looks, calls, {*range(12), "waits"}, 30)
         done = asyncio.gather(*quick, waiting)
         found.update(await watch)
@@ -106,7 +108,7 @@ def test_who_computes_for_long_is_slow():
 
     async def one():
         calls = Calls(threads=1)
-        task = asyncio.create_task(calls("burns", 60, burn))
+        task = asyncio.create_task(calls.run("burns", 60, burn))
         found = await asyncio.to_thread(looks, calls, {"burns"}, 20)
         release.set()
         await task

@@ -1,0 +1,122 @@
+"""Between episodes and the engine: prompts that wait are sampled together.
+
+Two threads meet here, under the lock `changed`. The thread of the episodes' event loop calls `sample` and `over`. The thread that
+called `play` calls `serve`, and the engine in it. The environments' own threads (system/calls.py) touch nothing here.
+"""
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from grpo.engines.protocol import Engine, Sampling
+from grpo.env.tokens import Completion, CompletionLike, completion_of
+from grpo.system.calls import LOOK, PATIENCE, Calls, loop_threads
+
+T = TypeVar("T")
+Place = tuple[int, int]  # of an episode: index of the example, index of the sample
+
+
+class EngineQueue:
+    """The engine as episodes see it. `sample` gives the completion of one prompt; `serve` samples all that wait, together.
+
+    It waits for every episode whose environment is at work, unless that is slow (see Calls.slow). So batches of quick
+    environments, and the last bits of every number with them, do not depend on threads.
+    """
+
+    def __init__(self, engine: Engine, sampling: Sampling, environments: Calls, places: Sequence[Place]) -> None:
+        self.engine, self.sampling, self.environments = engine, sampling, environments
+        self.room = math.inf if engine.context is None else engine.context - sampling.max_tokens  # tokens of a prompt
+        self.asked: dict[Place, tuple[tuple[int, ...], int, asyncio.Future]] = {}
+        self.working = set(places)  # episodes whose environment is at work
+        self.slow: set[Place] = set()  # those of them that the engine does not wait for
+        self.came = (0.0, 0.0)  # when the first and the latest of `asked` came
+        self.changed = threading.Condition()
+
+    async def sample(self, place: Place, prompt: tuple[int, ...], seed: int) -> Completion:
+        future = asyncio.get_running_loop().create_future()
+        with self.changed:
+            now = time.monotonic()
+            self.came = (self.came[0] if self.asked else now, now)
+            self.asked[place] = (prompt, seed, future)
+            self._rests(place)
+        return await future
+
+    def over(self, place: Place) -> None:
+        with self.changed:
+            self.asked.pop(place, None)  # where its loop has failed
+            self._rests(place)
+
+    def _rests(self, place: Place) -> None:
+        self.working.discard(place)
+        self.slow.discard(place)
+        if self.working <= self.slow:  # nobody is waited for
+            self.changed.notify()
+
+    def serve(self, episodes: threading.Thread) -> None:
+        """Sample for the episodes until all of them are over."""
+        while self._wait(episodes):
+            with self.changed:
+                places = sorted(self.asked)  # not in the order of threads
+                asked = [self.asked.pop(place) for place in places]
+            prompts, seeds, futures = zip(*asked, strict=True)
+            waiting = dict(enumerate(zip(places, futures, strict=True)))
+            give = partial(self._give, waiting)
+            completions = self.engine.sample(prompts, self.sampling, seeds, give)
+            for i, completion in zip(range(len(places)), completions, strict=True):
+                if i in waiting:  # an engine need not tell of each as it comes
+                    give(i, completion)
+
+    def _give(self, waiting: dict[int, tuple[Place, asyncio.Future]], i: int, completion: CompletionLike) -> None:
+        place, future = waiting.pop(i)
+        with self.changed:
+            self.working.add(place)  # before its coroutine goes on, which may be at once
+        answer = completion_of(completion)
+        with suppress(RuntimeError):  # the episodes have ended
+            future.get_loop().call_soon_threadsafe(lambda: future.done() or future.set_result(answer))
+
+    def _wait(self, episodes: threading.Thread) -> bool:
+        """Until there is something to sample and nothing quick to wait for; False when all episodes are over."""
+        with self.changed:
+            while (self.asked or self.working) and episodes.is_alive():
+                quick = self.working - self.slow
+                if self.asked and not quick:
+                    first, latest = self.came
+                    # slow ones that answer in a row share a batch
+                    if not self.slow or time.monotonic() > min(first + PATIENCE, latest + LOOK):
+                        return True
+                came = self.changed.wait(LOOK)
+                if self.asked and quick and not came:
+                    self.slow |= self.environments.slow(quick & self.working, [episodes.native_id, *loop_threads()])
+            return False
+
+
+def beside(work: Callable[[], Coroutine[Any, Any, T]], serve: Callable[[threading.Thread], None]) -> T:
+    """The coroutine in a thread of its own, and `serve` in this one: autocast and CUDA's streams belong to a thread."""
+    loop, result = asyncio.new_event_loop(), Future[T]()
+
+    def run() -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                result.set_result(runner.run(work()))
+        except BaseException as error:
+            result.set_exception(error)
+
+    def cancel() -> None:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+
+    thread = threading.Thread(target=run, name="episodes", daemon=True)
+    thread.start()
+    try:
+        serve(thread)
+    except BaseException:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(cancel)
+        raise
+    return result.result()
