@@ -15,7 +15,7 @@ from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.objectives.batch import Scores
 from grpo.rollout.ahead import Played
 from grpo.rollout.types import Limits, Plan, Sample
-from grpo.runs.report import write
+from grpo.runs.report import write_report
 from grpo.runs.runs import Run, curves, load, table
 from train import train
 
@@ -97,5 +97,5 @@ def test_a_rollout_that_was_ahead_is_unpickled(tmp_path):
 
 
 def test_its_report_is_written(tmp_path):
-    page = write(OLD, tmp_path / "report.html").read_text(encoding="utf-8")
+    page = write_report(OLD, tmp_path / "report.html").read_text(encoding="utf-8")
     assert "33.3\N{NO-BREAK SPACE}%" in page and "boxed{37}" in page
