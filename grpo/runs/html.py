@@ -29,11 +29,10 @@ def samples(table: pd.DataFrame) -> str:
     """A card for each row: what it earned, the prompt, the completion."""
 
     def title(row: dict) -> str:
-        said = [f"prompt {row['prompt_index']}, sample {row['sample']}", f"reward {row['reward']:.3g}"]
-        said += [f"advantage {row['advantage']:+.2f}"] if "advantage" in row else []
-        return " \N{MIDDLE DOT} ".join(
-            [*said, f"{row['tokens']} tokens", row["end"] if pd.isna(row["outcome"]) else row["outcome"]]
-        )
+        facts = [f"prompt {row['prompt_index']}, sample {row['sample']}", f"reward {row['reward']:.3g}"]
+        facts += [f"advantage {row['advantage']:+.2f}"] if "advantage" in row else []
+        facts += [f"{row['tokens']} tokens", row["end"] if pd.isna(row["outcome"]) else row["outcome"]]
+        return " \N{MIDDLE DOT} ".join(facts)
 
     return "".join(card(title(row), grey(row["prompt"]), escape(row["completion"])) for row in table.to_dict("records"))
 

@@ -51,16 +51,16 @@ def draw_curves(runs: Iterable[Run], metric: str, axes: Axes, **labels) -> None:
     for arm, part in table.groupby("arm", sort=False):
         few = "o" if len(part) < 15 else None
         (line,) = axes.plot(part["rollouts"], part["mean"], marker=few, markersize=3, linewidth=1.5, label=arm)
-        low, high = part["low"], part["high"]
+        ends = part[["low", "high"]]
         if part["mean"].between(0, 1).all():  # a share is never outside
-            low, high = low.clip(0, 1), high.clip(0, 1)
-        axes.fill_between(part["rollouts"], low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+            ends = ends.clip(0, 1)
+        axes.fill_between(part["rollouts"], ends["low"], ends["high"], color=line.get_color(), alpha=0.2, linewidth=0)
     tidy(axes, **{"xlabel": "rollouts", "ylabel": metric, **labels})
 
 
 def metrics(runs: Sequence[Run], names: Sequence[str]) -> Figure:
     """`draw_curves` of each of these metrics that a run has logged; one legend, where there are several arms."""
-    shown = [name for name in names if any(run.measured and name in run.metrics for run in runs)]
+    shown = [name for name in names if any(len(run.curve(name)) for run in runs)]
     if not shown:
         raise UserError(f"the runs have none of {', '.join(names)}; metrics.csv has what there is")
     figure, grid = panels(len(shown), width=3, height=2.4)

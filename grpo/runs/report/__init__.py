@@ -23,7 +23,6 @@ from grpo.system.files import write_text
 from grpo.system.metrics import GROUPS, TIMES, Metric, about
 
 SAMPLES = 2000
-PAGE = "report.html"
 
 
 def write_report(
@@ -35,7 +34,7 @@ def write_report(
     Raises UserError where there is neither a run nor a sweep.
     """
     folder = Path(folder)
-    out = Path(out) if out else folder / PAGE
+    out = Path(out or folder / "report.html")
     runs = load(folder)
     if runs[0].folder == folder:
         runs[0].manifest.update(ending or {})

@@ -164,10 +164,8 @@ def shorter(value: Any) -> Any:
 def add_pieces(run: Run, steps: Sequence[dict[str, Any]]) -> None:
     """`pieces`: the text of each sampled token, and `logprobs`, where the run kept them and a tokenizer."""
     kept = [sample for step in steps for sample in step["samples"] if "token_ids" in sample]
-    if not kept:
-        return
     text = {}
-    if run.policy:
+    if kept and run.policy:
         from transformers import AutoTokenizer  # seconds
 
         ids = sorted({int(token) for sample in kept for token in sample["token_ids"]})

@@ -31,8 +31,8 @@ class Checkpoint(L.Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         self.rollouts = batch.rollout + 1
-        of_this = (evaluation for evaluation in batch.evaluations if evaluation.rollout == self.rollouts)
-        self.measured = next((evaluation.estimates["accuracy"] for evaluation in of_this), None)
+        measured = {evaluation.rollout: evaluation.estimates["accuracy"] for evaluation in batch.evaluations}
+        self.measured = measured.get(self.rollouts)
         if (accuracy := batch.metrics.get("eval/accuracy", -1.0)) > self.best_accuracy:
             self.best_accuracy = accuracy
             self.export(module, "best")
