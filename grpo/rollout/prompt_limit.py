@@ -9,7 +9,7 @@ from grpo.data.dataset import picked
 from grpo.env.renderer import Renderer
 from grpo.env.types import Example, Split, Task, build, state_of
 from grpo.system.calls import awaited
-from grpo.system.errors import UserError, at_least, oneof
+from grpo.system.errors import UserError, check_least, oneof
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class PromptLimit:
 
     def __post_init__(self) -> None:
         oneof("prompt_limit.too_long", self.too_long, ("refuse", "drop", "truncate"))
-        at_least("prompt_limit.max_tokens", self.max_tokens, 1)
+        check_least("prompt_limit.max_tokens", self.max_tokens, 1)
 
     def within(self, context: int, answer: int) -> "PromptLimit":
         """The same with a number, for a model with `context` tokens of which an answer may take `answer`."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from grpo.engines.protocol import Sampling
 from grpo.env.tokens import Turn
 from grpo.env.types import Example, Reward, Trajectory
-from grpo.system.errors import UserError, at_least
+from grpo.system.errors import UserError, check_least
 
 TIMEOUT = 120.0  # seconds of one call of a reward, where nobody says otherwise
 
@@ -39,7 +39,7 @@ class Limits:
     score_timeout: float = TIMEOUT
 
     def __post_init__(self) -> None:
-        at_least("max_turns", self.max_turns, 1)
+        check_least("max_turns", self.max_turns, 1)
         for name in ("step_timeout", "score_timeout"):
             if not 0 < (seconds := getattr(self, name)) <= threading.TIMEOUT_MAX:
                 raise UserError(f"{name}={seconds} must be more than 0 seconds, and finite")
@@ -59,7 +59,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("prompts", "group_size", "num_rollouts"):
-            at_least(f"rollout.{name}", getattr(self, name), 1)
+            check_least(f"rollout.{name}", getattr(self, name), 1)
         if self.ahead not in (0, 1):
             raise UserError(f"rollout.ahead={self.ahead} must be 0, or 1: the next rollout is played during the update")
         if self.sampling.temperature == 0:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from grpo.models.logprobs import Layout
-from grpo.system.errors import UserError, at_least, oneof
+from grpo.system.errors import UserError, check_least, oneof
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Optimization:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        at_least("optim.max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)
+        check_least("optim.max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)
         oneof("optim.layout", self.layout, get_args(Layout))
         try:  # on two numbers, to find a wrong name or value before a model loads
             shapes = {"weight": (1, 1), "bias": (1,)}

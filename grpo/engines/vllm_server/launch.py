@@ -22,7 +22,7 @@ import torch
 
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL
 from grpo.system import child
-from grpo.system.errors import UserError, at_least
+from grpo.system.errors import UserError, check_least
 from grpo.system.ports import check_port
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Servers:
         if find_spec("vllm") is None:
             raise UserError(f"engine.launch=true needs vLLM here: {INSTALL}; or set engine.urls to servers elsewhere")
         count, devices = self.count, self.devices
-        at_least("engine.count", count, 1)
+        check_least("engine.count", count, 1)
         if devices is not None and len(devices) != count:
             raise UserError(f"engine.devices={list(devices)} must name GPUs for each of engine.count={count} servers")
         self.ports = free_ports(count) if self.port is None else [self.port + i for i in range(count)]
