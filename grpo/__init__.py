@@ -20,18 +20,18 @@ The core makes the algorithm. The core, in the order in which to read it:
     train.py                       configuration -> objects -> fit
     env/types.py                   states, actions, trajectories, rewards; Env and Task as Protocols
     env/tokens.py                  what an engine sampled, and how turns become rows
-    rollout/types.py               a sample in both views, a group, a rollout, its plan and limits
+    rollout/types.py               a sample in both views, a group; the plan and the limits of a run
     data/prompts.py                which prompts belong to rollout r
     engines/protocol.py            what an engine is
     rollout/rewarding.py           the rewards of a group, NaN where nobody can say
     rollout/episodes.py            one episode is one coroutine; many of them share an engine
-    rollout/rollouts.py            rollout r, with dynamic sampling
+    rollout/rollouts.py            rollout r, its seeds, dynamic sampling
     rollout/collate.py             samples -> TokenBatch and Scores
     objectives/batch.py            the tensors that the loss sees
-    objectives/shaping.py          the reward that the advantage sees
+    objectives/shaping.py          the reward that the advantage sees: overlong answers, the KL
     objectives/advantage.py        rewards -> advantages
     objectives/loss.py             ratios, surrogates (here is the clip), token weights
-    objectives/kl.py               estimators of the KL, and where it goes
+    objectives/kl.py               settings and estimators of the KL
     objectives/importance.py       corrections for the engine's mismatch
     objectives/entropy.py          the bonus and its controller
     objectives/algorithm.py        equation 1: the axes joined into a loss
@@ -41,6 +41,9 @@ The core makes the algorithm. The core, in the order in which to read it:
     training/callbacks/rollout.py  before an update: weights to the engine, a rollout from it
     training/module.py             the update
     training/callbacks/evaluation.py  held-out examples, metrics to the loggers
+
+Beside the core: rollout/engine_queue.py and system/calls.py (threads, time-outs), rollout/ahead.py (a rollout beside the update),
+system/metrics.py (every number that is logged), training/callbacks/checkpoint.py (what a resumed run needs).
 
 `tasks/` holds one file for each task, `conf/` every choice, `train.py` and `eval.py` put the objects together.
 """

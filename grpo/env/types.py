@@ -47,8 +47,8 @@ class Step:
 class Trajectory:
     """One episode, oldest step first. There is none where the environment did not even start.
 
-    last: where the policy was not asked again, though the environment went on, what it would have seen. error: of an
-    environment that failed, in one line.
+    last: the state that the policy would have answered next, if the episode ended before that. error: of an environment
+    that failed, in one line.
     """
 
     steps: tuple[Step, ...]
@@ -159,7 +159,7 @@ class GroupRewardModel(Protocol):
 
 class Task(EnvBuilder, RewardModel, Protocol):
     """A dataset, the environment that poses each row of it, and the reward for what comes back: `score`, or `score_group`
-    (of a class and one it inherits from the class's own counts). A method `claims(example, trajectory) -> Claim | None` is
+    (if a class defines one and inherits the other, its own is used). A method `claims(example, trajectory) -> Claim | None` is
     optional, and for evaluations: None where answers are nothing that the task reads."""
 
     def examples(self, split: Split) -> Sequence[Example]:

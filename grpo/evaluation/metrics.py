@@ -14,7 +14,7 @@ import pandas as pd
 from grpo.env.types import Claim, Example, Task
 from grpo.evaluation.statistics import Estimate, mean_interval
 from grpo.rewards.math.answers import equal
-from grpo.rollout.metrics import conversation
+from grpo.rollout.metrics import conversation, is_conversation
 from grpo.rollout.rewarding import THREADS
 from grpo.rollout.types import Group, Sample
 from grpo.system.errors import told
@@ -80,7 +80,7 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
             found["answer"] = claim.answer
             if sample.reward.known and claim.lenient is not None:
                 found["correct_lenient"] = sample.reward.correct or claim.lenient
-        if len(sample.turns) != 1 or sample.trajectory.steps[0].state.tools:
+        if is_conversation(sample):
             counts = conversation(sample.trajectory)
             found |= {f"eval/{name}": counts[name] for name in COUNTS}
         return found

@@ -25,7 +25,7 @@ class Reference:
 
     moves: it will move towards the policy (TR-DPO, arXiv 2404.09656). Then it keeps a copy of the trained weights, and puts them
     into the policy while it is used. Under LoRA these are the adapter's two matrices, each averaged by itself.
-    It is not part of the module tree: checkpoints and optimizers never see it.
+    It is not part of the module tree: the optimizer never sees it.
     """
 
     def __init__(self, policy: nn.Module, moves: bool = False) -> None:

@@ -46,7 +46,7 @@ class EntropyController:
         return self.coef if target is None or self.entropy <= target else 0.0
 
     def update(self, entropy: float | None) -> None:
-        """After an update. entropy: its mean over the update's tokens; None without tokens, then the one before counts again."""
+        """After an update. entropy: its mean over the update's tokens; None: it had no tokens, and the last entropy is kept."""
         s = self.settings
         self.entropy = self.entropy if entropy is None else entropy
         if s.target is not None:

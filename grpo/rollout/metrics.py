@@ -42,7 +42,7 @@ def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
     """length in tokens; the shares truncated and, where anything was graded, no_answer, timeout and error; the counts of
     `conversation`, where there are several turns or tools; and every part of the reward, over the samples that have it."""
     graded = ("no_answer", "timeout", "error") if any(sample.reward.outcome for sample in samples) else ()
-    conversations = any(len(sample.turns) != 1 or sample.trajectory.steps[0].state.tools for sample in samples)
+    conversations = any(map(is_conversation, samples))
     values: dict[str, list[float]] = {}
     for sample in samples:
         ours = {"length": sample.length, "truncated": sample.trajectory.truncated}
@@ -53,6 +53,11 @@ def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
             values.setdefault(name, []).append(value)
     ordered = [*ours, *sorted(values.keys() - ours.keys())]
     return {name: float(np.mean(values[name])) for name in ordered}
+
+
+def is_conversation(sample: Sample) -> bool:
+    """Whether the counts of `conversation` say something of it: several turns, tools, or an environment that failed."""
+    return len(sample.turns) != 1 or sample.trajectory.failed or bool(sample.trajectory.steps[0].state.tools)
 
 
 def conversation(trajectory: Trajectory) -> dict[str, float]:

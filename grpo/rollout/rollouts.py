@@ -62,8 +62,8 @@ class Rollouts:
     autocast: Callable[[], AbstractContextManager] = nullcontext
 
     def make(self, r: int) -> Rollout:
-        """Groups of equal rewards have nothing to teach: with algo.sampling_rounds above 1 they are replaced, by groups of other
-        prompts, until there are enough or the rounds are over (dynamic sampling, DAPO, arXiv 2503.14476)."""
+        """Plays rollout r. With algo.sampling_rounds above 1 it plays further prompts until enough groups have a signal, or the
+        rounds are over (dynamic sampling, DAPO, arXiv 2503.14476); `Rollout.best` then picks the groups to learn from."""
         begun, version = time.perf_counter(), self.engine.version
         groups: list[Group] = []
         examples, rounds, prompts = self.loader.batch(r), 0, self.plan.prompts

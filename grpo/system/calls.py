@@ -60,8 +60,8 @@ class _Call:
 class Calls:
     """Makes calls in up to `threads` threads. Belongs to the event loop in which it is awaited.
 
-    A thread cannot be stopped: one that hangs is left behind, and another one takes its place. A coroutine that hangs is
-    cancelled.
+    A thread cannot be stopped: one that hangs is left behind, and another one takes its place. A coroutine that the
+    call returns and that hangs is cancelled.
     """
 
     def __init__(self, threads: int) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Self
 
-from grpo.env.types import Example
 from grpo.evaluation.evaluator import Evaluation
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.rollout.types import Group
@@ -15,7 +14,6 @@ class RolloutBatch:
     """One Lightning batch is one rollout. Mutable: Lightning hands the same object to every hook, and each adds what it made."""
 
     rollout: int  # 0 for the first of the run
-    examples: list[Example] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     tokens: TokenBatch | None = None
     scores: Scores | None = None

@@ -1,12 +1,12 @@
 """GRPOModule: the update. `training_step` is the algorithm; everything it calls is a pure function of tensors.
 
-Group Relative Policy Optimization, arXiv 2402.03300. Knows nothing of text, tasks, rollouts, engines or rewards.
+Group Relative Policy Optimization, arXiv 2402.03300. Sees only tensors: a TokenBatch and Scores.
 """
 
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import lightning as L
 import torch
@@ -62,10 +62,13 @@ class GRPOModule(L.LightningModule):
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
         """Learns from one rollout: num_epochs passes of num_minibatches updates. Returns numbers to log."""
         means, shape = Means(), batch.scores.rewards.shape  # N, G
-        freeze, credit = self.freeze, partial(self.algorithm.credit, batch.scores.to(batch.tokens.ids.device))
-        # rewards with a KL need the frozen log-probabilities; else rows without advantage need none
-        first, second = (freeze, credit) if self.algorithm.kl.in_reward else (credit, freeze)
-        tokens = self.algorithm.choose(second(first(batch.tokens)))
+        scores, tokens = batch.scores.to(batch.tokens.ids.device), batch.tokens
+        if self.algorithm.kl.in_reward:  # the rewards need the frozen log-probabilities
+            tokens = self.freeze(tokens)
+        tokens = self.algorithm.credit(scores, tokens)
+        if not self.algorithm.kl.in_reward:  # rows without advantage need none
+            tokens = self.freeze(tokens)
+        tokens = self.algorithm.choose(tokens)
         advantages = tokens.sample_means(tokens.advantages, shape)
         batch.advantages = advantages.tolist()
         self.moved = False
@@ -138,8 +141,8 @@ class GRPOModule(L.LightningModule):
         return [(rows[piece], tokens.rows(rows[piece])) for piece in pieces]
 
     def to_learn(self, minibatch: TokenBatch) -> list[tuple[Tensor, TokenBatch]]:
-        """The microbatches of an update, at least one, as every rank needs a backward pass. A rank without a live row gets its
-        first row, silenced; not silenced if no rank has a live row and the log-probabilities are to be measured."""
+        """The microbatches of an update, at least one, as every rank needs a backward pass. A rank without a live row runs its
+        first row with an empty mask. The mask stays if no rank has a live row and old log-probabilities are missing."""
         live = self.live(minibatch)
         anywhere = distributed.all_sum(torch.tensor(float(len(live)), device=live.device))
         if len(live):

@@ -34,8 +34,8 @@ class RolloutCallback(L.Callback):
     # -- the way of a batch
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Before the policy moves to its device: an engine that shares its memory gives it that here, so that there is never a
-        second copy. Others wait: a checkpoint may yet be read into the policy."""
+        """Before the policy moves to its device. An engine that shares the policy's memory gets the policy now, so that there is
+        never a second copy; others wait, as a checkpoint may yet be read into it."""
         self.policy, self.makes.autocast = module.policy, trainer.precision_plugin.forward_context
         if not getattr(self.engine, "apart", False):
             self.sync()
