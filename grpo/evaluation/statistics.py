@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import stdtr, stdtrit
-from scipy.stats import binomtest, bootstrap, permutation_test, trim_mean
+from scipy.special import bdtr, stdtr, stdtrit
 
 from grpo.system.errors import UserError
 
@@ -87,7 +86,7 @@ def paired(a: ArrayLike, b: ArrayLike, level: float = 0.95, bounds: Bounds | Non
     d = np.round(b - a, 12)
     if bounds is not None and np.isin([a, b], bounds).all():
         better, differ = int((d > 0).sum()), int((d != 0).sum())
-        p_value, test = (binomtest(better, differ).pvalue if differ else 1.0), "exact McNemar"
+        p_value, test = min(1.0, 2 * bdtr(min(better, differ - better), differ, 0.5)), "exact McNemar"
     else:
         p_value, test = _sign_flip(d), "sign-flip permutation"
     return _comparison(d, difference_interval(d, level, bounds), p_value, test)
@@ -125,6 +124,11 @@ def iqm(scores: ArrayLike, level: float = 0.95, seed: int = 0) -> Estimate:
     one task it holds the truth in three cases of four. `over_seeds` is the honest one there. Runs with NaN are left out.
     """
     scores = np.atleast_2d(np.asarray(scores, dtype=float).T).T  # [runs, tasks]
+    from scipy.stats import (  # here: a comparison of two runs needs none of it, and it takes half a second
+        bootstrap,
+        trim_mean,
+    )
+
     scores = scores[~np.isnan(scores).any(axis=1)]
     n = len(scores)
     if n < 2:
@@ -244,4 +248,6 @@ def _sign_flip(d: np.ndarray) -> float:
     d = d[d != 0]
     if len(d) < 2:
         return 1.0  # permutation_test wants two; of one, either sign is as extreme
+    from scipy.stats import permutation_test  # half a second
+
     return permutation_test((d,), np.mean, permutation_type="samples", vectorized=True, batch=500, rng=0).pvalue
