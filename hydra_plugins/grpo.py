@@ -65,7 +65,7 @@ class Processes(Launcher):
         config = self.context.config_loader.load_sweep_config(self.config, overrides)
         if config.trainer.devices != 1:
             raise UserError(
-                f"trainer.devices={config.trainer.devices}: a job of a sweep has one; set trainer.devices=1"
+                f"trainer.devices={config.trainer.devices}: a job of a sweep has one device; set trainer.devices=1"
             )
         with open_dict(config):
             config.hydra.job.num = number = self.sweep.number(overrides)

@@ -152,7 +152,7 @@ def test_a_task_and_a_reward_from_outside_the_repository(toy, tmp_path):
         (["task.rewards=rewards/mine.py", "task.weights=null"], "is a file: say which of its functions"),
         (["eval.split=validation"], "there is no split 'validation'"),
         (["eval.split=dev"], "eval.split=dev is not one of train, validation, test"),
-        (["task.filters=[long]"], "task.filters has 'long'"),
+        (["task.filters=[long]"], "task.filters=long is not one of empty, duplicate"),
         (["score_timeout=0"], "score_timeout=0 must be more than 0"),
         (["prompt_limit.too_long=cut"], "prompt_limit.too_long=cut is not one of refuse, drop, truncate"),
         (["prompt_limit={max_tokens: 3, too_long: drop}"], "removes all 4 examples"),
