@@ -34,7 +34,7 @@ CASES = {  # the command lines of one run; a second one goes on where the first 
     "demo": ["rollout.num_rollouts=20 eval.limit=50"],
     "gsm8k": ["experiment=gsm8k_tiny task.path=DATA rollout.num_rollouts=4 eval.limit=20 eval.every=2"],
     "turns": [f"{SMALL} task=calculator model=tiny rollout.num_rollouts=4 eval.every=2"],
-    "lora_kl": [f"{SMALL} adapter=lora algo/kl=loss rollout.num_rollouts=5"],
+    "lora_kl": [f"{SMALL} adapter=lora optim.optimizer.lr=1.5e-4 algo/kl=loss rollout.num_rollouts=5"],
     "resumed": [f"{SMALL} callbacks.checkpoint.every=3 rollout.num_rollouts={n}" for n in (3, 6)],
     "dapo": [f"{SMALL} algo=dapo algo.num_minibatches=4 rollout.num_rollouts=4"],
     "rloo": [f"{SMALL} algo=rloo rollout.num_rollouts=3"],
