@@ -84,7 +84,7 @@ def test_who_waits_is_slow_and_who_waits_for_a_core_is_not():
         calls = Calls(threads=16)
         quick = [calls.run(i, 60, compute) for i in range(12)]
         waiting = calls.run("waits", 60, release.wait)
-        watch = asyncio.to_thread(looks, calls, {*range(12), "waits"}, 30)
+        watch = asyncio.to_thread(looks, calls, {*range(12), "waits"}, 120)
         done = asyncio.gather(*quick, waiting)
         found.update(await watch)
         release.set()
@@ -109,7 +109,7 @@ def test_who_computes_for_long_is_slow():
     async def one():
         calls = Calls(threads=1)
         task = asyncio.create_task(calls.run("burns", 60, burn))
-        found = await asyncio.to_thread(looks, calls, {"burns"}, 20)
+        found = await asyncio.to_thread(looks, calls, {"burns"}, 60)
         release.set()
         await task
         return found
