@@ -1,5 +1,7 @@
 """The reference beside the policy."""
 
+from copy import deepcopy
+
 import torch
 
 from grpo.models.policy import Reference
@@ -7,14 +9,13 @@ from grpo.models.policy import Reference
 
 def test_a_moving_reference_leaves_no_casts_behind(toy_model):
     """Autocast keeps a 16-bit copy of each parameter, and does not see that a parameter has other data meanwhile."""
-    reference = Reference(toy_model, moves=True)
+    reference, halved = Reference(toy_model, moves=True), deepcopy(toy_model)
     with torch.no_grad():
-        for weight in reference.weights.values():
+        for weight in [*reference.weights.values(), *halved.parameters()]:
             weight.mul_(0.5)
     ids = torch.tensor([[60, 61, 62]])
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-        before = toy_model(ids).logits
+        before, expected = toy_model(ids).logits, halved(ids).logits
         with reference.model() as model:
-            other = model(ids).logits
-        after = toy_model(ids).logits
-    assert torch.equal(before, after) and not torch.equal(before, other)
+            assert torch.equal(model(ids).logits, expected)
+        assert torch.equal(toy_model(ids).logits, before)
