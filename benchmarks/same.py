@@ -63,13 +63,13 @@ def run(tree: Path, case: str, folder: Path, data: Path) -> float:
 
 
 def cpu_seconds() -> float:
-    """Of all processes that this one has waited for."""
+    """CPU seconds of all processes that this one has waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def left(folder: Path) -> dict[tuple, Any]:
-    """What a run left: each number, text and tensor by its place, which is the file, the column or name, and so on."""
+    """Each number, text and tensor that a run left, by its place: the file, the column or name, and so on."""
     metrics = pd.read_csv(folder / "metrics.csv", dtype=str, keep_default_na=False).to_dict("list")
     checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", map_location="cpu", weights_only=False)
     found = {

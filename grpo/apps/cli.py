@@ -1,4 +1,4 @@
-"""What a command line needs besides its work: mistakes told in one line, and quiet libraries."""
+"""The command lines' common part: a mistake gets one line, and libraries are quiet."""
 
 import logging
 import os

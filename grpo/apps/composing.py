@@ -1,4 +1,4 @@
-"""Conf/ as a configuration: composed for a command line, without running anything."""
+"""The configuration of a command line, composed from conf/ without running anything."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,5 +18,5 @@ def composed(config_name: str, overrides: Sequence[str], return_hydra_config: bo
 
 
 def options(group: str) -> list[str]:
-    """What GROUP= may be. `base` holds what the options of its group share, and is none of them."""
+    """The values that GROUP= takes. `base` is none of them: it holds what the options of its group share."""
     return sorted(file.stem for file in (CONF / group).glob("*.yaml") if file.stem != "base")

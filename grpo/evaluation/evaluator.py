@@ -81,7 +81,7 @@ class Evaluator:
     def play(
         self, task: Task, engine: Engine, renderer: Renderer, seed: int, examples: Sequence[Example], places: range
     ) -> list[Group]:
-        """Of these places. A seed knows the place among all examples, so that batches change nothing but the last bits."""
+        """The groups of these places. Seeds know the place among all examples: batches change nothing but the last bits."""
         batch = [examples[i] for i in places]
 
         def seeds(p: int, *path: int) -> int:

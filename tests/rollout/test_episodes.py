@@ -326,75 +326,60 @@ def test_a_slow_environment_holds_back_nobody(parts):
     assert told == [True, True] and [len(group[0].turns) for group in groups] == [2, 4]
 
 
-def test_quick_environments_are_handed_to_the_engine_in_one_piece(parts, monkeypatch):
-    engine, renderer = parts
-    sizes, sample = [], engine.sample
+@pytest.fixture
+def sizes(parts, monkeypatch) -> list[int]:
+    """How many prompts the engine is handed, call by call."""
+    found, sample = [], parts[0].sample
     monkeypatch.setattr(
-        engine, "sample", lambda prompts, *rest: (sizes.append(len(prompts)), sample(prompts, *rest))[1]
+        parts[0], "sample", lambda prompts, *rest: (found.append(len(prompts)), sample(prompts, *rest))[1]
     )
+    return found
+
+
+def working(work, *says: str):
+    """A task whose environments do `work` in each step."""
 
     class Task(Troubled):
         def build(self, example):
-            env = Talk(["a", "b"])
+            env = Talk(list(says))
             step = env.step
-            env.step = lambda action: (time.sleep(random.random() / 50), step(action))[1]  # in any order
+            env.step = lambda action: (work(), step(action))[1]
             return env
 
-    play(Task(), [{"name": str(i)} for i in range(6)], 4, engine, renderer, Sampling(2), seed)
+    return Task()
+
+
+def test_quick_environments_are_handed_to_the_engine_in_one_piece(parts, sizes):
+    task = working(lambda: time.sleep(random.random() / 50), "a", "b")  # they are ready in any order
+    play(task, [{"name": str(i)} for i in range(6)], 4, *parts, Sampling(2), seed)
     assert sizes == [24, 24, 24]
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux's account of threads")
-def test_quick_environments_come_in_one_piece_on_a_busy_machine_too(parts, monkeypatch):
+def test_quick_environments_come_in_one_piece_on_a_busy_machine_too(parts, sizes):
     """Eight processes for each core compute beside it: a turn of 24 environments, 20 ms of computing each, takes seconds."""
-    engine, renderer = parts
-    sizes, sample = [], engine.sample
-    monkeypatch.setattr(
-        engine, "sample", lambda prompts, *rest: (sizes.append(len(prompts)), sample(prompts, *rest))[1]
-    )
 
-    class Task(Troubled):
-        def build(self, example):
-            env = Talk(["a"])
-            step = env.step
-
-            def slowly(action):
-                end = time.thread_time() + 0.02
-                while time.thread_time() < end:
-                    pass
-                return step(action)
-
-            env.step = slowly
-            return env
+    def compute():
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
 
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8 * os.cpu_count())]
     try:
-        play(Task(), [{"name": str(i)} for i in range(6)], 4, engine, renderer, Sampling(2), seed)
+        play(working(compute, "a"), [{"name": str(i)} for i in range(6)], 4, *parts, Sampling(2), seed)
     finally:
         for process in others:
             process.kill()
     assert sizes == [24, 24]
 
 
-def test_slow_environments_that_answer_one_after_the_other_share_a_batch(parts, monkeypatch):
+def test_slow_environments_that_answer_one_after_the_other_share_a_batch(parts, sizes, monkeypatch):
     """All are slower than the patience; those that come in a row are waited for."""
     monkeypatch.setattr(engine_queue, "PATIENCE", 0.3)
     monkeypatch.setattr(calls, "PATIENCE", 0.3)
-    engine, renderer = parts
-    sizes, sample = [], engine.sample
-    monkeypatch.setattr(
-        engine, "sample", lambda prompts, *rest: (sizes.append(len(prompts)), sample(prompts, *rest))[1]
-    )
     order = iter(range(100))
-
-    class Task(Troubled):
-        def build(self, example):
-            env = Talk(["a"])
-            step = env.step
-            env.step = lambda action: (time.sleep(1 + next(order) / 200), step(action))[1]
-            return env
-
-    play(Task(), [{"name": str(i)} for i in range(4)], 4, engine, renderer, Sampling(2), seed)
+    task = working(lambda: time.sleep(1 + next(order) / 200), "a")
+    play(task, [{"name": str(i)} for i in range(4)], 4, *parts, Sampling(2), seed)
     assert sizes[0] == 16 and sum(sizes) == 32 and len(sizes) < 8
 
 

@@ -1,6 +1,7 @@
 """What a run says in the terminal: while it goes on, at its end, and when it is stopped."""
 
 import math
+import re
 import signal
 
 import lightning as L
@@ -83,6 +84,13 @@ def test_completions_at_an_interval_and_the_paths_at_the_end(smoke, tmp_path, ca
     assert said.endswith(f"the best policy on all test examples: python eval.py run={tmp_path}\n")
     times = Run(tmp_path).metrics["time/eval"]
     assert list(times[times > 0].index) == [0, 5]
+
+
+def test_the_evaluation_before_training_is_a_part_of_the_time(smoke, capsys):
+    evaluated = ("eval.every=2", "eval.samples=64", "eval.sampling.temperature=1")
+    train(compose_config(*smoke("callbacks=[terminal]", *evaluated)))
+    shares = re.findall(r"│   \w.* (\d+)%", capsys.readouterr().out.rpartition("the run")[2])
+    assert len(shares) == 5 and abs(sum(map(int, shares)) - 100) <= 3
 
 
 class Interrupt(L.Callback):

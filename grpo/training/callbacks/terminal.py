@@ -66,7 +66,8 @@ class Terminal(L.Callback):
         self.begun = time.perf_counter()
 
     @rank_zero_only
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Before on_train_start, in which the policy is evaluated: that is a part of the run's time."""
         self.begun = time.perf_counter()
         self.progress.start()
 
