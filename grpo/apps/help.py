@@ -57,21 +57,15 @@ def phrases_of(config_name: str, choices: Mapping[str, Any]) -> tuple[dict[str, 
     train, root = (comments_of(CONF / f"{name}.yaml") for name in ("train", config_name))
     groups: dict[str, str] = {}
     keys = {key: phrase for comments in (train, root) for key, phrase in comments.items() if phrase}
-    for name in (
-        name.removeprefix("defaults.").removeprefix("optional ") for name in root if name.startswith("defaults.")
-    ):
-        if (CONF / name).is_dir() and name != "hydra":
-            groups[name] = keys.get(f"defaults.{name}") or keys.get(f"defaults.optional {name}", "")
-            for file in (
-                file for option in used(choices.get(name)) for file in lineage(CONF / name / f"{option}.yaml")
-            ):
-                axes = {key.removeprefix("defaults."): phrase for key, phrase in comments_of(file).items()}
-                groups |= {f"{name}/{axis}": phrase for axis, phrase in axes.items() if (CONF / name / axis).is_dir()}
-    for choice, chosen in sorted(
-        choices.items(), key=lambda item: "@" not in item[0]
-    ):  # a file that mounts others wins
+    listed = [key.removeprefix("defaults.").removeprefix("optional ") for key in root if key.startswith("defaults.")]
+    for name in (name for name in listed if (CONF / name).is_dir() and name != "hydra"):
+        groups[name] = keys.get(f"defaults.{name}") or keys.get(f"defaults.optional {name}", "")
+        for file in files_of(name, choices.get(name)):
+            axes = {f"{name}/{key.removeprefix('defaults.')}": phrase for key, phrase in comments_of(file).items()}
+            groups |= {axis: phrase for axis, phrase in axes.items() if (CONF / axis).is_dir()}
+    for choice in sorted(choices, key=lambda choice: "@" not in choice):  # a file that mounts others wins
         group, _, package = choice.partition("@")
-        for file in (file for option in used(chosen) for file in lineage(CONF / group / f"{option}.yaml")):
+        for file in files_of(group, choices[choice]):
             place = package or group.replace("/", ".")
             if package:
                 keys[package] = first_line(file)
@@ -80,6 +74,11 @@ def phrases_of(config_name: str, choices: Mapping[str, Any]) -> tuple[dict[str, 
                 place = header.split()[-1].replace("_global_", "")
             keys |= {f"{place}.{key}".lstrip("."): phrase for key, phrase in comments_of(file).items() if phrase}
     return groups, keys
+
+
+def files_of(group: str, choice: Any) -> list[Path]:
+    """The files that a choice of a group stands for, each behind those that it starts from."""
+    return [file for option in used(choice) for file in lineage(CONF / group / f"{option}.yaml")]
 
 
 def used(option: Any) -> list[str]:
