@@ -14,16 +14,18 @@ train: install ## train the demo: word problems, a tiny model, a CPU (a few minu
 test: $(VENV)/installed-test ## the tests, without the slow ones
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 test-slow: $(VENV)/installed-test ## the tests that train for minutes
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
 test-vllm: $(VENV)-vllm/installed ## the tests that need vLLM, on a CPU, in an environment of their own
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest -m vllm
 curve: $(VENV)/installed-test ## the README's picture: three algorithms, three seeds each, then the plot
 	$(BIN)/python train.py -m sweep=algorithms hydra.launcher.jobs=2 hydra.sweep.dir=outputs/algorithms
 	$(BIN)/python -m grpo.plots outputs/algorithms --out docs/curve.png
 	$(BIN)/python -m grpo.report outputs/algorithms
-clean: ## remove the environments (runs stay in outputs/, the tiny model in the user's cache)
+docs: $(VENV)/installed-test ## the site: open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+clean: ## remove the environments (runs stay in outputs/)
 	rm -rf $(VENV) $(VENV)-vllm
 
 $(VENV)/bin/python:
@@ -46,4 +48,4 @@ $(VENV)-vllm/installed: pyproject.toml
 	$(VENV)-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-.PHONY: help install train test test-slow test-vllm curve clean
+.PHONY: help install train test test-slow test-vllm curve docs clean

@@ -1,4 +1,4 @@
-"""Evaluate a run, a checkpoint or a base model on the test split of a task. `python eval.py --help` says how."""
+"""Evaluates a run, a checkpoint or a base model on the test split of a task. Usage: `python eval.py --help`."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
-from grpo.apps.cli import changes, one_line_errors, quiet, run, save_config
+from grpo.apps.border import check_values
+from grpo.apps.cli import changes, check_model, one_line_errors, quiet, run, save_config
 from grpo.apps.composing import CONF
 from grpo.system.errors import UserError
 from grpo.system.files import write_json
@@ -18,12 +19,14 @@ from grpo.system.files import write_json
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="eval")
 def main(config: DictConfig) -> float:
+    """Evaluate, or compare if `compare` is set, with Hydra's configuration."""
     with one_line_errors("eval"):
+        check_values(config)
         return compared(config) if config.compare else evaluate(config, HydraConfig.get().overrides.task)
 
 
 def compared(config: DictConfig) -> float:
-    """Returns the first difference. Writes metrics.json; loads no model."""
+    """Compare runs, write metrics.json, and return the first difference. Loads no model."""
     # imported here, so that --help and a mistyped key need neither pandas nor torch
     from grpo.apps.show_evaluation import show_comparison
     from grpo.runs.comparison import arms_of, compare
@@ -35,18 +38,22 @@ def compared(config: DictConfig) -> float:
 
 
 def policy_folder(run: str) -> Path:
-    """The Hugging Face folder that `run=` means: a run's best policy, that of a checkpoint, or the folder itself."""
+    """Return the Hugging Face folder for `run=`: the best policy of a run, the policy of a checkpoint, or the folder itself."""
     path = Path(run).resolve()
-    beside = path.with_suffix("") if path.suffix == ".ckpt" else path  # the policy of a checkpoint
+    beside = (
+        path.with_suffix("") if path.suffix == ".ckpt" else path
+    )  # a checkpoint's policy is in the folder beside it
     for folder in (path / "checkpoints" / "best", path / "checkpoints" / "last", beside):
         if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
             return folder
-    raise UserError(f"run={run} has no policy: give a run's folder, a checkpoint of it, or a Hugging Face folder")
+    raise UserError(f"run={run} has no policy: give the folder of a run, its checkpoint, or a Hugging Face folder")
 
 
 def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """The policy of `config.run`, with the model, renderer and problem of that run; the command line wins, and a task on it
-    brings its own problem."""
+    """Return the configuration for evaluating the policy of `config.run`, with that run's model, renderer and problem settings.
+
+    Values of the command line win. If the command line chooses a task, the problem settings of the run are not used.
+    """
     folder = policy_folder(config.run)
     trained = folder.parent.parent / "config.yaml"
     given = {key: f"{key}={value}" for key, _, value in (o.lstrip("+").partition("=") for o in overrides)}
@@ -63,27 +70,31 @@ def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
-    """Returns the accuracy. Writes metrics.json and samples.parquet beside config.yaml; goes on where it was stopped in that
-    folder. overrides: of the command line."""
+    """Evaluate, write metrics.json and samples.parquet beside config.yaml, and return the accuracy.
+
+    An evaluation that was interrupted in the same folder is resumed.
+    overrides: the arguments of the command line.
+    """
     from grpo.apps.show_evaluation import Bar, show
     from grpo.evaluation.metrics import columns
     from grpo.evaluation.resumable import Scorecard, finished, policy_in
     from grpo.rollout.samples_table import on_disk
     from grpo.runs.manifest import kept
 
-    quiet()  # importing lightning has set its log levels
+    quiet()  # again, because importing lightning sets its log levels
     console = Console()
     if config.run:
         config = as_in_run(config, overrides)
+    check_values(config)
     folder = Path(config.output_dir)
     if (folder / "config.yaml").is_file() and (changed := changes(config, folder / "config.yaml")):
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise UserError(
-            f"{folder} is of other values: {', '.join(changed[:3])}{more}; set hydra.run.dir to a new folder"
+            f"{folder} has an evaluation with other values: {', '.join(changed[:3])}{more}; set hydra.run.dir to a new folder"
         )
     if found := finished(folder):
         show(console, config.task._target_.rpartition(".")[2], found)
-        console.print(f"finished before, in {folder}", soft_wrap=True)
+        console.print(f"this evaluation had finished before, in {folder}", soft_wrap=True)
         return found["eval/accuracy"]["value"]
     evaluator = instantiate(config.eval)
     trainer = instantiate(config.trainer)(callbacks=[], logger=[])
@@ -94,7 +105,8 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     task.examples(evaluator.split)
 
     pretrained = instantiate(config.model)
-    prompt_limit = prompt_limit.within(pretrained.config().max_position_embeddings, config.max_tokens)
+    check_model(pretrained, config)
+    prompt_limit = prompt_limit.within(pretrained.context(), config.max_tokens)
     renderer = instantiate(config.renderer)(pretrained.tokenizer(), prompt_limit.kept)
     examples = evaluator.chosen(prompt_limit.fitting(task, evaluator.split, renderer))
     engine = instantiate(config.engine)
@@ -117,7 +129,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
             speed = card.speed
             found = card.finish()
     except KeyboardInterrupt:
-        console.print(f"stopped; the same command with hydra.run.dir={folder} goes on", soft_wrap=True)
+        console.print(f"stopped; to resume, repeat the command with hydra.run.dir={folder}", soft_wrap=True)
         raise
     engine.close()
 
@@ -127,7 +139,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
 
 
 def as_list(argument: str) -> str:
-    """compare=A,B, which Hydra would take for a sweep, as the list that is meant; with quotes, for all that a path may have."""
+    """Turn compare=A,B, which Hydra would read as a sweep, into a list of quoted paths; return other arguments unchanged."""
     key, _, value = argument.partition("=")
     inner = value[1:-1] if value.startswith("[") and value.endswith("]") else value
     if key != "compare" or set(inner) & set("[]'\""):

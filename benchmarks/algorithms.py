@@ -1,10 +1,10 @@
-"""Every preset of conf/algo on the demo task, several seeds each: one table, one plot.
+"""Train every preset of conf/algo on the demo task, several seeds each: one table, one plot.
 
-    python benchmarks/algorithms.py                     all of it; what is finished already is not run again
+    python benchmarks/algorithms.py                     everything; finished runs are not repeated
     python benchmarks/algorithms.py --presets grpo gspo --seeds 0 1
 
-Four updates a rollout, so that the ratio leaves 1 and the presets differ in more than their advantage. All else is the demo's
-default, tuned for none of them. Prints the table (markdown) and draws the plot; each run's folder stays in --folder.
+Each rollout has four updates, so that the ratio leaves 1 and the presets differ in more than their advantage. Everything else
+is the demo's default, tuned for no preset. Prints the table (markdown) and draws the plot; each run's folder stays in --folder.
 """
 
 import argparse
@@ -26,13 +26,13 @@ PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
 
 
 def run(preset: str, seed: int, folder: Path, rollouts: int) -> Path:
-    """One training run, unless it is there already."""
+    """Train once, unless the finished run exists. Return its folder."""
     out = folder / f"{preset}-{seed}"
     if not (out / "metrics.csv").exists() or Run(out).metrics.index[-1] < rollouts:
         command = [sys.executable, "train.py", f"algo={preset}", "algo.num_minibatches=4", f"seed={seed}"]
         command += [f"rollout.num_rollouts={rollouts}", "eval.every=5", f"hydra.run.dir={out}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        (out / "config.yaml").unlink(missing_ok=True)  # of a run that was cut off
+        (out / "config.yaml").unlink(missing_ok=True)  # left by an interrupted run
         (out / "metrics.csv").unlink(missing_ok=True)
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
@@ -42,13 +42,13 @@ def run(preset: str, seed: int, folder: Path, rollouts: int) -> Path:
 
 
 def interval(values: np.ndarray) -> np.ndarray:
-    """Half the width of the 95 % interval of the mean over seeds (axis 0), by Student's t."""
+    """Return half the width of the 95 % interval of the mean over seeds (axis 0), by Student's t."""
     n = len(values)
     return t.ppf(0.975, n - 1) * values.std(axis=0, ddof=1) / n**0.5 if n > 1 else np.full(values.shape[1:], np.nan)
 
 
 def table(runs: dict[str, list[pd.DataFrame]]) -> str:
-    """Markdown, a row for each preset, best final accuracy first."""
+    """Return a Markdown table with a row for each preset, best final accuracy first."""
     rows = []
     for preset, tables in runs.items():
         accuracy = 100 * np.array([t["eval/accuracy"].dropna() for t in tables])
@@ -68,7 +68,7 @@ def table(runs: dict[str, list[pd.DataFrame]]) -> str:
 
 
 def plot(runs: dict[str, list[pd.DataFrame]], out: str) -> None:
-    """Reward and held-out accuracy against rollouts, mean and 95 % interval over seeds; a panel for each preset."""
+    """Plot reward and held-out accuracy against rollouts: mean and 95 % interval over seeds, a panel for each preset."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=PRESETS, choices=PRESETS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rollouts", type=int, default=30)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of one thread each")
+    parser.add_argument("--jobs", type=int, default=2, help="concurrent runs, each with one thread")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "algorithms")
     parser.add_argument("--plot", default=str(ROOT / "docs" / "algorithms.png"))
     arguments = parser.parse_args()

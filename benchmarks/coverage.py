@@ -1,11 +1,11 @@
-"""How often does an interval of 95 % hold the truth? Of grpo.statistics, and of what one would write without thinking.
+"""Measure how often 95 % intervals contain the true value: those of grpo.evaluation.statistics, and naive ones.
 
     python benchmarks/coverage.py            # the table of docs/statistics.md, some minutes
     python benchmarks/coverage.py --json     # every case
 
-Problems, their samples and runs are drawn from worlds whose truth is known, 4,000 data sets a case, always the same; single
-outcomes need no drawing, the binomial distribution gives their coverage. The naive interval takes all samples as independent:
-for a difference it forgets the pairs, for two arms it forgets that seeds differ, for one that problems do.
+Problems, their samples and runs are drawn from distributions with a known true value: 4,000 data sets a case, always the same.
+Single outcomes need no drawing, since the binomial distribution gives their coverage. The naive interval takes all samples as
+independent: for a difference it ignores the pairing, for two arms that seeds differ, for one arm that problems differ.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from grpo.evaluation.statistics import (
 SHARE = (0, 1)
 Draw = Callable[[np.random.Generator], tuple[Estimate, Estimate | None, float]]
 
-# chances to solve a problem, and their mean
+# probabilities to solve a problem, and their mean
 ABILITIES = {
     "all alike, 0.3": (lambda rng, n: np.full(n, 0.3), 0.3),
     "Beta(2, 2)": (lambda rng, n: rng.beta(2, 2, n), 0.5),
@@ -48,7 +48,7 @@ LIMITS = {
 
 
 def covered(draw: Draw, sets: int) -> dict:
-    """Shares of the data sets where ours and the naive interval hold the truth."""
+    """Return the shares of data sets for which our interval and the naive one contain the true value."""
     rng = np.random.default_rng(0)
     ours, naive = [], []
     for _ in range(sets):
@@ -60,7 +60,7 @@ def covered(draw: Draw, sets: int) -> dict:
 
 
 def single(p: float, n: int) -> dict:
-    """One sample a problem, exactly. at_p jumps with p, since counts are whole; coverage is its mean over p +- 0.02."""
+    """Return the exact coverage, one sample a problem. at_p jumps with p, as counts are whole; coverage averages p +- 0.02."""
     counts = np.arange(n + 1)
     low, high = np.array([mean_interval(np.arange(n) < count, bounds=SHARE)[1:3] for count in counts]).T
 
@@ -82,7 +82,7 @@ def clustered(ability: str, n: int, k: int) -> Draw:
 
 
 def lengths(n: int, k: int) -> Draw:
-    """Log-normal over problems and again over samples: skewness 1.8 for a problem's mean where k is large."""
+    """Lengths are log-normal over problems and over their samples; for large k a problem's mean has skewness 1.8."""
 
     def draw(rng: np.random.Generator) -> tuple[Estimate, Estimate, float]:
         x = 100 * np.exp(rng.normal(0, 0.5, (n, 1)) + rng.normal(0, 0.3, (n, k)))
@@ -92,14 +92,14 @@ def lengths(n: int, k: int) -> Draw:
 
 
 def unpaired(a: np.ndarray, b: np.ndarray, k: int) -> Estimate:
-    """The textbook's interval of two shares, from all samples: [problems] each, k samples a problem."""
+    """Return the textbook interval for two independent shares, from all samples. a, b: [problems], k samples a problem."""
     p, q, n = a.mean(), b.mean(), len(a) * k
     half = 1.96 * np.sqrt((p * (1 - p) + q * (1 - q)) / n)
     return Estimate(q - p, q - p - half, q - p + half, n)
 
 
 def pairs(ability: str, gain: float, n: int, k: int) -> Draw:
-    """b solves a problem of chance p with p + gain p (1 - p): nothing changes where the answer is certain."""
+    """a solves a problem with probability p, b with p + gain p (1 - p): certain outcomes stay certain."""
 
     def draw(rng: np.random.Generator) -> tuple[Estimate, Estimate, float]:
         p = ABILITIES[ability][0](rng, n)
@@ -112,7 +112,7 @@ def pairs(ability: str, gain: float, n: int, k: int) -> Draw:
 
 
 def greedy(better: float, worse: float, n: int) -> Draw:
-    """One outcome each, most of them equal, as greedy answers before and after are."""
+    """One outcome a problem in each arm, mostly equal, like greedy answers before and after training."""
 
     def draw(rng: np.random.Generator) -> tuple[Estimate, Estimate, float]:
         u, right = rng.random(n), rng.random(n) < 0.5
@@ -136,7 +136,7 @@ def arms(seeds: int, n: int, k: int, spread: float) -> Draw:
 
 
 def arm(seeds: int, n: int, k: int, spread: float) -> Draw:
-    """One arm of those; what its seeds alone say forgets that there are other problems."""
+    """One such arm. The naive interval uses the seeds alone and ignores that there are other problems."""
 
     def draw(rng: np.random.Generator) -> tuple[Estimate, Estimate, float]:
         a = rng.binomial(k, rng.uniform(0.25, 0.65, n) + rng.uniform(-spread, spread, (seeds, 1))) / k
@@ -146,7 +146,7 @@ def arm(seeds: int, n: int, k: int, spread: float) -> Draw:
 
 
 def runs(n: int, tasks: int = 0) -> Draw:
-    """Normal scores of runs: Student's t, and beside it the bootstrapped interquartile mean. With tasks: that one alone."""
+    """Scores of runs are normal: Student's t and the bootstrapped interquartile mean; with tasks only the latter."""
 
     def draw(rng: np.random.Generator) -> tuple[Estimate, Estimate | None, float]:
         if tasks:
@@ -207,7 +207,7 @@ if __name__ == "__main__":
     if args.json:
         print(json.dumps(found))
         sys.exit()
-    print("| estimated | world | problems or runs | cases | holds the truth, % | naive, % |\n|---|---|---|---|---|---|")
+    print("| estimated | world | problems or runs | cases | coverage, % | naive, % |\n|---|---|---|---|---|---|")
     for (what, world), group in groupby(found, lambda case: (case["what"], case["world"])):
         rows = list(group)
         sizes = sorted({row["n"] for row in rows})

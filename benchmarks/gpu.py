@@ -1,13 +1,13 @@
-"""The update on one GPU: tokens per second, share of the device's arithmetic (MFU) and memory, per layout, and TRL's.
+"""Measure the update on one GPU, for each layout and for TRL: tokens per second, share of the peak FLOPs (MFU), memory.
 
     python benchmarks/gpu.py [--shapes 1b 8b] [--overrides optim.max_tokens_per_microbatch=16384] [--json]      # no network
 
-Llama shapes with random weights in bfloat16, PROMPTS x GROUP rows of 2048 tokens. Ours is `GRPOModule.training_step`, AdamW on
-float32 masters included; overrides are train.py's. TRL's is its `_compute_loss` on microbatches of its default size, with its
-default of gradient checkpointing, and AdamW on the bfloat16 weights themselves. Each in a process of its own, medians of steps.
-tokens/s counts the tokens of all rows; MFU what the layout computes: a prompt once for each row, with shared_prompt once for
-its group; never what is computed again. Memory of a token is what a step takes beside weights, gradients and optimizer, over
-the tokens that go through the model at once. `--shapes tiny` tries the script without a GPU.
+Llama shapes with random weights in bfloat16, PROMPTS x GROUP rows of 2048 tokens. Our step is `GRPOModule.training_step` with
+AdamW on float32 masters; overrides are train.py's. TRL's step is `_compute_loss` on microbatches of its default size, with its
+default gradient checkpointing, and AdamW on the bfloat16 weights. Each runs in its own process; results are medians of steps.
+tokens/s counts the tokens of all rows. MFU counts the layout's arithmetic: a prompt once per row, with shared_prompt once per
+group, and nothing that is recomputed. Memory of a token is a step's memory beside weights, gradients and optimizer, divided by
+the tokens in the model at once. `--shapes tiny` tries the script without a GPU.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def groups_of(shape: str) -> list[Group]:
 
 
 def arithmetic():
-    """As the Trainer has it."""
+    """Return the Trainer's precision."""
     return torch.autocast("cuda", torch.bfloat16) if CUDA else nullcontext()
 
 
@@ -56,7 +56,7 @@ def ours(model: torch.nn.Module, batch: TokenBatch, layout: str, overrides: list
     config = composed("train", ["output_dir=.", f"optim.layout={layout}", *overrides])
     module = GRPOModule(model, instantiate(config.algo), instantiate(config.optim), 1.0, 1000, seed=0)
     optimizers, schedules = module.configure_optimizers()
-    # stand in for the Trainer, which only hands these out
+    # stands in for the Trainer, which only returns these
     module.optimizers, module.lr_schedulers = lambda: optimizers[0], lambda: schedules[0]
     module.manual_backward = lambda loss: loss.backward()
     shape = (PROMPTS, GROUP)
@@ -94,7 +94,7 @@ def trl(model: torch.nn.Module, batch: TokenBatch) -> tuple[Callable, dict]:
         model, lambda completions, **_: [0.0] * len(completions), args, rows, processing_class=tokenizer
     )
     model = trainer.model.to(DEVICE).train()
-    model.gradient_checkpointing_enable()  # as its train() does
+    model.gradient_checkpointing_enable()  # as in its train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     width = batch.completion_width
     every = {
@@ -132,7 +132,7 @@ def measure(shape: str, name: str, overrides: list[str]) -> dict:
         model = model_of(llama(shape), torch.bfloat16 if CUDA else torch.float32)
     batch = batch_of(groups, model.config.vocab_size).to(DEVICE)
     step, found = trl(model, batch) if name == "trl" else ours(model, batch, name, overrides)
-    for _ in range(2):  # compiles, and makes the optimizer's state
+    for _ in range(2):  # compiles, and creates the optimizer's state
         step()
     before = torch.cuda.memory_allocated() if CUDA else 0
     if CUDA:
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=["tiny", "1b", "8b"], default=["1b", "8b"])
     parser.add_argument("--overrides", nargs="*", default=[], help="of train.py")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--one", help="a layout or trl, in this process")
+    parser.add_argument("--one", help="measure this layout, or trl, in this process")
     given = parser.parse_args()
     if given.one:
         print(json.dumps(measure(given.shapes[0], given.one, given.overrides)))

@@ -1,12 +1,12 @@
-"""vLLM beside a trainer on one GPU: does the engine follow every optimizer step, in how many milliseconds, at which speed?
+"""Measure vLLM beside a trainer on one GPU: whether it follows every optimizer step, time of a sync, sampling speed.
 
-    python benchmarks/gpu_sync.py [--shapes small 1b 8b] [--json]      # a CUDA GPU; 8b wants 100 GB
+    python benchmarks/gpu_sync.py [--shapes small 1b 8b] [--json]      # a CUDA GPU; 8b needs 100 GB
 
-Llama shapes with random weights in bfloat16, float32 masters in the optimizer, CUDA graphs on. For each engine, in a process of
-its own: the gap between engine and trainer (largest and mean, over sampled tokens) before and after each of three steps, the
-median sync, sampled tokens per second, the memory that is taken; for `vllm`, sleep and wake as well. `as TRL` pushes one
-parameter at a time and samples with the same engine, as TRL's colocate mode does. Without a GPU `--shapes small` tries
-the script.
+Llama shapes with random weights in bfloat16, float32 masters in the optimizer, CUDA graphs on. Each engine runs in its own
+process, which measures the gap between engine and trainer (largest and mean, over sampled tokens) before and after each of three
+steps, the median sync, sampled tokens per second and the memory in use; for `vllm` also sleep and wake. `as TRL` pushes one
+parameter at a time and samples with the same engine, as TRL's colocate mode does. `--shapes small` tries the script without a
+GPU.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def shaped(shape: str):
 
 
 def gaps(engine, policy, prompts: list[list[int]]) -> tuple[float, float]:
-    """The largest and the mean |engine - trainer|."""
+    """Return the largest and the mean |engine - trainer|."""
     import torch
 
     from grpo.engines.protocol import Sampling
@@ -77,7 +77,7 @@ def device() -> str:
 
 
 def taken() -> float:
-    """GB of the device that are in use."""
+    """Return the GB in use on the device."""
     import torch
 
     if device() == "cpu":
@@ -117,7 +117,7 @@ def measure(name: str, shape: str, folder: str) -> dict:
     send(policy, 0)
     steps = [gaps(engine, policy, prompts[:8])]
 
-    make = torch.optim.SGD if shape == "8b" else torch.optim.AdamW  # moments of 8 B parameters are another 64 GB
+    make = torch.optim.SGD if shape == "8b" else torch.optim.AdamW  # AdamW's moments of 8b: another 64 GB
     optimizer = with_masters(dict(policy.named_parameters()), partial(make, lr=1.0 if shape == "8b" else 1e-3))
     rows = torch.tensor(prompts[:4], device=device())
     times = []
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["small", "1b", "8b"])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", choices=ENGINES, help="one engine, in this process")
-    parser.add_argument("--folder", help="of the configuration, with --one")
+    parser.add_argument("--folder", help="folder of the configuration, with --one")
     given = parser.parse_args()
     if given.one:
         print(json.dumps(measure(given.one, given.shapes[0], given.folder)))

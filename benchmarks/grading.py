@@ -1,9 +1,9 @@
-"""How fast answers are graded, and what one that takes for ever costs the others. D has gsm8k_test.jsonl and math500_test.jsonl.
+"""Measure how fast answers are graded, and how much an endless one delays the others.
 
-    python benchmarks/grading.py D
+    python benchmarks/grading.py D          # D has gsm8k_test.jsonl and math500_test.jsonl
 
-Prints answers per second on GSM8K's own solutions (one by one, and in groups of 8 as a run scores them, nothing remembered
-between rounds), and seconds for 64 answers that need algebra, without and with an endless one among them. Medians of three.
+Prints answers per second on GSM8K's own solutions (one by one, and in groups of 8 as a run scores them, with no cache between
+rounds), and seconds for 64 answers that need algebra, without and with an endless one among them. Medians of three rounds.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ def main(folder: str) -> None:
     pairs = [
         ({"question": "?", "answer": gold}, said(f"\\boxed{{{other}}}"))
         for gold, other in pairwise(golds)
-        if grading.equal(other, gold) is None  # exact arithmetic cannot tell
+        if grading.equal(other, gold) is None  # exact arithmetic cannot decide
     ][:64]
     poisoned = [*pairs[:63], ({"question": "?", "answer": "4"}, said(ENDLESS))]
     outcomes = {}

@@ -1,9 +1,8 @@
-"""How large the house is: lines of code by room, the core, the longest files, and public names that are defined twice.
+"""Measure the size of the code: lines by room, the core, the longest files, and public names that are defined twice.
 
     python benchmarks/lines.py
 
-A line of code is one that is not blank, a comment or a part of a docstring. The core is the list in grpo/__init__.py; its lines
-are all that there are, docstrings included.
+Lines of code are all but blank lines, comments and docstrings. The core is the list in grpo/__init__.py; there all lines count.
 """
 
 import ast
@@ -18,7 +17,7 @@ SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 
 
 def code_lines(source: str) -> int:
-    """Lines with code on them."""
+    """Return the number of lines that have code."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented) and ast.get_docstring(node)]
     words = {line for node in nodes for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)}
@@ -40,7 +39,7 @@ def by_room() -> Counter[str]:
 
 
 def core() -> dict[str, int]:
-    """The files of the core in the order in which to read them, with their lines."""
+    """Return the files of the core in reading order, with their numbers of lines."""
     text = ast.get_docstring(ast.parse((ROOT / "grpo" / "__init__.py").read_text()))
     names = re.findall(r"^ +(\S+\.py) ", text.partition("The core")[2], re.MULTILINE)
     paths = {name: ROOT / name if name == "train.py" else ROOT / "grpo" / name for name in names}
@@ -48,7 +47,7 @@ def core() -> dict[str, int]:
 
 
 def twice() -> dict[str, list[str]]:
-    """Public classes and functions of the top level that more than one module of grpo defines."""
+    """Return the public top-level classes and functions that more than one module of grpo defines."""
     found = defaultdict(list)
     for path in (path for path in files() if path.is_relative_to(ROOT / "grpo")):
         for node in ast.parse(path.read_text()).body:

@@ -1,4 +1,4 @@
-"""The picture of docs/performance.md, from what vs_trl.py and scaling.py said with --json.
+"""Draw the figure of docs/performance.md from the --json output of vs_trl.py and scaling.py.
 
 python benchmarks/plot.py VS_TRL.json SCALING.json --out docs/performance.png
 """
@@ -16,7 +16,7 @@ PARTS = {"generation": "#4c78a8", "update": "#f58518", "other": "#bab0ac"}
 
 
 def bars(axes: plt.Axes, cases: dict) -> None:
-    """Of each case two bars, TRL's first, and where the floor is."""
+    """Draw two bars for each case, TRL's first, and a line at the floor."""
     for place, found in enumerate(cases.values()):
         for side, shift in (("trl", -0.21), ("grpo", 0.21)):
             bottom = 0.0

@@ -1,10 +1,10 @@
-"""Sampled tokens per second: the built-in engine, transformers' `generate` and its continuous batching, vLLM, on the same model.
+"""Measure sampled tokens per second on one model: built-in engine, transformers' `generate` and continuous batching, vLLM.
 
     python benchmarks/rollout.py [--shapes 3m 100m] [--prompt 100] [--answer 64] [--json]
 
 PROMPTS prompts x GROUP samples at temperature 1, float32, random weights, on one thread. `short`: answers end at random, after a
-third of the limit on average. They work by turns in one process, medians of the tokens in a second of CPU and of the clock.
-vLLM takes part where it is installed, in the environment of `make test-vllm`; each engine that cannot run here says so.
+third of the limit on average. The engines take turns in one process; results are medians, per CPU second and per second of
+wall-clock time. vLLM takes part if installed (environment of `make test-vllm`); an engine that cannot run here is reported.
 """
 
 import argparse
@@ -32,9 +32,7 @@ from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Engine, Sampling
 
 PROMPTS, GROUP = 8, 8
-Sampler = Callable[
-    [list[list[int]], int], list[int]
-]  # prompts and a number for the seed, to the lengths of the answers
+Sampler = Callable[[list[list[int]], int], list[int]]  # (prompts, a number for the seed) -> lengths of the answers
 
 
 def of_engine(engine: Engine, model: LlamaForCausalLM, limit: int) -> Sampler:
@@ -79,7 +77,7 @@ def generate(model: LlamaForCausalLM, limit: int, folder: str) -> Sampler:
 
 def generate_batch(model: LlamaForCausalLM, limit: int, folder: str) -> Sampler:
     config = settings(model, limit)
-    # left to itself it takes most of the machine's memory
+    # by default it takes most of the machine's memory
     batching = ContinuousBatchingConfig(
         num_blocks=2 * PROMPTS * GROUP, max_batch_tokens=1024, max_requests_per_batch=256
     )
@@ -100,12 +98,12 @@ SAMPLERS = {"built-in": builtin, "generate": generate, "generate_batch": generat
 
 
 def measure(shape: str, prompt: int, limit: int, short: bool, repeats: int) -> dict:
-    """By sampler tokens in a second of CPU and of the clock."""
+    """Return for each sampler its tokens per CPU second and per second of wall-clock time."""
     config = llama(shape)
     ends = list(range(40, 40 + round(3 * config.vocab_size / limit)))
     config.eos_token_id = ends if short else None
     model = model_of(config)
-    model.get_input_embeddings().weight.data[ends] = 0  # tied: their logit is 0, so answers end at one rate
+    model.get_input_embeddings().weight.data[ends] = 0  # tied, so their logits are 0: answers end at one rate
     generator = torch.Generator().manual_seed(0)
     asked = (
         torch.randint(1, config.vocab_size, (PROMPTS, prompt), generator=generator).repeat_interleave(GROUP, 0).tolist()
@@ -117,7 +115,7 @@ def measure(shape: str, prompt: int, limit: int, short: bool, repeats: int) -> d
         for name, make in SAMPLERS.items():
             try:
                 samplers[name] = make(model, limit, folder)
-                samplers[name](asked, 0)  # warms up
+                samplers[name](asked, 0)  # warm-up
             except Exception as error:
                 samplers.pop(name, None)
                 print(f"{name} does not run here: {' '.join(str(error).split())[:150]}", file=sys.stderr)
@@ -147,8 +145,8 @@ def main() -> None:
             results.append({"shape": shape, "short": short, "tokens/s": found})
             for name, (cpu, clock) in found.items() if not given.json else ():
                 print(
-                    f"{shape:6s} {'short' if short else 'even':6s} {name:16s} {cpu:9,.0f} tokens in a second of CPU, "
-                    f"{clock:9,.0f} of the clock   {found['built-in'][0] / cpu:5.2f}x",
+                    f"{shape:6s} {'short' if short else 'even':6s} {name:16s} {cpu:9,.0f} tokens per CPU second, "
+                    f"{clock:9,.0f} per second   {found['built-in'][0] / cpu:5.2f}x",
                     flush=True,
                 )
     if given.json:

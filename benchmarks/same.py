@@ -1,11 +1,11 @@
-"""Do two trees of this project give the same numbers? Runs of train.py in both, on the same base models, compared bit by bit.
+"""Compare two trees of this project bit by bit: runs of train.py in both, on the same base models.
 
     python benchmarks/same.py OTHER_TREE [--keep FOLDER] [--out FOLDER] [--data FOLDER] [CASE ...]
 
-Compared are metrics.csv without times and memory, every rollout and evaluation, the weights and the state of the optimizer. A
-line for each case: whether it is the same, else the first difference, and the seconds of CPU that both took. --keep: where the
-runs of OTHER_TREE stay; what is there already is not run again. --out: where those of this tree go. --data: a folder that has
-gsm8k_train_1000.jsonl and gsm8k_test.jsonl.
+It compares metrics.csv without times and memory, every rollout and evaluation, the weights and the state of the optimizer. Each
+case prints a line: "same" or the first difference, and the CPU seconds of both. --keep: folder for the runs of OTHER_TREE; runs
+that exist there are not repeated. --out: folder for the runs of this tree. --data: a folder that has gsm8k_train_1000.jsonl and
+gsm8k_test.jsonl.
 """
 
 import argparse
@@ -30,7 +30,7 @@ DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data"))
 LEFT_OUT = ("time/", "tokens/s", "memory/")
 ALL = "trainer=cpu engine=transformers callbacks.samples.token_logprobs=true"
 SMALL = "eval.limit=20"
-CASES = {  # the command lines of one run; a second one goes on where the first has stopped
+CASES = {  # the command lines of one run; the second resumes it
     "demo": ["rollout.num_rollouts=20 eval.limit=50"],
     "gsm8k": ["experiment=gsm8k_tiny task.path=DATA rollout.num_rollouts=4 eval.limit=20 eval.every=2"],
     "turns": [f"{SMALL} task=calculator model=tiny rollout.num_rollouts=4 eval.every=2"],
@@ -44,7 +44,7 @@ CASES = {  # the command lines of one run; a second one goes on where the first 
 
 
 def run(tree: Path, case: str, folder: Path, data: Path) -> float:
-    """Leaves the run in `folder`, unless it is there already. Returns the seconds of CPU that it took."""
+    """Run the case in `folder`, unless it is there already. Return its CPU seconds."""
     lines, note = [f"{ALL} {line}" for line in CASES[case]], folder / "same.json"
     if note.is_file() and (before := json.loads(note.read_text()))["lines"] == lines:
         return before["seconds"]
@@ -63,13 +63,13 @@ def run(tree: Path, case: str, folder: Path, data: Path) -> float:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of all processes that this one has waited for."""
+    """Return the CPU seconds of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def left(folder: Path) -> dict[tuple, Any]:
-    """Each number, text and tensor that a run left, by its place: the file, the column or name, and so on."""
+    """Return each number, text and tensor that a run left, by its place: the file, the column or name, and so on."""
     metrics = pd.read_csv(folder / "metrics.csv", dtype=str, keep_default_na=False).to_dict("list")
     checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", map_location="cpu", weights_only=False)
     found = {
@@ -91,7 +91,7 @@ def leaves(node: Any, place: tuple) -> Iterator[tuple[tuple, Any]]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Bit by bit; NaN is NaN."""
+    """Return whether a and b are equal bit by bit; NaN equals NaN."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return type(a) is type(b) and repr(a) == repr(b)
     bits = [tensor.flatten().contiguous().view(torch.uint8) for tensor in (a, b)]
@@ -99,7 +99,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def difference(ours: dict[tuple, Any], theirs: dict[tuple, Any]) -> str:
-    """Empty where there is none: columns and tensors of one side only, and the first that both have but not alike."""
+    """Describe the columns and tensors that only one side has, and the first that differs; empty if there are none."""
     told: list[str] = []
     for side, some, others in (("here", ours, theirs), ("there", theirs, ours)):
         only = list(dict.fromkeys(" ".join(map(str, place[:2])) for place in some if place not in others))

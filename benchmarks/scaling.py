@@ -1,10 +1,10 @@
-"""How cost grows: CPU seconds and peak memory of a rollout and an update against tokens, size of the group and of the model.
+"""Measure how cost grows: CPU seconds and peak memory of a rollout and an update against tokens, group size and model size.
 
     python benchmarks/scaling.py [--shape 3m] [--json]        # some minutes on one thread
 
-Each point is a process of its own, which samples a rollout with the built-in engine and learns from it, three times; seconds are
-medians, bytes what the work added to the process at its peak. `exponent` is that of a power law through the points, by least
-squares of the logarithms: 1 is linear. The last line is of the dataset: ten times the prompts should cost no memory.
+Each point has its own process, which samples a rollout with the built-in engine and trains on it, three times. Seconds are
+medians; bytes are what the work added to the process at its peak. `exponent` belongs to a power law fitted to the points by least
+squares of the logarithms: 1 is linear. The last line is about the dataset: ten times the prompts should cost no memory.
 """
 
 import argparse
@@ -25,27 +25,27 @@ from grpo.system import memory
 
 CPU = torch.device("cpu")
 
-AXES = {  # what grows, and the rest: prompt, answer, group, shape
+AXES = {  # the axis that grows; PLAIN has the rest
     "prompt": [{"prompt": n} for n in (64, 128, 256, 512)],
     "answer": [{"answer": n} for n in (32, 64, 128, 256)],
     "group": [{"group": n} for n in (2, 4, 8, 16)],
     "model": [{"shape": n} for n in ("3m", "10m", "30m")],
     "dataset": [{"rows": n} for n in (10_000, 100_000)],
 }
-SIZE = {"model": "parameters", "dataset": "rows"}  # of the others: what grows
+SIZE = {"model": "parameters", "dataset": "rows"}  # the size on these axes; on the others it is the axis itself
 PLAIN = {"shape": "3m", "prompt": 64, "answer": 64, "group": 8}
 PROMPTS = 4
 MEASURES = ("rollout", "update", "rollout_bytes", "update_bytes")
 
 
 def anew() -> int:
-    """Bytes that this process has; its peak counts from here."""
+    """Return the bytes of this process, and restart its peak."""
     memory.reset_peak(CPU)
     return memory.peak(CPU)
 
 
 def point(shape: str, prompt: int, answer: int, group: int) -> dict:
-    """Seconds of a rollout and of an update, and the bytes that each adds at its peak."""
+    """Return the seconds of a rollout and of an update, and the bytes that each adds at its peak."""
     from shapes import batch_of, llama, model_of
     from update import passes
 
@@ -82,8 +82,8 @@ def point(shape: str, prompt: int, answer: int, group: int) -> dict:
 
 
 def dataset(rows: int) -> dict:
-    """Seconds to read a file of so many prompts and to draw ten rollouts of it, and the bytes that it adds at its peak."""
-    import datasets  # noqa: F401 - what it takes itself is not the rows'
+    """Return the seconds to read a file with so many prompts and draw ten rollouts of it, and the bytes added at the peak."""
+    import datasets  # noqa: F401 - its own memory is not the rows'
 
     from grpo.data.dataset import Dataset
     from grpo.data.prompts import PromptLoader
@@ -99,13 +99,13 @@ def dataset(rows: int) -> dict:
 
 
 def exponent(sizes: list[float], values: list[float]) -> float:
-    """b of the power law a x^b through the points, by least squares of the logarithms."""
+    """Return b of the power law a x^b through the points, by least squares of the logarithms."""
     x, y = ([math.log(max(value, 1e-9)) for value in column] for column in (sizes, values))
     return linear_regression(x, y).slope
 
 
 def apart(axis: str, change: dict, shape: str) -> dict:
-    """The point in a process of its own."""
+    """Measure the point in its own process."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": cache}
         asked = change if axis == "dataset" else {**PLAIN, "shape": shape, **change}
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
     parser.add_argument("--shape", default="3m")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--point", type=json.loads, help="that one, in this process")
+    parser.add_argument("--point", type=json.loads, help="measure this point in this process")
     given = parser.parse_args()
     if given.point:
         print(json.dumps(dataset(**given.point) if "rows" in given.point else point(**given.point)))

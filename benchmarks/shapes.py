@@ -1,4 +1,4 @@
-"""What the benchmarks share: Llamas of several sizes with random weights, rows of random tokens, the arithmetic of a pass.
+"""Shared by the benchmarks: Llamas of several sizes with random weights, rows of random tokens, the arithmetic of a pass.
 
 A group is (tokens of the prompt, [tokens of each answer]).
 """
@@ -12,7 +12,18 @@ from grpo.objectives.batch import TokenBatch
 
 Group = tuple[int, list[int]]
 
-SHAPES = {  # hidden, intermediate, layers, heads, heads of keys, vocabulary
+TRL = {  # settings of GRPOConfig: on a CPU in float32, with our optimizer, and nothing shown or saved
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "lr_scheduler_type": "constant",
+    "weight_decay": 0.0,
+    "adam_beta2": 0.99,
+}
+SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary
     "tiny": (64, 128, 2, 2, 1, 128),
     "3m": (256, 688, 4, 8, 4, 128),
     "10m": (384, 1024, 6, 12, 4, 128),
@@ -47,7 +58,7 @@ def model_of(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> LlamaFo
 
 
 def batch_of(groups: Sequence[Group], vocabulary: int) -> TokenBatch:
-    """Padded rows, every token of an answer sampled."""
+    """Return padded rows in which every token of an answer is sampled."""
     generator = torch.Generator().manual_seed(0)
     prompt_width, width = max(prompt for prompt, _ in groups), max(max(answers) for _, answers in groups)
     ids, real = [], []
@@ -63,8 +74,8 @@ def batch_of(groups: Sequence[Group], vocabulary: int) -> TokenBatch:
 
 
 def forward_flops(config: LlamaConfig, groups: Sequence[Group]) -> float:
-    """Of one pass in which every prompt is computed once; a backward pass is twice that. 2 for each weight and token, 4 for each
-    pair of tokens and channel of the attention. What an answer's last token would predict is not asked for."""
+    """Return the operations of a forward pass that computes every prompt once; a backward pass takes twice as many. Counted are
+    2 for each weight and token, 4 for each pair of tokens and attention channel. An answer's last token predicts nothing."""
     hidden, layers = config.hidden_size, config.num_hidden_layers
     kv = config.num_key_value_heads * config.head_dim
     weights = layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * config.intermediate_size)
@@ -77,7 +88,7 @@ def forward_flops(config: LlamaConfig, groups: Sequence[Group]) -> float:
 
 
 def matrix_shapes(config: LlamaConfig) -> list[tuple[int, int]]:
-    """Of the products in a layer, [inputs, outputs] each."""
+    """Return [inputs, outputs] of each matrix product in a layer."""
     hidden, inner = config.hidden_size, config.intermediate_size
     kv = config.num_key_value_heads * config.head_dim
     return 2 * [(hidden, hidden), (hidden, kv), (hidden, inner)] + [(inner, hidden)]

@@ -1,10 +1,10 @@
-"""How long new weights take to reach the engine, mode by mode, what they cost in memory, and whether they arrive.
+"""Measure for each mode how long new weights take to reach the engine, how much memory that costs, and whether they arrive.
 
     python benchmarks/sync.py [--layers 8 --hidden 1024] [--json]        # needs vLLM; a few minutes on two cores
 
-Each mode has a process of its own: a random Llama, vLLM beside it, a changed policy, the sync; five times, the median. `gap` is
-the largest difference of a sampled token's log-probability between engine and trainer after the last one. `memory` is what
-model and engine add to the process, less the cache of keys and values, over the bytes of the weights; some is vLLM's own. `as
+Each mode has its own process with a random Llama and vLLM. The policy changes and is synced five times; the time is the median.
+`gap` is the largest difference of a sampled token's log-probability between engine and trainer after the last sync. `memory` is
+what model and engine add to the process, less the KV cache, divided by the bytes of the weights; some of it is vLLM's own. `as
 TRL` pushes one parameter at a time into the model's load_weights, as TRL 1.16 does in its colocate mode.
 """
 
@@ -31,13 +31,13 @@ ROUNDS = 5
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that is no file's."""
+    """Return the memory of this process that belongs to no file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 def build(mode: str, folder: str, work: str):
-    """The engine of a mode, and a function that brings it the weights."""
+    """Return the engine of a mode."""
     args = {"kv_cache_memory_bytes": CACHE, "max_model_len": 256}
     if mode in SERVED:
         from grpo.engines.vllm_server.engine import VLLMServerEngine
@@ -56,13 +56,13 @@ def build(mode: str, folder: str, work: str):
         from grpo.engines.vllm.engine import VLLMEngine
         from grpo.engines.vllm.shared import live_weights
 
-        with live_weights() if mode == "as TRL" else nullcontext():  # what vLLM has packed it does not take one by one
+        with live_weights() if mode == "as TRL" else nullcontext():  # packed weights cannot be loaded one by one
             engine = VLLMEngine(folder, args=args)
     return engine
 
 
 def one_by_one(engine, policy, version: int) -> None:
-    """As TRL 1.16 does it: `load_weights` of vLLM's model for each parameter, then the prefix cache."""
+    """Sync as TRL 1.16 does: `load_weights` of vLLM's model for each parameter, then a reset of the prefix cache."""
     for name, parameter in policy.named_parameters():
         engine._llm.apply_model(lambda model, pair=(name, parameter.data): model.load_weights([pair]) and None)
     engine._llm.reset_prefix_cache()
@@ -107,8 +107,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--mode", choices=MODES, help="one of them in this process")
-    parser.add_argument("--folder", help="of the model, with --mode")
+    parser.add_argument("--mode", choices=MODES, help="measure this mode in this process")
+    parser.add_argument("--folder", help="folder of the model, with --mode")
     given = parser.parse_args()
     if given.mode:
         print(json.dumps(measure(given.mode, given.folder)))

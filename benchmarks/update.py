@@ -1,10 +1,10 @@
-"""What a layout saves: CPU seconds of a forward and a backward pass, by lengths of prompts and answers and size of the group.
+"""Measure the CPU seconds of a forward and a backward pass in each layout, by lengths of prompts and answers and group size.
 
     python benchmarks/update.py [--shape 3m] [--prompts 10 100 400] [--answers 64 256] [--groups 1 8 16] [--json]
 
-ROWS rows of random tokens through a Llama with random weights, by the microbatches that a run would make, layouts by turns,
-medians, on one thread. `even`: all answers have that length; else they end at random, after a third of it on average. `gap` is
-the largest difference of a log-probability to the padded layout's.
+ROWS rows of random tokens go through a Llama with random weights in the microbatches of a run, on one thread. Layouts take turns;
+seconds are medians. `even`: all answers have the given length; otherwise they end at random, after a third of it on average.
+`gap` is the largest difference of a log-probability to the padded layout's.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def groups_of(prompt: int, answer: int, size: int, even: bool) -> list[Group]:
 
 
 def passes(model: torch.nn.Module, batch: TokenBatch, layout: Layout, max_tokens: int) -> tuple[float, torch.Tensor]:
-    """CPU seconds, and the log-probabilities [B, C]."""
+    """Return the CPU seconds, and the log-probabilities [B, C]."""
     found = torch.zeros_like(batch.rollout_logprobs)
     begun = time.process_time()
     for rows in microbatches(batch, layout, max_tokens):
@@ -57,7 +57,7 @@ def measure(model: torch.nn.Module, groups: list[Group], max_tokens: int, repeat
         for layout in seconds:
             taken, found[layout] = passes(model, batch, layout, max_tokens)
             seconds[layout].append(taken)
-    medians = {layout: median(taken[1:]) for layout, taken in seconds.items()}  # the first warms up
+    medians = {layout: median(taken[1:]) for layout, taken in seconds.items()}  # the first is a warm-up
     gap = max(float((values - found["padded"]).abs().max()) for values in found.values())
     return {"seconds": medians, "gap": gap} | {
         "ratios": {layout: medians["padded"] / taken for layout, taken in medians.items()}

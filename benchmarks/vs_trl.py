@@ -1,22 +1,22 @@
-"""The same GRPO cycles through TRL 1.16 and through this project, by turns: CPU seconds, peak memory, and how far from the floor.
+"""Run the same GRPO cycles with TRL 1.16 and with this project in turn: CPU seconds, peak memory, distance from the floor.
 
     python benchmarks/vs_trl.py [--cases 100 100-mu2] [--cycles 5] [--json]        # needs trl; a few minutes for each case
 
 A Llama of 2.94 M parameters in float32, 8 prompts x 8 samples, 64 new tokens, reward = share of digits, AdamW, one thread. A case
-is named by its prompt's tokens, `kl` for a KL of 0.04 to a reference, `mu2` for two optimizer steps on each rollout. In `short`
-answers end at random, after some 22 tokens of the 64 that they may have; TRL's are made to end where ours did.
+is named by the tokens of its prompt; `kl` adds a KL of 0.04 to a reference, `mu2` a second optimizer step on each rollout. In
+`short` answers end at random, after about 22 of at most 64 tokens, and TRL's answers are made to end where ours did.
 
-Each case has a process for TRL and one for us. Both work as their users start them: train.py's `train`, GRPOTrainer. One
-waits while the other goes through a cycle, from the start of one rollout to the start of the next; the first cycle of each is not
-counted. Seconds are of CPU (the machine may be busy), `total` is generation + update + all else, `update` whatever passes
-through the model after generation, clipping and the optimizer's step. RSS is the largest that the process ever had.
+Each case has one process for TRL and one for us, started as users start them: GRPOTrainer, and `train` of train.py. One waits
+while the other runs a cycle, from the start of one rollout to the start of the next; the first cycle of each is not counted.
+Seconds are CPU seconds, since the machine may be busy. `total` is generation + update + everything else; `update` is clipping,
+the optimizer's step and every pass through the model after generation. RSS is the peak of the process.
 
-TRL does a rollout's 64 rows in one microbatch, we 1024 tokens. TRL_BATCH=8, its default, or 16 in the environment cost it as many
-seconds and far less memory: at `100` 760 and 917 MB, not 1.7 GB. So the ratio of RSS is that of this choice. Its gradient
-checkpointing, which computes the forward pass again, and its bfloat16 are off.
+TRL's microbatch is the 64 rows of a rollout, ours 1024 tokens. With TRL_BATCH=8, its default, or 16 in the environment TRL takes
+as many seconds and far less memory: at `100` 760 and 917 MB, not 1.7 GB. So the ratio of RSS depends on this choice. TRL's
+gradient checkpointing, which computes the forward pass again, and its bfloat16 are off.
 
-The floor is the arithmetic of a cycle in which every prompt goes through the model once (a forward pass to sample, mu forward and
-backward passes, one for the reference), at the speed of this machine's matrix products in the shapes of the model.
+The floor is the time of a cycle's arithmetic if every prompt goes through the model once (a forward pass to sample, mu forward
+and backward passes, one for the reference), at the speed of this machine's matrix products in the shapes of the model.
 """
 
 import argparse
@@ -39,11 +39,11 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-SIDES = ("grpo", "trl")  # in this order: TRL is told where our answers ended
+SIDES = ("grpo", "trl")  # in this order: TRL needs the lengths of our answers
 PARTS = ("generation", "update", "other")
 PROMPTS, GROUP, LIMIT = 8, 8, 64
-BATCH = int(os.environ.get("TRL_BATCH", str(PROMPTS * GROUP)))  # rows in a microbatch of TRL's
-TOKENS = 1024  # in one of ours
+BATCH = int(os.environ.get("TRL_BATCH", str(PROMPTS * GROUP)))  # rows in a microbatch of TRL
+TOKENS = 1024  # in a microbatch of ours
 VOCABULARY = 128
 BETA = 0.04
 ENDS = list(range(40, 46))  # tokens that end an answer in `short`
@@ -68,15 +68,15 @@ CASES = {
 
 
 def digits(completions: Sequence[str], **_) -> list[float]:
-    """The reward, for both."""
+    """Return the share of digits in each completion, the reward of both sides."""
     return [sum(c in "0123456789" for c in text) / max(1, len(text)) for text in completions]
 
 
-# -- what both learn from: a folder with a model, a tokenizer and prompts
+# -- shared by both sides: a folder with a model, a tokenizer and prompts
 
 
 def prepare(folder: Path, case: Case) -> None:
-    """A token is a character; the tokenizer's own end is none that the model can say."""
+    """Write the folder. A token is a character; the tokenizer's own end token is not in the model's vocabulary."""
     from shapes import llama
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -90,7 +90,7 @@ def prepare(folder: Path, case: Case) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="!", eos_token="<end>").save_pretrained(folder)
     torch.manual_seed(0)
     model = LlamaForCausalLM(llama("3m", eos_token_id=ENDS if case.short else None))
-    model.get_input_embeddings().weight.data[ENDS] = 0  # which is also their logit: answers end at one rate
+    model.get_input_embeddings().weight.data[ENDS] = 0  # tied, so their logits are 0: answers end at one rate
     model.save_pretrained(folder)
     draw = random.Random(0)
     rows = [json.dumps({"prompt": "".join(draw.choices(characters[1:], k=case.prompt))}) for _ in range(64)]
@@ -101,11 +101,11 @@ def prepare(folder: Path, case: Case) -> None:
 
 
 class Cycles:
-    """Seconds by part, cycle by cycle. Told to the parent, which says when to go on, and where TRL's answers end."""
+    """Seconds by part, cycle by cycle. The parent receives them, and sends when to continue and where TRL's answers end."""
 
     def __init__(self) -> None:
         self.parent = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # for what libraries print
+        os.dup2(2, 1)  # for the output of libraries
         self.stack = ["other"]
         self.began = False
         self.anew()
@@ -115,13 +115,13 @@ class Cycles:
         self.then = (time.process_time(), time.perf_counter())
 
     def lap(self) -> None:
-        """The time since the last lap is the innermost part's."""
+        """Add the time since the last lap to the innermost part."""
         then, self.then = self.then, (time.process_time(), time.perf_counter())
         for name, begun, ended in zip(("cpu", "wall"), then, self.then, strict=True):
             self.record[name][self.stack[-1]] += ended - begun
 
     def begin(self) -> None:
-        """A rollout begins: tell of the cycle that ends here, wait, start anew."""
+        """Begin a rollout: report the cycle that ends here, wait for the parent, start a new record."""
         if self.began:
             self.lap()
             peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
@@ -133,7 +133,7 @@ class Cycles:
         self.anew()
 
     def watch(self, owner: type, name: str, part: str, look: Callable[..., dict] | None = None) -> None:
-        """Count the calls of a method to a part. look: at what it was given and gave, for what else there is to tell."""
+        """Count the calls of a method towards a part. look: makes further values to report from its arguments and result."""
         method = getattr(owner, name)
 
         @wraps(method)
@@ -156,7 +156,7 @@ def shape(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
 
 
 def run_grpo(folder: Path, case: Case, cycles: Cycles) -> None:
-    """train.py's own `train`, with the defaults of its configuration where the case says nothing."""
+    """Run `train` of train.py, with the defaults of its configuration where the case sets nothing."""
     from grpo.apps.cli import quiet
     from grpo.apps.composing import composed
     from grpo.engines.builtin.engine import TransformersEngine
@@ -164,7 +164,7 @@ def run_grpo(folder: Path, case: Case, cycles: Cycles) -> None:
     from grpo.training.module import GRPOModule
     from train import train
 
-    memory.reset_peak = lambda device: None  # the largest of the whole run is asked for here
+    memory.reset_peak = lambda device: None  # the peak of the whole run is measured here
 
     def live(args, _) -> dict:
         return {"live": sum(advantage != 0 for group in args[1].advantages for advantage in group)}
@@ -176,6 +176,7 @@ def run_grpo(folder: Path, case: Case, cycles: Cycles) -> None:
     quiet()
     overrides = f"""task=jsonl task.path={folder} task.rewards=[{__file__}:digits] task.held_out.test=0 task.splits.test=null
         model=path model.path={folder} engine=transformers trainer=cpu callbacks=none logger=none output_dir={folder} eval.every=0
+        preflight=off
         rollout.prompts={PROMPTS} rollout.group_size={GROUP} rollout.num_rollouts=100000 max_tokens={LIMIT}
         optim.max_tokens_per_microbatch={TOKENS} algo.num_epochs={case.mu}
         algo/kl={"loss_with_ratio" if case.beta else "none"} algo.kl.coef={case.beta}"""
@@ -185,11 +186,12 @@ def run_grpo(folder: Path, case: Case, cycles: Cycles) -> None:
 def run_trl(folder: Path, case: Case, cycles: Cycles) -> None:
     from accelerate import Accelerator
     from datasets import load_dataset
+    from shapes import TRL
     from transformers import LogitsProcessor
     from trl import GRPOConfig, GRPOTrainer
 
     class Ends(LogitsProcessor):
-        """Lets answers end where ours did."""
+        """Makes answers end where ours did."""
 
         def __call__(self, ids, scores):
             last = torch.tensor(cycles.lengths) == ids.shape[1] - case.prompt + 1
@@ -207,17 +209,9 @@ def run_trl(folder: Path, case: Case, cycles: Cycles) -> None:
     cycles.watch(Accelerator, "clip_grad_norm_", "update")
     cycles.watch(torch.optim.AdamW, "step", "update")
     args = GRPOConfig(
+        **TRL,
         output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
         max_steps=100000,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        adam_beta2=0.99,
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=PROMPTS * GROUP // BATCH,
         num_generations=GROUP,
@@ -239,7 +233,7 @@ def run_trl(folder: Path, case: Case, cycles: Cycles) -> None:
 
 
 class Side:
-    """A process, one cycle at a time."""
+    """The process of one side, which runs one cycle at a time."""
 
     def __init__(self, name: str, case: str, folder: str) -> None:
         command = [sys.executable, __file__, "--side", name, "--cases", case, "--folder", folder]
@@ -250,7 +244,7 @@ class Side:
             self.process = subprocess.Popen(command, text=True, env=environment, stderr=log, **pipes)
 
     def cycle(self, lengths: list[int]) -> dict:
-        with suppress(BrokenPipeError):  # its end is told below
+        with suppress(BrokenPipeError):  # a process that has ended is reported below
             print(json.dumps(lengths), file=self.process.stdin, flush=True)
         if not (told := self.process.stdout.readline()):
             sys.exit(f"{self.log.stem} ended:\n{self.log.read_text()[-2000:]}")
@@ -262,8 +256,8 @@ class Side:
 
 
 def floor(case: Case, lengths: Sequence[int]) -> tuple[float, float]:
-    """Operations of a cycle that computes nothing twice, and how many of them a CPU second has room for now: float32 products in
-    the shapes of a layer, on one thread."""
+    """Return the operations of a cycle that computes nothing twice, and how many this machine now does in a CPU second: float32
+    products in the shapes of a layer, on one thread."""
     from shapes import forward_flops, llama, matrix_shapes
 
     config = llama("3m")
@@ -281,7 +275,7 @@ def floor(case: Case, lengths: Sequence[int]) -> tuple[float, float]:
 
 
 def compare(name: str, cycles: int) -> dict:
-    """Medians of both, and their ratios: TRL's over ours."""
+    """Return the medians of both sides, and their ratios: TRL's over ours."""
     case = CASES[name]
     records: dict[str, list[dict]] = {side: [] for side in SIDES}
     least: list[tuple[float, float]] = []
@@ -299,7 +293,7 @@ def compare(name: str, cycles: int) -> dict:
     for ours, theirs in zip(*records.values(), strict=True):
         if any(ours[same] != theirs[same] for same in ("prompts", "lengths")):
             sys.exit(f"{name}: not the same work: {ours} and {theirs}")
-    medians = {side: middle(found[1:]) for side, found in records.items()}  # the first warms up
+    medians = {side: middle(found[1:]) for side, found in records.items()}  # the first is a warm-up
     work, rate = (median(column) for column in zip(*least[1:], strict=True))
     ratios = {what: medians["trl"][what] / medians["grpo"][what] for what in ("total", "generation", "update", "rss")}
     over = medians["grpo"]["total"] / (work / rate)
@@ -331,10 +325,10 @@ def told(name: str, found: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--cycles", type=int, default=5, help="counted; one more goes before them")
+    parser.add_argument("--cycles", type=int, default=5, help="counted cycles, after one that is not counted")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--side", choices=SIDES, help="that one, in this process")
-    parser.add_argument("--folder", type=Path, help="of the case, with --side")
+    parser.add_argument("--side", choices=SIDES, help="run this side in this process")
+    parser.add_argument("--folder", type=Path, help="folder of the case, with --side")
     given = parser.parse_args()
     if given.side:
         run = run_trl if given.side == "trl" else run_grpo

@@ -23,7 +23,7 @@ The core makes the algorithm. The core, in the order in which to read it:
     rollout/types.py               a sample in both views, a group; the plan and the limits of a run
     data/prompts.py                which prompts belong to rollout r
     engines/protocol.py            what an engine is
-    rollout/rewarding.py           the rewards of a group, NaN where nobody can say
+    rollout/rewarding.py           the rewards of a group; NaN is an unknown reward
     rollout/episodes.py            one episode is one coroutine; many of them share an engine
     rollout/rollouts.py            rollout r, its seeds, dynamic sampling
     rollout/collate.py             samples -> TokenBatch and Scores

@@ -1,7 +1,7 @@
-"""Old names of modules, for runs, checkpoints, configurations and commands of before the rooms.
+"""Maps old module names to new ones, for runs, checkpoints, configurations and commands from before the modules were moved.
 
-A checkpoint pickles the names of classes, a saved config.yaml has `_target_`s, and commands say `python -m grpo.report`. Each of
-them is looked up here, and gives the very module or class of today.
+A checkpoint pickles the names of classes, a saved config.yaml has `_target_`s, and commands are written `python -m grpo.report`.
+Importing an old name gives the same module or class object as the new name.
 """
 
 import sys
@@ -37,7 +37,7 @@ MODULES = {  # old name: new name
     for room, names in _ROOMS.items()
     for old, _, new in (name.partition("=") for name in names.split())
 }
-# modules that were split, or have become a room: where their names are now
+# modules that were split or became a room -> the modules that have their names now
 SPLIT = {
     "grpo.env.tokens": ("grpo.objectives.batch",),
     "grpo.rollout": ("grpo.rollout.types", "grpo.rollout.metrics", "grpo.system.seeds"),
@@ -55,7 +55,7 @@ SPLIT = {
 
 
 def module_today(name: str) -> str:
-    """The name that a module has now; the same where it has not moved."""
+    """Return the current name of a module, which is the given name if it was not moved."""
     parts = name.split(".")
     for i in range(len(parts), 1, -1):
         if new := MODULES.get(".".join(parts[:i])):
@@ -64,7 +64,7 @@ def module_today(name: str) -> str:
 
 
 def today(name: str) -> str:
-    """The dotted name of a class or function, as it is now."""
+    """Return the current dotted name of a class or function."""
     module, _, attribute = name.rpartition(".")
     for place in SPLIT.get(module, ()):
         if hasattr(import_module(place), attribute):
@@ -73,7 +73,7 @@ def today(name: str) -> str:
 
 
 def door(room: str) -> Any:
-    """`__getattr__` of a room that was a module: finds the names that it had."""
+    """Return a `__getattr__` for a room that was a module, so that the names of that module are still found."""
 
     def found(name: str) -> Any:
         place, _, attribute = (room, "", name) if name.startswith("__") else today(f"{room}.{name}").rpartition(".")
@@ -85,14 +85,14 @@ def door(room: str) -> Any:
 
 
 class _Alias(Loader):
-    """Gives a module of today under its old name; `python -m` runs its code."""
+    """Loads a moved module under its old name. `python -m` with the old name runs its code."""
 
     def __init__(self, module: str) -> None:
         self.module = module
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(self.module)
-        self.spec = module.__spec__  # the import system is about to replace it
+        self.spec = module.__spec__  # the import system replaces it, and `exec_module` restores it
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -103,7 +103,7 @@ class _Alias(Loader):
 
 
 class _Split(Loader):
-    """An empty module under an old name, whose names are found where they are now."""
+    """Loads an empty module under an old name. Its attributes are looked up in the current modules."""
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None

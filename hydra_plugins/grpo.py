@@ -1,4 +1,4 @@
-"""hydra/launcher=processes, the default: `grpo/apps/sweep/` in the form that Hydra asks for. Hydra finds launchers only here."""
+"""The default launcher of sweeps, hydra/launcher=processes: Hydra finds it in this package, and it runs grpo/apps/sweep."""
 
 import os
 import re
@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
@@ -14,8 +15,10 @@ from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn, JobStatus, configure_log
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import InterpolationResolutionError
 
+from grpo.apps.border import check_values
 from grpo.apps.sweep.jobs import Job, quoted
 from grpo.apps.sweep.sweep import Sweep, places
 from grpo.system.errors import UserError
@@ -24,20 +27,22 @@ OF_THE_SWEEP = re.compile(r"[+~]*hydra(/launcher|[.]launcher|/sweeper|[.]sweeper
 
 
 class Processes(Launcher):
-    """Every job is the plain command, for anyone to repeat by hand. jobs: at the same time; auto is one for each CUDA device, one
-    on a CPU."""
+    """Runs each job as a plain command in its own process, so that it can be repeated by hand.
+
+    jobs: number of jobs at the same time; auto is one for each CUDA device, and one on a CPU.
+    """
 
     def __init__(self, jobs: int | str = "auto") -> None:
         self.jobs = jobs
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Before the sweeper writes anything."""
+        """Prepare the sweep and check that its folder has no other sweep. Hydra calls this before the sweeper writes anything."""
         self.context, self.config = hydra_context, config
         said = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
         overrides = parsed([*said, *config.hydra.overrides.task])
         self.swept = {key for key, override in overrides.items() if override.is_sweep_override()}
         if config.hydra.sweeper._target_.rpartition(".")[2] != "BasicSweeper" and config.eval.every == 0:
-            raise UserError("eval.every=0: a search maximises held-out accuracy, set eval.every to 1 or more")
+            raise UserError("eval.every=0: a search maximises held-out accuracy, so set eval.every to 1 or more")
         folder = Path(config.hydra.sweep.dir)
         again = [argument for argument in sys.argv if not argument.startswith("hydra.sweep.dir=")]
         again = shlex.join(["python", *again, f"hydra.sweep.dir={quoted(folder)}"])
@@ -49,12 +54,12 @@ class Processes(Launcher):
                 if not (was and now and (key in self.swept or text(was) == text(now))):
                     theirs, ours = (o.input_line if o else f"no {key}" for o in (was, now))
                     raise UserError(
-                        f"{folder} holds another sweep: its job {number} has {theirs}, this one {ours}; set hydra.sweep.dir to "
-                        "a new folder"
+                        f"{folder} has another sweep: its job {number} has {theirs}, this one {ours}; set "
+                        "hydra.sweep.dir to a new folder"
                     )
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """A job that failed returns None: an exception would make the sweeper stop."""
+        """Run the jobs and return their accuracies; a failed job returns None, because an exception would stop the sweeper."""
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         jobs = [self.job(list(overrides)) for overrides in job_overrides]
         self.sweep.run()
@@ -62,10 +67,15 @@ class Processes(Launcher):
         return [JobReturn(overrides=job.overrides, status=done, _return_value=job.accuracy) for job in jobs]
 
     def job(self, overrides: list[str]) -> Job:
+        """Return the job with these overrides, added to the sweep."""
         config = self.context.config_loader.load_sweep_config(self.config, overrides)
+        values = OmegaConf.masked_copy(config, set(config) - {"hydra"})
+        values.output_dir = "."  # known only in the job, as other values that refer to hydra
+        with suppress(InterpolationResolutionError):
+            check_values(values)
         if config.trainer.devices != 1:
             raise UserError(
-                f"trainer.devices={config.trainer.devices}: a job of a sweep has one device; set trainer.devices=1"
+                f"trainer.devices={config.trainer.devices}: a job of a sweep uses one device; set trainer.devices=1"
             )
         with open_dict(config):
             config.hydra.job.num = number = self.sweep.number(overrides)
@@ -73,9 +83,10 @@ class Processes(Launcher):
         folder = self.sweep.folder / config.hydra.sweep.subdir
         label = " ".join(o.input_line for key, o in parsed(overrides).items() if key in self.swept)
         rollouts = config.rollout.num_rollouts if "rollout" in config else None
-        return self.sweep.add(Job(number, folder, overrides, label or "as the configuration says", rollouts))
+        return self.sweep.add(Job(number, folder, overrides, label or "default settings", rollouts))
 
     def command(self, job: Job, overrides: Sequence[str]) -> list[str]:
+        """Return the command that runs a job with these overrides in its folder."""
         arguments = get_args_parser().parse_args()
         flags = {name: getattr(arguments, name) for name in ("config_path", "config_name", "config_dir")}
         hydra = [override for override in self.config.hydra.overrides.hydra if not OF_THE_SWEEP.match(override)]
@@ -87,19 +98,20 @@ class Processes(Launcher):
 
 
 def parsed(overrides: Iterable[str]) -> dict[str, Override]:
-    """By key; the last one wins."""
+    """Return parsed overrides by key; the last override of a key wins."""
     return {o.get_key_element(): o for o in OverridesParser.create().parse_overrides(list(overrides))}
 
 
 def text(override: Override) -> str:
+    """Return the value of an override as text."""
     return override.get_value_element_as_str()
 
 
 def devices() -> list[str]:
-    """The CUDA devices that this process may use, as it would hand them on."""
+    """Return the CUDA devices that this process may use, as values for CUDA_VISIBLE_DEVICES of its children."""
     if not any(Path("/dev", driver).exists() for driver in ("nvidiactl", "dxg", "kfd")):  # NVIDIA, WSL, AMD
         return []
-    ask = "import torch; print(torch.cuda.device_count())"  # in a process of its own: the sweep then holds no torch
+    ask = "import torch; print(torch.cuda.device_count())"  # in a process of its own, so that the sweep need not import torch
     count = int(subprocess.run([sys.executable, "-c", ask], stdout=subprocess.PIPE, check=True).stdout)
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [name.strip() for name in named.split(",")][:count] if named else [str(i) for i in range(count)]

@@ -1,4 +1,4 @@
-"""The word problems again, with numbers too large to work out in the head, and a calculator to call: tools on a laptop.
+"""Word problems with numbers too large for mental arithmetic, and a calculator to call: tools on a laptop.
 
 user       Sam has 214 coins. Sam buys 13 bags of 42 coins. How many coins does Sam have?
 assistant  <tool_call>
@@ -14,15 +14,16 @@ import random
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
 from grpo.env.messages import Message, ToolCall, shown
 from grpo.env.tools import ToolEnv, ToolError, spec_of
 from grpo.env.types import Example, State, Trajectory
 from grpo.rewards.math.arithmetic import value
-from grpo.rewards.resolve import Function
+from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import with_answer
-from tasks.wordmath import Problem, Wordmath, draw_from
+from grpo.system.ranges import Range
+from tasks.wordmath import Problem, Steps, Wordmath, draw_from
 
 LARGEST = 9999
 LONGEST = 200  # characters of an expression that are read
@@ -40,11 +41,11 @@ def calculator(expression: str) -> str:
         raise ToolError(
             f"{shown(expression)} has no value: give numbers with + - * / and parentheses, and divide by nothing that is 0"
         )
-    return str(result)  # 7/2 where it is no whole number
+    return str(result)  # 7/2 if it is not an integer
 
 
 def conversation(problem: Problem, rng: random.Random, hasty: float = 0.0, slips: float = 0.0) -> State:
-    """A call for each line of the working, and a box. After a slip the author goes on with another number than the tool said."""
+    """Return a call for each line of the working, and a box. After a slip the author uses another number than the tool's."""
     lines, result = problem.working(rng, hasty, slips)
     said = [Message("user", problem.question)]
     for line in lines:
@@ -62,21 +63,21 @@ def worked_answers(
     steps: Sequence[int] = (2, 3),
     largest: int = LARGEST,
 ) -> list[State]:
-    """Conversations about questions of the train side, to warm a model up on. hasty, slips: as in tasks.wordmath."""
+    """Return conversations about questions of the train side, to warm up a model. hasty, slips: as in tasks.wordmath."""
     rng = random.Random(f"calculator {seed}")
     problems = (draw_from("train", rng, steps, largest) for _ in range(count))
     return [conversation(problem, rng, hasty, slips) for problem in problems]
 
 
 class Calculator(Wordmath):
-    """steps: fewest and most calls that an answer takes. others: arguments of `Wordmath`. An episode that runs out of
+    """steps: the fewest and the most calls of an answer. others: arguments of `Wordmath`. An episode that runs out of
     turns has no answer."""
 
     def __init__(
         self,
-        steps: Sequence[int] = (2, 3),
-        largest: int = LARGEST,
-        rewards: str | Sequence[str | Function] = ("correct",),
+        steps: tuple[Steps, Steps] = (2, 3),
+        largest: Annotated[int, Range(LARGEST)] = LARGEST,
+        rewards: Functions = ("correct",),
         weights: Sequence[float] | None = None,
         **others: Any,
     ) -> None:

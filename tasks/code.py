@@ -1,7 +1,7 @@
 """Write a Python function that passes tests: rows in the form of HumanEval (arXiv 2107.03374) or MBPP (arXiv 2108.07732)."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from grpo.data.dataset import Dataset
 from grpo.env.messages import Message
@@ -9,9 +9,10 @@ from grpo.env.types import Example, Reward, Split, Trajectory
 from grpo.rewards.code import sandbox
 from grpo.rewards.code.programs import code_verdict
 from grpo.rewards.combined import text_of
-from grpo.rewards.resolve import Function
+from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask, chosen, with_answer
 from grpo.system.errors import UserError
+from grpo.system.ranges import Range, Seconds
 
 FENCE = "```python\n"
 
@@ -19,14 +20,14 @@ FENCE = "```python\n"
 def passes(
     completions: Sequence[Any],
     continuation: Sequence[bool] | None = None,
-    seconds: float = 10.0,
-    memory_mb: int = 512,
+    seconds: Seconds = 10.0,
+    memory_mb: Annotated[int, Range(64)] = 512,
     unconfined: bool = False,
     **columns: Any,
 ) -> list[Reward]:
     """1 for a program that passes all tests of its row within the limits; see `programs.code_verdict`.
 
-    unconfined: run it even where the machine can only limit time and memory.
+    unconfined: run it even if the machine can only limit time and memory.
     """
     limits = sandbox.ProgramLimits(seconds=seconds, memory_mb=memory_mb)
     found = []
@@ -41,12 +42,14 @@ def passes(
 
 
 def chat(row: Example) -> str:
+    """Return the question of a chat model: the function to complete, or the text of an MBPP row with its tests."""
     if "entry_point" in row:
         return f"Complete this function. Give the whole of it in a ```python block.\n\n{FENCE}{row['prompt']}```"
     return f"{_mbpp(row)}\n\nGive the function in a ```python block."
 
 
 def base(row: Example) -> str:
+    """Return the prompt of a base model: the code to continue."""
     return row["prompt"] if "entry_point" in row else f"{_mbpp(row)}\n\n{FENCE}"
 
 
@@ -56,7 +59,7 @@ def _mbpp(row: Example) -> str:
 
 
 class Code(RowTask):
-    """prompt: chat, or base: text that a base model goes on with. rows: further arguments of `Dataset`."""
+    """prompt: chat, or base, a text that a base model continues. rows: further arguments of `Dataset`."""
 
     gold_column = None
 
@@ -64,7 +67,7 @@ class Code(RowTask):
         self,
         path: str,
         prompt: str = "chat",
-        rewards: str | Sequence[str | Function] = "tasks.code.passes",
+        rewards: Functions = "tasks.code.passes",
         weights: Sequence[float] | None = None,
         solved: float = 1.0,
         **rows: Any,
@@ -85,5 +88,5 @@ class Code(RowTask):
     def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
         continuation = self.template is base and "entry_point" in example
         if self.template is base and not continuation:
-            trajectories = [with_answer(t, FENCE + t.answer) for t in trajectories]  # the prompt has opened it
+            trajectories = [with_answer(t, FENCE + t.answer) for t in trajectories]  # the prompt has opened the fence
         return super().score_group({**example, "continuation": continuation}, trajectories)

@@ -1,4 +1,4 @@
-"""Countdown: reach a number with four given ones and + - * /. Made up by a seed, so there is no end of it.
+"""Countdown: reach a target from a few given numbers with + - * /. A seed generates the puzzles, without end.
 
 Using each of the numbers 3, 7, 25 exactly once ... that equals 46.
 <answer>(25 - 3) * 7</answer>  is wrong,  <answer>25 + 3 * 7</answer>  is right
@@ -8,7 +8,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
 from grpo.data.dataset import Made, side
 from grpo.env.messages import Message
@@ -16,14 +16,15 @@ from grpo.env.types import Example, Reward, Split
 from grpo.rewards.combined import text_of
 from grpo.rewards.math.answers import boxed
 from grpo.rewards.math.arithmetic import value
-from grpo.rewards.resolve import Function
+from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask, chosen
-from grpo.system.errors import UserError, check_least
+from grpo.system.errors import UserError
+from grpo.system.ranges import Range, Whole, enforced
 
-HELD_OUT = {"test": 0.1, "validation": 0.1}  # of all the puzzles there can be
+HELD_OUT = {"test": 0.1, "validation": 0.1}  # shares of all possible puzzles
 LONGEST = 200  # characters of an expression that are read
 _NUMBER = r"[\s(]*[1-9][0-9]*[\s)]*"
-# no signs, no powers, and nothing left out between two numbers
+# no signs, no powers, and an operator between all numbers
 EXPRESSION = re.compile(rf"{_NUMBER}(?:[-+*/]{_NUMBER})*")
 QUESTION = (
     "Using each of {numbers} exactly once, with + - * / and parentheses, write an expression that equals {target}."
@@ -36,7 +37,7 @@ PROMPTS = {
 
 
 def answer(text: str) -> str | None:
-    """The expression that a completion claims: the last <answer>, else the last box; without what follows a `=`."""
+    """Return the expression that a completion claims: the last <answer>, else the last box; up to any `=`."""
     text = text.rpartition("</think>")[2]
     tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     found = tagged[-1] if tagged else boxed(text)
@@ -63,12 +64,12 @@ def solved(
 
 
 def form(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """1 for an expression where it is looked for."""
+    """1 for an expression that `answer` finds."""
     return [float(answer(text_of(completion)) is not None) for completion in completions]
 
 
 def draw(rng: random.Random, count: int, largest: int) -> Example:
-    """A puzzle that has a solution: its target is what some expression of the numbers comes to."""
+    """Return a puzzle that has a solution: its target is the value of some expression of the numbers."""
     while True:
         numbers = [rng.randint(1, largest) for _ in range(count)]
         terms = [Fraction(number) for number in numbers]
@@ -80,23 +81,23 @@ def draw(rng: random.Random, count: int, largest: int) -> Example:
 
 
 class Countdown(RowTask):
-    """numbers: how many are given, one of these; largest: the largest of them."""
+    """numbers: how many numbers are given, one of these; largest: the largest of them."""
 
     gold_column = "target"
 
+    @enforced("task")
     def __init__(
         self,
         prompt: str = "chat",
-        rewards: str | Sequence[str | Function] = (solved, form),
+        rewards: Functions = (solved, form),
         weights: Sequence[float] | None = (1.0, 0.1),
-        numbers: Sequence[int] = (3, 4),
-        largest: int = 99,
-        sizes: Mapping[str, int] | None = None,
-        seed: int = 0,
+        numbers: Sequence[Annotated[int, Range(2, 6)]] = (3, 4),
+        largest: Annotated[int, Range(10)] = 99,
+        sizes: Mapping[Split, Whole] | None = None,
+        seed: Whole = 0,
     ) -> None:
-        if not numbers or not all(2 <= count <= 6 for count in numbers):
-            raise UserError(f"task.numbers={list(numbers)} must be some of 2 to 6")
-        check_least("task.largest", largest, 10)
+        if not numbers:
+            raise UserError("task.numbers=[] must be some of 2 to 6")
         self.sizes = {"train": 20000, "validation": 500, "test": 500, **(sizes or {})}
         self.template, self.numbers, self.largest, self.seed = chosen(PROMPTS, prompt), tuple(numbers), largest, seed
         super().__init__(self, rewards, weights)
@@ -107,6 +108,7 @@ class Countdown(RowTask):
         return Made(self.sizes[split], lambda i: self.puzzle(split, i))
 
     def puzzle(self, split: Split, place: int) -> Example:
+        """Draw row `place` of a split. A hash of numbers and target decides the split, so that splits share no puzzle."""
         rng = random.Random(f"{split} {self.seed} {place}")
         while True:
             row = draw(rng, rng.choice(self.numbers), self.largest)

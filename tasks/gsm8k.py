@@ -6,7 +6,7 @@ from typing import Any
 from grpo.data.dataset import Dataset
 from grpo.env.messages import Message
 from grpo.env.types import Example
-from grpo.rewards.resolve import Function
+from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import AS_TEXT, NEXT_QUESTION, RowTask, chosen, templates
 
 PROMPTS = templates(
@@ -17,14 +17,14 @@ PROMPTS = templates(
 
 
 class GSM8K(RowTask):
-    """path: a hub id, a file, or a folder with train.jsonl and test.jsonl; rows have `question`, and `answer` that ends in
+    """path: a hub id, a file, or a folder with train.jsonl and test.jsonl; rows have `question`, and an `answer` that ends in
     `#### 18`. rows: further arguments of `Dataset`."""
 
     def __init__(
         self,
         path: str = "openai/gsm8k",
         prompt: str = "one_shot",
-        rewards: str | Sequence[str | Function] = ("correct", "format"),
+        rewards: Functions = ("correct", "format"),
         weights: Sequence[float] | None = (1.0, 0.1),
         solved: float = 1.0,
         config: str | None = "main",

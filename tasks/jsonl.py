@@ -1,4 +1,4 @@
-"""Any file or dataset with a column of prompts, and any reward: the task without code."""
+"""Any file or dataset with a column of prompts, and any reward: a task that needs no code."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,21 +6,21 @@ from typing import Any
 from grpo.data.dataset import Dataset
 from grpo.env.messages import Message
 from grpo.env.types import Example
-from grpo.rewards.resolve import Function
+from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask
 from grpo.system.errors import UserError
 
 
 class Jsonl(RowTask):
-    """prompt: the column with the prompt, a text or a list of messages ({role, content}; one that ends with the assistant is
-    continued). gold: the column with the right answer, for rewards that ask for `gold`. template: put round a text, with
-    {prompt} where it goes; system: said before it. rows: further arguments of `Dataset`.
+    """prompt: the column with the prompt, a text or a list of messages ({role, content}; the policy continues a list that
+    ends with the assistant). gold: the column with the right answer, for rewards that need `gold`. template: surrounds a text,
+    which replaces {prompt}. system: the message before it. rows: further arguments of `Dataset`.
     """
 
     def __init__(
         self,
         path: str,
-        rewards: str | Sequence[str | Function],
+        rewards: Functions,
         weights: Sequence[float] | None = None,
         solved: float = 1.0,
         prompt: str = "prompt",
@@ -36,7 +36,7 @@ class Jsonl(RowTask):
         super().__init__(Dataset(path, columns, **rows), rewards, weights, solved)
 
     def columns(self, example: Example) -> Example:
-        """The column goes by the name `prompt` too: it says whether this is a conversation."""
+        """Return the columns, with the prompt also as `prompt`, which shows whether this is a conversation."""
         return super().columns({**example, "prompt": example.get(self.prompt)})
 
     def messages(self, example: Example) -> tuple[Message, ...]:

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from grpo.data.dataset import Dataset, picked
 from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Split, Trajectory
 from grpo.rewards.math.answers import boxed
-from grpo.rewards.resolve import Function
+from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import AS_TEXT, NEXT_QUESTION, RowTask, chosen, templates
 from grpo.system.errors import UserError
 
@@ -20,7 +20,7 @@ PROMPTS = templates(
 
 
 def level(example: Example) -> int | None:
-    """1 to 5, from `5` or `Level 5`; None where a row does not say, or says `Level ?`."""
+    """Return 1 to 5, from `5` or `Level 5`; None if a row has no level, or `Level ?`."""
     digits = "".join(filter(str.isdigit, str(example.get("level", ""))))
     return int(digits) if digits else None
 
@@ -28,7 +28,7 @@ def level(example: Example) -> int | None:
 class Math(RowTask):
     """Rows have `problem` and `solution` with its answer in a box, maybe also `answer` and `level`.
 
-    levels: those to keep, null for all; every level also has its own accuracy (level_1 ... level_5). rows: further
+    levels: the levels to keep, null for all; every level also has its own accuracy (level_1 ... level_5). rows: further
     arguments of `Dataset`.
     """
 
@@ -36,15 +36,15 @@ class Math(RowTask):
         self,
         path: str,
         prompt: str = "chat",
-        rewards: str | Sequence[str | Function] = ("correct", "format"),
+        rewards: Functions = ("correct", "format"),
         weights: Sequence[float] | None = (1.0, 0.1),
         solved: float = 1.0,
-        levels: Sequence[int] | None = None,
+        levels: Sequence[Literal[1, 2, 3, 4, 5]] | None = None,
         **rows: Any,
     ) -> None:
         self.stop = NEXT_QUESTION if prompt in AS_TEXT else None
         self.template, self.levels = chosen(PROMPTS, prompt), levels
-        self.places: dict[Split, list[int]] = {}  # of the rows of these levels
+        self.places: dict[Split, list[int]] = {}  # indices of the rows of these levels
         super().__init__(Dataset(path, ("problem", "solution"), "math", **rows), rewards, weights, solved)
 
     def examples(self, split: Split) -> Sequence[Example]:

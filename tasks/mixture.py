@@ -8,42 +8,44 @@ from grpo.data.dataset import Made
 from grpo.env.scoring import score_group
 from grpo.env.types import Claim, Env, Example, Reward, Split, Task, Trajectory, build
 from grpo.system.errors import UserError
+from grpo.system.ranges import Positive, enforced
 
 
 def shares(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
-    """Rows of each source in one pass: in proportion to the weights, as many as it takes to show all of every source once."""
+    """Return the rows of each source in one pass: in proportion to the weights, and enough to show all rows of every source."""
     scale = max(sizes[source] / weights[source] for source in sizes)
     return {source: round(scale * weights[source]) for source in sizes}
 
 
 def interleaved(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    """(source, number) with the numbers of each source spread evenly."""
+    """Return pairs (source, number), with the numbers of each source spread evenly."""
     places = [((i + 0.5) / count, source, i) for source, count in counts.items() for i in range(count)]
     return [(source, i) for _, source, i in sorted(places)]
 
 
 class Mixture:
-    """sources: tasks by name, each as its own file in conf/task has it. weights: shares of the prompts in training, in any unit.
+    """sources: tasks by name, each as in its own file in conf/task. weights: shares of the prompts in training, in any unit.
 
-    An example is {"source": name, "example": the source's own}. Parts of rewards carry the name of their source, among them
-    reward and correct, so metrics are told source by source. Held-out examples are all of every source's, in turn.
+    An example is {"source": name, "example": the source's own}. Parts of rewards, also reward and correct, begin with the name of
+    their source, so that metrics are logged by source. Held-out examples are all those of every source, in turn.
     """
 
-    def __init__(self, sources: Mapping[str, Mapping[str, Any]], weights: Mapping[str, float] | None = None) -> None:
+    @enforced("task")
+    def __init__(self, sources: Mapping[str, Mapping[str, Any]], weights: Mapping[str, Positive] | None = None) -> None:
         self.tasks: dict[str, Task] = {name: source["task"] for name, source in sources.items()}
         self.weights = {name: float(weight) for name, weight in (weights or dict.fromkeys(self.tasks, 1)).items()}
         if self.weights.keys() != self.tasks.keys():
             named = f"{len(self.weights)} sources ({', '.join(self.weights)}) and task.sources {len(self.tasks)}"
             raise UserError(f"task.weights has {named} ({', '.join(self.tasks)}): they must be the same")
-        if not self.tasks or min(self.weights.values()) <= 0:
-            raise UserError(f"task.weights={self.weights} must all be above 0")
+        if not self.tasks:
+            raise UserError("task.sources is empty: name at least one task")
 
     def examples(self, split: Split) -> Sequence[Example]:
         rows = {name: task.examples(split) for name, task in self.tasks.items()}
         sizes = {name: len(found) for name, found in rows.items()}
         if split == "train":  # a source that is too short for its share starts again
             order = [(name, i % sizes[name]) for name, i in interleaved(shares(sizes, self.weights))]
-        else:  # in turn, so that the first rows are of every source
+        else:  # in turn, so that the first rows include every source
             order = sorted(((name, i) for name in rows for i in range(sizes[name])), key=lambda place: place[1])
 
         def row(place: int) -> Example:

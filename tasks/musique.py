@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -16,41 +16,45 @@ from grpo.env.messages import Message
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Example, Reward, Split, Trajectory
 from grpo.rewards.math.answers import boxed
-from grpo.system.errors import UserError, check_least, oneof
+from grpo.system.errors import UserError
+from grpo.system.ranges import Count, NonNegative, Whole, enforced
 
-# bm25s does without numba, beside which vLLM's engine for CPUs (0.32) cannot be made: it trips over llvmlite
+# bm25s works without numba. If numba is imported, vLLM's engine for CPUs (0.32) fails to start, because of llvmlite
 numba = sys.modules.setdefault("numba", None)
 import bm25s  # noqa: E402
 
 if numba is None:
     del sys.modules["numba"]
 
-logging.getLogger("bm25s").setLevel(logging.WARNING)  # by itself it tells of every index
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # by default it logs every index
 
-# The box, and not a line "Answer: ...": chat models know it from mathematics, prose does not hold one by accident, and where it
-# ends is plain. The instructions come first, so that all prompts begin with the same tokens, which an engine reads once.
+# A box instead of a line "Answer: ...": chat models know boxes from mathematics, prose does not contain one by accident, and its
+# end is clear. The instructions come first, so that all prompts begin with the same tokens, which an engine computes once.
 INSTRUCTIONS = (
     "Answer the question. It takes several facts: find them with the search tool, one fact at a time, as often as needed. "
     "When you know the answer, give it alone, in as few words as possible, in \\boxed{}."
 )
 NOTHING = "No paragraph matches. Try other words."
-MATCHES = ("em", "f1")
-HOPS = (2, 3, 4)
-_STYLED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")  # what models put round words in a box
+Hops = Literal[2, 3, 4]
+_STYLED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")  # models put these around words in a box
 
 
 class Paragraph(NamedTuple):
+    """A paragraph of a question's collection."""
+
     title: str
     text: str
     support: bool  # it holds one of the facts
 
     @property
     def shown(self) -> str:
-        """As a search shows it, and as it is indexed."""
+        """The text that a search shows and indexes."""
         return f"{self.title}\n{self.text}"
 
 
 class Question(NamedTuple):
+    """A row of MuSiQue with its paragraphs."""
+
     text: str
     answers: tuple[str, ...]  # the gold one first, then its aliases
     hops: int | None  # how many facts it takes
@@ -58,8 +62,8 @@ class Question(NamedTuple):
 
 
 def question_of(row: Example) -> Question:
-    """A row of either form: MuSiQue's own (answer_aliases, paragraph_text, is_supporting, and the number of hops in an id like
-    `2hop__1_2`), or the short one (aliases, text, support, hops). Raises UserError for a paragraph of neither."""
+    """Return the question of a row of either form: MuSiQue's own (answer_aliases, paragraph_text, is_supporting, and the number
+    of hops in an id like `2hop__1_2`), or the short one (aliases, text, support, hops). Raises UserError for other paragraphs."""
 
     def one_of(given: Mapping[str, Any], *names: str) -> Any:
         return next((given[name] for name in names if given.get(name) is not None), None)
@@ -76,7 +80,7 @@ def question_of(row: Example) -> Question:
 
 
 def hops(row: Example) -> int | None:
-    """From the column of that name, else from the id; None where neither says."""
+    """Return the number of hops, from the column `hops`, else from the id; None if neither has it."""
     if row.get("hops") is not None:
         return int(row["hops"])
     named = re.match(r"(\d+)hop", str(row.get("id", "")))
@@ -85,11 +89,11 @@ def hops(row: Example) -> int | None:
 
 @lru_cache(maxsize=256)  # all samples of a question are built one after the other
 def search_of(paragraphs: tuple[Paragraph, ...], k: int) -> Callable[[str], str]:
-    """The tool that finds paragraphs, k at most, by BM25 with the defaults of bm25s: lower case, words of two letters and more
-    without the English stop words, k1 = 1.5, b = 0.75. Nothing in it changes, so any number of samples may share one."""
+    """Return the tool that finds at most k paragraphs, by BM25 with the defaults of bm25s: lower case, words of two letters and
+    more without the English stop words, k1 = 1.5, b = 0.75. It has no state, so any number of samples may share one."""
     index = bm25s.BM25()
     tokens = bm25s.tokenize([paragraph.shown for paragraph in paragraphs], show_progress=False)
-    if tokens.vocab:  # bm25s makes no index without a word
+    if tokens.vocab:  # bm25s cannot make an index without a word
         index.index(tokens, show_progress=False)
 
     def search(query: str) -> str:
@@ -108,23 +112,23 @@ def search_of(paragraphs: tuple[Paragraph, ...], k: int) -> Callable[[str], str]
     return search
 
 
-# -- what an answer is worth
+# -- the score of an answer
 
 
 def normalised(text: str) -> str:
-    """As SQuAD's evaluation has it (arXiv 1606.05250), which MuSiQue uses: lower case, without punctuation (of ASCII), articles
-    and spare white space."""
+    """Return the text normalised as in SQuAD's evaluation (arXiv 1606.05250), which MuSiQue uses: lower case, without ASCII
+    punctuation, articles and extra white space."""
     bare = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
 def em(answer: str, golds: Sequence[str]) -> float:
-    """1 if it is one of them, else 0."""
+    """Return 1 if the answer is one of `golds`, else 0."""
     return float(normalised(answer) in map(normalised, golds))
 
 
 def f1(answer: str, golds: Sequence[str]) -> float:
-    """2 P R / (P + R) of the words in common, for the gold answer with which that is highest."""
+    """Return 2 P R / (P + R) of the common words, for the gold answer with the highest value."""
 
     def of(gold: str) -> float:
         ours, theirs = normalised(answer).split(), normalised(gold).split()
@@ -136,7 +140,7 @@ def f1(answer: str, golds: Sequence[str]) -> float:
 
 
 def answer_of(trajectory: Trajectory) -> str | None:
-    """The content of the last box of the last message. None if that message searches instead, or the turns ran out."""
+    """Return the content of the last box of the last message; None if that message searches instead, or the turns ran out."""
     if trajectory.end == "out_of_turns" or not trajectory.steps or trajectory.steps[-1].action.message.tool_calls:
         return None
     found = boxed(trajectory.answer.rpartition("</think>")[2])
@@ -144,14 +148,14 @@ def answer_of(trajectory: Trajectory) -> str | None:
 
 
 def queries(trajectory: Trajectory) -> list[str]:
-    """The policy's search queries, normalised."""
+    """Return the policy's search queries, normalised."""
     calls = [call for step in trajectory.steps for call in step.action.message.tool_calls if call.name == "search"]
     asked = [call.arguments.get("query") for call in calls if isinstance(call.arguments, Mapping)]
     return [normalised(query) for query in asked if isinstance(query, str)]
 
 
 def shown(trajectory: Trajectory, paragraphs: Sequence[Paragraph]) -> list[Paragraph]:
-    """The paragraphs that a search has shown, whole."""
+    """Return the paragraphs that searches have shown completely."""
     results = [message.content for message in trajectory.messages if message.role == "tool"]
     return [paragraph for paragraph in paragraphs if any(paragraph.shown in result for result in results)]
 
@@ -159,37 +163,34 @@ def shown(trajectory: Trajectory, paragraphs: Sequence[Paragraph]) -> list[Parag
 class Musique:
     """reward = em or f1 (`match`) - repeat_penalty * repeats - call_penalty * max(0, searches - free_searches)
 
-    repeats: searches for what the same sample has searched for before, up to `normalised`. A search is a call of it with a text,
-    answered or not. An answer is right by em, whatever `match` is.
+    repeats: searches whose `normalised` query the same sample has used before. A search is a call with a text, answered or not.
+    em decides whether an answer is right, whatever `match` is.
     Parts: em, f1, searches, repeats; supports, the share of the supporting paragraphs that the searches showed; and em again as
     hops_2, hops_3 or hops_4.
 
-    path: a hub id, a file or a folder; rows of either form, those that are not answerable are left out. hops: the numbers of hops
-    to keep, null for all. rows: further arguments of `Dataset`.
+    path: a hub id, a file or a folder; rows of either form; unanswerable ones are left out. hops: the numbers of hops to keep,
+    null for all. rows: further arguments of `Dataset`.
     """
 
     gold_column = "answer"
 
+    @enforced("task")
     def __init__(
         self,
         path: str = "dgslibisey/MuSiQue",
-        k: int = 3,
-        match: str = "em",
-        repeat_penalty: float = 0.1,
-        call_penalty: float = 0.05,
-        free_searches: int = 4,
-        hops: int | Sequence[int] | None = None,
+        k: Count = 3,
+        match: Literal["em", "f1"] = "em",
+        repeat_penalty: NonNegative = 0.1,
+        call_penalty: NonNegative = 0.05,
+        free_searches: Whole = 4,
+        hops: Hops | Sequence[Hops] | None = None,
         **rows: Any,
     ) -> None:
-        oneof("task.match", match, MATCHES)
-        check_least("task.k", k, 1, ": so many paragraphs a search shows")
-        amounts = {"repeat_penalty": repeat_penalty, "call_penalty": call_penalty, "free_searches": free_searches}
-        for name, given in amounts.items():
-            if not 0 <= given < float("inf"):
-                raise UserError(f"task.{name}={given} must be 0 or more, and finite")
         hops = [hops] if isinstance(hops, int) else hops
-        if hops is not None and not (hops and set(hops) <= set(HOPS)):
-            raise UserError(f"task.hops={list(hops)} must be some of {', '.join(map(str, HOPS))}, or null for all")
+        if hops is not None and not hops:
+            raise UserError(
+                f"task.hops={list(hops)} must be some of {', '.join(map(str, get_args(Hops)))}, or null for all"
+            )
         self.k, self.match, self.hops = k, match, hops
         self.repeat_penalty, self.call_penalty, self.free_searches = repeat_penalty, call_penalty, free_searches
         self.data = Dataset(path, ("question", "answer"), "musique", **rows)
@@ -209,7 +210,7 @@ class Musique:
         return self.kept[split]
 
     def places(self, rows: Sequence[Example]) -> list[int]:
-        """Indices of the answerable questions with these numbers of hops."""
+        """Return the indices of the answerable questions with these numbers of hops."""
         if not isinstance(rows, list):  # a table: the twenty paragraphs of each row need not be read for this
             short = ("question", "id", "hops", "answerable")
             rows = rows.select_columns([name for name in rows.column_names if name in short])

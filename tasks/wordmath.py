@@ -15,29 +15,32 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 from grpo.data.dataset import Made, key_of
 from grpo.env.messages import Message
 from grpo.env.types import Example, Split, State
-from grpo.rewards.resolve import Function
+from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask
-from grpo.system.errors import UserError, check_least
+from grpo.system.errors import UserError
+from grpo.system.ranges import Count, Range, Whole, enforced
 
 NAMES = ("Sam", "Mia", "Tom", "Ana", "Ben", "Eva", "Leo", "Zoe", "Max", "Ida")
 THINGS = ("coins", "books", "cards", "shells", "apples", "stamps", "pens", "stones")
-LARGEST = 99  # no number on the way is larger, if nothing else is asked for
+LARGEST = 99  # no number in a problem or its working is larger by default
 MOST_STEPS = 8
-TEST_SHARE = 10  # one question in so many belongs to the test side
+Steps = Annotated[int, Range(2, MOST_STEPS)]
+TEST_SHARE = 10  # one question in this many belongs to the test side
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
 
 @dataclass(frozen=True)
 class Event:
-    """An event of the story: {n} changes their number by the operator; {each}, if given, multiplies {n}."""
+    """An event of the story: the operator applies {n} to the number of things; {each}, if given, multiplies {n}."""
 
     operator: str
     text: str
-    question: str = ""  # an event that ends the story asks about something else than the things
+    question: str = ""  # an event that ends the story asks for something other than the things
 
     @property
     def lines(self) -> int:
@@ -59,12 +62,14 @@ EVENTS = (
 
 @dataclass(frozen=True)
 class Problem:
+    """A word problem: a start number, then events that change it."""
+
     question: str
     start: int
     sums: tuple[tuple[str, int, int | None], ...]  # operator, n, each; one for every event
 
     def lines(self, rng: random.Random, slips: float) -> Iterator[tuple[str, int]]:
-        """The working, line by line, with the result of each; a slip is carried on."""
+        """Yield the working, line by line, with the result of each; later lines use the result of a slip."""
 
         def line(left: int, sign: str, right: int) -> tuple[str, int]:
             result = OPERATORS[sign](left, right)
@@ -81,7 +86,7 @@ class Problem:
             yield text, value
 
     def working(self, rng: random.Random, hasty: float = 0.0, slips: float = 0.0) -> tuple[list[str], int]:
-        """The lines that the author writes, and what he has then. A hasty one may stop before any of them."""
+        """Return the lines that the author writes, and the result so far. A hasty author may stop before any line."""
         written, value = [], self.start
         lines = self.lines(rng, slips)
         while rng.random() >= hasty and (line := next(lines, None)):
@@ -90,16 +95,16 @@ class Problem:
         return written, value
 
     def worked(self, rng: random.Random, hasty: float = 0.0, slips: float = 0.0) -> tuple[str, int]:
-        """The worked answer and its result, which is boxed."""
+        """Return the worked answer, which ends with its result in a box, and the result."""
         written, value = self.working(rng, hasty, slips)
         return "\n".join([*written, f"\\boxed{{{value}}}"]), value
 
 
 def draw(rng: random.Random, steps: int, largest: int = LARGEST) -> Problem:
-    """A problem whose worked answer has `steps` lines, and no number above `largest`."""
+    """Return a problem whose worked answer has `steps` lines, and no number above `largest`."""
     name, friend = rng.sample(NAMES, 2)
     words = {"name": name, "friend": friend, "things": rng.choice(THINGS)}
-    most = math.isqrt(largest)  # so that a product of two told numbers fits
+    most = math.isqrt(largest)  # so that a product of two given numbers fits
     start = value = rng.randint(3, 2 * most + 2)
     told, sums = [f"{name} has {value} {words['things']}."], []
     question = "How many {things} does {name} have?"
@@ -121,11 +126,12 @@ def draw(rng: random.Random, steps: int, largest: int = LARGEST) -> Problem:
 
 
 def side(question: str) -> Split:
-    """The split that a question may appear in, whoever draws it: a stable hash of its text decides."""
+    """Return the split that a question may appear in: a stable hash of its text decides, whoever draws it."""
     return "test" if key_of(question) % TEST_SHARE == 0 else "train"
 
 
 def draw_from(split: Split, rng: random.Random, steps: Sequence[int], largest: int = LARGEST) -> Problem:
+    """Draw problems until one belongs to the split. steps: the least and the largest number of events."""
     while True:
         problem = draw(rng, rng.randint(*steps), largest)
         if side(problem.question) == split:
@@ -135,10 +141,10 @@ def draw_from(split: Split, rng: random.Random, steps: Sequence[int], largest: i
 def worked_answers(
     count: int, seed: int, hasty: float = 0.0, slips: float = 0.0, steps: Sequence[int] = (2, 4)
 ) -> list[State]:
-    """Questions of the train side with their worked answers, to warm a model up on.
+    """Return questions of the train side with their worked answers, to warm up a model.
 
-    hasty: chance, before each line, that the author stops and boxes what he has so far.
-    slips: chance that a line is miscalculated.
+    hasty: probability, before each line, that the author stops and boxes the result so far.
+    slips: probability that a line is miscalculated.
     """
     rng = random.Random(f"worked answers {seed}")
     problems = (draw_from("train", rng, steps) for _ in range(count))
@@ -149,24 +155,22 @@ def worked_answers(
 
 
 class Wordmath(RowTask):
-    """steps: fewest and most lines that a worked answer takes, both possible. largest: of all the numbers on the way. There are
-    as many validation rows as test rows."""
+    """steps: the fewest and the most lines of a worked answer, inclusive. largest: the limit of all numbers in a problem and its
+    working. There are as many validation rows as test rows."""
 
+    @enforced("task")
     def __init__(
         self,
-        steps: Sequence[int] = (2, 4),
-        train_size: int = 20000,
-        test_size: int = 500,
-        seed: int = 0,
-        largest: int = LARGEST,
-        rewards: str | Sequence[str | Function] = ("correct", "format"),
+        steps: tuple[Steps, Steps] = (2, 4),
+        train_size: Count = 20000,
+        test_size: Count = 500,
+        seed: Whole = 0,
+        largest: Annotated[int, Range(LARGEST)] = LARGEST,
+        rewards: Functions = ("correct", "format"),
         weights: Sequence[float] | None = (1.0, 0.0),
     ) -> None:
-        if len(steps) != 2 or not 2 <= steps[0] <= steps[1] <= MOST_STEPS:
+        if steps[0] > steps[1]:
             raise UserError(f"task.steps={list(steps)} must be [fewest, most] with 2 <= fewest <= most <= {MOST_STEPS}")
-        if min(train_size, test_size) < 1:
-            raise UserError(f"task.train_size={train_size} and task.test_size={test_size} must both be 1 or more")
-        check_least("task.largest", largest, LARGEST)
         self.steps, self.seed, self.largest = tuple(steps), seed, largest
         self.train_size, self.test_size = train_size, test_size
         super().__init__(self, rewards, weights)
@@ -179,6 +183,7 @@ class Wordmath(RowTask):
         raise UserError(f"there is no split {split!r}: choose train, validation or test")
 
     def row(self, side: Split, place: int) -> Example:
+        """Return row `place` of a side, with its worked solution."""
         rng = random.Random(f"{side} {self.seed} {place}")
         problem = draw_from(side, rng, self.steps, self.largest)
         solution, answer = problem.worked(rng)
@@ -187,8 +192,8 @@ class Wordmath(RowTask):
 
     @cached_property
     def held_out(self) -> dict[Split, Sequence[Example]]:
-        """The first `test_size` different questions of the test side, and for validation as many after them: a row that
-        counts twice would make intervals too narrow."""
+        """The first `test_size` different questions of the test side for test, and as many after them for validation: a row that
+        counts twice would make confidence intervals too narrow."""
         found: dict[str, Example] = {}
         for row in Made(20 * self.test_size, lambda i: self.row("test", i)):
             found.setdefault(row["question"], row)

@@ -1,4 +1,4 @@
-"""What the tests of engines share: small random models of several families, and the gap between engine and trainer."""
+"""Shared by the tests of engines: small random models of several families, and the gap between engine and trainer."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ FAMILIES = {
 
 
 def model_folder(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> str:
-    """A model of that family with random weights, biases among them, and a tokenizer, in a folder that vLLM and transformers
+    """Save a model of that family, with random weights and biases, and a tokenizer in a folder that vLLM and transformers
     read."""
     make, more = FAMILIES[family]
     tokenizer = make_tokenizer(["How many coins are left? 12 + 7 = 19"] * 30)
@@ -49,7 +49,7 @@ def model_folder(family: str, folder: Path, dtype: torch.dtype = torch.float32) 
 
 @torch.no_grad()
 def disturb(model: torch.nn.Module, seed: int, size: float = 0.02) -> None:
-    """Change every weight that is trained a little."""
+    """Change every trainable weight a little."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -57,7 +57,7 @@ def disturb(model: torch.nn.Module, seed: int, size: float = 0.02) -> None:
 
 
 def steps(model: torch.nn.Module, count: int = 3, lr: float = 1e-2):
-    """Optimizer steps on PROMPTS; yields after each. AdamW moves weights by about lr, so a stale engine shows."""
+    """Take optimizer steps on PROMPTS; yield after each. AdamW moves weights by about lr, so a stale engine shows."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     for _ in range(count):
         ids = torch.tensor([(prompt * 4)[:8] for prompt in PROMPTS])
@@ -68,7 +68,7 @@ def steps(model: torch.nn.Module, count: int = 3, lr: float = 1e-2):
 
 
 def gap(model: torch.nn.Module, prompts: list, completions: list[Completion], temperature: float = 1.0) -> float:
-    """The largest |engine - transformers| over the sampled tokens."""
+    """Return the largest |engine - transformers| over the sampled tokens."""
     gaps = []
     for prompt, completion in zip(prompts, completions, strict=True):
         logits = next_logits(model, prompt, completion).float() / temperature
@@ -79,11 +79,11 @@ def gap(model: torch.nn.Module, prompts: list, completions: list[Completion], te
 
 @torch.no_grad()
 def next_logits(model: torch.nn.Module, prompt: list, completion: Completion) -> torch.Tensor:
-    """[T, V], row t is what token t was drawn from."""
+    """Return logits [T, V]; token t was drawn from row t."""
     ids = torch.tensor([[*prompt, *completion.ids]])
     return model(ids).logits[0, len(prompt) - 1 : -1]
 
 
 def gap_now(engine: Engine, model: torch.nn.Module, max_tokens: int = 16) -> float:
-    """Between what the engine samples now and the model as it is."""
+    """Return the gap between what the engine samples now and the model's present weights."""
     return gap(model, PROMPTS, engine.sample(PROMPTS, Sampling(max_tokens), seeds=[1, 2, 3]))

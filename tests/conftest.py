@@ -1,49 +1,66 @@
-"""Fixtures: a toy model that is made in a second, the real configuration, and real data where it is at hand."""
+"""Fixtures: a toy model that is made in a second, the real configuration, and real data if it is present."""
 
 import functools
 import os
+from copy import deepcopy
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # what is not here should fail at once
+os.environ["HF_HUB_OFFLINE"] = "1"  # a missing file fails at once
+os.environ["OMP_NUM_THREADS"] = "1"  # the models are so small that a second thread only waits
 
 import pytest
-import torch
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from grpo.apps.cli import quiet
-from grpo.apps.demo_model import make_model, make_tokenizer
-from grpo.engines.builtin.engine import TransformersEngine
-from grpo.env.renderer import TokenizerRenderer
-from grpo.models.pretrained import Pretrained
-from grpo.objectives.algorithm import Algorithm
-from grpo.system.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from grpo.objectives.algorithm import Algorithm
 
 ROOT = Path(__file__).parents[1]
-# where a process of its own finds the tests' modules
+# import path of the tests' modules, for subprocesses
 TEST_PATH = os.pathsep.join(map(str, [ROOT, ROOT / "tests", *(ROOT / "tests").glob("[a-z]*/")]))
 EXAMPLES = ROOT / "tests" / "data"  # a few rows of our own
 REAL_DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data"))  # gsm8k_test.jsonl and more
 
 quiet()
-torch.set_num_threads(1)  # the models are so small that a second thread only waits
 
 
 def seed(*path: int) -> int:
-    """The seeds of a run, as `play` asks for them."""
+    """Return a seed of a run, as `play` expects it."""
+    from grpo.system.seeds import derive_seed  # like torch below, not for the process that only hands out tests
+
     return derive_seed(7, *path)
 
 
-def compose_config(*overrides: str, name: str = "train") -> DictConfig:
+@functools.cache
+def chosen(name: str, groups: tuple[str, ...]) -> DictConfig:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose(name, overrides=list(overrides))
+        return compose(name, overrides=list(groups))
+
+
+def compose_config(*overrides: str, name: str = "train") -> DictConfig:
+    """The configuration of a command line. A choice of options is composed once, in a fifth of a second; values are set anew."""
+    keys = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides]
+    groups = tuple(
+        o for o, key in zip(overrides, keys, strict=True) if (ROOT / "conf" / key).is_dir() or "hydra." in key
+    )
+    config = deepcopy(chosen(name, groups))
+    values = [override for override in overrides if override not in groups]
+    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
+    return config
 
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small random Llama that reads and writes any text."""
+    from grpo.apps.demo_model import make_model, make_tokenizer
+
     folder = tmp_path_factory.mktemp("toy")
     tokenizer = make_tokenizer(["How many coins are left? 12 + 7 = 19"] * 30)
     tokenizer.save_pretrained(folder)
@@ -53,12 +70,18 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def toy_model(toy: Path):
+    from grpo.models.pretrained import Pretrained
+
     return Pretrained(str(toy)).model()
 
 
 @pytest.fixture
 def parts(toy, toy_model):
     """The engine and the renderer that `play` takes."""
+    from grpo.engines.builtin.engine import TransformersEngine
+    from grpo.env.renderer import TokenizerRenderer
+    from grpo.models.pretrained import Pretrained
+
     engine = TransformersEngine()
     engine.load_weights(toy_model, 0)
     return engine, TokenizerRenderer(Pretrained(str(toy)).tokenizer())
@@ -77,6 +100,7 @@ def smoke(toy: Path, tmp_path: Path):
             "debug=smoke",
             "callbacks=none",
             "forecast=false",
+            "preflight=off",
             "max_tokens=8",
             "optim.optimizer.lr=1e-3",
             f"output_dir={tmp_path}",
@@ -87,7 +111,7 @@ def smoke(toy: Path, tmp_path: Path):
 
 
 @functools.cache
-def preset(*overrides: str) -> Algorithm:
+def preset(*overrides: str) -> "Algorithm":
     """The algorithm of a command line, after the checks that train.py makes."""
     config = compose_config("output_dir=.", *overrides)
     try:

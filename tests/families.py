@@ -1,7 +1,7 @@
 """Chat templates that behave like those of five families of models, on small tokenizers with the special tokens of each.
 
-ours, not theirs: the prose is shorter, and what matters is the same: where tools and calls are written and how, what is trimmed,
-what of thinking is kept, who writes the first token, what is refused.
+They are our own, with shorter prose and the same behaviour: where and how tools and calls are written, what is trimmed, which
+thinking is kept, who writes the first token, what is refused.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ QWEN25 = f"""
 {{%- endfor %}}
 {{{{- '<|im_start|>assistant\\n' if add_generation_prompt }}}}
 """
-# thinking is told again only after the last question of a user, which an answer of a tool is not
+# thinking is shown only after a user's last question; a tool's response is not a question
 QWEN3 = f"""
 {CHATML}
 {{%- set last = namespace(question=0) %}}
@@ -83,7 +83,7 @@ QWEN3 = f"""
     {{{{- '<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and not enable_thinking }}}}
 {{%- endif %}}
 """
-# an assistant's words beside a call are lost; answers of tools have a role of their own
+# an assistant's words beside a call are lost; responses of tools have their own role
 HERMES = f"""
 {{{{- bos_token }}}}
 {CHATML}
@@ -173,8 +173,8 @@ MISTRAL = """
 
 @dataclass(frozen=True)
 class Family:
-    """special, plain: its tokens; skip_special_tokens drops only the first. call, calls: one call and two as its template writes
-    them, of add(a=1, b=2) and then of add(a=3, b=4)."""
+    """special, plain: its tokens; skip_special_tokens drops only the first. call: add(a=1, b=2) as the template writes it. calls:
+    this call and then add(a=3, b=4)."""
 
     template: str
     special: tuple[str, ...]
@@ -228,7 +228,7 @@ FAMILIES = {
 
 
 def spelled(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[int, ...]:
-    """Ids of the text, a character at a time: not how the tokenizer would write it. Its added tokens stay whole."""
+    """Return the ids of the text, one per character, unlike the tokenizer's own encoding. Its added tokens stay whole."""
     added = sorted(tokenizer.added_tokens_encoder, key=len, reverse=True)
     ids, at = [], 0
     while at < len(text):

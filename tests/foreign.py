@@ -1,6 +1,6 @@
-"""One of each slot, by somebody who has never heard of this project: nothing of it is imported here.
+"""One class for each slot, written without this project: nothing of it is imported here.
 
-The policy is a list of answers, the vocabulary a string of characters. An answer is asked for twice.
+The policy is a list of answers, the vocabulary a string of characters. The environment asks for two answers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -113,14 +113,14 @@ class Renderer:
         text = "<"
         for message in reversed(messages):
             text = {"user": ">", "assistant": "<"}[message.role] + message.content + "\n" + text
-        return ids_of(text)  # one character is one token: it begins with `before` where the text does
+        return ids_of(text)  # a token is a character: the ids begin with `before` if the text does
 
     def parse(self, ids: Sequence[int], tools: Sequence[object] = ()) -> Message:
         return Message("assistant", "".join(VOCABULARY[i] for i in ids).rstrip("\n"))
 
 
 class Engine:
-    """A seed is the place of its answer; the n-th token of one has a log-probability of -n/4."""
+    """A seed is the index of its answer; the n-th token of an answer has a log-probability of -n/4."""
 
     context = 23
 
@@ -140,7 +140,7 @@ class Engine:
         self.prompts += map(list, prompts)
         completions = [self.answer(seed, sampling.max_tokens) for seed in seeds]
         if done is not None:
-            for place in reversed(range(1, len(prompts))):  # of the first, only what it returns tells
+            for place in reversed(range(1, len(prompts))):  # the first is only in the returned list
                 done(place, completions[place])
         return completions
 

@@ -1,4 +1,4 @@
-"""What `foreign` has, in the slots: nothing to run, mypy reads it (see `test_slots`)."""
+"""Puts the classes of `foreign` into the slots: nothing to run, mypy reads it (see `test_types`)."""
 
 import foreign
 

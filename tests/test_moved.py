@@ -1,4 +1,4 @@
-"""Old names give the classes of today: what checkpoints have pickled, and what saved configurations name."""
+"""Old names, from pickles in checkpoints and from saved configurations, give today's classes."""
 
 from importlib import import_module
 
@@ -18,7 +18,7 @@ NAMES = """
 
 @pytest.mark.parametrize("name", [f"grpo.{name}" for name in NAMES.split()])
 def test_an_old_name_is_found(name):
-    """By import, as pickle does, and by `today`; and it is the very object."""
+    """Import, as pickle does it, and `today` give the same object."""
     module, _, attribute = name.rpartition(".")
     found = getattr(import_module(module), attribute)
     new = today(name)

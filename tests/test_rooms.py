@@ -1,4 +1,4 @@
-"""The house: a room imports only from itself and the rooms above it."""
+"""The order of the rooms: a room imports only from itself and the rooms above it."""
 
 import ast
 from pathlib import Path
@@ -23,7 +23,7 @@ ROOMS = [
 
 
 def imports(file: Path) -> set[str]:
-    """Dotted names of every module that the file imports, anywhere in it."""
+    """Return the dotted names of all modules that the file imports, anywhere in it."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):

@@ -1,1 +1,1 @@
-"""Programs: the command line, sweeps, the server, the demo."""
+"""Programs: the command line, sweeps, the server, the demo's models."""

@@ -1,4 +1,4 @@
-"""The command lines' common part: a mistake gets one line, and libraries are quiet."""
+"""The part that all command lines share: one-line errors for mistakes, quiet libraries, checks before a run."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
@@ -20,32 +20,38 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo.apps.border import check_values
 from grpo.apps.composing import CONF, composed
 from grpo.apps.sweep import sweep
 from grpo.env.types import Task
 from grpo.moved import today
+from grpo.system import witness
 from grpo.system.errors import UserError
 from grpo.system.settings import flat
 
+if TYPE_CHECKING:  # --help needs no torch
+    from grpo.models.pretrained import Pretrained
+
 log = logging.getLogger(__name__)
 
-MOVED = {  # keys of before: where they are now
+MOVED = {  # old key -> new key
     "warm_start.worked_answers": "model.path.worked_answers._target_",
     "warm_start.clean_steps": "model.path.clean_steps",
 }
 
-# as the user set it: `run` sets it too, and a further device's process inherits that
+# The user's own setting. `run` sets HYDRA_FULL_ERROR as well, and the processes of further devices inherit that.
 FULL_ERROR = os.environ.setdefault("GRPO_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "0")) == "1"
 
 
 def in_sweep() -> bool:
+    """Return whether this process runs a sweep or a job of one."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def run(main: Callable[[], object], config_name: str) -> None:
-    """Call a `hydra.main` function. HYDRA_FULL_ERROR=1 in the environment shows every mistake with its traceback."""
+    """Call a `hydra.main` function. Mistakes end the program with one line, or with a traceback if HYDRA_FULL_ERROR=1 is set."""
     quiet()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
     with one_line_errors(config_name), sweep.reported():
         arguments = get_args_parser().parse_args()
         if arguments.help:
@@ -53,30 +59,32 @@ def run(main: Callable[[], object], config_name: str) -> None:
 
             print(USAGE, described(config_name, arguments.overrides), sep="\n\n")
         else:
+            witness.watch()
             main()
 
 
 @contextmanager
 def one_line_errors(config_name: str) -> Iterator[None]:
-    """Leave the program with one line where `explain` has one. Inside of a job too, or Hydra would comment on it."""
+    """Exit with one line if `explain` has one for the exception. Jobs use it too, because Hydra would add its own comment."""
     if in_sweep():
-        quiet()  # the process of a job may be new
+        quiet()  # the job may run in a new process
     try:
         yield
     except Exception as error:
         if in_sweep():
-            raise  # on with the next job; at the end the sweeper raises it again
+            raise  # the sweep continues with the next job, and the sweeper raises this again at the end
         if FULL_ERROR or (line := explain(error, config_name, sys.argv[1:])) is None:
             raise
-        sys.exit(f"error: {line}")
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(next((cause.exit_code for cause in chain(error) if isinstance(cause, UserError)), 1))
     except KeyboardInterrupt:
         sys.exit(130)
 
 
 def explain(error: BaseException, config_name: str, arguments: Sequence[str] = ()) -> str | None:
-    """One line for a mistake of the user's, None for a mistake of ours (which deserves its traceback).
+    """Return one line that explains a mistake of the user; None for a bug of ours, which needs its traceback.
 
-    arguments: of the command line, for the groups that were chosen.
+    arguments: the command line, which says which options of the groups are in use.
     """
     causes = list(chain(error))
     for cause in causes:
@@ -86,9 +94,7 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
         if isinstance(cause, MissingConfigException):
             group, _, option = (cause.missing_cfg_file or "").rpartition("/")
             options = ", ".join(option for option in cause.options or () if option != "base")
-            return (
-                f"{group} has no option {option!r}; there are: {options}" if options else " ".join(str(cause).split())
-            )
+            return f"{group} has no option {option!r}; options: {options}" if options else " ".join(str(cause).split())
     if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
         return f"the output folder cannot be written: {error}; set hydra.run.dir=FOLDER"
     if key := re.search(r"Could not override '([^']+)'", str(error)):
@@ -97,6 +103,10 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
         near = nearest(key[1], known_keys(config_name, arguments))
         hint = f"did you mean {near}?" if near else "--help lists them"
         return f"there is no key {key[1]!r}; {hint} (+{key[1]}=... adds a new key)"
+    if "Config group override must be" in str(error):
+        named = [a for a in arguments if (CONF / a.partition("=")[0]).is_dir()]
+        wrong = [a for a in named if not (CONF / f"{a.replace('=', '/')}.yaml").is_file()]
+        return f"{' '.join(wrong)}: a group takes the name of an option, and --help lists them"
     if isinstance(error, InstantiationException):
         where = re.search(r"full_key: (\S+)", str(error))
         reason = f"{where[1]}: {error.__cause__}" if where and error.__cause__ else str(error)
@@ -107,13 +117,17 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and its causes, outermost first."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def nearest(key: str, known: list[str]) -> str | None:
-    """The key that was probably meant: by its last name, then as a whole, in its own group before the others."""
+    """Return the known key most similar to a mistyped one; None if none is similar.
+
+    Keys of the same group come first. Within a group the last part of the key is compared before the whole key.
+    """
     group, last = key.partition(".")[0], key.rpartition(".")[2]
     for names in ([name for name in known if name.startswith(f"{group}.")], known):
         ends = {name.rpartition(".")[2]: name for name in reversed(names)}
@@ -123,14 +137,14 @@ def nearest(key: str, known: list[str]) -> str | None:
 
 
 def known_keys(config_name: str, arguments: Sequence[str]) -> list[str]:
-    """Every key of the configuration with the groups that were chosen, dotted."""
+    """Return every dotted key of the configuration with the options that the arguments choose."""
     chosen = [a for a in arguments if (CONF / f"{a.replace('=', '/')}.yaml").is_file()]
     leaves = [key.split(".") for key in flat(OmegaConf.to_container(composed(config_name, chosen)))]
     return sorted({".".join(names[:depth]) for names in leaves for depth in range(1, len(names) + 1)})
 
 
 def make_task(overrides: Sequence[str], path: str) -> Task:
-    """The task that a command line means; `path` is its dataset's where it has none of its own."""
+    """Return the task of a command line. path: the task's dataset if the configuration names none."""
     config = composed("train", overrides).task
     if OmegaConf.is_missing(config, "path"):
         config.path = path
@@ -138,55 +152,78 @@ def make_task(overrides: Sequence[str], path: str) -> Task:
 
 
 def changes(config: DictConfig, before: Path) -> list[str]:
-    """What differs from the configuration saved in `before`, as 'key=now (was then)'."""
+    """Return the differences from the configuration saved in `before`, each as 'key=now (was then)'."""
     now, then = (flat(OmegaConf.to_container(c, resolve=True)) for c in (config, OmegaConf.load(before)))
     then = {key: today(value) if key.endswith("_target_") else value for key, value in then.items()}
-    others = ("output_dir", "ckpt_path", "callbacks", "logger", *MOVED)
+    others = ("output_dir", "ckpt_path", "preflight", "callbacks", "logger", *MOVED)
     keys = [key for key in now | then if not key.startswith(others)]
     return [f"{key}={now.get(key)} (was {then.get(key)})" for key in keys if now.get(key) != then.get(key)]
 
 
 def check_run(config: DictConfig, first: bool) -> None:
-    """Before anything is made. first: of the processes of a run, the one that owns its folder."""
-    if not isinstance(config.seed, int) or config.seed < 0:
-        raise UserError(f"seed={config.seed} must be a whole number, 0 or more")
+    """Check all values, the output folder and a resumed checkpoint before anything is created. Raises UserError.
+
+    first: whether this is the first of the run's processes, which owns the output folder.
+    """
+    check_values(config)
     folder = Path(config.output_dir).resolve()
     in_place = config.ckpt_path and folder in Path(config.ckpt_path).resolve().parents
     if first and (folder / "config.yaml").exists() and not in_place:
         raise UserError(
-            f"{config.output_dir} holds a run already: set hydra.run.dir to a new folder, or go on with that run: "
+            f"{config.output_dir} already has a run: set hydra.run.dir to a new folder, or resume that run with "
             f"ckpt_path={config.output_dir}/checkpoints/last.ckpt"
         )
     check_resumed(config)
 
 
+def check_model(pretrained: "Pretrained", config: DictConfig) -> None:
+    """Raises UserError if the model cannot take the new adapter, or does not have the token ids of stop_ids."""
+    pretrained.check_takes(config.get("adapter"))
+    last = pretrained.config().get_text_config().vocab_size - 1
+    for key in ("rollout.sampling.stop_ids", "eval.sampling.stop_ids"):
+        if outside := [token for token in OmegaConf.select(config, key) or () if token > last]:
+            raise UserError(f"{key}: the model has no token {outside[0]}, only 0 to {last}")
+
+
+def announce(config: DictConfig) -> None:
+    """Check all values, and print what will be trained and where, before the large libraries load, which takes seconds."""
+    check_values(config)
+    if int(os.environ.get("LOCAL_RANK", 0)) or in_sweep():
+        return
+    if config.ckpt_path:
+        print(f"resuming {config.ckpt_path}", flush=True)
+    chosen = HydraConfig.get().runtime.choices
+    what = " ".join(f"{group}={chosen[group]}" for group in ("task", "model", "algo"))
+    print(f"training: {what}, written to {config.output_dir}", flush=True)
+
+
 def save_config(config: DictConfig) -> None:
-    """As config.yaml in the run's folder, which is made."""
+    """Create the output folder and write the resolved configuration to its config.yaml."""
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, Path(config.output_dir) / "config.yaml", resolve=True)
 
 
 def completed(parts: Mapping[str, Any], *missing: object) -> list[Any]:
-    """The parts of a group. A part with `_partial_: true` is called with what only the program has."""
+    """Return the parts of a group as a list; parts with `_partial_: true` are first called with the `missing` arguments."""
     return [part(*missing) if isinstance(part, partial) else part for part in parts.values()]
 
 
 def check_resumed(config: DictConfig) -> None:
-    """Say what differs from the run that is resumed, if one is: a forgotten argument would change it in silence."""
+    """Warn about values that differ from those of the resumed run: a forgotten argument would change the run unnoticed."""
     if not config.ckpt_path:
         return
     checkpoint = Path(config.ckpt_path)
     if not checkpoint.is_file():
-        raise UserError(f"ckpt_path={checkpoint} is not a file: give a run's checkpoints/last.ckpt")
+        raise UserError(f"ckpt_path={checkpoint} is not a file: give checkpoints/last.ckpt of a run")
     before = checkpoint.resolve().parents[1] / "config.yaml"
     if before.is_file() and (changed := changes(config, before)):
         log.warning("resuming with other values: %s", ", ".join(changed))
 
 
 def quiet() -> None:
-    """Silence what a user cannot act on: advertising, and advice for set-ups that are not this one."""
+    """Silence messages of libraries that a user cannot act on: advertising, and advice for other kinds of setups."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers asks for it too
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers reads it, too
     for name in ("lightning.pytorch", "lightning.fabric", "httpx", "httpx2", "huggingface_hub", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")

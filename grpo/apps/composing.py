@@ -1,4 +1,4 @@
-"""The configuration of a command line, composed from conf/ without running anything."""
+"""Composes the configuration of a command line from conf/ without running anything."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +11,12 @@ CONF = Path(__file__).parents[2] / "conf"
 
 
 def composed(config_name: str, overrides: Sequence[str], return_hydra_config: bool = False) -> DictConfig:
-    """The configuration of a command line."""
+    """Return the configuration of a command line. overrides: its arguments. return_hydra_config: include the node `hydra`."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose(config_name, overrides=list(overrides), return_hydra_config=return_hydra_config)
 
 
 def options(group: str) -> list[str]:
-    """The values that GROUP= takes. `base` is none of them: it holds what the options of its group share."""
+    """Return the options of a group. `base` is not an option: it has the values that the options share."""
     return sorted(file.stem for file in (CONF / group).glob("*.yaml") if file.stem != "base")

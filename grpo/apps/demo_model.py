@@ -1,22 +1,27 @@
-"""The demo's base model: made in memory, trained for a few minutes on a CPU, kept as a Hugging Face folder.
+"""The demo's base model: built and trained on a CPU in about four minutes, saved as a Hugging Face folder in bfloat16.
 
-A Llama of 1.3 M parameters learns careful worked answers (stage 1), then is spoiled by hasty ones (stage 2): it answers
-too early and is mostly wrong, but the skill is still inside, and a reward can bring it out. Knows no task: the worked
-answers come from a callable, as conversations whose assistant's messages are learned. Its chat templates are the files
-demo_chat.jinja and demo_chat_tools.jinja.
+The models of the default recipes ship with the project in demo_models/, so that every machine starts from the same numbers.
+After a change of a recipe, `python -m grpo.apps.demo_model` makes them again.
+
+A Llama of 1.3 M parameters first learns careful worked answers (stage 1), then hasty ones (stage 2). After that it answers too
+early and is mostly wrong, but it still has the skill, and a reward can bring it out. The worked answers come from a callable, as
+conversations; the model learns the assistant's messages. Its chat templates are demo_chat.jinja and demo_chat_tools.jinja.
 """
 
 import hashlib
 import json
 import math
 import random
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
+from hydra.utils import instantiate
 from platformdirs import user_cache_path
 from rich.progress import track
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -28,26 +33,31 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from grpo.apps.composing import composed
 from grpo.env.messages import Message
 from grpo.env.types import State
-from grpo.system.files import replacing
+from grpo.system.files import replacing, write_json
+from grpo.system.ranges import Positive, Share, Whole
 
-RECIPE = 2  # count up when this file changes what comes out
+RECIPE = 3  # increase it when a change of this file changes the model
+SHIPPED = Path(__file__).with_name("demo_models")
 BATCH = 32
 WARM_UP = 20  # steps
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-CALL = ("<tool_call>", "</tool_call>")  # tokens, but not special: what the policy says is read without the special ones
-# single digits, a box's opening as one piece, words with their spaces (a number has none of its own), the rest
+CALL = ("<tool_call>", "</tool_call>")  # tokens, but not special ones, which are left out when a completion is decoded
+# pieces: a box's opening, a digit, a word with its spaces (a number has no space), punctuation, white space
 PIECES = r"\\boxed\{|\p{N}| ?\p{L}+(?: (?=\p{N}))?| ?[^\s\p{L}\p{N}]+|\s+"
-# of every call: 8 tokens and what is between, not 18
+# with these pieces a call costs 8 tokens beside its name and arguments, not 18
 CALL_PIECES = r'\n?\{"name": "|", "arguments": \{"|": "|"\}\}\n?|'
 
-Row = tuple[list[int], list[bool]]  # the ids of a conversation, and which of them are learned
+Row = tuple[list[int], list[bool]]  # the token ids of a conversation, and whether the model learns each
 
 
 def make_tokenizer(texts: list[str], tools: bool = False) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: frequent pieces of `texts` are one token, and any other text can still be written. tools: with tokens and
-    a chat template for calls of tools."""
+    """Return a byte-level BPE tokenizer: a frequent piece of `texts` is one token, and any other text can be encoded too.
+
+    tools: add tokens and a chat template for tool calls.
+    """
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(CALL_PIECES + PIECES if tools else PIECES), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -77,6 +87,7 @@ def make_tokenizer(texts: list[str], tools: bool = False) -> PreTrainedTokenizer
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    """Return a Llama with random weights for this tokenizer."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=192,
@@ -96,7 +107,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
 
 
 def texts(conversations: list[State]) -> list[list[str]]:
-    """All that is said in each of them, a text a message."""
+    """Return the text of each message of each conversation, with its tool calls."""
 
     def text(message: Message) -> str:
         calls = [json.dumps({"name": call.name, "arguments": dict(call.arguments)}) for call in message.tool_calls]
@@ -106,7 +117,7 @@ def texts(conversations: list[State]) -> list[list[str]]:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerFast, conversations: list[State]) -> list[Row]:
-    """Learned is what the assistant says, and the end of it."""
+    """Return one row per conversation. The model learns the assistant's messages and their end tokens."""
     rendered = [
         tokenizer.apply_chat_template(
             [message.as_dict() for message in conversation.messages],
@@ -127,9 +138,9 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, conversations: list[State]) -> 
 
 
 def batches(rows: list[Row], pad: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every row once, with prompts of like length together: ids [B, T] and what is learned, [B, T] bool."""
+    """Yield each row once, as ids [B, T] and whether each is learned [B, T] bool. Prompts of a batch have similar lengths."""
     rng = random.Random(seed)
-    # by whole lengths, the last batch would decide on haste
+    # sorted by the length of prompt and answer, the last batch would decide how hasty the model is
     rows = sorted(rows, key=lambda row: (row[1].index(True), rng.random()))
     chunks = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
     rng.shuffle(chunks)
@@ -139,13 +150,14 @@ def batches(rows: list[Row], pad: int, seed: int) -> Iterator[tuple[Tensor, Tens
 
 
 def answer_loss(model: LlamaForCausalLM, ids: Tensor, answer: Tensor) -> Tensor:
-    # padding is on the right, where a causal model cannot see it: no attention mask, and so the fast kernel
+    """Return the mean cross-entropy of the answers' tokens. ids: [B, T]; answer: [B, T] bool."""
+    # padding is on the right, where a causal model cannot see it: without an attention mask the fast kernel is used
     hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state  # [B, T-1, H]
     return cross_entropy(model.lm_head(hidden[answer[:, 1:]]), ids[answer])
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """U V^T of each U S V^T, roughly: five Newton-Schulz steps, whose coefficients are Muon's. [K, A, B] with A <= B."""
+    """Return U V^T for each matrix U S V^T, approximately, by Muon's five Newton-Schulz steps. [K, A, B] with A <= B."""
     matrices = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = matrices @ matrices.mT
@@ -154,9 +166,9 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (kellerjordan.github.io/posts/muon) in float32, with updates of the size that AdamW's have (arXiv 2502.16982).
+    """Muon (kellerjordan.github.io/posts/muon) in float32, with updates as large as AdamW's (arXiv 2502.16982).
 
-    torch.optim.Muon works in bfloat16, which takes 35 times as long as float32 on a CPU without instructions for it.
+    torch.optim.Muon computes in bfloat16, which takes 35 times as long on a CPU without instructions for it.
     """
 
     def __init__(self, params: list[Parameter], lr: float, momentum: float = 0.95) -> None:
@@ -171,7 +183,7 @@ class Muon(torch.optim.Optimizer):
                 average.lerp_(p.grad, 1 - group["momentum"])
                 update = p.grad.lerp(average, group["momentum"])
                 updates.setdefault(tuple(p.shape), []).append((p, update))
-            for (rows, columns), pairs in updates.items():  # those of one shape at once
+            for (rows, columns), pairs in updates.items():  # matrices of one shape together
                 stacked = torch.stack([update if rows <= columns else update.T for _, update in pairs])
                 for (p, _), update in zip(pairs, orthogonal(stacked), strict=True):
                     size = 0.2 * max(rows, columns) ** 0.5
@@ -179,7 +191,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def train(model: LlamaForCausalLM, rows: list[Row], optimizers: list[torch.optim.Optimizer], seed: int) -> None:
-    """One pass over the rows; learning rates rise over WARM_UP steps, then fall to nothing."""
+    """Train for one pass over the rows. Learning rates rise over WARM_UP steps, then fall linearly to 0."""
     steps = math.ceil(len(rows) / BATCH)
     schedules = [LambdaLR(o, lambda step: min((step + 1) / WARM_UP, 1 - step / steps)) for o in optimizers]
     bar = {"total": steps, "transient": True, "disable": not sys.stdout.isatty()}
@@ -193,28 +205,28 @@ def train(model: LlamaForCausalLM, rows: list[Row], optimizers: list[torch.optim
 
 def tiny_folder(
     worked_answers: Callable[..., list[State]],
-    seed: int = 0,
-    clean_steps: int = 700,
-    hasty_steps: int = 40,
-    clean_lr: float = 6e-3,
-    hasty_lr: float = 1e-3,
-    hasty: float = 0.55,
-    slips: float = 0.05,
+    seed: Whole = 0,
+    clean_steps: Whole = 700,
+    hasty_steps: Whole = 40,
+    clean_lr: Positive = 6e-3,
+    hasty_lr: Positive = 1e-3,
+    hasty: Share = 0.55,
+    slips: Share = 0.05,
     cache: str | None = None,
+    anew: str | None = None,
 ) -> str:
-    """The folder of the model that this recipe makes: made on the first call, found on later ones.
+    """Return the folder of this recipe's model. It ships with the project, or the first call makes it and later calls find it.
 
-    worked_answers: called with (count, seed, hasty=..., slips=...), gives conversations; all of them
-        have tools, or none.
-    cache: the folder that keeps the models; None is the user's own cache.
+    worked_answers: called with (count, seed, hasty=..., slips=...), returns conversations; all of them have tools, or none.
+    cache: the folder for models made here; None for the user's cache.
+    anew: make the model again, in this folder, and replace what is there.
     """
-    recipe = [RECIPE, seed, clean_steps, hasty_steps, clean_lr, hasty_lr, hasty, slips]
-    taste = texts(worked_answers(100, seed, hasty=hasty, slips=slips))  # the recipe changes when its text does
-    name = hashlib.sha256(json.dumps([recipe, taste]).encode()).hexdigest()[:12]
-    parent = Path(cache) if cache else user_cache_path("grpo")
-    folder = parent / f"tiny-{name}"
+    steps = {"clean_steps": clean_steps, "hasty_steps": hasty_steps, "clean_lr": clean_lr, "hasty_lr": hasty_lr}
+    recipe = {"version": RECIPE, "seed": seed, **steps, "hasty": hasty, "slips": slips}
+    taste = texts(worked_answers(100, seed, hasty=hasty, slips=slips))  # a recipe with other texts has another name
+    name = "tiny-" + hashlib.sha256(json.dumps([recipe, taste]).encode()).hexdigest()[:12]
 
-    def make() -> None:
+    def make(folder: Path) -> None:
         print("warm-starting the tiny model (a few minutes, once) ...", flush=True)
         began = time.perf_counter()
         clean = worked_answers(clean_steps * BATCH, 2 * seed)
@@ -222,31 +234,52 @@ def tiny_folder(
         said = [text for conversation in texts(clean[:2000]) for text in conversation]
         tokenizer = make_tokenizer(said, tools=any(conversation.tools for conversation in clean))
         model = make_model(tokenizer, seed)
-        matrices = [
-            p for p in model.model.layers.parameters() if p.ndim == 2
-        ]  # for Muon; AdamW has embedding and norms
+        # Muon trains the matrices of the layers, AdamW the embedding and the norms
+        matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
         rest = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
         adamw = torch.optim.AdamW(rest, lr=clean_lr, weight_decay=0.0)
         train(model, tokenize(tokenizer, clean), [Muon(matrices, lr=clean_lr), adamw], seed)
         if spoiled:
             adamw = torch.optim.AdamW(model.parameters(), lr=hasty_lr, weight_decay=0.0)
             train(model, tokenize(tokenizer, spoiled), [adamw], seed)
-        save(model, tokenizer, folder)
+        save(model, tokenizer, {"name": name, **recipe}, folder)
         print(f"... done in {time.perf_counter() - began:.0f} s: {folder}", flush=True)
 
+    if anew:
+        make(Path(anew))
+        return anew
+    for shipped in SHIPPED.glob("*/recipe.json"):
+        if json.loads(shipped.read_text(encoding="utf-8"))["name"] == name:
+            return str(shipped.parent)
+    parent = Path(cache) if cache else user_cache_path("grpo")
+    folder = parent / name
     if not folder.exists():
         parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):  # jobs of a sweep, which want the same one
+        with FileLock(f"{folder}.lock"):  # the jobs of a sweep need the same model
             if not folder.exists():
-                make()
+                make(folder)
     return str(folder)
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: dict[str, Any], folder: Path) -> None:
+    """Write model, tokenizer and recipe as a Hugging Face folder."""
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # of shards, of which there is one
+    logging.disable_progress_bar()  # it would show the one shard
     with replacing(folder) as unfinished:
-        model.save_pretrained(unfinished)
+        model.to(torch.bfloat16).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
+        write_json(unfinished / "recipe.json", recipe)
+        if folder.exists():
+            shutil.rmtree(folder)
     if shown:
         logging.enable_progress_bar()
+
+
+def main() -> None:
+    """Make the models that ship with the project again, by the recipes in conf/."""
+    for task in ("wordmath", "calculator"):
+        instantiate(composed("train", [f"task={task}"]).model.path, anew=str(SHIPPED / task))
+
+
+if __name__ == "__main__":
+    main()

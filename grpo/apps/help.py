@@ -1,7 +1,7 @@
-"""The text of --help: usage, the groups of conf/ with their options, every key with its value.
+"""Writes the text of --help: usage, the groups of conf/ with their options, and every key with its value.
 
-Each phrase is a comment in conf/: beside a group in the defaults list of train.yaml (an axis of an algorithm: of algo/grpo.yaml),
-on the first line of an option's file, beside a key.
+Each phrase of the text is a comment in conf/: for a group, beside its line in the defaults list of train.yaml (or of
+algo/grpo.yaml, for an axis of an algorithm); for an option, on the first line of its file; for a key, beside the key.
 """
 
 import textwrap
@@ -12,10 +12,13 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from grpo.apps.border import kinds
 from grpo.apps.composing import CONF, composed, options
+from grpo.system.ranges import compact
 
 WIDTH = 100
-OURS = ("_target_", "_partial_", "_convert_", "hydra")  # keys that --cfg shows, and --help does not
+HARD = "\xa0"  # a space at which no line ends
+OURS = ("_target_", "_partial_", "_convert_", "hydra")  # keys that --cfg shows and --help leaves out
 
 USAGE = """\
 Group Relative Policy Optimization of language models.
@@ -24,22 +27,22 @@ Group Relative Policy Optimization of language models.
   python train.py task=gsm8k model=llama1b     GSM8K on a GPU
   python train.py task=gsm8k task.path=FOLDER  your own rows: train.jsonl and test.jsonl in a folder
   python train.py algo=dr_grpo rollout.num_rollouts=100 optim.optimizer.lr=5e-5
-  python train.py algo=gspo algo/kl=loss       a preset, moved along one axis (docs/algorithms.md)
+  python train.py algo=gspo algo/kl=loss       a preset, changed on one axis (docs/algorithms.md)
   python train.py -m algo=grpo,dr_grpo seed=0,1         a sweep: every combination
   python train.py ckpt_path=RUN/checkpoints/last.ckpt    resume a run; give its arguments again
   python eval.py run=RUN eval.samples=8 eval.sampling.temperature=1
-  python eval.py run=RUN hydra.run.dir=FOLDER  the second time: resumes where it was stopped
+  python eval.py run=RUN hydra.run.dir=FOLDER  repeated: resumes an interrupted evaluation
   python eval.py compare=RUN_A,RUN_B           two runs on the same problems: interval, p-value
 
-GROUP=OPTION picks a file of conf/, KEY.KEY=VALUE sets one value; this lists all of them.
-The same as YAML, with the class behind each part: python train.py --cfg job --resolve"""
+GROUP=OPTION chooses a file of conf/, KEY.KEY=VALUE sets one value; all of them are listed below.
+The same as YAML, with the class of each part: python train.py --cfg job --resolve"""
 
 
 def described(config_name: str, overrides: Sequence[str] = ()) -> str:
-    """The groups that the configuration is composed of, with their options, and its keys."""
+    """Return the second part of --help: the groups with their options, and all keys with their values."""
     config = composed(config_name, overrides, return_hydra_config=True)
     keys = OmegaConf.to_container(config)
-    several = {group: list(node) for group, node in keys.items() if isinstance(node, Mapping)}  # as callbacks=[A,B]
+    several = {group: list(node) for group, node in keys.items() if isinstance(node, Mapping)}  # callbacks=[A,B]
     choices = several | dict(config.hydra.runtime.choices)
     groups, phrases = phrases_of(config_name, choices)
     lines = ["The groups and their options; * is the one in use:"]
@@ -49,11 +52,18 @@ def described(config_name: str, overrides: Sequence[str] = ()) -> str:
             mark = "*" if option in used(choices.get(group)) else " "
             lines += row(f"  {mark} {option}", first_line(CONF / group / f"{option}.yaml"), 28)
     lines += ["", "The keys of this command line:", ""]
-    return "\n".join([*lines, *tree(keys, phrases | {g.replace("/", "."): phrase for g, phrase in groups.items()})])
+    phrases |= {g.replace("/", "."): phrase for g, phrase in groups.items()}
+    ranges = {
+        key: f" ({text})".replace(" ", HARD).replace(HARD, " ", 1)
+        for key, _, kind in kinds(keys)
+        if (text := compact(kind))
+    }
+    lines += tree(keys, {key: (phrase + ranges.get(key, "")).lstrip() for key, phrase in phrases.items()})
+    return "\n".join(lines).replace(HARD, " ")
 
 
 def phrases_of(config_name: str, choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """The phrase of each group in the order of the defaults list, and of each dotted key. "" where there is none."""
+    """Return the phrase of each group, in the order of the defaults list, and of each dotted key; "" for no phrase."""
     train, root = (comments_of(CONF / f"{name}.yaml") for name in ("train", config_name))
     groups: dict[str, str] = {}
     keys = {key: phrase for comments in (train, root) for key, phrase in comments.items() if phrase}
@@ -77,17 +87,17 @@ def phrases_of(config_name: str, choices: Mapping[str, Any]) -> tuple[dict[str, 
 
 
 def files_of(group: str, choice: Any) -> list[Path]:
-    """The files that a choice of a group stands for, each behind those that it starts from."""
+    """Return the files of the chosen options of a group, each after the files that it inherits from."""
     return [file for option in used(choice) for file in lineage(CONF / group / f"{option}.yaml")]
 
 
 def used(option: Any) -> list[str]:
-    """The options that a choice names: none, one or several."""
+    """Return the options of a choice as a list: none, one or several."""
     return [] if option is None else [option] if isinstance(option, str) else list(option)
 
 
 def lineage(file: Path) -> list[Path]:
-    """The files of its own group that a file starts from, and the file. Empty where there is no such file."""
+    """Return a file after the files of its group that it inherits from; empty if it does not exist."""
     if not file.is_file():
         return []
     defaults = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("defaults", [])
@@ -96,12 +106,13 @@ def lineage(file: Path) -> list[Path]:
 
 
 def first_line(file: Path) -> str:
+    """Return the first comment of a file, except a `# @package` line; "" for no comment."""
     lines = file.read_text(encoding="utf-8").splitlines()
     return next((line[1:].strip() for line in lines if line.startswith("#") and not line.startswith("# @package")), "")
 
 
 def comments_of(file: Path) -> dict[str, str]:
-    """The comment beside each dotted key of a file; "" where there is none."""
+    """Return the comment beside each dotted key of a YAML file; "" for no comment."""
     text = file.read_text(encoding="utf-8")
     lines = text.splitlines()
 
@@ -121,6 +132,7 @@ def comments_of(file: Path) -> dict[str, str]:
 
 
 def tree(node: Mapping[str, Any], phrases: Mapping[str, str], path: str = "", depth: int = 0) -> Iterator[str]:
+    """Yield the lines of the keys under a node: key, value and phrase, indented by depth. path: the dotted prefix of the node."""
     for key, value in node.items():
         if key in OURS:
             continue
@@ -133,7 +145,7 @@ def tree(node: Mapping[str, Any], phrases: Mapping[str, str], path: str = "", de
 
 
 def row(left: str, phrase: str, column: int) -> Iterator[str]:
-    """The phrase wrapped to the right of `left`, or under it where `left` is long."""
+    """Yield the lines of a table row: the phrase wrapped to the right of `left`, or below it if `left` is too long."""
     words = textwrap.wrap(phrase, WIDTH - column)
     if len(left) >= column:
         yield left

@@ -1,11 +1,10 @@
-"""A profile of a task's reward: the outcomes of given completions, and how long they take.
+"""Profiles the reward of a task: outcomes of given completions, and the time for grading each.
 
     python -m grpo.rewards FILE.jsonl --task gsm8k --out OUT.jsonl
 
-FILE has a row for each completion, with `completion` and what the reward needs: `gold`, the right answer, or the columns of the
-task's own rows. OUT repeats them, each with outcome (right, wrong, no_answer, timeout, error), reward (null where nobody could
-tell) and ms.
-A sample to which no reward function applies has neither outcome nor reward.
+FILE has a row for each completion, with `completion` and the input of the reward: `gold`, the right answer, or the columns of
+the task's own rows. OUT has the same rows with outcome (right, wrong, no_answer, timeout, error), reward (null if unknown) and
+ms. A sample to which no reward function applies has neither outcome nor reward.
 """
 
 import argparse
@@ -31,9 +30,9 @@ from grpo.system.errors import RewardError, UserError
 
 
 def read(file: Path) -> list[dict]:
-    """Rows with a completion each. Raises UserError that names the line."""
+    """Return the rows of a file, each with a completion. Raises UserError with the number of a bad line."""
     if not file.is_file():
-        raise UserError(f"there is no file {file}: give JSON lines with `completion` and `gold`")
+        raise UserError(f"{file} does not exist: give a file of JSON lines with `completion` and `gold`")
     rows = []
     for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
         if line.strip():
@@ -48,16 +47,16 @@ def read(file: Path) -> list[dict]:
 
 
 def with_gold(task: Task, row: dict) -> Example:
-    """The row as one of the task's: `gold` stands where the task looks for the right answer."""
+    """Return the row as an example of the task: `gold` is moved to the column that the task reads."""
     return row | {getattr(task, "gold_column", None) or "gold": row["gold"]} if "gold" in row else row
 
 
 async def profiled(score: Scorer, row: dict) -> tuple[dict, RewardError | None]:
-    """The row with its outcome, reward and milliseconds; and the error, where the task could not score it."""
+    """Return the row with its outcome, reward and milliseconds, and the error if the task could not score it."""
     example = with_gold(score.task, row)
     try:
         state = score.task.build(example).start()
-    except Exception:  # the question is not needed
+    except Exception:  # most rewards do not need the question
         state = State(())
     trajectory = Trajectory((Step(state, Action(Message("assistant", text_of(row["completion"])))),))
     start = time.perf_counter()
@@ -69,8 +68,9 @@ async def profiled(score: Scorer, row: dict) -> tuple[dict, RewardError | None]:
 
 
 async def profile(task: Task, rows: Sequence[dict], file: Path) -> list[dict]:
+    """Return the rows with outcome, reward and milliseconds. Raises UserError if a column of the task is missing."""
     score = Scorer(task, TIMEOUT)
-    ALGEBRA.start()  # its start, and that of whatever begins with a first call, are nobody's time
+    ALGEBRA.start()  # start-up time, also that of a first call, does not count for any row
     _, error = await profiled(score, rows[0])
     if error is not None and isinstance(error.__cause__, KeyError):
         raise UserError(f"{file}, row 1 lacks a column that the task needs ({error})")
@@ -78,13 +78,14 @@ async def profile(task: Task, rows: Sequence[dict], file: Path) -> list[dict]:
 
 
 def report(rows: Sequence[dict], worst: int = 5) -> str:
+    """Return a summary as text: times, outcomes, and the `worst` slowest rows."""
     ms = np.array([row["ms"] for row in rows])
     middle, high = np.percentile(ms, [50, 95])
     counts = Counter(row["outcome"] for row in rows)
     lines = [
         f"{len(rows)} samples, ms each: median {middle:.3f}, 95 % {high:.3f}, worst {ms.max():.3f}",
         ", ".join(f"{name} {counts[name]}" for name in ("right", "wrong", "no_answer", "timeout", "error")),
-        "the slowest:",
+        "slowest:",
     ]
     for i in np.argsort(-ms)[:worst]:
         text = " ".join(text_of(rows[i]["completion"]).encode(errors="replace").decode().split())
@@ -93,11 +94,12 @@ def report(rows: Sequence[dict], worst: int = 5) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
+    """Run the program with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m grpo.rewards", description="Profile the reward of a task.")
     parser.add_argument("file", type=Path, help="JSON lines with `completion`, and `gold` or the columns of the task")
     parser.add_argument("--task", required=True, help="an option of conf/task")
-    parser.add_argument("--out", type=Path, help="where the rows go with outcome, reward and ms")
-    parser.add_argument("overrides", nargs="*", help="KEY=VALUE of the task, as on the command line of train.py")
+    parser.add_argument("--out", type=Path, help="file for the rows with outcome, reward and ms")
+    parser.add_argument("overrides", nargs="*", help="settings of the task, KEY=VALUE as for train.py")
     given = parser.parse_intermixed_args(arguments)
     rows = read(given.file)
     task = make_task([f"task={given.task}", *given.overrides], str(given.file))
@@ -105,9 +107,7 @@ def main(arguments: Sequence[str]) -> None:
         try:
             task.check(with_gold(task, rows[0]), str(given.file))
         except LookupError as error:
-            raise UserError(
-                f"{given.file} has no {error}, which the task needs: give `gold`, or that column"
-            ) from error
+            raise UserError(f"{given.file} has no {error}, which the task needs: add `gold` or that column") from error
     done = asyncio.run(profile(task, rows, given.file))
     if given.out:
         given.out.write_text("".join(json.dumps(row) + "\n" for row in done), encoding="utf-8")

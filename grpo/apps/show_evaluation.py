@@ -1,4 +1,4 @@
-"""An evaluation or a comparison in the terminal."""
+"""Prints evaluations and comparisons in the terminal."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,21 +12,23 @@ from grpo.system.metrics import is_result, percent, written
 
 
 class Bar(Progress):
-    """The progress of an evaluation. Without a terminal it prints a line for each tenth."""
+    """Shows the progress of an evaluation; without a terminal it prints a line for each tenth."""
 
     def __init__(self, console: Console, total: int) -> None:
         columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}"), TimeRemainingColumn())
         super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self.total, self.tenths = total, 0  # and those that have had their line
+        self.total, self.tenths = total, 0  # problems in all, and tenths already printed
         self.add_task("", total=total, status="")
 
     def begin(self, card: Scorecard) -> None:
-        self.reset(self.task_ids[0], completed=card.done)  # what was done before is not its speed
+        """Start the bar. A resumed evaluation starts with the problems that are already done."""
+        self.reset(self.task_ids[0], completed=card.done)  # earlier problems do not count for the speed
         self.tenths = card.done * 10 // self.total
         if card.done:
-            self.console.print(f"going on after {card.done} of {self.total} problems")
+            self.console.print(f"resuming after {card.done} of {self.total} problems")
 
     def show(self, card: Scorecard) -> None:
+        """Show the number of problems done, the accuracy and the speed so far."""
         status = f"accuracy {percent(card.accuracy)}  {card.speed}"
         self.update(self.task_ids[0], completed=card.done, status=status)
         if not self.console.is_terminal and card.done * 10 // self.total > self.tenths:
@@ -35,20 +37,23 @@ class Bar(Progress):
 
 
 def with_interval(name: str, estimate: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the value of a metric and its interval as two texts."""
     value, low, high = (written(name, estimate[end]) for end in ("value", "low", "high"))
     return value, f"{low} to {high}"
 
 
 def in_a_cell(name: str, metrics: Mapping[str, Any]) -> str:
+    """Return a metric and its interval as one text; "-" if it was not measured."""
     return "{} ({})".format(*with_interval(name, metrics[name])) if name in metrics else "-"
 
 
 def short(name: str) -> str:
+    """Return the name of a metric without its prefix eval/."""
     return name.removeprefix("eval/")
 
 
 def show(console: Console, title: str, found: Mapping[str, Any]) -> None:
-    """The metrics with their intervals; accuracy, strict and lenient, for each value of the columns of eval.by."""
+    """Print the metrics with their intervals, and strict and lenient accuracy for each value of the columns in eval.by."""
     whole = {name: e for name, e in found.items() if name != "by"}
     results = {name: e for name, e in whole.items() if is_result(name, e["value"] or 0)}
     rows = [(short(name), *with_interval(name, e), str(e["n"])) for name, e in results.items()]
@@ -61,6 +66,7 @@ def show(console: Console, title: str, found: Mapping[str, Any]) -> None:
 
 
 def show_comparison(console: Console, found: Mapping[str, Any]) -> None:
+    """Print a comparison: the arms, their metrics, and the differences with intervals and p-values."""
     every, items = found["arms"], found["items"]
     for letter, arm in every.items():
         runs = "" if arm["runs"] == 1 else f" ({arm['runs']} runs)"

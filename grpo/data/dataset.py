@@ -1,9 +1,10 @@
-"""Rows of a dataset: a hub id, a folder or a file, filtered, and split so that no question is on two sides.
+"""Rows of a dataset (a hub id, a folder or a file), filtered, and split so that no question is in two splits.
 
-Knows nothing of what the columns mean, but that the first of those a task needs is the question.
+Knows nothing of what the columns mean, except that the first column a task needs is the question.
 """
 
 import contextlib
+import glob
 import hashlib
 import json
 import logging
@@ -14,20 +15,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
+from grpo.data.json_files import check_objects
 from grpo.env.types import Example, Split
-from grpo.system.errors import UserError, check_least, oneof
+from grpo.system.errors import UserError
+from grpo.system.ranges import Count, Share, enforced
 
 log = logging.getLogger(__name__)
 
 SPLITS = get_args(Split)
-FILTERS = ("empty", "duplicate")
+Filter = Literal["empty", "duplicate"]
+FILTERS = get_args(Filter)
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def side(question: Any, held_out: Mapping[str, float]) -> Split:
-    """The split that a question belongs to, whatever rows are around it: a stable hash of its text decides.
+    """Return the split that a question belongs to. A stable hash of its text decides, whatever other rows there are.
 
     held_out: the shares of validation and test; train has the rest.
     """
@@ -42,27 +46,28 @@ def side(question: Any, held_out: Mapping[str, float]) -> Split:
 class Dataset:
     """The rows of a task, by split, each read once.
 
-    path: a folder or file of this machine (jsonl, json, parquet, csv), else a dataset of the hub with its `config`.
-    columns: what every row must have, the question first. name: tells the file of a folder with several datasets.
-    splits: ours (train, validation, test) to the source's, None or left out where the source has none; a single file has none.
-    held_out: for a split that the source lacks, the share of its train rows to keep from training, as {validation: 0.1}, picked
-    by a hash of the question. A row of a test or validation split is never trained on, even if it is in train too.
-    filters: of `empty` (a column of it is missing or blank) and `duplicate` (the question came before). Removed rows are
-    counted in the log. limits: of rows, after all that. streaming: read no more of a hub dataset than the limits ask for.
+    path: a local folder or file (jsonl, json, parquet, csv), else a dataset on the hub with its `config`.
+    columns: columns that every row must have, the question first. name: picks the file in a folder with several datasets.
+    splits: from our names (train, validation, test) to the source's; None or absent if the source, such as a file, lacks one.
+    held_out: for a split that the source lacks, the share of train rows that it takes, such as {validation: 0.1}, chosen by a
+    hash of the question. A row of a test or validation split is never trained on, even if it is in train too.
+    filters: `empty` removes rows in which a column is missing or blank, `duplicate` rows whose question came before. The log
+    counts removed rows. limits: numbers of rows, after filtering. streaming: read only as much of a hub dataset as they need.
     """
 
+    @enforced("task")
     def __init__(
         self,
         path: str,
         columns: Sequence[str],
         name: str = "",
         config: str | None = None,
-        splits: Mapping[str, str] | None = None,
-        held_out: Mapping[str, float] | None = None,
-        filters: Sequence[str] = FILTERS,
-        train_limit: int | None = None,
-        validation_limit: int | None = None,
-        test_limit: int | None = None,
+        splits: Mapping[Split, str | None] | None = None,
+        held_out: Mapping[Literal["validation", "test"], Share] | None = None,
+        filters: Sequence[Filter] = FILTERS,
+        train_limit: Count | None = None,
+        validation_limit: Count | None = None,
+        test_limit: Count | None = None,
         streaming: bool = False,
     ) -> None:
         self.path, self.columns, self.name, self.config = path, tuple(columns), name, config
@@ -74,26 +79,17 @@ class Dataset:
         self.limits = {"train": train_limit, "validation": validation_limit, "test": test_limit}
         self.sources: dict[Split, Any] = {}
         self.read: dict[Split, Sequence[Example]] = {}
-        for key, names, known in (
-            ("splits", self.splits, SPLITS),
-            ("held_out", self.held_out, SPLITS[1:]),
-            ("filters", self.filters, FILTERS),
-        ):
-            for name in names:
-                oneof(f"task.{key}", name, known)
-        if any(share < 0 for share in self.held_out.values()) or sum(self.held_out.values()) >= 1:
+        if sum(self.held_out.values()) >= 1:
             raise UserError(f"task.held_out={self.held_out} must be shares of the rows that leave some to train on")
-        for split in list(self.held_out):  # rows of the source's own go first
+        for split in list(self.held_out):  # the source's own rows take precedence
             without = self.local.is_dir() and not _files(self.local, self.splits.get(split, split))
             if without or self.local.is_file():
                 self.splits.pop(split, None)
             if split in self.splits:
                 del self.held_out[split]
-        for split, limit in self.limits.items():
-            check_least(f"task.{split}_limit", limit, 1, ", or null for all rows")
 
     def split(self, split: Split) -> Sequence[Example]:
-        """Its rows. Raises UserError for what is missing, empty or unreadable; a row is named by its number, from 1."""
+        """Return the rows of a split. Raises UserError if they are missing, empty or unreadable, with the row's number from 1."""
         if split not in self.read:
             self.read[split] = self._split(split)
         return self.read[split]
@@ -110,21 +106,21 @@ class Dataset:
         return self._kept(split, source, sides, self._questions(SPLITS[SPLITS.index(split) + 1 :]))
 
     def _questions(self, splits: Sequence[Split]) -> set[int]:
-        """Keys of the questions in the source's own rows of these splits, as far as there are any."""
+        """Return the keys of the questions in the source's own rows of these splits."""
         found: set[int] = set()
         name = self.columns[0]
         for split in splits:
             if split in self.splits:
-                # a split that cannot be read is refused when somebody asks for it
-                with contextlib.suppress(UserError, KeyError, ValueError):  # of a stream as much as is read
+                # a split that cannot be read is refused when it is requested
+                with contextlib.suppress(UserError, KeyError, ValueError):  # of a stream only the rows that are read
                     rows = self.split(split) if self.streaming else self._source(split).select_columns([name])
                     found |= {key_of(row[name]) for row in rows}
         return found
 
     def _kept(self, split: Split, source: Any, sides: set[str], elsewhere: set[int]) -> Sequence[Example]:
-        """The rows of `source` that are on one of `sides`, not `elsewhere`, and pass the filters; logs how many were removed."""
+        """Return the rows of `source` that are in one of `sides`, not `elsewhere`, and pass the filters. Logs removals."""
         removed = dict.fromkeys((*self.filters, "held out"), 0)
-        kept, seen, read = [] if self.streaming else array("q"), set(), 0  # nothing large of a row stays in memory
+        kept, seen, read = [] if self.streaming else array("q"), set(), 0  # rows of a table are not kept in memory
         for row, values in self._rows(source, split):
             if len(kept) == self.limits[split]:
                 break
@@ -151,7 +147,7 @@ class Dataset:
             if split in self.held_out:
                 hint = f"raise task.held_out.{split}, which is {self.held_out[split]}, or give more rows"
             elif removed["held out"]:
-                hint = "they stand in the test or validation rows too; one file for all needs task.held_out.test=0.1"
+                hint = "they are in the test or validation rows too; a single file for all splits needs task.held_out.test=0.1"
             counts = f"{read} read, {told or 'none for it'}"
             raise UserError(f"task.path={self.path} has no rows for the split {split!r}: {counts}; {hint}")
         if split in self.held_out:
@@ -161,17 +157,15 @@ class Dataset:
         return kept if self.streaming else source.select(kept)
 
     def _rows(self, source: Any, split: Split) -> Iterable[tuple[Any, Sequence]]:
-        """(what to keep, the values of our columns) of each row: the row itself where it streams by, else its place."""
-        if self.streaming:
-            with _reading(f"task.path={self.path}"):
+        """Yield (what to keep, the values of our columns) of each row; a streamed row is kept itself, else its index."""
+        with _reading(f"task.path={self.path}"):
+            if self.streaming:
                 for row in source:
                     self._check_columns(row, split)
                     yield row, [row[name] for name in self.columns]
-        else:
+                return
             self._check_columns(source.column_names, split)
-            pieces = source.select_columns(list(self.columns)).iter(
-                1000
-            )  # one row at a time is slower by a factor of 50
+            pieces = source.select_columns(list(self.columns)).iter(1000)  # one row at a time is 50 times slower
             rows = (zip(*(piece[name] for name in self.columns), strict=True) for piece in pieces)
             yield from enumerate(chain.from_iterable(rows))
 
@@ -181,7 +175,7 @@ class Dataset:
                 raise UserError(f"{self.path}, {split}: no column {name!r}; it has {', '.join(there)}")
 
     def _source(self, split: Split) -> Any:
-        """All rows of the source's split, from wherever they are; opened once."""
+        """Return all rows of the source's split, which is opened once."""
         if split not in self.sources:
             self.sources[split] = self._opened(split)
         return self.sources[split]
@@ -196,17 +190,24 @@ class Dataset:
             file = split_file(self.local, name, self.name) if self.local.is_dir() else self.local
             if file.suffix not in _KINDS:
                 raise UserError(f"task.path={self.path} is not a dataset file: {', '.join(_KINDS)} are read")
+            if not file.is_file():
+                raise UserError(f"the dataset file {file} is a folder, a pipe, a device or a broken link: give a file")
             if file.stat().st_size == 0:
                 raise UserError(f"the dataset file {file} is empty")
+            kind = _KINDS[file.suffix]
             with _reading(f"the dataset file {file}"):
-                return load_dataset(_KINDS[file.suffix], data_files=str(file), split="train", streaming=self.streaming)
+                if kind == "json":
+                    check_objects(file, 1000 if self.streaming else None)
+                more = {"index_col": False} if kind == "csv" else {}  # else a long first row shifts the columns
+                name = glob.escape(str(file))  # it may have * or [
+                return load_dataset(kind, data_files=name, split="train", streaming=self.streaming, **more)
         if self.path.startswith((".", "/", "~")) or self.path.count("/") != 1:
             raise UserError(
                 f"task.path={self.path} does not exist: give a folder, a file, or a dataset's id on the hub"
             )
         try:
             return load_dataset(self.path, self.config, split=name, streaming=self.streaming)
-        except Exception as error:  # whatever a network can raise
+        except Exception as error:  # a network may raise anything
             missing = "is no folder of this machine, and the hub does not give it"
             fix = "give task.path=FOLDER with a train.jsonl and a test.jsonl"
             if "split" in (reason := _reason(error)).lower():
@@ -218,7 +219,7 @@ class Dataset:
 
 @contextlib.contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Makes a UserError of whatever a parser or a network raises."""
+    """Turn any exception of a parser or a network into a UserError."""
     try:
         yield
     except UserError:
@@ -228,12 +229,14 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    return str(error.__cause__ or error).partition("\n")[0]
+    cause = error.__cause__ or error
+    advice = ": save it as UTF-8" if isinstance(cause, UnicodeDecodeError) else ""
+    return (str(cause).partition("\n")[0] or type(cause).__name__) + advice
 
 
 @dataclass(frozen=True)
 class Made(Sequence):
-    """Rows that are made when they are asked for, each from its place alone."""
+    """Rows that are made when they are read, each from its index alone."""
 
     size: int
     make: Callable[[int], Example]
@@ -242,17 +245,17 @@ class Made(Sequence):
         return self.size
 
     def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        place = range(self.size)[index]  # counts from the end too, and ends the iteration
+        place = range(self.size)[index]  # supports negative indices, and raises IndexError at the end
         return [self.make(i) for i in place] if isinstance(place, range) else self.make(place)
 
 
 def picked(rows: Sequence[Example], places: Sequence[int]) -> Sequence[Example]:
-    """Some of the rows, by their places."""
+    """Return the rows at these places."""
     return Made(len(places), lambda i: rows[places[i]])
 
 
 def fingerprint(example: Example) -> str:
-    """12 hex digits that an example has in every run: of what its columns say, in any order."""
+    """Return 12 hex digits that an example has in every run: a hash of its columns, in any order."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -263,24 +266,24 @@ def fingerprint(example: Example) -> str:
             return sorted(json.dumps(plain(one), sort_keys=True) for one in value)
         if value is None or isinstance(value, (str, int, float)):
             return value
-        return plain(vars(value)) if hasattr(value, "__dict__") else str(value)  # its repr may tell where it lies
+        return plain(vars(value)) if hasattr(value, "__dict__") else str(value)  # its repr may contain its address
 
     return hashlib.sha256(json.dumps(plain(example), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def fingerprint_of_all(examples: Sequence[Example], looks: int = 1000) -> str:
-    """The same for a split, by at most so many of its examples from everywhere in it, and their number."""
+    """Return the fingerprint of a split, from its size and at most `looks` of its examples, spread evenly."""
     places = range(0, len(examples), math.ceil(len(examples) / looks))
     return fingerprint({"rows": len(examples), "examples": [fingerprint(examples[i]) for i in places]})
 
 
 def _files(path: Path, split: str) -> list[Path]:
-    named = re.compile(rf"(?<![a-z]){re.escape(split)}(?![a-z])")  # and not latest.jsonl
+    named = re.compile(rf"(?<![a-z]){re.escape(split)}(?![a-z])")  # but not latest.jsonl
     return sorted(file for file in path.iterdir() if file.suffix in _KINDS and named.search(file.stem.lower()))
 
 
 def split_file(path: Path, split: str, name: str) -> Path:
-    """The one file of a folder that holds a split: with the split in its name, and of several the one with `name` too."""
+    """Return the one file in a folder with the split in its name; of several, the one named so, or with `name` in it too."""
     files = _files(path, split)
     if len(files) > 1:
         files = [file for file in files if file.stem == split] or [file for file in files if name and name in file.stem]
@@ -292,7 +295,7 @@ def split_file(path: Path, split: str, name: str) -> Path:
 
 
 def key_of(question: Any) -> int:
-    """The same for two rows that ask the same: a number of 64 bits, so that a million of them take little memory."""
+    """Return a hash of a question, the same for equal questions, of 64 bits: a million of them take little memory."""
     text = question if isinstance(question, str) else json.dumps(question, sort_keys=True)
     return int.from_bytes(hashlib.sha256(" ".join(text.split()).encode()).digest()[:8], "big")
 

@@ -9,9 +9,9 @@ from grpo.system.errors import UserError
 
 
 class PromptLoader:
-    """`size` examples for each rollout; every pass over the examples has its own order.
+    """Gives each rollout `size` examples; every pass over the examples has its own order.
 
-    The prompts of rollout r are a function of (seed, r) alone: a run that is resumed needs to remember nothing but r.
+    The prompts of rollout r are a function of (seed, r) alone, so a resumed run needs only r.
     """
 
     def __init__(self, examples: Sequence[Example], size: int, seed: int) -> None:
@@ -23,7 +23,7 @@ class PromptLoader:
         self.examples, self.size, self.seed = examples, size, seed
 
     def places(self, rollout: int) -> list[int]:
-        """The examples of a rollout by index. A pass that does not divide into batches gives its tail to the next pass."""
+        """Return the indices of a rollout's examples. If a pass does not divide into batches, a batch spans two passes."""
         count = len(self.examples)
         first = rollout * self.size
         places = [divmod(i, count) for i in range(first, first + self.size)]
@@ -31,15 +31,16 @@ class PromptLoader:
         return [int(orders[epoch][i]) for epoch, i in places]
 
     def batch(self, rollout: int) -> list[Example]:
+        """Return the examples of a rollout."""
         return [self.examples[i] for i in self.places(rollout)]
 
     def progress(self, rollouts: int) -> dict[str, float]:
-        """Metrics after so many rollouts: prompts, those left out of an update included, and passes over the examples."""
+        """Return metrics after this many rollouts: prompts, even those left out of an update, and passes over the examples."""
         prompts = rollouts * self.size
         return {"data/prompts": float(prompts), "data/epoch": prompts / len(self.examples)}
 
     def more(self, rollout: int, count: int, skip: int) -> list[Example]:
-        """`count` further examples for a rollout, or as many as there are: in an order of its own, after the first `skip`."""
+        """Return `count` further examples for a rollout, or all that are left: in an order of its own, after the first `skip`."""
         order = np.random.default_rng([self.seed, rollout, len(self.examples)]).permutation(len(self.examples))
         others = [int(i) for i in order[~np.isin(order, self.places(rollout))]]
         return [self.examples[i] for i in others[skip : skip + count]]

@@ -1,4 +1,4 @@
-"""The engine for whoever does not care which: vLLM where a GPU and vLLM are there, else the built-in one."""
+"""engine=auto: vLLM if there is a GPU and vLLM is installed, else the built-in engine."""
 
 import logging
 from importlib.util import find_spec
@@ -12,10 +12,13 @@ log = logging.getLogger(__name__)
 
 
 def auto_engine(path: str) -> Engine:
-    """path: the model, for vLLM; the built-in engine samples from the trained model itself."""
+    """Return vLLM if there is a GPU and vLLM is installed, else the built-in engine; the log says which.
+
+    path: the model that vLLM loads. The built-in engine does not use it: it samples from the model being trained.
+    """
     there = {"GPU": torch.cuda.is_available(), "vllm": find_spec("vllm") is not None}
     if missing := [name for name in there if not there[name]]:
-        log.info("engine: the built-in one (engine=transformers), there is no %s here", " and no ".join(missing))
+        log.info("engine: the built-in one (engine=transformers), because there is no %s", " and no ".join(missing))
         return TransformersEngine()
     from grpo.engines.vllm.engine import VLLMEngine
 

@@ -1,6 +1,6 @@
-"""The parts of a Hugging Face model that an engine takes: the tensors of a checkpoint, and the ids that end a completion.
+"""Reads from a Hugging Face model what an engine needs: the tensors of its checkpoint, and the ids that end a completion.
 
-Knows nothing of vLLM: a trainer that reaches its engine over a network uses it too.
+Knows nothing of vLLM: a trainer that sends weights over a network uses it too.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,11 +12,11 @@ from transformers import GenerationConfig
 from grpo.system.errors import UserError
 from grpo.system.pieces import in_pieces
 
-BUCKET = 1 << 28  # bytes of weights that are handed over at once, or one tensor
+BUCKET = 1 << 28  # bytes of weights handed over at once; a larger tensor goes alone
 
 
 def eos_token_ids(path: str, default: int | list[int] | None) -> list[int]:
-    """The tokens that end a completion: generation_config.json's ids (a chat model often has several), else the config's."""
+    """Return the ids that end a completion: from generation_config.json (a chat model often has several), else `default`."""
     try:
         ids = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # the folder has none
@@ -26,16 +26,16 @@ def eos_token_ids(path: str, default: int | list[int] | None) -> list[int]:
 
 
 def checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors as in the base model's checkpoint; a PEFT adapter is merged into a copy, one layer at a time.
+    """Yield names and tensors as in the base model's checkpoint; a PEFT adapter is merged into copies, one layer at a time.
 
-    Merging in place and back is not exact in floating point: the trainer's weights would drift.
+    Merging in place and undoing it is not exact in floating point: the trainer's weights would drift.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     ends = (base.get_input_embeddings(), base.get_output_embeddings())
     if base.config.tie_word_embeddings and any(hasattr(end, "base_layer") for end in ends):
-        raise UserError("LoRA on a tied embedding or head cannot be merged: take both out of its target_modules")
+        raise UserError("LoRA on a tied embedding or head cannot be merged: take both out of adapter.target_modules")
     once = {name for name, _ in base.named_parameters()}
-    again = {name for name, _ in base.named_parameters(remove_duplicate=False)} - once  # a tied head, for one
+    again = {name for name, _ in base.named_parameters(remove_duplicate=False)} - once  # such as a tied head
     for name, tensor in base.state_dict().items():
         owner, adapted, leaf = name.partition(".base_layer.")
         if name in again:
@@ -49,5 +49,5 @@ def checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """The same in order, in lists of at most BUCKET bytes, or of one tensor."""
+    """Yield the tensors in order, in lists of at most BUCKET bytes; a larger tensor is a list of its own."""
     return in_pieces(tensors, lambda named: named[1].nbytes, BUCKET)

@@ -9,7 +9,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """A tool as the policy is told of it. parameters: the JSON schema of the object of its arguments."""
+    """A tool as the policy sees it. parameters: the JSON schema of the object of its arguments."""
 
     name: str
     description: str
@@ -23,7 +23,7 @@ class ToolSpec:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A request of the policy to a tool. id: where it wrote one."""
+    """The policy's call of a tool. id: the one that it wrote, if any."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -36,10 +36,10 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """content: of the policy's own words, what is not a well-formed call. name: of a tool's message, the tool.
+    """content: the text; in the policy's messages, everything but well-formed calls. name: in a tool's message, the tool.
 
-    error: of the policy's message, why what looks like a call could not be read (it then stands in the content); of a tool's,
-    why the call failed. Not shown to the policy.
+    error: in the policy's message, why a call could not be read (its text is then in the content); in a tool's message, why
+    the call failed. The policy does not see it.
     """
 
     role: Role
@@ -56,24 +56,28 @@ class Message:
 
 
 class MessageLike(Protocol):
-    """A message of somebody else's: `message_of` makes ours of it. Ours has more: tool_calls, name, error."""
+    """A message of any class, which `message_of` converts. A `Message` also has tool_calls, name and error."""
 
     @property
-    def role(self) -> str: ...
+    def role(self) -> str:
+        """`system`, `user`, `assistant` or `tool`."""
+        ...
 
     @property
-    def content(self) -> str: ...
+    def content(self) -> str:
+        """The text."""
+        ...
 
 
 def shown(value: Any, most: int = 80) -> str:
-    """A value in few words, for messages of errors."""
+    """Shortens a value for an error message."""
     text = repr(value)
     return text if len(text) <= most else text[:most] + "..."
 
 
 def message_of(given: Any) -> Message:
-    """A message of anybody's making: ours, an object with role and content, or a dict as chat templates take it. Its text is made
-    fit for UTF-8. Raises TypeError where it is none."""
+    """Converts a `Message`, an object with role and content, or a dict as chat templates take it. Surrogates that UTF-8 cannot
+    encode are replaced. Raises TypeError for anything else."""
 
     def part(name: str, default: Any = None) -> Any:
         return given.get(name, default) if isinstance(given, Mapping) else getattr(given, name, default)
@@ -89,6 +93,7 @@ def message_of(given: Any) -> Message:
 
 
 def call_of(given: Any) -> ToolCall:
+    """Converts a call of a tool. Raises TypeError for anything else."""
     try:
         if not isinstance(given, ToolCall):
             given = ToolCall(given["function"]["name"], given["function"]["arguments"], given.get("id") or "")
@@ -100,6 +105,7 @@ def call_of(given: Any) -> ToolCall:
 
 
 def tool_of(given: Any) -> ToolSpec:
+    """Converts the description of a tool. Raises TypeError for anything else."""
     if isinstance(given, ToolSpec):
         return given
     try:

@@ -4,17 +4,19 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from grpo.env.messages import Message, MessageLike, ToolCall, ToolSpec
 from grpo.env.tool_parsers import FORMS, MARKERS, WRITTEN, form_of, message_of_text
-from grpo.system.errors import UserError, oneof
+from grpo.system.errors import UserError
+from grpo.system.ranges import enforced
 
 
 class Renderer(Protocol):
+    """Converts between messages and token ids."""
+
     def prompt_ids(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), before: Sequence[int] = ()
     ) -> Sequence[int]:
@@ -39,16 +41,28 @@ class TokenizerRenderer:
     `tool_parsers`); auto finds it in the template. template_args: further variables of the template, as enable_thinking.
     """
 
+    @enforced("renderer")
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         keep: int | None = None,
-        tool_calls: str = "auto",
+        tool_calls: Literal["auto", "hermes", "llama3", "mistral"] = "auto",
         template_args: Mapping[str, Any] | None = None,
     ) -> None:
-        oneof("renderer.tool_calls", tool_calls, ("auto", *FORMS))
         self.tokenizer, self.keep, self.tool_calls = tokenizer, keep, tool_calls
         self.template_args = dict(template_args or {})
+        if tokenizer.chat_template is not None:
+            self._check_template()
+
+    def _check_template(self) -> None:
+        """Raises UserError if two questions become the same tokens. A template that refuses a lone question is not tried."""
+        try:
+            one, other = (self._encoded(self._text([Message("user", q)])) for q in ("How many are 1 + 2?", "A bird?"))
+        except UserError:
+            return
+        if one == other:
+            same = f"different prompts become the same {len(one)} tokens"
+            raise UserError(f"the chat template ignores its messages, {same}: set model.chat_template=FILE, or none")
 
     def prompt_ids(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), before: Sequence[int] = ()
@@ -85,7 +99,7 @@ class TokenizerRenderer:
                 continue_final_message=prefill,
                 **self.template_args,
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template may raise anything
             roles = ", ".join(message.role for message in messages[:8]) + ", ..." * (len(messages) > 8)
             reason = f"a conversation of {roles}: {' '.join(str(error).split())}"
             fix = "ask in another way (task.prompt) or set model.chat_template"
@@ -105,7 +119,7 @@ class TokenizerRenderer:
 
     @cached_property
     def form(self) -> str:
-        """How the policy writes calls. Raises UserError where it cannot be told of tools, or of their answers."""
+        """How the policy writes calls. Raises UserError if the chat template shows no tools, or not their answers."""
         advice = "take a chat model whose template knows tools, or set model.chat_template=FILE"
         if self.tokenizer.chat_template is None:
             raise UserError(f"this task has tools, and the tokenizer has no chat template to show them in: {advice}")
@@ -117,7 +131,7 @@ class TokenizerRenderer:
         if form := form_of(self.tokenizer.get_chat_template(tools=[ADD.as_dict()])):
             return form
         fix = f"set renderer.tool_calls to {', '.join(FORMS)}, or take another model"
-        raise UserError(f"the chat template does not tell how calls of tools are written: {fix}")
+        raise UserError(f"the chat template does not show how tool calls are written: {fix}")
 
     @cached_property
     def _several(self) -> bool:

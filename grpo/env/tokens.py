@@ -15,7 +15,7 @@ Finish = Literal["stop", "length"]  # the policy ended it, or a limit of tokens 
 class Completion:
     """A sampled completion: ids (EOS among them where it came), the engine's log-probability of each, why it ended.
 
-    versions: of the weights that drew each token, from engines whose weights may change meanwhile; None: those it held.
+    versions: the version of the weights that sampled each token, for engines whose weights change during a rollout; else None.
     """
 
     ids: tuple[int, ...]
@@ -33,19 +33,26 @@ class Completion:
 
 
 class CompletionLike(Protocol):
-    """A completion of somebody else's engine: `completion_of` makes ours of it."""
+    """A completion of any engine's class, which `completion_of` converts."""
 
     @property
-    def ids(self) -> Sequence[int]: ...
+    def ids(self) -> Sequence[int]:
+        """The sampled token ids."""
+        ...
 
     @property
-    def logprobs(self) -> Sequence[float]: ...
+    def logprobs(self) -> Sequence[float]:
+        """The engine's log-probability of each token."""
+        ...
 
     @property
-    def finish(self) -> Finish: ...
+    def finish(self) -> Finish:
+        """The reason why the completion ended."""
+        ...
 
 
 def completion_of(given: CompletionLike) -> Completion:
+    """Converts a completion of any class to a `Completion`."""
     versions = getattr(given, "versions", None)
     return Completion(tuple(given.ids), tuple(given.logprobs), given.finish, versions and tuple(versions))
 
@@ -59,6 +66,7 @@ class Turn:
 
     @property
     def ids(self) -> tuple[int, ...]:
+        """The ids of the prompt and of the completion."""
         return self.prompt_ids + self.completion.ids
 
 

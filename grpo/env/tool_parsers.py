@@ -1,4 +1,4 @@
-"""Calls of tools in what a policy wrote, in the forms that models use natively. Text only: no tokens.
+"""Parsers for tool calls in the formats that models use natively. They read text, not tokens.
 
 hermes: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call> (Hermes, Qwen 2.5, Qwen 3), or between the same tags the
     XML of Qwen3-Coder and Qwen 3.5: <function=add><parameter=a>1</parameter></function>
@@ -56,18 +56,19 @@ class Reader:
         self.text, self.at = text, at
 
     def take(self, pattern: str) -> re.Match | None:
-        """The pattern, if it comes next, after any space."""
+        """Reads the pattern if it comes next, after any space."""
         if found := re.compile(rf"\s*{pattern}").match(self.text, self.at):
             self.at = found.end()
         return found
 
     def need(self, pattern: str, complaint: str = "") -> re.Match:
+        """Reads the pattern, or raises Malformed."""
         if not (found := self.take(pattern)):
             raise Malformed(complaint or f"{shown(self.text[self.at :].lstrip(), 40)} stands after the call")
         return found
 
     def find(self, marks: str) -> re.Match | None:
-        """The next one that is not in a block of <think>."""
+        """Finds the next match outside a block of <think>."""
         pattern = re.compile(f"<think>|{marks}")
         while mark := pattern.search(self.text, self.at):
             self.at = mark.end()
@@ -79,7 +80,7 @@ class Reader:
         return None
 
     def json(self) -> Any:
-        """The JSON value that comes next."""
+        """Reads the next JSON value."""
         self.take("")
         try:
             value, self.at = DECODER.raw_decode(self.text, self.at)
@@ -104,6 +105,7 @@ class Reader:
 
 
 def hermes(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
+    """Reads calls in the form of Hermes and Qwen."""
     outside, calls, reader, last = [], [], Reader(text, after_thinking(text)), 0
     while mark := reader.find("</?tool_call>"):
         if mark[0] == "</tool_call>":
@@ -120,7 +122,7 @@ def hermes(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
 
 
 def xml_call(reader: Reader, tools: Sequence[ToolSpec]) -> ToolCall:
-    """The call that comes next, with <function=. Values become what the tool's schema says they are."""
+    """Reads the next call, which begins with <function=. Values get the types of the tool's schema."""
     name = reader.need(r"<function=([^<>\n]+)>", "<function=NAME> is broken")[1].strip()
     arguments = {}
     schemas = {tool.name: tool.parameters for tool in tools}.get(name, {}).get("properties", {})
@@ -151,6 +153,7 @@ def converted(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def llama3(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
+    """Reads calls in the form of Llama 3."""
     start = after_thinking(text)
     reader = Reader(text, start)
     if tag := reader.find(r"<\|python_tag\|>"):
@@ -168,6 +171,7 @@ def llama3(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
 
 
 def mistral(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
+    """Reads calls in the form of Mistral."""
     reader, calls = Reader(text, after_thinking(text)), []
     if not (mark := reader.find(r"\[TOOL_CALLS\]")):
         return text, []
@@ -204,6 +208,7 @@ def after_thinking(text: str) -> int:
 
 
 def no_number(name: str) -> Any:
+    """Refuses NaN and Infinity, which Python's parser would accept."""
     raise Malformed(f"{name} is no JSON")
 
 
@@ -211,7 +216,7 @@ DECODER = json.JSONDecoder(parse_constant=no_number)
 
 
 def decoded(text: str) -> Any:
-    """The JSON value that the text is."""
+    """Parses a JSON text."""
     reader = Reader(text)
     value = reader.json()
     reader.need(r"\Z", f"{shown(text[reader.at :], 40)} stands after the JSON")
@@ -219,7 +224,7 @@ def decoded(text: str) -> Any:
 
 
 def call_in(value: Any, *keys: str) -> ToolCall:
-    """The call that a JSON object is. keys: what its arguments may be called. They may be the text of an object."""
+    """Converts a JSON object to a call. keys: names of its arguments, an object or its JSON text."""
     if not isinstance(value, dict):
         raise Malformed(f"a call is an object, not {shown(value, 40)}")
     name, key = value.get("name"), next((key for key in keys if key in value), None)

@@ -27,11 +27,11 @@ TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool,
 
 
 class ToolError(Exception):
-    """A tool raises it for a call that makes no sense. The policy reads the message, as of any error but an OSError."""
+    """Raised by a tool for a call that makes no sense. The policy reads the message, as it does for any error but an OSError."""
 
 
 def spec_of(function: Callable) -> ToolSpec:
-    """The tool as the policy is told of it, from the signature's types and the docstring (Google's style, with Args). Raises
+    """Describes a tool to the policy, from the types of its signature and its docstring (Google's style, with Args). Raises
     UserError where one of them is missing."""
     try:
         described = get_json_schema(function)["function"]
@@ -66,7 +66,7 @@ class ToolEnv:
     tools: functions, plain or coroutines, that return text or what JSON can tell; one that is made for this very episode may
     remember it. A call that cannot be read, is of no tool, or fails is answered by a message that says so, with `error` set. Only
     an OSError (no connection, a timeout, a missing file) is not the policy's fault: it ends the episode without a reward.
-    max_calls: answered of one message. max_chars: of one answer, the rest is cut off.
+    max_calls: the most calls answered in one message. max_chars: the length at which an answer is cut.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ToolEnv:
         return State(self.messages, tuple(self.specs.values()))
 
     def answer(self, call: ToolCall, place: int = 0) -> Message:
-        """The tool's message. place: of the call in its message."""
+        """Runs a call and returns the tool's message. place: the index of the call in its message."""
         try:
             if place >= self.max_calls:
                 raise ToolError(f"no more than {self.max_calls} calls in one message")
@@ -109,6 +109,7 @@ class ToolEnv:
         return Message("tool", self.cut(text), name=call.name)
 
     def cut(self, text: str) -> str:
+        """Shortens an answer to max_chars."""
         if len(text) <= self.max_chars:
             return text
         return f"{text[: self.max_chars]}... (cut: {len(text):,} characters)"

@@ -13,7 +13,9 @@ from grpo.env.messages import Message, MessageLike, ToolSpec, message_of, shown,
 
 Example = Mapping[str, Any]  # one row of a dataset, with whatever columns its task needs
 Split = Literal["train", "validation", "test"]
-Outcome = Literal["right", "wrong", "no_answer", "timeout", "error"]  # of grading; in the last two nobody could tell
+Outcome = Literal[
+    "right", "wrong", "no_answer", "timeout", "error"
+]  # of grading; timeout and error leave the answer ungraded
 
 # How an episode ended: the environment was content; the limit of turns came first; the limit of tokens did, of one answer or of
 # the model's context; the environment raised; or took too long. In the last two there is no reward, it never becomes a 0.
@@ -39,6 +41,8 @@ class Action:
 
 @dataclass(frozen=True)
 class Step:
+    """A state and the policy's action in it."""
+
     state: State
     action: Action
 
@@ -63,11 +67,12 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool:
+        """Whether the limit of tokens cut the last action short."""
         return self.end == "truncated" or bool(self.steps and self.steps[-1].action.truncated)
 
     @property
     def failed(self) -> bool:
-        """Nobody can say what it was worth: the environment broke down."""
+        """Whether the environment failed, so that there is no reward."""
         return self.end in ("env_error", "env_timeout")
 
     @property
@@ -80,7 +85,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Reward:
-    """The reward of an episode. `value` is NaN where nobody could tell: no part of its group's baseline or loss, never a 0."""
+    """The reward of an episode. A NaN `value` is unknown: it stays out of baseline and loss, and is never a 0."""
 
     value: float  # what is learned from
     correct: bool  # what accuracy counts
@@ -89,13 +94,14 @@ class Reward:
 
     @property
     def known(self) -> bool:
+        """Whether the value is not NaN."""
         return self.value == self.value
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The answer that an episode claims where the reward looks for it (None: nothing), and whether the one it seems to claim,
-    wherever it says so, is right (None: nobody knows the right answer)."""
+    """The answer in the place where the reward looks for it (None: there is none), and whether the answer found anywhere in the
+    text is right (None: the right answer is unknown)."""
 
     answer: str | None
     lenient: bool | None
@@ -106,20 +112,28 @@ class StateLike(Protocol):
     call them."""
 
     @property
-    def messages(self) -> Sequence[MessageLike | Mapping[str, Any]]: ...
+    def messages(self) -> Sequence[MessageLike | Mapping[str, Any]]:
+        """The conversation so far."""
+        ...
 
 
 class RewardLike(Protocol):
     """May also have the `outcome` of `Reward`."""
 
     @property
-    def value(self) -> float: ...
+    def value(self) -> float:
+        """The number that is learned from; NaN if unknown."""
+        ...
 
     @property
-    def correct(self) -> bool: ...
+    def correct(self) -> bool:
+        """Whether accuracy counts the answer as right."""
+        ...
 
     @property
-    def parts(self) -> Mapping[str, float]: ...
+    def parts(self) -> Mapping[str, float]:
+        """Named numbers to log."""
+        ...
 
 
 class Env(Protocol):
@@ -129,7 +143,9 @@ class Env(Protocol):
     longer than `step_timeout` ends its episode, and no other.
     """
 
-    def start(self) -> StateLike | Awaitable[StateLike]: ...
+    def start(self) -> StateLike | Awaitable[StateLike]:
+        """Returns the first state."""
+        ...
 
     def step(self, action: Action) -> StateLike | Awaitable[StateLike | None] | None:
         """The next state, or None when the episode is over."""
@@ -137,6 +153,8 @@ class Env(Protocol):
 
 
 class EnvBuilder(Protocol):
+    """Makes environments."""
+
     def build(self, example: Example) -> Env:
         """A fresh environment. A `build` with a parameter `seed` gets one, for whatever is left to chance: another one for each
         sample, and the same one when a run is resumed."""
@@ -146,7 +164,9 @@ class EnvBuilder(Protocol):
 class RewardModel(Protocol):
     """Scores one episode. Called in threads, several at once; may be a coroutine."""
 
-    def score(self, example: Example, trajectory: Trajectory) -> RewardLike | Awaitable[RewardLike]: ...
+    def score(self, example: Example, trajectory: Trajectory) -> RewardLike | Awaitable[RewardLike]:
+        """Returns the reward of one episode."""
+        ...
 
 
 class GroupRewardModel(Protocol):
@@ -154,7 +174,9 @@ class GroupRewardModel(Protocol):
 
     def score_group(
         self, example: Example, trajectories: Sequence[Trajectory]
-    ) -> Sequence[RewardLike] | Awaitable[Sequence[RewardLike]]: ...
+    ) -> Sequence[RewardLike] | Awaitable[Sequence[RewardLike]]:
+        """Returns a reward for each sample, in order."""
+        ...
 
 
 class Task(EnvBuilder, RewardModel, Protocol):
@@ -181,7 +203,7 @@ class SingleTurn:
 
 
 def build(builder: EnvBuilder, example: Example, seed: int) -> Env:
-    """A fresh environment of any builder's, with the seed where it asks for one."""
+    """Builds a fresh environment, and passes the seed if `build` has a parameter for it."""
     if "seed" in signature(builder.build).parameters:
         return builder.build(example, seed=seed)  # type: ignore[call-arg]
     return builder.build(example)

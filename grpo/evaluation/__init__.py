@@ -1,4 +1,4 @@
-"""How good is the policy? Accuracy, pass@k and their like, each with its interval."""
+"""Evaluates the policy: accuracy, pass@k and other metrics, each with a confidence interval."""
 
 from grpo.moved import door
 

@@ -1,4 +1,4 @@
-"""Evaluations in the terminal: a line for each as it ends, a table of all of them."""
+"""Shows evaluations in the terminal: one line per evaluation, and a table of all of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -8,7 +8,7 @@ from grpo.system.metrics import is_result, written
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, title: str | None = None) -> Table:
-    """A table with numbers on the right; words: how many columns on the left hold text."""
+    """Return a table. words: the number of columns on the left that hold text; the others hold numbers, aligned to the right."""
     columns = [Column(name, justify="left" if i < words else "right") for i, name in enumerate(head)]
     table = Table(*columns, title=title)
     for row in rows:
@@ -17,13 +17,14 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, tit
 
 
 def results_line(metrics: Mapping[str, float]) -> str:
+    """Return the results among the metrics in one line."""
     return "  ".join(f"{name} {value:.3g}" for name, value in metrics.items() if is_result(name, value))
 
 
 def history(evaluations: Sequence[tuple[int, Mapping[str, float]]]) -> Table:
-    """A row for each (rollouts, metrics) and a column for each metric, or the other way round where there are more metrics.
+    """Return a table with one row per (rollouts, metrics) and one column per metric, transposed if there are more metrics.
 
-    A metric that an evaluation does not have, as a part of the reward that applied to no sample, is - there.
+    A metric that an evaluation lacks, such as a part of the reward that applied to no sample, is shown as -.
     """
     known = dict.fromkeys(name for _, metrics in evaluations for name in metrics)
     names = [name for name in known if any(is_result(name, metrics.get(name, 0)) for _, metrics in evaluations)]

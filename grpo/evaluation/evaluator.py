@@ -1,12 +1,12 @@
-"""How good is the policy? The same environments and rewards as in training, on examples it never trains on.
+"""Evaluates the policy with the environments and rewards of training, on examples that it is never trained on.
 
-A metric is the mean over problems, each the mean of its own samples, with an interval that counts problems: docs/evaluation.md.
+A metric is averaged over the samples of each problem, then over problems. Its interval counts problems: docs/evaluation.md.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, get_args
+from typing import Any
 
 import pandas as pd
 
@@ -18,15 +18,16 @@ from grpo.evaluation.statistics import Estimate
 from grpo.rollout.episodes import play
 from grpo.rollout.samples_table import records
 from grpo.rollout.types import Group, Limits
-from grpo.system.errors import RewardError, RolloutError, UserError, check_least, oneof
+from grpo.system.errors import RewardError, RolloutError, UserError
+from grpo.system.ranges import Count, Whole, enforced
 from grpo.system.seeds import EVALUATION, derive_seed
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The policy on held-out examples, after `rollout` rollouts. A group holds the samples of one example.
+    """The result of an evaluation after `rollout` rollouts. A group holds the samples of one example.
 
-    estimates: every metric with its interval, by name without eval/. columns: further ones for `records`. seconds: it took.
+    estimates: every metric with its interval, by its name without eval/. columns: more columns for `records`. seconds: duration.
     """
 
     rollout: int
@@ -37,51 +38,51 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """As a run logs them."""
+        """The metrics as a run logs them, named eval/NAME."""
         found = {f"eval/{name}": float(estimate.value) for name, estimate in self.estimates.items()}
         return found if self.seconds is None else {**found, "time/eval": self.seconds}
 
 
+@enforced("eval")
 @dataclass(frozen=True)
 class Evaluator:
-    """Plays the first `limit` examples of a split (all of them: null), `samples` times each, `batch` examples together (or all).
+    """Evaluates on the first `limit` examples of a split (None: all), with `samples` samples of each.
 
-    With one sample greedy is the usual choice (temperature 0); pass@k wants several, and a temperature. every: rollouts
-    between two evaluations in training, 0 for none; on_start: also before the first. by: columns of the examples to tell results
-    by, where there are any.
+    One sample is usually greedy (temperature 0); pass@k needs several samples and a temperature above 0.
+    every: rollouts between two evaluations during training; 0: none. on_start: also evaluate before the first rollout.
+    batch: number of examples played together; None: all. by: columns of the examples; each of their values gets its own result.
     """
 
     sampling: Sampling
-    samples: int = 1
-    limit: int | None = 200
-    every: int = 10
+    samples: Count = 1
+    limit: Count | None = 200
+    every: Whole = 10
     on_start: bool = True
     split: Split = "test"
     limits: Limits = field(default_factory=Limits)
-    batch: int | None = None
+    batch: Count | None = None
     by: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        oneof("eval.split", self.split, get_args(Split))
-        for name, least in (("samples", 1), ("limit", 1), ("every", 0), ("batch", 1)):
-            check_least(f"eval.{name}", getattr(self, name), least)
         if self.samples > 1 and self.sampling.temperature == 0:
             raise UserError(
-                f"eval.samples={self.samples} at temperature 0 are all equal: set eval.sampling.temperature=1"
+                f"eval.samples={self.samples} at temperature 0: all samples are equal, set eval.sampling.temperature=1"
             )
 
     def chosen(self, examples: Sequence[Example]) -> list[Example]:
+        """Return the examples to evaluate on: the first `limit`."""
         return list(islice(examples, self.limit))
 
     def batches(self, count: int) -> list[range]:
-        """The places of the examples that are played together."""
+        """Return the indices of each batch of `count` examples."""
         size = self.batch or count
         return [range(first, min(first + size, count)) for first in range(0, count, size)]
 
     def play(
         self, task: Task, engine: Engine, renderer: Renderer, seed: int, examples: Sequence[Example], places: range
     ) -> list[Group]:
-        """The groups of these places. Seeds know the place among all examples: batches change nothing but the last bits."""
+        """Play the examples at these indices. Seeds depend on the index among all examples, not on the batch, so batches change
+        at most the last bits of numbers."""
         batch = [examples[i] for i in places]
 
         def seeds(p: int, *path: int) -> int:
@@ -92,7 +93,7 @@ class Evaluator:
         except RolloutError as error:
             if isinstance(error, RewardError) or places.start == 0:
                 raise
-            return error.groups  # all environments of a later batch, which may be of one example, failed
+            return error.groups  # all environments of a later batch failed, which may be of one example
 
     def __call__(
         self,
@@ -103,7 +104,10 @@ class Evaluator:
         rollout: int = 0,
         examples: Sequence | None = None,
     ) -> Evaluation:
-        """examples: others than those of the task's split."""
+        """Evaluate the policy that `engine` holds.
+
+        examples: to use instead of those of the task's split. rollout: the number of rollouts learned from so far.
+        """
         examples = self.chosen(task.examples(self.split) if examples is None else examples)
         batches = self.batches(len(examples))
         groups = [group for places in batches for group in self.play(task, engine, renderer, seed, examples, places)]

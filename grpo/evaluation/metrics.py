@@ -1,4 +1,4 @@
-"""The metrics of an evaluation, each with its interval."""
+"""Computes the metrics of an evaluation, each with its interval."""
 
 import logging
 import math
@@ -23,31 +23,34 @@ from grpo.system.metrics import about, name_of_part
 log = logging.getLogger(__name__)
 
 SHARE = (0.0, 1.0)
-COUNTS = ("tool_calls", "tool_failures", "malformed_calls")  # of a conversation
-MOST_VALUES = 50  # a column with more of them makes no table
+COUNTS = ("tool_calls", "tool_failures", "malformed_calls")  # counts of a conversation
+MOST_VALUES = 50  # a column with more values gets no table
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """1 - C(n-c, k) / C(n, k): the chance that at least one of k is right, unbiased, from n samples with c right.
+    """Return 1 - C(n-c, k) / C(n, k), the unbiased estimate of the probability that at least one of k samples is right.
 
-    arXiv 2107.03374.
+    n: the number of samples, c: the number of right ones. arXiv 2107.03374.
     """
     return 1.0 - comb(n - c, k) / comb(n, k)
 
 
 def all_of_k(n: int, c: int, k: int) -> float:
-    """C(c, k) / C(n, k): the chance that k of k are right, pass^k, unbiased. arXiv 2406.12045."""
+    """Return C(c, k) / C(n, k), the unbiased estimate of pass^k, the probability that all of k samples are right.
+
+    n: the number of samples, c: the number of right ones. arXiv 2406.12045.
+    """
     return comb(c, k) / comb(n, k)
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
-    """The chance that the most frequent answer is right, where ties are drawn by lot. arXiv 2203.11171.
+    """Return the probability that the most frequent answer is right; ties are broken at random. arXiv 2203.11171.
 
-    Answers vote together that are equal without algebra; who gives none does not vote, and where nobody does it is 0.
+    Answers count as the same if they are equal without algebra. A sample without an answer has no vote; without votes it is 0.
     """
     votes: dict[str, list[bool]] = {}
     for answer, is_right in zip(answers, right, strict=True):
-        if isinstance(answer, str):  # a table of pandas' may have NaN for None
+        if isinstance(answer, str):  # pandas may have NaN for None
             same = next((other for other in votes if equal(answer, other)), answer)
             votes.setdefault(same, []).append(is_right)
     most = max(map(len, votes.values()), default=0)
@@ -55,7 +58,7 @@ def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
 
 
 def values_of(example: Example, names: Sequence[str]) -> dict[str, str]:
-    """The named columns that an example has, as text. A row of a mixture also has the columns of its source's own row."""
+    """Return the named columns that an example has, as text. An example of a mixture also has the columns of its source's row."""
     outer = example if isinstance(example, Mapping) else {}
     inner = outer.get("example")
     row = {**(inner if isinstance(inner, Mapping) else {}), **outer}
@@ -63,14 +66,17 @@ def values_of(example: Example, names: Sequence[str]) -> dict[str, str]:
 
 
 def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict[str, list[list[Any]]]:
-    """Further columns for `records`, None where one does not apply: `answer`, the claimed answer; `correct_lenient`, whether it
-    is right wherever it stands; `by/NAME`, the example's own column NAME; `eval/NAME`, counts of a conversation."""
+    """Return more columns for `records`, with None where one does not apply.
+
+    answer: the claimed answer. correct_lenient: whether a right answer is found anywhere in the completion.
+    by/NAME: the example's column NAME. eval/NAME: counts of a conversation.
+    """
     claims, failures = getattr(task, "claims", None), []
 
     def claim_of(sample: Sample) -> Claim | None:
         try:
             return claims(sample.example, sample.trajectory) if claims and sample.trajectory.steps else None
-        except Exception as error:  # a user's code, and the evaluation stands without it
+        except Exception as error:  # the user's code failed; the evaluation works without it
             failures.append(told(error))
             return None
 
@@ -85,7 +91,7 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
             found |= {f"eval/{name}": counts[name] for name in COUNTS}
         return found
 
-    with ThreadPoolExecutor(THREADS) as pool:  # algebra is done by several processes
+    with ThreadPoolExecutor(THREADS) as pool:  # each thread waits for one of several processes that do algebra
         submitted = [pool.map(of, group) for group in groups]
     rows = [list(found) for found in submitted]
     if failures:
@@ -95,16 +101,17 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
 
 
 def solved(samples: pd.DataFrame) -> pd.Series:
-    """By prompt_index the share of right samples among those whose reward is known, NaN where none is."""
+    """Return for each prompt_index the share of right samples among those whose reward is known; NaN if none is known."""
     known = samples["correct"].astype(float).where(samples["reward"].notna())
     return known.groupby(samples["prompt_index"]).mean()
 
 
 def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
-    """Every metric of an evaluation with its interval, by name without eval/. samples: records with the columns above, any order.
+    """Return every metric of an evaluation with its interval, by its name without eval/.
 
-    Samples with an unknown reward count for nothing that is about being right, and a problem with fewer than k known samples not
-    for pass@k. Lenient accuracy and maj@n are there where every sample has them, so that they are of the same problems.
+    samples: `records` with the columns of `columns`, in any order. Samples with an unknown reward are left out of every metric
+    about right answers; problems with fewer than k known samples are left out of pass@k. Lenient accuracy and maj@n are given
+    only if every known sample has them, so that they are over the same problems as accuracy.
     """
     problems = samples["prompt_index"]
     known = samples["reward"].notna()
@@ -134,19 +141,19 @@ def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
 
 
 def powers(n: int) -> list[int]:
-    """2, 4, 8 ... below n, and n: the k of pass@k. For k = 1 it is accuracy."""
+    """Return the k of pass@k: 2, 4, 8 ... below n, and n. For k = 1, pass@k is accuracy."""
     return sorted({2**i for i in range(1, n.bit_length()) if 2**i < n} | ({n} if n > 1 else set()))
 
 
 def averaged(samples: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
-    """The metrics that are plain means: name, and a value for each sample, NaN where it has none."""
+    """Yield the metrics that are plain means: the name, and a value for each sample, NaN if it has none."""
     yield "length", samples["tokens"]
     yield "truncated", samples["truncated"]
     if samples["outcome"].notna().any():
         for name in ("no_answer", "timeout", "error"):
             yield name, samples["outcome"] == name
     counts = [name for name in samples if name.startswith("eval/")]
-    if counts:  # where one sample is a conversation all are, some of them short
+    if counts:  # if one sample is a conversation, all count as conversations, some of one turn
         yield "turns", samples["turns"]
         for end in ("out_of_turns", "env_error", "env_timeout"):
             yield end, samples["end"] == end
@@ -157,7 +164,7 @@ def averaged(samples: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
 
 
 def estimates_by_value(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, Estimate]]]:
-    """`estimates` for each value of each by/ column: column, value, name."""
+    """Return `estimates` for each value of each by/ column: column -> value -> name -> estimate."""
 
     def natural(value: str) -> list:
         return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", value)]
@@ -171,10 +178,10 @@ def estimates_by_value(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, E
 
 
 def as_json(found: Mapping[str, Estimate]) -> dict[str, Any]:
-    """Estimates for a file, by the names of metrics."""
+    """Return estimates as values for JSON, named eval/NAME."""
     return {f"eval/{name}": number_and_interval(estimate) for name, estimate in found.items()}
 
 
 def number_and_interval(estimate: Estimate) -> dict[str, float | None]:
-    """NaN, which JSON lacks, is None."""
+    """Return the numbers of an estimate by name, with None for NaN, which JSON lacks."""
     return {name: None if math.isnan(number) else number for name, number in estimate._asdict().items()}

@@ -1,4 +1,4 @@
-"""An evaluation on disk and in the terminal: batches as they get done, the tables at the end, and a comparison."""
+"""An evaluation that can be resumed: saves each batch once it is scored, and joins them at the end."""
 
 import json
 import shutil
@@ -19,13 +19,16 @@ from grpo.rollout.types import Group
 from grpo.system.errors import UserError
 from grpo.system.files import write_json
 
-TEXTS = ["item", "prompt", "messages", "completion", "tool_calls", "env_error"]  # no metric is made of them
+TEXTS = ["item", "prompt", "messages", "completion", "tool_calls", "env_error"]  # columns that no metric uses
 
 
 class Scorecard:
-    """folder: gets parts/000000.parquet ..., a file for each batch by the place of its first example, as soon as it is scored;
-    at the end samples.parquet, which has them all, and metrics.json. policy: names what the samples are of: parts of another one
-    are refused."""
+    """The state of an evaluation, on disk.
+
+    folder: gets parts/000000.parquet ..., one file per batch, named by the index of its first example, once the batch is scored;
+    at the end samples.parquet with all samples, and metrics.json. policy: identifies the policy; parts of another policy are
+    refused.
+    """
 
     def __init__(self, folder: Path, examples: Sequence[Example], policy: str) -> None:
         self.folder, self.examples, self.parts = folder, examples, folder / "parts"
@@ -34,24 +37,26 @@ class Scorecard:
             raise UserError(f"{folder} was begun with another policy of that name: set hydra.run.dir to a new folder")
         self.parts.mkdir(parents=True, exist_ok=True)
         note.write_text(policy, encoding="utf-8")
-        self.right: list[float] = []  # for each problem that is done the share of right samples, NaN if none is known
-        self.since, self.played, self.tokens = time.perf_counter(), 0, 0  # of this call
+        self.right: list[float] = []  # for each finished problem: the share of right samples, NaN if none is known
+        self.since, self.played, self.tokens = time.perf_counter(), 0, 0  # since this start of the program
 
     def file(self, places: range) -> Path:
+        """Return the file of a batch. places: the indices of its examples."""
         return self.parts / f"{places.start:06d}.parquet"
 
     def has(self, places: range) -> bool:
-        """Whether that batch is done. Raises UserError where it was of other examples."""
+        """Return whether this batch is finished, and count it. Raises UserError if its file is of other examples."""
         if not self.file(places).is_file():
             return False
         part = pq.read_table(self.file(places), columns=["prompt_index", "item", "correct", "reward"]).to_pandas()
         before = dict(zip(part["prompt_index"], part["item"], strict=True))
         if before != {i: fingerprint(self.examples[i]) for i in places}:
-            raise UserError(f"{self.folder} was begun on other examples: set hydra.run.dir to a new folder")
+            raise UserError(f"{self.folder} was begun with other examples: set hydra.run.dir to a new folder")
         self.right += solved(part).tolist()
         return True
 
     def add(self, places: range, groups: Sequence[Group], columns: Mapping[str, Any]) -> None:
+        """Save a scored batch. columns: more columns for `records`."""
         rows = [{**row, "prompt_index": row["prompt_index"] + places.start} for row in records(groups, **columns)]
         write(self.file(places), rows)
         self.right += solved(pd.DataFrame(rows)).tolist()
@@ -60,23 +65,26 @@ class Scorecard:
 
     @property
     def done(self) -> int:
+        """The number of finished problems."""
         return len(self.right)
 
     @property
     def accuracy(self) -> float:
-        """So far."""
+        """The accuracy so far."""
         return float(pd.Series(self.right, dtype=float).mean())
 
     def progress(self) -> dict[str, Any]:
+        """Return the finished problems, all problems, and the accuracy so far."""
         return {"problems": self.done, "num_problems": len(self.examples), "accuracy": self.accuracy}
 
     @property
     def speed(self) -> str:
+        """Problems and tokens per second, as text."""
         seconds = max(time.perf_counter() - self.since, 1e-9)
         return f"{self.played / seconds:.1f} problems/s  {self.tokens / seconds:,.0f} tokens/s"
 
     def finish(self) -> dict[str, Any]:
-        """Joins the parts. Returns the content of metrics.json."""
+        """Join the parts, and write samples.parquet and metrics.json. Returns the content of metrics.json."""
         parts = [pq.read_table(file) for file in sorted(self.parts.glob("*.parquet"))]
         joined = pa.concat_tables(parts, promote_options="permissive")
         pq.write_table(joined, self.folder / "samples.parquet")
@@ -90,12 +98,12 @@ class Scorecard:
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
-    """The metrics of an evaluation that has ended there."""
+    """Return the metrics of a finished evaluation in this folder; None if there is none."""
     file = folder / "metrics.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
 def policy_in(path: str) -> str:
-    """A model's path, and where it is a folder the files of it: names, sizes, times of change."""
+    """Return a text that identifies a policy: its path and, for a folder, its files with their sizes and modification times."""
     files = sorted(file for file in Path(path).glob("*") if file.is_file()) if Path(path).is_dir() else []
     return "\n".join([path, *(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files)])

@@ -1,8 +1,8 @@
-"""How sure is a number? Intervals and tests for evaluations. It knows arrays, nothing of models, runs or files.
+"""Confidence intervals and tests for evaluations. Knows arrays, nothing of models, runs or files.
 
-The unit is the problem: its samples resemble each other, so they are first averaged to one value, whatever their number, and
-what is estimated is the mean over problems (arXiv 2411.00640). NaN is a value that nobody could tell, and is left out.
-docs/statistics.md: which interval answers which question, and how often each holds the truth.
+The unit is the problem. Samples of a problem resemble each other, so they are averaged first, and the estimate is the mean over
+problems (arXiv 2411.00640). NaN marks an unknown value, which is left out. docs/statistics.md shows which function answers which
+question, and how often each interval contains the true value.
 """
 
 from typing import NamedTuple
@@ -14,11 +14,11 @@ from scipy.special import bdtr, stdtr, stdtrit
 from grpo.system.errors import UserError
 
 Bounds = tuple[float, float]
-TINY = 1e-12  # what is below it is rounding
+TINY = 1e-12  # smaller values are rounding errors
 
 
 class Estimate(NamedTuple):
-    """A value, its interval, and how many problems (or runs) it stands on. Below two the interval is NaN: no spread is known."""
+    """A value, the ends of its interval, and the number n of problems (or runs) behind it. For n < 2 the ends are NaN."""
 
     value: float
     low: float
@@ -27,7 +27,7 @@ class Estimate(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """b against a. better, worse, ties: on how many problems b was. test: what gave the p-value, in a few words for a table."""
+    """b compared with a. better, worse, ties: on how many problems b is so. test: the name of the test, for a table."""
 
     difference: Estimate
     p_value: float
@@ -38,14 +38,16 @@ class Comparison(NamedTuple):
 
 
 def mean_interval(values: ArrayLike, level: float = 0.95, bounds: Bounds | None = None) -> Estimate:
-    """The mean over problems. values: [problems], each the mean of a problem's own samples.
+    """Return the mean over problems with its interval. values: [problems], each the mean of a problem's own samples.
 
-    bounds None, for lengths and the like: mean +- t s / sqrt(n), Student's t with n - 1 degrees of freedom.
-    bounds (low, high), for shares: Wilson's interval, which stays inside of them and has a width where all is right,
-    (p + z^2/2m +- z sqrt(p (1-p)/m + z^2/4m^2)) / (1 + z^2/m), where m = p (1-p) / se^2 independent samples would have the error
-    that the spread of the problems shows (Franco et al. 2019, J. Survey Statistics and Methodology 7:334), and z is Student's t,
-    since se is measured. Where every value is 0 or 1 nothing is: m = n, z is the normal's, it is the plain Wilson interval.
-    Where all values are equal m = n: as if the samples of a problem never differed.
+    bounds None, for lengths and other unbounded values: mean +- t s / sqrt(n), Student's t with n - 1 degrees of freedom.
+
+    bounds (low, high), for shares: Wilson's interval, which stays within the bounds and has a width even if all values are equal,
+    (p + z^2/2m +- z sqrt(p (1-p)/m + z^2/4m^2)) / (1 + z^2/m). Here m = p (1-p) / se^2 is the effective number of samples: so
+    many independent ones would have the standard error se that the problems show (Franco et al. 2019, J. Survey Statistics and
+    Methodology 7:334). z is a quantile of Student's t, since se is estimated. If every value is 0 or 1 nothing is estimated:
+    m = n and z is the normal quantile, which is the plain Wilson interval. If all values are equal, m = n: as if the samples of
+    a problem never differed.
     """
     x = _known(values, bounds=bounds)[0][0]
     n = len(x)
@@ -63,12 +65,12 @@ def mean_interval(values: ArrayLike, level: float = 0.95, bounds: Bounds | None 
 
 
 def difference_interval(d: ArrayLike, level: float = 0.95, bounds: Bounds | None = (0, 1)) -> Estimate:
-    """The mean of differences, d: [problems], each between two means of a problem's own samples, which lie within bounds.
+    """Return the mean of differences with its interval. d: [problems], each the difference of two means within bounds.
 
-    For shares the interval of Agresti and Min (2005, Statistics in Medicine 24:729), for every d in [-1, 1]. They add half a pair
-    to each of the four cells: two problems whose d sum to 0 and whose squares sum to 1. Here the squares sum to q, the mean
-    square of the d that are not 0 (1 where all are), which is the same for single outcomes: with S = sum d,
-    S/(n+2) +- t sqrt(sum d^2 + q - S^2/(n+2)) / (n+2). It has a width where no problem differs. bounds None: Student's t.
+    For shares it is the interval of Agresti and Min (2005, Statistics in Medicine 24:729), extended to every d in [-1, 1]. They
+    add half a pair to each of the four cells: two problems whose d sum to 0 and whose squares sum to 1. Here the squares sum to
+    q, the mean square of the d that are not 0 (1 if all are 0), which is the same for single outcomes. With S = sum d:
+    S/(n+2) +- t sqrt(sum d^2 + q - S^2/(n+2)) / (n+2). It has a width even if no problem differs. bounds None: Student's t.
     """
     d = np.asarray(d, dtype=float)
     d = d[~np.isnan(d)]
@@ -76,11 +78,11 @@ def difference_interval(d: ArrayLike, level: float = 0.95, bounds: Bounds | None
 
 
 def paired(a: ArrayLike, b: ArrayLike, level: float = 0.95, bounds: Bounds | None = (0, 1)) -> Comparison:
-    """b - a over the same problems. a, b: [problems], each the mean of a problem's own samples. Interval: `difference_interval`.
+    """Compare b with a on the same problems. a, b: [problems], each the mean of a problem's own samples.
 
-    p-value of no difference: exact McNemar where all are single outcomes, else random signs of the differences (exact up to 13
-    that are not 0, else 9,999 draws, always the same). Near 5 % it and the interval, which approximates, may disagree.
-    bounds None: for lengths and the like.
+    The interval is `difference_interval`; bounds None is for lengths and other unbounded values. The p-value is for no
+    difference: the exact McNemar test if all values are single outcomes, else a sign-flip permutation test (exact up to 13
+    differences that are not 0, else 9,999 draws with a fixed seed). The interval is approximate, so near 5 % they may disagree.
     """
     (a,), (b,) = _known(a, b, bounds=bounds)
     d = np.round(b - a, 12)
@@ -93,16 +95,16 @@ def paired(a: ArrayLike, b: ArrayLike, level: float = 0.95, bounds: Bounds | Non
 
 
 def over_seeds(values: ArrayLike, level: float = 0.95) -> Estimate:
-    """The mean over runs that differ in their seed, [runs]: Student's t, wide for three runs because three say little."""
+    """Return the mean over runs with different seeds, [runs], with Student's t interval, which is wide for three runs."""
     return mean_interval(values, level)
 
 
 def arm_interval(a: ArrayLike, level: float = 0.95, bounds: Bounds = (0, 1)) -> Estimate:
-    """The mean share of an arm, for other seeds and other problems. a: [seeds, problems].
+    """Return the mean share of one arm, with an interval for other seeds and other problems. a: [seeds, problems].
 
-    Seeds and problems have the variances of `compare_arms`, for one arm. Each takes its own Student's t (Howe 1974, JASA 69:789):
-    h^2 = t_seeds^2 seeds + t_problems^2 max(problems - noise, 0), which Wilson's formula gets as z^2 p (1-p) / m. Problems with
-    NaN anywhere are left out, n are left. With one seed it is `mean_interval`.
+    The variances of seeds and problems are those of `compare_arms`, for one arm. Each has its own Student's t (Howe 1974, JASA
+    69:789): h^2 = t_seeds^2 seeds + t_problems^2 max(problems - noise, 0), which enters Wilson's formula as z^2 p (1-p) / m.
+    Problems with NaN in any run are left out; n is the number of the others. With one seed it equals `mean_interval`.
     """
     (a,) = _known(a, bounds=bounds)
     alone = mean_interval(a.mean(axis=0), level, bounds)
@@ -118,13 +120,14 @@ def arm_interval(a: ArrayLike, level: float = 0.95, bounds: Bounds = (0, 1)) -> 
 
 
 def iqm(scores: ArrayLike, level: float = 0.95, seed: int = 0) -> Estimate:
-    """The interquartile mean, the mean of the middle half of all scores, over runs [runs] or [runs, tasks] (arXiv 2108.13264).
+    """Return the interquartile mean, the mean of the middle half of all scores. scores: [runs] or [runs, tasks].
 
-    Interval: percentiles of 2,000 bootstrap samples, runs drawn anew within each task. From three runs it is far too narrow: of
-    one task it holds the truth in three cases of four. `over_seeds` is the honest one there. Runs with NaN are left out.
+    arXiv 2108.13264. The interval is from percentiles of 2,000 bootstrap samples, with runs drawn within each task. For three
+    runs it is far too narrow: for one task it contains the true value in three cases of four; use `over_seeds` instead. Runs with
+    NaN are left out.
     """
     scores = np.atleast_2d(np.asarray(scores, dtype=float).T).T  # [runs, tasks]
-    from scipy.stats import (  # here: a comparison of two runs needs none of it, and it takes half a second
+    from scipy.stats import (  # imported here, since it takes half a second and most callers do not need it
         bootstrap,
         trim_mean,
     )
@@ -143,15 +146,18 @@ def iqm(scores: ArrayLike, level: float = 0.95, seed: int = 0) -> Estimate:
 
 
 def compare_arms(a: ArrayLike, b: ArrayLike, level: float = 0.95, bounds: Bounds | None = (0, 1)) -> Comparison:
-    """b - a for other seeds and other problems. a: [seeds of a, problems], b: [seeds of b, problems], the same problems.
+    """Compare arm b with arm a, for other seeds and other problems. a: [seeds of a, problems], b: [seeds of b, problems].
 
-    Seeds and problems are both random effects (two-way analysis of variance). With S seeds in an arm,
-    seeds    = var(means of the runs) / S, summed over arms: they are not paired. It holds the noise of the samples too,
-    noise    = residual mean square / (S problems), summed over arms,
-    problems = the variance in `difference_interval`, of the means over seeds: it holds the noise once more.
-    V = seeds + max(problems - noise, 0), and not below noise/4, for the case that few runs agree by luck. Degrees of freedom:
-    V^2 / sum(V_k^2 / df_k) (Satterthwaite 1946). Interval and p-value are of the same t. Problems with NaN anywhere are left out.
-    With one seed in an arm nobody can tell what seeds do: it is `paired`, and `test` says so.
+    Seeds and problems are both random effects (two-way analysis of variance). The problems are the same in both arms, the seeds
+    are not paired. With S seeds in an arm:
+
+        seeds     var(means of the runs) / S, summed over arms; it contains the noise of the samples
+        noise     residual mean square / (S problems), summed over arms
+        problems  the variance in `difference_interval`, of the means over seeds; it contains the noise once more
+
+    V = seeds + max(problems - noise, 0), and at least noise/4, in case a few runs agree by chance. The degrees of freedom are
+    V^2 / sum(V_k^2 / df_k) (Satterthwaite 1946). Interval and p-value come from the same t. Problems with NaN in any run are left
+    out. With one seed in an arm the effect of seeds is unknown: the result is `paired`, and `test` adds "seeds not varied".
     """
     a, b = _known(a, b, bounds=bounds)
     if min(len(a), len(b), a.shape[1]) < 2:
@@ -163,7 +169,7 @@ def compare_arms(a: ArrayLike, b: ArrayLike, level: float = 0.95, bounds: Bounds
     (of_a, noise_a), (of_b, noise_b) = _seeds(a), _seeds(b)
     noise = noise_a + noise_b
     parts = [(of_a, len(a) - 1), (of_b, len(b) - 1), (max(problems - noise, 0.0), len(d) - 1)]  # and degrees of freedom
-    variance = max(sum(part for part, _ in parts), noise / 4, TINY**2)  # TINY: where nothing varies at all
+    variance = max(sum(part for part, _ in parts), noise / 4, TINY**2)  # TINY: in case nothing varies
     degrees = variance**2 / max(sum(part**2 / df for part, df in parts), TINY**4)
     p_value = 2 * stdtr(degrees, -abs(centre) / variance**0.5)
     difference = _difference(d, centre, variance, degrees, level, bounds)
@@ -171,9 +177,10 @@ def compare_arms(a: ArrayLike, b: ArrayLike, level: float = 0.95, bounds: Bounds
 
 
 def holm(p_values: ArrayLike) -> list[float]:
-    """p-values of several tests, adjusted so that the chance of a single false alarm among all of them stays below the level.
+    """Return p-values of several tests, adjusted so that the probability of any false positive stays below the level.
 
-    Holm (1979): the i-th smallest of m times m + 1 - i, and none below the one before it. NaN stays, and does not count.
+    Holm (1979): the i-th smallest of m is multiplied by m + 1 - i, and is never below the one before it. NaN stays NaN and does
+    not count.
     """
     p = np.array(p_values, dtype=float)
     order = np.argsort(p)  # NaN last
@@ -183,22 +190,22 @@ def holm(p_values: ArrayLike) -> list[float]:
 
 
 def _known(*arms: ArrayLike, bounds: Bounds | None) -> list[np.ndarray]:
-    """Each arm as [rows, problems], without the problems that are NaN in any row of any arm."""
+    """Return each arm as [rows, problems], without the problems that are NaN in any row of any arm."""
     tables = [np.atleast_2d(np.asarray(arm, dtype=float)) for arm in arms]
     if tables[0].shape[1] != tables[-1].shape[1]:
         first, last = tables[0].shape[1], tables[-1].shape[1]
-        raise UserError(f"{first} and {last} problems: compare the same ones, NaN where there is no answer")
+        raise UserError(f"{first} and {last} problems: give the same problems, with NaN for unknown values")
     known = ~np.isnan(np.vstack(tables)).any(axis=0)
     tables = [table[:, known] for table in tables]
     for table in tables:
         if bounds is not None and table.size and not bounds[0] <= table.min() <= table.max() <= bounds[1]:
             found = f"values from {table.min():g} to {table.max():g} are not within {bounds}"
-            raise UserError(f"{found}: give their bounds, or bounds=None for what is no share")
+            raise UserError(f"{found}: give their bounds, or bounds=None for values that are not shares")
     return tables
 
 
 def _seeds(arm: np.ndarray) -> tuple[float, float]:
-    """The variance of an arm's mean that its seeds show, and the part of that which is the samples' noise."""
+    """Return the variance of an arm's mean due to its seeds, and the part of it that is noise of the samples."""
     runs = arm.mean(axis=1)
     residual = arm - runs[:, None] - arm.mean(axis=0) + arm.mean()
     noise = (residual**2).sum() / ((len(arm) - 1) * (arm.shape[1] - 1)) / arm.size
@@ -206,7 +213,7 @@ def _seeds(arm: np.ndarray) -> tuple[float, float]:
 
 
 def _wilson(p: float, m: float, z: float, bounds: Bounds) -> tuple[float, float]:
-    """Of a share p from m samples, scaled to bounds."""
+    """Return Wilson's interval of a share p from m samples, scaled to bounds."""
     half = z * np.sqrt(p * (1 - p) / m + (z / m) ** 2 / 4)
     ends = np.clip((p + z**2 / (2 * m) + np.array([-half, half])) / (1 + z**2 / m), 0, 1)
     low, high = bounds[0] + (bounds[1] - bounds[0]) * ends
@@ -214,11 +221,11 @@ def _wilson(p: float, m: float, z: float, bounds: Bounds) -> tuple[float, float]
 
 
 def _quantile(level: float, degrees: float) -> float:
-    return float(stdtrit(degrees, (1 + level) / 2))  # the normal's for infinitely many
+    return float(stdtrit(degrees, (1 + level) / 2))  # the normal quantile for infinite degrees
 
 
 def _centre(d: np.ndarray, bounds: Bounds | None) -> tuple[float, float]:
-    """The middle of the interval of the mean of d, and its variance: see `difference_interval`."""
+    """Return the centre of the interval in `difference_interval`, and its variance."""
     n = len(d)
     if n < 2:
         return np.nan, np.nan
@@ -244,10 +251,10 @@ def _comparison(d: np.ndarray, difference: Estimate, p_value: float, test: str) 
 
 
 def _sign_flip(d: np.ndarray) -> float:
-    """Two-sided p-value of "each d could as well have had the other sign". Where d is 0 there is nothing to flip."""
+    """Return the two-sided p-value of the hypothesis that the signs of d are random. Zeros are left out."""
     d = d[d != 0]
     if len(d) < 2:
-        return 1.0  # permutation_test wants two; of one, either sign is as extreme
-    from scipy.stats import permutation_test  # half a second
+        return 1.0  # permutation_test needs two; for one, both signs are equally extreme
+    from scipy.stats import permutation_test  # imported here, since it takes half a second
 
     return permutation_test((d,), np.mean, permutation_type="samples", vectorized=True, batch=500, rng=0).pvalue

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: the layers of a model are computed again in the backward pass (arXiv 1604.06174)."""
+"""Gradient checkpointing: the backward pass computes the layers of a model again (arXiv 1604.06174)."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +12,7 @@ from grpo.system.errors import UserError
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers that transformers would recompute. Raises UserError where there is nothing."""
+    """Return the layers that transformers can recompute. Raises UserError if there are none."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         line = (
@@ -26,18 +26,18 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 def recomputing(model: nn.Module, active: bool = True):
     """A forward pass in this `with` keeps only the inputs of each layer. The gradients are the same, bit by bit.
 
-    transformers' own switch acts on layers in training mode alone, where some have dropout, and takes the cache away from
-    whoever samples meanwhile or later. Here `forward` itself is wrapped, and after the `with` it is the class's own again.
+    transformers' own switch works only in training mode, where some layers have dropout, and it disables the KV cache for any
+    sampling at the same time or later. Here `forward` itself is wrapped; the end of the `with` restores the class's own.
     """
 
     def forgotten(forward, *args, **kwargs):
         name = model.config.get_text_config()._attn_implementation
 
         def once(*args, **kwargs):
-            with attending(model, name):  # the backward pass is outside of the caller's `with`
+            with attending(model, name):  # the backward pass runs outside the caller's `with`
                 return forward(*args, **kwargs)
 
-        # no random numbers in evaluation mode
+        # evaluation mode draws no random numbers
         return checkpoint(once, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     layers = layers_of(model) if active else []

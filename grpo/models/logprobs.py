@@ -1,6 +1,6 @@
 """Log-probabilities of the sampled tokens under a model, in one of three layouts that give the same numbers.
 
-padded: one row a sequence, the usual way. packed: no padding. shared_prompt: packed, and a prompt is computed once for its group.
+padded: one row per sequence, as usual. packed: no padding. shared_prompt: packed, and each prompt is computed once per group.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from grpo.models.packed_attention import Packed, attending
 from grpo.objectives.batch import TokenBatch
 
 Layout = Literal["padded", "packed", "shared_prompt"]
-LOGITS_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 23}  # in float32 four bytes each, and as much again for their softmax
+LOGITS_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 23}  # in float32 four bytes each, and four more for the softmax
 
 
 def completion_logprobs(
@@ -26,11 +26,11 @@ def completion_logprobs(
     layout: Layout = "padded",
     kernel: str = "sdpa",
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) of every completion token, and the entropy there (with its gradient: entropy_gradient).
+    """Return log softmax(logits / temperature) of every completion token, and the entropy there, [B, C] float32 each.
 
-    temperature: that of sampling, or every ratio is wrong. Returns two [B, C] float32, 0 outside `batch.mask`: a ratio is 1
-    there and a KL 0, where the numbers of padding could overflow. The softmax is in float32: in bfloat16 it alone would cost
-    most of the agreement with the engine.
+    temperature: the one used for sampling; any other makes every ratio wrong. entropy_gradient: the entropy has a gradient.
+    Both are 0 outside `batch.mask`: padding then has ratio 1 and KL 0, and cannot overflow. The softmax is computed in
+    float32: in bfloat16 it alone would lose most of the agreement with the engine.
     """
     if layout == "padded":
         logprobs, entropy = padded(model, batch, temperature, entropy_gradient)
@@ -46,7 +46,7 @@ def completion_logprobs(
 
 
 def of_logits(logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    """logits: [..., V]; targets: [...]. Returns log-probability and entropy, [...] each."""
+    """Return the log-probabilities of `targets` and the entropies, [...] each. logits: [..., V]; targets: [...]."""
     log_softmax = F.log_softmax(logits.float() / temperature, dim=-1)
     logprobs = log_softmax.gather(-1, targets[..., None]).squeeze(-1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
@@ -55,6 +55,7 @@ def of_logits(logits: Tensor, targets: Tensor, temperature: float, entropy_gradi
 
 
 def padded(model: nn.Module, batch: TokenBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    """Return the values of `completion_logprobs` in the padded layout, before the mask."""
     width = batch.completion_width
     positions = (batch.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
     logits = model(
@@ -62,15 +63,15 @@ def padded(model: nn.Module, batch: TokenBatch, temperature: float, entropy_grad
         attention_mask=batch.attention_mask,
         position_ids=positions,
         use_cache=False,
-        logits_to_keep=width + 1,  # the last prompt token predicts the first of the completion
+        logits_to_keep=width + 1,  # the last prompt token predicts the first completion token
     ).logits[:, :-1]  # [B, C, V]
     return of_logits(logits, batch.ids[:, -width:], temperature, entropy_gradient)
 
 
 def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, Tensor]:
-    """All rows as one sequence, and the place in it of the token before each sampled one, [n], in the order of `batch.mask`.
+    """Return all rows as one sequence, and in it the index of the token before each sampled one, [n], ordered as `batch.mask`.
 
-    A row ends with the token before its last sampled one: later ones predict nothing that is needed.
+    A row ends with the token before its last sampled one, since later tokens predict nothing that is needed.
     """
     prompts, rows, together = [], [], {}
     mask = batch.mask.tolist()
@@ -87,7 +88,7 @@ def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, 
         batch.ids.device,
         kernel,
     )
-    before: dict[int, Sequence[int]] = {}  # by row: the place in T of the token before each of its own
+    before: dict[int, Sequence[int]] = {}  # by row: the index in T of the token before each of its own
     of_prompts, of_rows = plan.starts[: len(groups)], iter(plan.starts[len(groups) :])
     for members, lone, first in zip(groups, alone, of_prompts, strict=True):
         for r in members:
@@ -97,7 +98,7 @@ def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, 
     places = [
         place
         for r, of_row in enumerate(mask)
-        for place, sampled in zip(before[r], of_row, strict=False)  # the mask goes on
+        for place, sampled in zip(before[r], of_row, strict=False)  # the mask is longer
         if sampled
     ]
     return plan, torch.tensor(places, dtype=torch.int64, device=batch.ids.device)
@@ -106,7 +107,7 @@ def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, 
 def by_chunks(
     model: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """The head, on a bounded number of logits at a time. Where they are more, the backward pass computes them again.
+    """Apply the head to a bounded number of logits at a time. If there are more, the backward pass computes them again.
 
     hidden: [n, hidden]; targets: [n]. Returns log-probabilities and entropies, [n] each.
     """

@@ -1,8 +1,8 @@
-"""Masters: float32 copies of parameters. The optimizer updates the copies.
+"""Masters: float32 copies of parameters, which the optimizer updates.
 
-Of parameters in 16 bits, where a step below half the distance to the next number is rounded away: in bfloat16 that distance is
-1/256 to 1/128 of a weight, and a step of AdamW is about the learning rate (arXiv 1710.03740 sec. 3.1). And of all of them where
-the copies, their gradients and what the optimizer keeps are to be in the CPU's memory (arXiv 2101.06840).
+16-bit parameters need them: rounding loses a step below half the distance to the next number. In bfloat16 that distance is
+1/256 to 1/128 of a weight, and a step of AdamW is about the learning rate (arXiv 1710.03740 sec. 3.1). With offloading every
+parameter has a master: the masters, their gradients and the optimizer's state stay in the CPU's memory (arXiv 2101.06840).
 """
 
 from collections.abc import Callable, Mapping
@@ -19,12 +19,12 @@ def with_masters(
     make_optimizer: Callable[[list[tuple[str, Tensor]]], Optimizer],
     offload: bool = False,
 ) -> Optimizer:
-    """make_optimizer over a float32 master for each parameter in 16 bits; other parameters go in as they are. offload: over one
-    on the CPU for each parameter whatever.
+    """Return make_optimizer's optimizer of float32 masters for the 16-bit parameters, and of the other parameters themselves.
 
-    A backward pass adds to the masters' gradients, in float32, and leaves none on the parameters. A step writes the masters
-    into the parameters' own storage. The state_dict carries the masters; one without them leaves them as they are. A
-    parameter has one such optimizer in its life, and DistributedDataParallel finds no gradients to bring together.
+    offload: every parameter has a master, on the CPU.
+    A backward pass adds to the masters' gradients, in float32, and leaves none on the parameters. A step copies the masters
+    into the parameters' own storage. The state_dict contains the masters; loading one without them does not change them. A
+    parameter can have only one such optimizer, ever. DistributedDataParallel finds no gradients to sum.
     """
     masters = {
         p: nn.Parameter(p.detach().to("cpu" if offload else p.device, torch.float32, copy=True))
@@ -35,7 +35,7 @@ def with_masters(
     if not masters:
         return optimizer
 
-    def lift(p: Tensor) -> None:  # in the backward pass, so that gradients of the parameters exist for one at a time
+    def lift(p: Tensor) -> None:  # runs in the backward pass, so that only one parameter has a gradient at a time
         master, grad = masters[p], p.grad.to(masters[p].device)
         if master.grad is None:
             master.grad = grad.float()
@@ -48,7 +48,7 @@ def with_masters(
         for p, master in masters.items():
             p.copy_(master)
 
-    def gather(*_) -> None:  # Lightning moves what it has read to the trainer's device
+    def gather(*_) -> None:  # Lightning moves a loaded state to the trainer's device
         for master in masters.values():
             state = optimizer.state.get(master, {})
             state |= {name: value.to(master.device) for name, value in state.items() if isinstance(value, Tensor)}

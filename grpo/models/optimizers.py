@@ -1,4 +1,4 @@
-"""Optimizers that are more than one constructor of torch: Muon with AdamW beside it, and AdamW in 8 bits."""
+"""Optimizers that torch does not provide: Muon together with AdamW, and AdamW in 8 bits."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
 
 from grpo.system.errors import UserError
+from grpo.system.ranges import NonNegative, ShareBelow1
 
 Named = Iterable[tuple[str, Tensor]]  # as Module.named_parameters gives them
 
@@ -24,20 +25,20 @@ class Together(Optimizer):
             with torch.enable_grad():
                 closure()
         for part, group in zip(self.parts, self.param_groups, strict=True):
-            part.param_groups, part.state = [group], self.state  # a checkpoint may have brought others
+            part.param_groups, part.state = [group], self.state  # a checkpoint may have replaced them
             part.step()
 
 
 def muon(
     parameters: Named,
-    lr: float,
-    momentum: float = 0.95,
-    betas: tuple[float, float] = (0.9, 0.99),
-    weight_decay: float = 0.0,
+    lr: NonNegative,
+    momentum: ShareBelow1 = 0.95,
+    betas: tuple[ShareBelow1, ShareBelow1] = (0.9, 0.99),
+    weight_decay: NonNegative = 0.0,
     adamw_for: Sequence[str] = (),
 ) -> Optimizer:
-    """Muon (kellerjordan.github.io/posts/muon) for matrices, with updates of the size that AdamW's have (arXiv 2502.16982); AdamW
-    for what has one dimension, or in its name one of `adamw_for`: embeddings and the head."""
+    """Return Muon (kellerjordan.github.io/posts/muon) for matrices, with updates as large as AdamW's (arXiv 2502.16982), and
+    AdamW for other parameters and for those whose name contains one of `adamw_for` (embeddings and the head)."""
     rest, matrices = [], []
     for name, p in parameters:
         (matrices if p.ndim == 2 and not any(part in name for part in adamw_for) else rest).append((name, p))
@@ -49,16 +50,16 @@ def muon(
     return Together(parts)
 
 
-def adamw_8bit(parameters: Named, lr: float, **kwargs) -> Optimizer:
-    """AdamW with both moments in 8 bits, in blocks of 256 with a scale each (arXiv 2110.02861); those of fewer than 4096 numbers
-    stay in float32. kwargs: of bitsandbytes.optim.AdamW8bit."""
+def adamw_8bit(parameters: Named, lr: NonNegative, **kwargs) -> Optimizer:
+    """Return AdamW with both moments in 8 bits, in blocks of 256 with one scale each (arXiv 2110.02861); moments of fewer than
+    4096 numbers stay in float32. kwargs: arguments of bitsandbytes.optim.AdamW8bit."""
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise UserError("AdamW in 8 bits needs bitsandbytes: pip install -e '.[8bit]'") from error
 
     class AdamW8bitHooked(AdamW8bit):
-        """Its own load_state_dict leaves out torch's hooks, and with them the masters."""
+        """AdamW8bit, whose load_state_dict also runs torch's hooks: they load the masters."""
 
         def load_state_dict(self, state_dict: dict) -> None:
             for hook in self._optimizer_load_state_dict_pre_hooks.values():

@@ -1,9 +1,9 @@
-"""Attention by plan: many sequences in one row, without padding, and who of them may look at whom.
+"""Attention by plan: one row holds many sequences without padding, and a plan says which tokens each token attends to.
 
-A model of transformers asks for its attention by name. While `attending` holds that name is ours, and `model(..., plan=plan)`
-hands the plan down to every layer. Knows nothing of losses or sampling.
+A transformers model looks up its attention function by name. In `attending` that name is ours, and `model(..., plan=plan)`
+passes the plan to every layer. Knows nothing of losses or sampling.
 
-Shapes: T tokens in the row, N prompts of up to P tokens, R rows of up to C tokens that follow one of them, H heads, K of keys.
+Shapes: T tokens in the row, N prompts of up to P tokens, R rows of up to C tokens that follow a prompt, H heads, K key heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,19 +18,21 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface
 
 NAME = "grpo"
-UNPLANNED = ("softcap", "s_aux", "position_bias")  # what some models ask of attention, and a plan does not do
+UNPLANNED = ("softcap", "s_aux", "position_bias")  # arguments of some models that a plan does not support
 
 
 class AttentionPlan(Protocol):
+    """Computes attention for a row that holds many sequences."""
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """query: [1, H, T, D]; key, value: [1, K, T, D]. window: how many tokens a query sees, itself among them; None: all.
-        Returns [1, T, H, D]."""
+        """Return the output, [1, T, H, D]. query: [1, H, T, D]; key, value: [1, K, T, D]. window: how many tokens a query sees,
+        itself included; None: all."""
 
 
 def by_plan(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs):
-    """An attention function of transformers. Raises ValueError where the model asks for more than a plan does."""
+    """An attention function for transformers. Raises ValueError if the model needs more than a plan supports."""
     unknown = [name for name in UNPLANNED if kwargs.get(name) is not None]
     if unknown or kwargs.get("plan") is None:
         raise ValueError(f"attention by plan: {', '.join(unknown) or 'no plan came through the model'}")
@@ -43,8 +45,8 @@ AttentionInterface.register(NAME, by_plan)
 
 @contextmanager
 def attending(model: nn.Module, name: str = NAME):
-    """For the length of a `with`, `model` attends by this function of transformers; by ours it does what the plan says that it
-    is called with: `model(..., plan=plan)`."""
+    """In this `with`, `model` uses the attention function of this name. Ours follows the plan that the model is called with:
+    `model(..., plan=plan)`."""
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = name
@@ -55,9 +57,9 @@ def attending(model: nn.Module, name: str = NAME):
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """query: [B, H, Q, D]; key, value: [B, K, S, D]; mask: bool, None: causal. Returns [B, H, Q, D]."""
+    """Return the output, [B, H, Q, D]. query: [B, H, Q, D]; key, value: [B, K, S, D]; mask: bool; None: causal."""
     if query.device.type != "cpu" and mask is not None and key.shape[1] != query.shape[1]:
-        # there a mask together with grouped heads has no fast kernel
+        # on GPUs no fast kernel takes both a mask and grouped heads
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     grouped = key.shape[1] != query.shape[1]
     return F.scaled_dot_product_attention(
@@ -67,13 +69,14 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: 
 
 @cache
 def flex() -> Callable[..., Tensor]:
+    """Return FlexAttention, compiled once."""
     return torch.compile(flex_attention, dynamic=True)
 
 
 class Packed:
-    """Each prompt followed by its rows: a row sees its prompt and itself, as if it came right after. Exact for causal models.
+    """Prompts, each followed by its rows. A row sees its prompt and itself, as if it came right after. Exact for causal models.
 
-    ids, positions: [1, T], for the model. starts: where in T each prompt begins, and then each row, in order.
+    ids, positions: [1, T], for the model. starts: the index in T of the start of each prompt, then of each row, in order.
     """
 
     def __init__(
@@ -83,10 +86,10 @@ class Packed:
         device: torch.device,
         kernel: str = "sdpa",
     ) -> None:
-        """rows: of each prompt, maybe none. kernel: sdpa, or flex, which is compiled where the device is a GPU."""
+        """rows: of each prompt, maybe none. kernel: sdpa, or flex, which is compiled if the device is a GPU."""
         self.kernel, self.device = kernel, device
         prompt_starts, row_starts, owner = [], [], []
-        tokens: list[tuple[int, int, int, int]] = []  # id, position, number of its prompt, of its row (-1: the prompt)
+        tokens: list[tuple[int, int, int, int]] = []  # id, position, number of its prompt, of its row (-1: none)
         for n, (prompt, own) in enumerate(zip(prompts, rows, strict=True)):
             prompt_starts.append(len(tokens))
             tokens += [(token, i, n, -1) for i, token in enumerate(prompt)]
@@ -123,8 +126,8 @@ class Packed:
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Where in T are the tokens of the prompts [N, P], of the rows [R, C], the keys that a row sees [R, P + C]; and where in
-        prompts and rows, flattened, are the tokens of T [T]."""
+        """Return indices in T: of the prompts' tokens [N, P], of the rows' tokens [R, C], of the keys that a row sees [R, P + C];
+        and for each token of T its index in prompts and rows, flattened, [T]."""
         count = len(self.prompt_lengths)
         prompts = padded_places(torch.tensor(self.starts[:count]), self.prompt_lengths)
         rows = padded_places(torch.tensor(self.starts[count:], dtype=torch.int64), self.row_lengths)
@@ -135,7 +138,7 @@ class Packed:
         return tuple(index.to(self.device) for index in (prompts, rows, keys, back))
 
     def dense_masks(self, window: int | None) -> tuple[Tensor | None, Tensor]:
-        """Masks of the prompts, [P, P] bool or None for causal, and of the rows, [R, 1, C, P + C] bool."""
+        """Return the masks of the prompts, [P, P] bool or None for causal, and of the rows, [R, 1, C, P + C] bool."""
         prompts, rows, _, _ = self.places
         p, c = torch.arange(prompts.shape[1]), torch.arange(rows.shape[1])
         length = self.prompt_lengths[self.owner, None]  # [R, 1]
@@ -151,6 +154,7 @@ class Packed:
         return of_prompts, sees[:, None].to(self.device)
 
     def block_mask(self, window: int | None):
+        """Return the mask for FlexAttention."""
         positions = self.positions[0]
         prompt_of, row_of = self.prompt_of.to(self.device), self.row_of.to(self.device)
 
@@ -163,11 +167,11 @@ class Packed:
 
 
 def padded_places(starts: Tensor, lengths: Tensor) -> Tensor:
-    """[n, longest]: the places from each start on; the last one again on padding."""
+    """Return the indices of n sequences, from their starts on, [n, longest]; padding repeats the last one."""
     longest = int(lengths.max()) if len(lengths) else 0
     return (starts[:, None] + torch.arange(longest).minimum(lengths[:, None] - 1)).clamp(min=0)
 
 
 def take(x: Tensor, places: Tensor) -> Tensor:
-    """x: [T, H, D]; places: [n, L]. Returns [n, H, L, D]."""
+    """Return x at these places, [n, H, L, D]. x: [T, H, D]; places: [n, L]."""
     return x.index_select(0, places.flatten()).view(*places.shape, *x.shape[1:]).transpose(1, 2)

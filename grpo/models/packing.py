@@ -1,4 +1,4 @@
-"""Which rows go through the model together, and in which layout the model can be trusted."""
+"""Chooses which rows go through the model together, and the layout in which the model's results are correct."""
 
 import logging
 from collections import defaultdict
@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 
 def microbatches(batch: TokenBatch, layout: Layout, max_tokens: int) -> list[Tensor]:
-    """The rows by index in pieces of at most `max_tokens` that the model sees, longest first, equal prompts side by side.
+    """Return the rows' indices in pieces of at most `max_tokens` seen tokens, longest first, equal prompts together.
 
-    A row that is longer is a piece of its own.
+    A longer row is a piece of its own.
     """
     numbers: dict[object, int] = {}
     rows = []  # number of the prompt, its length, the length of what follows
@@ -34,7 +34,7 @@ def microbatches(batch: TokenBatch, layout: Layout, max_tokens: int) -> list[Ten
 
     pieces: list[list[int]] = [[]]
     for members in sorted(groups.values(), key=size, reverse=True):
-        if size(members) <= max_tokens < size([*pieces[-1], *members]):  # rather whole in the next piece
+        if size(members) <= max_tokens < size([*pieces[-1], *members]):  # keep them together in the next piece
             pieces.append([])
         for r in members:
             if pieces[-1] and size([*pieces[-1], r]) > max_tokens:
@@ -44,6 +44,7 @@ def microbatches(batch: TokenBatch, layout: Layout, max_tokens: int) -> list[Ten
 
 
 def tokens_seen(rows: Sequence[tuple[int, int, int]], layout: Layout) -> int:
+    """Return how many tokens go through the model for these rows in this layout."""
     own = [length for _, _, length in rows]
     if layout == "padded":
         return len(rows) * (max(prompt for _, prompt, _ in rows) + max(own))
@@ -51,9 +52,9 @@ def tokens_seen(rows: Sequence[tuple[int, int, int]], layout: Layout) -> int:
 
 
 def trusted(model: nn.Module, layout: Layout) -> tuple[Layout, str]:
-    """The layout to use for `model`, and its kernel: `layout`, or padded where the two disagree on a few random tokens.
+    """Return the layout to use for `model`, and its kernel: `layout`, or padded if the two disagree on a few random tokens.
 
-    A model that asks more of its attention than a plan knows, or that has a memory of its own, is found here.
+    This finds models that need more of attention than a plan supports, and models with a recurrent state.
     """
     if layout == "padded":
         return layout, "sdpa"
@@ -61,26 +62,26 @@ def trusted(model: nn.Module, layout: Layout) -> tuple[Layout, str]:
     for kernel in ("flex", "sdpa") if next(model.parameters()).is_cuda else ("sdpa",):
         if not (why := objection(model, partial(disagreement, model, layout, kernel))):
             return layout, kernel
-    log.warning("optim.layout=%s does not fit %s (%s): layout=padded it is", layout, type(model).__name__, why)
+    log.warning("optim.layout=%s does not fit %s (%s): layout=padded is used", layout, type(model).__name__, why)
     return "padded", "sdpa"
 
 
 def disagreement(model: nn.Module, layout: Layout, kernel: str) -> str:
-    """How the log-probabilities of a few tokens are wrong; empty within 1e-4 of each in float32, 0.1 on average in 16 bits.
-    In the precision of the parameters, whatever a run computes in."""
+    """Describe the error of a few tokens' log-probabilities, in the precision of the parameters. Empty if each error is at most
+    1e-4 in float32, or their mean at most 0.1 in 16 bits."""
     batch = few_tokens(model)
     with torch.autocast(batch.ids.device.type, enabled=False):
         exact, _ = completion_logprobs(model, batch, 1.0)
         got, _ = completion_logprobs(model, batch, 1.0, layout=layout, kernel=kernel)
     gaps = (got - exact)[batch.mask].abs()
-    # in 16 bits two numbers next to each other are 0.06 to 0.25 apart where logits are large
+    # in 16 bits, neighbouring numbers are 0.06 to 0.25 apart if logits are large
     is_exact = next(model.parameters()).dtype == torch.float32
     gap, bound = (float(gaps.max()), 1e-4) if is_exact else (float(gaps.mean()), 0.1)
     return "" if gap <= bound else f"log-probabilities differ by {gap:.2g}"
 
 
 def few_tokens(model: nn.Module) -> TokenBatch:
-    """Two prompts, three rows of one and two of the other, random."""
+    """Return random tokens: two prompts, three rows of the first and two of the second."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     prompts, widths, owner = torch.randint(vocabulary, (2, 9), generator=generator), (3, 7, 5, 6, 1), (0, 0, 0, 1, 1)

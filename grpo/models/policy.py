@@ -1,19 +1,24 @@
-"""The policy: a Hugging Face causal LM, maybe with an adapter; and the reference, frozen where the policy started."""
+"""The policy, a Hugging Face causal LM with or without an adapter, and the frozen reference."""
 
 from contextlib import contextmanager
 from copy import deepcopy
+from typing import TYPE_CHECKING
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from grpo.system.errors import UserError
 
+if TYPE_CHECKING:
+    from peft import PeftConfig  # at run time only where there is an adapter: peft takes seconds to import
 
-def with_adapter(model: nn.Module, adapter: PeftConfig | None) -> nn.Module:
-    """The policy: `model` itself, or `model` with a fresh adapter, which is then the only part that learns."""
+
+def with_adapter(model: nn.Module, adapter: "PeftConfig | None") -> nn.Module:
+    """Return the policy: `model` itself, or `model` with a new adapter, which is then the only part that learns."""
     if adapter is None:
         return model
+    from peft import get_peft_model
+
     try:
         return get_peft_model(model, adapter).eval()
     except ValueError as error:
@@ -23,25 +28,25 @@ def with_adapter(model: nn.Module, adapter: PeftConfig | None) -> nn.Module:
 class Reference:
     """The policy as it was before training: a frozen copy, or the policy itself with its adapter switched off.
 
-    moves: it will move towards the policy (TR-DPO, arXiv 2404.09656). Then it keeps a copy of the trained weights, and puts them
-    into the policy while it is used. Under LoRA these are the adapter's two matrices, each averaged by itself.
-    It is not part of the module tree: the optimizer never sees it.
+    moves: it will move towards the policy (TR-DPO, arXiv 2404.09656). It then keeps a copy of the trained weights, and puts them
+    into the policy while it is used. With LoRA these are the adapter's two matrices, each averaged separately.
+    It is not part of the module tree, so the optimizer never sees it.
     """
 
     def __init__(self, policy: nn.Module, moves: bool = False) -> None:
         self.policy, self.moves = policy, moves
-        self.copy = None if moves or isinstance(policy, PeftModel) else deepcopy(policy).requires_grad_(False)
+        self.copy = None if moves or hasattr(policy, "peft_config") else deepcopy(policy).requires_grad_(False)
         trained = ((name, p) for name, p in policy.named_parameters() if p.requires_grad)
-        # the weights that move, by the policy's names; in float32, as a mean in 16 bits loses small steps
+        # the weights that move, by the policy's names; in float32, since a 16-bit mean loses small steps
         self.weights = {name: p.detach().to(torch.float32, copy=True) for name, p in trained} if moves else {}
 
     def own(self) -> list[Tensor]:
-        """The tensors that it keeps."""
+        """Return the tensors that the reference keeps."""
         return [*self.weights.values(), *(self.copy.parameters() if self.copy is not None else ())]
 
     @contextmanager
     def model(self):
-        """A context that gives the reference. Inside of it the policy may hold the reference's weights."""
+        """Yield the reference. Until the end of the `with`, the policy may hold the reference's weights."""
         if self.copy is not None:
             yield self.copy.to(self.policy.device)
         elif not self.moves:
@@ -53,11 +58,11 @@ class Reference:
 
     @contextmanager
     def swapped(self):
-        """The policy with the weights of the reference."""
+        """Give the policy the weights of the reference until the end of the `with`."""
         trained = {name: p for name, p in self.policy.named_parameters() if name in self.weights}
         kept = {name: p.data for name, p in trained.items()}
         try:
-            torch.clear_autocast_cache()  # it keeps casts by parameter, whatever its data
+            torch.clear_autocast_cache()  # it caches casts by parameter, even if its data changes
             for name, p in trained.items():
                 self.weights[name] = self.weights[name].to(p.device)
                 p.data = self.weights[name].to(p.dtype)
@@ -69,11 +74,12 @@ class Reference:
 
     @torch.no_grad()
     def move(self, alpha: float) -> None:
-        """reference <- alpha policy + (1 - alpha) reference"""
+        """Move the reference: reference <- alpha policy + (1 - alpha) reference."""
         trained = dict(self.policy.named_parameters())
         for name, weight in self.weights.items():
             weight.lerp_(trained[name].detach().to(weight), alpha)
 
     def load(self, weights: dict[str, Tensor]) -> None:
+        """Restore the weights of a moving reference, by the policy's names."""
         for name, weight in self.weights.items():
             weight.copy_(weights[name])

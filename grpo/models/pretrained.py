@@ -1,64 +1,88 @@
-"""A Hugging Face causal language model in a folder or on the hub, and how it is loaded."""
+"""A Hugging Face causal language model in a folder or on the hub, and how to load it."""
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import shorten
+from typing import Literal
 
 import torch
-from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from grpo.system.errors import UserError, oneof
+from grpo.system.errors import UserError
+from grpo.system.loading import STRICT, finite, fully_loaded
+from grpo.system.ranges import enforced
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+log = logging.getLogger(__name__)
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+@enforced("model")
 @dataclass(frozen=True)
 class Pretrained:
     """A model by folder or hub id (path), and how to load it. The folder of a PEFT adapter names its base.
 
-    dtype: of the parameters. Those in 16 bits are trained through float32 masters (master_weights.py); the loss is not scaled,
-    so small gradients are 0 in float16. chat_template: None for the tokenizer's, a file with another one, or "none" for prompts
-    of plain text, as a base model reads them.
+    dtype: of the parameters. 16-bit parameters are trained through float32 masters (master_weights.py); the loss is not scaled,
+    so small gradients become 0 in float16. chat_template: None for the tokenizer's, a file with another one, or "none" for
+    prompts of plain text, for a base model.
     """
 
     path: str
     revision: str | None = None
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     attn_implementation: str | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None
 
-    def __post_init__(self) -> None:
-        oneof("model.dtype", self.dtype, DTYPES)
-
-    def _load(self, loader: type, **kwargs):
+    def _load(self, loader: type, part: str = "model", **kwargs):
         try:
             return loader.from_pretrained(
                 self.path, revision=self.revision, trust_remote_code=self.trust_remote_code, **kwargs
             )
-        except (OSError, ValueError, ImportError) as error:
+        except Exception as error:  # a damaged file may raise anything
             nowhere = "is neither a local folder nor a model that the hub gives (is there a network? is it gated?)"
-            what = "has no model that transformers can load" if Path(self.path).exists() else nowhere
-            raise UserError(f"model.path={self.path} {what}: {str(error).splitlines()[0]}") from error
+            what = f"has no {part} that transformers can load" if Path(self.path).exists() else nowhere
+            reason = f"{type(error).__name__}: {shorten(str(error), 300)}"
+            raise UserError(f"model.path={self.path} {what}: {reason}") from error
 
     def base(self) -> "Pretrained | None":
-        """The model that an adapter's folder adapts; None where the folder is a whole model."""
+        """Return the model that an adapter's folder adapts; None if the folder holds a whole model."""
         base = base_path(self.path)
         return None if base == self.path else replace(self, path=base, revision=None)
 
     def check_takes(self, adapter: object) -> None:
-        """Raises UserError for an adapter (or its factory; None for none) on an adapter."""
+        """Raises UserError if this is an adapter and would get a new one. adapter: the new one or its factory, or None."""
         if adapter and self.base():
             line = f"model.path={self.path} is an adapter, and a new one on it would be saved without it"
             raise UserError(f"{line}: adapter=none trains it merged into its base")
 
     def config(self) -> PretrainedConfig:
-        base = self.base()
-        return base.config() if base else self._load(AutoConfig)
+        """The configuration, without weights. Raises UserError if this is no causal language model."""
+        if base := self.base():
+            return base.config()
+        config = self._load(AutoConfig, "config.json")
+        kinds = config.architectures or ["CausalLM"]
+        if not self.trust_remote_code and not any("CausalLM" in kind or "LMHead" in kind for kind in kinds):
+            needed = "a model that predicts the next token is needed, one whose config.json has a ...ForCausalLM"
+            raise UserError(f"model.path={self.path} is a {', '.join(kinds)}: {needed} in architectures")
+        return config
+
+    def context(self) -> int:
+        """The number of tokens that the model takes at most. Raises UserError if its configuration has no such limit."""
+        if (limit := getattr(self.config().get_text_config(), "max_position_embeddings", None)) is None:
+            raise UserError(f"model.path={self.path} has no max_position_embeddings in its config.json: set it there")
+        return limit
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        tokenizer = self._load(AutoTokenizer)
+        """The tokenizer, with the chat template of the settings."""
+        tokenizer = self._load(AutoTokenizer, "tokenizer")
+        last, rows = max(tokenizer.get_vocab().values(), default=0), self.config().get_text_config().vocab_size
+        if last >= rows:
+            beyond = f"the id {last} ({tokenizer.convert_ids_to_tokens(last)!r}), the model's embedding {rows} rows"
+            fix = "save the model after model.resize_token_embeddings(len(tokenizer)), or take its own tokenizer"
+            raise UserError(f"model.path={self.path}: the tokenizer has {beyond}: {fix}")
         if self.chat_template is not None:
             file = Path(self.chat_template).expanduser()
             if self.chat_template != "none" and not file.is_file():
@@ -67,7 +91,7 @@ class Pretrained:
         return tokenizer
 
     def outline(self) -> nn.Module:
-        """The same modules as `model`, with random weights: no file of weights is read."""
+        """Return the same modules as `model`, with random weights. Reads no file of weights."""
         config = self.config()
         dtype = config.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
         return AutoModelForCausalLM.from_config(
@@ -75,19 +99,28 @@ class Pretrained:
         ).eval()
 
     def model(self) -> nn.Module:
-        """The model in evaluation mode, where it stays: dropout would make the trainer disagree with the engine.
+        """Return the model in evaluation mode, in which it is trained too: dropout would make trainer and engine disagree.
 
-        An adapter is merged into its base, and training continues from both.
+        An adapter is merged into its base, and training continues from the result.
         """
         if base := self.base():
+            from peft import PeftModel  # takes seconds to import
+
             merged = PeftModel.from_pretrained(base.model(), self.path).merge_and_unload()
-            return merged.requires_grad_(True).eval()
+            return finite(f"the adapter model.path={self.path}", merged).requires_grad_(True).eval()
         dtype = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
-        return self._load(AutoModelForCausalLM, dtype=dtype, attn_implementation=self.attn_implementation).eval()
+        loaded = self._load(AutoModelForCausalLM, dtype=dtype, attn_implementation=self.attn_implementation, **STRICT)
+        model = fully_loaded(f"model.path={self.path}", loaded).eval()
+        if model.generation_config is None or model.generation_config.eos_token_id is None:
+            never = "no completion ends before max_tokens, except at sampling.stop_ids"
+            log.warning("model.path=%s has no end token: %s; set eos_token_id in its config.json", self.path, never)
+        return model
 
 
 def base_path(path: str) -> str:
-    """The folder or hub id of a whole model: `path`, or the base that an adapter's folder names."""
+    """Return the folder or hub id of a whole model: `path`, or the base that an adapter's folder names."""
     if (Path(path) / "adapter_config.json").exists():
+        from peft import PeftConfig
+
         return PeftConfig.from_pretrained(path).base_model_name_or_path
     return path

@@ -1,7 +1,7 @@
-"""Whether another way to compute gives what the plain padded model gives: tried on a few tokens, and attention masks compared.
+"""Checks whether another way to compute agrees with the plain padded model, on a few tokens and on attention masks.
 
-A few tokens are shorter than a window of attention. So the model is asked for the masks that it makes, and what they allow at
-the far end of its context is compared with the windows that its layers give to a plan of attention.
+A few tokens are fewer than an attention window. Therefore the masks that the model makes are read too: the keys that they allow
+at the end of its context are compared with the windows that its layers pass to an attention plan.
 """
 
 from collections.abc import Callable
@@ -18,20 +18,20 @@ FAR = 2**20  # a context that is long enough
 
 @torch.no_grad()
 def objection(model: nn.Module, tried: Callable[[], str], by_plan: bool = True) -> str:
-    """Why the model must not be computed in another way; empty if nothing speaks against it. Raises when memory runs out.
+    """Return why the model must not be computed in another way; empty if it may. Raises when memory runs out.
 
-    tried: computes a few tokens in that way, and returns how their numbers are wrong, or "". by_plan: it attends by a plan.
+    tried: computes a few tokens in that way, and returns their error as text, or "". by_plan: that way uses an attention plan.
     """
     try:
         return (by_plan and MaskProbe(model).wrong) or tried()
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever the code of a model raises where it is not made for this
+    except Exception as error:  # a model's code may raise anything
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 class MaskProbe:
-    """A plan of attention that compares the masks of a model with the windows of its layers.
+    """An attention plan that compares the masks of a model with the windows of its layers.
 
     wrong: the first layer whose window is not the one in its mask, or that has a mask of its own; else "".
     """
@@ -43,7 +43,7 @@ class MaskProbe:
             model(input_ids=torch.tensor([[3, 4, 5]], device=model.device), use_cache=False, plan=self)
 
     def compare(self, layer: int, mask: Callable[..., Tensor] | None, window: int | None, device: torch.device) -> None:
-        """mask: the function of (batch, head, query, key) that the model made, None where it makes no mask."""
+        """Compare one layer. mask: the model's function of (batch, head, query, key); None if it makes no mask."""
         keys = torch.arange(self.context, device=device)
         query, zero = torch.full_like(keys, self.context - 2), torch.zeros_like(keys)
         if mask is not None and not callable(mask):
@@ -52,11 +52,11 @@ class MaskProbe:
         sees = keys <= query if mask is None else mask(zero, zero, query, keys)
         given = (keys <= query) & (query - keys < (window or self.context))
         if not torch.equal(sees.expand_as(given), given):
-            self.wrong = self.wrong or f"layer {layer} has a mask that it does not tell"
+            self.wrong = self.wrong or f"layer {layer} has a mask other than its window"
 
 
 def by_probe(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **kwargs):
-    """An attention function that mixes nothing."""
+    """An attention function that only calls `compare`, and returns each token's own value."""
     kwargs["plan"].compare(module.layer_idx, attention_mask, kwargs.get("sliding_window"), query.device)
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
 

@@ -1,47 +1,47 @@
-"""From rewards to advantages. Pure functions of tensors; N prompts, G samples of each, S = N x G.
+"""Advantage estimators: from rewards to advantages. Pure functions of tensors; N prompts, G samples of each, S = N x G.
 
 An advantage function returns [N, G]. Its parameters name its arguments: `rewards` [N, G], `lengths` [N, G] (sampled tokens),
-`parts` {name: [N, G]} (the numbers in a reward, `correct` among them). An unknown reward (a grader that timed out) is NaN: it
-stays out of the baseline, and nothing is learned from the sample. With a baseline, equal rewards have advantages of exactly 0.
+`parts` {name: [N, G]} (the numbers in a reward, `correct` among them). An unknown reward (the grader timed out) is NaN: the
+baseline ignores it, and nothing is learned from the sample. With a baseline, equal rewards have advantages of exactly 0.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from grpo.system.errors import UserError, oneof
+from grpo.system.errors import UserError
+from grpo.system.ranges import NonNegative
 
 Scale = Literal["group", "batch", "none"]
 
 
 def has_signal(rewards: Tensor) -> Tensor:
-    """Whether the rewards of a group differ; nothing is learned from a group where they do not. [N, G] to [N] bool."""
+    """Return whether the rewards of each group differ, [N] bool; nothing is learned from other groups. rewards: [N, G]."""
     low = rewards.nan_to_num(torch.inf).amin(dim=1)
     high = rewards.nan_to_num(-torch.inf).amax(dim=1)
     return low < high
 
 
 def less_baseline(rewards: Tensor, baseline: Tensor) -> Tensor:
-    """rewards - baseline, and exactly 0 where a group's rewards are equal: a mean in floating point can miss them."""
+    """Return rewards - baseline, exactly 0 if a group's rewards are equal: a floating-point mean may differ from them."""
     return torch.where(has_signal(rewards)[:, None] | rewards.isnan(), rewards - baseline, 0.0)
 
 
 def std(values: Tensor, dim: int | None, ddof: int) -> Tensor:
-    """The standard deviation of the values that are not NaN, over n - ddof; 0 where that is not positive."""
+    """Return the standard deviation of the values that are not NaN, with divisor n - ddof; 0 if that is not positive."""
     count = (~values.isnan()).sum(dim=dim, keepdim=dim is not None)
     centred = values - values.nanmean(dim=dim, keepdim=dim is not None)
     squares = centred.nan_to_num(0.0).square().sum(dim=dim, keepdim=dim is not None)
     return torch.where(count > ddof, squares / (count - ddof).clamp(min=1), 0.0).sqrt()
 
 
-def group_advantages(rewards: Tensor, scale: Scale = "group", ddof: int = 1, eps: float = 1e-4) -> Tensor:
+def group_advantages(
+    rewards: Tensor, scale: Scale = "group", ddof: Literal[0, 1] = 1, eps: NonNegative = 1e-4
+) -> Tensor:
     """A_i = (r_i - mean_group(r)) / (std(r) + eps). scale: std over the group (GRPO, arXiv 2402.03300 sec. 4.1), over the batch
     (Lite PPO, arXiv 2508.08221), or no division (none: Dr.GRPO, arXiv 2503.20783). ddof: std divides by n - ddof."""
-    oneof("algo.advantage.scale", scale, get_args(Scale))
-    if eps < 0:
-        raise UserError(f"algo.advantage.eps={eps} must not be negative")
     centred = less_baseline(rewards, rewards.nanmean(dim=1, keepdim=True))
     if scale == "none":
         return centred
@@ -49,35 +49,35 @@ def group_advantages(rewards: Tensor, scale: Scale = "group", ddof: int = 1, eps
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
-    """A_i = r_i - mean_{j != i}(r_j) = G / (G-1) (r_i - mean(r)), RLOO, arXiv 2402.14740. 0 for a sample alone."""
+    """A_i = r_i - mean_{j != i}(r_j) = G / (G-1) (r_i - mean(r)), RLOO, arXiv 2402.14740. 0 for a single sample."""
     count = (~rewards.isnan()).sum(dim=1, keepdim=True)
     centred = less_baseline(rewards, rewards.nanmean(dim=1, keepdim=True))
     return centred * count / (count - 1).clamp(min=1)
 
 
 def no_baseline(rewards: Tensor) -> Tensor:
-    """A_i = r_i: REINFORCE++ (arXiv 2501.03262) leaves the baseline to `whiten`. Takes groups of 1."""
+    """A_i = r_i: REINFORCE++ (arXiv 2501.03262) leaves the baseline to `whiten`. Works with groups of 1."""
     return rewards.clone()
 
 
 def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """A_i = r_i - sum_j |o_j| r_j / sum_j |o_j|: the baseline of least variance, OPO, arXiv 2505.23585."""
+    """A_i = r_i - sum_j |o_j| r_j / sum_j |o_j|: the baseline of smallest variance, OPO, arXiv 2505.23585."""
     lengths = torch.where(rewards.isnan(), 0.0, lengths.to(rewards.dtype))
     baseline = (lengths * rewards.nan_to_num(0.0)).sum(dim=1, keepdim=True) / lengths.sum(dim=1, keepdim=True)
     return less_baseline(rewards, baseline)
 
 
 def max_rl(rewards: Tensor) -> Tensor:
-    """A_i = (r_i - mean(r)) / mean(r): hard prompts count for more, MaxRL, arXiv 2602.02710. Rewards must not be negative."""
+    """A_i = (r_i - mean(r)) / mean(r): hard prompts have more weight, MaxRL, arXiv 2602.02710. Rewards must not be negative."""
     if (rewards < 0).any():
         raise UserError("algo/advantage=max_rl divides by the mean reward of a group: rewards must not be negative")
     mean = rewards.nanmean(dim=1, keepdim=True)
     return less_baseline(rewards, mean) / torch.where(mean > 0, mean, 1.0)
 
 
-def gdpo(parts: Mapping[str, Tensor], weights: Mapping[str, float], eps: float = 1e-4) -> Tensor:
-    """GDPO: every part of the reward is normalised in its group, then their weighted sum over the batch. weights: {part: weight}.
-    A part that does not apply to a sample is NaN there and counts nothing."""
+def gdpo(parts: Mapping[str, Tensor], weights: Mapping[str, float], eps: NonNegative = 1e-4) -> Tensor:
+    """GDPO: normalises every part of the reward over its group, then the weighted sum over the batch. weights: {part: weight}.
+    A part that does not apply to a sample is NaN there and is left out."""
     if not weights:
         raise UserError("algo.advantage.weights is empty: name parts of the reward, as in {correct: 1, format: 0.5}")
     try:
@@ -95,8 +95,8 @@ def gdpo(parts: Mapping[str, Tensor], weights: Mapping[str, float], eps: float =
 
 
 def reward_to_go(values: Tensor, mask: Tensor, sample: Tensor) -> Tensor:
-    """The sum of `values` [B, C] from each token to the end of its sample, without discount. sample: [B], of each row; a sample's
-    rows are in order. Returns [B, C]."""
+    """Return the sum of `values` from each token to the end of its sample, without discount, [B, C]. values: [B, C]. sample: [B],
+    the sample of each row; a sample's rows are in order."""
     values = values * mask
     within = values.flip(1).cumsum(1).flip(1)
     order = torch.arange(len(sample), device=sample.device)
@@ -107,8 +107,8 @@ def reward_to_go(values: Tensor, mask: Tensor, sample: Tensor) -> Tensor:
 def whiten(
     advantages: Tensor, mask: Tensor, eps: float = 1e-8, concatenated: Callable[[list], list] = lambda items: items
 ) -> Tensor:
-    """Mean 0 and standard deviation 1 over all tokens of the mask (REINFORCE++, arXiv 2501.03262); 0 where all are equal.
-    [B, C] to [B, C]. concatenated: joins the lists of all ranks, each of which holds a part of the tokens."""
+    """Scale advantages, [B, C], to mean 0 and standard deviation 1 over all tokens of the mask (REINFORCE++, arXiv 2501.03262); 0
+    if all are equal. concatenated: joins the lists of all ranks, since each rank holds a part of the tokens."""
     values = advantages[mask].cpu().double()
     found = [(len(values), values.sum(), values.min(), values.max())] if len(values) else []
     found = concatenated(found)

@@ -1,9 +1,9 @@
-"""An algorithm: a point on six axes, and how often a rollout is used. conf/algo holds the named ones.
+"""An algorithm: a choice on each of six axes, and how often a rollout is used. conf/algo holds the named algorithms.
 
     advantage x level of the ratio x surrogate x reduction x KL x correction of the engine's mismatch
 
-Every axis is a pure function of tensors in a file of its own. This file joins them: `credit` makes advantages of rewards, `loss`
-is equation 1. checks.py refuses combinations without meaning.
+Every axis is a pure function of tensors in a file of its own. This file joins them: `credit` turns rewards into advantages,
+`loss` is equation 1. checks.py refuses meaningless combinations.
 """
 
 from collections.abc import Callable
@@ -23,26 +23,28 @@ from grpo.objectives.kl import KL, k3
 from grpo.objectives.loss import Level, Reduce, off_policy_keep, policy_log_ratio, token_weights
 from grpo.objectives.shaping import less_kl, less_overlong
 from grpo.system import distributed
+from grpo.system.ranges import Count, Positive, Share, SomeShare, enforced
 
 
+@enforced("algo")
 @dataclass(frozen=True)
 class Algorithm:
-    """advantage, surrogate, correction: functions, whose arguments are in advantage.py, loss.py and importance.py.
+    """advantage, surrogate, correction: functions; advantage.py, loss.py and importance.py list their arguments.
 
     level, reduce: see `policy_log_ratio` and `token_weights`; max_tokens is L_max, the run's limit of new tokens.
-    old_policy: what the ratio compares with. `trainer`: the policy before the update, by the trainer's log-probabilities;
-    `rollout`: the one that sampled, by the engine's, without an extra pass or a correction (bypass).
-    whiten: advantages to mean 0 and standard deviation 1 over all tokens of a rollout.
-    top_entropy: the share of tokens, by entropy, that the surrogate counts. off_policy_delta: see `off_policy_keep`.
-    overlong_share: of max_tokens, over which `overlong_penalty` falls; 0 is off.
-    mask_truncated: answers cut short stay in their group's baseline, and nothing is learned from them.
-    sampling_rounds: above 1, groups of equal rewards are replaced, in at most so many rounds of sampling (DAPO).
-    num_epochs: passes over a rollout, num_minibatches updates each.
+    old_policy: the denominator of the ratio. `trainer`: the policy before the update, with the trainer's log-probabilities;
+    `rollout`: the policy that sampled, with the engine's, without an extra pass or a correction (bypass).
+    whiten: scale advantages to mean 0 and standard deviation 1 over all tokens of a rollout.
+    top_entropy: the surrogate counts only this share of the tokens, by entropy. off_policy_delta: see `off_policy_keep`.
+    overlong_share: the share of max_tokens over which `overlong_penalty` falls; 0 is off.
+    mask_truncated: truncated answers stay in their group's baseline, but nothing is learned from them.
+    sampling_rounds: above 1, groups with equal rewards are replaced, in at most this many rounds of sampling (DAPO).
+    num_epochs: passes over a rollout, with num_minibatches updates each.
     """
 
     advantage: Callable[..., Tensor]
     surrogate: Callable[..., Any]
-    max_tokens: int
+    max_tokens: Count
     level: Level = "token"
     reduce: Reduce = "sequence"
     kl: KL = field(default_factory=KL)
@@ -50,46 +52,47 @@ class Algorithm:
     old_policy: Literal["trainer", "rollout"] = "trainer"
     whiten: bool = False
     entropy: EntropyBonus = field(default_factory=EntropyBonus)
-    top_entropy: float = 1.0
-    off_policy_delta: float | None = None
-    overlong_share: float = 0.0
+    top_entropy: SomeShare = 1.0
+    off_policy_delta: Positive | None = None
+    overlong_share: Share = 0.0
     mask_truncated: bool = False
-    sampling_rounds: int = 1
-    num_epochs: int = 1
-    num_minibatches: int = 1
+    sampling_rounds: Count = 1
+    num_epochs: Count = 1
+    num_minibatches: Count = 1
 
     def __post_init__(self) -> None:
         checks.check(self)
 
     def check(self, prompts: int, group_size: int, ahead: int = 0) -> None:
-        """Raises UserError where the algorithm does not fit such rollouts, see `checks.check_rollout`."""
+        """Raises UserError if the algorithm does not fit such rollouts, see `checks.check_rollout`."""
         checks.check_rollout(self, prompts, group_size, ahead)
 
     @property
     def updates_per_rollout(self) -> int:
+        """The number of optimizer steps for each rollout."""
         return self.num_epochs * self.num_minibatches
 
     @property
     def needs_old(self) -> bool:
-        """Whether a pass before the first update is needed; else the log-probabilities that it meets are the old ones."""
+        """Whether a pass before the first update is needed; else the first update's own log-probabilities are the old ones."""
         if self.top_entropy < 1:
             return True
         return self.old_policy == "trainer" and (self.num_minibatches > 1 or self.kl.in_reward)
 
     @cached_property
     def skips_zero_advantages(self) -> bool:
-        """Whether a row without advantage has no gradient."""
+        """Whether a row with advantage 0 has no gradient."""
         return not self.kl.in_loss and not self.entropy.active and trial.silent_without_advantage(self)
 
     # -- rewards to advantages
 
     def shaped(self, scores: Scores) -> Scores:
-        """The first step of shaping.py, which needs no tokens: dynamic sampling looks at these rewards."""
+        """Apply the first step of shaping.py, which needs no tokens: dynamic sampling uses these rewards."""
         return less_overlong(scores, self.max_tokens, self.overlong_share)
 
     def credit(self, scores: Scores, tokens: TokenBatch) -> TokenBatch:
-        """Adds the advantages, and takes samples without a reward and answers cut short (mask_truncated) out of the mask. scores:
-        as `shaped` made them. With the KL in the reward the tokens must bring reference_logprobs and old_logprobs."""
+        """Add the advantages, and remove samples without a reward and truncated answers (mask_truncated) from the mask. scores:
+        from `shaped`. With the KL in the reward, tokens must have reference_logprobs and old_logprobs."""
         rewards, token_rewards = less_kl(scores.rewards, self.kl, self.old_logprobs(tokens), tokens)
         given = {"rewards": rewards, "lengths": scores.lengths, "parts": scores.parts}
         of_rows = call(self.advantage, given).flatten()[tokens.sample, None]  # [B, 1]
@@ -104,7 +107,7 @@ class Algorithm:
         return replace(tokens, mask=mask, advantages=torch.where(mask, advantages, 0.0))
 
     def choose(self, tokens: TokenBatch) -> TokenBatch:
-        """Adds which tokens the surrogate counts, where that is the share of highest entropy; needs old_entropy."""
+        """Add `counted`, the tokens of highest entropy, if the surrogate counts only those; needs old_entropy."""
         if self.top_entropy == 1:
             return tokens
         entropies = torch.cat(distributed.all_gather([tokens.old_entropy[tokens.mask].cpu()]))
@@ -113,15 +116,15 @@ class Algorithm:
     # -- advantages to a loss
 
     def old_logprobs(self, batch: TokenBatch) -> Tensor | None:
-        """[B, C], of the policy that the ratio compares with."""
+        """Return the log-probabilities of the old policy in the ratio, [B, C]."""
         return batch.rollout_logprobs if self.old_policy == "rollout" else batch.old_logprobs
 
     def weights(self, mask: Tensor, sample: Tensor | None = None) -> Tensor:
-        """w [B, C]: each token's share in the loss of one update. mask [B, C], sample [B]: this rank's rows of the update."""
+        """Return w [B, C], each token's share in an update's loss. mask [B, C], sample [B]: this rank's rows of the update."""
         return token_weights(mask, self.reduce, self.max_tokens, sample, distributed.all_sum)
 
     def policy_term(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-        """l(rho, A), the numbers that the surrogate logs, and the ratio rho (None for level: none). [B, C] each."""
+        """Return l(rho, A), the numbers that the surrogate logs, and the ratio rho (None for level: none). [B, C] each."""
         given = {name: getattr(batch, name) for name in ("rollout_logprobs", "advantages", "mask")}
         given, rho = given | {"logprobs": logprobs}, None
         if self.level != "none":
@@ -141,15 +144,15 @@ class Algorithm:
 
         w    the token's share in the update, by `reduce` (`token_weights`)
         c    whether the token counts (`top_entropy`)
-        k    whether the row is kept: 0 where A < 0 and the policy has left it (`off_policy_keep`)
+        k    whether the row is kept: 0 if A < 0 and the policy has moved too far from it (`off_policy_keep`)
         f    the correction of the engine's mismatch, old policy / rollout policy (`correction`)
         l    the surrogate of the ratio rho = policy / old policy, at `level`, and the advantage A
-        KL   the estimate of KL(policy || target) where its place is the loss, times rho for loss_with_ratio; beta is kl.coef
+        KL   the estimate of KL(policy || target) if its place is the loss, times rho for loss_with_ratio; beta is kl.coef
         H    the entropy of the policy; alpha is that of `EntropyController`
 
-        A factor that is off is 1, a term that is off 0. logprobs, entropy: [B, C], with gradient (the entropy only where it is
-        active). batch: with advantages, weights, old_logprobs, and what else is needed. Returns the sum over a microbatch, to be
-        added up over the update, and numbers to log, [B, C].
+        A factor that is off is 1, a term that is off 0. logprobs, entropy: [B, C], with gradient (the entropy only if it is
+        active). batch: with advantages, weights, old_logprobs, and whatever the axes need. Returns the sum over a microbatch, to
+        be summed over the update, and numbers to log, [B, C] each.
         """
         c = k = f = 1.0
         w, beta, KL, H = batch.weights, self.kl.coef, 0.0, entropy if alpha else 0.0

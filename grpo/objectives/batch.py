@@ -16,7 +16,7 @@ from grpo.system import distributed
 
 @dataclass(frozen=True)
 class Scores:
-    """The rewards of a rollout, sample by sample. NaN where nobody could tell."""
+    """The rewards of a rollout, sample by sample. NaN is an unknown reward."""
 
     rewards: Tensor  # [N, G] float32
     parts: Mapping[str, Tensor]  # [N, G] each, the named numbers that the rewards consist of, `correct` among them
@@ -32,17 +32,17 @@ class Scores:
         return self._map(lambda tensor: tensor.to(*args, **kwargs))
 
     def has_signal(self) -> Tensor:
-        """Whether the rewards of a group differ, [N] bool."""
+        """Return whether the rewards of each group differ, [N] bool."""
         return has_signal(self.rewards)
 
     def rows(self, index: list[int]) -> Self:
-        """These groups."""
+        """Return these groups."""
         return self._map(lambda tensor: tensor[index])
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Rows of tokens, as the loss sees them. The module fills in what may be None, before the update that needs it."""
+    """Rows of tokens for the loss. The module sets the fields that may be None, before the update that needs them."""
 
     ids: Tensor  # [B, P+C] int64
     attention_mask: Tensor  # [B, P+C] int64, 0 on padding
@@ -61,6 +61,7 @@ class TokenBatch:
 
     @property
     def completion_width(self) -> int:
+        """C, the completion tokens of the longest row."""
         return self.mask.shape[1]
 
     def _map(self, function) -> Self:
@@ -68,15 +69,15 @@ class TokenBatch:
         return replace(self, **{name: function(t) for name, t in tensors.items() if t is not None})
 
     def to(self, *args, **kwargs) -> Self:
-        """All tensors, each by `Tensor.to` (Lightning calls this)."""
+        """Apply `Tensor.to` to all tensors (Lightning calls this)."""
         return self._map(lambda tensor: tensor.to(*args, **kwargs))
 
     def rows(self, index: Tensor | slice) -> Self:
-        """These rows, without the columns in which all of them are padding."""
+        """Return these rows, without the columns in which all of them are padding."""
         return self._map(lambda tensor: tensor[index]).trimmed()
 
     def sequences(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Each row's ids without padding: those of the prompt, and those after it."""
+        """Return each row's ids without padding: those of the prompt, and those after it."""
         prompt_width = self.ids.shape[1] - self.completion_width
         lengths = torch.stack([part.sum(1) for part in self.attention_mask.tensor_split([prompt_width], dim=1)], dim=1)
         return [
@@ -85,6 +86,7 @@ class TokenBatch:
         ]
 
     def trimmed(self) -> Self:
+        """Drop the columns in which every row is padding."""
         prompt_width = self.ids.shape[1] - self.completion_width
         used = self.attention_mask.any(dim=0)
         left = int(used[:prompt_width].int().argmax())
@@ -96,15 +98,15 @@ class TokenBatch:
         return replace(self, **change)
 
     def by_sample(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
-        """The sums of `values` [B] over the rows of each sample, whichever rank holds them, as `shape` [N, G]."""
+        """Return the sums of `values` [B] over the rows of each sample, on all ranks, as `shape` [N, G]."""
         sums = torch.zeros(shape[0] * shape[1], device=values.device).index_add(0, self.sample, values)
         return distributed.all_sum(sums).view(shape)
 
     def sample_means(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
-        """The mean of `values` [B, C] over each sample's tokens in the mask, as `shape` [N, G]; 0 for one without any."""
+        """Return the mean of `values` [B, C] over each sample's tokens in the mask, as `shape` [N, G]; 0 if it has none."""
         counts = self.by_sample(self.mask.sum(1).float(), shape)
         return self.by_sample((values * self.mask).sum(1), shape) / counts.clamp(min=1)
 
     def silenced(self) -> Self:
-        """The same rows, with an empty mask and no advantage."""
+        """Return the same rows, with an empty mask and advantages of 0."""
         return replace(self, mask=torch.zeros_like(self.mask), advantages=torch.zeros_like(self.rollout_logprobs))

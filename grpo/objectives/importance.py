@@ -1,48 +1,49 @@
 """Importance weights that correct for the engine's mismatch. Pure functions; B rows, C completion tokens.
 
 w = old policy / rollout policy, token by token, is 1 where engine and trainer agree. A correction gets log_w [B, C] (0 outside
-of the mask) and mask [B, C]. It returns the factor f [B, C] of equation 1, without gradient.
+the mask) and mask [B, C]. It returns the factor f [B, C] of equation 1, without gradient.
 """
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from grpo.system.errors import UserError, oneof
+from grpo.system.errors import UserError
+from grpo.system.ranges import Positive, Share
 
 Level = Literal["token", "sequence"]
 
 
 def weight(log_w: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """w of every token, or their product over the row, [B, C]."""
-    oneof("algo.correction.level", level, get_args(Level))
+    """Return w of every token, or of its whole row (the product), [B, C]."""
     log_w = log_w * mask
     return (log_w if level == "token" else log_w.sum(1, keepdim=True).expand_as(log_w)).exp()
 
 
 def check_bounds(low: float, high: float) -> None:
+    """Refuse bounds that do not contain 1, or are negative."""
     if not 0 <= low <= 1 <= high:
         raise UserError(
-            f"algo.correction: low={low} high={high} must have 1 between them: there engine and trainer agree"
+            f"algo.correction: low={low} high={high}, need 0 <= low <= 1 <= high: the ratio is 1 when engine and trainer agree"
         )
 
 
-def truncated(log_w: Tensor, mask: Tensor, level: Level = "token", high: float = 2.0) -> Tensor:
+def truncated(log_w: Tensor, mask: Tensor, level: Level = "token", high: Positive = 2.0) -> Tensor:
     """TIS: min(w, high)."""
     check_bounds(0, high)
     return weight(log_w, mask, level).clamp(max=high)
 
 
-def masked(log_w: Tensor, mask: Tensor, level: Level = "sequence", low: float = 0.0, high: float = 3.0) -> Tensor:
-    """w where low <= w <= high, else 0. By sequence MIS (arXiv 2512.23075), by token IcePop (arXiv 2510.18855)."""
+def masked(log_w: Tensor, mask: Tensor, level: Level = "sequence", low: Share = 0.0, high: Positive = 3.0) -> Tensor:
+    """w if low <= w <= high, else 0: MIS by sequence (arXiv 2512.23075), IcePop by token (arXiv 2510.18855)."""
     check_bounds(low, high)
     w = weight(log_w, mask, level)
     return torch.where((w >= low) & (w <= high), w, 0.0)
 
 
-def geometric(log_w: Tensor, mask: Tensor, low: float = 0.99, high: float = 1.01, cap: float = 2.0) -> Tensor:
-    """The row counts if low <= exp(mean_t log w) <= high; min(w, cap) on top, token by token."""
+def geometric(log_w: Tensor, mask: Tensor, low: Share = 0.99, high: Positive = 1.01, cap: Positive = 2.0) -> Tensor:
+    """min(w, cap) of each token if low <= exp(mean_t log w) <= high over its row, else 0."""
     check_bounds(low, high)
     mean = (log_w * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     keep = (mean.exp() >= low) & (mean.exp() <= high)

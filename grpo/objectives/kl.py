@@ -1,15 +1,17 @@
-"""KL(policy || target) from samples of the policy: estimators (joschu.net/blog/kl-approx.html), and the places for one.
+"""KL(policy || target) from samples of the policy: estimators (joschu.net/blog/kl-approx.html), and where they enter.
 
-As a loss on fresh samples the expected gradient of k1 is 0, of k2 that of the KL, of k3 that of KL(target || policy). k1 in the
-reward has the gradient of the KL; so have k1 and k3 in the loss times the ratio (arXiv 2510.01555, 2506.09477, 2512.02556).
+As a loss on fresh samples, the expected gradient of k1 is 0, that of k2 is the KL's, and that of k3 is KL(target || policy)'s.
+k1 in the reward has the gradient of the KL, as have k1 and k3 in the loss times the ratio (arXiv 2510.01555, 2506.09477,
+2512.02556).
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor
 
-from grpo.system.errors import UserError, oneof
+from grpo.system.errors import UserError
+from grpo.system.ranges import NonNegative, SomeShare, Whole, enforced
 
 
 def k1(logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
@@ -33,59 +35,56 @@ Place = Literal["loss", "loss_with_ratio", "reward", "reward_to_go"]
 Target = Literal["reference", "rollout"]
 
 
+@enforced("algo.kl")
 @dataclass(frozen=True)
 class KL:
     """coef times an estimate, in one of these places:
 
-    loss             on every token
-    loss_with_ratio  the same times policy / old policy, with the gradient through both (TRL's default; arXiv 2512.02556)
-    reward           its sum over a sample is taken off the reward, before any baseline (RLOO, arXiv 2402.14740)
-    reward_to_go     its sum from a token on is taken off that token's advantage (REINFORCE++, arXiv 2501.03262)
+    loss             added to the loss of every token
+    loss_with_ratio  the same, times policy / old policy, with the gradient through both (TRL's default; arXiv 2512.02556)
+    reward           its sum over a sample is subtracted from the reward, before any baseline (RLOO, arXiv 2402.14740)
+    reward_to_go     its sum from a token on is subtracted from that token's advantage (REINFORCE++, arXiv 2501.03262)
 
     target: the frozen reference, or the policy that sampled (rollout). sync_every: the number of updates after which the
-    reference becomes sync_alpha policy + (1 - sync_alpha) reference; 0 never (TR-DPO, arXiv 2404.09656).
+    reference becomes sync_alpha policy + (1 - sync_alpha) reference; 0: never (TR-DPO, arXiv 2404.09656).
     """
 
-    coef: float = 0.0
+    coef: NonNegative = 0.0
     estimator: Literal["k1", "k2", "k3"] = "k3"
     place: Place = "loss"
     target: Target = "reference"
-    sync_every: int = 0
-    sync_alpha: float = 0.6
+    sync_every: Whole = 0
+    sync_alpha: SomeShare = 0.6
 
     def __post_init__(self) -> None:
-        oneof("algo.kl.estimator", self.estimator, ESTIMATORS)
-        oneof("algo.kl.place", self.place, get_args(Place))
-        oneof("algo.kl.target", self.target, get_args(Target))
-        if not isinstance(self.coef, int | float) or not isinstance(self.sync_every, int):
-            raise UserError(f"algo.kl.coef={self.coef} must be a number, sync_every={self.sync_every} a whole one")
-        if self.coef < 0:
-            raise UserError(f"algo.kl.coef={self.coef} is negative: 0 is off (no reference is loaded), 0.04 usual")
         if self.in_reward and self.target == "rollout":
-            raise UserError(f"algo.kl.place={self.place} with target=rollout: nothing to punish; set target=reference")
-        if self.sync_every < 0 or not 0 < self.sync_alpha <= 1:
-            raise UserError("algo.kl.sync_every must be 0 (off) or more, algo.kl.sync_alpha above 0 and at most 1")
+            raise UserError(f"algo.kl.place={self.place} with target=rollout: no KL to penalise; set target=reference")
         if self.sync_every and not self.needs_reference:
             raise UserError(
-                "algo.kl.sync_every moves a reference that nothing looks at: set coef above 0 and target=reference, or "
+                "algo.kl.sync_every moves a reference that nothing uses: set coef above 0 and target=reference, or "
                 "sync_every=0"
             )
 
     @property
     def needs_reference(self) -> bool:
+        """Whether a reference model is loaded."""
         return self.coef > 0 and self.target == "reference"
 
     @property
     def in_reward(self) -> bool:
+        """Whether the KL enters rewards or advantages, not the loss."""
         return self.coef > 0 and self.place.startswith("reward")
 
     @property
     def of_reward(self) -> bool:
+        """Whether the KL enters the reward itself."""
         return self.coef > 0 and self.place == "reward"
 
     @property
     def in_loss(self) -> bool:
+        """Whether the KL is a term of the loss."""
         return self.coef > 0 and self.place.startswith("loss")
 
     def estimate(self, logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
+        """Return the estimate of KL(policy || target) at each token, [B, C]."""
         return ESTIMATORS[self.estimator](logprobs, target_logprobs)

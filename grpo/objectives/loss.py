@@ -5,12 +5,12 @@ gradient), old_logprobs, rollout_logprobs, log_ratio, ratio (at the chosen level
 """
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from grpo.system.errors import UserError, oneof
+from grpo.system.ranges import Positive, Range, SomeShare
 
 Level = Literal["token", "sequence", "sequence_sum", "sequence_token", "none"]
 Reduce = Literal["sequence", "token", "constant", "sum"]
@@ -18,12 +18,12 @@ LARGEST_LOG_RATIO = 20.0  # beyond e^20 the gradient would become inf times 0
 
 
 def policy_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """log rho, of policy / old policy, for every token of the mask, 0 elsewhere. [B, C].
+    """Return log rho, of policy / old policy, for every token of the mask, 0 elsewhere, [B, C].
 
     token:          log pi(o_t) - log pi_old(o_t)                                          (PPO, arXiv 1707.06347)
     sequence:       s_i = the mean of these over the row, on each of its tokens            (GSPO, arXiv 2507.18071)
-    sequence_sum:   their sum: the ratio of the whole answers, and unstable when they are long
-    sequence_token: the value of s_i, the gradient of each token's own                     (GSPO-token, the same)
+    sequence_sum:   their sum: the ratio of whole answers, unstable if they are long
+    sequence_token: the value of s_i, with the gradient of the token's own log rho         (GSPO-token, same paper)
     """
     difference = (logprobs - old_logprobs) * mask
     if level == "token":
@@ -43,10 +43,14 @@ Loss = tuple[Tensor, dict[str, Tensor]]
 
 
 def clip(
-    ratio: Tensor, advantages: Tensor, low: float | None = 0.2, high: float | None = 0.2, dual: float | None = None
+    ratio: Tensor,
+    advantages: Tensor,
+    low: SomeShare | None = 0.2,
+    high: Positive | None = 0.2,
+    dual: Positive | None = None,
 ) -> Loss:
     """-min(r A, clip(r, 1 - low, 1 + high) A), PPO's surrogate (arXiv 1707.06347) with DAPO's two bounds (2503.14476); null
-    disables one. dual: c; where A < 0 the term is at least c A, so that no token dominates (arXiv 1912.09729; TRL's delta)."""
+    disables one. dual: c; if A < 0 the term is at least c A, so that no token dominates (arXiv 1912.09729; TRL's delta)."""
     least, most = 0.0 if low is None else 1 - low, torch.inf if high is None else 1 + high
     below, above = (advantages < 0) & (ratio < least), (advantages > 0) & (ratio > most)
     term = torch.minimum(ratio * advantages, ratio.clamp(least, most) * advantages)
@@ -56,19 +60,15 @@ def clip(
     return -term, {"clip_fraction_low": below, "clip_fraction_high": above}
 
 
-def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, bound: float = 5.0) -> Loss:
-    """-sg(min(r, bound)) A log pi: bounds the weight, so that every token keeps a gradient (arXiv 2506.13585). bound: of the
-    ratio itself, 5 in ScaleRL (arXiv 2510.13786)."""
-    if bound < 1:
-        raise UserError(f"algo.surrogate.bound={bound} is a bound of the ratio itself: 1 or more, 5 is usual")
+def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, bound: Annotated[float, Range(1)] = 5.0) -> Loss:
+    """-sg(min(r, bound)) A log pi: bounds the weight, so that every token keeps a gradient (arXiv 2506.13585). bound: on
+    the ratio itself, 5 in ScaleRL (arXiv 2510.13786)."""
     weight = ratio.detach().clamp(max=bound)
     return -weight * advantages * logprobs, {"clip_fraction_high": ratio > bound}
 
 
-def sapo(ratio: Tensor, advantages: Tensor, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Tensor:
+def sapo(ratio: Tensor, advantages: Tensor, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> Tensor:
     """-sigmoid(tau (r - 1)) 4 / tau A: a soft gate, steepest at r = 1, where it has PPO's gradient (arXiv 2511.20347)."""
-    if tau_positive <= 0 or tau_negative <= 0:
-        raise UserError(f"algo.surrogate.tau_positive={tau_positive} tau_negative={tau_negative} must be above 0")
     tau = torch.where(advantages > 0, tau_positive, tau_negative)
     return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
 
@@ -88,17 +88,16 @@ def token_weights(
     sample: Tensor | None = None,
     total: Callable[[Tensor], Tensor] = lambda counts: counts,
 ) -> Tensor:
-    """w: each token's share in the loss of one update. B: the number of samples with a token in the mask, |o_i|: their tokens.
+    """Return w, each token's share in the loss of one update. B: samples with a token in the mask; |o_i|: their tokens.
 
     sequence: 1 / (B |o_i|), the mean over a sample and then over samples   (GRPO, arXiv 2402.03300)
     token:    1 / sum |o_i|, the mean over all tokens of the update         (DAPO, arXiv 2503.14476)
-    constant: 1 / (B L_max), no length in it and so no bias by length       (Dr.GRPO, arXiv 2503.20783)
+    constant: 1 / (B L_max), independent of lengths, so without length bias  (Dr.GRPO, arXiv 2503.20783)
     sum:      1 / B, the sum over a sample, the mean over samples           (sequences' log-probabilities: RLOO, arXiv 2402.14740)
 
-    mask: [rows, C], every row of the update, so that microbatches cannot change the loss; sample: [rows], of each row (None: a
-    row each); max_tokens is L_max. total: sums a tensor over ranks. Returns [rows, C] float32, 0 outside the mask.
+    mask: [rows, C], every row of the update, so that microbatches cannot change the loss; sample: [rows], the sample of each row
+    (None: one row each); max_tokens: L_max. total: sums a tensor over ranks. Returns [rows, C] float32, 0 outside the mask.
     """
-    oneof("algo.reduce", reduce, get_args(Reduce))
     mask = mask.float()
     if sample is None:
         sample = torch.arange(len(mask), device=mask.device)
@@ -116,7 +115,7 @@ def token_weights(
 def off_policy_keep(
     logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float
 ) -> Tensor:
-    """k [B, C] bool: False where A < 0 and the policy has left the row, mean_t log(rollout / policy) > delta (arXiv 2512.02556,
-    eq. 9). It compares with the policy that sampled, so staleness and the engine's mismatch both count."""
+    """Return k [B, C] bool: False if A < 0 and the policy has moved too far from the row, mean_t log(rollout / policy) > delta
+    (arXiv 2512.02556, eq. 9). It compares with the policy that sampled, so staleness and the engine's mismatch both count."""
     gap = ((rollout_logprobs - logprobs.detach()) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     return (advantages >= 0) | (gap <= delta)

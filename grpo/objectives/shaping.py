@@ -1,10 +1,10 @@
-"""The reward that the advantage sees, r'. It is made of a sample's reward r here and nowhere else, in this order:
+"""The shaped reward r', from which advantages are computed. Only this file derives it from a sample's reward r, in this order:
 
     r' = r + overlong - beta sum_t KL_t
 
-overlong  DAPO's soft punishment. It needs no tokens, so it is added as soon as a sample is scored (`Algorithm.shaped`): dynamic
-          sampling sees it when it looks for groups whose rewards differ, and `rollout/reward` contains it.
-KL        the estimate to the reference, where its place is the reward. It needs log-probabilities, so it comes off later
+overlong  DAPO's soft punishment. It needs no tokens, so it is added as soon as a sample is scored (`Algorithm.shaped`).
+          Dynamic sampling includes it when it looks for groups whose rewards differ, and so does `rollout/reward`.
+KL        the estimate to the reference, if its place is the reward. It needs log-probabilities, so it is subtracted later
           (`Algorithm.credit`). With place: reward_to_go it stays with its token, r'_it = -beta KL_it.
 """
 
@@ -25,7 +25,7 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, share: float) -> Tensor:
 
 
 def less_overlong(scores: Scores, max_tokens: int, share: float) -> Scores:
-    """Step 1: the penalty is in the rewards, and a part of its own beside the others. share 0: the scores as they are."""
+    """Step 1: add the penalty to the rewards, and as a part of its own to the parts. share 0: the scores are unchanged."""
     if not share:
         return scores
     if "overlong" in scores.parts:
@@ -35,8 +35,8 @@ def less_overlong(scores: Scores, max_tokens: int, share: float) -> Scores:
 
 
 def less_kl(rewards: Tensor, kl: KL, logprobs: Tensor | None, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
-    """Step 2: the rewards of samples [N, G], and for place: reward_to_go those of tokens [B, C]. logprobs: [B, C], of the policy
-    before the update."""
+    """Step 2: return the rewards of samples [N, G], and for place: reward_to_go those of tokens [B, C]. logprobs: [B, C], of the
+    policy before the update."""
     if not kl.in_reward:
         return rewards, None
     cost = kl.coef * kl.estimate(logprobs, tokens.reference_logprobs) * tokens.mask

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def check_functions(a: "Algorithm", prompts: int, group_size: int) -> None:
-    """Raises UserError for a function that raises, gives no finite tensor of the right shape, or leaves nothing to learn."""
+    """Raises UserError for a function that raises, returns no finite tensor of the right shape, or leaves nothing to learn."""
     some = partial(torch.rand, (prompts, group_size), generator=torch.Generator().manual_seed(0))
-    least = -1.0 if a.overlong_share or a.kl.of_reward else 0.0  # those make rewards negative
+    least = -1.0 if a.overlong_share or a.kl.of_reward else 0.0  # these make rewards negative
     given = {"rewards": some() + least, "lengths": 1 + some(), "parts": defaultdict(some)}
     advantages = tried(a, "advantage", lambda: call(a.advantage, given), (prompts, group_size))
     if group_size == 1 and not advantages.any():
@@ -35,16 +35,16 @@ def check_functions(a: "Algorithm", prompts: int, group_size: int) -> None:
         raise UserError(f"{named(a, 'surrogate')} has no gradient: it must depend on logprobs or ratio")
     for name, values in logged.items():
         if not isinstance(values, Tensor) or values.shape != (2, 3):
-            raise UserError(f"{named(a, 'surrogate')} says {name!r}, which must be [B, C] like the loss")
+            raise UserError(f"{named(a, 'surrogate')} logs {name!r}, which must be [B, C] like the loss")
 
 
 def tried(a: "Algorithm", axis: str, attempt: Callable[[], Any], shape: tuple[int, int]) -> Any:
-    """The result of the attempt. Raises UserError unless that is, or begins with, a finite tensor of this shape."""
+    """Return the result of the attempt. Raises UserError unless it is, or begins with, a finite tensor of this shape."""
     try:
         result = attempt()
     except UserError:
         raise
-    except Exception as error:  # whatever the function of a user raises
+    except Exception as error:  # a user's function may raise anything
         raise UserError(f"{named(a, axis)} fails on random numbers: {type(error).__name__}: {error}") from error
     tensor = result[0] if isinstance(result, tuple) else result
     found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -56,7 +56,7 @@ def tried(a: "Algorithm", axis: str, attempt: Callable[[], Any], shape: tuple[in
 
 
 def silent_without_advantage(a: "Algorithm") -> bool:
-    """Whether the surrogate has no gradient where the advantage is 0. One of a user's may have terms of its own."""
+    """Return whether the surrogate has no gradient where the advantage is 0. A user's surrogate may have other terms."""
     logprobs, batch = random_batch()
     with torch.enable_grad():
         term, _, _ = a.policy_term(logprobs, replace(batch, advantages=torch.zeros(2, 3)))
@@ -64,7 +64,7 @@ def silent_without_advantage(a: "Algorithm") -> bool:
 
 
 def random_batch() -> tuple[Tensor, TokenBatch]:
-    """Log-probabilities [2, 3] and a batch that goes with them, to try functions on."""
+    """Return log-probabilities [2, 3] and a batch that fits them, to try functions on."""
     logprobs, old, rollout = -torch.rand(3, 2, 3, generator=torch.Generator().manual_seed(0))
     advantages = torch.tensor([[1.0], [-1.0]]).expand(2, 3)
     batch = replace(even_batch(2, 3, 0.0), rollout_logprobs=rollout, old_logprobs=old, advantages=advantages)
@@ -72,7 +72,7 @@ def random_batch() -> tuple[Tensor, TokenBatch]:
 
 
 def even_batch(rows: int, tokens: int, logprob: float) -> TokenBatch:
-    """[rows, tokens], each with this log-probability under engine, reference and policy before the update, and of weight 1."""
+    """Return a batch of [rows, tokens], each token with this log-probability (rollout, old and reference) and weight 1."""
     old, ones = torch.full((rows, tokens), logprob), torch.ones(rows, tokens)
     return TokenBatch(
         ids=torch.zeros(rows, tokens + 1, dtype=torch.int64),

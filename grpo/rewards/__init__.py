@@ -1,4 +1,4 @@
-"""Reward functions, how several become one, graders. Text in, numbers out."""
+"""Reward functions, their combination, and graders. Text in, numbers out."""
 
 from grpo.moved import door
 

@@ -1,39 +1,51 @@
-"""Reward functions in the form the field has settled on, several of them as one reward. Text in, numbers out.
+"""Combines reward functions, in the form that TRL uses, into one reward. Text in, numbers out.
 
     def brevity(prompts, completions, **columns):
         return [1 - len(text) / 1000 for text in completions]
 
-A function gets the samples of one prompt, so it may compare siblings: lists of equal length, among them every column of the
-example, once for each sample. It gives a number for each, None where it does not apply, or a `Reward` to say more (whether
-it is right, named parts). It may be a coroutine.
+A function gets the samples of one prompt, so it may compare siblings. Its arguments are lists of equal length, among them every
+column of the example, repeated for each sample. It returns for each sample a number, None if it does not apply, or a `Reward`
+with more information (whether the answer is right, named parts). It may be a coroutine.
 """
 
 import asyncio
 import inspect
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence, Set, Sized
+from itertools import islice
 from typing import Any
 
+import torch
+
 from grpo.env.messages import Message
+from grpo.env.scoring import LARGEST
 from grpo.env.types import Example, Reward, Trajectory
-from grpo.rewards.resolve import Function, locate, reward_name
+from grpo.rewards.resolve import Function, Functions, locate, reward_name
 from grpo.system.calls import awaited
 from grpo.system.errors import RewardError, UserError, told
+from grpo.system.witness import seen
 
 log = logging.getLogger(__name__)
 
+PROCESS = {  # settings of the whole process, each with how to read and to write it
+    "the working directory": (os.getcwd, os.chdir),
+    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "sys.stdout.closed": (lambda: getattr(sys.stdout, "closed", True), lambda _: setattr(sys, "stdout", sys.stderr)),
+    "logging.disable": (lambda: logging.root.manager.disable, logging.disable),
+}
+
 
 class Rewards:
-    """Functions and their weights. The reward is the weighted sum over those that apply.
+    """Reward functions and their weights. The reward is the weighted sum over the functions that apply.
 
-    functions: callables, or texts for `locate`. weights: one for each, null for 1 each; 0 only logs.
-    solved: where no function says whether an answer is right, it counts as right from this reward on.
+    functions: callables, or texts for `locate`. weights: one for each, null for 1 each; with weight 0 a function is only logged.
+    solved: if no function decides whether an answer is right, it is right from this reward on.
     """
 
-    def __init__(
-        self, functions: str | Sequence[str | Function], weights: Sequence[float] | None = None, solved: float = 1.0
-    ) -> None:
+    def __init__(self, functions: Functions, weights: Sequence[float] | None = None, solved: float = 1.0) -> None:
         listed = [functions] if isinstance(functions, str) or callable(functions) else list(functions)
         if not listed:
             raise UserError("task.rewards is empty: name at least one reward function")
@@ -47,11 +59,12 @@ class Rewards:
             fix = f"task.weights={self.weights} for {', '.join(self.names)}; task.weights=null is 1 for each"
             raise UserError(f"number of reward weights {sizes}: {fix}")
         if twice := [name for name in self.names if self.names.count(name) > 1]:
-            raise UserError(f"two reward functions are called {twice[0]!r}: their parts could not be told apart")
+            raise UserError(f"two reward functions are called {twice[0]!r}: their parts could not be distinguished")
         self.warned = False
+        self.process = {what: read() for what, (read, _) in PROCESS.items()}
 
     def check(self, columns: Iterable[str], where: str) -> None:
-        """Refuse rows that lack a column which a function cannot do without. where: whose columns they are."""
+        """Refuse rows that lack a column that a function needs. where: the name of their source, for the message."""
         given = {*columns}
         for name, function in zip(self.names, self.functions, strict=True):
             for parameter in _parameters(function):
@@ -61,11 +74,11 @@ class Rewards:
                     raise UserError(f"the reward function {name!r} needs {lacks} and has no default value")
 
     def score(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        """A reward for each of the trajectories, which are samples of one example.
+        """Return a reward for each of the trajectories, which are samples of one example.
 
-        Parts: the value that each function gave, by the function's name, before weights; where it gave a `Reward`, the parts of
-        that. Two parts of one name raise RewardError. The reward is NaN if any function gives a NaN `Reward`, or if none of the
-        functions with a weight applies; the log warns of the latter once.
+        Parts: each function's value, by the function's name, before weights; the parts of a `Reward` if it returned one. Two
+        parts with the same name raise RewardError. The reward is NaN if any function returns a NaN `Reward`, or if no function
+        with a weight applies; the log warns of the latter once.
         """
         given = self._called(as_lists(example, trajectories))
         rewards = [self._combined([values[i] for values in given]) for i in range(len(trajectories))]
@@ -76,31 +89,43 @@ class Rewards:
         return rewards
 
     def _called(self, arguments: Mapping[str, list]) -> list[list[float | Reward | None]]:
-        """The values of every function; coroutines among them run at the same time."""
+        """Return the values of every function; coroutines run at the same time."""
         given: list[Any] = []
-        for function, names in zip(self.functions, self.wanted, strict=True):
-            try:
-                given.append(function(**{name: arguments[name] for name in names or arguments if name in arguments}))
-            except (Exception, SystemExit) as error:
-                given.append(error)
-        if any(map(inspect.isawaitable, given)):
-            given = awaited(_side_by_side(given))
         count = len(arguments["completions"])
+        for function, name, wanted in zip(self.functions, self.names, self.wanted, strict=True):
+            own = {one: [*arguments[one]] for one in wanted or arguments if one in arguments}
+            with seen(f"the reward function {name!r}"):
+                try:
+                    given.append(function(**own))
+                except (Exception, SystemExit) as error:
+                    given.append(error)
+            self._check_process(name)
+        if any(map(inspect.isawaitable, given)):
+            with seen(f"one of the reward functions {', '.join(self.names)}"):
+                given = awaited(_side_by_side(given))
         return [_checked(name, values, count) for name, values in zip(self.names, given, strict=True)]
 
+    def _check_process(self, name: str) -> None:
+        """Restore what a function must not change for the whole process, and raise RewardError if it did."""
+        for what, (read, write) in PROCESS.items():
+            if (now := read()) != (before := self.process[what]):
+                write(before)
+                fix = "restore it before returning, or do this work in a process of its own"
+                raise RewardError(f"the reward function {name!r} changed {what} from {before} to {now}: {fix}")
+
     def _combined(self, values: Sequence[float | Reward | None]) -> Reward:
-        """The weighted sum of what one sample was given."""
+        """Return the weighted sum of one sample's values."""
         total, parts, graded, applies = 0.0, {}, None, False
         for name, weight, value in zip(self.names, self.weights, values, strict=True):
             if value is None:
                 continue
-            applies = applies or weight != 0  # what is only logged is no reward
+            applies = applies or weight != 0  # a function with weight 0 is only logged
             more = value.parts if isinstance(value, Reward) else {name: value}
             if both := parts.keys() & more.keys():
                 raise RewardError(f"two reward functions give a part {min(both)!r}: rename one, only one can be logged")
             parts |= more
             if isinstance(value, Reward):
-                if graded is None or graded.correct or not value.known:  # right is right by all that grade
+                if graded is None or graded.correct or not value.known:  # right only if all graders say so
                     graded = value
                 value = value.value
             total += weight * value if weight else 0.0
@@ -115,26 +140,30 @@ def _checked(name: str, values: Any, count: int) -> list[float | Reward | None]:
     function = f"the reward function {name!r}"
     if isinstance(values, BaseException):
         raise RewardError(f"{function} raised {told(values)}") from values
-    try:
-        values = list(values)
-    except TypeError:
-        raise RewardError(f"{function} gave {type(values).__name__}, not a list of {count} values") from None
+    if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping, Set)):
+        raise RewardError(f"{function} gave {type(values).__name__}, not a list of {count} values")
+    try:  # a generator may have no end
+        values = list(values if isinstance(values, Sized) else islice(values, count + 1))
+    except Exception as error:
+        raise RewardError(f"{function} raised {told(error)}") from error
     if len(values) != count:
         raise RewardError(f"{function} gave {len(values)} values for {count} completions")
     for sample, value in enumerate(values):
         if isinstance(value, Reward) or value is None:
             continue
         try:
-            values[sample] = float(value)
-        except (TypeError, ValueError):
-            raise RewardError(f"{function} gave {value!r}, which is no number", sample) from None
-        if not math.isfinite(values[sample]):
-            raise RewardError(f"{function} gave {values[sample]}: a number, or None where it does not apply", sample)
+            number = float("none" if isinstance(value, (str, bytes)) else value)
+        except (TypeError, ValueError, OverflowError):
+            raise RewardError(f"{function} gave {str(value)[:80]!r}, which is no number", sample) from None
+        if not abs(number) <= LARGEST:  # NaN too
+            allowed = f"a number from {-LARGEST:g} to {LARGEST:g}, or None where it does not apply"
+            raise RewardError(f"{function} gave {number}: {allowed}", sample)
+        values[sample] = number
     return values
 
 
 async def _side_by_side(given: Sequence[Any]) -> list[Any]:
-    """The same, with the results or exceptions of the coroutines among them, which run at the same time."""
+    """Return the values, with coroutines replaced by their results or exceptions; these run at the same time."""
 
     async def one(values: Any) -> Any:
         return await values if inspect.isawaitable(values) else values
@@ -143,11 +172,11 @@ async def _side_by_side(given: Sequence[Any]) -> list[Any]:
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_ALWAYS = {"prompts", "completions", "truncated", "lengths"}  # what every task has
+_ALWAYS = {"prompts", "completions", "truncated", "lengths"}  # available in every task
 
 
 def _parameters(function: Function) -> list[inspect.Parameter]:
-    """The parameters of its signature."""
+    """Return the parameters of the function's signature."""
     try:
         return list(inspect.signature(function).parameters.values())
     except ValueError:  # built in
@@ -155,17 +184,17 @@ def _parameters(function: Function) -> list[inspect.Parameter]:
 
 
 def _wanted(function: Function) -> list[str]:
-    """The arguments that a function names; none of them means all, as for one with **columns."""
+    """Return the arguments that a function names; an empty list means all of them, as with **columns."""
     parameters = _parameters(function)
     return [] if any(one.kind is one.VAR_KEYWORD for one in parameters) else [one.name for one in parameters]
 
 
 def as_lists(example: Example, trajectories: Sequence[Trajectory]) -> dict[str, list]:
-    """prompts, completions and the rest as reward functions take them: a list each, a value a sample.
+    """Return prompts, completions and the other arguments of reward functions: one list each, with one value per sample.
 
-    Conversations (an example whose `prompt` is a list of messages): prompts are lists of messages, completions the messages
-    after it, a prefill joined to what continues it. Else both are texts. Further: `truncated` (the limit of tokens cut it
-    short), `lengths` (tokens sampled, where they were), and every column of the example.
+    In conversations (the example's `prompt` is a list of messages), prompts are lists of messages, and completions the messages
+    after them, with a prefill joined to its continuation. Otherwise both are texts. Further arguments: `truncated` (the token
+    limit cut the answer short), `lengths` (sampled tokens, if known), and every column of the example.
     """
     conversational = isinstance(example.get("prompt"), (list, tuple)) or any(len(t.steps) > 1 for t in trajectories)
     prompts, completions = [], []
@@ -189,5 +218,5 @@ def as_lists(example: Example, trajectories: Sequence[Trajectory]) -> dict[str, 
 
 
 def text_of(completion: str | Sequence[Mapping[str, str]]) -> str:
-    """The text of the policy's last message, in either form of a completion."""
+    """Return the text of the policy's last message, for either form of a completion."""
     return completion if isinstance(completion, str) else completion[-1]["content"]

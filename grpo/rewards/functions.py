@@ -1,7 +1,7 @@
-"""The reward functions that come along; `task.rewards` knows them by name. Text in, a number a sample out.
+"""The built-in reward functions, which `task.rewards` knows by name. Text in, one number per sample out.
 
 Arguments after the columns are set in YAML: {_target_: grpo.rewards.functions.near_length, _partial_: true, target: 200}.
-Lengths are tokens where the columns bring them, else characters.
+Lengths are tokens if the columns contain them, else characters.
 """
 
 import inspect
@@ -17,13 +17,14 @@ from grpo.rewards.math.answers import extract_answer
 from grpo.rewards.math.grading import verdict
 from grpo.rewards.resolve import Function, locate, reward_name
 from grpo.system.errors import UserError
+from grpo.system.ranges import Whole
 
 Completions = Sequence[str] | Sequence[Sequence[Mapping[str, str]]]
 
 
 def correct(completions: Completions, gold: Sequence[Any], wrong: float = 0.0, **columns: Any) -> list[Reward]:
-    """1 for an answer (the last box, else after the last ####) equal to `gold` as mathematics, `wrong` for another or none.
-    NaN where the grader ran out of time or failed, or nobody knows the right answer (None)."""
+    """1 for an answer (the last box, else after the last ####) mathematically equal to `gold`, `wrong` for any other or none.
+    NaN if the grader ran out of time or failed, or if the right answer is unknown (None)."""
     found = []
     for completion, right in zip(completions, gold, strict=True):
         outcome = "error" if right is None else verdict(extract_answer(text_of(completion)), str(right))
@@ -44,8 +45,8 @@ def think_answer(completions: Completions, **columns: Any) -> list[float]:
 
 
 def think_levels(completions: Completions, **columns: Any) -> list[float]:
-    """A quarter for each: <think> is there, </think> comes after it, there is one of each, and both the thought and what
-    follows it say something."""
+    """A quarter for each of these, in order: <think> is there, </think> comes after it, each occurs once, and neither the
+    thought nor the text after it is empty."""
 
     def level(text: str) -> float:
         _, opened, rest = text.partition("<think>")
@@ -60,7 +61,7 @@ def think_levels(completions: Completions, **columns: Any) -> list[float]:
 def at_least(
     completions: Completions, tokens: int = 10, lengths: Sequence[int] | None = None, **columns: Any
 ) -> list[Reward | None]:
-    """Takes the reward, whatever else gave one, from a sample of fewer tokens: nothing is learned from it."""
+    """NaN for a sample with fewer tokens, which makes its whole reward NaN: nothing is learned from it."""
     return [None if size >= tokens else Reward(math.nan, False) for size in _sizes(completions, lengths)]
 
 
@@ -69,13 +70,13 @@ def longer(completions: Completions, per: float = 1.0, **columns: Any) -> list[f
     return [len(text_of(completion)) / per for completion in completions]
 
 
-def near_length(completions: Completions, target: int = 20, **columns: Any) -> list[float]:
+def near_length(completions: Completions, target: Whole = 20, **columns: Any) -> list[float]:
     """-|target - characters|."""
     return [-float(abs(target - len(text_of(completion)))) for completion in completions]
 
 
 def unique_letters(completions: Completions, **columns: Any) -> list[float]:
-    """How many different characters there are: a reward that any model can raise, in any language."""
+    """The number of different characters: a reward that any model can raise, in any language."""
     return [float(len(set(text_of(completion)))) for completion in completions]
 
 
@@ -86,15 +87,15 @@ def _sizes(completions: Completions, lengths: Sequence[int] | None) -> list[int]
 def overlong(
     completions: Completions, limit: int, buffer: int, lengths: Sequence[int] | None = None, **columns: Any
 ) -> list[float]:
-    """0 up to limit - buffer, from there down to -1 at the limit (arXiv 2503.14476, eq. 13)."""
+    """0 up to limit - buffer, then falling linearly to -1 at the limit (arXiv 2503.14476, eq. 13)."""
     return [-min(max((size - limit + buffer) / buffer, 0.0), 1.0) for size in _sizes(completions, lengths)]
 
 
 def long_when_all_right(
     completions: Completions, gold: Sequence[str], limit: int, lengths: Sequence[int] | None = None, **columns: Any
 ) -> list[float]:
-    """Where every sibling is right, length is what is left to learn from: 0 up to limit / 2, from there down to -1 at the
-    limit. 0 for all where one is wrong."""
+    """If every sibling is right, only length is left to learn from: 0 up to limit / 2, then falling linearly to -1 at the
+    limit. 0 for all if one is wrong."""
     if not all(reward.correct for reward in correct(completions, gold)):
         return [0.0] * len(completions)
     return overlong(completions, limit, limit / 2, lengths)
@@ -109,8 +110,8 @@ def cosine_length(
     lengths: Sequence[int] | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    """Right answers earn the more the shorter, wrong ones lose the more the shorter, along half a cosine up to `limit`
-    (arXiv 2502.03373, sec. 4.2). right and wrong: (least, most). None where the grader could not tell."""
+    """Shorter right answers earn more, shorter wrong answers lose more, along half a cosine up to `limit`
+    (arXiv 2502.03373, sec. 4.2). right and wrong: (least, most). None if the grader reached no verdict."""
 
     def value(reward: Reward, size: int) -> float | None:
         long, short = right if reward.correct else wrong[::-1]
@@ -120,7 +121,7 @@ def cosine_length(
 
 
 def repetition(completions: Completions, size: int = 3, most: float = 1.0, **columns: Any) -> list[float]:
-    """-most x the share of n-grams (of `size` words) that came before in the text (arXiv 2502.03373, app. C)."""
+    """-most x the share of n-grams (of `size` words) that occurred earlier in the text (arXiv 2502.03373, app. C)."""
 
     def share(text: str) -> float:
         words = text.lower().split()
@@ -131,14 +132,14 @@ def repetition(completions: Completions, size: int = 3, most: float = 1.0, **col
 
 
 class Normalised:
-    """Another function's values, clamped to [low, high] and scaled to [0, 1]; 0 where low equals high."""
+    """Another function's values, clamped to [low, high] and scaled to [0, 1]; 0 if low equals high."""
 
     def __init__(self, function: str | Function, low: float, high: float) -> None:
         if low > high:
             raise UserError(f"a reward normalised from low={low} to high={high}: low must not be above high")
         self.function = locate(function) if isinstance(function, str) else function
         self.low, self.high, self.__name__ = low, high, reward_name(self.function)
-        self.__wrapped__ = self.function  # whose signature counts
+        self.__wrapped__ = self.function  # its signature counts
 
     def __call__(self, **columns: Any) -> Any:
         values = self.function(**columns)

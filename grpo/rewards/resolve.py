@@ -1,7 +1,7 @@
-"""From the name of a reward function to the function, and back. Imports a module of functions by its name alone, ours too."""
+"""Finds a reward function by its name, and the name of a function. Imports modules of functions by name only, ours too."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
@@ -15,11 +15,12 @@ from grpo.system.metrics import is_taken
 
 SHIPPED = "grpo.rewards.functions"  # a name without a dot is looked up here
 Function = Callable[..., Any]  # (prompts, completions, **columns) -> list[float | None | Reward], or a coroutine of it
+Functions = str | Function | Sequence[str | Function]  # names or functions
 
 
 def locate(name: str) -> Function:
-    """The function that a text names: one of grpo.rewards.functions, a dotted path, FILE.py:NAME, or the folder or hub id of a
-    sequence-classification model. Raises UserError that says what is missing."""
+    """Return the function that a text names: one of grpo.rewards.functions, a dotted path, FILE.py:NAME, or the folder or hub id
+    of a sequence-classification model. Raises UserError if it is not found."""
     shipped = _functions_in(import_module(SHIPPED), own=True)
     if name in shipped:
         name = f"{SHIPPED}.{name}"
@@ -33,12 +34,12 @@ def locate(name: str) -> Function:
         return Classifier(name)
     if not colon and "." not in name:
         near = get_close_matches(name, shipped, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; did you mean {near[0]}?" if near else "."
         forms = f"{', '.join(shipped)}, a dotted path, FILE.py:NAME, or the folder or hub id of a reward model"
         raise UserError(f"there is no reward function {name!r}{hint} Give one of {forms}")
     try:
         module = _module_of_file(Path(owner).expanduser()) if colon else import_module(owner)
-    except Exception as error:  # whatever a user's module does when it is imported
+    except Exception as error:  # a user's module may raise anything
         reason = f"{type(error).__name__}: {error} (its folder must be on PYTHONPATH, or say FILE.py:NAME)"
         raise UserError(f"the reward function {name!r} cannot be imported: {reason}") from error
     function = getattr(module, attribute, None)
@@ -49,19 +50,19 @@ def locate(name: str) -> Function:
 
 
 def _functions_in(module: ModuleType, own: bool = False) -> list[str]:
-    """Names of what a module has to call. own: without what it imported."""
+    """Return the names of a module's public callables. own: without imported ones."""
     public = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
     return [name for name, value in public.items() if not own or value.__module__ == module.__name__]
 
 
 def _module_of_file(file: Path) -> ModuleType:
-    """Runs a file once, however many functions are taken from it."""
+    """Run a file as a module, once for all functions in it."""
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
     if (path := file.resolve()) not in _FILES:
         spec = spec_from_file_location(file.stem, file)
         module = module_from_spec(spec)
-        sys.modules.setdefault(file.stem, module)  # before it runs: a dataclass in it looks there
+        sys.modules.setdefault(file.stem, module)  # before it runs, since a dataclass in it looks there
         spec.loader.exec_module(module)
         _FILES[path] = module
     return _FILES[path]
@@ -71,7 +72,7 @@ _FILES: dict[Path, ModuleType] = {}
 
 
 def reward_name(function: Function) -> str:
-    """The name of its part of the reward, in metrics and samples: its own, or MODULE.NAME where a metric of ours has that one."""
+    """Return the name of a function's part of the reward: its own, or MODULE.NAME if a metric of ours has that name."""
     while isinstance(function, partial):
         function = function.func
     name = getattr(function, "__name__", type(function).__name__)

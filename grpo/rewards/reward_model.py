@@ -5,16 +5,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, pipeline
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from grpo.system.errors import UserError
+from grpo.system.loading import STRICT, fully_loaded
 
 
 class Classifier:
-    """Reads prompt and completion, right padded, and gives its one logit.
+    """Reads prompt and completion, right padded, and returns the model's one logit.
 
-    path: a folder or a hub id; tokenizer: another one's, if it has none. Conversations are rendered by its own chat template.
-    max_length: tokens that are read, from the end; null: as many as the model can. device: null takes a GPU where there is one.
+    path: a folder or a hub id. tokenizer: that of another model, if it has none. Its own chat template renders conversations.
+    max_length: tokens that are read, from the end; null: the model's limit. device: null takes a GPU if there is one.
     """
 
     def __init__(
@@ -27,16 +28,16 @@ class Classifier:
         max_length: int | None = None,
     ) -> None:
         self.path, self.__name__ = path, Path(path).name
-        self.lock = threading.Lock()  # groups are scored side by side; one model is not
+        self.lock = threading.Lock()  # groups are scored in several threads, which share one model
         sides = {"padding_side": "right", "truncation_side": "left"}
         try:
             named = AutoTokenizer.from_pretrained(tokenizer or path, **sides)
-            self.pipe = pipeline(
-                "text-classification", path, tokenizer=named, dtype=dtype, device=device, batch_size=max_rows
-            )
+            loaded = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, **STRICT)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise UserError(f"the reward model {path} is neither a folder with one nor on the hub: {reason}") from error
+        model = fully_loaded(f"the reward model {path}", loaded)
+        self.pipe = pipeline("text-classification", model, tokenizer=named, device=device, batch_size=max_rows)
         self.tokenizer, config = self.pipe.tokenizer, self.pipe.model.config
         if config.num_labels != 1:
             raise UserError(f"the reward model {path} has {config.num_labels} labels: it must have one, the reward")
@@ -53,7 +54,7 @@ class Classifier:
                 function_to_apply="none",
                 truncation=self.max_length is not None,
                 max_length=self.max_length,
-                add_special_tokens=isinstance(prompts[0], str),  # a template has written its own
+                add_special_tokens=isinstance(prompts[0], str),  # a chat template adds its own
             )
         return [one["score"] for one in given]
 

@@ -1,11 +1,11 @@
-"""RowTask: a question in a row of a dataset, an answer in one turn, reward functions for it.
+"""RowTask: a row of a dataset poses a question, the policy answers in one turn, and reward functions score the answer.
 
-Most tasks are of this kind. A task that is more than this needs nothing from here: see `env.types.Task`.
+Most tasks are of this kind. Other tasks need nothing from here: see `env.types.Task`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from grpo.env.messages import Message
 from grpo.env.types import Claim, Example, Reward, SingleTurn, Split, Trajectory
@@ -13,41 +13,44 @@ from grpo.rewards.combined import Rewards, as_lists, text_of
 from grpo.rewards.functions import correct
 from grpo.rewards.math.answers import extract_answer, loose_answer
 from grpo.rewards.math.grading import verdict
-from grpo.rewards.resolve import Function
-from grpo.system.errors import oneof
+from grpo.rewards.resolve import Functions
+from grpo.system.ranges import require
 
-Template = Callable[[str], tuple[Message, ...]]  # of a question
+Template = Callable[[str], tuple[Message, ...]]  # from a question to messages
 
 
 class Rows(Protocol):
-    """A source of rows: `data.dataset.Dataset`, or rows that are made up."""
+    """A source of rows: `data.dataset.Dataset`, or generated rows."""
 
-    def split(self, split: Split) -> Sequence[Example]: ...
+    def split(self, split: Split) -> Sequence[Example]:
+        """Return the rows of a split."""
+        ...
 
 
 class RowTask:
-    """A task of this kind says how a row is asked (`messages`), and of what is graded what `gold` is.
+    """A subclass defines the messages that pose a row's question (`messages`) and its right answer (`gold`).
 
-    rewards, weights, solved: see `Rewards`. Its functions get the columns of the row and `gold`.
+    rewards, weights, solved: see `Rewards`. The functions get the columns of the row and `gold`.
     """
 
     gold_column: str | None = "answer"
-    stop: str | None = None  # where a base model has finished its answer and goes on to invent the next question
+    stop: str | None = None  # the text with which a base model starts to invent the next question
 
     def __init__(
         self,
         data: Rows,
-        rewards: str | Sequence[str | Function],
+        rewards: Functions,
         weights: Sequence[float] | None = None,
         solved: float = 1.0,
     ) -> None:
         self.data, self.rewards = data, Rewards(rewards, weights, solved)
 
     def messages(self, example: Example) -> tuple[Message, ...]:
+        """Return the messages that pose a row's question."""
         raise NotImplementedError
 
     def gold(self, example: Example) -> Any:
-        """The right answer, None where a row has none."""
+        """Return the right answer; None if a row has none."""
         return example.get(self.gold_column)
 
     def examples(self, split: Split) -> Sequence[Example]:
@@ -56,18 +59,18 @@ class RowTask:
         return rows
 
     def check(self, row: Example, where: str) -> None:
-        """Refuse a row that lacks what a reward function cannot do without. where: whose row it is."""
+        """Refuse a row that lacks a column that a reward function needs. where: the name of its source, for the message."""
         self.rewards.check({*row, *(() if self.gold(row) is None else ("gold",))}, where)
 
     def build(self, example: Example) -> SingleTurn:
         return SingleTurn(self.messages(example))
 
     def columns(self, example: Example) -> Example:
-        """The columns that reward functions get."""
+        """Return the columns that reward functions get."""
         return example if self.gold_column is None else {**example, "gold": self.gold(example)}
 
     def heard(self, trajectory: Trajectory) -> Trajectory:
-        """As much of it as is graded."""
+        """Return the trajectory with only the graded part of its text."""
         return trajectory if self.stop is None else with_answer(trajectory, trajectory.answer.partition(self.stop)[0])
 
     def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
@@ -77,7 +80,7 @@ class RowTask:
         return self.score_group(example, [trajectory])[0]
 
     def claims(self, example: Example, trajectory: Trajectory) -> Claim | None:
-        """The answer that `correct` reads. None where it is not among the rewards."""
+        """Return the answer that `correct` reads; None if `correct` is not among the rewards."""
         if not any(getattr(function, "func", function) is correct for function in self.rewards.functions):
             return None
         columns = self.columns(example)
@@ -88,19 +91,19 @@ class RowTask:
 
 
 def with_answer(trajectory: Trajectory, text: str) -> Trajectory:
-    """The same with another text for its last action."""
+    """Return the trajectory with another text in its last action."""
     *before, last = trajectory.steps
     message = replace(last.action.message, content=text)
     return Trajectory((*before, replace(last, action=replace(last.action, message=message))))
 
 
-AS_TEXT = ("zero_shot", "one_shot")  # of the templates below those that a base model continues
+AS_TEXT = ("zero_shot", "one_shot")  # the templates below that a base model continues
 NEXT_QUESTION = "\nQuestion:"
 
 
 def templates(instructions: str, question: str, solution: str) -> dict[str, Template]:
-    """Ways to ask, by name: chat and chat_one_shot for a chat model, zero_shot and one_shot as text that a base model
-    continues. question and solution: the worked example of the two with one."""
+    """Return prompt templates by name: chat and chat_one_shot for a chat model, zero_shot and one_shot as text that a base
+    model continues. question and solution: the worked example of the one_shot templates."""
     worked = f"Question: {question}\nAnswer: {solution}\n\n"
 
     def ask(text: str) -> Message:
@@ -115,6 +118,6 @@ def templates(instructions: str, question: str, solution: str) -> dict[str, Temp
 
 
 def chosen(prompts: Mapping[str, Any], name: str) -> Any:
-    """The template that task.prompt names."""
-    oneof("task.prompt", name, sorted(prompts))
+    """Return the template that task.prompt names."""
+    require("task.prompt", name, Literal[*sorted(prompts)])
     return prompts[name]

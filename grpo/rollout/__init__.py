@@ -1,4 +1,4 @@
-"""Episodes played side by side, scored, and made into tensors."""
+"""Plays episodes in parallel, scores them, and turns them into tensors."""
 
 from grpo.moved import door
 

@@ -1,4 +1,4 @@
-"""What was played to tensors: turns to rows of a TokenBatch, rewards to Scores."""
+"""Turns groups into tensors: turns become rows of a TokenBatch, rewards become Scores."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from grpo.env.tokens import Row, rows_of_turns
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.rollout.types import Group, Sample
 
-NOTHING = Row((0,), (0,), (False,), (0.0,))  # every rank has a row, even where each of its environments failed at once
+NOTHING = Row((0,), (0,), (False,), (0.0,))  # a rank needs a row even if all its environments failed at once
 
 
 def collate(groups: Sequence[Group], first: int = 0) -> TokenBatch:
-    """The rows of all samples, in order; `first` is the place of the first sample in the rollout."""
+    """Return the rows of all samples, in order. first: the index of the first sample in the rollout."""
     samples = [sample for group in groups for sample in group]
     owned = [(s, row) for s, sample in enumerate(samples, first) for row in rows_of_turns(sample.turns)]
     owned = owned or [(first, NOTHING)]
@@ -34,7 +34,7 @@ def collate(groups: Sequence[Group], first: int = 0) -> TokenBatch:
 
 
 def scores(groups: Sequence[Group]) -> Scores:
-    """What the samples earned, [N, G] each. A part is NaN where a reward does not have it, or nobody could give the reward."""
+    """Return rewards and lengths of the samples, [N, G] each. A part is NaN where the reward lacks it or is itself unknown."""
 
     def tensor(value) -> Tensor:
         return torch.tensor([[float(value(sample)) for sample in group] for group in groups])

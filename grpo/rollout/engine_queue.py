@@ -1,7 +1,7 @@
-"""Between episodes and the engine: prompts that wait are sampled together.
+"""The queue between episodes and the engine: prompts that wait are sampled together.
 
-Two threads meet here, under the lock `changed`. The thread of the episodes' event loop calls `sample` and `over`. The thread that
-called `play` calls `serve`, and the engine in it. The environments' own threads (system/calls.py) touch nothing here.
+Two threads use it, under the lock `changed`. The thread of the episodes' event loop calls `sample` and `over`. The thread that
+called `play` calls `serve`, which calls the engine. The threads of environments (system/calls.py) do not use it.
 """
 
 import asyncio
@@ -19,26 +19,27 @@ from grpo.env.tokens import Completion, CompletionLike, completion_of
 from grpo.system.calls import LOOK, PATIENCE, Calls, loop_threads
 
 T = TypeVar("T")
-Place = tuple[int, int]  # of an episode: index of the example, index of the sample
+Place = tuple[int, int]  # an episode: index of its example, index of its sample
 
 
 class EngineQueue:
-    """The engine as episodes see it. `sample` gives the completion of one prompt; `serve` samples all that wait, together.
+    """The engine as episodes see it: `sample` returns the completion of one prompt, `serve` samples all waiting prompts together.
 
-    It waits for every episode whose environment is at work, unless that is slow (see Calls.slow). So batches of quick
-    environments, and the last bits of every number with them, do not depend on threads.
+    Before it samples, it waits for every episode whose environment is working, unless that is slow (see `Calls.slow`). So the
+    batches of quick environments, and with them the last bits of every number, do not depend on thread timing.
     """
 
     def __init__(self, engine: Engine, sampling: Sampling, environments: Calls, places: Sequence[Place]) -> None:
         self.engine, self.sampling, self.environments = engine, sampling, environments
-        self.room = math.inf if engine.context is None else engine.context - sampling.max_tokens  # tokens of a prompt
+        self.room = math.inf if engine.context is None else engine.context - sampling.max_tokens  # for the prompt
         self.asked: dict[Place, tuple[tuple[int, ...], int, asyncio.Future]] = {}
-        self.working = set(places)  # episodes whose environment is at work
-        self.slow: set[Place] = set()  # those of them that the engine does not wait for
-        self.came = (0.0, 0.0)  # when the first and the latest of `asked` came
+        self.working = set(places)  # episodes whose environment is working
+        self.slow: set[Place] = set()  # working episodes that the engine does not wait for
+        self.came = (0.0, 0.0)  # times of the first and the latest prompt in `asked`
         self.changed = threading.Condition()
 
     async def sample(self, place: Place, prompt: tuple[int, ...], seed: int) -> Completion:
+        """Queue a prompt of the episode at `place`, and return its completion once the engine has sampled it."""
         future = asyncio.get_running_loop().create_future()
         with self.changed:
             now = time.monotonic()
@@ -48,46 +49,47 @@ class EngineQueue:
         return await future
 
     def over(self, place: Place) -> None:
+        """Note that the episode at `place` is over: the engine no longer waits for it."""
         with self.changed:
-            self.asked.pop(place, None)  # where its loop has failed
+            self.asked.pop(place, None)  # it may still be there if the event loop failed
             self._rests(place)
 
     def _rests(self, place: Place) -> None:
         self.working.discard(place)
         self.slow.discard(place)
-        if self.working <= self.slow:  # nobody is waited for
+        if self.working <= self.slow:  # no episode to wait for
             self.changed.notify()
 
     def serve(self, episodes: threading.Thread) -> None:
-        """Sample for the episodes until all of them are over."""
+        """Sample for the episodes until all are over. episodes: the thread of their event loop."""
         while self._wait(episodes):
             with self.changed:
-                places = sorted(self.asked)  # not in the order of threads
+                places = sorted(self.asked)  # not in the order of arrival, which depends on threads
                 asked = [self.asked.pop(place) for place in places]
             prompts, seeds, futures = zip(*asked, strict=True)
             waiting = dict(enumerate(zip(places, futures, strict=True)))
             give = partial(self._give, waiting)
             completions = self.engine.sample(prompts, self.sampling, seeds, give)
             for i, completion in zip(range(len(places)), completions, strict=True):
-                if i in waiting:  # an engine need not tell of each as it comes
+                if i in waiting:  # the engine did not report it when it was finished
                     give(i, completion)
 
     def _give(self, waiting: dict[int, tuple[Place, asyncio.Future]], i: int, completion: CompletionLike) -> None:
         place, future = waiting.pop(i)
         with self.changed:
-            self.working.add(place)  # before its coroutine goes on, which may be at once
+            self.working.add(place)  # before its coroutine resumes, which may be at once
         answer = completion_of(completion)
         with suppress(RuntimeError):  # the episodes have ended
             future.get_loop().call_soon_threadsafe(lambda: future.done() or future.set_result(answer))
 
     def _wait(self, episodes: threading.Thread) -> bool:
-        """Until there is something to sample and nothing quick to wait for; False when all episodes are over."""
+        """Wait until there are prompts to sample and no quick environment to wait for; False once all episodes are over."""
         with self.changed:
             while (self.asked or self.working) and episodes.is_alive():
                 quick = self.working - self.slow
                 if self.asked and not quick:
                     first, latest = self.came
-                    # slow ones that answer in a row share a batch
+                    # slow environments that answer shortly after each other share a batch
                     if not self.slow or time.monotonic() > min(first + PATIENCE, latest + LOOK):
                         return True
                 came = self.changed.wait(LOOK)
@@ -97,7 +99,10 @@ class EngineQueue:
 
 
 def beside(work: Callable[[], Coroutine[Any, Any, T]], serve: Callable[[threading.Thread], None]) -> T:
-    """The coroutine in a thread of its own, and `serve` in this one: autocast and CUDA's streams belong to a thread."""
+    """Run the coroutine in a new thread and `serve` in this one, since autocast and CUDA streams belong to a thread.
+
+    Returns the coroutine's result.
+    """
     loop, result = asyncio.new_event_loop(), Future[T]()
 
     def run() -> None:

@@ -1,7 +1,7 @@
-"""Episodes played side by side and scored. `episode` is one of them, from its first state to its end.
+"""Plays episodes in parallel and scores them. `episode` plays one of them, from its first state to its end.
 
-Every episode is a coroutine; one event loop, in a thread of its own, runs them all. Environments and rewards work in other
-threads (system/calls.py). The engine stays in the thread that called `play` (engine_queue.py).
+Every episode is a coroutine; one event loop, in its own thread, runs them all. Environments and rewards run in other threads
+(system/calls.py). The engine stays in the thread that called `play` (engine_queue.py).
 """
 
 import asyncio
@@ -21,10 +21,10 @@ from grpo.system import distributed
 from grpo.system.calls import Calls
 from grpo.system.errors import RewardError, RolloutError, UserError, told
 
-THREADS = 64  # of environments
-ENVIRONMENT = 1 << 31  # in the place of the turn: the seed of the environment itself
+THREADS = 64  # threads for environments
+ENVIRONMENT = 1 << 31  # used instead of the turn for the seed of the environment itself
 
-Episode = tuple[Trajectory, tuple[Turn, ...]]  # in both views: messages, and tokens
+Episode = tuple[Trajectory, tuple[Turn, ...]]  # an episode as messages and as tokens
 
 
 async def episode(
@@ -37,7 +37,10 @@ async def episode(
     place: Place,
     seed: Callable[[int], int],
 ) -> Episode:
-    """One environment, from its first state to its end."""
+    """Play one episode: build the environment, then prompt, completion and step in turn, until it ends.
+
+    place: index of the example, index of the sample. seed: from the turn to a seed.
+    """
     steps: list[Step] = []
     turns: list[Turn] = []
     env: Env
@@ -48,7 +51,7 @@ async def episode(
         return env.start()
 
     async def environment(function: Callable[..., Any], *args: Any) -> State | BaseException | None:
-        """The next state; None where the episode is over; the exception where the environment failed."""
+        """Call the environment. Returns the next state, None if the episode is over, or the exception if it failed."""
         given = await environments.run(place, limits.step_timeout, function, *args)
         if isinstance(given, BaseException) or (given is None and steps):
             return given
@@ -68,10 +71,10 @@ async def episode(
         try:
             prompt = tuple(renderer.prompt_ids(state.messages, state.tools, turns[-1].ids if turns else ()))
         except UserError as error:
-            if not turns:  # every other episode would fail alike
+            if not turns:  # every other episode would fail in the same way
                 raise
             return ended("env_error", state, str(error))
-        if turns and len(prompt) > engine.room:  # the conversation has outgrown the model
+        if turns and len(prompt) > engine.room:  # the conversation no longer fits the model's context
             return ended("truncated", state)
         completion = await engine.sample(place, prompt, seed(len(turns)))
         cut_short = completion.finish == "length"
@@ -96,9 +99,9 @@ def play(
 ) -> list[Group]:
     """Play `group_size` episodes of every example, and score each group as soon as its last episode is over.
 
-    seed: (index of the example, index of the sample, turn) to the seed of a completion; turn ENVIRONMENT is for the environment.
-    Every rank plays its share of the examples, and returns a group for every example, both in order. Raises RolloutError, with
-    the groups as far as they got, if a reward fails, or every environment.
+    seed: from (index of the example, index of the sample, turn) to the seed of a completion; the turn ENVIRONMENT gives the
+    environment's seed. Every rank plays its share of the examples. Returns a group for every example, in order, on every rank.
+    Raises RolloutError, with the groups as far as they were played, if a reward or every environment fails.
     """
     limits = limits or Limits()
     mine = distributed.share(len(examples))
@@ -134,9 +137,9 @@ def play(
     if failed:
         p, message, s = failed[0]
         place = f"prompt_index {p}" + ("" if s is None else f", sample {s}")
-        raise RewardError(f"{message}; it was scoring {place}", s, groups) from errors.get(p)
+        raise RewardError(f"{message}; this was while scoring {place}", s, groups) from errors.get(p)
     trajectories = [sample.trajectory for group in groups for sample in group]
     if trajectories and all(trajectory.failed for trajectory in trajectories):
-        ended = f"all {len(trajectories)} episodes ended in a failure of their environment"
-        raise RolloutError(f"{ended}; the first: {trajectories[0].error}; mend it, or raise step_timeout", groups)
+        ended = f"the environment failed in all {len(trajectories)} episodes"
+        raise RolloutError(f"{ended}; the first: {trajectories[0].error}; fix it, or raise step_timeout", groups)
     return groups

@@ -1,4 +1,4 @@
-"""The metrics of a rollout before anything is learned from it."""
+"""The metrics of a rollout that are known before the update."""
 
 import math
 from collections.abc import Sequence
@@ -10,24 +10,24 @@ from grpo.env.types import Trajectory
 from grpo.rollout.types import Group, Sample
 from grpo.system.metrics import name_of_part
 
-if TYPE_CHECKING:  # whoever reads old runs needs no torch
+if TYPE_CHECKING:  # reading old runs must not import torch
     from grpo.objectives.batch import Scores
 
 
 def rollout_metrics(groups: Sequence[Group], scored: "Scores") -> dict[str, float]:
-    """All that is known of a rollout before anything is learned from it, over every sample, also those left out of the batch.
+    """Return the metrics of a rollout before the update, over all samples, including those that are left out of the batch.
 
-    A part of the reward is logged under `name_of_part`, with its standard deviation over the samples whose reward is known.
+    A part of the reward is named by `name_of_part`; its standard deviation is over the samples whose reward is known.
     """
     samples = [sample for group in groups for sample in group]
-    known = {name: values for name, values in scored.parts.items() if name != "correct"}  # that is the verdict
+    known = {name: values for name, values in scored.parts.items() if name != "correct"}  # the verdict, not a part
     if any("correct" in sample.reward.parts for sample in samples):
         given = [[sample.reward.parts.get("correct", math.nan) for sample in group] for group in groups]
         known["correct"] = scored.rewards.new_tensor(given).masked_fill(scored.rewards.isnan(), math.nan)
     known = {name_of_part(name): values for name, values in known.items()} | {"reward": scored.rewards}
     graded = {name: values[~values.isnan()] for name, values in known.items()}
     stds = {name: float(values.std(correction=0)) if len(values) else math.nan for name, values in graded.items()}
-    # the samples' own parts come last: `scored` does not know what a grader that failed said
+    # the samples' parts come last: `scored` has NaN for the parts of a failed grader
     means = {name: float(values.nanmean()) for name, values in known.items()} | sample_means(samples)
     means["reward"] = float(scored.rewards.nanmean())
     means["solve_rate"] = share_right(samples)
@@ -39,8 +39,9 @@ def rollout_metrics(groups: Sequence[Group], scored: "Scores") -> dict[str, floa
 
 
 def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
-    """length in tokens; the shares truncated and, where anything was graded, no_answer, timeout and error; the counts of
-    `conversation`, where there are several turns or tools; and every part of the reward, over the samples that have it."""
+    """Return means over the samples: length in tokens; the share truncated; the shares no_answer, timeout and error if anything
+    was graded; the counts of `conversation` if there are several turns or tools; each part of the reward, over the samples that
+    have it."""
     graded = ("no_answer", "timeout", "error") if any(sample.reward.outcome for sample in samples) else ()
     conversations = any(map(is_conversation, samples))
     values: dict[str, list[float]] = {}
@@ -56,13 +57,13 @@ def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def is_conversation(sample: Sample) -> bool:
-    """Whether the counts of `conversation` say something of it: several turns, tools, or an environment that failed."""
+    """Return whether the counts of `conversation` apply: several turns, tools, or a failed environment."""
     return len(sample.turns) != 1 or sample.trajectory.failed or bool(sample.trajectory.steps[0].state.tools)
 
 
 def conversation(trajectory: Trajectory) -> dict[str, float]:
-    """Counts of one episode: turns; 1 where they ran out (out_of_turns), the environment raised (env_error) or took too long
-    (env_timeout); calls of tools, those that failed, and messages whose call could not be read."""
+    """Return counts of one episode: turns; 1 for its end, if that is out_of_turns, env_error or env_timeout; tool calls, failed
+    tool calls, and messages whose call could not be parsed."""
     said = [step.action.message for step in trajectory.steps]
     return {
         "turns": len(said),
@@ -74,6 +75,6 @@ def conversation(trajectory: Trajectory) -> dict[str, float]:
 
 
 def share_right(samples: Sequence[Sample]) -> float:
-    """The share of right samples among those whose reward is known; NaN if none is."""
+    """Return the share of right samples among those whose reward is known; NaN if none is known."""
     known = [sample.reward.correct for sample in samples if sample.reward.known]
     return float(np.mean(known)) if known else math.nan

@@ -1,21 +1,23 @@
-"""How long prompts may be."""
+"""The limit of prompt lengths, and what happens to longer prompts."""
 
 import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from grpo.data.dataset import picked
 from grpo.env.renderer import Renderer
 from grpo.env.types import Example, Split, Task, build, state_of
 from grpo.system.calls import awaited
-from grpo.system.errors import UserError, check_least, oneof
+from grpo.system.errors import UserError
+from grpo.system.ranges import Count, enforced
 
 log = logging.getLogger(__name__)
 
 
 def prompt_tokens(task: Task, example: Example, renderer: Renderer) -> int:
-    """How many the first prompt has; 0 where its environment does not begin: its episodes will say so, see `play`."""
+    """Return the number of tokens of the example's first prompt; 0 if its environment fails, which `play` will report."""
     try:
         state = state_of(awaited(build(task, example, 0).start()))
     except UserError:
@@ -26,30 +28,27 @@ def prompt_tokens(task: Task, example: Example, renderer: Renderer) -> int:
 
 
 def longest_prompt(task: Task, examples: Sequence[Example], renderer: Renderer, looks: int = 100) -> int:
-    """Tokens of the longest of at most `looks` prompts, from everywhere among the examples."""
+    """Return the tokens of the longest prompt among at most `looks` examples, spread evenly over all of them."""
     places = range(0, len(examples), math.ceil(len(examples) / looks))
     return max(prompt_tokens(task, examples[i], renderer) for i in places)
 
 
+@enforced("prompt_limit")
 @dataclass(frozen=True)
 class PromptLimit:
-    """How long prompts may be, and what becomes of longer ones.
+    """The longest prompt, and what happens to longer ones.
 
-    max_tokens: of a prompt; None for what the answer leaves of the model's context. too_long: "refuse" the run, "drop" the
-    example, or "truncate" the prompt from the left, so that its end stays.
+    max_tokens: tokens of a prompt at most; None: the model's context minus the tokens of an answer. too_long: "refuse" the run,
+    "drop" the example, or "truncate" the prompt from the left, which keeps its end.
     """
 
-    max_tokens: int | None = None
-    too_long: str = "refuse"
-    why: str = ""  # the number, in words
-    by_context: bool = False  # it is what the context leaves, where the engine stops by itself
-
-    def __post_init__(self) -> None:
-        oneof("prompt_limit.too_long", self.too_long, ("refuse", "drop", "truncate"))
-        check_least("prompt_limit.max_tokens", self.max_tokens, 1)
+    max_tokens: Count | None = None
+    too_long: Literal["refuse", "drop", "truncate"] = "refuse"
+    why: str = ""  # the limit, in words
+    by_context: bool = False  # the context is the limit, which the engine checks too
 
     def within(self, context: int, answer: int) -> "PromptLimit":
-        """The same with a number, for a model with `context` tokens of which an answer may take `answer`."""
+        """Return the limit, with max_tokens set, for a model with this context, of which an answer may take `answer` tokens."""
         room = context - answer
         if room < 1:
             raise UserError(
@@ -62,14 +61,14 @@ class PromptLimit:
 
     @property
     def kept(self) -> int | None:
-        """Tokens at the end of a prompt that a renderer keeps; None for all."""
+        """The number of tokens that a renderer keeps at the end of a prompt; None: all."""
         return self.max_tokens if self.too_long == "truncate" else None
 
     def fitting(self, task: Task, split: Split, renderer: Renderer, most: int = 500) -> Sequence[Example]:
-        """The examples of a split whose prompts fit. Says how many do not, or raises UserError that names the first.
+        """Return the examples of a split whose prompts fit. Logs how many were dropped, or raises UserError with the first one.
 
-        Where the context is the limit it looks at the first `most` only, unless it drops them; the engine refuses the rest when
-        it meets them.
+        If the context is the limit and nothing is dropped, only the first `most` examples are checked: the engine refuses
+        others when it meets them.
         """
         examples = task.examples(split)
         if self.too_long == "truncate":
@@ -79,7 +78,7 @@ class PromptLimit:
             lengths.append(prompt_tokens(task, examples[i], renderer))
             if refuse and lengths[i] > self.max_tokens:
                 raise UserError(
-                    f"the prompt of {split} example {i + 1} has {lengths[i]} tokens, and {self.why}: lower max_tokens, take "
+                    f"the prompt of {split} example {i + 1} has {lengths[i]} tokens, and {self.why}: lower max_tokens, choose "
                     "another model, or set prompt_limit.too_long to drop or truncate"
                 )
         fits = [i for i, length in enumerate(lengths) if length <= self.max_tokens]
@@ -88,7 +87,7 @@ class PromptLimit:
         if not fits:
             raise UserError(
                 f"prompt_limit.max_tokens={self.max_tokens} removes all {len(examples)} examples of the split {split!r}; the "
-                f"longest has {max(lengths)} tokens"
+                f"longest has {max(lengths)} tokens: raise it"
             )
         longer = len(examples) - len(fits)
         log.info(

@@ -1,4 +1,4 @@
-"""Rewards, while other episodes still go on: a group at a time, no call for longer than a limit."""
+"""Scores groups while other episodes still run, each group at once, with a time limit for every call."""
 
 import asyncio
 import math
@@ -17,8 +17,11 @@ TIMED_OUT = Reward(math.nan, False, outcome="timeout")
 
 
 class Scorer:
-    """Scores groups, up to THREADS calls of the task side by side. timeout: seconds of one call, after which its rewards are NaN.
-    It is an error when as many calls hang as there are threads, and none has ever come back: the reward is broken."""
+    """Scores groups, with up to THREADS calls of the task at a time.
+
+    timeout: seconds of one call, after which its rewards are NaN. If THREADS calls hang and none has ever returned, the reward is
+    considered broken, which is an error.
+    """
 
     def __init__(self, task: Task, timeout: float) -> None:
         self.task, self.timeout, self.calls = task, timeout, Calls(THREADS)
@@ -27,8 +30,8 @@ class Scorer:
     async def __call__(
         self, example: Example, trajectories: Sequence[Trajectory]
     ) -> tuple[list[Reward], RewardError | None]:
-        """A reward for each trajectory, UNKNOWN where its call failed, and the first failure; its `sample` is the place among the
-        trajectories."""
+        """Return a reward for each trajectory, UNKNOWN if its call failed, and the first failure, whose `sample` is the index of
+        its trajectory."""
         if not trajectories:
             return [], None
         together = scores_groups(self.task)
@@ -46,15 +49,15 @@ class Scorer:
         return list(chain.from_iterable(given)), failure
 
     async def call(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward] | RewardError:
-        """One call of the task's."""
+        """Make one call of the task's reward. Returns the rewards, or the error."""
         given = await self.calls.run(object(), self.timeout, score_group, self.task, example, trajectories)
         if isinstance(given, TimeoutError):
             self.hung += 1
             if self.answered or self.hung < THREADS or self.calls.closed:
                 return [TIMED_OUT] * len(trajectories)
             self.calls.close()
-            never = f"did not come back in {self.timeout:g} s, {self.hung} times and never once"
-            return RewardError(f"{place_of(self.task)} {never}: mend it, or raise score_timeout")
+            never = f"did not return within {self.timeout:g} s in any of {self.hung} calls"
+            return RewardError(f"{place_of(self.task)} {never}: fix it, or raise score_timeout")
         if isinstance(given, BaseException) and not isinstance(given, RewardError):
             error = RewardError(f"{place_of(self.task)} raised {told(given)}")
             error.__cause__ = given
@@ -63,7 +66,7 @@ class Scorer:
         return given
 
     async def culprit(self, example: Example, trajectories: Sequence[Trajectory]) -> int | None:
-        """The sample that fails alone too, if it is found in the time of one call."""
+        """Return the index of a sample that also fails when scored alone; None if none is found within the timeout."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.timeout):
                 for place, trajectory in enumerate(trajectories):

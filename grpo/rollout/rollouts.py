@@ -1,4 +1,4 @@
-"""A rollout from prompts to scored groups. Knows nothing of Lightning, losses or the policy's weights."""
+"""Makes rollouts, from prompts to scored groups. Knows nothing of Lightning, losses or the policy's weights."""
 
 import math
 import time
@@ -23,8 +23,10 @@ from grpo.system.seeds import TRAIN, derive_seed
 
 @dataclass(frozen=True)
 class Rollout:
-    """All groups that were sampled for a rollout, and what they earned; in how many rounds; the version of the weights that the
-    engine held when it began; the seconds it took."""
+    """The groups sampled for one rollout.
+
+    scores: their shaped rewards. rounds: rounds of sampling. version: the engine's weights at the start. seconds: its duration.
+    """
 
     groups: list[Group]
     scores: Scores
@@ -33,12 +35,12 @@ class Rollout:
     seconds: float
 
     def best(self, prompts: int) -> list[int]:
-        """The groups to learn from, by index, in order: at most `prompts`, those with a signal before the others."""
+        """Return the indices of the groups to learn from, in order: at most `prompts`, groups with different rewards first."""
         order = (~self.scores.has_signal()).int().argsort(stable=True)
         return sorted(order[:prompts].tolist())
 
     def staleness(self, rollouts: int) -> float:
-        """Versions between the weights that drew a token and those that learn from it, `rollouts`; the mean over all tokens."""
+        """Return the age of the weights that sampled a token, in versions before `rollouts`, on average over tokens."""
         completions = [turn.completion for group in self.groups for sample in group for turn in sample.turns]
         drawn = [c.versions or (self.version,) * len(c.ids) for c in completions]
         return sum(rollouts * len(versions) - sum(versions) for versions in drawn) / max(1, sum(map(len, drawn)))
@@ -46,9 +48,9 @@ class Rollout:
 
 @dataclass(eq=False)
 class Rollouts:
-    """Makes rollout r, a function of (seed, r) and the weights that the engine holds. Mutable: the trainer sets `autocast`.
+    """Makes rollout r, which depends only on (seed, r) and on the engine's weights. Mutable: the trainer sets `autocast`.
 
-    folder: of the run; a rollout whose reward fails is kept there. autocast: in which the engine samples.
+    folder: the run's folder, where the samples of a failed rollout are saved. autocast: the context in which the engine samples.
     """
 
     plan: Plan
@@ -62,8 +64,8 @@ class Rollouts:
     autocast: Callable[[], AbstractContextManager] = nullcontext
 
     def make(self, r: int) -> Rollout:
-        """Plays rollout r. With algo.sampling_rounds above 1 it plays further prompts until enough groups have a signal, or the
-        rounds are over (dynamic sampling, DAPO, arXiv 2503.14476); `Rollout.best` then picks the groups to learn from."""
+        """Play rollout r. With algo.sampling_rounds above 1 it plays more prompts until enough groups have different rewards or
+        until the rounds are used up (dynamic sampling, DAPO, arXiv 2503.14476); `Rollout.best` picks the groups to learn from."""
         begun, version = time.perf_counter(), self.engine.version
         groups: list[Group] = []
         examples, rounds, prompts = self.loader.batch(r), 0, self.plan.prompts
@@ -75,12 +77,12 @@ class Rollouts:
                 live = int(scored.has_signal().sum())
                 if live >= prompts:
                     break
-                wanted = math.ceil((prompts - live) * len(groups) / max(live, 1))  # some will be of no use again
+                wanted = math.ceil((prompts - live) * len(groups) / max(live, 1))  # new ones may have equal rewards too
                 examples = self.loader.more(r, min(wanted, prompts), skip=len(groups) - prompts)
         return Rollout(groups, scored, rounds, version, time.perf_counter() - begun)
 
     def play(self, r: int, examples: list[Example], first: int) -> list[Group]:
-        """One round of rollout r, in which `first` groups were played before."""
+        """Play one round of rollout r. first: the number of groups that earlier rounds have played."""
 
         def seeds(p: int, *path: int) -> int:
             return derive_seed(self.seed, TRAIN, r, first + p, *path)
@@ -91,4 +93,4 @@ class Rollouts:
         except RolloutError as error:
             if isinstance(error, RewardError) or not first:
                 raise
-            return error.groups  # all environments of a later round, which may be one or two, failed
+            return error.groups  # all environments of a later round failed, which may be only one or two

@@ -1,4 +1,4 @@
-"""A table of samples: one flat row each, in a parquet file."""
+"""Tables of samples: one flat row per sample, in a Parquet file."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +16,7 @@ from grpo.system.files import replacing
 
 
 def records(groups: Iterable[Group], **columns: Iterable[Iterable[Any]]) -> Iterator[dict]:
-    """One flat dict a sample; `columns` are further values, in the shape of the groups. What is nested is JSON text."""
+    """Yield one flat dict per sample; nested values are JSON text. columns: more values, in the shape of the groups."""
     for p, group in enumerate(groups):
         for s, sample in enumerate(group):
             trajectory = sample.trajectory
@@ -44,11 +44,12 @@ def records(groups: Iterable[Group], **columns: Iterable[Iterable[Any]]) -> Iter
 
 
 def json_text(value: Any) -> str:
+    """Return the value as JSON text, with all characters readable."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def token_logprobs(groups: Iterable[Group]) -> dict[str, list]:
-    """Columns for `records`: the ids that the policy sampled, turn after turn, and the engine's log-probabilities of them."""
+    """Return columns for `records`: the sampled token ids, turn after turn, and the engine's log-probabilities of them."""
 
     def of(sample: Sample, name: str) -> list:
         return [value for turn in sample.turns for value in getattr(turn.completion, name)]
@@ -58,7 +59,7 @@ def token_logprobs(groups: Iterable[Group]) -> dict[str, list]:
 
 
 def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """A parquet file, whole or not at all. A row lacks what others have where it does not apply."""
+    """Write rows to a Parquet file, completely or not at all. Rows may lack columns of other rows."""
     rows = list(rows)
     names = dict.fromkeys(name for row in rows for name in row)
     with replacing(path) as new:
@@ -66,18 +67,18 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def encodable(value: Any) -> Any:
-    """The text of an exception may have half a character, which no file takes."""
+    """Return a value that a file can hold: the text of an exception may contain half a character."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 @contextmanager
 def on_disk(file: Path) -> Iterator[None]:
-    """Writes the samples there when their reward or environment fails, and names the file in the error."""
+    """Write the samples to `file` if their reward or environment fails, and add its name to the error."""
     try:
         yield
     except RolloutError as error:
-        from grpo.system import distributed  # torch
+        from grpo.system import distributed  # imports torch
 
         if distributed.rank() == 0:
             write(file, records(error.groups))
-        raise RolloutError(f"{error}; what was played is in {file}") from error
+        raise RolloutError(f"{error}; the samples so far are in {file}") from error

@@ -1,4 +1,4 @@
-"""What a run leaves behind, and everything that reads it."""
+"""The files of a run and everything that reads them: tables, comparisons, plots, the report, the model card."""
 
 from grpo.moved import door
 

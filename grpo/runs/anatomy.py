@@ -1,7 +1,7 @@
-"""An objective taken apart: its loss, its gradient, its advantages and its weights, as numbers and as figures.
+"""Numbers and figures of an objective: its loss, its gradient, its advantages and its token weights.
 
-Everything is asked of the Algorithm itself (`loss` with autograd, `credit`, `weights`): a picture of it cannot be out of date.
-Algorithms that agree share a panel or a line. Needs the extra `plot` (matplotlib).
+Every value is computed by the Algorithm itself (`loss` with autograd, `credit`, `weights`), so a figure cannot be out of date.
+Algorithms whose values agree share a panel or a line. Needs the extra `plot` (matplotlib).
 """
 
 import math
@@ -19,17 +19,19 @@ from grpo.objectives.batch import Scores
 from grpo.objectives.trial import even_batch
 from grpo.runs.plots import COLOURS, panels, tidy
 
-OLD_LOGPROB = -3.0  # of every token before the update, so that ratios up to e^3 are probabilities
+OLD_LOGPROB = -3.0  # of every token before the update; new probabilities are at most 1 for ratios up to e^3
 
 
 def against_ratio(
     algorithm: Algorithm, ratios: Tensor, advantage: float, tokens: int = 10, together: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The loss of an answer, and its gradient with respect to one token's log-probability, where that token's ratio is r.
+    """Return the loss of an answer, and its gradient by one token's log-probability, for each ratio of that token.
 
-    ratios: [R], new over old probability, of one token in `tokens`; the others stay at ratio 1, or go with it (together).
-    Every token weighs 1, which keeps the reduction out of it (see `weights_by_length`).
-    Returns [R] each; the loss is counted from where all ratios are 1.
+    ratios: [R], new over old probability of the first token of an answer.
+    tokens: length of the answer; its other tokens keep ratio 1, or all have the same ratio (together=True).
+
+    Every token has weight 1, so the reduction has no influence (see `weights_by_length`).
+    Returns (loss [R], gradient [R]); the loss is the difference from the loss at ratio 1 for all tokens.
     """
     batch = even_batch(len(ratios) + 1, tokens, OLD_LOGPROB)
     weights = batch.weights.requires_grad_()
@@ -44,9 +46,10 @@ def against_ratio(
 
 
 def advantages_by_solved(algorithm: Algorithm, group_size: int = 8) -> tuple[Tensor, Tensor]:
-    """The advantage of a right answer (reward 1) and of a wrong one (0) in groups with 1 to G - 1 right ones. [G - 1] each.
+    """Return the advantages of a right answer (reward 1) and of a wrong one (reward 0), [G - 1] each.
 
-    One rollout has all of these groups, one without a right answer and one without a wrong one: some advantages look at them all.
+    Entry i belongs to a group with i + 1 right answers. All these groups are in one rollout, together with a group of 0 and a
+    group of G right answers, because some advantage estimators use the whole rollout.
     """
     right = torch.arange(group_size) < torch.arange(group_size + 1)[:, None]  # [G + 1, G]
     rewards, short = right.float(), torch.ones(right.shape)
@@ -56,7 +59,7 @@ def advantages_by_solved(algorithm: Algorithm, group_size: int = 8) -> tuple[Ten
 
 
 def weights_by_length(algorithm: Algorithm, lengths: Tensor) -> Tensor:
-    """What a token of each answer weighs in an update of answers so long: lengths [B] to [B]."""
+    """Return the weight of each token of an answer [B] in one update whose answers have these lengths [B]."""
     return algorithm.weights(torch.arange(int(lengths.max())) < lengths[:, None])[:, 0]
 
 
@@ -64,8 +67,8 @@ def weights_by_length(algorithm: Algorithm, lengths: Tensor) -> Tensor:
 
 
 def alike(curves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those that coincide as one, named by all of them."""
-    found: dict[str, list[str]] = {}  # by the first of those that coincide
+    """Merge curves that coincide into one, under their names joined by commas."""
+    found: dict[str, list[str]] = {}  # first name of each set of equal curves -> all names of the set
     for name, curve in curves.items():
         same = (other for other in found if torch.allclose(curve, curves[other], rtol=1e-3, atol=1e-6))
         found.setdefault(next(same, name), []).append(name)
@@ -73,7 +76,7 @@ def alike(curves: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def pairs(x: Tensor, shapes: Mapping[str, Tensor], labels: tuple[str, str], sharey: bool = True, **line) -> Figure:
-    """A panel for each of the shapes {title: [2, R]}: two lines against x [R]."""
+    """Draw a panel for each entry of `shapes`, {title: [2, R]}: two lines against x [R]."""
     figure, grid = panels(len(shapes), sharex=True, sharey=sharey)
     for axes, (names, curves) in zip(grid, shapes.items(), strict=True):
         for curve, colour, label in zip(curves, COLOURS, labels, strict=False):
@@ -92,9 +95,11 @@ def objectives(
     bound: float | None = 4.0,
     **setting,
 ) -> Figure:
-    """The loss, or its gradient, against the ratio; those who agree in both share a panel.
+    """Draw the loss or its gradient against the ratio. Algorithms that agree in both share a panel.
 
-    least, most: of the ratio. bound: of the y-axis, None gives each panel its own. setting: as of `against_ratio`.
+    least, most: range of the ratio.
+    bound: range of the y-axis, from -bound to bound; with None each panel has its own range.
+    setting: further arguments of `against_ratio`.
     """
     ratios = torch.linspace(math.log(least), math.log(most), 401).exp()
     drawn = {
@@ -117,7 +122,7 @@ def objectives(
 
 
 def advantages(algorithms: Mapping[str, Algorithm], group_size: int = 8) -> Figure:
-    """What a right and a wrong answer are worth against how many of their group are right."""
+    """Draw the advantages of right and wrong answers against the number of right answers in the group."""
     shapes = alike({name: torch.stack(advantages_by_solved(a, group_size)) for name, a in algorithms.items()})
     figure = pairs(torch.arange(1, group_size), shapes, ("right", "wrong"), marker="o", markersize=3)
     figure.supxlabel(f"right answers of the {group_size} in the group", fontsize=9)
@@ -126,7 +131,7 @@ def advantages(algorithms: Mapping[str, Algorithm], group_size: int = 8) -> Figu
 
 
 def weights(algorithms: Mapping[str, Algorithm], lengths: Tensor) -> Figure:
-    """What one token weighs in the loss against the length of its answer, in an update of answers so long [B]."""
+    """Draw the weight of a token in the loss against the length of its answer, for one update with answers of `lengths` [B]."""
     shapes = alike({name: weights_by_length(a, lengths) for name, a in algorithms.items()})
     figure, (axes,) = panels(1, width=8, height=3)
     for names, weight in shapes.items():

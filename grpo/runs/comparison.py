@@ -1,6 +1,6 @@
-"""Two policies or more on the same problems: which is better, by how much, and could it be chance?
+"""Compares two or more policies on the same problems: which is better, by how much, and could the difference be chance?
 
-Reads what evaluations left; no model is loaded.
+Reads the saved samples of evaluations and loads no model.
 """
 
 import logging
@@ -22,8 +22,11 @@ log = logging.getLogger(__name__)
 
 
 def arms_of(operands: Sequence[str | Sequence[str]]) -> dict[str, list[Run]]:
-    """What `compare=` names: a run, an evaluation, several of them in brackets (one arm, as its seeds), or a sweep, which has its
-    arms by what was said on its command line."""
+    """Return the runs of each arm that `compare=` names.
+
+    An operand is a run, an evaluation, a list of them (the seeds of one arm), or a sweep. The runs of a sweep are divided into
+    arms by the overrides of their command lines.
+    """
     found: dict[str, list[Run]] = {}
     for operand in operands:
         if not isinstance(operand, str):
@@ -33,29 +36,32 @@ def arms_of(operands: Sequence[str | Sequence[str]]) -> dict[str, list[Run]]:
         runs = load(folder)
         if unfinished := [run for run in runs if run.folder != folder and run.status != "finished"]:
             named = ", ".join(f"{run.folder} ({run.status})" for run in unfinished)
-            log.warning("not finished, and left out: %s", named)
+            log.warning("left out because they have not finished: %s", named)
         parts = arms(run for run in runs if run not in unfinished)
         for label, members in parts.items():
             found[operand if len(parts) == 1 else f"{operand}: {label}"] = members
     if not 2 <= len(found) <= len(ascii_uppercase):
         how = "compare=RUN_A,RUN_B; the folder of a sweep; or seeds in brackets, compare=[[A0,A1],[B0,B1]]"
-        raise UserError(f"compare has {len(found)} arm ({', '.join(found)}): give two or more, as {how}")
+        raise UserError(f"compare has {len(found)} arm(s) ({', '.join(found)}), but needs two or more: {how}")
     return found
 
 
 def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -> dict[str, Any]:
-    """Every arm against the first, on the problems that all of their runs were asked: what metrics.json has of it."""
+    """Compare every arm with the first, on the problems that all runs share, and return the content of metrics.json.
+
+    after: compare the evaluations after that many rollouts; None takes each run's last.
+    """
     measured: dict[str, list[pd.DataFrame]] = {}
     for name, runs in named_arms.items():
         tables = {run: run.verdicts(after) for run in runs}
         if missing := [str(run.folder) for run, table in tables.items() if table is None]:
-            log.warning("without a finished evaluation, and left out: %s", ", ".join(missing))
+            log.warning("left out because they have no finished evaluation: %s", ", ".join(missing))
         measured[name] = [table for table in tables.values() if table is not None]
         if not measured[name]:
-            raise UserError(f"{name} has no finished evaluation: let it end, or run eval.py on it")
+            raise UserError(f"{name} has no finished evaluation: wait until it ends, or run eval.py on it")
     last = {run.evaluated[-1] for runs in named_arms.values() for run in runs if run.evaluated}
     if after is None and len(last) > 1:
-        log.warning("the last evaluations are after %s rollouts; after=N takes the same", sorted(last))
+        log.warning("the last evaluations are after %s rollouts; after=N compares at the same one", sorted(last))
     every = [table for tables in measured.values() for table in tables]
     items = sorted(set.intersection(*(set(table["accuracy"].dropna().index) for table in every)))
     if not items:
@@ -89,23 +95,24 @@ def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -
 
 
 def comparable(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """`arms`, with only the runs that have finished with an evaluation; an arm without any is left out."""
+    """Return `arms` with only the runs that have finished and were evaluated; arms without such a run are left out."""
     found = {arm: [run for run in of if run.status == "finished" and run.scored] for arm, of in arms(runs).items()}
     return {arm: of for arm, of in found.items() if of}
 
 
 def complete(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """The same. UserError where there is none."""
+    """Return `comparable(runs)`, and raise UserError if it is empty."""
     if found := comparable(runs):
         return found
     raise UserError("none of the runs has finished with an evaluation, so there is nothing to compare yet")
 
 
 def compared(done: Mapping[str, Sequence[Run]]) -> pd.DataFrame:
-    """A row for each arm, best first: seeds; value, low, high of its last accuracy, for other seeds and other problems; against
-    the first arm given difference, its low and high, p, Holm's p, and better, worse, ties.
+    """Return a table with a row for each arm, best first.
 
-    Arms that have no problem in common (of several tasks) have the mean over their seeds, and no difference.
+    Columns: seeds; value, low and high of the last accuracy, with an interval for other seeds and other problems; the difference
+    from the first arm given, its low and high, p, Holm's p, and the number of problems that are better, worse and tied.
+    Arms without a common problem (runs of several tasks) have the mean over their seeds and no difference.
     """
     last = {arm: over_seeds([run.accuracy.iloc[-1] for run in of]) for arm, of in done.items()}
     rows: dict[str, dict[str, Any]] = {arm: {"seeds": len(of), **last[arm]._asdict()} for arm, of in done.items()}
@@ -125,7 +132,7 @@ def compared(done: Mapping[str, Sequence[Run]]) -> pd.DataFrame:
 
 
 def effects(done: Mapping[str, list[Run]]) -> dict[str, pd.DataFrame]:
-    """For each swept key but the seed: value, low, high, n for each of its values, over all runs that had it."""
+    """Return a table for each swept key except the seed: value, low, high, n over all runs that share a value of the key."""
     runs = [run for of in done.values() for run in of]
     accuracy = pd.Series([run.accuracy.iloc[-1] for run in runs])
     swept = pd.DataFrame([run.overrides for run in runs]).drop(columns=list(SAME), errors="ignore").fillna("default")
@@ -134,6 +141,6 @@ def effects(done: Mapping[str, list[Run]]) -> dict[str, pd.DataFrame]:
         if swept[key].nunique() > 1:
             by = {value: over_seeds(part)._asdict() for value, part in accuracy.groupby(swept[key], sort=False)}
             table = pd.DataFrame(by).T.rename_axis(key)
-            # by size where the values are numbers
+            # numbers are sorted by size
             found[key] = table.sort_index(key=lambda index: pd.to_numeric(index, errors="coerce"), kind="stable")
     return found

@@ -1,4 +1,4 @@
-"""Samples as HTML, for notebooks: to read, to compare, and token by token. What a policy wrote is escaped."""
+"""HTML views of samples for notebooks: cards to read, marked differences, and tokens by probability. All text is escaped."""
 
 import math
 import re
@@ -16,17 +16,18 @@ REMOVED, ADDED = "rgba(213, 94, 0, 0.35)", "rgba(0, 158, 115, 0.35)"
 
 
 def card(title: str, *bodies: str) -> str:
-    """title: text; bodies: HTML."""
+    """Return a card as HTML. title: plain text, escaped here. bodies: HTML."""
     parts = "".join(f'<div style="{TEXT_STYLE}; margin-top: 4px">{body}</div>' for body in bodies)
     return f'<div style="{CARD_STYLE}"><b>{escape(title)}</b>{parts}</div>'
 
 
 def grey(text: str) -> str:
+    """Return the text, escaped, in grey."""
     return f'<span style="opacity: 0.6">{escape(text)}</span>'
 
 
 def samples(table: pd.DataFrame) -> str:
-    """A card for each row: what it earned, the prompt, the completion."""
+    """Return a card for each row of the table: reward and other facts, the prompt, the completion."""
 
     def title(row: dict) -> str:
         facts = [f"prompt {row['prompt_index']}, sample {row['sample']}", f"reward {row['reward']:.3g}"]
@@ -38,7 +39,7 @@ def samples(table: pd.DataFrame) -> str:
 
 
 def difference(before: str, after: str) -> str:
-    """The second text, with what was added to the first one and what was taken out of it marked, word by word."""
+    """Return the second text as HTML, with the words that it adds to the first and the words that it removes marked."""
     a, b = (re.findall(r"\s+|\w+|[^\w\s]", text) for text in (before, after))
     found = []
     for kind, i, j, k, m in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
@@ -52,7 +53,7 @@ def difference(before: str, after: str) -> str:
 
 
 def pieces(ids: Sequence[int], policy: Path | None) -> list[str]:
-    """The text of each token. policy: a folder with tokenizer.json; without one the ids are all there is to show."""
+    """Return the text of each token, or its id as text if policy is None. policy: a folder with tokenizer.json."""
     if policy is None:
         return [f"<{token}>" for token in ids]
     tokenizer = Tokenizer.from_file(str(policy / "tokenizer.json"))
@@ -60,7 +61,7 @@ def pieces(ids: Sequence[int], policy: Path | None) -> list[str]:
 
 
 def tokens(texts: Sequence[str], logprobs: Sequence[float]) -> str:
-    """The tokens, the redder the less likely they were to be drawn; the pointer on one shows its probability."""
+    """Return the tokens as HTML: the less probable, the redder. Hovering over a token shows its probability."""
     spans = []
     for text, logprob in zip(texts, logprobs, strict=True):
         probability = math.exp(logprob)

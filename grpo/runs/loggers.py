@@ -1,4 +1,4 @@
-"""Metrics.csv: the table of a run's numbers, which everything that reads finished runs starts from."""
+"""The logger that writes metrics.csv, the table of a run's metrics, which every reader of finished runs uses."""
 
 import csv
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from grpo.system.files import replacing
 
 
 class MetricsTable(Logger):
-    """A row for each step, on disk at once; a column that is new is empty in the rows before.
+    """Writes a row for each step, on disk at once. A new column is empty in earlier rows.
 
-    An existing file is continued. The first step logged cuts off its rows from that step on: they are of a run that stopped and
-    was resumed from an earlier checkpoint.
+    An existing file is continued. The first logged step removes its rows from that step on: they belong to a run that stopped
+    and was resumed from an earlier checkpoint.
     """
 
     name = version = ""  # the folder is the run's name
@@ -43,10 +43,11 @@ class MetricsTable(Logger):
             writer.writerows(self.rows)
 
     def read(self) -> list[dict[str, str]]:
+        """Return the rows on disk; an empty list if there is no file."""
         if not self.file.exists():
             return []
         with self.file.open(newline="", encoding="utf-8") as lines:
             return list(csv.DictReader(lines))
 
     def log_hyperparams(self, params: Any) -> None:
-        """They are in config.yaml."""
+        """Do nothing: config.yaml has them."""

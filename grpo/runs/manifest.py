@@ -1,4 +1,4 @@
-"""Manifest.json: what a run was made with and on, when, and how it ended."""
+"""Writes manifest.json: the command, commit, versions, hardware and data of a run, its times, and how it ended."""
 
 import os
 import platform
@@ -27,7 +27,7 @@ PACKAGES = ("torch", "transformers", "lightning", "peft", "datasets", "hydra-cor
 
 
 def revision(folder: Path) -> dict[str, Any] | None:
-    """The commit of a git checkout, and whether files differ from it; None where there is none."""
+    """Return the commit of a git checkout and whether files differ from it; None outside a checkout."""
 
     def git(*arguments: str) -> str:
         return subprocess.check_output(["git", *arguments], cwd=folder, stderr=subprocess.DEVNULL, text=True).strip()
@@ -39,6 +39,7 @@ def revision(folder: Path) -> dict[str, Any] | None:
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed PACKAGES."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -47,6 +48,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
+    """Return the processor, the number of cores, the memory in bytes, and the GPUs of this machine."""
     cpuinfo = Path("/proc/cpuinfo")
     named = re.search(r"^model name\s*:(.*)", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     return {
@@ -58,13 +60,15 @@ def hardware() -> dict[str, Any]:
 
 
 def ending(error: BaseException | None) -> dict[str, Any]:
-    """How a run ended, by the exception that ended it, if any: status (finished, interrupted or failed), error, ended."""
-    stopped = isinstance(error, KeyboardInterrupt | SystemExit)  # Lightning makes the second of the first
-    status = "finished" if error is None else "interrupted" if stopped else "failed"
+    """Return status (finished, interrupted or failed), error and ended of a run, by the exception that ended it (None: none)."""
+    stopped = isinstance(error, KeyboardInterrupt | SystemExit)  # Lightning turns the first into the second
+    done = error is None or (isinstance(error, SystemExit) and error.code == 0)
+    status = "finished" if done else "interrupted" if stopped else "failed"
     return {"status": status, "error": in_a_line(error) if status == "failed" else None, "ended": now()}
 
 
 def in_a_line(error: BaseException) -> str:
+    """Return the type and the message of an exception as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -76,9 +80,12 @@ def kept(
     examples: Mapping[str, Sequence[Example]],
     progress: Callable[[], Mapping[str, Any]],
 ) -> Iterator[None]:
-    """Keeps FOLDER/manifest.json for the length of a `with`. The status becomes finished, interrupted or failed, or stays running
-    where the process was killed. progress: further facts, of any moment."""
-    if rank_zero_only.rank != 0:  # a further device's process
+    """Keep FOLDER/manifest.json up to date during a `with` block.
+
+    The status becomes finished, interrupted or failed. It stays running if the process was killed.
+    progress: returns further facts; called at the start and at the end.
+    """
+    if rank_zero_only.rank != 0:  # only the first process writes
         yield
         return
     before = Run(folder).manifest  # a run that is resumed in its own folder
@@ -113,10 +120,11 @@ def kept(
 
 
 def save_manifest(folder: str, facts: Mapping[str, Any]) -> None:
-    """JSON has no NaN."""
+    """Write the facts to FOLDER/manifest.json, NaN as null, because JSON has no NaN."""
     facts = {name: None if value != value else value for name, value in facts.items()}
     write_json(Path(folder) / "manifest.json", facts)
 
 
 def now() -> str:
+    """Return the local time in ISO format, to the second."""
     return datetime.now().astimezone().isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""The model card beside an exported policy: README.md in the hub's format, of what the run's folder says."""
+"""Writes the model card of an exported policy: a README.md in the hub's format, made from the files of the run."""
 
 import re
 import shlex
@@ -16,8 +16,11 @@ TEMPLATE = str(Path(__file__).with_name("model_card.md.jinja"))
 
 
 def write_card(policy: Path, rollouts: int, accuracy: Estimate | None) -> None:
-    """policy: the exported folder, RUN/checkpoints/NAME. accuracy: of this very policy on the held-out examples, None where it
-    was not evaluated. peft's own card goes; its tags and its base model stay."""
+    """Write README.md into the folder of an exported policy. It replaces peft's card but keeps the tags and the base model of it.
+
+    policy: the exported folder, RUN/checkpoints/NAME.
+    accuracy: held-out accuracy of exactly this policy; None if it was not evaluated.
+    """
     run = Run(policy.parents[1])
     config, options = run.config, run.choices or run.overrides
     base, source = config["model"]["path"], config["task"].get("path")
@@ -35,7 +38,7 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None) -> None:
     size = f"{config['rollout']['prompts']} prompts with {config['rollout']['group_size']} samples"
     facts = {
         "base model": f"`{base if isinstance(base, str) else base['_target_']}`",
-        "what learned": "an adapter" if adapter else "every parameter",
+        "trained": "an adapter" if adapter else "all parameters",
         "task": ", ".join(f"`{name}`" for name in (task, source) if isinstance(name, str)),
         "algorithm": ", ".join([f"`{algo}`", *numbers]),
         "rollouts learned from": f"{rollouts}, each of {size}",
@@ -57,28 +60,29 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None) -> None:
 
 
 def hub_id(path: Any) -> str | None:
-    """The path where it can be one of the hub: not what is here, nor what was made here."""
+    """Return the path if it can be a repository of the hub; None if it exists on this machine or is no valid name."""
     named = isinstance(path, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path)
     return path if named and not Path(path).exists() else None
 
 
 def public(tags: Sequence[str]) -> list[str]:
-    """Not those that name a base model which only this machine has."""
+    """Return the tags without those that name a base model which only this machine has."""
     return [tag for tag in tags if not tag.startswith("base_model:") or hub_id(tag.rpartition(":")[2])]
 
 
 def papers(algo: str) -> list[str]:
-    """Their arXiv numbers: the paper of GRPO, and what the preset's file names first."""
+    """Return the arXiv numbers of an algorithm: the paper of GRPO, and the papers in the first line of the preset's file."""
     file = PRESETS / f"{algo}.yaml"
     named = re.findall(r"arXiv (\d{4}\.\d{5})", file.read_text().splitlines()[0]) if file.exists() else []
     return list(dict.fromkeys(["2402.03300", *named]))
 
 
 def in_words(accuracy: Estimate | None, evaluation: dict[str, Any]) -> str:
+    """Return the held-out accuracy as a phrase. evaluation: the run's `eval` configuration."""
     if accuracy is None:
         return "not measured after this rollout"
     how = "greedy" if evaluation["sampling"]["temperature"] == 0 else f"{evaluation['samples']} samples each"
     return (
         f"{accuracy.value:.1%}, 95 % interval {accuracy.low:.1%} to {accuracy.high:.1%}, on {accuracy.n} examples of the split "
-        f"`{evaluation['split']}`, {how}: those that choose the best policy of the run, which flatters it a little"
+        f"`{evaluation['split']}`, {how}; the same examples choose the best policy of the run, so this is slightly optimistic"
     )

@@ -1,8 +1,8 @@
-"""Figures of what runs left, drawn alike in notebooks and on the command line. Needs the extra `plot` (matplotlib).
+"""Figures of the metrics of runs, the same in notebooks and on the command line. Needs the extra `plot` (matplotlib).
 
     python -m grpo.plots RUN_OR_SWEEP ... --metrics eval/accuracy rollout/length --out curve.png
 
-A function draws on the axes it is given. Colours are Okabe's and Ito's, which colour-blind people tell apart.
+A function draws on the axes that it gets. The colours are those of Okabe and Ito, which colour-blind people can distinguish.
 """
 
 import argparse
@@ -21,7 +21,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 
 def tidy(axes: Axes, **labels) -> None:
-    """The look of every panel. labels: as `axes.set` takes them."""
+    """Give a panel the common style. labels: arguments of `axes.set`."""
     axes.set(**labels)
     axes.grid(alpha=0.3)
     axes.tick_params(labelsize=8)
@@ -31,7 +31,7 @@ def tidy(axes: Axes, **labels) -> None:
 
 
 def panels(n: int, columns: int = 4, width: float = 2.6, height: float = 2.1, **shape) -> tuple[Figure, list[Axes]]:
-    """A figure of n panels, so many in a line. width, height: of one panel, inches."""
+    """Return a figure with n panels and their axes. columns: panels in a line. width, height: of one panel, in inches."""
     columns = min(n, columns)
     lines = -(-n // columns)
     size = (width * columns, height * lines)
@@ -41,28 +41,30 @@ def panels(n: int, columns: int = 4, width: float = 2.6, height: float = 2.1, **
     for axes in grid.flat[n:]:
         axes.remove()
     for axes in grid.flat[max(n - columns, 0) : n]:
-        axes.tick_params(labelbottom=True)  # though its line is not the last one
+        axes.tick_params(labelbottom=True)  # the lowest panel of its column, even if not in the last line
     return figure, list(grid.flat[:n])
 
 
 def draw_curves(runs: Iterable[Run], metric: str, axes: Axes, **labels) -> None:
-    """The mean over seeds against rollouts, a line for each arm, with the 95 % interval as a band where there are several."""
+    """Draw the mean over seeds against rollouts: a line for each arm, and its 95 % interval as a band if it has several seeds."""
     table = band(runs, metric)
     for arm, part in table.groupby("arm", sort=False):
         few = "o" if len(part) < 15 else None
         (line,) = axes.plot(part["rollouts"], part["mean"], marker=few, markersize=3, linewidth=1.5, label=arm)
         ends = part[["low", "high"]]
-        if part["mean"].between(0, 1).all():  # a share is never outside
+        if part["mean"].between(0, 1).all():  # a share: its interval ends at 0 and 1
             ends = ends.clip(0, 1)
         axes.fill_between(part["rollouts"], ends["low"], ends["high"], color=line.get_color(), alpha=0.2, linewidth=0)
     tidy(axes, **{"xlabel": "rollouts", "ylabel": metric, **labels})
 
 
 def metrics(runs: Sequence[Run], names: Sequence[str]) -> Figure:
-    """`draw_curves` of each of these metrics that a run has logged; one legend, where there are several arms."""
+    """Draw `draw_curves` of each metric that at least one run has logged, with one legend if there are several arms."""
     shown = [name for name in names if any(len(run.curve(name)) for run in runs)]
     if not shown:
-        raise UserError(f"the runs have none of {', '.join(names)}; metrics.csv has what there is")
+        raise UserError(
+            f"the runs have none of the metrics {', '.join(names)}; valid names are the columns of metrics.csv"
+        )
     figure, grid = panels(len(shown), width=3, height=2.4)
     for name, axes in zip(shown, grid, strict=True):
         draw_curves(runs, name, axes, title=name, ylabel="")
@@ -73,7 +75,7 @@ def metrics(runs: Sequence[Run], names: Sequence[str]) -> Figure:
 
 
 def error_bars(table: pd.DataFrame, axes: Axes, **labels) -> None:
-    """value with the bar from low to high, columns of a table, against its index: numbers on a scale, names one by one."""
+    """Draw the columns value, low and high as points with error bars against the index: numbers to scale, names side by side."""
     numbers = pd.api.types.is_numeric_dtype(table.index)
     x = table.index if numbers else range(len(table))
     bars = [table["value"] - table["low"], table["high"] - table["value"]]
@@ -85,19 +87,19 @@ def error_bars(table: pd.DataFrame, axes: Axes, **labels) -> None:
 
 
 def stack(table: pd.DataFrame, axes: Axes, **labels) -> None:
-    """The columns of a table, one on the other, against its index."""
+    """Draw the columns of a table as stacked areas against its index."""
     axes.stackplot(table.index, table.fillna(0).T, labels=list(table), colors=COLOURS, alpha=0.8)
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     tidy(axes, **{"xlabel": "rollouts", **labels})
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Plot metrics of runs: the mean over seeds, and its 95 % interval.")
+    parser = argparse.ArgumentParser(description="Plot metrics of runs: the mean over seeds and its 95 % interval.")
     parser.add_argument("runs", nargs="+", help="folders of runs or sweeps")
     parser.add_argument(
         "--metrics", nargs="+", default=["eval/accuracy", "rollout/length"], help="columns of metrics.csv"
     )
-    parser.add_argument("--out", default="curve.png", help="the picture to write")
+    parser.add_argument("--out", default="curve.png", help="file of the picture")
     given = parser.parse_args()
     try:
         metrics(load(*given.runs), given.metrics).savefig(given.out, dpi=150)

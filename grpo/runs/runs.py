@@ -1,6 +1,6 @@
-"""What runs left on disk, as tables: of one run, of a sweep, over seeds. Everything that looks back reads it here.
+"""Reads the folders of runs as pandas tables: one run, a sweep, means over seeds. Every reader of finished runs uses this module.
 
-Tables are pandas'. A file is read when it is asked for.
+A file is read on first use.
 """
 
 import json
@@ -20,14 +20,14 @@ from grpo.system.errors import UserError
 from grpo.system.metrics import TIMES
 from grpo.system.settings import flat
 
-VERDICTS = {"accuracy": "correct", "accuracy_lenient": "correct_lenient"}  # and the columns of samples that they are of
-SAME = ("seed", "ckpt_path", "output_dir")  # what may differ between runs of one arm,
-SHOWN = ("callbacks", "logger")  # and groups that may
-Rollouts = Collection[int] | None  # those wanted; None: all
+VERDICTS = {"accuracy": "correct", "accuracy_lenient": "correct_lenient"}  # metric -> its column in tables of samples
+SAME = ("seed", "ckpt_path", "output_dir")  # keys that may differ between runs of one arm
+SHOWN = ("callbacks", "logger")  # groups that may differ, too
+Rollouts = Collection[int] | None  # wanted rollouts; None: all
 
 
 class Run:
-    """One run's folder, that of train.py or of eval.py; it may be going on, or have failed before there was anything to read."""
+    """The folder of a run of train.py or eval.py. The run may still be going, or have failed before it wrote anything."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -37,90 +37,104 @@ class Run:
 
     @property
     def name(self) -> str:
+        """The name of the folder."""
         return self.folder.resolve().name
 
     def saved(self, name: str, parse: Callable[[str], Any] = yaml.safe_load) -> Any:
-        """What a file of the folder holds; {} where there is none."""
+        """Return the parsed content of a file in the folder; {} if the file does not exist."""
         file = self.folder / name
         return parse(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
+        """manifest.json; {} if the run has none."""
         return self.saved("manifest.json", json.loads)
 
     @cached_property
     def config(self) -> dict[str, Any]:
+        """config.yaml, every value resolved; {} if the run has none."""
         return self.saved("config.yaml")
 
     @cached_property
     def overrides(self) -> dict[str, str]:
-        """The command line's, by key."""
+        """The overrides of the command line, by key."""
         given = self.manifest.get("overrides") or self.saved(".hydra/overrides.yaml")
         pairs = (override.lstrip("+~").partition("=") for override in given)
         return {key: value for key, _, value in pairs}
 
     @cached_property
     def choices(self) -> dict[str, str]:
-        """The option of each group, as Hydra noted it; empty where Hydra did not start the run."""
+        """The chosen option of each group, as saved by Hydra; empty if Hydra did not start the run."""
         noted = self.saved(".hydra/hydra.yaml")
         return noted["hydra"]["runtime"]["choices"] if noted else {}
 
     @property
     def seed(self) -> int:
+        """The seed of the run; 0 if config.yaml has none."""
         return self.config.get("seed", 0)
 
     @property
     def status(self) -> str:
-        """finished, running, failed (before it began, too), interrupted, or stopped: by something that left no time to say so."""
+        """finished, running, failed (also before training began), interrupted, or stopped (killed without a final status)."""
         status = self.manifest.get("status", "failed")
         here = self.manifest.get("host") == socket.gethostname()
         return "stopped" if status == "running" and here and not psutil.pid_exists(self.manifest["pid"]) else status
 
     @property
     def measured(self) -> bool:
+        """Whether the run has a metrics.csv."""
         return (self.folder / "metrics.csv").is_file()
 
     @cached_property
     def metrics(self) -> pd.DataFrame:
-        """A row for each rollout, indexed by rollouts learned from; columns as they were logged, NaN where a row has none."""
+        """metrics.csv: a row for each rollout, indexed by rollouts learned from; NaN where a metric was not logged."""
         if not self.measured:
-            raise UserError(f"{self.folder} has no metrics.csv: give a run that had logger=csv (the default has it)")
+            raise UserError(f"{self.folder} has no metrics.csv: choose a run with logger=csv (part of the default)")
         table = pd.read_csv(self.folder / "metrics.csv").drop(columns="epoch", errors="ignore")
         return table.rename(columns={"step": "rollouts"}).set_index("rollouts")
 
     def curve(self, metric: str) -> pd.Series:
-        """A metric by rollouts; empty where the run has not logged it."""
+        """Return a metric by rollouts learned from; empty if the run has not logged it."""
         values = self.metrics.get(metric) if self.measured else None
         return pd.Series(dtype=float) if values is None else values.dropna()
 
     @property
     def accuracy(self) -> pd.Series:
-        """Of the evaluations, by rollouts; empty where there were none."""
+        """The accuracy of each evaluation, by rollouts learned from; empty without evaluations."""
         return self.curve("eval/accuracy")
 
     @property
     def minutes(self) -> float:
-        """Of rollouts, updates and evaluations."""
+        """The time of rollouts, updates and evaluations together, in minutes."""
         return sum(self.curve(name).sum() for name in TIMES) / 60
 
     @property
     def scored(self) -> bool:
-        """Whether there is an accuracy to compare, and the samples behind it."""
+        """Whether the run has a held-out accuracy and the samples of the evaluation."""
         return len(self.accuracy) > 0 and bool(self.evaluated)
 
     def samples(self, rollouts: Rollouts = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """A row for each sample of these rollouts (all), by rollout, prompt_index, sample; messages and tool_calls are JSON."""
+        """Return a row for each sample of these rollouts (None: all), in the order of rollout, prompt_index, sample.
+
+        The columns messages and tool_calls hold JSON.
+        """
         return samples_in(self.folder / "rollouts", rollouts, columns)
 
     def evaluations(self, rollouts: Rollouts = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """The same of the held-out examples, after so many rollouts; of a folder of eval.py's all that it has."""
+        """Return the samples of the evaluations after these rollouts (None: all), in the same form.
+
+        A folder of eval.py has one evaluation, and all of its samples are returned.
+        """
         if (file := self.folder / "samples.parquet").is_file():
             return read_columns(file, columns)
         return samples_in(self.folder / "evaluations", rollouts, columns)
 
     def verdicts(self, after: int | None = None) -> pd.DataFrame | None:
-        """[items, (accuracy, accuracy_lenient)] of the last evaluation, or of that after so many rollouts: of each problem the
-        share of its samples that were right, NaN where nobody could tell. None where there was none."""
+        """Return the share of right samples of each problem, strict and lenient: [items, (accuracy, accuracy_lenient)].
+
+        after: use the evaluation after that many rollouts; None takes the last.
+        A problem is NaN if the grader gave no verdict on any of its samples. Returns None if the run was not evaluated.
+        """
         if not self.evaluated and not (self.folder / "samples.parquet").is_file():
             return None
         wanted = self.evaluated[-1:] if after is None else [after]
@@ -131,32 +145,33 @@ class Run:
 
     @property
     def evaluated(self) -> list[int]:
-        """After how many rollouts there was an evaluation."""
+        """The numbers of rollouts after which the run was evaluated, in order."""
         return list(numbered(self.folder / "evaluations"))
 
     @property
     def policy(self) -> Path | None:
-        """The best policy that was saved, else the last."""
+        """The folder of the best saved policy, or of the last; None if the run saved none."""
         folders = (self.folder / "checkpoints" / name for name in ("best", "last"))
         return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def numbered(folder: Path) -> dict[int, Path]:
-    """Its tables in the order of the rollouts they are of; not those of rollouts that failed."""
+    """Return the tables of a folder by rollout, in order. Tables of failed rollouts are left out."""
     return {int(file.stem): file for file in sorted(folder.glob("*.parquet")) if file.stem.isdigit()}
 
 
 def samples_in(folder: Path, rollouts: Rollouts, columns: Sequence[str] | None) -> pd.DataFrame:
+    """Return the tables of these rollouts in the folder (None: all) as one. Raises UserError if there are none."""
     files = numbered(folder)
     wanted = files if rollouts is None else [rollout for rollout in rollouts if rollout in files]
     if not wanted:
         there = ", ".join(map(str, files)) or "none"
-        raise UserError(f"{folder} has no table of {rollouts or 'any rollout'}; there are: {there}")
+        raise UserError(f"{folder} has no table of {rollouts or 'any rollout'}; it has rollouts: {there}")
     return pd.concat([read_columns(files[rollout], columns) for rollout in wanted], ignore_index=True)
 
 
 def read_columns(file: Path, columns: Sequence[str] | None) -> pd.DataFrame:
-    """A table with those of the columns that it has, all for None."""
+    """Return a table with the given columns, ignoring columns that the file does not have; None reads all."""
     names = columns and [name for name in columns if name in pq.read_schema(file).names]
     return pd.read_parquet(file, columns=names)
 
@@ -165,7 +180,7 @@ def read_columns(file: Path, columns: Sequence[str] | None) -> pd.DataFrame:
 
 
 def load(*paths: str | Path) -> list[Run]:
-    """Runs, and the jobs of sweeps, in order. Raises UserError for a folder that is neither."""
+    """Return the runs of these folders, in order; a sweep stands for its jobs. Raises UserError for any other folder."""
     found: list[Run] = []
     for path in map(Path, paths):
         jobs = [job for job in path.glob("*") if job.is_dir() and job.name.isdigit()]
@@ -179,19 +194,19 @@ def load(*paths: str | Path) -> list[Run]:
 
 
 def latest(folder: str | Path = "outputs") -> Path:
-    """The run under `folder` that last measured something."""
+    """Return the run under `folder` whose metrics.csv is the newest."""
     file = max(Path(folder).rglob("metrics.csv"), key=lambda file: file.stat().st_mtime, default=None)
     if file is None:
-        raise UserError(f"there is no run under {folder}: python train.py makes one")
+        raise UserError(f"no run under {folder}: start one with python train.py")
     return file.parent
 
 
 def arms(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Runs with the same settings but for the seed, by what sets them apart from the others, as "algo=grpo"."""
+    """Group runs whose settings are equal except for the seed. The keys name the settings that differ, such as "algo=grpo"."""
     runs = list(runs)
     overridden = any(run.overrides for run in runs)
     settings = [run.overrides if overridden else flat(run.config) for run in runs]
-    known = [one for one in settings if one]  # not those that left nothing
+    known = [one for one in settings if one]  # a run that failed early may have no settings
     keys = [
         name
         for name in dict.fromkeys(name for one in known for name in one)
@@ -205,7 +220,10 @@ def arms(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def table(runs: Iterable[Run]) -> pd.DataFrame:
-    """A row a run: its arm, how it stands, held-out accuracy at first, at best and at last, minutes of rollouts and updates."""
+    """Return a table with a row for each run.
+
+    Columns: arm, seed, status, rollouts, the first, best and last held-out accuracy, minutes, folder.
+    """
     rows = []
     for label, members in arms(runs).items():
         for run in members:
@@ -217,7 +235,7 @@ def table(runs: Iterable[Run]) -> pd.DataFrame:
 
 
 def curves(runs: Iterable[Run], metric: str) -> pd.DataFrame:
-    """arm, seed, rollouts, value: a row for each measured value of each run."""
+    """Return every logged value of a metric as a table with the columns arm, seed, rollouts, value."""
     values = [
         (label, run.seed, rollouts, value)
         for label, members in arms(runs).items()
@@ -228,7 +246,10 @@ def curves(runs: Iterable[Run], metric: str) -> pd.DataFrame:
 
 
 def band(runs: Iterable[Run], metric: str) -> pd.DataFrame:
-    """arm, rollouts, mean, low, high, n: the mean over seeds with its 95 % interval (Student's t; NaN for a single seed)."""
+    """Return the mean of a metric over seeds, with its 95 % interval (Student's t; NaN for a single seed).
+
+    Columns: arm, rollouts, mean, low, high, n.
+    """
     groups = curves(runs, metric).groupby(["arm", "rollouts"], sort=False)["value"]
     rows = [(*place, *over_seeds(values)) for place, values in groups]
     return pd.DataFrame(rows, columns=["arm", "rollouts", "mean", "low", "high", "n"])

@@ -1,8 +1,8 @@
-"""Trackers: TensorBoard, Weights & Biases and MLflow show a run while it goes on. A run can do without them.
+"""Trackers for TensorBoard, Weights & Biases and MLflow. They show a run while it is going and are optional.
 
-They speak to the three clients themselves. Lightning's loggers of the same three would not keep what docs/logging.md promises:
-its MLFlowLogger writes eval/pass@8 and eval/pass^8 under one name and cuts parameters at 250 characters, its WandbLogger has an
-x-axis of its own and finishes no run, its TensorBoardLogger shows no settings without logging a metric that nobody measured.
+They use the three clients directly, because Lightning's loggers would break promises of docs/logging.md: its MLFlowLogger writes
+eval/pass@8 and eval/pass^8 under one name and cuts parameters at 250 characters, its WandbLogger uses another x-axis and does not
+finish runs, and its TensorBoardLogger shows the settings only together with a metric that was never measured.
 """
 
 import logging
@@ -17,76 +17,84 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from grpo.runs.runs import Run
+from grpo.system.ranges import Seconds
 from grpo.system.settings import flat
 
 log = logging.getLogger(__name__)
 
 LOCAL = "sqlite:///outputs/mlflow.db"
-Row = Mapping[str, Any]  # a sample by column: prompt, completion, reward ...
+Row = Mapping[str, Any]  # a sample, by column: prompt, completion, reward ...
 
 
 class Tracker(Logger):
-    """A logger that never harms a run: after an error it logs one warning and is left out.
+    """A logger that cannot stop a run: after its first error it logs one warning and does nothing more.
 
-    folder: of the run. group and name: of the run, where it is shown; by default the sweep's folder and the run's. A kind has
-    `start` (given the configuration by dotted key), `metrics`, `samples` and `end`; all may raise.
+    folder: the folder of the run.
+    group, name: names of the sweep and of the run in the tracker; by default the names of their folders.
+
+    A subclass defines `start` (called with the configuration by dotted key), `metrics`, `samples` and `end`. All four may raise.
     """
 
-    name = version = ""  # for Lightning
-    advice = ""  # where one did not start
+    name = version = ""  # Lightning needs them
+    advice = ""  # added to the warning if the tracker did not start
 
     def __init__(self, folder: str, group: str | None = None, name: str | None = None) -> None:
         self.folder = Path(folder)
         self.group, self.run_name = group or sweep(self.folder), name or "/".join(self.folder.absolute().parts[-2:])
-        self.works: bool | None = None  # None before the start, and on every rank but the first
+        self.works: bool | None = None  # None before the start, and on every rank except the first
 
     @property
     def experiment(self) -> None:
-        """Lightning asks for it when a run begins, so the tracker starts here."""
+        """Start the tracker. Lightning reads this property when a run begins."""
         if rank_zero_only.rank == 0 and self.works is None:
             self.works = True
             self.attempt("did not start", self.start, flat(Run(self.folder).config), advice=f" ({self.advice})")
 
     def log_hyperparams(self, params: Any) -> None:
-        """`start` has them."""
+        """Do nothing: `start` gets the configuration."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """step: rollouts learned from."""
+        """Send metrics. step: the number of rollouts learned from."""
         self.attempt("failed", self.metrics, metrics, step)
 
     def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
+        """Send samples as a table or text under a name. step: the number of rollouts learned from."""
         if rows:
             self.attempt("failed", self.samples, name, rows, step)
 
     def finalize(self, status: str) -> None:
+        """End the tracker's run; status is "success" if training was not stopped by an exception."""
         self.attempt("failed at the end", self.end, status == "success")
         self.works = False
 
     def attempt(self, what: str, call: Callable[..., None], *arguments: Any, advice: str = "") -> None:
+        """Call the client if the tracker still works. After an exception log one warning and stop using it."""
         if not self.works:
             return
         try:
             call(*arguments)
-        except Exception as error:  # clients of others raise anything
+        except Exception as error:  # a client may raise any type
             self.works = False
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            reason = re.sub(r"//[^/@\s]+@", "//***@", reason)  # a password in an address
-            log.warning(f"{type(self).__name__} {what}, the run goes on without it: {reason}{advice}")
+            reason = re.sub(r"//[^/@\s]+@", "//***@", reason)  # hide a password in an address
+            log.warning(f"{type(self).__name__} {what}, the run continues without it: {reason}{advice}")
 
 
 class TensorBoard(Tracker):
+    """Writes event files to RUN/tensorboard."""
+
     advice = "pip install tensorboard"
 
     def start(self, settings: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter, summary
 
         shown = {name: value if isinstance(value, (int, float)) else str(value) for name, value in settings.items()}
-        # its columns are filled by the metrics that follow
+        # the metrics logged later fill these columns
         self.settings = summary.hparams(shown, {"eval/accuracy": 0.0, "rollout/reward": 0.0})
         self.make, self.writer = SummaryWriter, None
 
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        if self.writer is None:  # a resumed run: hide what an earlier process wrote from this step on
+        if self.writer is None:  # in a resumed run, hide the events from this step on of the earlier process
             self.writer = self.make(str(self.folder / "tensorboard"), purge_step=step)
             for summary in self.settings:
                 self.writer.file_writer.add_summary(summary)
@@ -103,13 +111,17 @@ class TensorBoard(Tracker):
 
 
 class Wandb(Tracker):
-    """timeout: seconds in which the server must answer, and take what is left at the end. options go to wandb.init, as mode:
-    online, offline (files in the run's folder, for `wandb sync`) or disabled."""
+    """Sends a run to Weights & Biases.
+
+    timeout: seconds for the server to answer at the start, and to accept the remaining data at the end.
+    options: further arguments of wandb.init, such as mode: online, offline (files in the run's folder, for `wandb sync`) or
+        disabled.
+    """
 
     advice = "pip install wandb and wandb login, or logger.wandb.mode=offline"
 
     def __init__(
-        self, folder: str, group: str | None = None, name: str | None = None, timeout: float = 20.0, **options: Any
+        self, folder: str, group: str | None = None, name: str | None = None, timeout: Seconds = 20.0, **options: Any
     ) -> None:
         super().__init__(folder, group, name)
         self.timeout, self.options = timeout, {"group": self.group, "name": self.run_name, **options}
@@ -119,7 +131,7 @@ class Wandb(Tracker):
 
         wandb.setup(wandb.Settings(silent=True))
         if self.options.get("mode", "online") == "online" and not wandb.login(prompt=False, verify=False):
-            raise ConnectionError("nobody is logged in")
+            raise ConnectionError("not logged in")
         limits = {"init_timeout": self.timeout, "finish_timeout": self.timeout, "finish_timeout_raises": True}
         self.run = wandb.init(
             dir=self.folder,
@@ -146,10 +158,15 @@ class Wandb(Tracker):
 
 
 class MLflow(Tracker):
-    """uri: of a server, or sqlite:///FILE, whose artifacts lie beside it; None: MLFLOW_TRACKING_URI, which may hold a password
-    and is kept nowhere, else LOCAL. tags: of the run."""
+    """Sends a run to MLflow.
 
-    advice = "pip install mlflow; is the server of logger.mlflow.uri there?"
+    uri: address of a server, or sqlite:///FILE with the artifacts beside the file. None takes the environment's
+        MLFLOW_TRACKING_URI, which may hold a password and is saved nowhere, or else LOCAL.
+    experiment: name of the experiment.
+    tags: tags of the run.
+    """
+
+    advice = "pip install mlflow, and check that the server of logger.mlflow.uri runs"
 
     def __init__(
         self,
@@ -166,7 +183,7 @@ class MLflow(Tracker):
         self.tags = ({"group": self.group} if self.group else {}) | dict(tags or {})
 
     def start(self, settings: Mapping[str, Any]) -> None:
-        # an absent server delays a run by seconds, not by minutes
+        # so that an unreachable server delays a run by seconds, not by minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         for library in ("mlflow", "alembic", "urllib3"):
@@ -183,7 +200,7 @@ class MLflow(Tracker):
         experiment = there.experiment_id if there else self.client.create_experiment(self.experiment_name, artifacts)
         self.run_id = self.client.create_run(experiment, run_name=self.run_name, tags=self.tags).info.run_id
         params = [Param(allowed(name), str(value)[:6000]) for name, value in settings.items()]
-        for first in range(0, len(params), 100):  # more are refused
+        for first in range(0, len(params), 100):  # MLflow refuses more in one call
             self.client.log_batch(self.run_id, params=params[first : first + 100])
 
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -201,18 +218,18 @@ class MLflow(Tracker):
 
 
 def sweep(folder: Path) -> str | None:
-    """The name of the sweep that a run belongs to, by its folder."""
+    """Return the name of the sweep that a run's folder belongs to; None for a single run."""
     parent = folder.absolute().parent
     return parent.name if (parent / "multirun.yaml").is_file() else None
 
 
 def allowed(name: str) -> str:
-    """A metric's name as MLflow takes it: eval/pass@8 is eval/pass_at_8, eval/pass^8 is eval/pass_hat_8."""
+    """Return a metric's name in MLflow's alphabet: eval/pass@8 becomes eval/pass_at_8, eval/pass^8 becomes eval/pass_hat_8."""
     return re.sub(r"[^\w/. :-]", "_", name.replace("@", "_at_").replace("^", "_hat_"), flags=re.ASCII)
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A section for each sample: its numbers, then its texts, indented, so that they show as they are."""
+    """Return samples as Markdown: for each its numbers, then its texts, indented so that they are shown literally."""
     parts = []
     for row in rows:
         texts = {name: value for name, value in row.items() if isinstance(value, str)}

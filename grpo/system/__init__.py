@@ -1,1 +1,1 @@
-"""What every room stands on. Knows nothing of learning."""
+"""Helpers for every room: errors, files, processes, calls, metrics. They know nothing of learning."""

@@ -1,7 +1,7 @@
-"""Calls of other people's code (environments, rewards, tools): many at once, and none for longer than a limit.
+"""Calls users' code (environments, rewards, tools): many calls at once, each with a time limit.
 
-A call may return a coroutine, which is then awaited. All coroutines share one event loop, so that the client of a service, made
-once, can be used by every call.
+A call may return a coroutine, which is then awaited. All coroutines share one event loop, so that every call can use the same
+client of a service.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = 0.5  # seconds after which a call may count as slow, see Calls.slow
-LOOK = 0.05  # seconds between two looks at what threads do
+LOOK = 0.05  # seconds between two checks of what threads do
 
 
 class _Call:
-    """A call on its way, from when it is asked for to its outcome."""
+    """A call, from its request to its outcome."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.function = function
@@ -30,11 +30,11 @@ class _Call:
         self.outcome = self.loop.create_future()  # the result, or the exception
         self.since = time.monotonic()
         self.thread: int | None = None  # its native id, once it has begun
-        self.cpu = 0.0  # seconds that the thread had used by then
+        self.cpu = 0.0  # seconds that the thread had computed before
         self.late = False
 
     def settle(self, value: Any) -> None:
-        """From any thread. Only the first value counts."""
+        """Set the outcome, from any thread. Only the first one counts."""
         with suppress(RuntimeError):  # the loop has ended
             self.loop.call_soon_threadsafe(self.set, value)
 
@@ -43,11 +43,11 @@ class _Call:
             self.outcome.set_result(value)
 
     def hear(self, future: Future) -> None:
-        """When a coroutine is done."""
+        """Take the outcome of a finished coroutine."""
         self.settle(CancelledError() if future.cancelled() else future.exception() or future.result())
 
     async def first(self, begin: Callable[[], None], seconds: float, timeout: TimeoutError) -> Any:
-        """The outcome of what `begin` begins, or `timeout` when the seconds are over."""
+        """Return the outcome of the call that `begin` starts, or `timeout` after this many seconds."""
         timer = self.loop.call_later(seconds, self.set, timeout)
         begin()
         given = await self.outcome
@@ -60,8 +60,8 @@ class _Call:
 class Calls:
     """Makes calls in up to `threads` threads. Belongs to the event loop in which it is awaited.
 
-    A thread cannot be stopped: one that hangs is left behind, and another one takes its place. A coroutine that the
-    call returns and that hangs is cancelled.
+    A thread cannot be stopped: if it hangs, it is abandoned, and another one takes its place. If a coroutine that a call
+    returned hangs, it is cancelled.
     """
 
     def __init__(self, threads: int) -> None:
@@ -73,8 +73,8 @@ class Calls:
         self.looked: tuple[float, dict[int, float]] = (0.0, {})
 
     async def run(self, key: Hashable, seconds: float, function: Callable[..., Any], *args: Any) -> Any:
-        """function(*args), awaited if it is a coroutine. Returns the result or the exception that it ended with: a TimeoutError
-        if it takes longer than `seconds`, which count from when it begins. key: names the call while it is open."""
+        """Call function(*args), and await its result if that is a coroutine. Returns the result or the exception: a TimeoutError
+        if it takes longer than `seconds`, counted from its start. key: identifies the call while it is open."""
         self.open[key] = call = _Call(partial(function, *args))
         timeout = TimeoutError(f"it took longer than {seconds:g} s")
         try:
@@ -83,7 +83,7 @@ class Calls:
                 given = await call.first(partial(self._hand_out, call), seconds, timeout)
                 call.late = given is timeout
                 self.free += not call.late
-            if inspect.isawaitable(given):  # waits without a thread
+            if inspect.isawaitable(given):  # a coroutine needs no thread while it waits
                 call.thread, call.outcome = None, call.loop.create_future()
                 future = submitted(given)
                 given = await call.first(partial(future.add_done_callback, call.hear), end - time.monotonic(), timeout)
@@ -94,7 +94,7 @@ class Calls:
 
     def _hand_out(self, call: _Call) -> None:
         if self.closed:
-            return call.set(TimeoutError("it was given up"))
+            return call.set(TimeoutError("it was abandoned"))
         if self.free:
             self.free -= 1
         else:
@@ -103,30 +103,33 @@ class Calls:
         self.waiting.put(call)
 
     def _work(self) -> None:
+        process = os.getpid()
         while (call := self.waiting.get()) is not None:
             call.cpu, call.thread = time.thread_time(), threading.get_native_id()
             try:
                 given = call.function()
-            except BaseException as error:  # whatever a user's code does, sys.exit() too
+            except BaseException as error:  # a user's code may raise anything, SystemExit too
                 given = error
+            if os.getpid() != process:  # the function forked, and returned in the child too, which would never end
+                os._exit(1)
             call.settle(given)
             if call.late:
                 return  # another thread has taken this one's place
 
     def close(self) -> None:
-        """Give up what is open, and let the threads end."""
+        """Abandon open calls and let the threads end."""
         self.closed = True
         for call in list(self.open.values()):
-            call.settle(TimeoutError("it was given up"))
+            call.settle(TimeoutError("it was abandoned"))
         for _ in range(self.threads):
             self.waiting.put(None)
 
     def slow(self, keys: Iterable[Hashable], others: Iterable[int]) -> set[Hashable]:
-        """Those of the calls `keys` that wait for something outside, or compute for long; never those that only wait for a core.
+        """Return the calls among `keys` that wait for something outside or compute for long. Waiting for a core is not slow.
 
-        A call is slow when PATIENCE seconds have passed since it was asked for, and since the last look no call, and none of the
-        `others` (threads by native id), has run or waited for a core; or when it has computed for PATIENCE seconds itself.
-        Where the system does not say what threads do (Linux does), PATIENCE alone decides.
+        A call is slow if it was requested more than PATIENCE seconds ago and nothing runs: since the last check no call, and
+        none of the `others` (threads by native id), has run or waited for a core. A call is also slow if it has computed for
+        PATIENCE seconds itself. If the system does not report what threads do (Linux does), PATIENCE alone decides.
         """
         now, (before, busy_before) = time.monotonic(), self.looked
         computed, busy = {}, {}
@@ -138,7 +141,7 @@ class Calls:
                     busy[call.thread] = sum(times)
         busy |= {thread: sum(times) for thread in others if (times := _times(thread))}
         self.looked = now, busy
-        if not LOOK / 2 < now - before < PATIENCE:  # too long ago
+        if not LOOK / 2 < now - before < PATIENCE:  # the last check is too old or too recent
             return set()
         worked = sum(busy[thread] - busy_before[thread] for thread in busy.keys() & busy_before.keys())
         idle = worked < (now - before) / 10
@@ -147,7 +150,7 @@ class Calls:
 
 
 def _times(thread: int) -> tuple[float, float] | None:
-    """Seconds that a thread has run, and that it was ready to run and waited for a core; None where the system does not tell."""
+    """Return the seconds that a thread has run and that it waited for a core; None if the system does not report them."""
     try:
         ran, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
     except (OSError, ValueError):
@@ -157,34 +160,34 @@ def _times(thread: int) -> tuple[float, float] | None:
 
 # -- coroutines
 
-_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process: a fork has none
-_threads: dict[asyncio.AbstractEventLoop, int] = {}  # in which each runs, by native id
+_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process: a fork starts without one
+_threads: dict[asyncio.AbstractEventLoop, int] = {}  # native id of the thread in which each runs
 
 
 def submitted(awaitable: Awaitable) -> Future:
-    """Schedules a coroutine on the shared loop, and returns its Future."""
+    """Schedule a coroutine on the shared loop, and return its Future."""
 
     async def wait() -> Any:
         try:
             return await awaitable
-        except (SystemExit, KeyboardInterrupt) as error:  # with it the loop would end, and every other coroutine hang
+        except (SystemExit, KeyboardInterrupt) as error:  # it would end the loop, and every other coroutine would hang
             raise RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__) from None
 
     return asyncio.run_coroutine_threadsafe(wait(), _loop())
 
 
 def loop_threads() -> list[int]:
-    """The thread of the shared loop, by native id, where there is one."""
+    """Return the native id of the shared loop's thread, if there is one."""
     return [_threads[loop] for loop in (_loops.get(os.getpid()),) if loop in _threads]
 
 
 def awaited(value: Any) -> Any:
-    """The value itself, or the result of a coroutine."""
+    """Return the value, or its result if it is a coroutine."""
     return submitted(value).result() if inspect.isawaitable(value) else value
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    """In a thread of its own."""
+    """Return the shared loop, which runs in a thread of its own."""
     if loop := _loops.get(os.getpid()):
         return loop
     made = asyncio.new_event_loop()
@@ -198,7 +201,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def leave_blocked_loop() -> None:
-    """A coroutine that blocks, by a call that it should have awaited, holds up all others: later ones get another loop."""
+    """Give later coroutines another loop if a coroutine blocks this one by a call that it should have awaited."""
     if loop := _loops.get(os.getpid()):
         try:
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(1)

@@ -1,7 +1,7 @@
-"""A process that does not outlive the one that wanted it. Imports the standard library alone.
+"""Starts processes that end with their parent. Imports only the standard library.
 
-Between the two stands a small process, this file as a command: it holds a pipe from the one that wants, and ends the other's
-whole process group when the pipe closes, for whatever reason.
+This file, run as a command, is a guard between the two: it holds a pipe from the parent, and ends the child's whole process
+group when the pipe closes, for whatever reason.
 """
 
 import os
@@ -16,9 +16,9 @@ GRACE = 10.0  # seconds for a process to end by itself
 
 
 def start(command: Sequence[str], **options) -> subprocess.Popen:
-    """The guard of a command, which ends when the command does, with its exit code. options: of Popen, for both."""
-    guarded = [sys.executable, "-P", __file__, *command]  # -P: the modules of this folder are no top-level ones
-    # a session of its own: Ctrl-C is for whoever started it
+    """Start a command and return its guard, which ends with it and has its exit code. options: of Popen, for both."""
+    guarded = [sys.executable, "-P", __file__, *command]  # -P: the modules of this folder are not top-level modules
+    # a session of its own: Ctrl-C reaches only the process that started it
     return subprocess.Popen(guarded, stdin=subprocess.PIPE, start_new_session=True, **options)
 
 
@@ -40,7 +40,7 @@ def guard(command: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
-        # the pipe may live on in a fork of the parent, so its id is looked at too
+        # a fork of the parent may keep the pipe open, so the parent's id is checked too
         while child.poll() is None and os.getppid() == parent:
             if select.select([sys.stdin], [], [], 0.2)[0]:
                 break
@@ -50,7 +50,7 @@ def guard(command: Sequence[str]) -> int:
 
 
 def end(child: subprocess.Popen) -> None:
-    """First asked, then killed, with all that it started."""
+    """Ask a process to end, then kill it and everything that it started."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(child.pid, kind)

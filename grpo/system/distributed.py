@@ -1,4 +1,4 @@
-"""The processes of one training run, one a device. With a single one every function here gives back what it got."""
+"""The ranks of one training run, one for each device. On a single rank every function returns its argument."""
 
 from typing import TypeVar
 
@@ -9,15 +9,17 @@ T = TypeVar("T")
 
 
 def world_size() -> int:
+    """The number of ranks."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
+    """The number of this rank, from 0."""
     return dist.get_rank() if world_size() > 1 else 0
 
 
 def all_sum(tensor: Tensor) -> Tensor:
-    """The sum over ranks."""
+    """Return the sum over ranks."""
     if world_size() == 1:
         return tensor
     tensor = tensor.clone()
@@ -26,7 +28,7 @@ def all_sum(tensor: Tensor) -> Tensor:
 
 
 def all_gather(items: list[T]) -> list[T]:
-    """The lists of all ranks, one after the other, on every rank. The items must pickle."""
+    """Return the lists of all ranks, concatenated, on every rank. The items must pickle."""
     if world_size() == 1:
         return items
     lists: list[list[T]] = [[] for _ in range(world_size())]
@@ -35,5 +37,5 @@ def all_gather(items: list[T]) -> list[T]:
 
 
 def share(length: int) -> range:
-    """The places among `length` things that are this rank's to do; the shares follow each other and differ by one at most."""
+    """Return this rank's indices of `length` items. Shares are consecutive, and their sizes differ by at most one."""
     return range(length * rank() // world_size(), length * (rank() + 1) // world_size())

@@ -11,12 +11,12 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The same for all tensors that share their memory."""
+    """Return a key that tensors with shared memory have in common."""
     return tensor.untyped_storage()._cdata
 
 
 def held(device: torch.device) -> int:
-    """Bytes held now: by tensors on a GPU, by the whole process on a CPU."""
+    """Return the bytes held now: by tensors on a GPU, by the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if device.type == "mps":
@@ -25,7 +25,7 @@ def held(device: torch.device) -> int:
 
 
 def free(device: torch.device) -> int:
-    """Bytes still available. On a CPU Linux's own figure, or the rest of a container's limit if that is less."""
+    """Return the bytes still available. On a CPU: Linux's own figure, or the rest of a container's limit if that is less."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
@@ -36,16 +36,16 @@ def free(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """`peak` counts from here. On Linux this is also where the kernel's own peaks (VmHWM, ru_maxrss) begin again."""
+    """Restart `peak`. On Linux this also restarts the kernel's own peaks (VmHWM, ru_maxrss)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif device.type == "cpu":
-        with suppress(OSError):  # no Linux, or not allowed there
+        with suppress(OSError):  # not Linux, or not allowed there
             Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak(device: torch.device) -> int:
-    """The most that was held since `reset_peak`. Where nobody keeps count (MPS, no Linux) it is what is held now."""
+    """Return the most bytes held since `reset_peak`; on MPS, and on systems other than Linux, the bytes held now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "cpu" and (status := Path("/proc/self/status")).exists():

@@ -1,4 +1,4 @@
-"""The dictionary of metrics: what each number is, its unit, and the range in which runs are well.
+"""The dictionary of metrics: the meaning of each number, its unit, and its range in healthy runs.
 
 Everything that shows, watches or names a metric reads it here. `python -m grpo.system.metrics` prints the table of
 docs/algorithms.md.
@@ -16,12 +16,12 @@ Unit = Literal["share", "reward", "count", "tokens", "nats", "number", "tokens/s
 
 @dataclass(frozen=True)
 class Metric:
-    """name: as it is logged. K stands for a number, NAME for any text. words: what it is.
+    """name: as it is logged; K stands for a number, NAME for any text. words: its meaning.
 
-    A run is well while low <= value <= high. advice: what it means if not, and what to do; without it nobody watches the metric.
-    after: a warning comes when so many rollouts in a row are outside. stale: `high` for samples of older weights, if it differs.
-    charted: the report draws it unasked. part: a part of the reward, so its name is not reserved for us. fault: a number of what
-    went wrong, not worth a line while it is 0.
+    A run is healthy while low <= value <= high. advice: the meaning of a value outside, and what to do; without it there are
+    no warnings. after: a warning comes after this many rollouts in a row outside. stale: `high` for samples of older weights,
+    if it differs. stop: a value whose size is above it ends the run, unless alarms=warn. charted: the report shows it by
+    default. part: a part of the reward, so users may use its name. fault: counts failures, and is not shown while it is 0.
     """
 
     name: str
@@ -32,13 +32,14 @@ class Metric:
     advice: str = ""
     after: int = 1
     stale: float | None = None
+    stop: float = math.inf
     charted: bool = False
     part: bool = False
     fault: bool = False
 
 
 def both(name: str, *values, **more) -> tuple[Metric, Metric]:
-    """The metric of training rollouts, and the same of evaluations, which nobody watches."""
+    """Return the metric of training rollouts, and the same metric of evaluations without a range."""
     metric = Metric(f"rollout/{name}", *values, **more)
     return metric, replace(metric, name=f"eval/{name}", low=-math.inf, high=math.inf, advice="", charted=False)
 
@@ -50,19 +51,20 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
     "Reward and accuracy": (
         Metric("eval/accuracy", "share", "Right samples of a held-out problem, mean over problems.", charted=True),
         Metric("rollout/reward", "reward", "Mean over the samples whose reward is known, with the penalty for overlong "
-               "answers, before any KL.", charted=True),
+               "answers, before any KL.", -1e6, 1e6, "no reward is so large: a reward function is broken, see rollouts/",
+               stop=1e6, charted=True),
         Metric("rollout/solve_rate", "share", "Right samples among those whose reward is known.", charted=True),
         Metric("rollout/effective_groups", "share", "Groups whose rewards differ: the others teach nothing.", 1e-9, 1,
                "no group's rewards differ: the task may be too hard or too easy, or the reward broken; look at rollouts/",
                after=3, charted=True),
-        Metric("eval/accuracy_lenient", "share", "The same as accuracy, with the answer taken wherever it stands."),
+        Metric("eval/accuracy_lenient", "share", "As accuracy, but with the answer taken from anywhere in the text."),
         Metric("eval/pass@K", "share", "Chance that at least one of K samples is right (arXiv 2107.03374)."),
         Metric("eval/pass^K", "share", "Chance that all of K samples are right (arXiv 2406.12045)."),
         Metric("eval/maj@K", "share", "Chance that the most frequent answer of K is right (arXiv 2203.11171)."),
         Metric("eval/NAME_iqm", "share", "Interquartile mean over seeds, in comparisons only (arXiv 2108.13264)."),
         Metric("rollout/NAME_std", "reward", "Standard deviation over samples, of the reward or of a part."),
         *both("correct", "share", "Right samples, of one source of a mixture.", part=True),
-        *both("format", "share", "Answers in the form that is asked for.", part=True),
+        *both("format", "share", "Answers in the requested form.", part=True),
         *both("level_K", "share", "Right samples among the problems of level K.", part=True),
         *both("hops_K", "share", "Right samples among the questions of K hops.", part=True),
         *both("supports", "share", "Supporting paragraphs that were found.", part=True),
@@ -90,7 +92,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
               "the grader failed, as on a right answer that it cannot read: see reward null in rollouts/", fault=True),
         *both("turns", "count", "Messages of the policy in an episode."),
         *both("out_of_turns", "share", "Episodes that max_turns ended.", 0, 0.5,
-              "most episodes do not come to an end: raise max_turns, or reward an answer", after=3, fault=True),
+              "most episodes do not end by themselves: raise max_turns, or reward an answer", after=3, fault=True),
         *both("env_error", "share", "Episodes whose environment raised: their reward is unknown.", 0, 0.02,
               "environments raise, and those samples teach nothing: look for env_error in rollouts/", fault=True),
         *both("env_timeout", "share", "Episodes whose environment took too long: their reward is unknown.", 0, 0.02,
@@ -105,7 +107,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
     "Policy update": (
         Metric("loss/grad_norm", "number", "Norm of the gradient before it is clipped, mean over updates.", charted=True),
         Metric("loss/entropy", "nats", "Entropy of the policy's next token.", charted=True),
-        Metric("loss/ratio", "number", "Probability under the policy over that under the old one, at algo.level.", 0.8, 1.2,
+        Metric("loss/ratio", "number", "Probability under the policy over that under the old policy, at algo.level.", 0.8, 1.2,
                f"the policy moves far within one rollout: {SLOWER}", charted=True),
         Metric("loss/ratio_min", "number", "The smallest ratio of any token."),
         Metric("loss/ratio_max", "number", "The largest ratio of any token."),
@@ -113,36 +115,36 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
                charted=True),
         Metric("loss/clip_fraction_low", "share", "Tokens beyond the lower bound of the ratio.", 0, 0.3, CLIPPED),
         Metric("loss/approx_kl", "nats", "KL between the policy and the one that the ratio compares with (estimator k3).",
-               high=0.5, advice=f"the policy has left the one that sampled: {SLOWER}", charted=True),
-        Metric("loss/kl", "nats", "KL of algo.kl, where it is in the loss.", high=0.5, advice="the policy is far from what "
-               "algo.kl holds it to (0.01 to 0.1 is usual): lower optim.optimizer.lr or raise algo.kl.coef", charted=True),
+               high=0.5, advice=f"the policy has left the one that sampled: {SLOWER}", stop=10, charted=True),
+        Metric("loss/kl", "nats", "KL of algo.kl, where it is in the loss.", high=0.5, advice="the policy is far from the "
+               "target of algo.kl (0.01 to 0.1 is usual): lower optim.optimizer.lr or raise algo.kl.coef", charted=True),
         Metric("rollout/logprob_gap", "nats", "Mean absolute difference between the log-probabilities of engine and trainer.",
                0, 0.03, "engine and trainer disagree: the engine may hold old weights, or compute at a lower precision "
-               "(healthy in bfloat16: 0.010 to 0.018); algo/correction=tis lessens the harm",
-               stale=0.3, charted=True),  # stale: the gap then includes what one rollout taught
+               "(healthy in bfloat16: 0.010 to 0.018); algo/correction=tis reduces the effect",
+               stale=0.3, stop=1.0, charted=True),  # stale: the gap then includes what one rollout taught
         Metric("lr", "number", "Learning rate, mean over updates.", charted=True),
         Metric("rollout/logprob_gap_max", "nats", "The largest such difference of any token."),
         Metric("rollout/rollout_logprobs", "nats", "Mean log-probability of the sampled tokens by the engine."),
         Metric("rollout/old_logprobs", "nats", "Mean log-probability of the sampled tokens by the trainer, before the update."),
-        Metric("rollout/staleness", "count", "Rollouts learned from since the weights that sampled, mean over tokens.", 0, 1,
-               "the engine does not take new weights: its own are several rollouts old, and rollout.ahead=1 means one"),
+        Metric("rollout/staleness", "count", "Age of the weights that sampled, in rollouts, mean over tokens.", 0, 1,
+               "the engine does not take new weights: its weights are several rollouts old, but rollout.ahead=1 explains one"),
         Metric("loss/policy", "number", "The surrogate's loss of a token, before correction, KL and entropy bonus."),
         Metric("loss/logprobs_positive", "nats", "Mean log-probability of the tokens with a positive advantage."),
         Metric("loss/logprobs_negative", "nats", "Mean log-probability of the tokens with a negative advantage."),
         Metric("loss/entropy_coef", "number", "Coefficient of the entropy bonus."),
         Metric("loss/correction", "number", "Factor of algo.correction."),
         Metric("loss/off_policy_dropped", "share", "Tokens that algo.off_policy_delta leaves out."),
-        Metric("loss/NAME", "number", "What a surrogate of your own returns to be logged."),
+        Metric("loss/NAME", "number", "A number that a surrogate of your own logs."),
     ),
     "Speed and memory": (
         Metric("tokens/s", "tokens/s", "Sampled tokens over the time of rollout, sync and update.", charted=True),
-        Metric("memory/rollout", "bytes", "Most memory that was held during the rollout.", charted=True),
-        Metric("memory/update", "bytes", "Most memory that was held during the update.", charted=True),
+        Metric("memory/rollout", "bytes", "Peak memory during the rollout.", charted=True),
+        Metric("memory/update", "bytes", "Peak memory during the update.", charted=True),
         Metric("time/rollout", "seconds", "Sampling and scoring, or waiting for them with rollout.ahead=1."),
         Metric("time/update", "seconds", "Learning from the rollout."),
-        Metric("time/sync", "seconds", "Handing the engine the policy's weights."),
+        Metric("time/sync", "seconds", "Sending the policy's weights to the engine."),
         Metric("time/eval", "seconds", "Evaluation on held-out examples."),
-        Metric("time/played", "seconds", "Sampling and scoring beside the update before, with rollout.ahead=1."),
+        Metric("time/played", "seconds", "Sampling and scoring during the update before, with rollout.ahead=1."),
     ),
 }  # fmt: skip
 METRICS = tuple(metric for group in GROUPS.values() for metric in group)
@@ -153,39 +155,40 @@ TIMES = tuple(metric.name for metric in METRICS if metric.unit == "seconds" and 
 
 def _pattern(metric: Metric) -> re.Pattern:
     pattern = re.escape(metric.name).replace("NAME", ".+").replace("K", r"\d+")
-    return re.compile(pattern.replace("/", "/(.+/)?", 1) if metric.part else pattern)  # of a source of a mixture
+    return re.compile(pattern.replace("/", "/(.+/)?", 1) if metric.part else pattern)  # a source of a mixture
 
 
-# what fits any name comes last
+# patterns that fit any name come last
 _PATTERNS = [(_pattern(metric), metric) for metric in sorted(METRICS, key=lambda metric: metric.name.endswith("/NAME"))]
 
 
 @cache
 def about(name: str) -> Metric | None:
-    """The entry of a metric; None where it has none."""
+    """Return the entry of a metric; None if it has none."""
     return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
 
 
 def is_taken(part: str) -> bool:
-    """Whether rollout/PART or eval/PART is a metric of our own, which a part of the reward must not hide."""
+    """Return whether rollout/PART or eval/PART is a metric of ours, which a part of the reward must not hide."""
     return any(not entry.part for first in ("rollout", "eval") if (entry := about(f"{first}/{part}")))
 
 
 def name_of_part(part: str) -> str:
-    """The metric of a part of the reward, after rollout/ or eval/: its own name, or reward/NAME where that one is taken.
+    """Return the metric of a part of the reward, after rollout/ or eval/: its own name, or reward/NAME if that is taken.
 
-    Two parts never get the same name: one that begins with reward/ before such a name gets another reward/.
+    Two parts never get the same name: a part called reward/NAME, with a taken NAME, becomes reward/reward/NAME.
     """
     bare = re.sub("^(reward/)+", "", part)
     return f"reward/{part}" if is_taken(bare) else part
 
 
 def percent(share: float | None) -> str:
+    """Return a share as a percentage."""
     return "-" if share is None or math.isnan(share) else f"{share:.1%}"
 
 
 def written(name: str, value: float | None) -> str:
-    """A value for people: a share in per cent, anything else in four digits, - for none and for NaN."""
+    """Return a value as text: a share as a percentage, anything else with four digits, - for None and NaN."""
     entry = about(name)
     if value is None or math.isnan(value) or (entry and entry.unit == "share"):
         return percent(value)
@@ -193,30 +196,30 @@ def written(name: str, value: float | None) -> str:
 
 
 def is_result(name: str, value: float) -> bool:
-    """Whether a number of an evaluation is worth a line: not its time, and not a fault that never happened."""
+    """Return whether a number of an evaluation is shown: not its time, and not a fault that never happened."""
     entry = about(name)
     return name.startswith("eval/") and (value != 0 or not (entry and entry.fault))
 
 
 def metric_table() -> str:
-    """Every metric as a table in markdown."""
-    lines = ["| metric | unit | what it is | well |", "|---|---|---|---|"]
+    """Return all metrics as a Markdown table."""
+    lines = ["| metric | unit | what it is | healthy |", "|---|---|---|---|"]
     for title, metrics in GROUPS.items():
         lines.append(f"| **{title}** | | | |")
         for words, same in groupby(metrics, key=lambda metric: metric.words):
             first, *others = same
             names = " ".join(f"`{metric.name}`" for metric in (first, *others))
-            lines.append(f"| {names} | {first.unit} | {words} | {_well(first)} |")
+            lines.append(f"| {names} | {first.unit} | {words} | {_healthy(first)} |")
     return "\n".join(lines)
 
 
-def _well(metric: Metric) -> str:
+def _healthy(metric: Metric) -> str:
     if not metric.advice:
         return ""
-    low = f"{metric.low:g} " if metric.low > 0 else ""
+    within = f"{metric.low:g} to {metric.high:g}" if metric.low > 0 else f"at most {metric.high:g}"
     late = f", {metric.after} rollouts in a row" if metric.after > 1 else ""
     stale = f" ({metric.stale:g} with samples of older weights)" if metric.stale else ""
-    return f"{low}to {metric.high:g}{stale}{late}"
+    return f"{'above 0' if 0 < metric.low < 1e-6 else within}{stale}{late}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Things in pieces that are not too large."""
+"""Splits a list into pieces of bounded size."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 def in_pieces(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """The items in order, in lists whose sizes add up to at most `most`; a larger item is a list of its own."""
+    """Yield the items in order, in lists of total size at most `most`; a larger item is a list of its own."""
     piece: list[T] = []
     filled = 0
     for item in items:

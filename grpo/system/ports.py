@@ -1,4 +1,4 @@
-"""Whether a port is free, and if not, who holds it."""
+"""Checks whether a port is free, and names the process that holds it."""
 
 import errno
 import socket
@@ -9,7 +9,7 @@ from grpo.system.errors import UserError
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises UserError where nobody could listen at this address. Whoever holds a port is named, and left alone.
+    """Raises UserError if no program can listen at this address. It names the process that holds the port, and leaves it alone.
 
     port: 0 is any free one.
     """
@@ -20,16 +20,19 @@ def check_port(host: str, port: int) -> None:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             reason = error.strerror or error
-            raise UserError(f"host={host} port={port}: nobody can listen there ({reason}): choose others") from error
+            raise UserError(
+                f"host={host} port={port}: no program can listen there ({reason}): choose others"
+            ) from error
         raise UserError(f"port={port} is held by {holder(port)}: choose another port, or end that process") from error
 
 
 def family(host: str) -> socket.AddressFamily:
+    """The address family of a host name: IPv4 or IPv6."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def holder(port: int) -> str:
-    """The process that listens at a port, as far as this user may know."""
+    """Return the process that listens at a port as text, as far as this user may see it."""
     try:
         ends = psutil.net_connections("tcp")
         pid = next(end.pid for end in ends if end.status == psutil.CONN_LISTEN and end.laddr.port == port and end.pid)

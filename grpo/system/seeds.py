@@ -1,4 +1,4 @@
-"""Seeds as paths: one seed for every draw of a run, whatever the order of the draws."""
+"""Seeds as paths: every draw of a run has a seed that does not depend on the order of the draws."""
 
 import random
 from collections.abc import Mapping
@@ -7,22 +7,23 @@ from typing import Any
 import numpy as np
 import torch
 
-TRAIN, EVALUATION, SHUFFLE = range(3)  # second in the path of a seed: what the noise is for
+TRAIN, EVALUATION, SHUFFLE = range(3)  # second in the path of a seed: its purpose
 
 
 def derive_seed(*path: int) -> int:
-    """A 63-bit seed that depends on every number of the path, as (run, TRAIN, rollout, prompt, sample, turn)."""
+    """Return a 63-bit seed that depends on every number of the path, such as (run, TRAIN, rollout, prompt, sample, turn)."""
     return int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0] >> 1)
 
 
 def random_states() -> dict[str, Any]:
-    """Of the global generators, which other people's code may use."""
+    """Return the states of the global generators, which users' code may draw from."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     known = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     return known | {"cuda": cuda}
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
+    """Restore the states that `random_states` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

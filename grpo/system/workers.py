@@ -1,11 +1,11 @@
-"""Worker processes that may be killed: one function, one item at a time, a deadline and a limit of memory.
+"""Worker processes that may be killed: each runs one function on one item at a time, with a deadline and a memory limit.
 
     pool = Workers("grpo.rewards.math.grading.by_algebra", size=2, deadline=5.0, memory=2**30, warm_up=("1", "1"))
     pool.call("x+1", "1+x")  # from any thread; raises TimeoutError or WorkerError
 
 Knows nothing of what is computed: arguments and results are JSON. A worker is a plain subprocess, not a fork (the parent may
-hold a GPU and threads) and not a spawn of multiprocessing (which imports the parent's main module
-again). It ends with the parent.
+hold a GPU and threads), and not a spawn of multiprocessing (which imports the parent's main module again). It ends with the
+parent.
 """
 
 import contextlib
@@ -29,29 +29,29 @@ PR_SET_PDEATHSIG = 1
 
 
 class WorkerError(Exception):
-    """The function raised, or its process died: a crash, no more memory."""
+    """The function raised, or its process died (a crash, or out of memory)."""
 
 
 class Workers:
     """A pool of `size` processes that call `function`, a dotted path; each is started when it is first needed.
 
-    deadline: seconds of one call, from when a warm worker has the item; then the worker is killed, and another one started.
+    deadline: seconds for one call, counted once a warm worker has the item; then the worker is killed and a new one started.
     memory: bytes of address space of a worker (not enforced on macOS).
-    warm_up: arguments of a first call, whose result is thrown away; what is imported late is imported there.
+    warm_up: arguments of a first call, whose result is discarded; late imports happen there.
     """
 
     def __init__(self, function: str, size: int, deadline: float, memory: int, warm_up: tuple = ()) -> None:
         self.size, self.deadline = size, deadline
         self.arguments = json.dumps([function, deadline, memory, warm_up])
         self.lock = threading.Lock()
-        self.pid = 0  # of the process whose children the workers are
+        self.pid = 0  # of the process that started the workers
 
     def call(self, *args: Any) -> Any:
-        """function(*args). Blocks until it is done; any number of threads may wait."""
+        """Return function(*args). Blocks until it is done; any number of threads may wait."""
         reply: Future[dict[str, Any]] = Future()
         try:
             self._open().submit(self._serve, args, reply)
-        except RuntimeError as error:  # the process ends, or has no thread left
+        except RuntimeError as error:  # the process is ending, or can start no thread
             raise WorkerError(f"no worker can be started: {error}") from error
         answer = reply.result()
         if "error" in answer:
@@ -65,8 +65,8 @@ class Workers:
             started.result()
 
     def _open(self) -> ThreadPoolExecutor:
-        """A thread for each worker: it starts its worker and lives as long as the process, because Linux sends a child its
-        death signal when the thread that started it ends. A fork has the pool but no threads, so it makes its own."""
+        """Return a pool with a thread for each worker. The thread starts its worker and lives as long as the process, because
+        Linux sends a child its death signal when the thread that started it ends. A fork has no threads, and makes a new pool."""
         with self.lock:
             if self.pid != os.getpid():
                 self.workers: dict[int, _Worker] = {}  # by thread
@@ -81,10 +81,10 @@ class Workers:
             self._end()
             reply.set_exception(error)
             with contextlib.suppress(WorkerError):
-                self._own()  # warm before this thread takes the next item: another one may be warm already
+                self._own()  # warm up before the next item, which a warm worker may take meanwhile
 
     def _own(self) -> "_Worker":
-        """The worker of this thread, warm."""
+        """Return the worker of this thread, warm."""
         me = threading.get_ident()
         if me not in self.workers:
             try:
@@ -138,12 +138,12 @@ class _Worker:
 
 
 def main() -> None:
-    """The worker's end. The function's output is discarded; when memory runs out, the process ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    """Run the worker's side. The function's output is discarded; when memory runs out, the process ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     connection, (path, deadline, memory, args) = Connection(int(sys.argv[1])), json.loads(sys.argv[2])
-    with contextlib.suppress(ValueError, OSError):  # macOS knows the limit, and refuses it
+    with contextlib.suppress(ValueError, OSError):  # macOS has the limit, but refuses to set it
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     module, _, name = path.rpartition(".")
     function, limit = getattr(importlib.import_module(module), name), START_LIMIT

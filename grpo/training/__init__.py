@@ -1,1 +1,1 @@
-"""The update, and what happens round it."""
+"""The update, and the callbacks around it."""

@@ -1,4 +1,4 @@
-"""The batch that Lightning hands from hook to hook: one rollout, filled in on its way."""
+"""The batch that Lightning passes from hook to hook: one rollout, filled in step by step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,23 +11,26 @@ from grpo.rollout.types import Group
 
 @dataclass
 class RolloutBatch:
-    """One Lightning batch is one rollout. Mutable: Lightning hands the same object to every hook, and each adds what it made."""
+    """One Lightning batch, which is one rollout. Mutable: Lightning passes the same object to every hook, and each adds its part.
 
-    rollout: int  # 0 for the first of the run
+    rollout: its number, 0 for the first one of the run. advantages: in the shape of groups, the mean over each sample's tokens.
+    """
+
+    rollout: int
     groups: list[Group] = field(default_factory=list)
     tokens: TokenBatch | None = None
     scores: Scores | None = None
-    advantages: list[list[float]] = field(default_factory=list)  # as groups; the mean over a sample's tokens
+    advantages: list[list[float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     evaluations: list[Evaluation] = field(default_factory=list)
 
     def to(self, *args, **kwargs) -> Self:
-        """Lightning calls this before any hook, when there are no tensors yet."""
+        """Return itself: Lightning calls this before any hook, when there are no tensors yet."""
         return self
 
 
 class RolloutBatches:
-    """Empty batches without end, numbered from `start` on. Lightning may fetch some ahead: nothing is drawn here."""
+    """Endless empty batches, numbered from `start` on. Lightning may fetch some ahead, so nothing is drawn here."""
 
     def __init__(self) -> None:
         self.start = 0

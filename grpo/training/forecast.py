@@ -1,8 +1,8 @@
-"""The forecast: the bytes that a run will hold, logged before it begins.
+"""The memory forecast: the bytes that a run will hold, logged before it starts.
 
-The run's own model, adapter, optimizer and longest microbatch are made of tensors without memory (torch's FakeTensorMode), and
-their bytes are counted: there is no table of models, optimizers or layouts to keep up to date. torch's MemTracker counts the
-same bytes, but rounds them on a GPU and cannot tell logits from other activations.
+The run's own model, adapter, optimizer and longest microbatch are built from tensors without memory (torch's FakeTensorMode), and
+their bytes are counted, so there is no table of models, optimizers or layouts to keep up to date. torch's MemTracker counts the
+same bytes, but it rounds them on a GPU and does not separate logits from other activations.
 """
 
 import logging
@@ -44,8 +44,11 @@ PHASES = ("update", "rollout")
 
 @dataclass(frozen=True)
 class Part:
-    """size: bytes; None if unknown. remedy: the setting that makes it smaller. phase: the only one of PHASES that has this part;
-    "" is both. host: it is in the CPU's memory, whatever the device."""
+    """One part of a run's memory.
+
+    size: bytes; None if unknown. remedy: the setting that makes it smaller. phase: the one of PHASES that holds it; "": both.
+    host: True if it is in the CPU's memory, whatever the device.
+    """
 
     name: str
     size: int | None
@@ -62,7 +65,7 @@ def forecast(
     prompt_tokens: int,
     trainer: L.Trainer,
 ) -> None:
-    """Logs a line for each memory, and a warning for one that is too small. prompt_tokens: of the longest prompt."""
+    """Log one line per memory (device, CPU), and a warning if it may be too small. prompt_tokens: those of the longest prompt."""
     settings = trainer.precision, trainer.num_devices
     parts = known(partial(parts_of, make_module, pretrained, plan, engine, prompt_tokens, *settings))
     if parts is None:
@@ -94,7 +97,7 @@ def parts_of(
     precision: str = "32-true",
     devices: int = 1,
 ) -> list[Part]:
-    """The memory that one process will hold, part by part."""
+    """Return the parts of memory that one process will hold."""
     plan = replace(plan, prompts=math.ceil(plan.prompts / devices))
     with torch.device("meta"):
         module = make_module(pretrained.outline())
@@ -102,7 +105,7 @@ def parts_of(
     policy, optim = module.policy, module.optim
     [optimizer], _ = module.configure_optimizers()
     own = [*policy.parameters(), *policy.buffers()]
-    learned = [p for group in optimizer.param_groups for p in group["params"]]  # the masters, if there are any
+    learned = [p for group in optimizer.param_groups for p in group["params"]]  # the float32 masters, if there are any
     for p in learned:
         p.grad = torch.zeros_like(p)
     gradients = [p.grad for p in learned]
@@ -112,14 +115,14 @@ def parts_of(
     one_pass = partial(in_a_pass, module, plan, prompt_tokens, there)
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         passing = known(partial(one_pass, optim.layout)) or known(partial(one_pass, "padded"))
-    shared, lora = hasattr(engine, "shared_bytes"), "adapter=lora"  # shared: vLLM holds the weights already
+    shared, lora = hasattr(engine, "shared_bytes"), "adapter=lora"  # shared: vLLM already holds the weights
     parts = [
         Part("weights", 0 if shared else bytes_of(own), "model.dtype=bfloat16"),
         Part("masters", bytes_of([*own, *learned]) - bytes_of(own), lora, host=optim.offload),
         Part("optimizer", known(partial(after_a_step, optimizer)), "optim=adamw_8bit", host=optim.offload),
         Part("reference", bytes_of(copies), lora),
         Part("gradients", bytes_of(gradients), lora, "update", optim.offload),
-        # those of DistributedDataParallel
+        # gradient buckets of DistributedDataParallel
         Part("buckets", bytes_of(p for p in own if p.requires_grad) if devices > 1 else 0, lora),
         *(Part(name, passing and passing[name], FEWER_TOKENS, "update") for name in ("activations", "logits")),
     ]
@@ -131,22 +134,23 @@ def parts_of(
 
 
 def human(size: int | None) -> str:
+    """Return a number of bytes as text, in MB or GB."""
     return "unknown" if size is None else f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
 
 
 def known(measure: Callable[[], Any]) -> Any:
-    """None where a model or an optimizer needs the values of tensors, which those without memory do not have."""
+    """Return the measurement; None if a model or an optimizer needs values of tensors, which tensors without memory lack."""
     try:
         return measure()
     except UserError:
         raise
-    except Exception as error:  # models of others raise anything
+    except Exception as error:  # a model's code may raise anything
         log.debug("forecast: %s", error)
         return None
 
 
 def imagine(module: nn.Module) -> None:
-    """Makes its parameters and buffers, on meta, tensors of the CPU without memory: kernels then choose as with real ones."""
+    """Replace the module's meta tensors by CPU tensors without memory, so that kernels are chosen as for real tensors."""
     imagined: dict[Tensor, Tensor] = {}  # tied ones stay tied
     with FakeTensorMode(allow_non_fake_inputs=True):
         for part in module.modules():
@@ -158,7 +162,7 @@ def imagine(module: nn.Module) -> None:
 
 
 def after_a_step(optimizer: Optimizer) -> int:
-    """The bytes of the optimizer's state after its first step."""
+    """Make one step, and return the bytes of the optimizer's state after it."""
     optimizer.step()
     return bytes_of(tensor for state in optimizer.state.values() for tensor in state.values())
 
@@ -166,7 +170,7 @@ def after_a_step(optimizer: Optimizer) -> int:
 def in_a_pass(
     module: L.LightningModule, plan: Plan, prompt_tokens: int, there: Iterable[Tensor], layout: Layout
 ) -> Counter[str]:
-    """The bytes of the longest microbatch, forward and backward, at their highest. there: tensors from before it."""
+    """Return the peak bytes of the longest microbatch, forward and backward. there: tensors that exist before it."""
     policy, optim, algorithm = module.policy, module.optim, module.algorithm
     batch = minibatch(plan, prompt_tokens, plan.prompts * plan.group_size // algorithm.num_minibatches)
     batch = batch.rows(microbatches(batch, layout, optim.max_tokens_per_microbatch)[0])
@@ -178,16 +182,16 @@ def in_a_pass(
 
 
 def minibatch(plan: Plan, prompt_tokens: int, rows: int) -> TokenBatch:
-    """Groups of rows, all as long as possible."""
+    """Return a batch of groups with this many rows, all as long as possible."""
     width = plan.sampling.max_tokens
     group = torch.arange(rows) // plan.group_size
-    ids = group[:, None].expand(rows, prompt_tokens + width)  # a prompt of its own for each group
+    ids = group[:, None].expand(rows, prompt_tokens + width)  # a different prompt for each group
     completion, logprobs = torch.ones(rows, width, dtype=torch.bool), torch.zeros(rows, width)
     return TokenBatch(ids, torch.ones_like(ids), completion, logprobs, torch.arange(rows))
 
 
 def in_the_cache(config: PretrainedConfig, dtype: torch.dtype, plan: Plan, prompt_tokens: int, bound: int) -> int:
-    """Keys and values of a rollout in the built-in engine, which keeps a prompt's once for all of its samples. bound: tokens."""
+    """Return the bytes of a rollout's KV cache in the built-in engine, which stores a prompt once. bound: the cache's tokens."""
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -196,14 +200,14 @@ def in_the_cache(config: PretrainedConfig, dtype: torch.dtype, plan: Plan, promp
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
-    """Each storage counts once."""
+    """Return the bytes of the tensors; each storage counts once."""
     return sum({storage_of(t): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}.values())
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of tensors that are made while it is active, as long as they exist; `most` is the highest count.
+    """Counts the bytes of tensors that are created while it is active, as long as they exist; `most` is the highest count.
 
-    there: tensors from before, which do not count. A tensor is one of logits if its last dimension is the vocabulary.
+    there: earlier tensors, which do not count. A tensor counts as logits if its last dimension is the vocabulary.
     """
 
     def __init__(self, there: Iterable[Tensor], vocabulary: int) -> None:
@@ -226,5 +230,6 @@ class Live(TorchDispatchMode):
         return result
 
     def forget(self, key: int, name: str, size: int) -> None:
+        """Subtract a storage that was freed."""
         self.seen.discard(key)
         self.now[name] -= size

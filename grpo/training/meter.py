@@ -1,4 +1,4 @@
-"""The metrics of a rollout's updates: means over tokens, and extremes, whatever the microbatches and ranks."""
+"""The metrics of a rollout's updates: means over tokens, and extremes, independent of microbatches and ranks."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from grpo.system import distributed
 
 
 class Means:
-    """Running means by name, each weighted by what it was counted over, and extremes (a name that ends in _min or _max)."""
+    """Running means by name, each with its own count, and extremes, whose names end in _min or _max."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = defaultdict(float)
@@ -18,23 +18,25 @@ class Means:
         self.extremes: dict[str, float] = {}
 
     def add(self, name: str, total: float, count: float = 1.0) -> None:
+        """Add the sum of `count` values to the mean `name`."""
         self.sums[name] += float(total)
         self.counts[name] += float(count)
 
     def add_tokens(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """values: [B, C], counted where the mask [B, C] is True."""
+        """Add the values [B, C] at which the mask [B, C] is True."""
         self.add(name, values[mask].sum(), mask.sum())
 
     def add_extreme(self, name: str, values: Tensor) -> None:
-        """name ends in _min or _max."""
+        """Update an extreme with these values, of any shape. name: ends in _min or _max."""
         if values.numel():
             self.keep(name, float(values.min() if name.endswith("_min") else values.max()))
 
     def keep(self, name: str, value: float) -> None:
+        """Update an extreme with one value. name: ends in _min or _max."""
         self.extremes[name] = (min if name.endswith("_min") else max)(value, self.extremes.get(name, value))
 
     def result(self) -> dict[str, float]:
-        """Over all ranks. A mean of nothing is left out."""
+        """Return all means and extremes over all ranks. A mean without values is left out."""
         merged = Means()
         for other in distributed.all_gather([self]):
             for name, value in other.sums.items():
@@ -46,7 +48,7 @@ class Means:
 
 
 def note_loss(means: Means, microbatch: TokenBatch, logprobs: Tensor, logged: Mapping[str, Tensor]) -> None:
-    """The numbers of `Algorithm.loss`, and the log-probabilities by the sign of the advantage. [B, C] each."""
+    """Add the numbers that `Algorithm.loss` logs, and log-probabilities by the sign of the advantage. All are [B, C]."""
     mask = microbatch.mask
     for name, values in logged.items():
         means.add_tokens(f"loss/{name}", values, mask)
@@ -58,7 +60,7 @@ def note_loss(means: Means, microbatch: TokenBatch, logprobs: Tensor, logged: Ma
 
 
 def note_engine(means: Means, microbatch: TokenBatch) -> None:
-    """The engine's log-probabilities against the trainer's, of one and the same policy."""
+    """Add the differences between the engine's and the trainer's log-probabilities of the same policy."""
     gap = (microbatch.old_logprobs - microbatch.rollout_logprobs).abs()
     means.add_tokens("rollout/logprob_gap", gap, microbatch.mask)
     means.add_extreme("rollout/logprob_gap_max", gap[microbatch.mask])

@@ -1,6 +1,6 @@
-"""GRPOModule: the update. `training_step` is the algorithm; everything it calls is a pure function of tensors.
+"""GRPOModule: the update of Group Relative Policy Optimization, arXiv 2402.03300. `training_step` is the algorithm.
 
-Group Relative Policy Optimization, arXiv 2402.03300. Sees only tensors: a TokenBatch and Scores.
+It sees only tensors, a TokenBatch and Scores; the objective that it calls consists of pure functions of tensors.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from grpo.training.optimization import Optimization
 
 
 class GRPOModule(L.LightningModule):
-    """policy: the model that learns. temperature: that of sampling. num_rollouts: of the whole run."""
+    """Learns from rollouts. policy: the model to train. temperature: of sampling. num_rollouts: length of the whole run."""
 
     def __init__(
         self,
@@ -42,15 +42,15 @@ class GRPOModule(L.LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.strict_loading = False  # what an adapter leaves frozen is not in the checkpoint
+        self.strict_loading = False  # a checkpoint lacks the parameters that an adapter leaves frozen
         if optim.gradient_checkpointing:
-            layers_of(policy)  # raises where there are none
+            layers_of(policy)  # raises if there are none
         self.policy = policy
         self.reference = Reference(policy, moves=algorithm.kl.sync_every > 0) if algorithm.kl.needs_reference else None
         self.algorithm, self.optim, self.temperature, self.seed = algorithm, optim, temperature, seed
         self.num_updates = num_rollouts * algorithm.updates_per_rollout
-        self.updates = 0  # so far
-        self.moved = False  # since the rollout
+        self.updates = 0  # updates so far
+        self.moved = False  # whether the policy has changed since the rollout
         self.entropy = EntropyController(algorithm.entropy)
 
     def configure_optimizers(self):
@@ -60,13 +60,13 @@ class GRPOModule(L.LightningModule):
         return [optimizer], [self.optim.schedule(optimizer=optimizer, num_training_steps=self.num_updates)]
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
-        """Learns from one rollout: num_epochs passes of num_minibatches updates. Returns numbers to log."""
+        """Learn from one rollout: num_epochs passes of num_minibatches updates. Returns metrics."""
         means, shape = Means(), batch.scores.rewards.shape  # N, G
         scores, tokens = batch.scores.to(batch.tokens.ids.device), batch.tokens
         if self.algorithm.kl.in_reward:  # the rewards need the frozen log-probabilities
             tokens = self.freeze(tokens)
         tokens = self.algorithm.credit(scores, tokens)
-        if not self.algorithm.kl.in_reward:  # rows without advantage need none
+        if not self.algorithm.kl.in_reward:  # rows with advantage 0 need none
             tokens = self.freeze(tokens)
         tokens = self.algorithm.choose(tokens)
         advantages = tokens.sample_means(tokens.advantages, shape)
@@ -78,7 +78,7 @@ class GRPOModule(L.LightningModule):
                 for minibatch in self.minibatches(tokens, shape, rng):
                     logprobs = self.update(minibatch, means)
                 if tokens.old_logprobs is None and self.algorithm.old_policy == "trainer":
-                    tokens = replace(tokens, old_logprobs=logprobs)  # of the only minibatch, so of every row
+                    tokens = replace(tokens, old_logprobs=logprobs)  # there is one minibatch, so these are all rows
         counts = {"positive": float((advantages > 0).sum()), "negative": float((advantages < 0).sum())}
         return means.result() | {f"rollout/advantages_{sign}": count for sign, count in counts.items()}
 
@@ -86,21 +86,21 @@ class GRPOModule(L.LightningModule):
 
     @torch.no_grad()
     def freeze(self, tokens: TokenBatch) -> TokenBatch:
-        """Adds what stays fixed while the policy moves: the reference's log-probabilities, and the old ones unless a single
-        update makes that pass needless: it meets the old policy itself (see `update`)."""
+        """Add what stays fixed while the policy changes: the reference's log-probabilities and the old ones. With a single
+        update per rollout the old ones need no pass: `update` uses its own log-probabilities."""
         if self.reference is not None:
             with self.reference.model() as model:
                 reference_logprobs, _ = self.logprobs_of(model, tokens, self.live(tokens))
             tokens = replace(tokens, reference_logprobs=reference_logprobs)
         if self.algorithm.needs_old:
-            every = self.algorithm.top_entropy < 1  # whose entropies are compared
+            every = self.algorithm.top_entropy < 1  # it compares the entropies of all rows
             rows = torch.arange(len(tokens), device=tokens.ids.device) if every else self.live(tokens)
             old_logprobs, old_entropy = self.logprobs_of(self.policy, tokens, rows)
             tokens = replace(tokens, old_logprobs=old_logprobs, old_entropy=old_entropy)
         return tokens
 
     def logprobs_of(self, model: nn.Module, tokens: TokenBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, [B, C] each, of these rows, a microbatch at a time; 0 on the others."""
+        """Return log-probabilities and entropies, [B, C] each, of these rows, by microbatches; 0 on the other rows."""
         logprobs, entropy = torch.zeros_like(tokens.rollout_logprobs), torch.zeros_like(tokens.rollout_logprobs)
         for some, microbatch in self.microbatches(tokens, rows):
             width = microbatch.completion_width
@@ -108,41 +108,43 @@ class GRPOModule(L.LightningModule):
         return logprobs, entropy
 
     def forward_pass(self, model: nn.Module, tokens: TokenBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies, [B, C] each, from one forward pass."""
         return completion_logprobs(model, tokens, self.temperature, entropy_gradient, *self.layout)
 
     # -- which rows
 
     def minibatches(self, tokens: TokenBatch, shape: tuple[int, int], rng: torch.Generator) -> Iterator[TokenBatch]:
-        """This rank's rows of each minibatch: the groups of all ranks in a random order, cut into pieces of as many samples,
-        give or take one. All rows of a sample are in one piece. shape: N, G."""
+        """Yield this rank's rows of each minibatch. The groups of all ranks are shuffled and cut into pieces whose numbers of
+        samples differ by at most one; all rows of a sample are in one piece. shape: N, G."""
         if self.algorithm.num_minibatches == 1:
             yield tokens
             return
         prompts, size = shape
         shuffled = torch.randperm(prompts, generator=rng).argsort()[:, None] * size + torch.arange(size)
-        places = shuffled.flatten()[tokens.sample.cpu()]  # of the rows
+        places = shuffled.flatten()[tokens.sample.cpu()]  # each row's place in the shuffled order
         order = places.argsort(stable=True)
         for piece in torch.arange(prompts * size).tensor_split(self.algorithm.num_minibatches):
             mine = order[torch.isin(places[order], piece)]
             yield tokens.rows(mine.to(tokens.ids.device)) if len(mine) else tokens.rows(slice(0, 1)).silenced()
 
     def live(self, tokens: TokenBatch) -> Tensor:
-        """The indices of the rows that have a gradient."""
+        """Return the indices of the rows that have a gradient."""
         rows = torch.arange(len(tokens), device=tokens.ids.device)
         if tokens.advantages is None or not self.algorithm.skips_zero_advantages:
             return rows
         return rows[tokens.advantages.any(dim=1)]
 
     def microbatches(self, tokens: TokenBatch, rows: Tensor) -> list[tuple[Tensor, TokenBatch]]:
-        """These rows in pieces that go through the model at once: their indices, and they themselves."""
+        """Cut these rows into pieces that go through the model at once. Returns the indices and the rows of each piece."""
         pieces = (
             microbatches(tokens.rows(rows), self.layout[0], self.optim.max_tokens_per_microbatch) if len(rows) else []
         )
         return [(rows[piece], tokens.rows(rows[piece])) for piece in pieces]
 
     def to_learn(self, minibatch: TokenBatch) -> list[tuple[Tensor, TokenBatch]]:
-        """The microbatches of an update, at least one, as every rank needs a backward pass. A rank without a live row runs its
-        first row with an empty mask. The mask stays if no rank has a live row and old log-probabilities are missing."""
+        """Return the microbatches of an update: at least one, because every rank needs a backward pass. A rank without a live
+        row runs its first row with an empty mask; the mask stays if no rank has a live row and old log-probabilities are
+        missing."""
         live = self.live(minibatch)
         anywhere = distributed.all_sum(torch.tensor(float(len(live)), device=live.device))
         if len(live):
@@ -152,16 +154,16 @@ class GRPOModule(L.LightningModule):
 
     @cached_property
     def layout(self) -> tuple[Layout, str]:
-        """The layout that the policy can be trusted with, and its kernel. First read when the policy is on its device."""
+        """The layout that gives correct results for this policy, and its kernel. First read when the policy is on its device."""
         return trusted(self.policy, self.optim.layout)
 
     # -- one update
 
     def update(self, minibatch: TokenBatch, means: Means) -> Tensor:
-        """One optimizer step on the loss of a minibatch, summed over its microbatches. Returns the log-probabilities before the
-        step, [B, C]; 0 on rows that were skipped."""
+        """Make one optimizer step on the loss of a minibatch, summed over its microbatches. Returns the log-probabilities before
+        the step, [B, C]; 0 on rows that were skipped."""
         alpha, entropy_mean = self.entropy.alpha, Means()
-        # engine and trainer are compared under one policy: later log-probabilities differ by the updates in between
+        # compare engine and trainer only under the same policy: after an update log-probabilities differ anyway
         fresh = minibatch.old_logprobs is not None or not self.moved
         weights = self.algorithm.weights(minibatch.mask, minibatch.sample)
         # DistributedDataParallel averages the gradients of ranks
@@ -188,15 +190,15 @@ class GRPOModule(L.LightningModule):
         return found
 
     def backward_here(self, loss: Tensor, last: bool) -> None:
-        """Adds the gradients of a microbatch. Ranks sum theirs in the last one, those of masters in `step`."""
+        """Add the gradients of a microbatch. Ranks sum them in the last microbatch; with float32 masters, in `step`."""
         exchanged = distributed.world_size() == 1 or (last and not self.has_masters)
         with nullcontext() if exchanged else self.trainer.strategy.block_backward_sync():
             self.manual_backward(loss)
 
     def step(self, means: Means) -> None:
-        """Clips the gradient, and moves the policy and the schedule."""
+        """Clip the gradient, then step the optimizer and the schedule."""
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
-        learned = [p for group in optimizer.param_groups for p in group["params"]]  # masters, where there are some
+        learned = [p for group in optimizer.param_groups for p in group["params"]]  # the masters, if there are any
         if self.has_masters and distributed.world_size() > 1:  # DistributedDataParallel does not see their gradients
             for p in learned:
                 p.grad = (distributed.all_sum(p.grad.to(self.device)) / distributed.world_size()).to(p.device)
@@ -212,7 +214,7 @@ class GRPOModule(L.LightningModule):
         schedule.step()
         self.updates, self.moved = self.updates + 1, True
 
-    # -- checkpoints: a run resumes only into the model it was made with
+    # -- checkpoints: a run resumes only with the model that it started with
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint["policy_shapes"] = self.policy_shapes()
@@ -221,7 +223,7 @@ class GRPOModule(L.LightningModule):
             checkpoint["reference"] = self.reference.weights
         named = self.policy.named_parameters(remove_duplicate=False)  # tied weights under both names
         frozen = {f"policy.{name}" for name, parameter in named if not parameter.requires_grad}
-        for name in frozen & checkpoint["state_dict"].keys():  # under an adapter the base is where it came from
+        for name in frozen & checkpoint["state_dict"].keys():  # with an adapter the base is not saved again
             del checkpoint["state_dict"][name]
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
@@ -229,7 +231,7 @@ class GRPOModule(L.LightningModule):
         if different := [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]:
             there, here = (shapes.get(different[0], "missing") for shapes in (theirs, ours))
             raise UserError(
-                f"ckpt_path is a checkpoint of another model: {len(different)} of {len(ours)} tensors differ, first "
+                f"ckpt_path is a checkpoint of another model: {len(different)} of {len(ours)} tensors differ, the first is "
                 f"{different[0]} ({there} there, {here} here); give the model= and adapter= of that run"
             )
         if progress := checkpoint.get("progress"):
@@ -239,4 +241,5 @@ class GRPOModule(L.LightningModule):
             self.reference.load(checkpoint["reference"])
 
     def policy_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor of the policy, by name."""
         return {name: tuple(tensor.shape) for name, tensor in self.policy.state_dict().items()}

@@ -1,8 +1,7 @@
-"""How the policy is optimized: the optimizer, its schedule, and what bounds the memory of an update."""
+"""Settings of the optimization: the optimizer, its schedule, and limits of the update's memory."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -10,30 +9,33 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from grpo.models.logprobs import Layout
-from grpo.system.errors import UserError, check_least, oneof
+from grpo.system.errors import UserError
+from grpo.system.ranges import Count, Positive, enforced
 
 
+@enforced("optim")
 @dataclass(frozen=True)
 class Optimization:
-    """optimizer: named parameters to Optimizer. schedule: (optimizer=, num_training_steps=updates of the run) to LRScheduler.
+    """How the policy is optimized.
 
-    max_tokens_per_microbatch: how many go through the model at once, a matter of memory only; a row is never cut. layout: how
-    they are laid out, see `grpo.models.logprobs`; the numbers are the same. max_grad_norm: 0 does not clip.
+    optimizer: from named parameters to an Optimizer.
+    schedule: called with optimizer and num_training_steps (the updates of the run); returns an LRScheduler.
+    max_tokens_per_microbatch: tokens that go through the model at once, which affects memory only; a row is never cut.
+    max_grad_norm: larger gradients are scaled down to it; None: no clipping.
+    layout: how tokens are packed, see `grpo.models.logprobs`; results are the same.
     gradient_checkpointing: see `recomputing`. offload: see `with_masters`.
     """
 
     optimizer: Callable[[Iterable[tuple[str, Tensor]]], Optimizer]
     schedule: Callable[..., LRScheduler]
-    max_tokens_per_microbatch: int = 8192
-    max_grad_norm: float = 1.0
+    max_tokens_per_microbatch: Count = 8192
+    max_grad_norm: Positive | None = 1.0
     layout: Layout = "shared_prompt"
     gradient_checkpointing: bool = False
     offload: bool = False
 
     def __post_init__(self) -> None:
-        check_least("optim.max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)
-        oneof("optim.layout", self.layout, get_args(Layout))
-        try:  # on two numbers, to find a wrong name or value before a model loads
+        try:  # two small tensors, to find a wrong name or value before a model is loaded
             shapes = {"weight": (1, 1), "bias": (1,)}
             optimizer = self.optimizer([(name, torch.zeros(s, requires_grad=True)) for name, s in shapes.items()])
             schedule = self.schedule(optimizer=optimizer, num_training_steps=1)
@@ -41,5 +43,5 @@ class Optimization:
             schedule.step()
         except UserError:
             raise
-        except Exception as error:  # whatever an optimizer of others raises
-            raise UserError(f"optim: {error} (an optimizer is made of the parameters as (name, tensor))") from error
+        except Exception as error:  # an optimizer's code may raise anything
+            raise UserError(f"optim: {error} (an optimizer is built from the parameters as (name, tensor))") from error

@@ -1,4 +1,4 @@
-"""Every option of every group composes, and every node fits the signature of what it names."""
+"""Every option of every group composes, and every node has arguments that fit the signature of its class or function."""
 
 import functools
 import inspect
@@ -7,6 +7,8 @@ import sys
 
 import pytest
 import yaml
+from bad_inputs import GROUPS as VALUES  # benchmarks/bad_inputs.py
+from bad_inputs import side_by_side
 from conftest import ROOT, compose_config
 from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import get_object, instantiate
@@ -18,34 +20,12 @@ from grpo.apps.composing import options
 from grpo.apps.help import OURS, WIDTH, phrases_of
 from grpo.system.errors import UserError
 
-GROUPS = (
-    "task",
-    "model",
-    "adapter",
-    "recipe",
-    "problem",
-    "algo",
-    "algo/advantage",
-    "algo/surrogate",
-    "algo/kl",
-    "algo/correction",
-    "rollout",
-    "eval",
-    "renderer",
-    "engine",
-    "optim",
-    "trainer",
-    "callbacks",
-    "logger",
-    "sweep",
-    "experiment",
-    "debug",
-)
+GROUPS = (*VALUES, "recipe", "sweep", "experiment")
 OPTIONS = [(group, option) for group in GROUPS for option in options(group)]
 
 
 def nodes(config, path=""):
-    """(dotted path, node) of everything that will be called."""
+    """Yield (dotted path, node) for each node with a `_target_`."""
     if isinstance(config, dict):
         if "_target_" in config:
             yield path, config
@@ -70,33 +50,46 @@ def check_signatures(config: DictConfig | ListConfig) -> int:
     return count
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda value: str(value))
-def test_option_composes_and_binds(group, option, tmp_path):
-    if option == "optuna":
+SIDE_BY_SIDE = ("task", "model", "adapter", "algo", "eval", "engine", "optim", "trainer", "callbacks", "logger")
+AXES = [(group, option) for group, option in OPTIONS if group.startswith("algo/")]
+ALONE = [(group, option) for group, option in OPTIONS if group not in SIDE_BY_SIDE and (group, option) not in AXES]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        *side_by_side(SIDE_BY_SIDE),
+        *side_by_side({group: 0 for group, _ in AXES}),
+        *([f"{group}={option}"] for group, option in ALONE),
+    ],
+    ids=" ".join,
+)
+def test_every_option_composes_and_binds(chosen, tmp_path):
+    if "sweep=optuna" in chosen:
         pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    chosen = [f"{group}={option}"] + (["model.path=x"] if option == "path" else [])
-    overrides = [*chosen, f"output_dir={tmp_path}"]
-    assert check_signatures(compose_config(*overrides)) >= 10
-    if group in ("task", "model", "engine", "trainer", "eval", "renderer"):
-        assert check_signatures(compose_config(*overrides, name="eval")) >= 5
-    if group in ("model", "engine", "renderer"):
-        assert check_signatures(compose_config(*chosen, name="serve")) >= 2
+    path = ["model.path=x"] if "model=path" in chosen else []
+    assert check_signatures(compose_config(*chosen, *path, f"output_dir={tmp_path}")) >= 10
+    if len(chosen) == len(SIDE_BY_SIDE):
+        seen = [one for one in chosen if one.startswith(("task=", "model=", "engine=", "trainer=", "eval="))]
+        assert check_signatures(compose_config(*seen, *path, f"output_dir={tmp_path}", name="eval")) >= 5
+        seen = [one for one in chosen if one.startswith(("model=", "engine="))]
+        assert check_signatures(compose_config(*seen, *path, name="serve")) >= 2
 
 
-OTHER_THAN_THE_CODE = {  # values of ours that no constructor should have by itself
-    "eval/default.by": "columns of the tasks that are here",
+OTHER_THAN_THE_CODE = {  # values that do not suit as a constructor's default, each with the reason
+    "eval/default.by": "columns of our tasks",
     "optim/muon.adamw_for": "names of layers in the models of transformers",
-    "task/tldr.target": "task=tldr wants this length",
-    "task/tldr.solved": "and is solved near it",
-    "task/tldr.weights": "rewards are counted in characters there",
-    "engine/vllm_shared.dtype": "that of the weights that it shares",
-    "task/countdown.sizes": "the splits of a task that is made up",
-    "task/mixture.weights": "those of the sources named beside them",
+    "task/tldr.target": "the length that task=tldr asks for",
+    "task/tldr.solved": "a length near that target",
+    "task/tldr.weights": "its rewards are counted in characters",
+    "engine/vllm_shared.dtype": "the type of the shared weights",
+    "task/countdown.sizes": "sizes of generated splits",
+    "task/mixture.weights": "weights of the sources beside them",
 }
 
 
 def plain(value):
-    """Lists as tuples, and what is empty as None."""
+    """Return lists as tuples and empty values as None."""
     return (tuple(value) if isinstance(value, list) else value) or (None if value in ([], (), {}) else value)
 
 
@@ -104,7 +97,7 @@ def plain(value):
     "file", sorted((ROOT / "conf").rglob("*.yaml")), ids=lambda file: f"{file.parent.name}/{file.stem}"
 )
 def test_a_file_that_names_a_class_has_the_defaults_of_its_arguments(file):
-    """So a value has one home: a file that differs from another one, a recipe and an experiment do not name the class."""
+    """So a default has one value. A file that only changes another file, a recipe or an experiment does not name the class."""
     for _, node in nodes(yaml.safe_load(file.read_text())):
         if not node["_target_"].startswith(("grpo.", "tasks.")):
             continue
@@ -129,9 +122,6 @@ def test_promised_options_are_there():
     assert {*presets.split(), "ppo_sequence"} <= {o for g, o in OPTIONS if g == "algo"}
 
 
-AXES = [(group, option) for group, option in OPTIONS if group.startswith("algo/")]
-
-
 @functools.cache
 def composed(group: str, option: str) -> DictConfig:
     return compose_config(f"{group}={option}", "output_dir=.").algo
@@ -140,7 +130,7 @@ def composed(group: str, option: str) -> DictConfig:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [option for group, option in OPTIONS if group == "algo"])
 def test_every_preset_moves_along_every_axis(name):
-    """The option that is asked for is what one gets, whole, or one line says why they do not go together."""
+    """The chosen option replaces the preset's completely, or one line explains why they cannot be combined."""
     for group, option in AXES:
         config = compose_config(f"algo={name}", f"{group}={option}", "output_dir=.").algo
         axis = group.removeprefix("algo/")
@@ -180,7 +170,7 @@ def test_variants_are_diffs_and_the_command_line_wins(tmp_path):
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
-    """A command that ends before a run begins, and so imports none of the large libraries."""
+    """Run a command that ends before a run begins, and check that it imports none of the large libraries."""
     words = [sys.executable, "-X", "importtime", *arguments]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     lines = done.stderr.splitlines()
@@ -198,6 +188,7 @@ def test_help_and_cfg_are_for_people(tmp_path):
         assert f" {option} " in text and option != "base"
     assert "\n  * wordmath " in text and max(map(len, text.splitlines())) <= WIDTH
     assert "python train.py -m algo=grpo,dr_grpo seed=0,1" in text
+    assert "# prompts per rollout (integer >= 1)\n" in text and "(number > 0 and <= 1)\n" in text
     printed = command("train.py", "--cfg", "job", "--resolve", f"hydra.run.dir={tmp_path}")
     assert OmegaConf.create(printed.stdout).algo.max_tokens == 40, printed.stderr
     assert "python eval.py run=" in command("eval.py", "--help").stdout
@@ -242,6 +233,8 @@ def test_a_key_that_moved_is_told_and_is_no_change(tmp_path):
 
 def test_a_mistake_and_a_sweep_s_parent_start_quickly(tmp_path):
     mistake = command("train.py", "-m", "seed=0,1", "trainer.devices=2", f"hydra.sweep.dir={tmp_path}/sweep")
-    assert "error: trainer.devices=2: a job of a sweep has one device" in mistake.stderr
+    assert "error: trainer.devices=2: a job of a sweep uses one device" in mistake.stderr
+    mistake = command("train.py", "-m", "seed=0,-1", f"hydra.sweep.dir={tmp_path}/values")
+    assert mistake.stderr == "error: seed=-1 must be an integer of at least 0 and at most 4294967295"
     assert "did you mean rollout.group_size?" in command("train.py", "rollout.group_sze=4").stderr
     assert "is neither a run" in command("eval.py", "compare=A,B", f"hydra.run.dir={tmp_path}/compared").stderr

@@ -1,4 +1,4 @@
-"""The demo's base model: tokenizer, loss, cache. The real recipe is too long for a test: 2 + 1 steps here."""
+"""The demo's base model: tokenizer, loss, cache, the models that ship. The real recipe is slow: 2 + 1 steps here."""
 
 import math
 import os
@@ -8,11 +8,14 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import TEST_PATH
+from conftest import TEST_PATH, compose_config
+from hydra.utils import instantiate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo.apps import demo_model
 from grpo.apps.demo_model import (
     BATCH,
+    SHIPPED,
     answer_loss,
     batches,
     make_model,
@@ -23,8 +26,10 @@ from grpo.apps.demo_model import (
 )
 from grpo.env.messages import Message, ToolCall, ToolSpec
 from grpo.env.types import State
+from grpo.runs.runs import Run
 from tasks import calculator
 from tasks.wordmath import worked_answers
+from train import train
 
 brief = partial(tiny_folder, worked_answers, clean_steps=2, hasty_steps=1)
 
@@ -198,6 +203,38 @@ def test_the_folder_loads(folder):
     assert tokenizer.decode(tokenizer("Sam has 14 👩‍🚀").input_ids) == "Sam has 14 👩‍🚀"
 
 
+@pytest.mark.parametrize("task", ["wordmath", "calculator"])
+def test_the_shipped_model_is_of_the_default_recipe(task, tmp_path, monkeypatch):
+    """After a change of the recipe, of what makes the model, or of the worked answers, it has to be made again."""
+    monkeypatch.setattr(demo_model, "train", lambda *_: pytest.fail("run python -m grpo.apps.demo_model, and commit"))
+    path = compose_config(f"task={task}", "output_dir=.").model.path
+    assert instantiate(path, cache=str(tmp_path)) == str(SHIPPED / task)
+    weights = AutoModelForCausalLM.from_pretrained(SHIPPED / task).state_dict()
+    assert {w.dtype for w in weights.values()} == {torch.bfloat16}
+    assert (SHIPPED / task / "model.safetensors").stat().st_size < 2.7e6
+
+
+@pytest.mark.slow
+def test_a_model_made_anew_is_as_good_as_the_shipped_one(tmp_path):
+    """Another processor gives other weights. They still start low, and ten rollouts bring the skill out."""
+    recipe = compose_config("task=wordmath", "output_dir=.").model.path
+    accuracy = []
+    for model in (SHIPPED / "wordmath", instantiate(recipe, anew=str(tmp_path / "anew"))):
+        folder = tmp_path / f"run{len(accuracy)}"
+        chosen = ["task=wordmath", "model=path", f"model.path={model}", "callbacks=none", f"output_dir={folder}"]
+        train(compose_config(*chosen, "optim.optimizer.lr=1.5e-4", "rollout.num_rollouts=10"))
+        accuracy.append(Run(folder).accuracy)
+    shipped, anew = accuracy
+    assert abs(anew[0] - shipped[0]) < 0.15 and min(anew[10], shipped[10]) > 0.55
+
+
+def test_a_model_made_anew_takes_the_place_of_the_old_one(tmp_path):
+    for steps in (1, 2):
+        brief(clean_steps=steps, anew=str(tmp_path / "model"))
+        assert f'"clean_steps": {steps},' in (tmp_path / "model" / "recipe.json").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_made_once_and_found_again(tmp_path, capsys):
     folder = brief(cache=str(tmp_path))
     told = capsys.readouterr()
@@ -209,13 +246,15 @@ def test_made_once_and_found_again(tmp_path, capsys):
     assert [str(path) for path in tmp_path.iterdir() if path.is_dir()] == [folder]  # nothing unfinished is left
 
 
+@pytest.mark.slow
 def test_two_at_once_make_it_once(tmp_path, capfd):
     """As the jobs of a sweep do."""
     code = "import sys; from test_demo_model import brief; print(brief(cache=sys.argv[1]))"
     command = [sys.executable, "-c", code, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": TEST_PATH}
-    for process in [subprocess.Popen(command, env=environment) for _ in range(2)]:
-        assert process.wait(120) == 0
+    other = subprocess.Popen(command, env=environment)
+    print(brief(cache=str(tmp_path)))
+    assert other.wait(120) == 0
     told = capfd.readouterr().out
     assert told.count("warm-starting") == 1 and told.count(f"{tmp_path}/tiny-") == 3  # the maker says it twice
 

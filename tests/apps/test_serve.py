@@ -1,4 +1,4 @@
-"""The server: real engines, real HTTP on this machine's loopback."""
+"""The server, with real engines and real HTTP on the loopback address."""
 
 import json
 import os
@@ -41,7 +41,7 @@ POISON = 13
 
 
 class Counting(TransformersEngine):
-    """The built-in engine, which counts its calls, and fails at a prompt with one of the tokens."""
+    """The built-in engine, which also counts its calls and fails if a prompt has the token POISON."""
 
     calls = 0
 
@@ -57,7 +57,7 @@ class Client:
         self.url, self.server, self.batching = f"http://127.0.0.1:{port}", server, server.batching
 
     def __call__(self, path: str, body: object = None, status: int = 200) -> dict:
-        """GET, or POST where there is a body."""
+        """Send GET, or POST if there is a body, check the status, and return the answer."""
         data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
@@ -150,7 +150,7 @@ def test_the_answer_that_atropos_reads(server, toy_model):
     assert set(answer) == {"text", "prompt", "finish_reasons", "logprobs", "prompt_token_ids", "token_ids"}
     assert answer["prompt_token_ids"] == PROMPT and answer["prompt"].endswith("12")
     assert len(answer["text"]) == len(answer["finish_reasons"]) == len(answer["token_ids"]) == 8
-    assert len({tuple(found) for found in answer["token_ids"]}) == 8  # each with a seed of its own
+    assert len({tuple(found) for found in answer["token_ids"]}) == 8  # each sample has its own seed
     for found, positions, finish in zip(answer["token_ids"], answer["logprobs"], answer["finish_reasons"], strict=True):
         assert [list(entry) for (entry,) in positions] == [[str(i)] for i in found]
         values = [value for (entry,) in positions for value in entry.values()]
@@ -228,15 +228,15 @@ def test_one_that_the_engine_fails_at_harms_no_other(server):
         ({"n": 0}, "n: "),
         ({"best_off": 2}, "there is no field 'best_off' here"),
         ({"prompt": {"prompt_token_ids": []}}, "at least one"),
-        ({"prompt": {"prompt_token_ids": [1, 10**9]}}, "1000000000, and token ids are whole numbers from 0 to 281"),
+        ({"prompt": {"prompt_token_ids": [1, 10**9]}}, "1000000000, but token ids are integers from 0 to 281"),
         ({"prompt": 7}, "give a text, or token ids"),
         ({"messages": [[]]}, "either messages"),
         ({"prompt": None}, "either messages"),
         ({"prompt": None, "messages": [[{"role": "king", "content": "x"}]]}, "needs a role (system, user"),
-        ({"prompt": None, "messages": [{"role": "user", "content": "x"}]}, "is no conversation"),
+        ({"prompt": None, "messages": [{"role": "user", "content": "x"}]}, "is not a conversation"),
         ({"prompt_logprobs": 0}, "not of the prompt"),
         ({"logprobs": 5}, "logprobs: Input should be less than or equal to 1"),
-        ({"stream": True}, "there is no streaming"),
+        ({"stream": True}, "streaming is not supported"),
         ({"stop": ["\n"]}, "give stop_token_ids"),
         ({"seed": -1}, "seed: "),
         ({"guided": {"regex": "a+"}}, "set engine=vllm"),
@@ -250,7 +250,7 @@ def test_bad_input_gets_a_line(server, more, words):
 
 
 def test_what_is_no_request_gets_a_line_and_nulls_are_fields_left_out(server):
-    assert server("/generate", b"{", status=400)["error"] == "the request is no JSON"
+    assert server("/generate", b"{", status=400)["error"] == "the request is not JSON"
     assert "JSON object" in server("/generate", [1], status=400)["error"]
     assert server("/generate", {"prompt": "12", "max_tokens": 2, "seed": None, "stop": None, "stream": False})["text"]
 
@@ -284,7 +284,7 @@ def test_new_weights_are_those_of_the_folder(own, other, tmp_path, toy_model):
     assert ids(own.generate(**GREEDY)) == new
     own("/reload_weights", {"path": str(tmp_path / "served")})
     assert ids(own.generate(**GREEDY)) == greedy(toy_model)
-    shutil.copy(other / "model.safetensors", tmp_path / "served")  # as a trainer would write a new checkpoint
+    shutil.copy(other / "model.safetensors", tmp_path / "served")  # as a trainer writes a new checkpoint
     assert own("/reload_weights", {})["version"] == 3
     assert ids(own.generate(**GREEDY)) == new
 
@@ -294,7 +294,11 @@ def test_what_is_not_the_model_is_refused_and_the_old_weights_stay(own, other, t
     config.num_hidden_layers -= 1
     type(toy_model)(config).save_pretrained(tmp_path / "smaller")
     (other / "model.safetensors").write_bytes(b"cut off")
-    for path, words in [("/nowhere", "is no model"), (tmp_path / "smaller", "is another model"), (other, "load")]:
+    for path, words in [
+        ("/nowhere", "is not a model"),
+        (tmp_path / "smaller", "is a different model"),
+        (other, "load"),
+    ]:
         line = own("/reload_weights", {"path": str(path)}, status=400)["error"]
         assert words in line and str(path) in line and "\n" not in line
     assert own("/version") == {"version": 0} and own("/reload_weights", {})["version"] == 1
@@ -363,7 +367,7 @@ def test_what_waits_at_the_end_is_told_so(own):
         asked = pool.submit(own, "/generate", {"prompt": "12"}, 503)
         own.waiting(1)
         own.server.should_exit = True
-        assert asked.result() == {"error": "the server is ending"}
+        assert asked.result() == {"error": "the server is stopping"}
 
 
 def test_completions_as_openai_has_them(server, toy_model):
@@ -420,7 +424,7 @@ def test_the_command_starts_answers_and_ends(toy):
     command = [sys.executable, "-m", "grpo.serve", *arguments]
     listens = partial(
         signal.signal, signal.SIGINT, signal.SIG_DFL
-    )  # tests in the background hand on that it is ignored
+    )  # a test process in the background ignores SIGINT, and its children inherit that
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, preexec_fn=listens, **pipes)
     try:

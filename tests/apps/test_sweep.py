@@ -1,4 +1,4 @@
-"""Sweeps: jobs side by side, one that fails, one that is killed and gone on with, and Hydra's other launchers."""
+"""Sweeps: parallel jobs, a job that fails, a sweep that is killed and resumed, and Hydra's other launchers."""
 
 import json
 import os
@@ -29,13 +29,13 @@ WRITES = """if True:
     if code:
         print("error: it cannot be\\n")
         sys.exit(code)
-    told = {"status": "finished", "accuracy": 0.25, "seconds": 90}
-    (folder / "manifest.json").write_text(json.dumps(told))
+    manifest = {"status": "finished", "accuracy": 0.25, "seconds": 90}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 """
 
 
 def make(folder: Path, at_once: int = 1) -> Sweep:
-    """A sweep whose jobs have the overrides code=CODE seconds=SECONDS."""
+    """Return a sweep whose jobs have the overrides code=CODE seconds=SECONDS."""
 
     def command(job: Job, overrides) -> list[str]:
         values = [override.partition("=")[2] for override in overrides]
@@ -60,7 +60,7 @@ def test_jobs_run_side_by_side_and_one_that_fails_does_not_stop_the_rest(tmp_pat
     sweep.run()
     assert [job.status for job in jobs] == ["finished", "failed", "finished"]
     assert time_of(jobs[1], "began") < time_of(jobs[0], "ended")
-    assert time_of(jobs[2], "began") > min(time_of(job, "ended") for job in jobs[:2])  # there are two places
+    assert time_of(jobs[2], "began") > min(time_of(job, "ended") for job in jobs[:2])  # only two jobs run at a time
     assert [job.accuracy for job in jobs] == [0.25, None, 0.25] and jobs[0].minutes == 1.5
     said = capsys.readouterr().out
     assert "sweep of 3 jobs, 2 at a time" in said and "do it again" in said
@@ -107,7 +107,7 @@ def test_places():
     assert places("auto", [], {}) == [{}] and places(2, [], {"OMP_NUM_THREADS": "7"}) == [{}, {}]
     assert places(2, [], {}) == [{"OMP_NUM_THREADS": str(max(1, os.cpu_count() // 2))}] * 2
     for wrong in (0, "many", 1.5):
-        with pytest.raises(UserError, match=f"hydra.launcher.jobs={wrong} must be a number of jobs"):
+        with pytest.raises(UserError, match=f"hydra.launcher.jobs={wrong} must be auto or an integer"):
             places(wrong, [], {})
 
 
@@ -120,11 +120,11 @@ def test_what_is_left_is_told(tmp_path):
         (job.folder / "metrics.csv").write_text(f"step,rollout/reward\n{step},0.5\n")
         sweep.jobs.append(job)
     sweep.began = time.monotonic() - 30 * 60
-    # done in half an hour: 1 + 1/2 jobs; to do: 1/4 + 1
+    # done in 30 minutes: 1 + 1/2 jobs; left: 1/4 + 1 jobs
     assert sweep.total() == "1/4 done, 1 failed, 1 running, about 25 min left"
     with sweep.console.capture() as captured:
         sweep.console.print(sweep.picture())
-    line = "2 seed=2 ━━━━━━━━━━━━━━━ 3/4 reward 0.50"  # without colour what is not done is not drawn
+    line = "2 seed=2 ━━━━━━━━━━━━━━━ 3/4 reward 0.50"  # without colour the empty part of the bar is not drawn
     assert captured.get().split() == [*line.split(), *sweep.total().split()]
 
 
@@ -148,8 +148,8 @@ def test_jobs_end_with_their_sweep_and_nobody_comes_between(tmp_path, kind):
     try:
         wait_for(lambda: all((tmp_path / name / "began").exists() for name in "01"))
         processes = psutil.Process(sweep.pid).children(recursive=True)
-        assert len(processes) == 4  # two jobs, each with its guard
-        with pytest.raises(UserError, match="has another sweep at work"):
+        assert len(processes) == 4  # two jobs, each with a guard process
+        with pytest.raises(UserError, match="another sweep or its last jobs are still running in"):
             make(tmp_path)
     finally:
         sweep.send_signal(kind)
@@ -169,7 +169,7 @@ def wait_for(condition, seconds: float = 400.0) -> None:
 
 
 def sweep_command(smoke, folder: Path, *overrides: str) -> list[str]:
-    own = ("output_dir", "optim.optimizer.lr")  # the second is Optuna's to choose
+    own = ("output_dir", "optim.optimizer.lr")  # Optuna chooses the second
     fixed = [override for override in smoke("logger=csv") if not override.startswith(own)]
     return [sys.executable, "train.py", "-m", *fixed, *overrides, f"hydra.sweep.dir={folder}"]
 
@@ -179,8 +179,9 @@ def status(job: Path) -> str | None:
     return json.loads(file.read_text())["status"] if file.exists() else None
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_killed_is_gone_on_with(smoke, tmp_path):
-    """Jobs of 1, 0 and 12 rollouts: one is finished and one has failed when the sweep is killed in the third."""
+    """The jobs have 1, 0 and 12 rollouts. When the sweep is killed, the first has finished and the second has failed."""
     settings = ["callbacks=[checkpoint]", "callbacks.checkpoint.every=1", "eval.every=3"]
     folder = tmp_path / "sweep"
     command = sweep_command(smoke, folder, *settings, "rollout.num_rollouts=1,0,12", "hydra.launcher.jobs=2")
@@ -197,7 +198,7 @@ def test_a_sweep_that_is_killed_is_gone_on_with(smoke, tmp_path):
 
     other = subprocess.run([*command, "seed=7"], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert other.returncode == 1 and other.stderr == (
-        f"error: {folder} holds another sweep: its job 0 has no seed, this one seed=7; set hydra.sweep.dir to a new folder\n"
+        f"error: {folder} has another sweep: its job 0 has no seed, this one seed=7; set hydra.sweep.dir to a new folder\n"
     )
     again = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert again.returncode == 1
@@ -234,7 +235,7 @@ def test_other_launchers_run_jobs_and_tell_failures(smoke, tmp_path, launcher):
 
 @pytest.mark.slow
 def test_optuna_asks_our_launcher_and_bears_a_failure(smoke, tmp_path):
-    """The points are the same on a second call, so nothing is run again but what failed."""
+    """A second call chooses the same points, so only failed jobs run again."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     settings = ["sweep=optuna", "hydra.sweeper.n_trials=3", "rollout.group_size=choice(1,2)", "hydra.launcher.jobs=2"]
     command = sweep_command(smoke, tmp_path, *settings)

@@ -1,6 +1,7 @@
 """Rows of a dataset: where they come from, what is left out, and that no question is on two sides."""
 
 import json
+import os
 
 import pytest
 from conftest import EXAMPLES, compose_config
@@ -36,6 +37,56 @@ def test_bad_files_are_named(tmp_path, name, text, message):
     assert "\n" not in str(error.value)
 
 
+ROW = '{"question": "q", "answer": "1"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("train.jsonl", "null\n" * 5, "line 1, is null: every row must be an object"),  # Arrow's reader crashes
+        ("train.jsonl", f"{ROW}\n{ROW}null\n{ROW}", "line 4, is null"),
+        ("train.jsonl", f"{ROW}[1, 2]\n", r"line 2, is \[1, 2\]"),
+        ("train.json", "[3]", "row 1, is 3"),
+        ("train.json", "null", "row 1, is null"),
+        (
+            "train.jsonl",
+            '{"question": ' + "[" * 9999 + "]" * 9999 + "}",
+            "could not be read: maximum recursion",
+        ),  # crashes too
+        ("train.jsonl", " \n\n", "is empty"),
+        ("train.jsonl", ROW + ROW[:-9], "line 2: Unterminated string"),
+        ("train.jsonl", ROW.replace("q", "é", 1).encode("latin-1"), "invalid continuation byte: save it as UTF-8"),
+        (
+            "train.jsonl",
+            ROW.encode("utf-16"),
+            "can't decode byte 0xff in position 0: invalid start byte: save it as UTF-8",
+        ),
+        ("train.csv", "é".encode("latin-1"), "could not be read: 'utf-8' codec .*: save it as UTF-8"),
+        ("train.parquet", b"PAR1" + bytes(99), "could not be read: Parquet"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=message) as error:
+        dataset(tmp_path).split("train")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore:Length of header")
+def test_a_file_that_is_none_is_refused_and_a_strange_one_is_read(tmp_path):
+    (tmp_path / "train.jsonl").symlink_to("train.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    for path in (tmp_path, tmp_path / "pipe.jsonl", tmp_path / "zero.jsonl"):
+        with pytest.raises(UserError, match="is a folder, a pipe, a device or a broken link: give a file"):
+            dataset(path).split("train")
+    (tmp_path / "a*[1].jsonl").write_bytes(b"\xef\xbb\xbf" + ROW.encode())  # with a BOM
+    (tmp_path / "ab1.jsonl").write_text(ROW * 2)
+    (tmp_path / "long.csv").write_text("question,answer\nq,1,5,6\nr,2\n")
+    given = {name: dataset(tmp_path / name, splits={"train": "x"}, filters=[]) for name in ("a*[1].jsonl", "long.csv")}
+    assert [[row["question"] for row in one.split("train")] for one in given.values()] == [["q"], ["q", "r"]]
+
+
 def test_bad_paths_are_named(tmp_path):
     for path in (tmp_path / "missing", "./missing", "missing"):
         with pytest.raises(UserError, match="does not exist"):
@@ -57,11 +108,17 @@ def test_a_hub_that_cannot_be_reached_is_said():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"train_limit": 0}, "task.train_limit=0 must be at least 1"),
-        ({"splits": {"dev": "train"}}, "task.splits=dev is not one of train, validation, test"),
-        ({"held_out": {"train": 0.1}}, "task.held_out=train is not one of validation, test"),
+        ({"train_limit": 0}, "task.train_limit=0 must be an integer of at least 1, or null"),
+        (
+            {"splits": {"dev": "train"}},
+            "task.splits={dev: train} must be a mapping, each key one of train, validation, test",
+        ),
+        (
+            {"held_out": {"train": 0.1}},
+            "task.held_out={train: 0.1} must be a mapping, each key one of validation, test",
+        ),
         ({"held_out": {"validation": 1.2}}, "task.held_out="),
-        ({"filters": ["short"]}, "task.filters=short is not one of empty, duplicate"),
+        ({"filters": ["short"]}, r"task.filters=\[short\] must be a list, each item one of empty, duplicate"),
         ({"streaming": True}, "set task.train_limit"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The built-in engine: its samples follow the model, its log-probabilities are the trainer's, its seeds hold."""
+"""The built-in engine: samples follow the model, log-probabilities equal the trainer's, seeds decide the samples."""
 
 import math
 
@@ -35,7 +35,7 @@ EOS = [1, *range(100, 130)]  # many, so that rows end at different lengths
 
 
 def test_logprobs_are_the_trainers(engine, toy_model):
-    """Prefill, expanded caches, left padding and dropped rows change nothing: what the engine says the trainer finds."""
+    """Prefill, expanded caches, left padding and dropped rows change nothing: the engine's numbers equal the trainer's."""
     toy_model.generation_config.eos_token_id = EOS
     for temperature in (1.0, 0.6):
         got = engine.sample(PROMPTS * 4, Sampling(12, temperature=temperature), seeds=range(16))
@@ -81,7 +81,7 @@ def test_greedy_takes_the_likeliest_token(engine, toy_model):
 
 
 def chances(logits: list[float], sampling: Sampling, prompt: set[int]) -> list[float]:
-    """Of each token, worked out one at a time."""
+    """Return the probability of each token, computed one token at a time."""
     penalty = sampling.repetition_penalty
     for i in prompt if penalty != 1 else ():
         logits[i] = logits[i] / penalty if logits[i] > 0 else logits[i] * penalty
@@ -95,7 +95,7 @@ def chances(logits: list[float], sampling: Sampling, prompt: set[int]) -> list[f
     return [weights[i] / sum(weights[j] for j in kept) if i in kept else 0 for i in range(len(weights))]
 
 
-# The 99.9 % points of chi-square, by degrees of freedom.
+# The 99.9 % quantiles of chi-square, by degrees of freedom.
 LIMITS = [0, 10.8, 13.8, 16.3, 18.5, 20.5, 22.5, 24.3, 26.1, 27.9, 29.6, 31.3]
 
 
@@ -113,7 +113,7 @@ LIMITS = [0, 10.8, 13.8, 16.3, 18.5, 20.5, 22.5, 24.3, 26.1, 27.9, 29.6, 31.3]
     ids=str,
 )
 def test_samples_follow_the_distribution(parameters):
-    """4,000 draws after one of two prompts, from a vocabulary of twelve; and they would not fit without the parameters."""
+    """4,000 draws from a vocabulary of 12 after one of two prompts; without the parameters they would not fit."""
     torch.manual_seed(0)
     shape = {
         "hidden_size": 32,
@@ -180,7 +180,7 @@ def test_a_penalty_makes_what_was_there_less_likely(engine, toy_model):
     assert len(set(free.ids)) < 20 == len({*held.ids}) and not {*held.ids} & {*PROMPTS[0]}
     logits = toy_model(tensor([[*PROMPTS[0], *held.ids[:-1]]])).logits[0, len(PROMPTS[0]) - 1 :]
     told = logits.log_softmax(-1).gather(-1, tensor(held.ids)[:, None])[:, 0]
-    assert (told - tensor(held.logprobs)).abs().max() < 1e-5  # of the model, before the penalty
+    assert (told - tensor(held.logprobs)).abs().max() < 1e-5  # the model's, before the penalty
 
 
 def test_further_stop_ids_end_a_completion(engine):

@@ -1,4 +1,4 @@
-"""How the built-in engine samples: what attention needs is kept once and in bounds, and every model in a way that is right."""
+"""The built-in engine's caches: each key and value is stored once and within the bound, and every model is sampled correctly."""
 
 import inspect
 
@@ -17,7 +17,7 @@ from grpo.engines.protocol import Sampling
 from grpo.system.errors import UserError
 
 GROUPS = [(5, 6, 7, 8, 9, 10, 11)] * 5 + [(20, 21)] * 3 + [(40,) * 12] * 2
-EOS = [*range(2, 97, 8)]  # so many of 97 that rows end at different lengths
+EOS = [*range(2, 97, 8)]  # enough of the 97 tokens that rows end at different lengths
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -30,9 +30,9 @@ SMALL = {
 LINEAR = {"num_value_heads": 4, "num_key_heads": 2, "key_head_dim": 8, "value_head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 OTHERS = {
-    "gemma2": (transformers.Gemma2Config, {"head_dim": 16, "sliding_window": 6}),  # caps its scores
-    "bloom": (transformers.BloomConfig, {"n_layer": 3, "n_head": 4}),  # no positions, a bias for each distance
-    "phimoe": (transformers.PhimoeConfig, {"sliding_window": 6, "num_local_experts": 4}),  # does not tell its window
+    "gemma2": (transformers.Gemma2Config, {"head_dim": 16, "sliding_window": 6}),  # caps attention scores
+    "bloom": (transformers.BloomConfig, {"n_layer": 3, "n_head": 4}),  # no positions, but a bias for each distance
+    "phimoe": (transformers.PhimoeConfig, {"sliding_window": 6, "num_local_experts": 4}),  # hides its window
     "mamba": (transformers.MambaConfig, {"state_size": 4}),
     "lfm2": (transformers.Lfm2Config, {"layer_types": ["conv", "full_attention"] * 2}),
     "qwen3_next": (
@@ -55,7 +55,7 @@ def engine_of(model, *bound: int) -> TransformersEngine:
     model.generation_config.eos_token_id = EOS
     engine = TransformersEngine(*bound)
     engine.load_weights(model, 0)
-    engine.choose()  # which the first sample would do
+    engine.choose()  # otherwise the first sample would do it
     return engine
 
 
@@ -66,7 +66,7 @@ def warnings(caplog) -> list[str]:
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3", "gemma", *MORE])
 def test_the_pool_says_what_a_plain_forward_does(family, lora, caplog):
-    """Prompts of three lengths, rows that end at any step, gaps that close, buffers that grow; windows shorter than the text."""
+    """Prompts of three lengths, rows that end at any step, gaps that close, buffers that grow, windows shorter than the text."""
     model = model_of(family, lora)
     engine = engine_of(model)
     found = engine.sample(GROUPS, Sampling(24, temperature=0.8), range(10))
@@ -88,9 +88,9 @@ def test_a_model_of_another_kind_is_sampled_from_by_its_own_cache(family, caplog
     found = engine.sample(GROUPS, Sampling(24), range(10))
     assert engine.cache is PaddedCache and cache_objection(KVCache, model)
     [warning] = warnings(caplog)
-    assert f"{type(model).__name__} is sampled from in a slower way" in warning
+    assert f"sampling from {type(model).__name__} is slower" in warning
     assert len({len(completion.ids) for completion in found}) > 1
-    assert gap(model, GROUPS, found) < (3e-5 if family == "qwen3_next" else 1e-5)  # it reads in chunks, writes in steps
+    assert gap(model, GROUPS, found) < (3e-5 if family == "qwen3_next" else 1e-5)  # reads in chunks, samples in steps
     assert [c.ids for c in found] == [c.ids for c in engine_of(model).sample(GROUPS, Sampling(24), range(10))]
 
 
@@ -109,14 +109,14 @@ def test_a_window_longer_than_what_is_tried_is_asked_of_the_masks():
     for layer, told in (0, None), (0, 61), (0, 59), (1, 60):
         attention = model.model.layers[layer].self_attn
         right, attention.sliding_window = attention.sliding_window, told
-        assert cache_objection(KVCache, model) == f"layer {layer} has a mask that it does not tell"
+        assert cache_objection(KVCache, model) == f"layer {layer} has a mask other than its window"
         attention.sliding_window = right
 
 
 MISTAKES = [
     ("(self.lengths + self.counts)[None]", "(self.lengths + self.counts + 1)[None]"),  # positions
-    ("self.positions <= now", "self.positions <= now + 1"),  # a row sees what it has not read
-    ("self.positions <= now", "self.positions < now"),  # nor itself
+    ("self.positions <= now", "self.positions <= now + 1"),  # a row sees a key that is not written yet
+    ("self.positions <= now", "self.positions < now"),  # a row does not see itself
     ("now - self.positions < window", "now - self.positions <= window"),
     (
         "masked_fill(p >= self.lengths[:, None], NEVER)",
@@ -124,11 +124,11 @@ MISTAKES = [
     ),  # padding of a prompt
     ("move(self.of_rows, order)", "pass"),
     ("move(self.of_prompts, left)", "pass"),
-    ("self.steps - came for", "self.steps for"),  # a row that came later
+    ("self.steps - came for", "self.steps for"),  # a row that joined later
     ("scale or query.shape[2] ** -0.5", "1.0"),
-    ("number.append(len(groups[u]))", "number.append(0)"),  # the first row of a prompt for each of them
+    ("number.append(len(groups[u]))", "number.append(0)"),  # every row of a prompt reads the first one's result
     ("heads + k[:, None]", "heads + k.flip(0)[:, None]"),  # keys of another head
-    ("new[:n, :, :places] = x[:n, :, :places]", "new[:n, :, 1:places] = x[:n, :, 1:places]"),  # a token that is lost
+    ("new[:n, :, :places] = x[:n, :, :places]", "new[:n, :, 1:places] = x[:n, :, 1:places]"),  # a lost token
 ]
 
 
@@ -164,7 +164,7 @@ def test_seeds_decide_whatever_the_batch_the_order_and_the_bound(monkeypatch):
 
 @pytest.mark.parametrize("bound", [74, 150, 10_000])
 def test_every_token_is_computed_once_and_kept_within_the_bound(bound, monkeypatch):
-    """74 tokens: two rows of 24 with prompts of up to 12, which take as much room as the longest; one alone is 36."""
+    """A bound of 74 fits two rows of 24 tokens, each with a prompt padded to 12; a single row takes 36."""
     model = model_of("qwen3")
     engine = engine_of(model, bound)
     read, rows, kept = [], [], []
@@ -195,11 +195,11 @@ def test_a_wave_of_padded_rows_stays_within_the_bound(monkeypatch):
 
     monkeypatch.setattr(PaddedCache, "step", step)
     engine_of(model, 100).sample(GROUPS, Sampling(24), range(10))
-    assert max(rows) == 3  # of 7 + 24 tokens
+    assert max(rows) == 3  # rows of 7 + 24 tokens
 
 
 def test_who_is_told_of_a_completion_can_train():
-    """Nothing of inference mode is left behind: in the callback, nor in a model that changes its own buffers as it goes."""
+    """Inference mode ends before the callback, and leaves no trace in a model that changes its own buffers while it samples."""
     rope = {
         "rope_type": "longrope",
         "short_factor": [1.0] * 8,
@@ -227,5 +227,5 @@ def test_sixteen_bits_agree_as_well_as_they_can():
 
 
 def test_a_bound_of_nothing_is_refused():
-    with pytest.raises(UserError, match=r"engine\.max_cache_tokens=0 must be at least 1"):
+    with pytest.raises(UserError, match=r"engine\.max_cache_tokens=0 must be an integer of at least 1"):
         TransformersEngine(0)

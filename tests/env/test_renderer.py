@@ -1,6 +1,7 @@
-"""Messages to tokens and back, on five families of chat templates: what was sampled stays as it was, to the token."""
+"""Messages to tokens and back, on five families of chat templates: sampled tokens never change."""
 
 import random
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,7 +49,7 @@ def without_ids(calls):
 
 @every_family
 def test_what_was_sampled_stays_token_for_token_over_three_turns(name):
-    """Call, answer of the tool, an answer in words, another question."""
+    """The turns: a call, the tool's response, an answer in words, another question."""
     family, tokenizer, renderer = made(name)
     messages, before = [QUESTION], ()
     space = " " if name == "mistral" else ""
@@ -73,7 +74,7 @@ def test_what_was_sampled_stays_token_for_token_over_three_turns(name):
     last = renderer.prompt_ids(messages, TOOLS, before)
     fresh = renderer.prompt_ids(messages, TOOLS)
     assert tokenizer.decode(last) == tokenizer.decode(fresh)
-    if name == "mistral":  # whose tools move on to the last question
+    if name == "mistral":  # its tools move to the last question
         assert last == fresh
     else:
         assert last[: len(before)] == before and last != fresh
@@ -93,7 +94,7 @@ def test_a_completion_cut_short_goes_on_with_the_templates_end(name):
 
 @every_family
 def test_what_the_template_tells_otherwise_is_rendered_anew(name):
-    """A space more in the JSON, and a conversation that the environment rewrote."""
+    """An additional space in the JSON, and a conversation that the environment rewrote."""
     family, tokenizer, renderer = made(name)
     prompt = renderer.prompt_ids([QUESTION], TOOLS)
     completion = spelled(tokenizer, family.call.replace('{"name"', '{ "name"') + family.end)
@@ -109,7 +110,7 @@ def test_thinking_is_kept_within_a_question_and_stripped_after_it():
     prompt = renderer.prompt_ids([QUESTION], TOOLS)
     before = prompt + spelled(tokenizer, thought + family.call + family.end)
     message = renderer.parse(before[len(prompt) :], TOOLS)
-    assert message == Message("assistant", thought[:-1], (CALL,))  # what is thought is no call
+    assert message == Message("assistant", thought[:-1], (CALL,))  # a call inside thinking does not count
     messages = [QUESTION, message, Message("tool", "3", name="add")]
     prompt = renderer.prompt_ids(messages, TOOLS, before)
     assert prompt[: len(before)] == before and "Let me see" in tokenizer.decode(prompt)
@@ -127,7 +128,7 @@ def test_variables_of_the_template_are_passed_on():
 
 @every_family
 def test_several_calls_of_a_message_and_their_answers(name):
-    """Llama's template cannot show two, so a policy that writes two is told so, and no run ends by it."""
+    """Llama's template cannot show two calls: a policy that writes two gets an error as text, and the run continues."""
     family, tokenizer, renderer = made(name)
     message = renderer.parse(spelled(tokenizer, family.calls + family.end), TOOLS)
     state = ToolEnv([QUESTION], [add]).step(Action(message))
@@ -156,7 +157,7 @@ def test_a_malformed_call_is_told_and_its_words_stay(name):
     messages = [QUESTION, message, Message("user", message.error)]
     got = renderer.prompt_ids(messages, TOOLS, prompt + completion)
     assert tokenizer.decode(got) == tokenizer.decode(renderer.prompt_ids(messages, TOOLS))
-    if name != "mistral":  # tools before the last question, again
+    if name != "mistral":  # its tools are before the last question
         assert got[: len(prompt + completion)] == prompt + completion
 
 
@@ -211,7 +212,7 @@ def test_what_is_longer_than_the_limit_is_cut_from_a_fresh_rendering():
 
 
 def test_a_tokenizer_that_normalizes_what_it_reads_keeps_what_was_sampled():
-    """Qwen's writes the ohm sign (U+2126) of a question as a letter (U+03A9)."""
+    """Qwen's tokenizer replaces the ohm sign (U+2126) of a question by a letter (U+03A9)."""
     tokenizer = FAMILIES["qwen25"].tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     renderer, question = TokenizerRenderer(tokenizer), Message("user", "3 \u2126?")
@@ -222,7 +223,7 @@ def test_a_tokenizer_that_normalizes_what_it_reads_keeps_what_was_sampled():
 
 
 def test_a_tokenizer_that_begins_every_text_with_a_space_is_not_misled():
-    """What follows the sampled ids would get a space that is not in the conversation."""
+    """Text after the sampled ids would get a space that is not in the conversation."""
     tokenizer = FAMILIES["qwen25"].tokenizer()
     completion = spelled(tokenizer, "There are 3.")
     tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
@@ -235,7 +236,7 @@ def test_a_tokenizer_that_begins_every_text_with_a_space_is_not_misled():
 
 @every_family
 def test_any_completion_is_kept_whole_or_rendered_anew(name):
-    """Random pieces of text, of calls, of special tokens and of bytes that are no text."""
+    """Completions are random pieces of text, of calls, of special tokens and of bytes that are no text."""
     family, tokenizer, renderer = made(name)
     rng = random.Random(0)
     pieces = [
@@ -282,7 +283,7 @@ def test_tokenizers_that_know_no_tools_are_refused():
     for template, reason in [(None, "no chat template"), (wordy, "does not show them")]:
         tokenizer.chat_template = template
         renderer = TokenizerRenderer(tokenizer)
-        assert renderer.prompt_ids([QUESTION])  # without tools it is good
+        assert renderer.prompt_ids([QUESTION])  # accepted without tools
         for ask in (lambda r=renderer: r.prompt_ids([QUESTION], TOOLS), lambda r=renderer: r.parse((1,), TOOLS)):
             with pytest.raises(UserError, match=f"{reason}.*model.chat_template=FILE"):
                 ask()
@@ -338,7 +339,7 @@ THOUGHT = "I think.\n</think>\n\n"
     ],
 )
 def test_real_templates_keep_what_was_sampled(template, family, said):
-    """Those of the models themselves, which TRL brings along."""
+    """The models' own templates, which TRL ships."""
     spec = find_spec("trl")
     if spec is None:
         pytest.skip("TRL is not installed")
@@ -357,7 +358,7 @@ def test_real_templates_keep_what_was_sampled(template, family, said):
 
 
 def test_an_evaluation_reads_a_run_with_the_runs_renderer(tmp_path):
-    """And the command line wins."""
+    """The command line has precedence."""
     best = tmp_path / "checkpoints" / "best"
     best.mkdir(parents=True)
     (best / "config.json").touch()
@@ -370,3 +371,21 @@ def test_an_evaluation_reads_a_run_with_the_runs_renderer(tmp_path):
         assert config.renderer.tool_calls == form and config.renderer.template_args == {"enable_thinking": False}
         renderer = instantiate(config.renderer)(FAMILIES["qwen3"].tokenizer(), None)
         assert renderer.tool_calls == form and renderer.template_args == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("hello", "ignores its messages, different prompts become the same 5 tokens: set model.chat_template"),
+        ("", "ignores its messages, different prompts become the same 0 tokens"),
+        ("{{ raise_exception('no') }}", "the chat template refuses a conversation of user: no; ask in another way"),
+        ("{% for x in %}", "refuses a conversation of user: Expected an expression, got 'end of statement block'"),
+        ("{{ 1 / 0 }}", "refuses a conversation of user: division by zero"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "refuses a conversation of user: Range too big"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(template, message):
+    tokenizer = FAMILIES["qwen25"].tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=re.escape(message)):
+        TokenizerRenderer(tokenizer).prompt_ids([QUESTION])

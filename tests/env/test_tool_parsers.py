@@ -1,4 +1,4 @@
-"""Calls of tools in the forms that models use natively: read where they are well-formed, told where they are not."""
+"""Tool calls in the models' native forms: well-formed calls are read, malformed ones are reported."""
 
 import random
 import re
@@ -62,7 +62,7 @@ GOOD = [
         "hermes",
         xml("<parameter=x>\n1\n</parameter>", "f"),
         said("", ToolCall("f", {"x": "1"})),
-    ),  # of no tool that we know
+    ),  # an unknown tool
     ("hermes", xml("", "f"), said("", ToolCall("f", {}))),
     ("hermes", xml("<parameter=text>\n\n a <b>\n\n</parameter>"), said("", ToolCall("write", {"text": "\n a <b>\n"}))),
     ("llama3", LLAMA_A, said("", A)),
@@ -179,7 +179,7 @@ def test_forms_are_told_from_templates():
 
 @pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
 def test_no_text_is_too_much(form):
-    """Random changes of good calls: each is read, or is told, or is plain."""
+    """A randomly changed call is read, reported as malformed, or plain text."""
     rng = random.Random(0)
     texts = [text for good, text, _ in GOOD if good == form]
     pieces = [*'{}[]<>"\\;:, \n19é\ud800\0', "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]"]
@@ -206,7 +206,7 @@ BEGIN = {"hermes": "<tool_call>", "llama3": "<|python_tag|>", "mistral": "[TOOL_
 @pytest.mark.parametrize("form", BEGIN)
 @pytest.mark.parametrize("piece", PIECES)
 def test_a_million_characters_are_read_in_one_pass(form, piece):
-    """What is quadratic would take many minutes here."""
+    """A quadratic parser would take many minutes here."""
     text = piece * (1_000_000 // len(piece))
     for whole in (
         text,

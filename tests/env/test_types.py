@@ -1,4 +1,4 @@
-"""The slots are structural: classes that import nothing of this project fit them, as they run and as mypy reads them."""
+"""The slots are structural: classes that import nothing of this project fit them, at run time and for mypy."""
 
 import re
 import subprocess
@@ -20,7 +20,7 @@ from grpo.rollout.episodes import play
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 
-# two answers an episode: of two samples that are asked 1+2?, then of two that are asked 2+2? by an environment of coroutines
+# two answers an episode: of two samples that are asked 1+2?, then of two that an asynchronous environment asks 2+2?
 ANSWERS = ["3", "3", "no", "3", "4", "5", "maybe", "never asked for"]
 
 
@@ -52,7 +52,7 @@ def test_foreign_classes_play_together():
         "1+2?", ("assistant", "no"), ("user", "sure?"), ("assistant", "3")
     )
     assert waited.trajectory.messages == conversation("2+2?", ("assistant", "4"), ("user", "sure?"), ("assistant", "5"))
-    # 4 of the 6 tokens; then 7 + 4 + 9 are more than the 23 - 4 that the engine has room for
+    # 4 of the 6 tokens; then 7 + 4 + 9 exceed the 23 - 4 for which the engine has room
     assert cut.trajectory.messages == conversation("2+2?", ("assistant", "mayb"), ("user", "sure?"))
     assert [sample.trajectory.end for group in groups for sample in group] == ["answered"] * 3 + ["truncated"]
     assert [sample.trajectory.steps[0].action.truncated for group in groups for sample in group] == [False] * 3 + [True]
@@ -61,7 +61,7 @@ def test_foreign_classes_play_together():
     assert first.turns[0].completion == Completion((6, 0), (-0.25, -0.5), "stop")
     assert first.turns[1].prompt_ids == (1, 4, 13, 5, 15, 0, 2, 6, 0, 1, 35, 37, 34, 21, 15, 0, 2)
     assert cut.turns[0].completion == Completion((29, 17, 41, 18), (-0.25, -0.5, -0.75, -1.0), "length")
-    # turns in a loop: each of an engine's calls has the prompts of all who wait
+    # each call of the engine has the prompts of all waiting episodes
     assert [len(prompt) for prompt in engine.prompts] == [7, 7, 7, 7, 17, 18, 17]
 
     right, wrong = Reward(2.0, True, {"letters": 1.0}), Reward(-1.0, False, {"letters": 1.0})
@@ -95,7 +95,7 @@ def test_engines_that_break_their_word_are_told_so():
         def answer(self, seed, most):
             return foreign.Completion([1], [-1.0], "eos")
 
-    with pytest.raises(ValueError, match="shorter"):  # not asked again, forever
+    with pytest.raises(ValueError, match="shorter"):  # not repeated forever
         played(Forgetful(ANSWERS))
     with pytest.raises(ValueError, match="finish is one of stop, length, not 'eos'"):
         played(Odd(ANSWERS))
@@ -104,13 +104,13 @@ def test_engines_that_break_their_word_are_told_so():
 
 @pytest.fixture(scope="session")
 def mypy(tmp_path_factory):
-    """Runs it on files, with the cache of the run before. Returns what it finds wrong."""
+    """Return a function that runs mypy on files, with the cache of the previous run, and returns its errors."""
     cache = tmp_path_factory.mktemp("mypy")
 
     def run(*files: Path) -> str:
         command = [sys.executable, "-m", "mypy", "--cache-dir", cache, "--config-file", ROOT / "pyproject.toml", *files]
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert found.returncode in (0, 1), found.stdout + found.stderr  # else it did not get as far as the types
+        assert found.returncode in (0, 1), found.stdout + found.stderr  # otherwise it failed before checking types
         return found.stdout if found.returncode else ""
 
     return run

@@ -1,4 +1,4 @@
-"""Evaluations in the terminal."""
+"""Evaluations shown in the terminal."""
 
 from grpo.evaluation.display import history, results_line
 

@@ -1,4 +1,4 @@
-"""Intervals and tests: numbers by hand, scipy where it has the same, and how often each interval holds a truth that is known."""
+"""Intervals and tests: numbers worked by hand, comparisons with scipy, and the coverage of each interval."""
 
 from itertools import product
 
@@ -38,10 +38,10 @@ def test_single_outcomes_have_wilsons_interval():
 def test_samples_of_a_problem_count_as_far_as_they_differ():
     # means 0.25 and 0.75 in turn: p = 0.5, variance 1/16, so each problem is worth 0.25 / (1/16) = 4 independent samples
     found = mean_interval([0.25, 0.75] * 10, bounds=SHARE)
-    z = t.ppf(0.975, 19)  # of 80 samples, but with a spread that is measured on 20 problems
+    z = t.ppf(0.975, 19)  # 80 effective samples, but their spread is measured on 20 problems
     assert interval(found) == pytest.approx((0.5 - 0.5 * z / (80 + z**2) ** 0.5, 0.5 + 0.5 * z / (80 + z**2) ** 0.5))
     assert found.n == 20
-    # where all are the same nothing is known of the samples: twenty problems, twenty outcomes
+    # if all values are equal nothing is known about the samples: twenty problems count as twenty outcomes
     assert mean_interval([0.5] * 20, bounds=SHARE).low == pytest.approx(0.5 - 0.5 * z / (20 + z**2) ** 0.5)
 
 
@@ -108,22 +108,22 @@ def test_shares_are_compared_by_flipping_signs():
     many = np.random.default_rng(0).normal(100, 20, (2, 300))
     assert paired(*many, bounds=None) == paired(*many, bounds=None)  # drawn, but always the same
     sure = paired(many[0], many[0] + 1, bounds=None)
-    assert sure.p_value == pytest.approx(2 / 10_000)  # no draw is as extreme; the data count as one
+    assert sure.p_value == pytest.approx(2 / 10_000)  # no draw is as extreme; the data count as one draw
 
 
 def test_a_false_alarm_is_as_rare_as_it_says():
     rng = np.random.default_rng(0)
     fine = np.array([paired(*rng.random((2, 8))).p_value for _ in range(600)])
-    assert 0.03 < np.mean(fine <= 0.05) < 0.065  # of 256 signs the most extreme 12: 0.047
+    assert 0.03 < np.mean(fine <= 0.05) < 0.065  # the 12 most extreme of 256 sign patterns: 0.047
     coarse = np.array([paired(*rng.binomial(1, 0.5, (2, 40))).p_value for _ in range(500)])
-    assert np.mean(coarse <= 0.05) < 0.05  # counts are whole, and exact means never above
+    assert np.mean(coarse <= 0.05) < 0.05  # counts are whole numbers, and an exact test is never above its level
 
 
 def test_the_interquartile_mean_is_rliables():
     assert iqm([1, 2, 3, 100]).value == 2.5
     scores = np.random.default_rng(0).random((5, 7))
-    assert iqm(scores).value == trim_mean(scores, 0.25, axis=None)  # the definition there
-    # runs are drawn within tasks: where the runs of a task agree nothing varies, however much tasks do
+    assert iqm(scores).value == trim_mean(scores, 0.25, axis=None)  # rliable's definition
+    # runs are drawn within tasks: if the runs of each task agree nothing varies, however different the tasks are
     assert iqm([[0.1, 0.5, 0.9]] * 3)[:3] == pytest.approx((0.5, 0.5, 0.5))
     assert iqm([[0.1, 0.5], [NAN, 0.4], [0.3, 0.7]]).n == 2
 
@@ -143,7 +143,7 @@ def test_arms_without_a_spread_of_seeds_are_pairs():
     a, b = [[0, 1, 0, 0]], [[1, 1, 1, 0], [1, 1, 1, 0]]
     found, pair = compare_arms(a, b), paired(a[0], b[0])
     assert found == pair._replace(test="exact McNemar, seeds not varied")
-    same = np.tile([0, 1, 1, 0], (3, 1))  # three seeds that never differ: only the problems are left
+    same = np.tile([0, 1, 1, 0], (3, 1))  # three seeds that never differ: only problems vary
     assert compare_arms(same, same).difference == difference_interval([0, 0, 0, 0])
     assert compare_arms(same, np.where(same, NAN, same)).difference.n == 2
     long = np.full((2, 5), 64.0)  # all truncated
@@ -164,8 +164,8 @@ def test_holm():
 
 
 def test_an_arm_by_hand():
-    """Two runs on four problems, means 0.5 and 0.75: seeds = 0.03125/2. The residuals are all 1/8 or 3/8 by pattern:
-    noise = sum of squares / 3 / 8; problem means 1, 1, 0.5, 0."""
+    """Two runs on four problems with means 0.5 and 0.75: seeds = 0.03125/2. The residuals are 1/8 or 3/8: noise = sum of
+    squares / 3 / 8. Problem means are 1, 1, 0.5, 0."""
     a = np.array([[1, 1, 0, 0], [1, 1, 1, 0]])
     seeds = np.var([0.5, 0.75], ddof=1) / 2
     noise = (6 * (1 / 8) ** 2 + 2 * (3 / 8) ** 2) / 3 / 8
@@ -178,7 +178,7 @@ def test_an_arm_by_hand():
 
 
 def test_seeds_that_agree_by_chance_are_not_certain():
-    """Three runs with 185 of 200 each: over seeds nothing varies, over problems it does."""
+    """Three runs with 185 of 200 right each: seeds do not vary, problems do."""
     a = np.array([np.roll(np.arange(200) < 185, 5 * i) for i in range(3)])
     assert over_seeds(a.mean(axis=1))[:3] == pytest.approx((0.925,) * 3)
     value, low, high, n = arm_interval(a)
@@ -203,9 +203,9 @@ def test_intervals_hold_the_truth_and_naive_ones_do_not(name):
     found = covered(QUICK[name], 2000)
     assert 0.93 <= found["coverage"] <= 0.97
     if name in ("greedy", "pairs"):
-        assert found["naive"] > 0.98  # without the pairs: far too wide
+        assert found["naive"] > 0.98  # naive ignores the pairs: far too wide
     else:
-        assert found["naive"] < (0.86 if name == "one arm" else 0.8)  # samples or runs as if they were independent
+        assert found["naive"] < (0.86 if name == "one arm" else 0.8)  # naive treats samples or runs as independent
 
 
 def test_wilson_exactly():
@@ -219,14 +219,14 @@ def test_every_interval_holds_the_truth():
         "share, nearly all solved",
         "difference, few differ",
         "IQM of runs",
-    )  # docs/statistics.md tells them
+    )  # the known limits in docs/statistics.md
     for case in cases(4000):
         what = case["what"]
         if what in limits:
             continue
         most = (
             0.985 if what.startswith("one arm") else 0.975 if what.startswith("two arms") else 0.97
-        )  # safe where seeds do nothing: a variance is never below 0
+        )  # conservative if seeds have no effect, since a variance is never below 0
         assert 0.93 <= case["coverage"] <= most, case
         if what == "share, 4 to 16 samples" and "alike" not in case["world"]:
             assert case["naive"] < 0.93, case

@@ -1,4 +1,4 @@
-"""Layers that are computed again in the backward pass: the same gradients from fewer bytes, and nobody else notices."""
+"""Gradient checkpointing: the same gradients from fewer bytes, and no effect on anything else."""
 
 import pytest
 import torch
@@ -19,9 +19,9 @@ BATCH = batch_of([(9, [12, 7, 5]), (5, [8, 3])])
 
 
 def gradients(model: nn.Module, layout: str, active: bool) -> tuple[list[Tensor], int]:
-    """Of the sum of all log-probabilities; and the bytes that the forward pass left for the backward pass."""
+    """Return the gradients, and the bytes that the forward pass kept for the backward pass."""
     kept = {p.untyped_storage().data_ptr(): 0 for p in [*model.parameters(), *model.buffers()]}
-    alive = []  # or another tensor would get the same address
+    alive = []  # otherwise another tensor could get the same address
 
     def keep(tensor: Tensor) -> Tensor:
         kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
@@ -46,7 +46,7 @@ def test_gradients_are_the_same_from_fewer_bytes(family, lora, layout):
 
 
 def test_dropout_stays_off():
-    """A layer of OPT has dropout of its own, which training mode would switch on."""
+    """A layer of OPT has its own dropout, which training mode would switch on."""
     config = transformers.OPTConfig(
         hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=97, dropout=0.5
     )  # fmt: skip
@@ -68,7 +68,7 @@ def test_who_samples_meanwhile_has_the_cache():
     expected = engine.sample(*arguments)
     with recomputing(model):
         assert engine.sample(*arguments) == expected
-    assert passes == [5, *[2] * 7] * 2  # the prompts once, then a token of each at a time
+    assert passes == [5, *[2] * 7] * 2  # the prompts once, then one token of each at a time
 
 
 def test_a_run_is_the_same_bit_for_bit(smoke, tmp_path):

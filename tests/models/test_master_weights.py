@@ -50,7 +50,7 @@ def test_ten_steps_of_a_thousandth():
 
 
 def test_masters_learn_what_a_float32_model_learns_bit_for_bit():
-    """From the same gradients; beside them a parameter that is in float32 anyway."""
+    """Both get the same gradients. One more parameter is already in float32."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(64, generator=generator).to(BF16)
     gradients = torch.randn(20, 64, generator=generator).to(BF16)
@@ -73,7 +73,7 @@ def test_parameters_in_float32_need_nothing():
 
 
 def test_gradients_add_up_in_float32():
-    """1 and four times 2^-9: in bfloat16 each of the four is less than half of the 2^-7 that follows 1."""
+    """1 plus four times 2^-9: in bfloat16 each of the four is less than half of the 2^-7 that follows 1."""
     p = parameter(1.0)
     optimizer = with_masters({"p": p}, partial(SGD, lr=1.0))
     for gradient in (1.0, 2**-9, 2**-9, 2**-9, 2**-9):
@@ -85,7 +85,7 @@ def test_gradients_add_up_in_float32():
 
 
 def test_a_step_writes_into_the_storage_that_is_there():
-    """As an engine needs it whose weights the parameters are: also when that storage is given to them later."""
+    """An engine that shares the storage of the parameters needs it, also if it gets the storage later."""
     p = parameter(1.0, 2.0)
     optimizer = with_masters({"p": p}, partial(SGD, lr=0.5))
     engine = torch.zeros(4, dtype=BF16)
@@ -129,7 +129,7 @@ def test_what_a_float32_run_saved_starts_from_the_parameters():
 
 
 def test_bytes_of_a_parameter():
-    """2 its own, 4 the master, 8 the moments of AdamW; between the backward pass and the step 4 more."""
+    """2 for the parameter, 4 for the master, 8 for AdamW's moments; 4 more between the backward pass and the step."""
 
     def held() -> int:
         gc.collect()
@@ -152,7 +152,7 @@ def moved(model: nn.Module, start: nn.Module) -> Tensor:
 
 
 def test_ten_updates_at_a_rate_of_a_millionth(toy):
-    """The masters go where float32 parameters go, while nineteen of twenty numbers in bfloat16 have yet to move."""
+    """The masters follow float32 parameters, while 95 % of the numbers in bfloat16 have not changed yet."""
     start, low = (Pretrained(str(toy), dtype="bfloat16").model() for _ in range(2))
     full = Pretrained(str(toy), dtype="bfloat16").model().float()
     settings = {"optimizer": AdamW, "lr": 1e-6, "max_tokens_per_microbatch": 10, "max_grad_norm": 1.0}
@@ -184,7 +184,7 @@ def test_an_adapter_on_a_base_in_bfloat16_is_in_float32(toy):
 
 
 def test_a_reference_moves_by_small_steps():
-    """1000 times a thousandth of the way from 1 to 2; in bfloat16, where 1 + 1/128 follows 1, each would be lost."""
+    """1000 times a thousandth of the way from 1 to 2; in bfloat16 each would be lost, since 1 + 1/128 follows 1."""
     policy = nn.Linear(1, 1, bias=False, dtype=BF16)
     nn.init.ones_(policy.weight)
     reference = Reference(policy, moves=True)
@@ -217,7 +217,7 @@ def test_a_run_in_bfloat16(smoke, toy, tmp_path, precision):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["model.dtype=bfloat16", "optim.offload=true"])
 def test_two_ranks_bring_the_masters_gradients_together(smoke, tmp_path, policy):
-    """Row by row both see the same numbers, so what differs is the order of additions in float32."""
+    """Both see the same numbers row by row, so only the order of additions in float32 differs."""
     settings = [
         policy,
         "optim.max_tokens_per_microbatch=1",

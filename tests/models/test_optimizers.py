@@ -37,7 +37,7 @@ def weights(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
 
 
 def learn(weights: dict[str, nn.Parameter], *optimizers: Optimizer, steps: int = 3) -> None:
-    """Steps on random gradients, the same ones for everybody."""
+    """Take steps on random gradients, the same in every call."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         sum((p * torch.randn(p.shape, generator=generator).to(p.dtype)).sum() for p in weights.values()).backward()
@@ -64,11 +64,11 @@ def test_adamw_is_torchs():
     ours, theirs = weights(), weights()
     learn(ours, maker("adamw")(ours.items()))
     learn(theirs, AdamW(theirs.values(), LR, (0.9, 0.99), weight_decay=0.0))
-    assert_same_steps(ours, theirs, 1e-6)  # fused is another order of the same operations
+    assert_same_steps(ours, theirs, 1e-6)  # fused orders the same operations differently
 
 
 def test_adafactor_by_hand():
-    """Squares of [1 2]^T [1 3] are the product of their means of rows and columns, so the first step has one size: lr."""
+    """The squared gradient factors exactly into means of rows and columns, so every entry of the first step has size lr."""
     p = nn.Parameter(torch.ones(2, 2))
     optimizer = maker("adafactor")([("p", p)])
     (p * tensor([[1.0, -3.0], [2.0, 6.0]])).sum().backward()
@@ -78,7 +78,7 @@ def test_adafactor_by_hand():
 
 
 def test_muon_is_torchs_for_matrices_and_adamw_for_the_rest():
-    """A schedule reaches both."""
+    """A schedule applies to both."""
 
     def halved(optimizer: Optimizer) -> Optimizer:
         schedule = LambdaLR(optimizer, lambda step: 0.5**step)
@@ -94,12 +94,12 @@ def test_muon_is_torchs_for_matrices_and_adamw_for_the_rest():
     learn(theirs, halved(plain), halved(rest))
     assert_same_steps(ours, theirs)
     moved = (ours[MATRIX] - weights()[MATRIX]).square().mean().sqrt().item()
-    assert moved == pytest.approx(0.2 * LR * (1 + 0.5**2 + 0.25**2) ** 0.5, rel=0.3)  # of three steps at right angles
+    assert moved == pytest.approx(0.2 * LR * (1 + 0.5**2 + 0.25**2) ** 0.5, rel=0.3)  # of three orthogonal steps
 
 
 @NEEDED["adamw_8bit"]
 def test_adamw_in_8_bits():
-    """The first step is AdamW's, then its moments are rounded. What is small stays whole."""
+    """The first step is AdamW's; then its moments are rounded. Small parameters keep full precision."""
     ours, theirs = weights(), weights()
     optimizer, plain = maker("adamw_8bit")(ours.items()), AdamW(theirs.values(), LR, (0.9, 0.99), weight_decay=0.0)
     learn(ours, optimizer, steps=1)
@@ -142,9 +142,9 @@ def test_offloaded_gradients_add_up():
 
 
 CASES = [
-    pytest.param(*option.values, policy, marks=option.marks)
+    pytest.param(*option.values, policy, marks=(*option.marks, *marks))
     for option in OPTIONS
-    for policy in ("model.dtype=bfloat16", "adapter=lora")
+    for policy, marks in (("model.dtype=bfloat16", ()), ("adapter=lora", (pytest.mark.slow,)))
 ]
 
 

@@ -1,4 +1,4 @@
-"""Layouts: the same log-probabilities and gradients as the padded one, of every family; and what the model is spared."""
+"""Layouts: every family has the log-probabilities and gradients of the padded layout, with less computation."""
 
 import logging
 from dataclasses import replace
@@ -45,7 +45,7 @@ def model_of(family: str, lora: bool = False) -> torch.nn.Module:
 
 
 def batch_of(sizes: list[tuple[int, list[int]]], turns: bool = True) -> TokenBatch:
-    """Random tokens: of each prompt its length, and those of its rows. Every third token of a long row is a tool's, not ours."""
+    """Return random tokens. sizes: the length of each prompt and of its rows. Every third token of a long row is a tool's."""
     generator = torch.Generator().manual_seed(3)
     prompt_width, width = max(prompt for prompt, _ in sizes), max(max(own) for _, own in sizes)
     ids, real, mask = [], [], []
@@ -65,7 +65,7 @@ SIZES = [(9, [5, 8, 1, 3]), (4, [2, 6]), (12, [7]), (1, [4, 4, 4])]
 
 
 def measured(model, batch: TokenBatch, layout: str, kernel: str = "sdpa", entropies: bool = False):
-    """Log-probabilities, entropies, and the gradients of a loss that weighs every token differently."""
+    """Return log-probabilities, entropies, and the gradients of a loss that weights every token differently."""
     model.zero_grad()
     logprobs, entropy = completion_logprobs(model, batch, 0.8, entropies, layout, kernel)
     weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
@@ -107,7 +107,7 @@ def test_answers_of_one_token_need_nothing_but_their_prompt(sizes):
 
 @pytest.mark.parametrize("family", ["llama_tied", "mistral, window 6"])
 def test_flex_attention_is_told_the_same(family):
-    """Uncompiled and without a gradient, which is what it can do on a CPU."""
+    """Uncompiled and without a gradient, since a CPU supports nothing else."""
     model, batch = model_of(family), batch_of(SIZES)
     with torch.no_grad():
         exact, _ = completion_logprobs(model, batch, 1.0)
@@ -143,13 +143,13 @@ def test_a_wrong_position_mask_or_prompt_would_show(what, monkeypatch):
 
     def wrong(self, prompts, rows, *rest):
         right(self, prompts, rows, *rest)
-        if what == "position":  # rows go on from where the one before ended
-            assert self.places  # known before
+        if what == "position":  # positions continue those of the previous row
+            assert self.places  # computed before the change
             self.positions = torch.arange(self.positions.shape[1])[None]
         elif what == "mask":  # a row sees one token too many
             masks = self.dense_masks(None)
             self.masks[None] = masks[0], masks[1] | masks[1].roll(1, -1)
-        elif what == "prompt":  # rows see the prompt of another
+        elif what == "prompt":  # rows see the prompt of another row
             self.owner = self.owner.roll(1)
         else:
             self.starts[0] += 1
@@ -160,7 +160,7 @@ def test_a_wrong_position_mask_or_prompt_would_show(what, monkeypatch):
 
 
 def test_what_a_plan_cannot_do_is_seen_and_said(caplog):
-    """Gemma 2 caps its attention; a model whose layers do not tell of their windows; one that ignores the plan."""
+    """Gemma 2 caps its attention; one model's layers do not report their windows; one model ignores the plan."""
     caplog.set_level(logging.WARNING)
     assert trusted(model_of("gemma2"), "shared_prompt") == ("padded", "sdpa")
     assert "Gemma2ForCausalLM (ValueError: attention by plan: softcap): layout=padded" in caplog.text
@@ -168,7 +168,7 @@ def test_what_a_plan_cannot_do_is_seen_and_said(caplog):
     for layer in silent.model.layers:
         layer.self_attn.sliding_window = None
     assert trusted(silent, "packed") == ("padded", "sdpa")
-    assert "(layer 0 has a mask that it does not tell)" in caplog.text
+    assert "(layer 0 has a mask other than its window)" in caplog.text
     config = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
     torch.manual_seed(0)
     assert trusted(transformers.MambaForCausalLM(config).eval(), "packed") == ("padded", "sdpa")
@@ -179,7 +179,7 @@ def test_what_a_plan_cannot_do_is_seen_and_said(caplog):
 
 
 def test_what_a_run_computes_in_is_no_reason_to_distrust():
-    """bf16-mixed, or layers that are computed again."""
+    """bf16-mixed and gradient checkpointing are accepted."""
     model = model_of("llama_tied")
     with torch.autocast("cpu", torch.bfloat16), recomputing(model):
         assert trusted(model, "shared_prompt") == ("shared_prompt", "sdpa")
@@ -233,10 +233,10 @@ def test_the_model_sees_each_prompt_once_and_no_padding(toy):
 
 
 def test_two_passes_over_a_rollout_need_no_third_for_the_old_logprobs(toy):
-    """The first pass meets the policy that sampled: its log-probabilities are the old ones."""
+    """The first pass uses the policy that sampled, so its log-probabilities are the old ones."""
     policy, passes = fresh(toy), []
     module = make_module(policy, num_epochs=2)
-    module.layout  # noqa: B018 - found out before the count begins
+    module.layout  # noqa: B018 - determined before the count begins
     policy.get_decoder().register_forward_pre_hook(lambda *_: passes.append(1))
     metrics = module.training_step(rollout(), 0)
     assert len(passes) == 2
@@ -255,6 +255,6 @@ def test_two_passes_over_a_rollout_need_no_third_for_the_old_logprobs(toy):
 
 def test_a_wrong_layout_or_size_is_one_line():
     with pytest.raises(UserError, match=r"optim.layout=ragged is not one of padded, packed, shared_prompt"):
-        Optimization(torch.optim.SGD, None, layout="ragged")
-    with pytest.raises(UserError, match=r"optim.max_tokens_per_microbatch=0 must be at least 1"):
-        Optimization(torch.optim.SGD, None, max_tokens_per_microbatch=0)
+        Optimization(torch.optim.SGD, print, layout="ragged")
+    with pytest.raises(UserError, match=r"optim.max_tokens_per_microbatch=0 must be an integer of at least 1"):
+        Optimization(torch.optim.SGD, print, max_tokens_per_microbatch=0)

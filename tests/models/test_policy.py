@@ -8,7 +8,7 @@ from grpo.models.policy import Reference
 
 
 def test_a_moving_reference_leaves_no_casts_behind(toy_model):
-    """Autocast keeps a 16-bit copy of each parameter, and does not see that a parameter has other data meanwhile."""
+    """Autocast caches a 16-bit copy of each parameter, and does not notice that a parameter has other data meanwhile."""
     reference, halved = Reference(toy_model, moves=True), deepcopy(toy_model)
     with torch.no_grad():
         for weight in [*reference.weights.values(), *halved.parameters()]:

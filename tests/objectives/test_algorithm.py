@@ -1,4 +1,4 @@
-"""What goes on around the objective: from scores to token advantages, what is skipped, what moves from update to update."""
+"""Around the objective: from scores to token advantages, skipped rows, and state that moves from update to update."""
 
 import math
 from dataclasses import replace
@@ -103,7 +103,7 @@ def test_overlong_answers_lose_reward():
 
 
 def test_rows_without_advantage_are_skipped_and_nothing_changes(toy):
-    """Forward passes only where there is something to learn, and the weights that all rows would have given."""
+    """Forward passes only for rows with an advantage, and the same weights as with passes for all rows."""
     rewards = tensor([[1.0, 0.0], [0.0, 0.0]])  # the second group teaches nothing
     seen = []
     module = make_module(fresh(toy), num_epochs=2, lr=0.1)
@@ -112,7 +112,7 @@ def test_rows_without_advantage_are_skipped_and_nothing_changes(toy):
         (seen.append(len(piece)), (rows, piece))[1] for rows, piece in inner(minibatch)
     ]
     module.training_step(rollout(rewards=rewards), 0)
-    assert seen == [1, 1]  # of four rows one has an advantage: rewards are taken as they are
+    assert seen == [1, 1]  # one of four rows has an advantage, since there is no baseline
 
     everything = make_module(fresh(toy), num_epochs=2, lr=0.1)
     everything.live = lambda tokens: torch.arange(len(tokens))
@@ -232,7 +232,7 @@ def test_the_reference_moves_every_so_many_updates(toy, adapter):
     for name, p in after.items():
         close(module.reference.weights[name], 0.25 * p + 0.75 * before[name])
     assert (reference() - base).abs().max() > 1e-4
-    now, _ = completion_logprobs(policy, tokens, 1.0)  # to look at the reference does not change the policy
+    now, _ = completion_logprobs(policy, tokens, 1.0)  # reading the reference does not change the policy
     module.freeze(tokens)
     assert torch.equal(completion_logprobs(policy, tokens, 1.0)[0], now)
 
@@ -293,7 +293,7 @@ def test_an_older_checkpoint_starts_what_it_did_not_know_anew(toy):
 
 def test_a_checkpoint_keeps_the_updates_and_the_entropy_bonus(toy):
     module = make_module(fresh(toy), entropy=EntropyBonus(0.1, target=0.8))
-    progress = {"updates": 5, "entropy_coef": 0.04, "last_entropy": 0.7}  # as all runs wrote it
+    progress = {"updates": 5, "entropy_coef": 0.04, "last_entropy": 0.7}  # the form of every checkpoint so far
     module.on_load_checkpoint({"policy_shapes": module.policy_shapes(), "progress": progress})
     assert module.updates == 5 and module.entropy.alpha == 0.04
     checkpoint = {"state_dict": {}}

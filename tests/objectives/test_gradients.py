@@ -1,4 +1,4 @@
-"""Gradients of every preset: against finite differences, however the update is cut, and what a KL term really pulls at."""
+"""Gradients of every preset against finite differences, of an update however it is cut, and of KL terms."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from grpo.rollout.collate import collate
 
 PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
 
-# -- of a loss by the log-probabilities
+# -- gradients of a loss with respect to the log-probabilities
 
 B, C = 4, 5
 MASK = torch.arange(C) < tensor([[5], [1], [3], [2]])
@@ -50,10 +50,10 @@ def test_gradients_are_those_of_finite_differences(name):
     mean = log_ratio.sum(1, keepdim=True) / MASK.sum(1, keepdim=True)
 
     def loss(x: Tensor) -> Tensor:
-        """The preset's loss; where it stops gradients, the function whose gradient it then has at this point."""
+        """Return the preset's loss; if it stops gradients, a function that has its gradient at this point."""
         if name == "cispo":  # -min(r, 5) A log pi with the weight fixed
             return (batch.weights * -log_ratio.exp().clamp(max=5.0) * batch.advantages * x).sum()
-        if name == "gspo_token":  # s_i pi / pi_here, where s_i is not beyond a bound
+        if name == "gspo_token":  # s_i pi / pi_here, if s_i is within the bounds
             s = mean.exp()
             beyond = ((batch.advantages > 0) & (s > 1 + 4e-4)) | ((batch.advantages < 0) & (s < 1 - 3e-4))
             return (batch.weights * torch.where(beyond, 0.0, -s * (x - frozen).exp() * batch.advantages)).sum()
@@ -80,7 +80,7 @@ def test_gspo_and_gspo_token_agree_where_advantages_do():
         torch.testing.assert_close(*gradients)
 
 
-# -- of an update by the weights, lr 1: what changes is the gradient
+# -- gradients of an update with respect to the weights: at lr 1 the change is the gradient
 
 GROUPS = [
     [episode((11, 12, 13), ids) for ids in [(21, 22), (23,), (24, 25, 26, 27), (22, 21)]],
@@ -90,7 +90,7 @@ REWARDS = tensor([[1.0, 0.0, 0.3, 0.0], [0.0, 1.0, 0.0, 0.2]])
 
 
 def tokens_of(policy) -> TokenBatch:
-    """The rollout as a policy a little different would have sampled it, so that ratios are not 1."""
+    """Return the rollout as a slightly different policy would have sampled it, so that ratios are not 1."""
     tokens = collate(GROUPS)
     logprobs, _ = completion_logprobs(policy, tokens, 1.0)
     noise = [0.15 * torch.randn(tokens.mask.shape, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
@@ -131,7 +131,7 @@ def test_an_update_is_the_same_however_it_is_cut(toy, name):
             torch.testing.assert_close(pieces[parameter], expected, atol=1e-6, rtol=1e-5, msg=f"{what}: {parameter}")
 
 
-# -- of a KL term, in expectation: a policy over five outcomes, a million samples
+# -- gradients of a KL term, in expectation: a policy over five outcomes, a million samples
 
 THETA = tensor([0.5, -0.3, 0.9, 0.0, -1.0], dtype=torch.float64)
 REFERENCE = tensor([-1.0, 1.2, -0.6, 1.0, -2.0], dtype=torch.float64).log_softmax(0)
@@ -148,7 +148,7 @@ def exact(reverse: bool) -> Tensor:
 
 
 def sampled(loss, sampler: Tensor) -> Tensor:
-    """The gradient of the mean of loss(logprobs, target, old) over samples of `sampler`."""
+    """Return the gradient of the mean of loss(logprobs, target, old) over samples of `sampler`."""
     x = torch.multinomial(sampler.exp(), 1_000_000, replacement=True, generator=torch.Generator().manual_seed(0))
     theta = THETA.clone().requires_grad_()
     return torch.autograd.grad(loss(theta.log_softmax(0)[x], REFERENCE[x], sampler[x]).mean(), theta)[0]
@@ -179,7 +179,7 @@ def in_reward(estimator: str):
     ids=["k1: nothing", "k2: the KL", "k3: the other KL", "k1 in the reward", "k1 with ratio", "k3 with ratio"],
 )
 def test_what_a_kl_term_pulls_at(loss, stale, expected):
-    assert (exact(reverse=True) - exact(reverse=False)).abs().max() > 0.05  # two things that can be told apart
+    assert (exact(reverse=True) - exact(reverse=False)).abs().max() > 0.05  # the two differ clearly
     got = sampled(loss, STALE if stale else THETA.log_softmax(0))
     torch.testing.assert_close(got, expected.double(), atol=0.005, rtol=0)
 

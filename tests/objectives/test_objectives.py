@@ -94,7 +94,7 @@ BASELINES = [
 
 @pytest.mark.parametrize("advantage", BASELINES)
 def test_equal_rewards_teach_exactly_nothing(advantage):
-    rewards = torch.full((1, 7), 0.1)  # whose mean in float32 is not 0.1
+    rewards = torch.full((1, 7), 0.1)  # their mean in float32 is not 0.1
     assert (rewards - rewards.mean()).abs().max() > 0
     assert torch.equal(advantage(rewards), torch.zeros(1, 7))
 
@@ -198,7 +198,7 @@ def test_a_ratio_beyond_all_bounds_has_a_finite_gradient():
 
 
 def surrogate(function, ratio: float, advantage: float, **settings):
-    """Loss, its gradient by the log-probability, and what it says, at one token."""
+    """Return the loss, its gradient with respect to the log-probability, and the metrics that are not 0, at one token."""
     logprobs = tensor([[math.log(ratio) - 2.0]], requires_grad=True)
     given = {"ratio": (logprobs + 2.0).exp(), "advantages": tensor([[advantage]])}
     if function is cispo:
@@ -264,7 +264,7 @@ MASK = tensor([[True, True, True, True], [True, False, False, False]])
 def test_token_weights(reduce, long, short):
     expected = tensor([[long] * 4, [short, 0.0, 0.0, 0.0]])
     close(token_weights(MASK, reduce, max_tokens=10), expected)
-    # a row that nothing is learned from counts nowhere
+    # a row without learned tokens counts nowhere
     with_empty = torch.cat([MASK, torch.zeros(1, 4, dtype=torch.bool)])
     close(token_weights(with_empty, reduce, max_tokens=10)[:2], expected)
 
@@ -318,10 +318,10 @@ def test_a_steered_entropy_bonus():
     bonus.update(0.4)
     assert bonus.coef == bonus.alpha == 0.012  # not above `most`
     bonus.update(0.5)
-    assert bonus.coef == bonus.alpha == 0.012  # at the target is below it
+    assert bonus.coef == bonus.alpha == 0.012  # at the target counts as below it
     bonus.update(0.6)
     assert bonus.coef == pytest.approx(0.008) and bonus.alpha == 0.0
-    bonus.update(None)  # the last one counts again
+    bonus.update(None)  # the last entropy counts again
     bonus.update(0.7)
     assert bonus.coef == 0.0 and bonus.entropy == 0.7
     fixed = EntropyController(EntropyBonus(coef=0.01))
@@ -334,11 +334,11 @@ def test_an_entropy_controller_goes_on_from_its_state():
     bonus, other = (EntropyController(EntropyBonus(coef=0.01, target=0.5, step=0.004)) for _ in range(2))
     bonus.update(0.4)
     assert bonus.state_dict() == {"entropy_coef": pytest.approx(0.014), "last_entropy": 0.4}
-    other.load_state_dict({"updates": 3, **bonus.state_dict()})  # a checkpoint keeps it beside the count of updates
+    other.load_state_dict({"updates": 3, **bonus.state_dict()})  # checkpoints keep it beside the count of updates
     assert other.alpha == bonus.alpha > 0.01
 
 
-# -- what is refused
+# -- refused settings
 
 
 @pytest.mark.parametrize(
@@ -346,14 +346,14 @@ def test_an_entropy_controller_goes_on_from_its_state():
     [
         (["algo.reduce=mean"], "algo.reduce=mean is not one of sequence, token, constant, sum"),
         (["algo.level=row"], "algo.level=row is not one of token, sequence"),
-        (["algo.surrogate.low=1.2"], "algo.surrogate.low=1.2 high=0.2: they are distances from 1"),
-        (["algo.surrogate.high=0"], "distances from 1"),
+        (["algo.surrogate.low=1.2"], "algo.surrogate.low=1.2 must be a number above 0 and at most 1, or null"),
+        (["algo.surrogate.high=0"], "algo.surrogate.high=0 must be a number above 0, or null"),
         (["algo.surrogate.dual=1.1"], "algo.surrogate.dual=1.1 must be above 1 \\+ high"),
-        (["algo.kl.coef=-1"], "algo.kl.coef=-1 is negative"),
+        (["algo.kl.coef=-1"], "algo.kl.coef=-1 must be a number of at least 0"),
         (["algo.kl.estimator=k4"], "k4 is not one of k1, k2, k3"),
-        (["algo.kl.coef=0.1", "algo.kl.target=null"], "None is not one of reference, rollout"),
-        (["algo/kl=reward", "algo.kl.target=rollout"], "nothing to punish"),
-        (["algo.kl.sync_every=8"], "moves a reference that nothing looks at"),
+        (["algo.kl.coef=0.1", "algo.kl.target=null"], "algo.kl.target=null is not one of reference, rollout"),
+        (["algo/kl=reward", "algo.kl.target=rollout"], "no KL to penalise"),
+        (["algo.kl.sync_every=8"], "moves a reference that nothing uses"),
         (["algo.level=none"], "algo.level=none, but algo.surrogate \\(clip\\) needs the ratio"),
         (["algo.level=none", "algo/surrogate=reinforce", "algo/kl=loss_with_ratio"], "has no ratio"),
         (["algo=gspo", "algo.surrogate.low=0.2", "algo.surrogate.high=0.2"], "GSPO's are low=3e-4 high=4e-4"),
@@ -361,23 +361,23 @@ def test_an_entropy_controller_goes_on_from_its_state():
         (["algo=atropos", "algo/correction=tis"], "would count it twice"),
         (["algo/correction=tis", "algo.correction.level=row"], "algo.correction.level=row is not one of"),
         (["algo.advantage.scale=row"], "algo.advantage.scale=row is not one of group, batch, none"),
-        (["algo.top_entropy=0"], "algo.top_entropy=0 is a share"),
-        (["algo.overlong_share=4096"], "a share of max_tokens"),
+        (["algo.top_entropy=0"], "algo.top_entropy=0 must be a number above 0 and at most 1"),
+        (["algo.overlong_share=4096"], "algo.overlong_share=4096 must be a number of at least 0 and at most 1"),
         (["algo.entropy.coef=-1"], "algo.entropy"),
         (["algo=dapo", "rollout.group_size=1"], "dynamic sampling would discard"),
-        (["algo.num_epochs=1.5"], "algo.num_epochs=1.5 must be a whole number"),
+        (["algo.num_epochs=1.5"], "algo.num_epochs=1.5 must be an integer of at least 1"),
         (["algo.whiten=no"], "algo.whiten=no must be true or false"),
         (["algo.entropy=null"], "algo.entropy=None must be a grpo EntropyBonus"),
-        (["algo.entropy.target=abc"], "target is one or null"),
+        (["algo.entropy.target=abc"], "algo.entropy.target=abc must be a number of at least 0, or null"),
         (["algo.off_policy_delta=abc"], "algo.off_policy_delta=abc must be a number above 0"),
         (["algo.kl.coef=abc"], "algo.kl.coef=abc must be a number"),
-        (["algo=cispo", "algo.surrogate.bound=0.28"], "a bound of the ratio itself"),
-        (["algo=sapo", "algo.surrogate.tau_positive=0"], "must be above 0"),
-        (["algo/correction=mis", "algo.correction.low=5"], "must have 1 between them"),
-        (["algo/correction=tis", "algo.correction.high=0"], "must have 1 between them"),
-        (["algo.advantage.eps=-1"], "must not be negative"),
+        (["algo=cispo", "algo.surrogate.bound=0.28"], "algo.surrogate.bound=0.28 must be a number of at least 1"),
+        (["algo=sapo", "algo.surrogate.tau_positive=0"], "must be a number above 0"),
+        (["algo/correction=mis", "algo.correction.low=5"], "must be a number of at least 0 and at most 1"),
+        (["algo/correction=tis", "algo.correction.high=0.5"], "need 0 <= low <= 1 <= high"),
+        (["algo.advantage.eps=-1"], "algo.advantage.eps=-1 must be a number of at least 0"),
         (["algo/surrogate=reinforce", "algo.level=sequence"], "algo.level=sequence has no effect"),
-        (["algo/advantage=gdpo", "algo.advantage.weights=null"], "algo.advantage.weights is empty"),
+        (["algo/advantage=gdpo", "algo.advantage.weights=null"], "weights=null must be a mapping, each value a number"),
         (["algo=dapo", "algo/advantage=gdpo"], "algo.overlong_share changes the reward"),
         (["algo=rloo", "algo/advantage=gdpo"], "algo.kl.place=reward changes the reward"),
         (["algo=dapo", "algo/advantage=max_rl"], "rewards must not be negative"),
@@ -397,7 +397,7 @@ def test_reinforce_pp_takes_groups_of_one():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda ratio, temperature: ratio, "wants 'temperature', there is only: ratio, log_ratio, old_logprobs"),
+        (lambda ratio, temperature: ratio, "needs 'temperature'; available are only: ratio, log_ratio, old_logprobs"),
         (lambda advantages: advantages, "has no gradient"),
         (
             lambda ratio, advantages: (ratio * advantages).sum(),
@@ -405,7 +405,7 @@ def test_reinforce_pp_takes_groups_of_one():
         ),
         (lambda ratio: ratio @ ratio, "fails on random numbers: RuntimeError"),
         (lambda ratio: ratio / 0, "not finite on random ones"),
-        (lambda ratio: (ratio, {"mean": ratio.mean()}), "says 'mean', which must be \\[B, C\\]"),
+        (lambda ratio: (ratio, {"mean": ratio.mean()}), "logs 'mean', which must be \\[B, C\\]"),
     ],
 )
 def test_a_surrogate_that_cannot_work_is_refused(function, message):

@@ -1,8 +1,9 @@
-"""The same rollout through TRL's own code and through ours: advantages, loss and gradient agree."""
+"""The same rollout in TRL's own code and in ours: advantages, loss and gradient agree."""
 
 import re
 from collections import defaultdict
 from dataclasses import replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,7 @@ from conftest import ROOT, preset
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.objectives.entropy import threshold
 
-pytest.importorskip("trl")
-from accelerate import Accelerator
-from trl import GRPOTrainer
+pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="no trl")
 
 N, G, C, L_MAX = 3, 4, 6, 10
 B = N * G
@@ -43,9 +42,12 @@ class Case:
         self.parts = torch.stack([self.rewards, torch.rand(B, generator=generator, dtype=torch.float64)], 1)
 
 
-def peer(case: Case, trainer: type = GRPOTrainer, **settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """TRL's advantages [B] and its loss. The model and the engine are stood in for: they say what the case says."""
-    trl = object.__new__(trainer)
+def peer(case: Case, trainer: type | None = None, **settings) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return TRL's advantages [B] and its loss. The case replaces the model and the engine."""
+    from accelerate import Accelerator
+    from trl import GRPOTrainer  # takes seconds to import
+
+    trl = object.__new__(trainer or GRPOTrainer)
     defaults = {
         "loss_type": "grpo",
         "epsilon_low": 0.2,
@@ -79,7 +81,7 @@ def peer(case: Case, trainer: type = GRPOTrainer, **settings) -> tuple[torch.Ten
             per_device_train_batch_size=B,
             gradient_checkpointing_kwargs=None,
             gradient_accumulation_steps=1,
-            steps_per_generation=2,  # so that it asks for the old log-probabilities
+            steps_per_generation=2,  # so that it computes the old log-probabilities
         ),
         "num_iterations": 1,
         "num_generations": G,
@@ -123,7 +125,7 @@ def peer(case: Case, trainer: type = GRPOTrainer, **settings) -> tuple[torch.Ten
         object.__setattr__(trl, name, value)
     object.__setattr__(trl, "_get_per_token_logps_and_entropies", logprobs)
     inputs = trl._generate_and_score_completions([{"prompt": "q"}] * B)
-    trl.args.steps_per_generation = 1  # one update with the whole of it
+    trl.args.steps_per_generation = 1  # one update with all of it
     if not settings["use_vllm"]:
         inputs.pop("sampling_per_token_logps")
     return inputs["advantages"], trl._compute_loss(trl.model, inputs)
@@ -227,10 +229,10 @@ def test_a_reward_that_nobody_could_give_is_left_out_as_trl_leaves_it():
 
 
 def test_the_worked_example_of_the_documentation_is_trls_gmpo(tmp_path, monkeypatch):
-    """The blocks of docs/algorithms.md as a user would save them, named on the command line."""
+    """The blocks of docs/objectives.md as a user would save them, named on the command line."""
     from trl.experimental.gmpo import GMPOTrainer
 
-    text = (ROOT / "docs" / "algorithms.md").read_text()
+    text = (ROOT / "docs" / "objectives.md").read_text().partition("## A loss of your own")[2]
     code, yaml = (re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)[1] for language in ("python", "yaml"))
     assert len(code.splitlines()) + len(yaml.splitlines()) <= 10
     (tmp_path / "ideas.py").write_text(code)

@@ -1,4 +1,4 @@
-"""The benchmarks run, with the smallest settings, and compare like with like. What they measure is not looked at."""
+"""The benchmarks run with the smallest settings and compare like with like. Their measurements are not checked."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Minutes of real training: the demos learn, GSM8K's own rows go the same way, a sweep runs every combination."""
+"""Minutes of real training: the demos learn, real rows of GSM8K run, a sweep runs every combination."""
 
 import subprocess
 import sys
@@ -82,7 +82,7 @@ def test_eval_agrees_with_the_last_evaluation_of_the_run(demo, tmp_path):
 
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason="no GSM8K rows on this machine")
 def test_gsm8k_goes_the_same_way(tmp_path):
-    """20 rollouts on real rows and an evaluation on 200: the tiny model cannot solve them, the path is what counts."""
+    """20 rollouts on real rows and an evaluation on 200. The tiny model cannot solve them; only the way through counts."""
     command("train.py", "experiment=gsm8k_tiny", f"task.path={REAL_DATA}", f"hydra.run.dir={tmp_path}")
     table = Run(tmp_path).metrics
     assert list(table.index) == list(range(21))

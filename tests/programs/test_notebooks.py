@@ -1,6 +1,6 @@
-"""The notebooks, executed on runs made here: what they show is compared with the files that the runs left.
+"""The notebooks, executed on runs made here. Their output is compared with the files of these runs.
 
-`PYTHONPATH=. python tests/test_notebooks.py` strips them, as they have to be in git.
+`PYTHONPATH=tests python tests/programs/test_notebooks.py` strips them, as they have to be in git.
 """
 
 import csv
@@ -24,7 +24,7 @@ from grpo.runs import html
 from grpo.runs.anatomy import advantages_by_solved, against_ratio, alike, weights_by_length
 from train import train
 
-nbformat = pytest.importorskip("nbformat")  # not there where only vLLM is tried
+nbformat = pytest.importorskip("nbformat")  # missing where only vLLM is tested
 NotebookClient = pytest.importorskip("nbclient").NotebookClient
 KernelSpecManager = pytest.importorskip("jupyter_client.kernelspec").KernelSpecManager
 AsyncKernelManager = pytest.importorskip("jupyter_client.manager").AsyncKernelManager
@@ -37,7 +37,7 @@ KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
 def stripped(notebook):
-    """Without what the last execution left: outputs, counts, and which machine it was."""
+    """Return the notebook without traces of the last execution: outputs, counts, and the machine."""
     notebook = notebook.copy()
     notebook.metadata = {"kernelspec": KERNEL}
     notebook.cells = [nbformat.NotebookNode({**cell, "metadata": {}}) for cell in notebook.cells]
@@ -51,7 +51,9 @@ def stripped(notebook):
 def test_a_notebook_is_stripped_and_opens_with_its_question(file):
     notebook = nbformat.read(file, as_version=4)
     nbformat.validate(notebook)
-    assert notebook == stripped(notebook), f"PYTHONPATH=. python tests/test_notebooks.py strips {file.name}"
+    assert notebook == stripped(notebook), (
+        f"PYTHONPATH=tests python tests/programs/test_notebooks.py strips {file.name}"
+    )
     first = notebook.cells[0]
     assert first.cell_type == "markdown" and re.match(r"# .+\n\n\*\*[^*]+\?\*\*\n", first.source)
 
@@ -60,9 +62,9 @@ def test_a_notebook_is_stripped_and_opens_with_its_question(file):
 
 
 def execute(name, folder, tmp_path, **environment):
-    """The outputs of each code cell of a notebook that lies in `folder`: {"text": ..., "html": [...], "images": n}.
+    """Return the outputs of each code cell of a notebook in `folder`: {"text": ..., "html": [...], "images": n}.
 
-    The kernel is this interpreter, and its grpo the one of this checkout.
+    The kernel is this interpreter with the grpo of this checkout.
     """
     spec = tmp_path / "kernels" / "python3" / "kernel.json"
     spec.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +79,7 @@ def execute(name, folder, tmp_path, **environment):
         km=AsyncKernelManager(kernel_name="python3", kernel_spec_manager=specs),
         resources={"metadata": {"path": str(folder)}},
     )
-    # tqdm misses ipywidgets, which come with the extra `notebooks`
+    # tqdm warns about ipywidgets, which come with the extra `notebooks`
     quiet = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore:IProgress not found"}
     client.execute(env={**os.environ, **quiet, **environment})
     return [shown(cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
@@ -92,13 +94,13 @@ def shown(outputs):
 
 
 def rows(html):
-    """The cells of an HTML table, line by line."""
+    """Return the cells of an HTML table, line by line."""
     lines = re.findall(r"<tr.*?</tr>", html, re.S)
     return [[unescape(cell).strip() for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line, re.S)] for line in lines]
 
 
 def column(html, name):
-    """{first cell: the value in a column} of an HTML table whose index has a line of its own in the head."""
+    """Return {first cell: value of the column} of an HTML table whose head has a separate line for the index."""
     head, _, *body = rows(html)
     return {line[0]: line[head.index(name)] for line in body}
 
@@ -109,8 +111,8 @@ def text_of(html):
 
 @pytest.fixture(scope="module")
 def outputs(toy, tmp_path_factory):
-    """A folder outputs/ with a sweep of two algorithms and two seeds, and a job that failed; the newest run keeps no tokens. It
-    has three held-out problems."""
+    """A folder outputs/ with a sweep of two algorithms and two seeds, and a failed job. The newest run keeps no tokens.
+    There are three held-out problems."""
     folder = tmp_path_factory.mktemp("project") / "outputs"
     sweep = folder / "sweep"
     jobs = [(algo, seed) for algo in ("grpo", "dr_grpo") for seed in (0, 1)]
@@ -148,7 +150,7 @@ def last_accuracy(run):
 
 
 def answers(run, after):
-    """{item: record} of an evaluation."""
+    """Return {item: record} of an evaluation."""
     return {
         record["item"]: record
         for record in parquet.read_table(run / "evaluations" / f"{after:06d}.parquet").to_pylist()
@@ -160,7 +162,7 @@ def test_01_tells_of_the_newest_run(outputs, tmp_path):
     said, learning, evaluations, change, health, curves, time = execute(
         "01_run", outputs.parent / "notebooks", tmp_path
     )
-    assert "sweep/3, finished, 3 of 3 rollouts\ntold: algo=dr_grpo seed=1" in said["text"]
+    assert "sweep/3, finished, 3 of 3 rollouts\noverrides: algo=dr_grpo seed=1" in said["text"]
     assert [cell["images"] for cell in (learning, evaluations, change, health, curves, time)] == [1, 1, 0, 0, 1, 1]
 
     values, lows = (column(evaluations["html"][0], name) for name in ("value", "low"))

@@ -1,4 +1,4 @@
-"""A run of before the code was moved, in tests/data/old_run: it is read, evaluated, resumed and told like one of today."""
+"""A run from before the code was moved, in tests/data/old_run, is read, evaluated, resumed and reported like a new one."""
 
 import json
 
@@ -24,12 +24,12 @@ OLD = EXAMPLES / "old_run"
 
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch):
-    """Where its paths begin."""
+    """The run's paths are relative to the root."""
     monkeypatch.chdir(ROOT)
 
 
 def resumed(checkpoint: str, folder, *overrides: str) -> list[dict[str, float]]:
-    """One more rollout from there on."""
+    """Resume for one more rollout, and return its rows."""
     settings = ["task=gsm8k", f"task.path={EXAMPLES}", "task.prompt=chat", "model=path", "max_tokens=8"]
     settings += [f"model.path={OLD / 'checkpoints' / 'last'}", "rollout.prompts=2", "rollout.group_size=4"]
     settings += [f"ckpt_path={OLD / 'checkpoints' / checkpoint}", "rollout.num_rollouts=3", "forecast=false"]
@@ -39,7 +39,7 @@ def resumed(checkpoint: str, folder, *overrides: str) -> list[dict[str, float]]:
 
 
 def kinds(value) -> set[type]:
-    """The classes of all that is in it."""
+    """Return the classes of the value and of everything in it."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     inside = vars(value).values() if hasattr(value, "__dict__") else inside
     return {type(value)}.union(*map(kinds, inside))
@@ -62,7 +62,7 @@ def test_its_files_are_read():
 
 @pytest.mark.parametrize("overrides", [(), ("task=gsm8k", "task.path=tests/data", "task.prompt=chat", "max_tokens=8")])
 def test_it_is_evaluated(tmp_path, overrides):
-    """As its own configuration says, and as today's does."""
+    """With its own configuration, and with today's."""
     given = ("run=tests/data/old_run", *overrides)
     accuracy = eval_script.evaluate(compose_config(*given, f"output_dir={tmp_path}", name="eval"), given)
     assert accuracy == Run(OLD).accuracy.iloc[-1] == 1 / 3
@@ -77,7 +77,7 @@ def test_it_is_resumed(tmp_path):
     checkpoint = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)
     assert checkpoint["callbacks"]["RolloutCallback"]["rollouts"] == 3
     steps = {int(state["step"]) for state in checkpoint["optimizer_states"][0]["state"].values()}
-    assert steps == {3}  # the moments of before were taken over
+    assert steps == {3}  # the saved moments were loaded
 
 
 def test_a_rollout_that_was_ahead_is_unpickled(tmp_path):
@@ -91,7 +91,7 @@ def test_a_rollout_that_was_ahead_is_unpickled(tmp_path):
 
     more = ("engine._target_=test_ahead.Apart", "rollout.ahead=1", "algo.old_policy=rollout", "optim=sgd")
     told = resumed("ahead.ckpt", tmp_path, *more, "callbacks=[samples]", "eval.every=0")
-    assert [row["rollout/staleness"] for row in told] == [1]  # it was learned from, not played anew
+    assert [row["rollout/staleness"] for row in told] == [1]  # it was learned from, not played again
     answers = [sample.trajectory.answer for group in played.groups for sample in group]
     assert Run(tmp_path).samples([3])["completion"].tolist() == answers
 

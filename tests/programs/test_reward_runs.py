@@ -1,4 +1,4 @@
-"""Runs with rewards and tasks of a user's own: what a failure leaves, what a mistake is told, sources told apart."""
+"""Runs with a user's own rewards and tasks: files after a failure, messages for mistakes, sources kept apart."""
 
 import math
 import os
@@ -38,7 +38,7 @@ def test_a_reward_that_fails_leaves_what_was_played(smoke, tmp_path):
 
 
 def test_a_run_whose_reward_failed_goes_on_where_it_was(smoke, tmp_path):
-    """The judge is down in rollout 3, mended, and the rest is as if nothing had happened."""
+    """The judge fails in rollout 3 and is repaired; the rest is as if nothing had happened."""
     judge = (
         "from pathlib import Path\n\ndef judge(completions, **columns):\n"
         "    if (Path(__file__).parent / 'down').exists() and len(list(Path(__file__).parent.glob('*/rollouts/*'))) == 2:\n"
@@ -80,6 +80,33 @@ def test_timeouts_are_counted_and_left_out(smoke, tmp_path):
     assert time.monotonic() - started < 25
 
 
+def test_a_reward_that_seeds_every_generator_changes_nothing(smoke, tmp_path):
+    value = "    return [sum(text.encode()) % 97 / 97 for text in completions]\n"
+    seeds = "    torch.manual_seed(0), random.seed(0), np.random.seed(0)\n"
+    for name, body in (("plain", ""), ("seeds", seeds)):
+        (tmp_path / f"{name}.py").write_text(
+            f"import random\nimport numpy as np\nimport torch\n\ndef mine(completions, **columns):\n{body}{value}"
+        )
+        reward = (f"task.rewards={tmp_path}/{name}.py:mine", "task.weights=null", f"output_dir={tmp_path / name}")
+        train(compose_config(*smoke(*reward, "eval.every=0")))
+    assert rows(tmp_path / "plain") == rows(tmp_path / "seeds") and rows(tmp_path / "seeds")[1]["loss/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("last", "named"), [("os._exit(0)", True), ("os.kill(os.getpid(), 9)", True), ("sys.exit()", False)]
+)
+def test_a_function_that_ends_the_process_is_named(last, named):
+    """As in a run: the function runs in a thread, and the witness prints after the process."""
+    code = "import os, sys, threading\nfrom grpo.system import witness\nwitness.watch()\n"
+    code += f"def call():\n    with witness.seen('the reward function \\'mine\\''):\n        {last}\n"
+    code += "thread = threading.Thread(target=call)\nthread.start(), thread.join()\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    line = (
+        "error: the process ended without a traceback while the reward function 'mine' ran: it called os._exit, crashed"
+    )
+    assert done.stderr.startswith(line) == named and done.stderr.count("\n") == named
+
+
 # -- as a user
 
 
@@ -110,8 +137,8 @@ class Short:
 '''
 
 
-def test_a_task_and_a_reward_from_outside_the_repository(toy, tmp_path):
-    """A folder with a task, its YAML and a reward; nothing in the repository knows of it."""
+def test_a_task_and_a_reward_from_outside_the_repository(toy, tmp_path, monkeypatch):
+    """A folder with a task, its YAML and a reward, which the repository does not know."""
     outside = tmp_path / "mine"
     (outside / "conf" / "task").mkdir(parents=True)
     (outside / "short_words.py").write_text(TASK)
@@ -137,8 +164,8 @@ def test_a_task_and_a_reward_from_outside_the_repository(toy, tmp_path):
         "task.rewards=[my_rewards.vowels,longer]",
         "task.weights=[1,0.5]",
     )
-    done = run("task=jsonl", *more, *model, "max_tokens=5", f"hydra.run.dir={tmp_path}/b", path=str(outside))
-    assert done.returncode == 0, done.stderr
+    monkeypatch.syspath_prepend(outside)
+    train(compose_config("task=jsonl", *more, *model, "max_tokens=5", f"output_dir={tmp_path}/b"))
     row = rows(tmp_path / "b")[1]
     assert row["rollout/reward"] == pytest.approx(row["rollout/vowels"] + 0.5 * row["rollout/longer"])
 
@@ -152,8 +179,8 @@ def test_a_task_and_a_reward_from_outside_the_repository(toy, tmp_path):
         (["task.rewards=rewards/mine.py", "task.weights=null"], "is a file: say which of its functions"),
         (["eval.split=validation"], "there is no split 'validation'"),
         (["eval.split=dev"], "eval.split=dev is not one of train, validation, test"),
-        (["task.filters=[long]"], "task.filters=long is not one of empty, duplicate"),
-        (["score_timeout=0"], "score_timeout=0 must be more than 0"),
+        (["task.filters=[long]"], "task.filters=[long] must be a list, each item one of empty, duplicate"),
+        (["score_timeout=0"], "score_timeout=0 must be a number above 0"),
         (["prompt_limit.too_long=cut"], "prompt_limit.too_long=cut is not one of refuse, drop, truncate"),
         (["prompt_limit={max_tokens: 3, too_long: drop}"], "removes all 4 examples"),
         (["model.chat_template=nowhere.jinja"], "model.chat_template=nowhere.jinja is not a file"),

@@ -1,4 +1,4 @@
-"""train.py and eval.py as a user runs them: what a run leaves, how it resumes, how a mistake is told."""
+"""train.py and eval.py as a user runs them: the files of a run, resumes, messages for mistakes."""
 
 import csv
 import json
@@ -36,7 +36,7 @@ TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "tokens/s", "m
 
 
 class Varied(GSM8K):
-    """GSM8K's questions with a reward in which the samples of a random model differ; they would never be right."""
+    """GSM8K's questions with a reward that differs between samples of a random model, none of which would be right."""
 
     def score(self, example: Example, trajectory: Trajectory) -> Reward:
         value = len(trajectory.answer.encode()) % 7 / 7
@@ -47,7 +47,7 @@ VARIED = {"_target_": "test_train.Varied", "path": str(EXAMPLES)}
 
 
 class Crash(L.Callback):
-    """Fails in the middle of a rollout, as a full disk or a lost GPU would."""
+    """Fails in the middle of a rollout, like a full disk or a lost GPU."""
 
     def __init__(self, rollout: int) -> None:
         self.rollout = rollout
@@ -66,19 +66,21 @@ def state(folder) -> dict:
     return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=False)
 
 
-@pytest.mark.parametrize("policy", ["adapter=none", "adapter=lora", "model.dtype=bfloat16"])
+@pytest.mark.parametrize(
+    "policy", ["adapter=none", "adapter=lora", pytest.param("model.dtype=bfloat16", marks=pytest.mark.slow)]
+)
 def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy):
-    """8 rollouts in one go, or 5 and a crash and the rest: every weight, moment, metric and sample is the same."""
+    """5 rollouts in one run equal 3, a crash and the rest: every weight, moment, metric and sample is the same."""
 
     def run(folder: str, *more: str) -> None:
         settings = [
             "callbacks=[samples,checkpoint]",
-            "callbacks.checkpoint.every=4",
-            "rollout.num_rollouts=8",
+            "callbacks.checkpoint.every=2",
+            "rollout.num_rollouts=5",
             "algo.num_epochs=2",
             "algo.num_minibatches=2",
             "algo.kl.coef=0.05",
-            "algo.kl.sync_every=5",
+            "algo.kl.sync_every=3",
             "algo.entropy={coef: 0.01, target: 9.0}",
             "algo.sampling_rounds=2",
             "optim.schedule.name=linear",
@@ -92,8 +94,8 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy):
 
     run("straight")
     with pytest.raises(RuntimeError, match="the disk is full"):
-        run("crashed", "+callbacks.crash={_target_: test_train.Crash, rollout: 5}")
-    assert len(rows(tmp_path / "crashed")) == 6  # nothing that was measured is lost
+        run("crashed", "+callbacks.crash={_target_: test_train.Crash, rollout: 3}")
+    assert len(rows(tmp_path / "crashed")) == 4  # no measurement is lost
     run("resumed", f"ckpt_path={tmp_path / 'crashed' / 'checkpoints' / 'last.ckpt'}")
 
     straight, resumed = state(tmp_path / "straight"), state(tmp_path / "resumed")
@@ -108,8 +110,8 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy):
     assert all(torch.equal(a, b) for a, b in zip(*masters, strict=True))
     assert bool(masters[0]) == (policy == "model.dtype=bfloat16")
     assert straight["lr_schedulers"] == resumed["lr_schedulers"]
-    assert rows(tmp_path / "straight")[5:] == rows(tmp_path / "resumed")  # from rollout 5 on
-    samples = [Run(tmp_path / name).samples([8]) for name in ("straight", "resumed")]
+    assert rows(tmp_path / "straight")[3:] == rows(tmp_path / "resumed")  # from rollout 3 on
+    samples = [Run(tmp_path / name).samples([5]) for name in ("straight", "resumed")]
     assert samples[0].equals(samples[1])
     assert {row["loss/grad_norm"] for row in rows(tmp_path / "straight")[1:]} != {0.0}  # there was something to learn
     if policy == "adapter=lora":
@@ -182,7 +184,7 @@ def test_best_is_the_best_and_survives_worse(smoke, tmp_path):
         weight.data.fill_(rollout)
         checkpoint.on_train_batch_end(None, module, {}, RolloutBatch(rollout, metrics={"eval/accuracy": accuracy}), 0)
     assert load_file(tmp_path / "best" / "model.safetensors")["model.norm.weight"].unique().item() == 1
-    # a run that is resumed elsewhere brings its best along
+    # a run that is resumed elsewhere keeps its best checkpoint
     resumed = Checkpoint(pretrained.tokenizer(), str(tmp_path / "resumed"), num_rollouts=10)
     resumed.load_state_dict(checkpoint.state_dict())
     weight.data.fill_(9)
@@ -191,7 +193,7 @@ def test_best_is_the_best_and_survives_worse(smoke, tmp_path):
 
 
 def greedy(model) -> list[str]:
-    """What a model says to our test rows."""
+    """Return a model's answers to our test rows."""
     engine = TransformersEngine()
     engine.load_weights(model, 0)
     renderer = TokenizerRenderer(Pretrained(model.config._name_or_path).tokenizer())
@@ -254,7 +256,7 @@ def test_training_goes_on_from_an_adapter(smoke, tmp_path):
 
 
 def told(*overrides: str, name: str = "train") -> str:
-    """The line that a user gets."""
+    """Return the line that a user gets."""
     try:
         config = compose_config(*overrides, name=name)
         train(config) if name == "train" else eval_script.evaluate(config)
@@ -281,11 +283,11 @@ def told(*overrides: str, name: str = "train") -> str:
         (["group_size=4"], ["did you mean rollout.group_size?"]),
         (["optim.lr=1"], ["did you mean optim.optimizer.lr?"]),
         (["rollout.group_size=1"], ["rollout.group_size=1", "at least 2"]),
-        (["rollout.group_size=x"], ["rollout:", "wrong type"]),
+        (["rollout.group_size=x"], ["rollout.group_size=x must be an integer of at least 1"]),
         (["algo.num_minibatches=3"], ["3 does not divide the 4 rows", "valid values: 1, 2, 4"]),
         (["rollout.prompts=5"], ["rollout.prompts=5 is more than the 4"]),
-        (["rollout.sampling.temperature=0"], ["temperature=0", "nothing can be learned"]),
-        (["max_tokens=0"], ["sampling.max_tokens=0"]),
+        (["rollout.sampling.temperature=0"], ["temperature=0", "equal and teach nothing"]),
+        (["max_tokens=0"], ["max_tokens=0 must be an integer of at least 1"]),
         (["max_tokens=4090"], ["train example 1", "context of 4096"]),
         (["task.path=nowhere"], ["task.path=nowhere does not exist"]),
         (["task.prompt=two"], ["task.prompt=two is not one of chat, chat_one_shot"]),
@@ -299,10 +301,16 @@ def told(*overrides: str, name: str = "train") -> str:
         (["optim.schedule.name=wavy"], ["optim: wavy is not a valid", "linear"]),
         (["task.promt=chat"], ["did you mean task.prompt?"]),
         (["task.test_limt=5"], ["did you mean task.test_limit?"]),
-        (["seed=abc"], ["seed=abc must be a whole number"]),
-        (["max_tokens=2.5"], ["sampling.max_tokens=2.5", "whole"]),
-        (["+trainer.gradient_clip_val=1"], ["trainer.gradient_clip_val has no effect here: set optim.max_grad_norm"]),
+        (["seed=abc"], ["seed=abc must be an integer of at least 0"]),
+        (["max_tokens=2.5"], ["max_tokens=2.5 must be an integer of at least 1"]),
+        (
+            ["+trainer.gradient_clip_val=1"],
+            ["trainer.gradient_clip_val has no effect here, or breaks the loop: set optim.max_grad_norm"],
+        ),
+        (["+trainer.limit_train_batches=0"], ["trainer.limit_train_batches has no effect here, or breaks the loop"]),
+        (["eval.sampling.stop_ids=[3,999999]"], ["eval.sampling.stop_ids: the model has no token 999999, only 0 to"]),
         (["optim.schedule.name=reduce_lr_on_plateau"], ["optim:"]),
+        (["algo=3"], ["algo=3: a group takes the name of an option, and --help lists them"]),
         (["trainer.precision=8"], ["trainer.precision=8 is not one of auto, 32-true, bf16-mixed"]),
     ],
 )
@@ -314,7 +322,7 @@ def test_mistakes_are_told_in_one_line(smoke, overrides, parts):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
 def test_cuda_that_is_not_there(smoke):
-    assert "trainer.accelerator=cuda is not available here; usable: cpu, auto" in told(*smoke("trainer=gpu"))
+    assert "trainer.accelerator=cuda is not available here: choose cpu, auto" in told(*smoke("trainer=gpu"))
 
 
 def test_vllm_that_is_not_there(smoke):
@@ -339,7 +347,7 @@ def test_a_run_makes_its_folder(smoke, tmp_path):
 
 def test_a_folder_with_a_run_is_not_written_over(smoke, tmp_path):
     train(compose_config(*smoke()))
-    assert "holds a run already: set hydra.run.dir" in told(*smoke())
+    assert "already has a run: set hydra.run.dir" in told(*smoke())
     assert len(rows(tmp_path)) == 3
 
 
@@ -359,7 +367,6 @@ def test_a_checkpoint_of_another_model(smoke, tmp_path):
 def test_the_command_line_prints_that_one_line(smoke, tmp_path):
     (tmp_path / "file").touch()
     for arguments, message in [
-        (["algo=grppo"], "error: algo has no option 'grppo'; there are: atropos, bnpo,"),
         ([f"hydra.run.dir={tmp_path}/file/run"], "error: the output folder cannot be written"),
         (["rollout.group_size=1", f"hydra.run.dir={tmp_path}/run"], "error: rollout.group_size=1: advantages compare"),
         (
@@ -369,6 +376,8 @@ def test_the_command_line_prints_that_one_line(smoke, tmp_path):
     ]:
         done = subprocess.run([sys.executable, "train.py", *arguments], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 1 and done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr
+        first = f"training: task=wordmath model=tiny algo=grpo, written to {tmp_path}/run\n"
+        assert done.stdout == (first if "rollout.group_size=1" in arguments else "")
 
 
 def test_a_bug_keeps_its_traceback():
@@ -384,7 +393,7 @@ def test_means_of_a_run_are_numbers(smoke, tmp_path):
 
 
 class Halves:
-    """Questions by number. Even ones earn the same whatever is said; the others by what is said."""
+    """Questions by number. Even ones have a constant reward; the reward of the others depends on the answer."""
 
     def __init__(self, varied: bool = True) -> None:
         self.varied = varied
@@ -412,7 +421,7 @@ def test_dynamic_sampling_replaces_groups_without_signal(smoke, tmp_path, varied
     first = rows(tmp_path)[1]
     if varied:
         assert len(differing) == 6 and 2 <= first["rollout/rounds"] <= 8 and first["loss/grad_norm"] > 0
-        total = 6 + first["rollout/discarded_groups"]  # of which more than half had none: the share is that of all
+        total = 6 + first["rollout/discarded_groups"]  # more than half had no signal: the share is of all groups
         assert total > 8 and 6 / total <= first["rollout/effective_groups"] < 0.7
     else:  # all 40 questions were tried
         assert not differing and first["rollout/rounds"] == 7 and first["rollout/discarded_groups"] == 34

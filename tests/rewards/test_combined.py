@@ -1,17 +1,22 @@
-"""Reward functions: the form, how several become one, what is shipped, reward models, the profile."""
+"""Reward functions: their form, combinations, shipped functions, reward models, the profile."""
 
 import asyncio
+import itertools
 import json
+import logging
 import math
+import os
 import subprocess
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
+from grpo.apps import profile_rewards
 from grpo.env.messages import Message
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.rewards import functions
@@ -80,7 +85,7 @@ def test_the_reward_is_a_weighted_sum_with_the_parts_by_name():
     rewards = Rewards([letters, later], [0.1, 2.0]).score({}, [said("abc"), said("")])
     assert [r.value for r in rewards] == pytest.approx([1.3, 1.0])
     assert [dict(r.parts) for r in rewards] == [{"letters": 3.0, "later": 0.5}, {"letters": 0.0, "later": 0.5}]
-    assert [r.correct for r in rewards] == [True, True]  # they reach `solved`
+    assert [r.correct for r in rewards] == [True, True]  # the values reach `solved`
     assert not Rewards(later).score({}, [said("x")])[0].correct
 
 
@@ -128,17 +133,45 @@ def test_two_parts_of_one_name_are_refused():
     ("gives", "message"),
     [
         (lambda **_: [1.0], r"gave 1 values for 2 completions"),
-        (lambda **_: [1.0, math.nan], r"gave nan: a number, or None where it does not apply"),
+        (lambda **_: [1.0, math.nan], r"gave nan: a number from -1e\+18 to 1e\+18, or None"),
         (lambda **_: [1.0, math.inf], r"gave inf"),
         (lambda **_: [1.0, "good"], r"gave 'good', which is no number"),
+        (lambda **_: [1.0, "0.5"], r"gave '0.5', which is no number"),
+        (lambda **_: [1e30, 1.0], r"gave 1e\+30: a number from"),  # its variance is infinite in float32
+        (lambda **_: [10**400, 1.0], r"gave '10+', which is no number"),
         (lambda **_: 1.0, r"gave float, not a list of 2 values"),
+        (lambda **_: {0: 1.0, 1: 2.0}, r"gave dict, not a list of 2 values"),
+        (lambda **_: "12", r"gave str, not a list of 2 values"),
+        (lambda **_: itertools.count(), r"gave 3 values for 2 completions"),
+        (lambda **_: (1 / (1 - i) for i in range(2)), r"raised ZeroDivisionError"),
+        (lambda **_: os.chdir("/"), r"changed the working directory from \S+ to /: restore it before returning"),
+        (
+            lambda **_: torch.set_default_dtype(torch.float64),
+            r"changed torch's default dtype from torch.float32 to torch.fl",
+        ),
+        (lambda **_: setattr(sys, "stdout", None), r"changed sys.stdout.closed from False to True"),
+        (lambda **_: logging.disable(), r"changed logging.disable from 0 to 50"),
         (lambda **_: {}["gold"], r"raised KeyError: 'gold' \(test_combined.py, line \d+\)"),
     ],
 )
-def test_what_is_no_reward_is_told_with_the_function_that_gave_it(gives, message):
+def test_what_is_no_reward_is_told_with_the_function_that_gave_it(gives, message, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # one of them ends it
     gives.__name__ = "mine"
     with pytest.raises(RewardError, match=f"the reward function 'mine' {message}"):
         Rewards(gives).score({}, [said("a"), said("b")])
+    assert os.getcwd() != "/" and torch.get_default_dtype() is torch.float32 and not logging.root.manager.disable
+
+
+@pytest.mark.parametrize(
+    "gives", [torch.tensor, np.array, iter, tuple, lambda v: [np.float32(x) for x in v], lambda v: [x > 0 for x in v]]
+)
+def test_every_form_of_a_list_of_numbers_is_read_and_arguments_are_copies(gives):
+    def greedy(completions, **columns):
+        completions.clear()
+        return gives([1.0, 0.0])
+
+    given = Rewards([greedy, letters]).score({}, [said("a"), said("b")])
+    assert [reward.value for reward in given] == [2.0, 1.0]
 
 
 # -- the set-up
@@ -172,7 +205,7 @@ def test_a_file_is_run_once_and_may_have_dataclasses(tmp_path):
     ("name", "message"),
     [
         ("corect", "did you mean correct?"),
-        ("nothing_like_it", "no reward function 'nothing_like_it' Give one of correct, format"),
+        ("nothing_like_it", "no reward function 'nothing_like_it'. Give one of correct, format"),
         ("no_module_here.f", "cannot be imported: ModuleNotFoundError: No module named 'no_module_here'"),
         ("math.sqroot", "'math.sqroot' is not there: math has acos"),
         ("nowhere.py:f", "cannot be imported: FileNotFoundError: there is no file nowhere.py"),
@@ -203,7 +236,7 @@ def test_a_column_that_a_function_needs_is_missed_before_anything_runs():
         rewards.check(["other"], "train")
 
 
-# -- what is shipped
+# -- shipped functions
 
 
 def chat(*texts: str) -> list[list[dict[str, str]]]:
@@ -224,7 +257,7 @@ def chat(*texts: str) -> list[list[dict[str, str]]]:
                                                   "<think>a</think>b"]}, [0.0, 0.25, 0.5, 0.75, 1.0]),
         (functions.overlong, {"completions": ["x"] * 4, "lengths": [60, 80, 90, 130], "limit": 100, "buffer": 40},
          [0.0, -0.5, -0.75, -1.0]),
-        # words a b c a b c: of the four pairs of three one came before
+        # words a b c a b c: one of the four triples is repeated
         (functions.repetition, {"completions": ["a b c a b c", "a b", "x x x x"]}, [-0.25, 0.0, -0.5]),
     ],
 )  # fmt: skip
@@ -238,14 +271,14 @@ def test_correct_and_what_is_built_on_it():
     assert [(r.value, r.correct, r.outcome) for r in given] == [
         (1.0, True, "right"), (-1.0, False, "wrong"), (-1.0, False, "no_answer")
     ]  # fmt: skip
-    # rows from a file: numbers, or none
+    # rows from a file may have a number or none
     given = functions.correct(texts, gold=[2, None, None])
     assert [r.outcome for r in given] == ["right", "error", "error"] and math.isnan(given[1].value)
     # half a cosine: at 0, a half and all of the limit
     right = functions.cosine_length([texts[0]] * 3, ["2"] * 3, limit=100, lengths=[0, 50, 200])
     wrong = functions.cosine_length([texts[1]] * 3, ["5"] * 3, limit=100, lengths=[0, 50, 200])
     assert right == pytest.approx([1.0, 0.75, 0.5]) and wrong == pytest.approx([-1.0, -0.75, -0.5])
-    # length counts among siblings only where all of them are right
+    # length counts only if all siblings are right
     lengths = [40, 75, 100]
     assert functions.long_when_all_right([texts[0]] * 3, ["2"] * 3, 100, lengths) == pytest.approx([0.0, -0.5, -1.0])
     assert functions.long_when_all_right(texts, ["2", "5", "2"], 100, lengths) == [0.0, 0.0, 0.0]
@@ -256,7 +289,7 @@ def test_normalised_is_clamped_and_scaled():
     assert [r.value for r in Rewards([scaled], [3]).score({}, [said("a"), said("abc"), said("a" * 9)])] == [0, 0.75, 3]
     assert functions.Normalised(letters, 2, 2)(completions=["abc"]) == [0.0]
     assert Rewards(functions.Normalised(later, 0, 2)).score({}, [said("a")])[0].parts == {"later": 0.25}
-    level = functions.Normalised(no_kwargs, 0, 4)  # is given what the other one names, and misses what it misses
+    level = functions.Normalised(no_kwargs, 0, 4)  # it gets and needs the same columns as the function inside
     assert Rewards(level).score({"level": 3, "more": 1}, [said("a")])[0].value == 0.75
     with pytest.raises(UserError, match="'no_kwargs' needs 'level'"):
         Rewards(level).check(["more"], "train")
@@ -273,7 +306,7 @@ def test_normalised_is_clamped_and_scaled():
 
 @pytest.fixture(scope="module")
 def judge(toy, tmp_path_factory):
-    """A random sequence classifier with the toy's tokenizer, that has no pad token."""
+    """A random sequence classifier with the toy's tokenizer, without a pad token."""
     folder = tmp_path_factory.mktemp("models") / "judge"
     tokenizer = AutoTokenizer.from_pretrained(toy)
     tokenizer.pad_token = None
@@ -286,7 +319,7 @@ def judge(toy, tmp_path_factory):
 
 
 def test_a_reward_model_gives_its_logit(judge):
-    """As one reads each text alone, without padding; a batch of unequal lengths gives the same."""
+    """A batch of unequal lengths gives the logits of each text alone, without padding."""
     rewards = Rewards([str(judge), letters], [1.0, 0.0])
     assert rewards.names == ["judge", "letters"]
     given = rewards.score({}, [said("four"), said("It is four, as anybody can see.")])
@@ -338,33 +371,40 @@ def test_the_profile_of_a_file(tmp_path):
     assert all(row["ms"] >= 0 for row in out)
     assert "right 3, wrong 2, no_answer 1, timeout 0, error 0" in done.stdout and "6 samples, ms each" in done.stdout
 
-    odd = [
+    failed = profile(str(tmp_path / "in.jsonl"), "--task", "gsm9k")
+    assert failed.returncode and failed.stderr.startswith("error: task has no option 'gsm9k'"), failed.stderr
+
+
+def test_rows_that_the_profile_reads_and_refuses(tmp_path, capsys):
+    def written(name: str, *rows: dict) -> str:
+        (tmp_path / name).write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8-sig")
+        return str(tmp_path / name)
+
+    def profiled(*arguments: str) -> str:
+        profile_rewards.main(arguments)
+        return capsys.readouterr().out
+
+    odd = written(
+        "odd.jsonl",
         {"gold": "18", "completion": "a\u2028b #### 18", "answer": "17"},  # its own answer, not the task's
         {"gold": None, "completion": "#### 18"},
         {"completion": "#### 18"},
-    ]
-    text = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in odd)
-    (tmp_path / "odd.jsonl").write_text(text, encoding="utf-8-sig")
-    done = profile(str(tmp_path / "odd.jsonl"), "--task", "gsm8k")
-    assert "right 1, wrong 0, no_answer 0, timeout 0, error 2" in done.stdout, done.stderr
-    row = {"question": "?", "answer": "so #### 18", "completion": "#### 18"}
-    (tmp_path / "own.jsonl").write_text(json.dumps(row))
-    assert "right 1" in profile(str(tmp_path / "own.jsonl"), "--task", "gsm8k").stdout
-    (tmp_path / "bytes.jsonl").write_bytes(b'{"gold": "1", "completion": "\xff"}\n')
-
+    )
+    assert "right 1, wrong 0, no_answer 0, timeout 0, error 2" in profiled(odd, "--task", "gsm8k")
+    own = written("own.jsonl", {"question": "?", "answer": "so #### 18", "completion": "#### 18"})
+    assert "right 1" in profiled(own, "--task", "gsm8k")
     task = {"prompt": "Add.", "test_imports": [], "test_list": ["assert add(1, 2) == 3"]}
-    row = task | {"completion": "def add(a, b):\n    return a + b\n"}
-    (tmp_path / "code.jsonl").write_text(json.dumps(row) + "\n")
-    assert "right 1, wrong 0" in profile(str(tmp_path / "code.jsonl"), "--task", "code").stdout
+    code = written("code.jsonl", task | {"completion": "def add(a, b):\n    return a + b\n"})
+    assert "right 1, wrong 0" in profiled(code, "--task", "code")
 
-    for arguments, message in [
-        ([str(tmp_path / "bytes.jsonl"), "--task", "gsm8k"], "line 1: not a JSON object"),
-        (["nowhere.jsonl", "--task", "gsm8k"], "there is no file nowhere.jsonl"),
-        ([str(tmp_path / "in.jsonl"), "--task", "gsm9k"], "task has no option 'gsm9k'"),
-        ([str(tmp_path / "in.jsonl"), "--task", "countdown"], "needs 'numbers'"),
+    (tmp_path / "bytes.jsonl").write_bytes(b'{"gold": "1", "completion": "\xff"}\n')
+    for file, task, message in [
+        (str(tmp_path / "bytes.jsonl"), "gsm8k", "line 1: not a JSON object"),
+        ("nowhere.jsonl", "gsm8k", "nowhere.jsonl does not exist"),
+        (odd, "countdown", "needs 'numbers'"),
     ]:
-        failed = profile(*arguments)
-        assert failed.returncode and failed.stderr.startswith("error: ") and message in failed.stderr, failed.stderr
+        with pytest.raises(UserError, match=message):
+            profile_rewards.main([file, "--task", task])
 
 
 def test_a_sample_of_too_few_tokens_has_no_reward_whatever_others_say():

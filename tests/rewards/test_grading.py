@@ -1,4 +1,4 @@
-"""Grading: what a completion claims, exact arithmetic, algebra, real answers.
+"""Grading: extraction of answers, exact arithmetic, algebra, real answers.
 
 The tables are `gold ~ answer ~ answer ...`, a line for each kind; they were written by hand.
 """
@@ -21,8 +21,8 @@ from grpo.rewards.math.answers import clean, equal, extract_answer
 from grpo.rewards.math.arithmetic import same, value
 from grpo.rewards.math.grading import DEADLINE, verdict
 
-SLACK = 10.0  # seconds, on a busy machine: a worker that was killed has to start again
-ENDLESS = "\\ln(10^{10^{10}})"  # sympy writes the power down
+SLACK = 10.0  # seconds, for a busy machine: a killed worker has to restart
+ENDLESS = "\\ln(10^{10^{10}})"  # sympy computes the whole power
 real_data = pytest.mark.skipif(not REAL_DATA.is_dir(), reason="no real answers on this machine")
 
 RIGHT = r"""
@@ -201,14 +201,14 @@ x^2+1 ~ (x+1)^2
 11,\!111 ~ 11.111
 """
 
-# Right to a reader, and not read: text before a number, numbers as words, words beside words.
+# Right to a reader, but not parsed: text before a number, numbers as words, words beside words.
 UNREAD = r"""
 5 ~ \text{five} ~ 5 (five) ~ \approx 5 ~ about 5
 """
 
 
 def pairs(table: str) -> list[tuple[str, str]]:
-    """(answer, gold) of every answer in a table."""
+    """Return (answer, gold) for every answer in a table."""
     lines = [line.split(" ~ ") for line in table.strip().splitlines()]
     return [(answer, gold) for gold, *answers in lines for answer in answers]
 
@@ -223,7 +223,7 @@ def verdicts(questions: list[tuple[str, str]], threads: int = 8) -> list[str]:
 
 
 def others(questions: list[tuple[str, str]], wanted: str) -> list[tuple]:
-    """The questions with another outcome than the wanted one."""
+    """Return the questions whose outcome is not the wanted one."""
     return [(*q, got) for q, got in zip(questions, verdicts(questions), strict=True) if got != wanted]
 
 
@@ -337,7 +337,7 @@ def test_one_spelling(text, plain):
         ("-", None),
         ("(1", None),
         ("\\frac{1}", None),
-        ("10^{10^{10}}-10^{10^{10}}+4", None),  # the bounds do not tell
+        ("10^{10^{10}}-10^{10^{10}}+4", None),  # the bounds do not decide
     ],
 )
 def test_plain_arithmetic(text, number):
@@ -382,7 +382,7 @@ def test_answers_that_are_wrong():
 
 
 def test_a_million_terms_are_wrong_or_too_much():
-    """Whichever comes first, on a machine of that speed."""
+    """The outcome depends on the speed of the machine."""
     long = pairs("4 ~ \\prod_{k=1}^{10^6} k ~ \\sum_{k=1}^{1000000}\\frac{1}{k}")
     assert len(long) == 2 and {outcome for _, _, outcome in others(long, "wrong")} <= {"timeout"}
 
@@ -393,9 +393,9 @@ def test_a_million_terms_are_wrong_or_too_much():
         (None, "3", "no_answer"),
         ("", "3", "wrong"),
         ("3" * 1001, "3", "wrong"),
-        ("(" * 12 + "x" + ")" * 12, "x", "wrong"),  # over the cap; with a 3 in it, arithmetic decides
+        ("(" * 12 + "x" + ")" * 12, "x", "wrong"),  # over the cap; with 3 instead of x, arithmetic decides
         ("(" * 12 + "3" + ")" * 12, "3", "right"),
-        ("५ apples", "18", "wrong"),  # on which sympy raises
+        ("५ apples", "18", "wrong"),  # sympy raises on it
         ("\x00\ud800", "18", "wrong"),
         ("3", "", "error"),
         ("3", "\\foo{", "error"),
@@ -486,7 +486,7 @@ def test_math500_answers_of_other_questions_are_wrong(shift):
 
 
 def spoiled(gold: str) -> set[str]:
-    """Wrong answers that look like `gold`: a number one too large, another sign, no root, a rounded pi."""
+    """Return wrong answers that look like `gold`: a number one too large, another sign, no root, a rounded pi."""
     spoils = {
         gold[: n.start()] + str(int(n[0]) + 1) + gold[n.end() :] for n in re.finditer("[0-9]+", gold.split("\\mbox")[0])
     }
@@ -496,7 +496,7 @@ def spoiled(gold: str) -> set[str]:
 
 
 def respelled(gold: str) -> set[str]:
-    """Other spellings of `gold`."""
+    """Return other spellings of `gold`."""
     spellings = {
         gold.replace("\\frac", "\\dfrac"),
         gold.replace("\\frac", "\\tfrac"),

@@ -1,4 +1,4 @@
-"""The sandbox on real programs, and on real attempts to get out of it."""
+"""The sandbox with real programs, and with real attempts to escape from it."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def fenced(code: str) -> str:
 
 
 def running(folder: str) -> list[str]:
-    """The sandboxed processes whose folder lies in this one."""
+    """Return the sandboxed processes whose folder is inside this one."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -58,8 +58,8 @@ def running(folder: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch, tmp_path_factory):
-    """A folder for temporary files, in which nothing is left at the end, and of which no process."""
-    tmp_path_factory.getbasetemp()  # pytest's own, made on first use, lies elsewhere
+    """A folder for temporary files. At the end it has no files, and no process has a folder in it."""
+    tmp_path_factory.getbasetemp()  # pytest's own folder, made on first use, is elsewhere
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         monkeypatch.setenv("TMPDIR", folder)
@@ -77,7 +77,7 @@ def test_canonical_solutions_pass_as_code_and_as_a_continuation():
     with ThreadPoolExecutor(2) as pool:
         whole = pool.map(lambda row: code_verdict(fenced(row["prompt"] + row["canonical_solution"]), row), humaneval)
         body = pool.map(lambda row: code_verdict(fenced(row["canonical_solution"]), row), humaneval)
-        more = "\nclass Other:\n    pass\n"  # base models go on
+        more = "\nclass Other:\n    pass\n"  # base models continue
         continued = pool.map(
             lambda row: code_verdict(row["canonical_solution"] + more, row, continuation=True), humaneval
         )
@@ -143,7 +143,7 @@ def test_a_verdict_says_why():
         assemble({"question": "?"}, "pass")
 
 
-# what a program is given
+# environment of a program
 
 
 def test_a_program_gets_the_standard_library_threads_and_a_folder():
@@ -202,7 +202,7 @@ os._exit(0)
     assert run_program("").ending == "passed"
 
 
-# what it cannot do
+# forbidden actions
 
 
 def stopped(program: str, error: str = "PermissionError", limits: ProgramLimits | None = None) -> None:
@@ -312,7 +312,7 @@ print(libc.syscall(ctypes.c_long({56 if os.uname().machine == "x86_64" else 220}
 
 
 def judge(machine: str, arch: int, number: int, *arguments: int) -> int:
-    """What the filter says to a system call of process 7: a small BPF machine."""
+    """Return the filter's verdict on a system call of process 7, from a small BPF machine."""
     words = [number, arch, 0, 0]
     for argument in (*arguments, *[0] * (6 - len(arguments))):
         words += [argument & 0xFFFFFFFF, argument >> 32]
@@ -442,11 +442,11 @@ run_program("import time; time.sleep(600)", ProgramLimits(seconds=600))
     while running(here) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert running(here) == []
-    subprocess.run(["rm", "-rf", *map(str, Path(here).iterdir())], check=True)  # nobody was left to do it
+    subprocess.run(["rm", "-rf", *map(str, Path(here).iterdir())], check=True)  # no process was left to remove it
 
 
 def test_without_landlock_a_program_runs_only_unconfined():
-    """In a process for which the kernel has no Landlock."""
+    """In a process whose kernel has no Landlock."""
     code = """
 from grpo.rewards.code import sandbox_child
 from grpo.rewards.code.sandbox import ProgramLimits, run_program
@@ -471,6 +471,6 @@ print(run_program("x = bytearray(10**10)", unconfined=True).ending)
 
 
 def test_limits_are_checked():
-    for wrong in ({"seconds": 0}, {"seconds": float("inf")}, {"memory_mb": 1}, {"disk_mb": 0}, {"threads": 0}):
-        with pytest.raises(UserError, match="memory_mb >= 64"):
-            ProgramLimits(**wrong)
+    for name, wrong in (("seconds", 0), ("seconds", float("inf")), ("memory_mb", 1), ("disk_mb", 0), ("threads", 0)):
+        with pytest.raises(UserError, match=f"limits.{name}={wrong} must be a"):
+            ProgramLimits(**{name: wrong})

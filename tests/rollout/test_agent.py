@@ -1,11 +1,11 @@
-"""A search agent through the whole house: template, tokens, calls, BM25, reward, metrics, eval.py; played by a script."""
+"""A scripted search agent through all parts: template, tokens, tool calls, BM25, reward, metrics, eval.py."""
 
 import json
 
 import pandas as pd
 import pytest
 import torch
-from conftest import EXAMPLES, REAL_DATA, compose_config
+from conftest import EXAMPLES, compose_config
 from test_musique import hop_queries
 
 from eval import evaluate
@@ -28,12 +28,11 @@ from tasks.musique import Musique
 from train import train
 
 ROWS = EXAMPLES / "musique.jsonl"
-REAL = REAL_DATA / "musique_200.jsonl"
 
 
 @pytest.fixture(scope="module")
 def agent(tmp_path_factory):
-    """A folder with a small random Llama whose template knows tools."""
+    """A folder with a small random Llama whose chat template supports tools."""
     folder = tmp_path_factory.mktemp("agent")
     tokenizer = make_tokenizer(["Who wrote the book? Ada wrote it in 1843."] * 30, tools=True)
     tokenizer.save_pretrained(folder)
@@ -42,7 +41,7 @@ def agent(tmp_path_factory):
 
 
 class Oracle:
-    """An engine that knows every plan: it searches for hop after hop, then answers; at an odd seed it answers wrong."""
+    """An engine that knows the solutions: it searches hop by hop, then answers; for an odd seed the answer is wrong."""
 
     version, context = 0, None
 
@@ -70,7 +69,7 @@ def test_an_oracle_evaluated_with_pass_at_k_and_by_hops(agent):
     tokenizer = Pretrained(str(agent)).tokenizer()
     evaluator = Evaluator(Sampling(200), samples=2, limit=None, limits=Limits(max_turns=6))
     evaluation = evaluator(task, Oracle(tokenizer, rows), TokenizerRenderer(tokenizer), seed=3)
-    wrong = {}  # of each question, how many of its two samples have an odd seed in their last turn
+    wrong = {}  # by hops: how many of the question's two samples have an odd seed in their last turn
     for p, row in enumerate(rows):
         wrong[row["hops"]] = sum(derive_seed(3, 1, p, s, row["hops"]) % 2 for s in (0, 1))
     assert sorted(wrong) == [2, 3, 4] and 0 < sum(wrong.values()) < 6
@@ -85,23 +84,23 @@ def test_an_oracle_evaluated_with_pass_at_k_and_by_hops(agent):
     for sample in (sample for group in evaluation.groups for sample in group):
         assert sample.trajectory.end == "answered"
     batch = collate(evaluation.groups)
-    assert batch.sample.tolist() == list(range(6))  # canonical calls: one row an episode, however many turns
+    assert batch.sample.tolist() == list(range(6))  # calls render as they were sampled, so each episode is one row
     said = [
         tokenizer.decode(ids[-batch.completion_width :][mask]) for ids, mask in zip(batch.ids, batch.mask, strict=True)
     ]
     for text, group in zip(said[::2], evaluation.groups, strict=True):
         assert text == "".join(
             tokenizer.decode(turn.completion.ids) for turn in group[0].turns
-        )  # and nothing a tool said
+        )  # and no text of a tool
 
 
 def test_what_the_engine_sampled_is_what_the_loss_scores(agent):
-    """Several turns at a random model: the trainer's log-probabilities over the merged rows are the engine's."""
+    """Several turns with a random model: over the merged rows, the trainer's log-probabilities equal the engine's."""
     model, tokenizer = Pretrained(str(agent)).model(), Pretrained(str(agent)).tokenizer()
     engine = TransformersEngine()
     engine.load_weights(model, 0)
 
-    class Asking:  # says something after every answer, so that nothing depends on what a random model happens to call
+    class Asking:  # replies to every answer, so that the test does not depend on the random model's tool calls
         def build(self, example):
             task = Musique(str(ROWS), splits={"test": "test"})
             env = task.build(task.examples("test")[example])
@@ -135,8 +134,7 @@ def test_what_the_engine_sampled_is_what_the_loss_scores(agent):
 def settings(agent, tmp_path, *more):
     rows = ("task.splits={train: test, test: null}", "task.held_out.test=0.5", "task.filters=[]")
     model = ("model=path", f"model.path={agent}", "max_tokens=8", "max_turns=2", "trainer=cpu")
-    path = REAL if REAL.is_file() else ROWS
-    return ["task=musique", f"task.path={path}", *rows, *model, f"output_dir={tmp_path}", *more]
+    return ["task=musique", f"task.path={ROWS}", *rows, *model, f"output_dir={tmp_path}", *more]
 
 
 def test_eval_py_evaluates_the_same_environments(agent, tmp_path):

@@ -1,4 +1,4 @@
-"""Episodes in flight: rows and masks of several turns, environments that fail, hang or flood, slow ones, resuming."""
+"""Episodes: rows and masks of several turns, environments that fail, hang, flood or are slow, resuming."""
 
 import asyncio
 import os
@@ -45,18 +45,18 @@ def sample_of(*turns: Turn, reward: float = 0.0, end="answered") -> Sample:
     return Sample({}, Trajectory((step,) * len(turns), end), turns, Reward(reward, False))
 
 
-# The second prompt is the first one, what was said to it, and 9 9 of a tool; the third has another past: a new row.
+# The second prompt extends the first one by its completion and a tool's 9 9; the third prompt does not: a new row.
 BRANCHED = (turn((1, 2), (3, 4)), turn((1, 2, 3, 4, 9, 9), (5,)), turn((1, 2, 7), (6, 8)))
 
 
 def test_three_turns_number_by_number():
     first, second = rows_of_turns(BRANCHED)
     assert (first.prompt_ids, first.ids) == ((1, 2), (3, 4, 9, 9, 5))
-    assert first.sampled == (True, True, False, False, True)  # what the tool said teaches nothing
+    assert first.sampled == (True, True, False, False, True)  # the tool's text is not learned from
     assert first.logprobs == pytest.approx((-0.3, -0.4, 0, 0, -0.5))
     assert (second.prompt_ids, second.ids, second.sampled) == ((1, 2, 7), (6, 8), (True, True))
     assert len(rows_of_turns([turn((1,), (2,)), turn((1, 2), (3,))])) == 1  # nothing in between
-    assert len(rows_of_turns([turn((1,), (2, 3)), turn((1, 2), (3,))])) == 2  # it begins alike and is shorter
+    assert len(rows_of_turns([turn((1,), (2, 3)), turn((1, 2), (3,))])) == 2  # shorter than the row
 
     groups = [[sample_of(*BRANCHED), sample_of(turn((1, 2), (3,)))]]
     batch = collate(groups, first=4)
@@ -131,7 +131,7 @@ def test_all_rows_of_a_sample_are_in_one_update(toy):
 
 
 class Talk:
-    """Says its lines, one a turn."""
+    """Says its lines, one per turn."""
 
     def __init__(self, lines):
         self.messages, self.lines = (Message("user", "begin"),), list(lines)
@@ -208,7 +208,7 @@ ENVIRONMENTS = {
 
 
 class Troubled:
-    """Examples are names of environments."""
+    """A task whose examples are names of environments."""
 
     def __init__(self, names=()):
         self.names = list(names)
@@ -233,7 +233,7 @@ def test_every_end_is_told_and_nobody_takes_another_along(parts):
     groups = play(task, [{"name": name} for name in names], 2, *parts, Sampling(6, top_k=1), seed, limits)
     found = {name: group[0].trajectory for name, group in zip(names, groups, strict=True)}
     finish = {name: [t.completion.finish for t in group[0].turns] for name, group in zip(names, groups, strict=True)}
-    cut = finish["answers"][-1] == "length"  # of a model that says anything at all
+    cut = finish["answers"][-1] == "length"  # the model is random, so it may end or not
     assert {name: t.end for name, t in found.items()} == {
         "answers": "truncated" if cut else "answered",
         "twice": "truncated" if finish["twice"][-1] == "length" else "answered",
@@ -253,7 +253,7 @@ def test_every_end_is_told_and_nobody_takes_another_along(parts):
     assert HangingCoroutine.ended == "cancelled"
     assert len(found["floods"].last.messages[-1].content) == 1_020_000
     for sample in (sample for group in groups for sample in group):
-        assert sample.reward.known != sample.trajectory.failed  # what nobody could score is no 0
+        assert sample.reward.known != sample.trajectory.failed  # an unknown reward is not 0
 
     scored = scores(groups)
     metrics = rollout_metrics(groups, scored)
@@ -303,7 +303,7 @@ def test_calls_of_tools_are_counted_and_so_are_their_failures():
 
 
 def test_a_slow_environment_holds_back_nobody(parts):
-    """It waits until the others have had all of their turns, which they must therefore have without it."""
+    """The slow one waits until the others have finished all their turns, so they must not wait for it."""
     rest, told = threading.Event(), []
 
     class Slow(Talk):
@@ -328,7 +328,7 @@ def test_a_slow_environment_holds_back_nobody(parts):
 
 @pytest.fixture
 def sizes(parts, monkeypatch) -> list[int]:
-    """How many prompts the engine is handed, call by call."""
+    """The number of prompts in each call of the engine."""
     found, sample = [], parts[0].sample
     monkeypatch.setattr(
         parts[0], "sample", lambda prompts, *rest: (found.append(len(prompts)), sample(prompts, *rest))[1]
@@ -357,7 +357,7 @@ def test_quick_environments_are_handed_to_the_engine_in_one_piece(parts, sizes):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux's account of threads")
 def test_quick_environments_come_in_one_piece_on_a_busy_machine_too(parts, sizes):
-    """Eight processes for each core compute beside it: a turn of 24 environments, 20 ms of computing each, takes seconds."""
+    """Eight other processes per core compute too, so a turn of 24 environments with 20 ms of computing each takes seconds."""
 
     def compute():
         end = time.thread_time() + 0.02
@@ -374,7 +374,7 @@ def test_quick_environments_come_in_one_piece_on_a_busy_machine_too(parts, sizes
 
 
 def test_slow_environments_that_answer_one_after_the_other_share_a_batch(parts, sizes, monkeypatch):
-    """All are slower than the patience; those that come in a row are waited for."""
+    """All environments are slower than PATIENCE; those that answer shortly after each other are waited for."""
     monkeypatch.setattr(engine_queue, "PATIENCE", 0.3)
     monkeypatch.setattr(calls, "PATIENCE", 0.3)
     order = iter(range(100))
@@ -384,7 +384,7 @@ def test_slow_environments_that_answer_one_after_the_other_share_a_batch(parts, 
 
 
 class Dice:
-    """Throws as many as the example says, each seen by the policy before the next; its seed decides."""
+    """Throws dice, as often as the example says, one throw per turn; the seed decides the numbers."""
 
     def __init__(self, size=12):
         self.size = size
@@ -425,14 +425,19 @@ def metrics_of(folder):
 def test_a_run_of_several_turns_resumes_bit_exactly(smoke, tmp_path):
     def run(name, rollouts, *more):
         folder = tmp_path / name
-        settings = ("callbacks=default", f"output_dir={folder}", f"rollout.num_rollouts={rollouts}", "eval.every=0")
+        settings = (
+            "callbacks=[samples,checkpoint]",
+            f"output_dir={folder}",
+            f"rollout.num_rollouts={rollouts}",
+            "eval.every=0",
+        )
         folder.mkdir()
         train(run_of(smoke, "Dice", *settings, "optim.schedule.name=constant", *more))
         return folder
 
-    whole, first = run("whole", 4), run("first", 2)
-    second = run("second", 4, f"ckpt_path={first}/checkpoints/last.ckpt")
-    last = [Run(folder).samples([4]) for folder in (whole, second)]
+    whole, first = run("whole", 3), run("first", 1)
+    second = run("second", 3, f"ckpt_path={first}/checkpoints/last.ckpt")
+    last = [Run(folder).samples([3]) for folder in (whole, second)]
     assert last[0].equals(last[1])
     policies = [Pretrained(str(folder / "checkpoints" / "last")).model().state_dict() for folder in (whole, second)]
     assert all(torch.equal(value, policies[1][name]) for name, value in policies[0].items())
@@ -452,8 +457,6 @@ def test_a_run_ends_where_every_environment_fails(smoke, tmp_path):
     config = run_of(smoke, "Troubled", "callbacks=default", "eval.every=0", names=["raises"] * 8)
     with pytest.raises(RolloutError) as error:
         train(config)
-    assert "episodes ended in a failure of their environment; the first: KeyError: 'the tool is gone'" in str(
-        error.value
-    )
+    assert "the environment failed in all 4 episodes; the first: KeyError: 'the tool is gone'" in str(error.value)
     assert (tmp_path / "rollouts" / "000001.failed.parquet").is_file() and "000001.failed.parquet" in str(error.value)
     assert (tmp_path / "checkpoints" / "last.ckpt").is_file()

@@ -1,4 +1,4 @@
-"""Episodes: single-use environments side by side, several turns, seeds; evaluation on top of them."""
+"""Episodes: single-use environments in parallel, several turns, seeds, metrics; evaluation on top of them."""
 
 import math
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from train import train
 
 
 class Counting:
-    """An environment of `turns` turns, that fits its slot without importing anything of ours but the messages."""
+    """An environment of `turns` turns, which fits the Protocol without importing anything of ours but `Message`."""
 
     built = 0
 
@@ -63,7 +63,7 @@ def test_every_sample_has_an_environment_of_its_own_and_turns_go_on_as_long_as_i
     for group in groups:
         for sample in group:
             said = [step.action.message for step in sample.trajectory.steps]
-            assert list(sample.trajectory.steps[-1].state.messages[1::2]) == said[:-1]  # its own words, nobody else's
+            assert list(sample.trajectory.steps[-1].state.messages[1::2]) == said[:-1]  # its own words, no other's
     scored = scores(groups)
     assert scored.lengths[1].tolist() == [sum(len(t.completion.ids) for t in sample.turns) for sample in groups[1]]
     assert scored.last_lengths[1].tolist() == [len(sample.turns[-1].completion.ids) for sample in groups[1]]
@@ -104,7 +104,7 @@ def test_a_renderer_without_template_reads_plain_text_and_a_prefill_is_continued
 
 
 def test_weights_are_loaded_once_a_version(smoke, tmp_path, monkeypatch):
-    """Evaluations at the start, in the middle and at the end cost no load of their own; no rollout samples old weights."""
+    """Evaluations at the start, in the middle and at the end cause no extra load; no rollout samples with old weights."""
     loads, sampled = [], []
     load, sample = TransformersEngine.load_weights, TransformersEngine.sample
     monkeypatch.setattr(
@@ -127,7 +127,7 @@ def graded(value: float, correct: bool, parts: dict[str, float], outcome: str | 
 
 
 def test_a_grader_that_fails_is_counted_and_spoils_no_mean():
-    """Two right, one wrong, one that nobody could grade: its own part says that it timed out."""
+    """Two right, one wrong, one unknown, whose part says that the grader timed out."""
     right, wrong = graded(1.0, True, {"timeout": 0.0}), graded(0.0, False, {"timeout": 0.0})
     groups = [[right, wrong], [right, graded(math.nan, False, {"timeout": 1.0})]]
     got = rollout_metrics(groups, scores(groups))

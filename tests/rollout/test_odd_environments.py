@@ -1,4 +1,4 @@
-"""What a user's environment may do to a rollout: end its own episode, and nothing else."""
+"""A user's environment, however it fails, ends only its own episode."""
 
 import asyncio
 import math
@@ -29,7 +29,7 @@ ASKED = State((Message("user", "q"),))
 
 
 class Starting:
-    """A task whose examples are functions: each is the `start` of its environment. One turn, and a reward of 1."""
+    """A task whose examples are functions, each the `start` of its environment. One turn, and a reward of 1."""
 
     def build(self, example):
         return SimpleNamespace(start=example, step=lambda action: None)
@@ -44,7 +44,7 @@ def fine():
 
 @pytest.fixture
 def started(parts):
-    """The samples of one episode for each `start`."""
+    """Return a function that plays one episode per `start` and returns the samples."""
 
     def of(*starts, timeout: float = 30.0):
         limits = Limits(step_timeout=timeout)
@@ -55,7 +55,7 @@ def started(parts):
 
 
 def test_an_episode_that_comes_while_the_engine_is_at_work_is_played(parts):
-    """The slow one begins when the quick one's only answer is being sampled, and asks before it is given."""
+    """The slow one starts while the quick one's only completion is being sampled, and asks before that is finished."""
     engine, renderer = parts
     release, asked = threading.Event(), threading.Event()
 
@@ -79,7 +79,7 @@ def test_an_episode_that_comes_while_the_engine_is_at_work_is_played(parts):
 
 
 def test_all_coroutines_share_a_loop_from_the_very_first():
-    """In a fresh process: threads that all want the first loop at once."""
+    """In a fresh process, 32 threads ask for the first event loop at the same time."""
     script = """
 import asyncio, threading
 from grpo.system.calls import awaited
@@ -136,7 +136,7 @@ def test_a_coroutine_that_ends_in_an_odd_way_ends_its_own_episode(started):
     assert ends[1][2].startswith("CancelledError")
 
 
-def test_an_exception_that_cannot_be_told_is_an_error_like_others(started):
+def test_an_exception_without_words_is_an_error_like_others(started):
     class Mute(Exception):
         def __str__(self):
             raise RuntimeError("no words")
@@ -145,7 +145,7 @@ def test_an_exception_that_cannot_be_told_is_an_error_like_others(started):
         raise Mute
 
     failed, other = started(fails, fine)
-    assert failed.trajectory.end == "env_error" and failed.trajectory.error.startswith("Mute: (it cannot be told)")
+    assert failed.trajectory.end == "env_error" and failed.trajectory.error.startswith("Mute: (it is unknown)")
     assert len(other.turns) == 1
 
 
@@ -193,7 +193,7 @@ def test_a_later_round_in_which_all_environments_fail_does_not_end_the_run(parts
         raise ConnectionError("gone")
 
     class Rounds(Starting):
-        def score(self, example, trajectory):  # the first round is over: equal rewards, so there is a second one
+        def score(self, example, trajectory):  # ends the first round: its rewards are equal, so a second round follows
             nonlocal first_round
             first_round = False
             return super().score(example, trajectory)
@@ -211,4 +211,4 @@ def test_a_later_round_in_which_all_environments_fail_does_not_end_the_run(parts
     ]
     assert scored.rewards.isnan().tolist() == [[False] * 2, [True] * 2]
     with pytest.raises(RolloutError, match="all 2 episodes"):
-        rollouts.make(1)  # nothing was played before it
+        rollouts.make(1)  # a first round, with no groups before it

@@ -1,4 +1,4 @@
-"""Rewards on their way into a run: in threads, with a limit, while others are still being generated."""
+"""Scoring in a run: in threads, with a time limit, while other episodes are still being sampled."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ def said(text: str) -> Trajectory:
 
 
 class Echo:
-    """Scores a text as a number; `hang` never comes back and `burn` raises."""
+    """Scores a text as the number in it; for `hang` it never returns, for `burn` it raises."""
 
     def build(self, example):
         return SingleTurn((Message("user", str(example)),))
@@ -43,7 +43,7 @@ class Echo:
 
 
 class GroupEcho(Echo):
-    """The same of a whole group: each sample is compared with the best of its siblings."""
+    """Echo for whole groups: each sample is compared with the best of its group."""
 
     async def score_group(self, example, trajectories):
         await asyncio.sleep(0)
@@ -52,7 +52,7 @@ class GroupEcho(Echo):
 
 
 class Patient(GroupEcho):
-    """One that hangs as a coroutine should, leaving the others alone."""
+    """GroupEcho that hangs in a coroutine, which does not block other coroutines."""
 
     async def score_group(self, example, trajectories):
         if any(trajectory.answer == "hang" for trajectory in trajectories):
@@ -78,7 +78,7 @@ def test_groups_are_scored_whole_or_sample_by_sample():
         def score(self, example, trajectory):
             return Reward(9.0, correct=False)
 
-    assert [r.value for r in score_group(Mine(), {}, [said("1")])] == [9.0]  # the last word, not an inherited one
+    assert [r.value for r in score_group(Mine(), {}, [said("1")])] == [9.0]  # not the inherited score_group
 
 
 def test_a_call_that_hangs_is_given_up_and_its_siblings_are_not():
@@ -86,9 +86,9 @@ def test_a_call_that_hangs_is_given_up_and_its_siblings_are_not():
     assert rewards[2] == [6] and not errors
     assert [value if value == value else None for value in rewards[0]] == [1, None, 3]
     assert all(map(math.isnan, rewards[1]))
-    rewards, errors = finish(Patient(), ["1", "hang"], ["5"])  # one call for both: nobody knows either
+    rewards, errors = finish(Patient(), ["1", "hang"], ["5"])  # one call for both: both rewards are unknown
     assert all(map(math.isnan, rewards[0])) and rewards[1] == [0] and not errors
-    finish(GroupEcho(), ["1", "hang"])  # blocks the loop of all coroutines, which get another one
+    finish(GroupEcho(), ["1", "hang"])  # blocks the loop of all coroutines, so a new loop is started
     assert finish(GroupEcho(), ["1", "2"]) == ({0: [-1, 0]}, {})
 
 
@@ -99,16 +99,15 @@ def test_more_that_hang_than_there_are_threads():
 
 
 def test_a_reward_that_never_comes_back_is_broken():
-    """A judge that is down costs the limit once, not once for every sixteen prompts."""
+    """A judge that is down costs the timeout once, not once for every sixteen prompts."""
     _, errors = finish(Echo(), *[["hang"] * 2] * (4 * THREADS), timeout=0.1)
     (error,) = errors.values()
-    assert "Echo.score did not come back in 0.1 s" in str(
-        error
-    ) and "never once: mend it, or raise score_timeout" in str(error)
+    assert "Echo.score did not return within 0.1 s" in str(error)
+    assert "calls: fix it, or raise score_timeout" in str(error)
 
 
 def test_coroutines_share_a_loop():
-    """So that a client which belongs to a loop can be made once."""
+    """One loop for all, so that a client that belongs to a loop is created once."""
     loops = set()
 
     class Client(Echo):
@@ -162,7 +161,7 @@ def test_a_failure_stays_one_while_its_sample_is_looked_for():
     [
         (lambda: 0.5, "Odd.score gave 0.5: it must give a grpo.env.types.Reward"),
         (lambda: None, "Odd.score gave None"),
-        (lambda: Reward(math.inf, True), "Odd.score gave a reward of inf: it must be finite"),
+        (lambda: Reward(math.inf, True), "Odd.score gave a reward of inf: it must be at most 1e+18 in size"),
         (lambda: sys.exit(3), "Odd.score raised SystemExit: 3"),
     ],
 )
@@ -199,7 +198,7 @@ def test_what_raises_is_named_with_its_sample():
 
 
 def test_rewards_come_while_others_are_still_generating(toy, toy_model):
-    """Prompt 0 gets one token to say, prompt 1 four: the first is scored before the second one has been sampled."""
+    """The engine samples prompt 0 first: its group is scored before the group of prompt 1 has been sampled."""
     engine = TransformersEngine(max_cache_tokens=1000)
     engine.load_weights(toy_model, 0)
     renderer = TokenizerRenderer(Pretrained(str(toy)).tokenizer())
@@ -219,7 +218,7 @@ def test_rewards_come_while_others_are_still_generating(toy, toy_model):
             found = engine.sample(prompts[:2], sampling, seeds[:2], done)
             assert first.wait(10)
             order.append("sampled the rest")
-            return found + engine.sample(prompts[2:], sampling, seeds[2:])  # does not tell of each
+            return found + engine.sample(prompts[2:], sampling, seeds[2:])  # without calling `done`
 
     groups = play(Told(), [0, 1], 2, Watched(), renderer, Sampling(4), lambda *path: derive_seed(0, *path))
     assert order == ["scored 0", "scored 0", "sampled the rest", "scored 1", "scored 1"]

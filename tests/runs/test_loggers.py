@@ -1,4 +1,4 @@
-"""What TensorBoard, Weights & Biases and MLflow get to see, and that a run does without the one that fails."""
+"""TensorBoard, Weights & Biases and MLflow get the same metrics, settings and samples; a run continues without one that fails."""
 
 import json
 import math
@@ -25,13 +25,13 @@ pytest.importorskip("mlflow")
 
 @pytest.fixture(autouse=True)
 def nobody(monkeypatch, tmp_path):
-    """Is logged in, and no file is written outside of the test's folder."""
+    """No tracker has credentials, and no file is written outside the test's folder."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setattr(sys, "exit", sys.exit)  # wandb puts its own there, and leaves it
+    monkeypatch.setattr(sys, "exit", sys.exit)  # wandb replaces it and does not restore it
     yield
-    wandb.teardown()  # it reads the environment once
+    wandb.teardown()  # wandb reads the environment only once
 
 
 def learned(smoke, tmp_path: Path, *more: str) -> Run:
@@ -42,7 +42,7 @@ def learned(smoke, tmp_path: Path, *more: str) -> Run:
 
 
 def numbers(run: Run) -> dict[tuple[str, int], float]:
-    """(name, rollouts) -> value, of metrics.csv."""
+    """Return metrics.csv as {(name, rollouts): value}."""
     return {
         (name, rollouts): value
         for name, column in run.metrics.items()
@@ -99,8 +99,8 @@ def test_all_loggers_get_the_same_numbers_settings_and_texts(smoke, tmp_path, ca
 
 
 def recorded(data: bytes) -> Iterator[bytes]:
-    """The records of a log in LevelDB's format: blocks of 32 KiB, each piece behind its checksum, length and kind."""
-    place, record = 7, b""  # after what says that it is wandb's
+    """Yield the records of a log in LevelDB's format: blocks of 32 KiB, each piece after its checksum, length and kind."""
+    place, record = 7, b""  # after wandb's header
     while place + 7 < len(data):
         if (room := 32768 - place % 32768) < 7:
             place += room
@@ -108,13 +108,13 @@ def recorded(data: bytes) -> Iterator[bytes]:
         length, kind = struct.unpack_from("<HB", data, place + 4)
         record += data[place + 7 : place + 7 + length]
         place += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
+        if kind in (1, 4):  # a whole record, or its last piece
             yield record
             record = b""
 
 
 def wandb_run(folder: Path) -> tuple[dict[tuple[str, int], float], dict, dict]:
-    """The numbers, the settings and the tables of an offline run, of the file that `wandb sync` would send."""
+    """Return the metrics, settings and tables of an offline run, read from the file that `wandb sync` would send."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
@@ -141,7 +141,7 @@ def test_a_run_goes_on_without_what_is_not_installed(smoke, tmp_path, caplog, mo
     run = learned(smoke, tmp_path, "logger=[wandb,mlflow]", "callbacks=[texts]")
     assert list(run.metrics.index) == [0, 1, 2]
     told = warnings(caplog)
-    assert len(told) == 3 and all("did not start, the run goes on without it: import of" in line for line in told)
+    assert len(told) == 3 and all("did not start, the run continues without it: import of" in line for line in told)
     assert {line.split()[0] for line in told} == {"TensorBoard", "Wandb", "MLflow"}
     assert any("(pip install wandb and wandb login, or logger.wandb.mode=offline)" in line for line in told)
 
@@ -160,11 +160,11 @@ def test_a_run_goes_on_where_no_server_answers(smoke, tmp_path, caplog, monkeypa
 def test_nobody_is_asked_to_log_in(tmp_path, caplog):
     Wandb(str(tmp_path), project="grpo").experiment  # noqa: B018
     (line,) = warnings(caplog)
-    assert line.startswith("Wandb did not start") and "nobody is logged in (" in line
+    assert line.startswith("Wandb did not start") and "not logged in (" in line
 
 
 class Break(L.Callback):
-    """Puts a folder in the place of a file in the middle of a run."""
+    """Replaces a file by a folder in the middle of a run."""
 
     def __init__(self, file: str) -> None:
         self.file = Path(file)
@@ -180,7 +180,7 @@ def test_a_logger_that_fails_on_the_way_is_left_out(smoke, tmp_path, caplog):
     broken = f"+callbacks.broken={{_target_: test_loggers.Break, file: {database}}}"
     run = learned(smoke, tmp_path, "logger=mlflow", f"logger.mlflow.uri=sqlite:///{database}", broken)
     (line,) = warnings(caplog)
-    assert line.startswith("MLflow failed, the run goes on without it: ") and "\n" not in line
+    assert line.startswith("MLflow failed, the run continues without it: ") and "\n" not in line
     assert list(run.metrics.index) == [0, 1, 2]
 
 
@@ -196,13 +196,13 @@ def test_one_option_brings_the_others_along():
 
 def test_a_run_that_went_back_to_its_checkpoint_is_shown_once(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 0\n")
-    for first, last in ((0, 5), (3, 6)):  # it had learned from 4 rollouts, and its checkpoint knew of 2
+    for first, last in ((0, 5), (3, 6)):  # the run had learned from 4 rollouts, and its checkpoint had 2
         tracker = TensorBoard(str(tmp_path))
         _ = tracker.experiment
         for step in range(first, last):
             tracker.log_metrics({"eval/accuracy": step / 10}, step)
         tracker.finalize("success")
-        time.sleep(1.1)  # files are in the order of their seconds
+        time.sleep(1.1)  # files are ordered by their creation time in seconds
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [e.step for e in events.Scalars("eval/accuracy")] == [0, 1, 2, 3, 4, 5]
 

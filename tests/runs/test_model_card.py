@@ -26,15 +26,15 @@ def test_the_card_of_a_run(smoke, toy, tmp_path, adapter):
     front = card.data.to_dict()
     assert front["pipeline_tag"] == "text-generation" and "datasets" not in front
     assert front["tags"][:4] == ["grpo", "reinforcement-learning", "gsm8k", "dr_grpo"]
-    if adapter == "lora":  # what peft says of it stays
-        assert front["library_name"] == "peft" and "base_model" not in front  # the hub has no such folder
+    if adapter == "lora":  # peft's metadata stays
+        assert front["library_name"] == "peft" and "base_model" not in front  # a local folder is not on the hub
         assert front["tags"][4:] == ["lora", "transformers"]
         assert "AutoPeftModelForCausalLM.from_pretrained" in card.text and "Framework versions" not in card.text
-    else:  # a folder of this machine's is no model of the hub's
+    else:  # a local folder is no model of the hub
         assert front["library_name"] == "transformers" and "base_model" not in front and len(front["tags"]) == 4
     assert fact(card, "base model") == f"`{toy}`" and fact(card, "seed") == "0"
     assert fact(card, "rollouts learned from") == "3, each of 2 prompts with 2 samples"
-    # none of 3 is right: Wilson's upper end is 1.96^2 / (3 + 1.96^2) = 0.5615
+    # 0 of 3 are right: the upper end of Wilson's interval is 1.96^2 / (3 + 1.96^2) = 0.5615
     assert fact(card, "held-out accuracy").startswith(
         "0.0%, 95 % interval 0.0% to 56.1%, on 3 examples of the split `test`"
     )

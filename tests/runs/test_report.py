@@ -1,4 +1,4 @@
-"""report.html, in a real browser: what it says is what the run's files say, and what a policy wrote is never more than text."""
+"""report.html in a real browser: its numbers agree with the run's files, and completions are shown as plain text."""
 
 import json
 import os
@@ -20,12 +20,12 @@ from train import train
 
 CHROMIUM = shutil.which("chromium")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
-SCREENSHOTS = os.environ.get("GRPO_SCREENSHOTS")  # a folder to look at
+SCREENSHOTS = os.environ.get("GRPO_SCREENSHOTS")  # a folder for pictures of the pages
 
 
 @pytest.fixture(scope="module")
 def sweep(toy, tmp_path_factory) -> Path:
-    """Two algorithms, two seeds each, four rollouts of rewards that differ; and a fifth job that crashed in its third rollout."""
+    """A sweep of two algorithms with two seeds each and four rollouts of varied rewards; a fifth job crashes in rollout 3."""
     folder = tmp_path_factory.mktemp("sweep")
     crash = "+callbacks.crash={_target_: test_train.Crash, rollout: 2}"
     jobs = [["algo=grpo", "seed=0"], ["algo=grpo", "seed=1"], ["algo=dr_grpo", "seed=0"], ["algo=dr_grpo", "seed=1"]]
@@ -56,7 +56,7 @@ def browser():
 
 @pytest.fixture
 def page(browser, request):
-    """A page of a new profile, which complains of nothing and asks for nothing but files."""
+    """A page in a new profile. At the end it must have logged no error and requested only files."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
     page.set_default_timeout(5000)
@@ -78,7 +78,7 @@ def table(page, section: str) -> list[list[str]]:
 
 
 def pick(page, name: str) -> None:
-    """Choose a rollout or an evaluation by the beginning of what its option says."""
+    """Choose a rollout or an evaluation by the beginning of its option's text."""
     options = page.locator("#step option").all_inner_texts()
     page.locator("#step").select_option(index=next(i for i, text in enumerate(options) if text.startswith(f"{name} (")))
 
@@ -103,7 +103,7 @@ def test_numbers_and_curves_are_those_of_the_run(sweep, page):
     figure.locator("svg").focus()
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")
-    label, value = figure.locator(".tip").inner_text().split("\n")  # two before the last
+    label, value = figure.locator(".tip").inner_text().split("\n")  # two points before the last
     assert label == "rollout 2" and float(value) == pytest.approx(metrics.loc[2, "rollout/reward"], rel=1e-3)
 
     page.locator("#picker summary").click()
@@ -114,7 +114,7 @@ def test_numbers_and_curves_are_those_of_the_run(sweep, page):
     assert caption.count() == 1
     box.uncheck()
     assert caption.count() == 0
-    assert "No number left the range" in page.locator("#health").inner_text() or table(page, "health")
+    assert "All watched metrics stayed" in page.locator("#health").inner_text() or table(page, "health")
 
 
 @needs_browser
@@ -181,7 +181,7 @@ def test_the_difference_is_the_least_one(sweep, page):
 
 @needs_browser
 def test_a_completion_is_text_and_no_number_is_no_error(sweep, page, tmp_path):
-    """The page of a copy of a run, in which a completion was replaced and rewards became unknown."""
+    """The page of a changed copy of a run: one completion is hostile HTML, and rewards are unknown."""
     folder = tmp_path / "run"
     shutil.copytree(sweep / "0", folder, ignore=shutil.ignore_patterns("checkpoints", "report.html"))
     evil = '</script><script>window.owned = 1</script><img src=x onerror="window.owned = 2">\u2028<!-- $data \N{BROKEN HEART}'
@@ -215,7 +215,7 @@ def test_a_sweep_shows_its_arms_and_leads_to_its_runs(sweep, page):
     page.goto(write_report(sweep).as_uri())
     last = [Run(sweep / str(job)).accuracy.iloc[-1] for job in range(4)]
     one, two = table(page, "arms")
-    assert one[:2] == ["algo=grpo", "2"] and two[:2] == ["algo=dr_grpo", "2"]  # the crashed one is not among them
+    assert one[:2] == ["algo=grpo", "2"] and two[:2] == ["algo=dr_grpo", "2"]  # without the crashed run
     assert one[2].startswith(f"{50 * (last[0] + last[1]):.1f} % ")
     difference = float(two[3].split()[0].replace("\N{MINUS SIGN}", "-"))
     assert difference == pytest.approx(50 * (last[2] + last[3] - last[0] - last[1]), abs=0.06)
@@ -249,7 +249,7 @@ def test_a_page_holds_a_bounded_number_of_samples(sweep, tmp_path):
 
 
 def test_an_interrupted_run_says_so(sweep, tmp_path):
-    """At that moment the manifest says that the run is going on."""
+    """The page says so although the manifest still has the status running at that moment."""
     folder = tmp_path / "run"
     shutil.copytree(sweep / "0", folder, ignore=shutil.ignore_patterns("report.html"))
     manifest = json.loads((folder / "manifest.json").read_text())

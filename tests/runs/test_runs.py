@@ -1,6 +1,7 @@
-"""What a run leaves, and how it is read: the manifest, the table of metrics, samples, several runs side by side."""
+"""The files of a run and their readers: the manifest, metrics.csv, samples, and several runs side by side."""
 
 import csv
+import inspect
 import json
 import os
 import subprocess
@@ -20,7 +21,7 @@ from train import train
 
 
 class Question:
-    """As an example of a task of somebody else's may have one."""
+    """An object as a value of an example, as a task by somebody else may have."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -44,7 +45,7 @@ def test_a_crashed_run_goes_on_in_its_own_folder(run, tmp_path):
         run("crashed", *settings, "+callbacks.crash={_target_: test_train.Crash, rollout: 5}")
     crashed = Run(tmp_path / "crashed")
     assert crashed.status == "failed" and crashed.manifest["error"] == "RuntimeError: the disk is full"
-    assert (crashed.manifest["rollouts"], len(crashed.metrics)) == (5, 6)  # one more than the checkpoint knows of
+    assert (crashed.manifest["rollouts"], len(crashed.metrics)) == (5, 6)  # one more than the checkpoint has
 
     spent = crashed.manifest["seconds"]
 
@@ -98,7 +99,8 @@ def test_an_example_has_the_same_fingerprint_wherever_it_is():
     assert len(fingerprint({})) == 12
     assert fingerprint({1: {"x", "y"}, "a": Question("why")}) == fingerprint({"a": Question("why"), "1": {"y", "x"}})
     assert fingerprint({"a": Question("why")}) != fingerprint({"a": Question("how")})
-    code = "from test_runs import *; print(fingerprint({'a': {'x', 'y', 'z'}, 'b': Question('why')}))"
+    code = f"{inspect.getsource(Question)}\nfrom grpo.data.dataset import fingerprint\n"
+    code += "print(fingerprint({'a': {'x', 'y', 'z'}, 'b': Question('why')}))"
     command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": TEST_PATH}
     elsewhere = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
     assert elsewhere == fingerprint({"a": {"x", "y", "z"}, "b": Question("why")})
@@ -131,12 +133,12 @@ def test_samples_of_some_rollouts_and_with_tokens(run):
     assert done.evaluated == [0, 1, 2, 3] and set(done.evaluations([3])["rollout"]) == {3}
     asked = done.evaluations([0], ["item"])["item"]
     assert asked.is_unique and set(asked) == set(done.evaluations([3])["item"])  # the same problems
-    with pytest.raises(UserError, match="has no table of \\[9\\]; there are: 1, 2, 3"):
+    with pytest.raises(UserError, match="has no table of \\[9\\]; it has rollouts: 1, 2, 3"):
         done.samples([9])
 
 
 def test_runs_side_by_side(run, tmp_path):
-    """Two arms of two seeds; numbers from the files themselves."""
+    """Two arms with two seeds each; the expected numbers come from the files."""
     made = [
         run(f"sweep/{i}", f"algo={algo}", f"seed={seed}", "eval.samples=2", "eval.sampling.temperature=1")
         for i, (algo, seed) in enumerate([("grpo", 0), ("grpo", 1), ("dr_grpo", 0), ("dr_grpo", 1)])
@@ -150,7 +152,7 @@ def test_runs_side_by_side(run, tmp_path):
     assert list(arms(made[:2])) == ["all runs"]
     for silent in (silent_runs := [Run(r.folder) for r in made]):
         silent.overrides = {}
-    assert sorted(map(len, arms(silent_runs).values())) == [2, 2]  # by the configuration, folders apart
+    assert sorted(map(len, arms(silent_runs).values())) == [2, 2]  # grouped by the configuration, without folders
     found = table(runs[:4])
     assert found["last"].tolist() == [r.manifest["accuracy"] for r in made] and (found["minutes"] > 0).all()
     lengths = curves(runs, "rollout/length")

@@ -1,4 +1,4 @@
-"""Calls of other people's code: limits, threads that hang, coroutines, and who is slow."""
+"""Calls of user code: time limits, threads that hang, coroutines, and which calls are slow."""
 
 import asyncio
 import os
@@ -40,8 +40,19 @@ def test_what_a_call_raises_is_its_outcome():
     assert isinstance(left, SystemExit) and isinstance(wrong, ValueError) and loop is awaited(running_loop())
 
 
+def test_a_fork_that_returns_ends():
+    def forks():
+        child = os.fork()  # the child returns 0
+        return child and os.waitpid(child, 0)[1]
+
+    async def status():
+        return await Calls(1).run(1, 20, forks)
+
+    assert os.waitstatus_to_exitcode(asyncio.run(status())) == 1
+
+
 def test_a_loop_that_has_a_result_to_tell_is_not_taken_for_blocked():
-    """One coroutine is done just when another is given up."""
+    """One coroutine finishes just when another is cancelled."""
     before, given_up = awaited(running_loop()), asyncio.Event()
 
     async def slow():
@@ -61,19 +72,19 @@ def test_a_loop_that_has_a_result_to_tell_is_not_taken_for_blocked():
     assert awaited(running_loop()) is before
 
 
-def looks(calls: Calls, keys: set, until: float) -> dict:
-    """When each of the calls was found to be slow, in seconds."""
+def looks(calls: Calls, keys: set, until: float, wanted: set | None = None) -> dict:
+    """Return the seconds after which each call was found to be slow; ends when the wanted ones (all by default) are found."""
     begun, found = time.monotonic(), {}
-    while time.monotonic() - begun < until and keys - found.keys():
+    while time.monotonic() - begun < until and (wanted or keys) - found.keys():
         time.sleep(LOOK)
         found |= dict.fromkeys(calls.slow(keys - found.keys(), []), time.monotonic() - begun)
     return found
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux's account of threads")
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux's statistics of threads")
 def test_who_waits_is_slow_and_who_waits_for_a_core_is_not():
-    """Sixteen processes want the cores, too. Each call computes for 0.1 s or less, or waits for something outside."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(16)]
+    """Four processes compete for the cores. Each call computes for at most 0.1 s, or waits for something outside."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
 
     def compute():
         end = time.thread_time() + 0.1
@@ -84,7 +95,7 @@ def test_who_waits_is_slow_and_who_waits_for_a_core_is_not():
         calls = Calls(threads=16)
         quick = [calls.run(i, 60, compute) for i in range(12)]
         waiting = calls.run("waits", 60, release.wait)
-        watch = asyncio.to_thread(looks, calls, {*range(12), "waits"}, 120)
+        watch = asyncio.to_thread(looks, calls, {*range(12), "waits"}, 120, {"waits"})
         done = asyncio.gather(*quick, waiting)
         found.update(await watch)
         release.set()

@@ -1,4 +1,4 @@
-"""Two processes learn what one learns: train.py on two devices (of a CPU), compared with one."""
+"""Two processes learn what one learns: train.py on two devices (of a CPU) compared with one."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ EVERYTHING = [
     "algo.top_entropy=0.5",  # a threshold over all ranks
     "algo.sampling_rounds=2",
     "algo.entropy={coef: 0.01, target: 9.0}",
-    "algo.num_minibatches=3",  # of 12 rows; some leave a rank with none
+    "algo.num_minibatches=3",  # of 12 rows; some minibatches leave a rank without rows
     "rollout.prompts=3",
     "rollout.group_size=4",
     "rollout.num_rollouts=2",
@@ -41,10 +41,10 @@ def learned(smoke, folder: Path, devices: int, overrides: list[str]) -> dict[str
         "trainer=cpu",
         f"trainer.devices={devices}",
         "callbacks=[checkpoint]",
-        "optim.optimizer._target_=torch.optim.SGD",  # at a rate of 1 what changes is the gradient
+        "optim.optimizer._target_=torch.optim.SGD",  # at learning rate 1 the change is the gradient
         "~optim.optimizer.betas",
         "optim.optimizer.lr=1",
-        "optim.max_grad_norm=0",
+        "optim.max_grad_norm=null",
         f"hydra.run.dir={folder}",
         *overrides,
     ]
@@ -82,4 +82,4 @@ def test_shares_follow_each_other(monkeypatch):
 
 @pytest.mark.parametrize("devices", [0, "two"])
 def test_devices_are_a_number(smoke, devices):
-    assert f"trainer.devices={devices} must be a number of devices" in told(*smoke(f"trainer.devices={devices}"))
+    assert f"trainer.devices={devices} must be an integer of at least 1" in told(*smoke(f"trainer.devices={devices}"))

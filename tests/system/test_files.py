@@ -1,4 +1,4 @@
-"""Files that are on disk whole or not at all."""
+"""Files are written completely or not at all."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The dictionary of metrics: it holds what a run logs, nothing that none logs, and the table in the docs is made from it."""
+"""The dictionary of metrics has what runs log and nothing else, and the table in the docs is made from it."""
 
 import pandas as pd
 import pytest
@@ -12,7 +12,7 @@ from train import train
 
 
 class Graded(GSM8K):
-    """Rewards in which the samples of a random model differ, with parts that are called like metrics of ours."""
+    """Gives different rewards to the samples of a random model, with parts that are named like metrics of ours."""
 
     def score(self, example, trajectory) -> Reward:
         value = len(trajectory.answer.encode()) % 7 / 7
@@ -42,7 +42,7 @@ def test_every_metric_of_a_run_is_in_the_dictionary_and_every_entry_is_of_some_r
         "time/played",
         "eval/NAME_iqm",
         "loss/NAME",
-    }  # ahead, comparisons, your surrogate
+    }  # rollout.ahead, comparisons, a user's surrogate
     entries = {metric.name for metric in METRICS if not metric.part}
     assert entries - {about(name).name for name in logged} == elsewhere
     assert (logged["rollout/reward/turns"].dropna() == 7).all() and (logged["eval/reward/turns"].dropna() == 7).all()
@@ -52,7 +52,7 @@ def test_the_table_in_the_docs_is_that_of_the_dictionary():
     assert metric_table() in (ROOT / "docs" / "algorithms.md").read_text(), (
         "python -m grpo.system.metrics prints the table"
     )
-    assert "| `rollout/timeout` `eval/timeout` | share |" in metric_table() and "| to 0.02 |" in metric_table()
+    assert "| `rollout/timeout` `eval/timeout` | share |" in metric_table() and "| at most 0.02 |" in metric_table()
 
 
 def test_names_are_told_apart_and_a_sentence_each():
@@ -101,7 +101,7 @@ def test_a_name_of_no_metric():
             (name, name)
             for name in ("brevity", "correct", "format", "level_3", "gsm8k/reward", "overlong", "reward/form")
         ),
-        ("reward/turns", "reward/reward/turns"),  # or two parts would share a name
+        ("reward/turns", "reward/reward/turns"),  # otherwise two parts would share a name
     ],
 )
 def test_a_part_of_the_reward_leaves_our_metrics_alone(part, name):

@@ -1,4 +1,4 @@
-"""Worker processes: killed at a deadline or out of memory, shared by threads, gone with their parent."""
+"""Worker processes: killed at a deadline or out of memory, shared by threads, ended with their parent."""
 
 import math
 import os
@@ -13,7 +13,7 @@ import pytest
 from grpo.rewards.math.grading import verdict
 from grpo.system.workers import WorkerError, Workers
 
-SLACK = 10.0  # seconds, on a busy machine: a worker that was killed has to start again
+SLACK = 10.0  # seconds, for a busy machine: a killed worker has to restart
 
 
 def workers(function: str, warm_up: tuple, deadline: float = 5.0, memory: int = 2**28) -> Workers:
@@ -51,7 +51,7 @@ def test_what_goes_wrong_in_a_worker_is_said(function, warm_up, bad, message):
         pool.call(bad)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux holds a process to its address space")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's address space")
 def test_a_worker_out_of_memory_dies_alone():
     pool = workers("operator.mul", ("x", 3), memory=2**28)
     with pytest.raises(WorkerError, match="died"):

@@ -1,4 +1,4 @@
-"""The tool and its task: right numbers, one clear line for everything else, episodes scored by hand, dialogues that are right."""
+"""The calculator and its task: exact results, one clear line for errors, episodes scored by hand, correct dialogues."""
 
 import json
 import random
@@ -28,7 +28,7 @@ def box(number: object) -> Message:
 
 
 def played(row: dict, *said: Message, most: int = 9) -> Trajectory:
-    """The episode of a policy that says these messages, `most` of them at most."""
+    """Return the episode of a policy that says these messages, at most `most` of them."""
     env = Calculator().build(row)
     state, steps = env.start(), []
     for message in said[:most]:
@@ -103,13 +103,13 @@ def test_the_hastiest_author_calls_nothing_and_one_who_slips_misreads():
     assert conversation(PROBLEM, random.Random(0), hasty=1.0).messages == (Message("user", "?"), box(214))
     (said,) = texts([conversation(PROBLEM, random.Random(0), slips=1.0)])
     numbers = [re.findall(r"\d+", text) for text in said[1:]]
-    assert numbers[0] == ["13", "42"] and numbers[1] == ["546"]  # the tool is right
+    assert numbers[0] == ["13", "42"] and numbers[1] == ["546"]  # the tool is correct
     assert numbers[2][0] == "214" and numbers[2][1] != "546"
-    assert numbers[-1] != numbers[-2]  # the box, and the last that the tool said
+    assert numbers[-1] != numbers[-2]  # the box, and the tool's last result
 
 
 def test_the_worked_dialogues_rendered_and_read_back_give_the_answer():
-    """What the template shows of each dialogue is played by hand: the tool's numbers are right, and lead to the box."""
+    """Each rendered dialogue is replayed by hand: the tool's results are correct and lead to the box."""
     said = worked_answers(300, seed=0)
     tokenizer = make_tokenizer([text for messages in texts(said) for text in messages], tools=True)
     lengths = set()
@@ -131,7 +131,7 @@ def test_the_worked_dialogues_rendered_and_read_back_give_the_answer():
             request = json.loads(written)
             expression = request["arguments"]["expression"]
             assert request == {"name": "calculator", "arguments": {"expression": expression}}
-            assert set(re.findall(r"\d+", expression)) <= known  # no number comes out of nowhere
+            assert set(re.findall(r"\d+", expression)) <= known  # every number is in the question or a result
             assert eval(expression) == int(reply) <= LARGEST
             known.add(reply)
         assert last == f"\\boxed{{{reply}}}<|end|>"
@@ -165,7 +165,7 @@ def test_following_the_working_is_right_on_every_row():
         reward = task.score(row, trajectory)
         assert (reward.value, reward.correct) == (1.0, True)
         calls += len(lines)
-    assert 2.3 < calls / 400 < 2.7  # 2 and 3 alike
+    assert 2.3 < calls / 400 < 2.7  # 2 and 3 are equally frequent
 
 
 ROW = {"question": "?", "answer": "700", "steps": 3, "solution": ""}
@@ -174,9 +174,9 @@ ROW = {"question": "?", "answer": "700", "steps": 3, "solution": ""}
 @pytest.mark.parametrize(
     ("said", "most", "value"),
     [
-        ([box(700)], 9, 1.0),  # it need not call
+        ([box(700)], 9, 1.0),  # a call is not needed
         ([box(214)], 9, 0.0),
-        ([call("13*42"), call("1/0"), box(700)], 9, 1.0),  # nor succeed
+        ([call("13*42"), call("1/0"), box(700)], 9, 1.0),  # and may fail
         ([call("13*42"), box(546)], 9, 0.0),
         ([Message("assistant", "\\boxed{700}", call("1+1").tool_calls), box(1)], 9, 0.0),  # the last message counts
         ([call("1+1")] * 3, 2, 0.0),
@@ -235,7 +235,7 @@ def test_hasty_dialogues_are_shorter():
     clean, hasty = (
         sum(len(one.messages) // 2 - 1 for one in worked_answers(1000, 0, hasty=share)) for share in (0.0, 0.5)
     )
-    assert 2400 < clean < 2600 and 600 < hasty < 950  # 1/2 + 1/4 + at times 1/8
+    assert 2400 < clean < 2600 and 600 < hasty < 950  # 1/2 + 1/4 + sometimes 1/8
 
 
 @pytest.mark.parametrize("arguments", [{"steps": (1, 4)}, {"largest": 98}, {"train_size": 0}])

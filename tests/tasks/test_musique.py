@@ -1,4 +1,4 @@
-"""MuSiQue: what a search finds, what an answer earns. Three invented questions; the 200 real ones where they are at hand."""
+"""MuSiQue: results of searches, rewards of answers. Three invented questions, and 200 real ones if they are present."""
 
 import json
 
@@ -31,7 +31,7 @@ def say(text: str) -> Message:
 
 
 def episode(env: ToolEnv, *said: Message, truncated: bool = False) -> Trajectory:
-    """The policy says these, one a turn; where the environment then wants more, the turns have run out."""
+    """Return the episode of a policy that says these, one a turn. It is out of turns if the environment wants more."""
     steps, state = [], env.start()
     for place, message in enumerate(said):
         cut = truncated and place == len(said) - 1
@@ -47,7 +47,7 @@ def scored(task: Musique, example: Example, *said: Message, **how) -> Reward:
 
 
 def hop_queries(row: Example) -> list[str]:
-    """What someone would search for who knows the plan, and every answer on the way."""
+    """Return the searches of someone who knows the plan and every intermediate answer."""
     queries = []
     for place, hop in enumerate(row["decomposition"]):
         query = hop["q"]
@@ -89,7 +89,7 @@ def test_what_bm25_finds_of_the_real_questions():
         own += all(paragraphs[hop["support"]].shown in find(query).split("\n\n") for query, hop in hops)
         every += scored(task, row, *map(search, queries), say("\\boxed{?}")).parts["supports"] == 1
         at_once += scored(task, row, search(row["question"]), say("\\boxed{?}")).parts["supports"] == 1
-    # the search of every hop finds the paragraph of that hop: 70.5 %; one of the searches does: 83 %; the whole question: 13.5 %
+    # each hop's search finds that hop's paragraph: 70.5 %; all searches together do: 83 %; the whole question does: 13.5 %
     assert (len(rows), own, every, at_once) == (200, 141, 166, 27)
 
 
@@ -112,8 +112,8 @@ def test_a_search_shows_the_best_paragraphs_as_text():
     otter, badger, marten, vole = (paragraph.shown for paragraph in paragraphs)
     find = search_of(paragraphs, 2)
     assert find("Where is the BADGER?") == f"{badger}\n\n{marten}" == f"Badger\nA badger digs.\n\n{marten}"
-    assert search_of(paragraphs, 9)("digs").split("\n\n") == [marten, badger, vole]  # equals: in order
-    assert find("otter") == otter  # one that shares no word is not shown to make up the number
+    assert search_of(paragraphs, 9)("digs").split("\n\n") == [marten, badger, vole]  # equal scores keep their order
+    assert find("otter") == otter  # a paragraph that shares no word is not shown, even if fewer remain
     assert find("digs").split("\n\n") == [marten, badger]
     for query in ("zebra", "", "is it the", "?"):
         assert find(query) == NOTHING
@@ -143,7 +143,7 @@ def test_the_index_is_made_once_a_question():
     assert (search_of.cache_info().misses, search_of.cache_info().hits) == (3, 9)
 
 
-# -- what an answer is worth
+# -- rewards
 
 
 def test_match_by_hand():
@@ -153,12 +153,12 @@ def test_match_by_hand():
     for answer, golds, value in [
         ("Ostrava", ["Ostrava Mills"], 2 / 3),  # precision 1, recall 1/2
         ("Ostrava Mills in Sollen", ["Ostrava Mills"], 2 / 3),  # 1/2, 1
-        ("mills mills mills", ["Mills"], 1 / 2),  # 1/3, 1: a word counts as often as it is there
+        ("mills mills mills", ["Mills"], 1 / 2),  # 1/3, 1: a repeated word counts each time
         ("new new", ["New New York"], 4 / 5),  # 1, 2/3
         ("a b c d e", ["d c x"], 2 * (2 / 4) * (2 / 3) / (2 / 4 + 2 / 3)),  # a is an article
         ("Sollen", ["Ostrava Mills"], 0),
         ("the", ["Mills"], 0),
-        ("Sollen", ["Ostrava Mills", "Sollen town", "of Sollen market"], 2 / 3),  # the best of them
+        ("Sollen", ["Ostrava Mills", "Sollen town", "of Sollen market"], 2 / 3),  # the best of the golds
     ]:
         assert f1(answer, golds) == pytest.approx(value), answer
 
@@ -172,20 +172,20 @@ def test_match_by_hand():
         ([say("It is Ostrava Mills.")], 0, "no_answer", {"f1": 0}),
         ([say("<think>\\boxed{Mills}</think> Sollen.")], 0, "no_answer", {}),
         ([search("Lark Bridge"), say("\\boxed{Mills}")], 1, "right", {"searches": 1, "supports": 1 / 2}),
-        (  # 1 - 2 * 0.1: the same words
+        (  # 1 - 2 * 0.1: twice the same words
             [search("Lark Bridge"), search("the lark bridge?"), search("Lark, bridge"), say("\\boxed{Mills}")],
             0.8,
             "right",
             {"searches": 3, "repeats": 2, "supports": 1 / 2},
         ),
-        (  # 1 - 2 * 0.05: six, of which four are free, whether in one message or in several
+        (  # 1 - 2 * 0.05: six searches, four of them free, in any number of messages
             [search("Lark", "Ines"), search("Wend", "Heron", "Tamsel", "born"), say("\\boxed{Mills}")],
             0.9,
             "right",
             {"searches": 6, "repeats": 0, "supports": 1},
         ),
         ([search("x"), search("x"), say("\\boxed{Sollen}")], -0.1, "wrong", {"repeats": 1, "supports": 0}),
-        # no search: a tool that is not there, and arguments that are none
+        # no search: an unknown tool, and arguments that are no object
         (
             [
                 Message("assistant", "", (ToolCall("find", {"query": "x"}), ToolCall("search", ["x"]))),
@@ -195,7 +195,7 @@ def test_match_by_hand():
             "right",
             {"searches": 0},
         ),
-        # the turns run out: what is claimed beside a call is no answer
+        # out of turns: a box beside a call is no answer
         (
             [search("Lark Bridge"), search("Ines Korda", text="\\boxed{Mills}")],
             0,
@@ -220,7 +220,7 @@ def test_f1_is_learned_from_where_it_is_chosen_and_em_says_what_is_right():
 def test_cut_short():
     task = task_of()
     row = task.examples("test")[0]
-    assert scored(task, row, say("\\boxed{Mills}, and I"), truncated=True).correct  # as in every task: it is there
+    assert scored(task, row, say("\\boxed{Mills}, and I"), truncated=True).correct  # the box is whole, as in every task
     assert scored(task, row, say("I think \\boxed{Mil"), truncated=True).outcome == "no_answer"
     assert scored(task, row, search("Lark", text="\\boxed{Mills}"), truncated=True).outcome == "no_answer"
 
@@ -248,7 +248,7 @@ def test_nothing_of_one_sample_is_in_another():
     assert len(theirs.start().messages) == 1
     second = episode(theirs, search("Lark Bridge"), say("\\boxed{Mills}"))
     assert [task.score(row, one).parts["supports"] for one in (first, second, first)] == [1, 0.5, 1]
-    assert task.score(row, second).parts["repeats"] == 0  # its sibling searched for that, not it
+    assert task.score(row, second).parts["repeats"] == 0  # only its sibling had searched for that
 
 
 # -- rows
@@ -270,7 +270,7 @@ def test_both_forms_of_a_row_are_one(tmp_path):
         "f1",
         "searches",
         "repeats",
-    }  # what a row does not tell is no part
+    }  # a part needs its field in the row
 
 
 def test_which_rows_are_kept(tmp_path):
@@ -294,19 +294,19 @@ def test_which_rows_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"match": "bleu"}, "task.match=bleu is not one of em, f1"),
-        ({"k": 0}, "task.k=0 must be at least 1"),
-        ({"repeat_penalty": -1}, "task.repeat_penalty=-1 must be 0 or more"),
-        ({"call_penalty": float("nan")}, "task.call_penalty=nan must be 0 or more"),
-        ({"free_searches": -1}, "task.free_searches=-1 must be 0 or more"),
-        ({"hops": [2, 5]}, r"task.hops=\[2, 5\] must be some of 2, 3, 4, or null"),
+        ({"k": 0}, "task.k=0 must be an integer of at least 1"),
+        ({"repeat_penalty": -1}, "task.repeat_penalty=-1 must be a number of at least 0"),
+        ({"call_penalty": float("nan")}, "task.call_penalty=nan must be a number of at least 0"),
+        ({"free_searches": -1}, "task.free_searches=-1 must be an integer of at least 0"),
+        ({"hops": [2, 5]}, r"task.hops=\[2, 5\] must be one of 2, 3, 4 or a list, each item one of 2, 3, 4, or null"),
         ({"hops": []}, r"task.hops=\[\] must be some of"),
     ],
 )
-def test_settings_that_are_refused(settings, told):
-    with pytest.raises(UserError, match=told) as refused:
+def test_settings_that_are_refused(settings, message):
+    with pytest.raises(UserError, match=message) as refused:
         task_of(**settings)
     assert "\n" not in str(refused.value)
 

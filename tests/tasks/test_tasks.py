@@ -57,7 +57,7 @@ def test_gsm8k_rewards():
         reward = task.score(example, said(text))
         assert (reward.value, reward.outcome, reward.parts["format"]) == (pytest.approx(value), outcome, form), text
         assert reward.correct == (outcome == "right")
-    chat = GSM8K(str(EXAMPLES), "chat")  # a chat model that repeats the question has not gone on to another one
+    chat = GSM8K(str(EXAMPLES), "chat")  # in chat, a repeated question does not end the answer
     assert chat.score(example, said("Sure.\nQuestion: how many?\n\\boxed{1000}")).correct
 
 
@@ -80,7 +80,7 @@ def test_gsm8k_prompts():
 def test_gsm8k_grades_its_own_solutions():
     task = GSM8K(str(REAL_DATA))
     train, test = task.examples("train"), task.examples("test")
-    assert (len(train), len(test)) == (1000, 1319)  # none is empty, twice, or on both sides
+    assert (len(train), len(test)) == (1000, 1319)  # no row is empty, repeated or in both splits
     rows = [*train, *test]
     assert all(task.score(row, said(row["answer"])).correct for row in rows)
     golds = [Fraction(extract_answer(row["answer"]).replace(",", "")) for row in rows]
@@ -104,7 +104,7 @@ def test_math_rows_levels_and_rewards(tmp_path):
     assert task.score({**ROW, "solution": "no box"}, said("\\boxed{1}")).outcome == "error"  # and not wrong
     assert [row["problem"] for row in Math(path, levels=[5]).examples("test")] == ["And twice?"]
     unknown = task.score({"problem": "?", "solution": "no box", "level": 3}, said("\\boxed{1}"))
-    assert unknown.outcome == "error" and "level_3" not in unknown.parts  # nobody knows: not a 0
+    assert unknown.outcome == "error" and "level_3" not in unknown.parts  # unknown, so not 0
     with pytest.raises(UserError, match=r"task\.levels=\[1\] leaves none of the 2 rows"):
         Math(path, levels=[1]).examples("test")
 
@@ -120,7 +120,7 @@ def test_math_rows_levels_and_rewards(tmp_path):
         ("no: <answer>1</answer> but <answer>7*3+25</answer>", "right"),
         ("\\boxed{25 + 7 * 3}", "right"),
         ("<answer>25 + 21</answer>", "wrong"),  # equal, but not with these numbers
-        ("<answer>25 + 3 * 7 + 3 - 3</answer>", "wrong"),  # one too often
+        ("<answer>25 + 3 * 7 + 3 - 3</answer>", "wrong"),  # 3 is used too often
         ("<answer>3 + 7 + 25</answer>", "wrong"),
         ("<answer>3 / (7 - 7) + 25</answer>", "wrong"),
         ("<answer>25 + 3 ** 7</answer>", "wrong"),
@@ -174,7 +174,7 @@ def test_jsonl_takes_texts_and_conversations(tmp_path):
     seen = []
     spy = Jsonl(path, lambda prompts, completions: seen.append((prompts, completions)) or [0], prompt="ask")
     spy.score(row, said("4", State(asked(spy, row))))
-    assert seen == [([conversation], [[{"role": "assistant", "content": "4"}]])]  # a conversation by any column's name
+    assert seen == [([conversation], [[{"role": "assistant", "content": "4"}]])]  # any column may have a conversation
     assert task.score(row, said("\\boxed{4}")).outcome == "right"
     numbers = write(tmp_path / "numbers.jsonl", [{"prompt": f"{i} + 1?", "right": i + 1} for i in range(40)])
     task = Jsonl(numbers, "correct", gold="right", held_out={"test": 0.2})
@@ -253,7 +253,7 @@ def test_code_rows_and_their_own_solutions():
 
 
 def test_shares_of_a_mixture():
-    # a: 100 rows at 3, b: 10 rows at 1; all of a once takes 33 of b, which starts again
+    # a: 100 rows, weight 3; b: 10 rows, weight 1. One pass over a takes 33 rows of b, which starts again
     assert shares({"a": 100, "b": 10}, {"a": 3, "b": 1}) == {"a": 100, "b": 33}
     assert shares({"a": 10, "b": 100}, {"a": 1, "b": 1}) == {"a": 100, "b": 100}
     order = interleaved({"a": 4, "b": 2})
@@ -266,7 +266,7 @@ def test_a_mixture_asks_and_scores_as_its_sources_do():
     task = Mixture({"gsm8k": {"task": gsm8k}, "countdown": {"task": puzzles}}, {"gsm8k": 1, "countdown": 3})
     train, test = task.examples("train"), task.examples("test")
     assert [sum(row["source"] == name for row in train) for name in ("gsm8k", "countdown")] == [4, 12]
-    assert [row["source"] for row in test] == ["gsm8k", "countdown"] * 3  # in turn: a limit leaves some of each
+    assert [row["source"] for row in test] == ["gsm8k", "countdown"] * 3  # alternating, so a limit keeps some of each
     row = next(row for row in train if row["source"] == "gsm8k")
     assert asked(task, row) == asked(gsm8k, row["example"])
     right, wrong = score_group(task, row, [said(row["example"]["answer"]), said("#### 0")])
@@ -274,7 +274,7 @@ def test_a_mixture_asks_and_scores_as_its_sources_do():
     assert wrong.parts == {"gsm8k/correct": 0.0, "gsm8k/format": 1.0, "gsm8k/reward": 0.1}
     for weights, message in [
         ({"gsm8k": 1}, r"task\.weights has 1 sources \(gsm8k\) and task\.sources 2 \(gsm8k, countdown\)"),
-        ({"gsm8k": 1, "countdown": 0}, "must all be above 0"),
+        ({"gsm8k": 1, "countdown": 0}, "each value a number above 0, or null"),
     ]:
         with pytest.raises(UserError, match=message):
             Mixture({"gsm8k": {"task": gsm8k}, "countdown": {"task": puzzles}}, weights)

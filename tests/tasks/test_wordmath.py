@@ -1,4 +1,4 @@
-"""The word problems: right arithmetic, sides that never meet, rewards, and the hasty author."""
+"""The word problems: correct arithmetic, disjoint sides, rewards, and the hasty author."""
 
 import random
 import re
@@ -83,7 +83,7 @@ def test_the_sides_never_meet():
     train = {row["question"] for row in task.examples("train")}
     assert len(test) == 500  # all different
     assert not test & (train | warm)
-    # short problems, where chance alone would make many meet
+    # short problems, of which many would be equal by chance alone
     short = {row["question"] for row in Wordmath(steps=(2, 2), test_size=3000, seed=1).examples("test")}
     assert {side(question) for question in short | test} == {"test"}
     assert {side(question) for question in train | warm} == {"train"}
@@ -129,7 +129,7 @@ def test_hasty_answers_are_shorter_and_mostly_wrong():
     clean = worked_answers(1000, seed=0)
     hasty = worked_answers(1000, seed=0, hasty=0.5)
     clean_lines, hasty_lines = (sum(answer.count("\n") for _, answer in pairs) for pairs in (clean, hasty))
-    assert 2800 < clean_lines < 3200  # 2, 3 and 4 alike
+    assert 2800 < clean_lines < 3200  # 2, 3 and 4 are equally frequent
     assert hasty_lines < 1000  # 1/2 + 1/4 + 1/8 + 1/16 at most
     for _, answer in hasty:
         *lines, box = answer.split("\n")

@@ -1,4 +1,4 @@
-"""Memory: what the phases of a run held at most, and the forecast of it against real tensors, real optimizers and a real run."""
+"""Memory: the peak of each phase of a run, and the forecast compared with real tensors, real optimizers and a real run."""
 
 import csv
 from dataclasses import replace
@@ -28,7 +28,7 @@ from train import train
 
 CPU = torch.device("cpu")
 MB = 1 << 20
-LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no Linux: nobody keeps count")
+LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux counts peaks")
 
 
 @LINUX
@@ -52,7 +52,7 @@ def test_a_container_has_what_its_limit_leaves(tmp_path, monkeypatch):
 
 
 class Big(Varied):
-    """A reward that takes 300 MB for a moment."""
+    """A reward that briefly takes 300 MB."""
 
     def score(self, example, trajectory):
         x = torch.ones(300 * MB // 4)
@@ -78,15 +78,16 @@ SIZES = {"small": (["rollout.prompts=2", "rollout.group_size=2", "max_tokens=20"
 
 
 class Run:
-    """The parts of a run, as train.py makes them."""
+    """The parts of a run, built as in train.py."""
 
     def __init__(self, path: str, *overrides: str) -> None:
         self.config: DictConfig = compose_config("model=path", f"model.path={path}", "output_dir=.", *overrides)
         self.plan, self.pretrained = instantiate(self.config.rollout), instantiate(self.config.model)
+        self.optim = instantiate(self.config.optim)  # before tensors are without memory
 
     def module(self, model) -> GRPOModule:
         policy = with_adapter(model, instantiate(self.config.adapter))
-        return GRPOModule(policy, instantiate(self.config.algo), instantiate(self.config.optim), 1.0, 10, 0)
+        return GRPOModule(policy, instantiate(self.config.algo), self.optim, 1.0, 10, 0)
 
     def forecast(self, prompt_tokens: int, engine=None, **settings) -> dict[str, int | None]:
         engine = engine or TransformersEngine()
@@ -94,13 +95,16 @@ class Run:
         return {part.name: part.size for part in parts}
 
 
-@pytest.fixture(scope="module", params=["llama_tied", "qwen3"])
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=["llama_tied", pytest.param("qwen3", marks=SLOW)])
 def folder(request, tmp_path_factory) -> str:
     return model_folder(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def really(run: Run, prompt_tokens: int) -> tuple[int, int]:
-    """A pass over all rows at once with real tensors: what was there at most, and what autograd kept for the backward pass."""
+    """Run all rows at once with real tensors. Returns the peak bytes, and the bytes that autograd saved for the backward pass."""
     module = run.module(run.pretrained.model())
     policy, optim = module.policy, module.optim
     count = run.plan.prompts * run.plan.group_size
@@ -122,9 +126,9 @@ def really(run: Run, prompt_tokens: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("layout", ["padded", "shared_prompt"])
 @pytest.mark.parametrize("adapter", ["none", "lora"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["small", pytest.param("large", marks=SLOW)])
 def test_a_microbatch_takes_what_was_foreseen(folder, size, adapter, layout):
-    """Of tensors to the byte. What autograd keeps is most of it; where layers are computed again, the rest is one layer's."""
+    """The forecast is exact to the byte. Most of it is saved by autograd; with recomputed layers, the rest is one layer's."""
     settings, prompt = SIZES[size]
     settings = [*settings, f"adapter={adapter}", f"optim.layout={layout}", "optim.max_tokens_per_microbatch=100000"]
     saved = {}
@@ -138,10 +142,16 @@ def test_a_microbatch_takes_what_was_foreseen(folder, size, adapter, layout):
         assert saved[again] < foreseen < 1.5 * (saved[True] + saved[False] / layers if again else saved[False])
 
 
-@pytest.mark.parametrize(
-    "policy", ["model.dtype=float32", "model.dtype=bfloat16", "adapter=lora", "optim.offload=true"]
-)
-@pytest.mark.parametrize("option", OPTIONS)
+POLICIES = ("model.dtype=float32", "model.dtype=bfloat16", "adapter=lora", "optim.offload=true")
+COMBINED = [
+    pytest.param(*option.values, policy, marks=(*option.marks, *(() if quick else (SLOW,))))
+    for option in OPTIONS
+    for policy in POLICIES
+    for quick in [option.values == ("adamw",) or policy == "model.dtype=bfloat16"]
+]
+
+
+@pytest.mark.parametrize(("option", "policy"), COMBINED)
 def test_weights_masters_gradients_and_optimizer_to_the_byte(toy, option, policy):
     run = Run(str(toy), f"optim={option}", policy)
     foreseen = run.forecast(10)
@@ -166,7 +176,7 @@ def test_a_reference_is_a_copy_or_the_adapter_switched_off(toy):
     ):
         foreseen = Run(str(toy), "algo/kl=loss", *settings).forecast(10)
         wanted = 0 if expected is None else foreseen[expected]
-        assert foreseen["reference"] == pytest.approx(wanted, rel=0.01)  # but for buffers
+        assert foreseen["reference"] == pytest.approx(wanted, rel=0.01)  # except buffers
 
 
 def test_arithmetic_in_16_bits_and_several_devices(toy):
@@ -204,7 +214,7 @@ def test_the_cache_is_transformers(family):
 
 
 def test_what_cannot_be_foreseen(tmp_path, toy):
-    """Experts in float32 are multiplied by a kernel that tensors without memory do not have; a server is somewhere else."""
+    """Experts in float32 use a kernel that does not support tensors without memory; a server's memory is elsewhere."""
     config = MixtralConfig(**SHAPE | {"vocab_size": 97, "num_local_experts": 4})
     config.save_pretrained(tmp_path)
     foreseen = Run(str(tmp_path)).forecast(10)
@@ -213,7 +223,7 @@ def test_what_cannot_be_foreseen(tmp_path, toy):
 
 
 def test_asking_without_training(smoke, toy, tmp_path, caplog, monkeypatch):
-    """No weights are read: they are not there."""
+    """No weights are read: the folder has none."""
     bare = tmp_path / "bare"
     bare.mkdir()
     for file in toy.iterdir():
@@ -234,7 +244,7 @@ def test_asking_without_training(smoke, toy, tmp_path, caplog, monkeypatch):
 
 
 def test_two_memories(toy, caplog, monkeypatch):
-    """On a GPU, which is not here: what is offloaded is held against the CPU's memory, the rest against the GPU's."""
+    """On a pretended GPU: offloaded parts are compared with the CPU's memory, the others with the GPU's."""
     there = {"cuda": 10**9, "cpu": 10**6}
     monkeypatch.setattr(memory, "held", lambda device: 0)
     monkeypatch.setattr(memory, "free", lambda device: there[device.type])
@@ -251,7 +261,7 @@ def test_two_memories(toy, caplog, monkeypatch):
 
 
 def test_a_forecast_changes_nothing(smoke, tmp_path):
-    """LoRA's matrices are random, and a forecast makes some, too."""
+    """LoRA's matrices are random, and a forecast draws some too, which must not change the run."""
     for wanted in (True, False):
         folder = tmp_path / str(wanted)
         config = compose_config(

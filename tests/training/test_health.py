@@ -1,15 +1,23 @@
-"""The warnings: at the bounds they name, once, and not again after a resume."""
+"""Warnings: given at the bounds that they name, once, and not again after the run is resumed."""
 
+from types import SimpleNamespace
+
+import lightning as L
 import pytest
+import torch
+from conftest import compose_config
 
+from grpo.system.errors import AlarmError
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.health import Health
+from train import train
 
 
 def said(health: Health, caplog, *values: dict[str, float]) -> list[str]:
     caplog.clear()
+    module = SimpleNamespace(policy=torch.nn.Linear(2, 2))
     for rollout, metrics in enumerate(values):
-        health.on_train_batch_end(None, None, {}, RolloutBatch(rollout, metrics=metrics), 0)
+        health.on_train_batch_end(None, module, {}, RolloutBatch(rollout, metrics=metrics), 0)
     return [record.getMessage() for record in caplog.records]
 
 
@@ -59,3 +67,33 @@ def test_what_was_said_stays_said(caplog):
     said(health, caplog, {"loss/kl": 9.0})
     resumed.load_state_dict(health.state_dict())
     assert said(resumed, caplog, {"loss/kl": 9.0, "loss/ratio": 9.0}) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "watched", "stopped"),
+    [("rollout/logprob_gap", 0.9, 1.1), ("loss/approx_kl", 9.0, 11.0), ("rollout/reward", 1e5, -1e30)],
+)
+def test_a_number_far_out_of_its_range_stops_the_run(metric, watched, stopped, caplog):
+    assert len(said(Health(), caplog, {metric: watched})) == (metric != "rollout/reward")
+    with pytest.raises(AlarmError, match=f"rollout 1: {metric} is .*alarms=warn") as alarm:
+        said(Health(), caplog, {metric: stopped})
+    assert alarm.value.exit_code == 4
+    assert len(said(Health(alarms="warn"), caplog, {metric: stopped})) == 1
+    assert len(said(Health(ignore=[metric]), caplog, {metric: stopped})) <= 1
+
+
+def test_a_weight_that_is_not_finite_never_reaches_a_checkpoint(smoke, tmp_path):
+    """The step of rollout 2 poisons a weight; the checkpoint of rollout 1 stays the last one."""
+    more = ("callbacks=[health,checkpoint]", "callbacks.checkpoint.every=1", "rollout.num_rollouts=3")
+    poison = "+callbacks.poison={_target_: test_health.Poison}"
+    with pytest.raises(AlarmError, match="rollout 2: 1 of the policy"):
+        train(compose_config(*smoke(*more, "callbacks.health.ignore=[rollout/truncated]", poison)))
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)
+    assert saved["callbacks"]["RolloutCallback"]["rollouts"] == 1
+    assert all(tensor.isfinite().all() for tensor in saved["state_dict"].values())
+
+
+class Poison(L.Callback):
+    def on_before_optimizer_step(self, trainer, module, optimizer) -> None:
+        if module.updates == 1:
+            module.policy.model.norm.weight.data[0] = torch.nan

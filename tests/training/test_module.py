@@ -1,4 +1,4 @@
-"""From episodes to gradients: batches, log-probabilities, and an update that does not depend on how it is cut."""
+"""From episodes to gradients: batches, log-probabilities, and an update that does not depend on microbatches."""
 
 import math
 from dataclasses import replace
@@ -78,7 +78,7 @@ def test_logprobs_are_those_of_a_lone_unpadded_forward(toy_model):
 
 
 def as_given(rewards):
-    """Rewards that are the advantages already."""
+    """Return the rewards as advantages."""
     return rewards
 
 
@@ -87,7 +87,7 @@ def make_module(
     max_tokens_per_microbatch=1000,
     optimizer=torch.optim.SGD,
     lr=0.1,
-    max_grad_norm=0.0,
+    max_grad_norm=None,
     layout="shared_prompt",
     **algorithm,
 ) -> GRPOModule:
@@ -111,14 +111,14 @@ def make_module(
         seed=0,
     )
     optimizers, schedules = module.configure_optimizers()
-    # stand in for the Trainer, which only hands these out
+    # in place of the Trainer, which only returns these
     module.optimizers, module.lr_schedulers = lambda: optimizers[0], lambda: schedules[0]
     module.manual_backward = lambda loss: loss.backward()
     return module
 
 
 def rollout(number=0, rewards=ADVANTAGES, groups=GROUPS, tokens=None, **change) -> RolloutBatch:
-    """What the module gets of a rollout in which these groups were sampled, with these rewards."""
+    """Return the module's batch for a rollout with these groups and rewards."""
     return RolloutBatch(
         number, tokens=tokens or collate(groups), scores=replace(scores(groups), rewards=rewards, **change)
     )
@@ -135,7 +135,7 @@ def fresh(toy):
 
 
 def test_first_update_follows_the_policy_gradient_worked_by_autograd(toy):
-    """At ratio 1 the gradient of the loss is that of -mean_i mean_t A_i log pi(o_t)."""
+    """At ratio 1 the gradient of the loss equals the gradient of -mean_i mean_t A_i log pi(o_t)."""
     policy = fresh(toy)
     batch = collate(GROUPS)
     logprobs, _ = completion_logprobs(policy, batch, 1.0)
@@ -152,7 +152,7 @@ def test_first_update_follows_the_policy_gradient_worked_by_autograd(toy):
 
 
 def test_what_padding_predicts_cannot_reach_the_loss(toy):
-    """A model so sure of itself that padding tokens have log-probabilities below -100, where exp overflows."""
+    """The model is so confident that padding tokens have log-probabilities below -100, for which exp overflows."""
     policy = fresh(toy)
     with torch.no_grad():
         policy.model.norm.weight.mul_(300)
@@ -191,7 +191,7 @@ def unpadded(tokens) -> list[tuple[int, ...]]:
 
 
 def test_epochs_compare_with_the_policy_before_the_first(toy):
-    """Old log-probabilities stay frozen: later epochs move away from them, until the bound stops them."""
+    """Old log-probabilities stay frozen: in later epochs the policy moves away from them until the clip stops it."""
     policy = fresh(toy)
     module = make_module(policy, num_epochs=3, num_minibatches=2, lr=0.1, kl_coef=0.01)
     seen = []

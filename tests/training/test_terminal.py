@@ -1,4 +1,4 @@
-"""What a run says in the terminal: while it goes on, at its end, and when it is stopped."""
+"""The output of a run in the terminal: during the run, at its end, and when it is stopped."""
 
 import math
 import re
@@ -41,7 +41,7 @@ def evaluated(rollouts: int, shares: list[float]) -> Evaluation:
 
 
 def test_the_summary_of_a_run():
-    """Two rollouts of 300 tokens, 3 s each; the evaluation before training is in no rollout's row."""
+    """Two rollouts of 300 tokens, 3 s each; the evaluation before training belongs to no rollout's row."""
     learned = [ROLLOUT, ROLLOUT | {"time/eval": 1.5}]
     evaluations = [evaluated(0, [0.0, 0.0, math.nan]), evaluated(1, [1.0, 1.0]), evaluated(2, [1.0, 0.0])]
     told = cells(summary(learned, evaluations, 10.0, ["loss/kl"]))
@@ -78,8 +78,9 @@ def test_completions_at_an_interval_and_the_paths_at_the_end(smoke, tmp_path, ca
     said = capsys.readouterr().out
     assert [f"╭─ rollout {rollout}: reward" in said for rollout in range(1, 6)] == [True, True, False, True, True]
     assert [f"rollout {rollout}/5  reward" in said for rollout in range(1, 6)] == [False, True, False, True, True]
+    assert said.index("after 0 rollouts") < said.index("rollout 1: reward")
     assert "held out 0%" in said and "0:00:00 left" in said
-    assert "rollout/truncated" in said.rpartition("the run")[2]  # the warning, in short
+    assert "rollout/truncated" in said.rpartition("the run")[2]  # the name of the warning's metric
     assert f"written to {tmp_path}: metrics.csv, checkpoints/best, checkpoints/last.ckpt\n" in said
     assert said.endswith(f"the best policy on all test examples: python eval.py run={tmp_path}\n")
     times = Run(tmp_path).metrics["time/eval"]
@@ -101,7 +102,7 @@ class Interrupt(L.Callback):
 
 @pytest.fixture
 def interrupts():
-    """Lightning ignores a second Ctrl-C from the first one on."""
+    """Restore the SIGINT handler: after the first Ctrl-C Lightning ignores further ones."""
     handler = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, handler)
@@ -119,14 +120,14 @@ def test_a_run_that_is_stopped_says_how_to_go_on(smoke, tmp_path, capsys, interr
     with pytest.raises(error):
         train(compose_config(*smoke(*more, "rollout.num_rollouts=3")))
     checkpoint = tmp_path / "checkpoints" / "last.ckpt"
-    line = f"stopped by {why}; to go on: the same command with ckpt_path={checkpoint}\n"
+    line = f"stopped by {why}; to resume: the same command with ckpt_path={checkpoint}\n"
     assert line in capsys.readouterr().out
     train(compose_config(*smoke("callbacks=[terminal]", "rollout.num_rollouts=3", f"ckpt_path={checkpoint}")))
     assert "rollout 3/3" in capsys.readouterr().out
 
 
 def test_a_bar_on_a_real_terminal():
-    """Its width is that of the line: nothing is cut off in 120 columns."""
+    """The whole line fits into 120 columns."""
     from grpo.training.callbacks.terminal import Terminal
 
     terminal = Terminal("run", 80)

@@ -1,5 +1,4 @@
-"""The client of vLLM servers and their launcher where there is no vLLM: what is told about servers that will not do, by a server
-of ours that answers as those would."""
+"""The client and the launcher of vLLM servers, without vLLM: errors about unsuitable servers, played by a server written here."""
 
 import json
 import os
@@ -30,12 +29,12 @@ ROUTES = (
     "/update_weights",
     "/finish_weight_update",
     "/resume",
-)  # of no interest here
+)  # routes whose answers do not matter here
 MODELS = {"data": [{"id": "x", "max_model_len": 100}]}
 
 
 def generated(logprobs, version="default", finish="length"):
-    """The answer of /inference/v1/generate; logprobs: those of the first token's alternatives."""
+    """Return an answer of /inference/v1/generate. logprobs: log-probabilities of the first token's alternatives."""
     top = [{"token_id": i, "logprob": logprob} for i, logprob in enumerate(logprobs)]
     content = [{**top[0], "top_logprobs": top}]
     spans = [{"version": version, "start": 0, "end": 1}]
@@ -44,7 +43,7 @@ def generated(logprobs, version="default", finish="length"):
 
 
 class Foreign:
-    """What a server answers: by route (status, JSON), or a function of the request that gives it."""
+    """A server with given answers. routes: for each route (status, JSON), or a function from the request to that."""
 
     def __init__(self, **routes) -> None:
         self.label = "default"
@@ -66,7 +65,7 @@ class Foreign:
         return 200, {}
 
     def generate(self, body):
-        width = body["sampling_params"]["temperature"]  # twice the temperature, half the distance
+        width = body["sampling_params"]["temperature"]  # doubling the temperature halves the distance
         return 200, generated([-1.0, -1.0 - 1 / width], self.label)
 
     def __enter__(self):
@@ -78,7 +77,7 @@ class Foreign:
                 given = foreign.routes.get(self.path.partition("?")[0], (404, {"detail": "Not Found"}))
                 status, words = given(json.loads(body) if body else None) if callable(given) else given
                 if status is None:
-                    return  # it hangs up
+                    return  # hang up
                 words = b"" if words is None else json.dumps(words).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(words)))
@@ -127,7 +126,7 @@ def test_a_server_without_a_backend_for_weights_is_told_so(toy, toy_model, tmp_p
     )
     with Foreign(**{"/start_weight_update": (500, {"error": {"message": words}})}) as foreign:
         engine = VLLMServerEngine(str(toy), [foreign.url], folder=str(tmp_path / "weights"))
-        with pytest.raises(UserError, match=r"does not take the weights \(not configured\).*--weight-transfer-config"):
+        with pytest.raises(UserError, match=r"refuses the weights \(not configured\).*--weight-transfer-config"):
             engine.load_weights(toy_model, 0)
         engine.close()
     assert not (tmp_path / "weights").exists()
@@ -148,10 +147,10 @@ def test_nobody_there_is_told_with_the_wait_and_the_command(toy):
         ({"urls": []}, r"engine.urls=\[\] must name servers.*engine.launch=true"),
         ({"urls": ["localhost:8000"]}, r"engine.urls=\['localhost:8000'\] must name servers, as \[http://HOST:PORT\]"),
         ({"sync": "restart"}, "engine.launch=true"),
-        ({"timeout": 0}, "engine.timeout=0 must be above 0"),
+        ({"timeout": 0}, "engine.timeout=0 must be a number above 0"),
         pytest.param(
             {"sync": "nccl"},
-            "engine.sync=nccl .* there is none here: set engine.sync=disk",
+            "engine.sync=nccl .* there is no GPU: set engine.sync=disk",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
         pytest.param(
@@ -166,7 +165,7 @@ def test_arguments_that_cannot_be(toy, arguments, line):
 
 
 def test_logprobs_that_are_not_the_policys_are_refused(toy, toy_model, tmp_path):
-    """A server without our plugin tells them at temperature 1 (raw), or over what the filters left (processed)."""
+    """A server without our plugin gives them at temperature 1 (raw), or over the tokens that the filters leave (processed)."""
     told = {
         "exact": lambda t: [-1.0, -1.0 - 1 / t],
         "raw": lambda t: [-1.0, -2.0],
@@ -192,7 +191,7 @@ def test_logprobs_that_are_not_the_policys_are_refused(toy, toy_model, tmp_path)
 
 
 def test_whoever_has_lost_the_weights_is_given_them_before_it_is_asked_again(toy, toy_model, tmp_path):
-    """It was started again between two requests, so nobody saw it away."""
+    """The server was restarted between two requests, so the client did not see it fail."""
     with Foreign() as foreign:
         engine = VLLMServerEngine(str(toy), [foreign.url], folder=str(tmp_path), wait=10)
         engine.load_weights(toy_model, 3)
@@ -205,7 +204,7 @@ def test_failures_go_elsewhere_and_have_an_end(toy, toy_model, tmp_path):
     with Foreign() as whole, Foreign() as broken:
         engine = VLLMServerEngine(str(toy), [whole.url, broken.url], folder=str(tmp_path), concurrency=2, wait=5)
         engine.load_weights(toy_model, 0)
-        broken.generate = lambda body: (None, None)  # it hangs up
+        broken.generate = lambda body: (None, None)  # hangs up
         assert [c.ids for c in engine.sample([[5]] * 20, Sampling(1), range(20))] == [(0,)] * 20
         assert [server.ready for server in engine._fleet.servers] == [True, False]
         whole.generate = lambda body: (200, generated([-1.0], whole.label, finish="abort"))
@@ -257,7 +256,7 @@ SERVER = """if True:
 TRAINER = f"""if True:
     import signal, sys, time
     from grpo.system import child
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background hands on that it is ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits that SIGINT is ignored
     server = child.start([sys.executable, "-c", {SERVER!r}])
     time.sleep(600)
 """
@@ -265,7 +264,7 @@ TRAINER = f"""if True:
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_outlives_a_trainer_however_it_ends(kind):
-    """The server here has a child that does not listen to SIGTERM."""
+    """The server in this test has a child that ignores SIGTERM."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER], env=environment, stderr=subprocess.DEVNULL)
     try:

@@ -1,5 +1,5 @@
-"""Real vLLM on the trainer's own weights, and vLLM that is given the adapter alone: after every step what it samples from is what
-the trainer has."""
+"""Real vLLM on the trainer's own weights, and vLLM that gets only the adapter: after every step it samples from the trainer's
+weights."""
 
 import functools
 from copy import deepcopy
@@ -38,7 +38,7 @@ def refused(line: str, call, *args, **kwargs) -> None:
     assert "\n" not in str(told.value)
 
 
-# -- first in this file, since the process groups of all engines are those of the first, and go with any of them
+# -- first in this file, since all engines use the process groups of the first engine, and closing any engine destroys them
 
 
 def test_packed_experts_are_refused(tmp_path, monkeypatch):
@@ -46,7 +46,7 @@ def test_packed_experts_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(FAMILIES, "qwen3_moe", (transformers.Qwen3MoeConfig, experts))
     folder = model_folder("qwen3_moe", tmp_path)
     engine = VLLMSharedEngine(folder, args=ARGS)
-    refused("model.layers.0.mlp.experts.* in a form of its own", engine.load_weights, policy(folder), 0)
+    refused("model.layers.0.mlp.experts.* in its own form", engine.load_weights, policy(folder), 0)
     engine.close()
 
 
@@ -84,13 +84,13 @@ def test_a_run_with_an_adapter_stays_in_step_when_it_is_resumed(smoke, tmp_path,
 
 @pytest.fixture(scope="module")
 def alive():
-    """Every engine of this file: none may be collected before the last is done."""
+    """Every engine of this file: none may be garbage-collected before the last one has finished."""
     return []
 
 
 @pytest.fixture
 def shared(alive, tmp_path):
-    """(family, dtype) -> an engine, and a policy of the same folder that it has not seen yet."""
+    """(family, dtype) -> an engine, and a policy of the same folder that is not loaded yet."""
 
     def make(family: str, dtype: torch.dtype = torch.float32, **config):
         folder = model_folder(family, tmp_path / family, dtype)
@@ -101,12 +101,12 @@ def shared(alive, tmp_path):
 
 
 def policy(folder: str, dtype: torch.dtype = torch.float32, **config) -> nn.Module:
-    """eager: other attention leaves out the caps on Gemma 2's logits."""
+    """Return the folder's model with eager attention: other kinds leave out the caps on Gemma 2's logits."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **config).eval()
 
 
 def memory(*models: nn.Module) -> dict[int, int]:
-    """The distinct storages of all parameters: where each begins, and its bytes."""
+    """Return the distinct storages of all parameters: the start of each and its bytes."""
     storages = (p.untyped_storage() for model in models for p in model.parameters())
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
@@ -122,7 +122,7 @@ CASES = [(family, FP32) for family in FAMILIES] + [("llama_tied", BF16), ("qwen3
 @pytest.mark.parametrize(("family", "dtype"), CASES, ids=lambda value: str(value).removeprefix("torch."))
 def test_an_optimizer_step_is_the_update(shared, family, dtype):
     engine, model = shared(family, dtype)
-    disturb(model, seed=1)  # not what is on disk: the trainer's weights win
+    disturb(model, seed=1)  # now the weights differ from the disk: the trainer's must win
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     engine.load_weights(model, 0)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
@@ -161,7 +161,7 @@ def test_what_older_weights_computed_is_forgotten(llama, monkeypatch):
 
 
 def test_the_policy_is_still_a_policy(llama, tmp_path):
-    """Copies have memory of their own, files have all weights, what is loaded in place is the engine's at once."""
+    """Copies have their own memory, files have all weights, and weights loaded in place reach the engine at once."""
     engine, model, _ = llama
     reference = Reference(model)
     assert not memory(reference.copy).keys() & memory(model).keys()
@@ -195,15 +195,15 @@ def test_a_policy_that_moved_away_is_told_by_name(llama, how):
         model.load_state_dict({name: tensor.clone() for name, tensor in held.items()}, assign=True)
     else:
         moved = deepcopy(model)
-    for version in ("bound", "new"):  # also where there is nothing to do
-        refused(f"^the policy's {name} is no longer vLLM's own", engine.load_weights, moved, version)
+    for version in ("bound", "new"):  # also if there is nothing to load
+        refused(f"^the policy's {name} no longer shares vLLM's memory", engine.load_weights, moved, version)
     for name, tensor in held.items():
         model.get_parameter(name).data = tensor
     engine.load_weights(model, "again")
 
 
 def test_the_memory_that_is_packed_elsewhere_stays_packed(llama, alive):
-    """Two kinds of engine in one process: the other's layers keep vLLM's own form on a CPU."""
+    """With two kinds of engine in one process, the layers of the copying engine keep vLLM's packed form on a CPU."""
     _, _, folder = llama
     alive.append(VLLMEngine(folder, args=ARGS))
     model = policy(folder)
@@ -212,10 +212,10 @@ def test_the_memory_that_is_packed_elsewhere_stays_packed(llama, alive):
     assert gap_now(alive[-1], model) < 1e-5
     assert not memory(model).keys() & memory(runner(alive[-1]._llm).get_model()).keys()
     empty = [p for p in runner(alive[-1]._llm).get_model().parameters() if p.numel() == 0]
-    assert empty  # what vLLM leaves of a weight that it has packed
+    assert empty  # vLLM leaves an empty tensor for a weight that it has packed
 
 
-# -- what cannot be one copy
+# -- models that cannot share one copy
 
 
 @pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
@@ -226,7 +226,7 @@ def test_several_devices_are_refused(engine, name):
 
 @pytest.fixture(scope="module")
 def unbound(alive, tmp_path_factory):
-    """An engine that refuses whatever it is given in the tests below, and its folder."""
+    """An engine that refuses the models of the tests below, and its folder."""
     folder = model_folder("qwen2", tmp_path_factory.mktemp("qwen2"))
     alive.append(VLLMSharedEngine(folder, args=ARGS))
     return alive[-1], folder
@@ -250,15 +250,15 @@ def test_weights_that_only_one_of_the_two_has_are_refused(unbound, tmp_path):
     extra = policy(model_folder("qwen3", tmp_path / "qwen3"))
     refused("vLLM .*model.layers.0.self_attn.q_norm.weight .*engine=vllm", engine.load_weights, extra, 0)
     fewer = policy(model_folder("llama_tied", tmp_path / "llama"))
-    refused(r"vLLM's model.layers.0.self_attn.qkv_proj.bias is not all", engine.load_weights, fewer, 0)
+    refused(r"vLLM's model.layers.0.self_attn.qkv_proj.bias is not fully covered", engine.load_weights, fewer, 0)
     assert engine.shared_bytes == 0
     model = policy(folder)
-    engine.load_weights(model, 0)  # nothing is left of them
+    engine.load_weights(model, 0)  # the refused ones left no trace
     assert gap_now(engine, model) < 1e-5
 
 
 def test_weights_that_vllm_keeps_in_another_form_are_refused(shared, monkeypatch):
-    """GPT-2's matrices are transposed, which numbers alone do not tell of one that is 0."""
+    """GPT-2's matrices are transposed; for a matrix of zeros, the values alone do not show it."""
     monkeypatch.setitem(FAMILIES, "gpt2", (transformers.GPT2Config, {}))
     engine, model = shared("gpt2")
     nn.init.zeros_(model.transformer.h[0].attn.c_attn.weight)
@@ -299,14 +299,14 @@ def lora(alive, tmp_path_factory):
 def test_an_adapter_is_swapped_after_every_step(lora, kind, family, config):
     engine, folder = lora(family, kind)
     base = policy(folder)
-    disturb(base, seed=1)  # the base is not the one on disk either
+    disturb(base, seed=1)  # the base differs from the disk too
     size = weights(base)
     model = adapted(base, **config)
     engine.load_weights(model, 0)
     assert gap_now(engine, model) < 1e-5
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     for version, _ in enumerate(steps(model), start=1):
-        assert gap_now(engine, model) > 0.01  # the engine that was not told
+        assert gap_now(engine, model) > 0.01  # the engine still has the old adapter
         engine.load_weights(model, version)
         assert gap_now(engine, model) < 1e-5
     assert all(torch.equal(frozen[name], p) for name, p in model.named_parameters() if name in frozen)
@@ -359,7 +359,7 @@ def test_a_base_that_was_written_to_is_copied_again(lora, monkeypatch):
         ("llama", {"r": 9}, "LoRA rank 9 is greater than max_lora_rank 8"),
         ("llama", {"rank_pattern": {"q_proj": 16}}, "LoRA rank 16"),
         ("llama", {"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
-        # these vLLM would leave out without a word: its Gemma 2 knows no adapter there
+        # vLLM would silently ignore these: its Gemma 2 has no adapter there
         (
             "gemma2",
             {"target_modules": ["q_proj", "embed_tokens"]},

@@ -1,5 +1,5 @@
-"""Real vLLM servers over HTTP: after every change of the weights they sample from those that the trainer has, and nothing is lost
-when one dies."""
+"""Real vLLM servers over HTTP: after every change of the weights they sample from the trainer's, and nothing is lost when one
+dies."""
 
 import os
 import re
@@ -28,7 +28,7 @@ from grpo.system.errors import UserError
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
-BOUND = 1e-5  # of the largest gap, in float32
+BOUND = 1e-5  # largest allowed gap in float32
 ARGS = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": CONTEXT, "max_lora_rank": 8}
 
 
@@ -83,10 +83,10 @@ def engine(folder, pair, model, tmp_path):
 def test_files_bring_the_trainers_weights_after_every_step(engine, model):
     assert engine.context == CONTEXT and gap_now(engine, model) < BOUND
     for version, _ in enumerate(steps(model), start=1):
-        assert gap_now(engine, model) > 1e-2  # the servers that were not told
+        assert gap_now(engine, model) > 1e-2  # the servers still have the old weights
         engine.load_weights(model, version)
         assert engine.version == version
-        prompts = PROMPTS * 6  # more than a server is asked for at once: both have a share
+        prompts = PROMPTS * 6  # more than one server's concurrency, so both get a share
         completions = engine.sample(prompts, Sampling(16), seeds=range(18))
         assert gap(model, prompts, completions) < BOUND
         assert {v for completion in completions for v in completion.versions} == {version}
@@ -111,7 +111,7 @@ def test_guided_samples_match(engine, model, folder):
     texts = [tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions if c.finish == "stop"]
     assert len(texts) > 4 and all(re.fullmatch("[0-9]{3}-[ab]+c", text) for text in texts), texts
     assert gap(model, PROMPTS * 5, completions) < BOUND
-    with pytest.raises(UserError, match=r"does not take a request: .*regex"):
+    with pytest.raises(UserError, match=r"refuses a request: .*regex"):
         engine.sample(PROMPTS, Sampling(8, guided={"regex": "["}), seeds=[1, 2, 3])
 
 
@@ -143,7 +143,7 @@ def test_stop_ids_context_and_callback(engine):
 
 
 def under_way(engine, load, sampling: Sampling):
-    """Samples, with new weights as soon as the first completion is there. Returns prompts and completions."""
+    """Sample, and load new weights as soon as the first completion is finished. Returns prompts and completions."""
     begun, prompts, found = threading.Event(), PROMPTS * 10, []
     thread = threading.Thread(
         target=lambda: found.extend(engine.sample(prompts, sampling, range(30), lambda *_: begun.set()))
@@ -157,7 +157,7 @@ def under_way(engine, load, sampling: Sampling):
 
 
 def pieces(prompt: list[int], completion: Completion):
-    """By version: what came before, and the tokens."""
+    """Yield each version, the tokens before its part of the completion, and that part."""
     for version in sorted(set(completion.versions)):
         start = completion.versions.index(version)
         end = start + completion.versions.count(version)
@@ -214,7 +214,7 @@ def test_a_server_that_dies_loses_nothing_and_comes_back_in_step(engine, pair, m
     assert gap(model, PROMPTS * 60, completions) < BOUND
     served = httpx2.get(url + "/metrics", timeout=10, trust_env=False).text
     answered = [float(number) for number in re.findall(r"vllm:request_success_total\{.*\} (\S+)", served)]
-    assert sum(answered) > 10  # it had a share, with the weights that it had missed
+    assert sum(answered) > 10  # it got a share, with the weights that it had missed
 
 
 def adapted(folder: str, rank: int):
@@ -226,7 +226,7 @@ def adapted(folder: str, rank: int):
 
 @pytest.fixture
 def lora(engine, pair, folder, model, tmp_path):
-    """The servers as they were started, with a client that gives them adapters."""
+    """The servers in their initial state, with a client that sends them adapters."""
     engine.load_weights(model, 9)
     for url in pair.urls:
         httpx2.post(url + "/update_weight_version", json={"new_version": "default"}, timeout=10, trust_env=False)
@@ -271,15 +271,15 @@ def test_adapters_that_the_servers_cannot_take_are_told_in_one_line(lora, engine
         lora.load_weights(adapted(folder, rank=16), 0)
     with pytest.raises(UserError, match="adapter=lora"):
         lora.load_weights(model, 0)
-    engine.load_weights(model, 10)  # these servers have other weights from now on
-    with pytest.raises(UserError, match=r"weights that another run gave it \(.*-10\).*restart it"):
+    engine.load_weights(model, 10)  # from now on these servers have other weights
+    with pytest.raises(UserError, match=r"weights of another run \(.*-10\).*restart it"):
         lora.load_weights(adapted(folder, rank=4), 0)
 
 
 def test_another_model_is_refused(engine, folder):
     config = AutoModelForCausalLM.from_pretrained(folder).config
     config.hidden_size *= 2
-    with pytest.raises(UserError, match=r"does not take the weights \(.+\): is it the model of model\.path") as told:
+    with pytest.raises(UserError, match=r"refuses the weights \(.+\): is it the model of model\.path") as told:
         engine.load_weights(AutoModelForCausalLM.from_config(config), 1)
     assert "\n" not in str(told.value)
 
@@ -290,7 +290,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def test_a_start_brings_the_trainers_weights_and_leaves_nothing(pair, folder, model, tmp_path):
-    pair.close()  # they have done their work, and two cores are few
+    pair.close()  # they are not needed any more, and would take CPU time
     engine = VLLMServerEngine(
         folder,
         sync="restart",

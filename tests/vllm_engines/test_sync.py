@@ -1,4 +1,4 @@
-"""Real vLLM, in this process, after each of three optimizer steps: it must sample from the weights that the trainer has."""
+"""Real vLLM in this process: after each of three optimizer steps it samples from the trainer's weights."""
 
 import json
 import re
@@ -19,7 +19,7 @@ ARGS = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": CONTEXT}
 BOUND = {
     torch.float32: 1e-5,
     torch.bfloat16: 0.1,
-}  # of the largest gap; bfloat16 keeps 8 bits, and logits here are near 4
+}  # largest allowed gap; bfloat16 keeps 8 bits, and logits here are near 4
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "llama", "qwen2", "qwen3"])
@@ -32,7 +32,7 @@ def test_copied_weights_are_the_trainers_after_every_step(family, dtype, tmp_pat
     engine.load_weights(model, 0)
     assert gap_now(engine, model) < BOUND[dtype]
     for version, _ in enumerate(steps(model), start=1):
-        assert gap_now(engine, model) > 3 * BOUND[dtype]  # the engine that was not told
+        assert gap_now(engine, model) > 3 * BOUND[dtype]  # the engine still has the old weights
         engine.load_weights(model, version)
         assert engine.version == version
         assert gap_now(engine, model) < BOUND[dtype]
@@ -74,7 +74,7 @@ def test_guided_samples_match_and_keep_the_models_own_logprobs(llama, guided, ma
     assert all(matches(text) for text in texts), texts
     assert (
         gap(model, prompts, completions, temperature) < 1e-5
-    )  # over the whole vocabulary, not what the guide left of it
+    )  # over the whole vocabulary, not only the tokens that the guide allows
 
 
 def test_guides_filters_and_free_samples_do_not_touch_each_other(llama):

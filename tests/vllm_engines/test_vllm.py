@@ -1,4 +1,4 @@
-"""The vLLM engine against a transformers forward, in fp32 on a tiny random Llama: what the loss will see."""
+"""The vLLM engine against a forward pass of transformers, in float32 on a tiny random Llama: the numbers that the loss uses."""
 
 import itertools
 import sys
@@ -46,7 +46,7 @@ def folder(request, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    torch.set_num_threads(1)  # with more, threads that wait for each other take ten times as long on a busy machine
+    torch.set_num_threads(1)  # more threads wait for each other, and take ten times as long on a busy machine
     before = torch.get_rng_state()
     engine = VLLMEngine(folder, dtype="float32", args={"kv_cache_memory_bytes": 1 << 26, "max_model_len": CONTEXT})
     assert torch.equal(before, torch.get_rng_state())
@@ -68,7 +68,7 @@ def test_it_tells_of_each_completion_as_it_ends(engine, model):
     found = engine.sample(prompts, Sampling(24), list(range(6)), lambda i, completion: heard.append((i, completion)))
     assert sorted(heard, key=lambda one: one[0]) == list(enumerate(found))
     lengths = [len(completion.ids) for _, completion in heard]
-    assert lengths == sorted(lengths) and len(set(lengths)) > 1  # the short ones are not kept back by the long ones
+    assert lengths == sorted(lengths) and len(set(lengths)) > 1  # short ones do not wait for long ones
 
 
 def test_one_that_fails_half_way_leaves_nothing_behind(engine, model):
@@ -125,7 +125,7 @@ def test_new_weights_are_followed_behind_a_cached_prefix(engine, model, monkeypa
     assert engine.version == version
     assert gap(model, prompts, engine.sample(prompts, sampling, seeds)) < 1e-5
 
-    disturb(model, seed=2)  # the cache does matter here: kept, it spoils the numbers
+    disturb(model, seed=2)  # the cache matters here: without a reset the numbers are wrong
     with monkeypatch.context() as patch:
         patch.setattr(engine._llm, "reset_prefix_cache", lambda: True)
         engine.load_weights(model, next(new_version))
@@ -133,7 +133,7 @@ def test_new_weights_are_followed_behind_a_cached_prefix(engine, model, monkeypa
 
 
 def test_the_head_alone_is_followed(engine, model):
-    """Tied, it is the embedding too, and vLLM on a CPU keeps a packed copy of it."""
+    """A tied head is the embedding too, and vLLM on a CPU keeps a packed copy of it."""
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(1.5)
     engine.load_weights(model, next(new_version))
@@ -154,12 +154,12 @@ def test_an_adapter_is_merged_for_the_engine_alone(engine, model):
 
     completions = engine.sample(PROMPTS, Sampling(max_tokens=16), seeds=[1, 2, 3])
     assert gap(adapted, PROMPTS, completions) < 1e-5
-    assert gap(adapted, PROMPTS, plain) > 0.01  # the adapter is no small matter
+    assert gap(adapted, PROMPTS, plain) > 0.01  # the adapter makes a difference
 
 
 def test_adapted_weights_keep_the_names_of_the_base_model(model):
     plain = [name for name, _ in checkpoint(model)]
-    assert ("lm_head.weight" in plain) != model.config.tie_word_embeddings  # as on disk: a tied tensor once
+    assert ("lm_head.weight" in plain) != model.config.tie_word_embeddings  # as on disk, a tied tensor appears once
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     assert [name for name, _ in checkpoint(adapted)] == plain
 
@@ -227,7 +227,7 @@ def test_another_version_of_vllm_is_refused_with_the_range(monkeypatch):
 
 
 def test_more_prompts_than_one_forward_takes(engine, model):
-    """12,000 prompt tokens with seeds: none may be read in pieces, and every sample is still its own."""
+    """12,000 prompt tokens with seeds: no prompt is read in pieces, and samples do not depend on each other."""
     prompts = [[4 + i] * 300 for i in range(40)]
     together = engine.sample(prompts, Sampling(4), seeds=range(40))
     assert all(completion.ids for completion in together)

@@ -1,4 +1,4 @@
-"""Whole runs with real vLLM beside the trainer: short ones of each kind, and the demo, which learns as with our own engine."""
+"""Whole runs with real vLLM: short ones of each kind, and the demo, which learns as it does with the built-in engine."""
 
 import math
 
@@ -31,12 +31,12 @@ CACHE = "engine.args.kv_cache_memory_bytes=67108864"
     ids=" ".join,
 )
 def test_the_engine_samples_what_the_trainer_has_learned(smoke, tmp_path, settings):
-    """Four rollouts, with several updates each or adapters: the trainer finds the engine's log-probabilities every time."""
+    """Four rollouts, with several updates each or with adapters: the trainer's log-probabilities equal the engine's each time."""
     config = compose_config(*smoke(*settings, CACHE, "rollout.num_rollouts=4", "rollout.group_size=4", "max_tokens=16"))
     config.task = VARIED
     train(config)
     gaps = [row["rollout/logprob_gap_max"] for row in rows(tmp_path) if "rollout/logprob_gap_max" in row]
-    if "rollout.ahead=1" in settings:  # later ones are by weights that are one rollout old
+    if "rollout.ahead=1" in settings:  # later rollouts are sampled with weights that are one rollout old
         assert [row["rollout/staleness"] for row in rows(tmp_path) if "rollout/staleness" in row] == [0, 1, 1, 1]
         gaps[1:] = []
     assert max(gaps) < (0.1 if "model.dtype=bfloat16" in settings else 1e-5)
@@ -44,7 +44,7 @@ def test_the_engine_samples_what_the_trainer_has_learned(smoke, tmp_path, settin
 
 
 class Stale(VLLMEngine):
-    """Takes the first weights and never again."""
+    """Takes the first weights and ignores all others."""
 
     def load_weights(self, model: nn.Module, version: int) -> None:
         if self.version is None:
@@ -54,7 +54,7 @@ class Stale(VLLMEngine):
 
 def test_an_engine_that_keeps_old_weights_is_told_of(smoke, tmp_path, caplog):
     more = ("rollout.num_rollouts=3", "rollout.group_size=4", "optim.optimizer.lr=1e-2", "callbacks=[health]")
-    config = compose_config(*smoke("engine=vllm", CACHE, *more))
+    config = compose_config(*smoke("engine=vllm", CACHE, "alarms=warn", *more))
     config.task, config.engine._target_ = VARIED, "test_vllm_runs.Stale"
     train(config)
     gaps = [row["rollout/logprob_gap"] for row in rows(tmp_path) if "rollout/logprob_gap" in row]
@@ -75,7 +75,7 @@ def test_every_sample_of_a_guided_run_matches(smoke, tmp_path):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """Held-out accuracy of the demo by rollouts, 200 problems."""
+    """Return a function that runs the demo and returns accuracy on 200 held-out problems by rollout."""
 
     def run(name: str, *more: str, rollouts: int = 12) -> dict[int, float]:
         folder = tmp_path_factory.mktemp(name, numbered=False)

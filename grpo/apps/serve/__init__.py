@@ -1,5 +1,8 @@
-"""Any engine as a server: `python -m grpo.serve`.
+"""Serves any engine over HTTP: `python -m grpo.serve`.
 
-batching: the one thread that owns the engine. served_weights: what the engine is given. service: token ids in and out of it.
-api: our endpoints. openai: those that OpenAI's clients know.
+- batching: the one thread that owns the engine
+- served_weights: the model and the adapter that the engine serves
+- service: requests to token ids, through the engine, and back
+- api: our endpoints
+- openai: the endpoints of OpenAI's API
 """

@@ -1,10 +1,11 @@
-"""An engine behind HTTP: token ids, text or messages in, samples and their log-probabilities out.
+"""Serve an engine over HTTP: token ids, text or messages in, samples and their log-probabilities out.
 
     python -m grpo.serve model=path model.path=FOLDER engine=transformers port=8000
-    python -m grpo.serve model=path model.path=RUN/checkpoints/best    a run's best policy
+    python -m grpo.serve model=path model.path=RUN/checkpoints/best    the best policy of a run
     curl localhost:8000/generate -d '{"prompt": "Hello", "n": 2}' -H 'Content-Type: application/json'
 
-GROUP=OPTION picks a file of conf/, KEY.KEY=VALUE sets one value. Ctrl-C ends it after what is being sampled, twice at once.
+GROUP=OPTION chooses a file of conf/, KEY.KEY=VALUE sets one value. Ctrl-C stops the server after the running batch; a second
+Ctrl-C stops it at once.
 """
 
 import socket
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from hydra.utils import instantiate
 
+from grpo.apps.border import check_values
 from grpo.apps.cli import one_line_errors, quiet
 from grpo.apps.composing import composed
 from grpo.apps.help import described
@@ -26,6 +28,7 @@ if TYPE_CHECKING:  # --help has no need of torch
 
 
 def device_of(name: str) -> "torch.device":
+    """Return torch's device of this name; auto is the accelerator if there is one, else the CPU. UserError for other names."""
     import torch
 
     if name == "auto":
@@ -33,14 +36,16 @@ def device_of(name: str) -> "torch.device":
     try:
         return torch.device(name)
     except RuntimeError as error:
-        raise UserError(f"device={name} is none of torch's: auto, cpu, cuda, cuda:1, mps") from error
+        raise UserError(f"device={name} is not a device of torch: give auto, cpu, cuda, cuda:1 or mps") from error
 
 
 def main(arguments: Sequence[str]) -> None:
+    """Load the model and serve it until Ctrl-C. arguments: overrides of conf/serve.yaml, or --help."""
     if {"-h", "--help"} & set(arguments):
         print(__doc__.partition("\n\n")[2], described("serve"), sep="\n")
         return
     config = composed("serve", arguments)
+    check_values(config)
     host, port = config.host, config.port
     try:
         from grpo.apps.serve.api import Server
@@ -66,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
             url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
             print(f"serving {pretrained.path} with {type(batching.engine).__name__} at {url}", flush=True)
             if host not in ("localhost", "::1") and not host.startswith("127."):
-                print(f"host={host}: anybody who reaches it can use it, and change what it serves", flush=True)
+                print(f"host={host}: anyone who can reach this address can use it and change its weights", flush=True)
 
         first = batching.call(weights.read)
         first.add_done_callback(ready)

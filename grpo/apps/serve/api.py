@@ -1,4 +1,4 @@
-"""The endpoints, each a few lines over `Service`, and the server that ends with the engine."""
+"""Our endpoints, each a few lines on top of `Service`, and the server, which closes the engine when it ends."""
 
 import asyncio
 import os
@@ -21,9 +21,11 @@ from grpo.system.errors import UserError, told
 
 
 class Generate(Asked):
-    """Conversations (`messages`: a list of them), or one prompt (`prompt`: a text, or {"prompt_token_ids": [...]}).
+    """A request for samples of several conversations or of one prompt.
 
-    Left out, max_tokens and temperature are 256 and 0.7 for conversations, 16 and 1 for a prompt.
+    messages: a list of conversations.
+    prompt: a text, or {"prompt_token_ids": [...]}.
+    max_tokens, temperature: by default 256 and 0.7 for conversations, 16 and 1 for a prompt.
     """
 
     messages: list[Any] | None = None
@@ -31,22 +33,27 @@ class Generate(Asked):
 
 
 class Reload(BaseModel, extra="forbid"):
+    """A request to reload the weights. path: another folder with the same model; null reads the current folder again."""
+
     path: str | None = None
 
 
 class Load(BaseModel, extra="forbid"):
+    """A request to serve a LoRA adapter. adapter_path: a PEFT folder. adapter_name: by default the folder's name."""
+
     adapter_path: str
     adapter_name: str | None = None
 
 
 def make_app(service: Service) -> FastAPI:
+    """Return the FastAPI application with all endpoints."""
     app = FastAPI(title="grpo.serve")
     batching, weights = service.batching, service.weights
     refuse(app)
     app.include_router(openai.router(service))
 
     async def changed(function: Callable, *arguments: Any) -> int:
-        """The version after a change of the weights; generation waits meanwhile."""
+        """Change the weights and return their version. Requests for samples wait meanwhile."""
         batching.check_ready()
         return await asyncio.wrap_future(batching.call(lambda engine: function(engine, *arguments)))
 
@@ -73,7 +80,7 @@ def make_app(service: Service) -> FastAPI:
     @app.post("/generate")
     async def generate(asked: Generate) -> dict[str, Any]:
         if (asked.messages is None) == (asked.prompt is None):
-            raise UserError("give either messages, a list of conversations, or prompt, a text or token ids")
+            raise UserError("give either messages (a list of conversations) or prompt (a text or token ids)")
         return await (one_prompt(asked) if asked.messages is None else conversations(asked))
 
     async def conversations(asked: Generate) -> dict[str, Any]:
@@ -91,7 +98,7 @@ def make_app(service: Service) -> FastAPI:
         }
 
     async def one_prompt(asked: Generate) -> dict[str, Any]:
-        """The answer that Atropos reads of a server of vLLM's type: for each token a list of one {id: log-probability}."""
+        """Return the answer in the form that Atropos reads from vLLM: for each token a list of one {id: log-probability}."""
         prompt = service.prompt_ids(asked.prompt)
         completions = await service.sample([prompt], asked)
         return {
@@ -111,7 +118,7 @@ def make_app(service: Service) -> FastAPI:
     @app.post("/lora/load")
     async def lora_load(asked: Load) -> Any:
         if not (Path(asked.adapter_path) / "adapter_config.json").is_file():
-            line = f"adapter_path={asked.adapter_path} is no adapter: give a PEFT folder, with its adapter_config.json"
+            line = f"adapter_path={asked.adapter_path} is not an adapter: give a PEFT folder with adapter_config.json"
             return JSONResponse({"error": line}, 404)
         adapter = Adapter(asked.adapter_path, asked.adapter_name or Path(asked.adapter_path).name)
         version = await changed(weights.put_on, adapter)
@@ -130,7 +137,7 @@ def make_app(service: Service) -> FastAPI:
     @app.post("/pause")
     @app.post("/resume")
     async def pause(request: Request) -> dict[str, Any]:
-        """/pause answers when no batch is running; requests from then on wait for /resume."""
+        """Pause or resume sampling. /pause answers when no batch is running; later requests wait for /resume."""
         paused = request.url.path == "/pause"
         await asyncio.wrap_future(batching.pause(paused))
         return {"status": "ok", "is_paused": paused}
@@ -143,15 +150,15 @@ def make_app(service: Service) -> FastAPI:
 
 
 def refuse(app: FastAPI) -> None:
-    """Every error is one line: {"error": LINE}."""
+    """Make every error of the application one line: {"error": LINE}."""
 
     def of_a_field(error: RequestValidationError) -> str:
         first = error.errors()[0]
         kind, where = first["type"], ".".join(str(part) for part in first["loc"] if part != "body")
         if kind == "json_invalid":
-            return "the request is no JSON"
+            return "the request is not JSON"
         if kind == "extra_forbidden":
-            return f"there is no field {where!r} here: /docs has those there are"
+            return f"there is no field {where!r} here: /docs lists the fields"
         return ": ".join(filter(None, [where, first["msg"].removeprefix("Value error, ")]))
 
     answers = {UserError: (400, str), RequestValidationError: (400, of_a_field), Unavailable: (503, str)}
@@ -160,7 +167,7 @@ def refuse(app: FastAPI) -> None:
 
 
 class Server(uvicorn.Server):
-    """Ends with its engine: what is being sampled is answered, what waits is refused, and then the engine is closed."""
+    """A server that answers the running batch, refuses the waiting requests and closes the engine before it ends."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(uvicorn.Config(make_app(service), log_level="warning", lifespan="off"))
@@ -169,9 +176,9 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: Any = None) -> None:
         self.batching.stop()
         if self.server_state.tasks:
-            print("ending after what is being sampled; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+            print("stopping after the running batch; Ctrl-C again stops at once", file=sys.stderr, flush=True)
         await super().shutdown(sockets)
         while self.batching.alive and not self.force_exit:
             await asyncio.sleep(0.05)
         if self.force_exit:
-            os._exit(130)  # a thread inside of torch cannot be ended in any other way
+            os._exit(130)  # the only way to end a thread that is inside torch

@@ -1,6 +1,6 @@
-"""One thread that owns an engine; what several ask for at the same time is sampled in one call.
+"""The one thread that owns an engine. It samples the prompts of simultaneous requests in one call.
 
-Engines are not made for several threads, and are fastest with many prompts at once. Knows nothing of HTTP, text or files.
+Engines are not thread-safe, and they are fastest with many prompts at once. This module does not know HTTP, text or files.
 """
 
 import threading
@@ -16,12 +16,12 @@ from grpo.system.errors import UserError, told
 
 
 class Unavailable(Exception):
-    """Nothing can be sampled: not yet, not now, or never again."""
+    """The server cannot sample: it is starting, paused or stopping."""
 
 
 @dataclass(eq=False)
 class SampleRequest:
-    """The prompts of one request. Changes: its completions come one by one, and `future` has them when all are there."""
+    """The prompts of one request. Mutable: completions are added one by one; `future` gets the list when it is complete."""
 
     prompts: Sequence[Sequence[int]]
     sampling: Sampling
@@ -32,36 +32,43 @@ class SampleRequest:
         self.completions: list[Completion | None] = [None] * len(self.prompts)
 
     def put(self, place: int, completion: CompletionLike) -> None:
+        """Store the completion of the prompt at `place`."""
         self.completions[place] = completion_of(completion)
         if not self.future.done() and None not in self.completions:
             self.future.set_result(self.completions)
 
 
 class Batching:
-    """make_engine is called in the thread too, first of all; if it raises, so does every `call`."""
+    """A queue of requests and calls before one engine, which runs in a thread of its own.
+
+    make_engine: called first in that thread. If it raises, every later `call` raises the same.
+    """
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
         self.paused = self.stopped = False
         self._waiting: list[SampleRequest] = []
         self._calls: deque[Callable[[Engine], Any]] = deque()
-        self._lock = threading.Lock()  # of both
+        self._lock = threading.Lock()  # for both
         self._thread = ThreadPoolExecutor(1, "engine")
         self._made = self._thread.submit(make_engine)
         self._ended: Future | None = None
 
     @property
     def engine(self) -> Engine | None:
-        """None until it is made, and where that failed."""
+        """The engine; None before it is created, and if that failed."""
         return self._made.result() if self._made.done() and not self._made.exception() else None
 
     def check_ready(self) -> None:
-        """Raises Unavailable unless the engine has weights."""
+        """Raise Unavailable unless the engine has weights."""
         self._check_not_stopped()
         if self.engine is None or self.engine.version is None:
-            raise Unavailable("the engine has no weights yet: ask again in a while")
+            raise Unavailable("the engine has no weights yet: try again later")
 
     def sample(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> Future:
-        """A list of Completions, in order. Equal samplings that wait at the same time share a call of the engine."""
+        """Queue prompts and return a Future of their Completions, in order.
+
+        Waiting requests with equal sampling settings share one call of the engine.
+        """
         self._check_not_stopped()
         request = SampleRequest(prompts, sampling, seeds)
         with self._lock:
@@ -70,14 +77,14 @@ class Batching:
         return request.future
 
     def call(self, function: Callable[[Engine], Any]) -> Future:
-        """The result of function(engine). It runs between batches, before all requests that wait."""
+        """Queue function(engine) and return a Future of its result. It runs between batches, before all waiting requests."""
         self._check_not_stopped()
         with self._lock:
             self._calls.append(function)
             return self._thread.submit(lambda: self._run(self._calls.popleft()))
 
     def pause(self, paused: bool) -> Future:
-        """Done when no batch is running; from then on requests wait, and calls do not."""
+        """Pause or resume sampling. The Future is done when no batch is running; then requests wait, and calls still run."""
 
         def switch(engine: Engine) -> None:
             self.paused = paused
@@ -87,17 +94,18 @@ class Batching:
         return self.call(switch)
 
     def stop(self) -> None:
-        """The running batch is finished, waiting requests are refused, the engine is closed."""
+        """Finish the running batch, refuse the waiting requests, and close the engine. Returns at once; see `alive`."""
         self.stopped = True
         self._ended = self._thread.submit(self._end)
 
     @property
     def alive(self) -> bool:
+        """Whether the engine is not closed yet."""
         return self._ended is None or not self._ended.done()
 
     def _check_not_stopped(self) -> None:
         if self.stopped:
-            raise Unavailable("the server is ending")
+            raise Unavailable("the server is stopping")
 
     def _run(self, function: Callable[[Engine], Any]) -> Any:
         self._check_not_stopped()
@@ -106,12 +114,12 @@ class Batching:
     def _end(self) -> None:
         for request in self._waiting:
             if request.future.set_running_or_notify_cancel():
-                request.future.set_exception(Unavailable("the server is ending"))
+                request.future.set_exception(Unavailable("the server is stopping"))
         if self.engine is not None:
             self.engine.close()
 
     def _sample_next(self, engine: Engine) -> None:
-        """The oldest request that waits, and all with the same sampling; nothing if a batch before took it along."""
+        """Sample the oldest waiting request and all others with equal sampling settings; an earlier batch may have left none."""
         if self._calls:
             self._thread.submit(self._run, self._sample_next)
             return
@@ -138,7 +146,7 @@ class Batching:
                 done(i, completion)
         except Exception as error:
             left = [request for request in batch if not request.future.done()]
-            if len(batch) > 1:  # whoever is to blame harms nobody else
+            if len(batch) > 1:  # sample them one by one, so that a bad request fails alone
                 for request in left:
                     self._sample([request])
             elif left:

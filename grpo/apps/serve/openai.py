@@ -1,6 +1,7 @@
-"""/v1/completions and /v1/chat/completions, as far as an engine can answer them.
+"""The endpoints /v1/completions and /v1/chat/completions of OpenAI's API, as far as an engine can answer them.
 
-No streaming, no tools, no logprobs but the sampled token's. `model` may be any name: there is one.
+Not supported: streaming, tools, and log-probabilities of tokens that were not sampled. `model` may be any name, because the
+server has one model.
 """
 
 import time
@@ -16,14 +17,18 @@ from grpo.env.tokens import Completion
 
 
 class Complete(Asked):
-    """prompt: a text, token ids, or a list of either. return_token_ids: as in vLLM, ids beside the text of each choice."""
+    """A request of /v1/completions.
+
+    prompt: a text, token ids, or a list of either.
+    return_token_ids: add the token ids to each choice, as vLLM does.
+    """
 
     prompt: Any
     return_token_ids: bool = False
 
 
 class Chat(Asked):
-    """max_tokens is 256 unless given, so that requests without one are sampled together."""
+    """A request of /v1/chat/completions. max_tokens is 256 by default, so that requests without it can share a batch."""
 
     messages: list[Any]
     max_tokens: int = Field(256, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
@@ -31,6 +36,7 @@ class Chat(Asked):
 
 
 def router(service: Service) -> APIRouter:
+    """Return the two endpoints for this service."""
     router = APIRouter(prefix="/v1")
 
     def answer(kind: str, prompts: Sequence, completions: Sequence[Completion], choices: list[dict]) -> dict[str, Any]:

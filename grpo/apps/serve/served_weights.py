@@ -1,6 +1,6 @@
-"""Which weights are served: a model's folder, and maybe an adapter on it.
+"""The weights that are served: the folder of a model, and optionally an adapter.
 
-Nothing is kept but the paths: each change reads both again. All of it runs in the engine's thread, between batches.
+Only the paths are kept, so each change reads both again. Everything here runs in the engine's thread, between batches.
 """
 
 from dataclasses import dataclass, replace
@@ -17,12 +17,18 @@ from grpo.system.errors import UserError, told
 
 @dataclass(frozen=True)
 class Adapter:
+    """A LoRA adapter: its PEFT folder and its name."""
+
     path: str
     name: str
 
 
 class ServedWeights:
-    """device: where the model is put before the engine is given it. load_count: of adapters, so far."""
+    """The model and the adapter that an engine serves. Mutable: requests change them.
+
+    device: the device of the model before it goes to the engine.
+    load_count: number of adapters loaded so far.
+    """
 
     def __init__(self, pretrained: Pretrained, device: torch.device | str) -> None:
         self.pretrained, self.device = pretrained, device
@@ -31,27 +37,29 @@ class ServedWeights:
         self._shapes: dict[str, torch.Size] = {}
 
     def read(self, engine: Engine, path: str | None = None) -> int:
-        """The folder's weights, as they are now; an adapter stays on. path: another folder, of the same model.
+        """Give the engine the weights that are in the folder now, with the current adapter, and return their version.
 
-        Returns the version. As the two below it raises UserError, with the weights as they were, where a folder cannot be
-        read or is of another model.
+        path: another folder with the same model.
+        Like the two methods below it raises UserError, and keeps the old weights, if a folder cannot be read or has a different
+        model.
         """
         pretrained = self.pretrained
         if path is not None:
             if not any((Path(path) / name).is_file() for name in ("config.json", "adapter_config.json")):
-                raise UserError(f"path={path} is no model: give a Hugging Face folder, with its config.json")
+                raise UserError(f"path={path} is not a model: give a Hugging Face folder with config.json")
             pretrained = replace(pretrained, path=path, revision=None)
         return self._give(engine, pretrained, self.adapter)
 
     def put_on(self, engine: Engine, adapter: Adapter) -> int:
-        """An adapter instead of the one there is, if any. Returns the version."""
+        """Serve the model with this adapter, which replaces any other, and return the version of the weights."""
         version = self._give(engine, self.pretrained, adapter)
         self.load_count += 1
         return version
 
     def take_off(self, engine: Engine) -> int:
+        """Serve the model without its adapter and return the version of the weights."""
         if self.adapter is None:
-            raise UserError("there is no adapter to unload")
+            raise UserError("no adapter is loaded")
         return self._give(engine, self.pretrained, None)
 
     def _give(self, engine: Engine, pretrained: Pretrained, adapter: Adapter | None) -> int:
@@ -71,9 +79,9 @@ class ServedWeights:
                 model = PeftModel.from_pretrained(model, path).eval()
         except UserError:
             raise
-        except Exception as error:  # files may be broken in any way
+        except Exception as error:  # broken files raise many types
             raise UserError(f"{path} cannot be loaded: {told(error)}") from error
         self._shapes = self._shapes or shapes
         if shapes != self._shapes:
-            raise UserError(f"{pretrained.path} is another model than the one served: start a server for it")
+            raise UserError(f"{pretrained.path} is a different model from the one served: start another server for it")
         return model

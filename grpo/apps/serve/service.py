@@ -1,4 +1,4 @@
-"""A request, checked and sampled: from text or messages to token ids, through the engine, and back."""
+"""Checks and answers requests: from text or messages to token ids, through the engine, and back."""
 
 import asyncio
 import secrets
@@ -18,20 +18,22 @@ from grpo.env.tokens import Completion
 from grpo.system.errors import UserError
 from grpo.system.seeds import derive_seed
 
-REFUSED = {  # by name: the value that changes nothing, and why no other is taken
-    "stream": (False, "answers come whole, there is no streaming"),
-    "stop": ([], "texts that end a completion are not known here: give stop_token_ids"),
-    "prompt_logprobs": (None, "engines give log-probabilities of what they sample, not of the prompt"),
-    "presence_penalty": (0, "there is repetition_penalty instead"),
-    "frequency_penalty": (0, "there is repetition_penalty instead"),
+REFUSED = {  # field -> the only value that is accepted, and the reason
+    "stream": (False, "streaming is not supported"),
+    "stop": ([], "stop texts are not supported: give stop_token_ids"),
+    "prompt_logprobs": (None, "engines return log-probabilities of sampled tokens only, not of the prompt"),
+    "presence_penalty": (0, "use repetition_penalty instead"),
+    "frequency_penalty": (0, "use repetition_penalty instead"),
 }
 
 
 class Asked(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
-    """How a request wants its tokens drawn: `Sampling` by the names that vLLM and OpenAI have for it, n samples of each prompt.
+    """The sampling settings of a request: `Sampling` with the field names of vLLM and OpenAI. A null field has its default.
 
-    A null is a field left out. top_k: -1 is off, as 0 is. seed: sample i is drawn with a seed made of (seed, i); without one each
-    has a fresh seed. logprobs: at most 1, as nothing is known but the sampled token's.
+    n: samples of each prompt.
+    top_k: -1 and 0 disable it.
+    seed: sample i uses a seed made from (seed, i); without a seed each sample gets a random one.
+    logprobs: 0 or 1, because only the sampled token's log-probability is known.
     """
 
     n: int = Field(1, ge=1, le=10_000)
@@ -45,12 +47,13 @@ class Asked(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     guided: dict[str, Any] | None = Field(None, validation_alias=AliasChoices("guided", "structured_outputs"))
     seed: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=1)
-    model: str | None = None  # whatever they call it: there is one
+    model: str | None = None  # ignored: the server has one model
     user: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def without_what_changes_nothing(cls, given: Any) -> Any:
+        """Remove null fields and the fields of REFUSED. Raises UserError if one of these has another value."""
         if not isinstance(given, dict):
             raise UserError("the request must be a JSON object, sent as Content-Type: application/json")
         for name, (neutral, why) in REFUSED.items():
@@ -59,11 +62,13 @@ class Asked(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
         return {name: value for name, value in given.items() if value is not None and name not in REFUSED}
 
     def sampling(self) -> Sampling:
+        """Return the settings in the form of the engines."""
         given = self.model_dump(include={field.name for field in fields(Sampling)})
         given["top_k"] = 0 if self.top_k == -1 else self.top_k
         return Sampling(**given, stop_ids=tuple(self.stop_token_ids))
 
     def seeds(self, count: int) -> list[int]:
+        """Return a seed for each of `count` samples."""
         if self.seed is None:
             return [secrets.randbits(63) for _ in range(count)]
         return [derive_seed(self.seed, i) for i in range(count)]
@@ -71,7 +76,10 @@ class Asked(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
 
 @dataclass(frozen=True)
 class Service:
-    """Lives in the event loop's thread, as tokenizers are not made for several either; the engine in `batching`'s."""
+    """Tokenizes requests, samples, and decodes the answers.
+
+    It runs in the thread of the event loop, because tokenizers are not thread-safe; the engine runs in the thread of `batching`.
+    """
 
     batching: Batching
     weights: ServedWeights
@@ -80,15 +88,18 @@ class Service:
     vocabulary: int
 
     def chat_ids(self, messages: Any) -> tuple[int, ...]:
+        """Return the token ids of a conversation, rendered with the chat template. Raises UserError if it is not one."""
         if not isinstance(messages, list) or not messages:
-            raise UserError(f'{shown(messages)} is no conversation: give [{{"role": "user", "content": "..."}}, ...]')
+            raise UserError(
+                f'{shown(messages)} is not a conversation: give [{{"role": "user", "content": "..."}}, ...]'
+            )
         try:
             return tuple(self.renderer.prompt_ids([message_of(message) for message in messages]))
         except TypeError as error:
             raise UserError(str(error)) from error
 
     def prompt_ids(self, prompt: Any) -> tuple[int, ...]:
-        """The token ids of a text, of token ids, or of vLLM's form of either."""
+        """Return the token ids of a text, of token ids, or of vLLM's form of either. Raises UserError for anything else."""
         if isinstance(prompt, dict) and len(prompt) == 1:
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(prompt, str):
@@ -97,15 +108,15 @@ class Service:
             raise UserError(f'prompt={shown(prompt)}: give a text, or token ids as {{"prompt_token_ids": [1, 2]}}')
         if bad := [i for i in prompt if type(i) is not int or not 0 <= i < self.vocabulary]:
             last = self.vocabulary - 1
-            raise UserError(f"a prompt has {shown(bad[0])}, and token ids are whole numbers from 0 to {last}")
+            raise UserError(f"a prompt has {shown(bad[0])}, but token ids are integers from 0 to {last}")
         return tuple(prompt)
 
     async def sample(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Completion]:
-        """n completions of each prompt, one prompt's after the other's. Raises UserError and Unavailable."""
+        """Return n completions of each prompt, in the order of the prompts. Raises UserError and Unavailable."""
         self.batching.check_ready()
         sampling, context = asked.sampling(), self.batching.engine.context
         if not prompts or not all(prompts):
-            raise UserError("a prompt has no tokens: there must be at least one")
+            raise UserError("a prompt has no tokens: give at least one")
         longest = max(map(len, prompts))
         if context is not None and longest + sampling.max_tokens > context:
             asked_for = f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens}"
@@ -114,13 +125,15 @@ class Service:
         return await asyncio.wrap_future(self.batching.sample(each, sampling, asked.seeds(len(each))))
 
     def text(self, completion: Completion) -> str:
+        """Return the text of a completion, as the policy's message has it."""
         return self.renderer.parse(completion.ids).content
 
     def prompt_text(self, ids: Sequence[int]) -> str:
-        """With the special tokens, as the model reads it."""
+        """Return the text of a prompt with its special tokens."""
         return self.tokenizer.decode(ids)
 
     async def one_token(self) -> None:
+        """Sample one token, to check that the engine works. Raises Unavailable if sampling is paused."""
         if self.batching.paused:
             raise Unavailable("generation is paused")
         await self.sample([(0,)], Asked(max_tokens=1, temperature=0.0))

@@ -1,1 +1,1 @@
-"""A sweep: a process for each job."""
+"""Runs sweeps: a process for each job."""

@@ -1,4 +1,4 @@
-"""A job of a sweep: a folder, and what can be read in it while a run or an evaluation is at work there, or was."""
+"""A job of a sweep: its folder, and its state, read from the files in that folder while the job runs and afterwards."""
 
 import csv
 import json
@@ -11,8 +11,12 @@ from typing import Any
 
 @dataclass(eq=False)
 class Job:
-    """Mutable: its status goes from waiting to running to finished or failed. overrides: what was said of it, KEY=VALUE each.
-    label: those of them that tell it from the other jobs. rollouts: that it will learn from, where it learns."""
+    """A job of a sweep. Mutable: its status changes from waiting to running to finished or failed.
+
+    overrides: KEY=VALUE each, the arguments of the job.
+    label: the overrides that differ between jobs, as text.
+    rollouts: the number of rollouts that the job will learn from; None for an evaluation.
+    """
 
     number: int
     folder: Path
@@ -20,14 +24,16 @@ class Job:
     label: str
     rollouts: int | None = None
     status: str = "waiting"
-    before: float = 0.0  # the share that was done when this sweep began
+    before: float = 0.0  # share of the job that was done before this sweep started
 
     @property
     def output(self) -> Path:
+        """The file with everything that the job's process printed."""
         return self.folder / "output.txt"
 
     @property
     def manifest(self) -> Mapping[str, Any]:
+        """manifest.json of the run; {} if there is none yet."""
         try:
             return json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -35,16 +41,17 @@ class Job:
 
     @property
     def accuracy(self) -> float | None:
+        """The last held-out accuracy of a finished job, else None."""
         return self.manifest.get("accuracy") if self.status == "finished" else None
 
     @property
     def minutes(self) -> float | None:
-        """At work, before the sweep was stopped and after."""
+        """The running time in minutes, including the time before the sweep was resumed."""
         seconds = self.manifest.get("seconds")
         return None if seconds is None else seconds / 60
 
     def metrics(self) -> Mapping[str, str]:
-        """The latest value of every column of metrics.csv, as text."""
+        """Return the latest value of every column of metrics.csv, as text."""
         try:
             with (self.folder / "metrics.csv").open(newline="", encoding="utf-8") as lines:
                 return {name: value for row in csv.DictReader(lines) for name, value in row.items() if name and value}
@@ -52,18 +59,21 @@ class Job:
             return {}
 
     def share(self) -> float:
-        """Of its rollouts, learned from: 0 to 1."""
+        """Return the share of its rollouts that the job has learned from, 0 to 1; 1 if it has ended."""
         if self.status in ("finished", "failed"):
             return 1.0
         return min(1.0, float(self.metrics().get("step", 0)) / self.rollouts) if self.rollouts else 0.0
 
     def arguments(self) -> list[str]:
-        """What its process is told: to go on where it stopped, if there is a checkpoint. Else a run's folder is made clean."""
+        """Return the arguments for the job's process. It resumes from its checkpoint if it has one.
+
+        A run without a checkpoint starts anew: its folder is moved to the sweep's folder `stopped`.
+        """
         checkpoint = self.folder / "checkpoints" / "last.ckpt"
-        if checkpoint.exists() and self.share() < 1:  # else it died at its very end, and train.py would refuse
+        if checkpoint.exists() and self.share() < 1:  # train.py refuses a checkpoint after the last rollout
             others = [override for override in self.overrides if not override.startswith("ckpt_path=")]
             return [*others, f"ckpt_path={quoted(checkpoint)}"]
-        if self.folder.exists() and self.rollouts is not None:  # an evaluation goes on with what it finds
+        if self.folder.exists() and self.rollouts is not None:  # an evaluation resumes from the files in its folder
             stopped = self.folder.parent / "stopped" / self.folder.name
             shutil.rmtree(stopped, ignore_errors=True)
             stopped.parent.mkdir(exist_ok=True)
@@ -71,12 +81,13 @@ class Job:
         return list(self.overrides)
 
     def last_words(self) -> str:
+        """Return the last line that the job printed."""
         text = self.output.read_text(errors="replace").strip() if self.output.exists() else ""
-        return (text or "it said nothing").splitlines()[-1].strip()[:300]
+        return (text or "no output").splitlines()[-1].strip()[:300]
 
 
 def quoted(path: Path) -> str:
-    """As the value of an override."""
+    """Return a path as the value of an override, quoted if Hydra needs it."""
     text = str(path)
     plain = all(c.isalnum() or c in "/._-" for c in text)
     return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

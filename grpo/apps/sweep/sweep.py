@@ -1,6 +1,6 @@
-"""A sweep: jobs side by side, a process for each; what was finished before is not run again.
+"""Runs the jobs of a sweep in parallel, each in its own process. Jobs that finished earlier are not run again.
 
-Knows commands and what a run leaves in its folder, and nothing of Hydra, whose launcher in `hydra_plugins/grpo.py` uses it.
+This module knows commands and the files of a run. It does not know Hydra, whose launcher in `hydra_plugins/grpo.py` uses it.
 """
 
 import fcntl
@@ -28,20 +28,22 @@ from grpo.system.errors import UserError
 from grpo.system.files import write_text
 from grpo.system.metrics import percent
 
-POLL = 0.2  # seconds between two looks at the jobs
+POLL = 0.2  # seconds between two checks of the jobs
 
-SWEEPS: list["Sweep"] = []  # of this process; a sweeper has no place to tell how its jobs ended
+SWEEPS: list["Sweep"] = []  # of this process, for `reported`: a sweeper does not report how its jobs ended
 
 
 def places(jobs: int | str, devices: Sequence[str], environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """The variables of the jobs that run at the same time, one after another: a device each, or a share of the cores.
+    """Return the environment variables for each of the jobs that run at the same time: a device, or a share of the cores.
 
-    jobs: how many; auto is one a device, one where there is none. devices: as CUDA_VISIBLE_DEVICES names them.
+    jobs: number of jobs at the same time; auto is one for each device, and one without devices.
+    devices: names for CUDA_VISIBLE_DEVICES.
+    environment: the current variables; a given OMP_NUM_THREADS is kept.
     """
     if jobs == "auto":
         jobs = max(1, len(devices))
     if not isinstance(jobs, int) or jobs < 1:
-        raise UserError(f"hydra.launcher.jobs={jobs} must be a number of jobs, 1 or more, or auto")
+        raise UserError(f"hydra.launcher.jobs={jobs} must be auto or an integer of at least 1")
     if devices:
         return [{"CUDA_VISIBLE_DEVICES": devices[i % len(devices)]} for i in range(jobs)]
     if jobs == 1 or "OMP_NUM_THREADS" in environment:
@@ -50,10 +52,13 @@ def places(jobs: int | str, devices: Sequence[str], environment: Mapping[str, st
 
 
 class Sweep:
-    """Mutable: its jobs are added, then run, more than once where a sweeper chooses them in turns.
+    """The jobs of a sweep in one folder. Mutable: jobs are added and run, several times if a sweeper chooses them in steps.
 
-    command: the words that start a job with these overrides. places: the environment of each of those that run at the same time.
-    again: the command line that goes on with the sweep. Raises UserError where another one is at work in the folder.
+    command: returns the command that starts a job with these overrides.
+    places: environment variables for each job that runs at the same time, from `places`.
+    again: the command line that resumes the sweep, for messages.
+
+    Raises UserError if another sweep is running in the folder.
     """
 
     def __init__(
@@ -67,22 +72,23 @@ class Sweep:
         self.jobs: list[Job] = []
         self.began: float | None = None
         self.console = Console(highlight=False, markup=False, soft_wrap=True)
-        self.record = folder / "jobs.json"  # what was said of each job, in the order of their numbers
+        self.record = folder / "jobs.json"  # the overrides of each job, in the order of their numbers
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = (folder / ".lock").open("a")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"{folder} has another sweep at work, or its last jobs: wait, or set hydra.sweep.dir"
+                f"another sweep or its last jobs are still running in {folder}: wait, or set hydra.sweep.dir"
             ) from None
         SWEEPS.append(self)
 
     def known(self) -> list[list[str]]:
+        """Return the overrides of all jobs that this folder has numbered, in order."""
         return json.loads(self.record.read_text(encoding="utf-8")) if self.record.exists() else []
 
     def number(self, overrides: Sequence[str]) -> int:
-        """Of the job with these overrides: the one that it had before, or the next."""
+        """Return the number of the job with these overrides: the number that it had before, or a new one."""
         known = self.known()
         for number, said in enumerate(known):
             if sorted(said) == sorted(overrides):
@@ -92,7 +98,7 @@ class Sweep:
         return len(known)
 
     def add(self, job: Job) -> Job:
-        """The job of that number, if it is there already."""
+        """Add a job and return it. If a job with its number exists, return that one instead."""
         if there := next((other for other in self.jobs if other.number == job.number), None):
             return there
         if job.manifest.get("status") == "finished":
@@ -102,7 +108,7 @@ class Sweep:
         return job
 
     def run(self) -> None:
-        """Run the jobs that wait, and return when none runs. One that fails does not stop the others."""
+        """Run all waiting jobs and return when they have ended. A failed job does not stop the others."""
         waiting = deque(job for job in self.jobs if job.status == "waiting")
         if self.began is None:
             self.began = time.monotonic()
@@ -110,7 +116,7 @@ class Sweep:
             before = f", {done} of them finished before" if done else ""
             at_once = f"{len(self.places)} at a time, in {self.folder}"
             self.console.print(f"sweep of {len(self.jobs)} jobs{before}, {at_once}")
-            self.console.print(f"to go on with it should it stop: {self.again}")
+            self.console.print(f"to resume it after an interruption: {self.again}")
         free = list(reversed(self.places))
         running: dict[Job, tuple[subprocess.Popen, Mapping[str, str]]] = {}
         drawn = {"get_renderable": self.picture, "auto_refresh": self.console.is_terminal, "refresh_per_second": 1}
@@ -127,30 +133,33 @@ class Sweep:
                             self.end(job, code)
                     time.sleep(POLL)
             except (KeyboardInterrupt, SystemExit):
-                self.console.print(f"stopped; to go on: {self.again}")
+                self.console.print(f"stopped; to resume: {self.again}")
                 raise
             finally:
                 child.stop(process for process, _ in running.values())
 
     def start(self, job: Job, place: Mapping[str, str]) -> subprocess.Popen:
+        """Start the process of a job. place: its environment variables."""
         command = self.command(job, job.arguments())
         job.folder.mkdir(parents=True, exist_ok=True)
         job.status = "running"
-        if not self.console.is_terminal:  # where no picture shows it
+        if not self.console.is_terminal:  # a terminal shows running jobs in the live table
             self.console.print(f"job {job.number} begins: {job.label}")
         with job.output.open("ab", buffering=0) as output:
             variables = [f"{name}={value}" for name, value in place.items()]
             output.write(f"$ {shlex.join([*variables, *command])}\n".encode())
             environment = {**os.environ, "PYTHONUNBUFFERED": "1", **place}
-            # the guard holds the lock too: no other sweep comes into the folder while a job of a killed one is still ending
+            # The child's guard process holds the lock, too: after a kill no other sweep starts here until its jobs have ended.
             return child.start(command, env=environment, stdout=output, stderr=output, pass_fds=[self.lock.fileno()])
 
     def end(self, job: Job, code: int) -> None:
+        """Set the status of a job whose process has ended, and print a line. code: the exit status."""
         job.status = "failed" if code else "finished"
         told = f"{job.last_words()} ({job.output})" if code else f"accuracy {percent(job.accuracy)}"
         self.console.print(f"job {job.number} {job.status}: {job.label}: {told}; {self.total()}")
 
     def total(self) -> str:
+        """Return a line with the number of jobs by status, and an estimate of the time left."""
         count, minutes = Counter(job.status for job in self.jobs), self.minutes_left()
         said = [f"{count['finished']}/{len(self.jobs)} done"]
         said += [f"{count[status]} {status}" for status in ("failed", "running") if count[status]]
@@ -158,13 +167,13 @@ class Sweep:
         return ", ".join(said)
 
     def minutes_left(self) -> float | None:
-        """At the rate of this call, with as many jobs at a time."""
+        """Return an estimate of the minutes left, from the progress since this process started; None if unknown."""
         made = sum(job.share() - job.before for job in self.jobs if job.status != "failed")
         left = sum(1 - job.share() for job in self.jobs)
         return (time.monotonic() - self.began) / 60 * left / made if made > 0 and left else None
 
     def picture(self) -> Group:
-        """A line for each job at work, and one for all."""
+        """Return the live display: a line for each running job, and one for the whole sweep."""
         table = Table.grid(padding=(0, 1))
         for job in self.jobs:
             if job.status == "running":
@@ -178,20 +187,21 @@ class Sweep:
         return Group(table, Text(self.total()))
 
     def report(self) -> None:
-        """Of runs; a page is no reason to fail."""
+        """Write report.html for the training runs of the sweep. A failure is printed, not raised."""
         if not any(job.status == "finished" and job.rollouts is not None for job in self.jobs):
             return
-        from grpo.runs.report import write_report  # seconds
+        from grpo.runs.report import write_report  # a slow import
 
         try:
             page = write_report(self.folder)
             self.console.print(f"written to {page}; as a table: python eval.py compare={self.folder}")
         except Exception as error:
             self.console.print(
-                f"no report.html ({type(error).__name__}: {error}); later: python -m grpo.report {self.folder}"
+                f"no report.html ({type(error).__name__}: {error}); to retry: python -m grpo.report {self.folder}"
             )
 
     def table(self) -> Table:
+        """Return a table with a row for each job: overrides, status, accuracy, minutes."""
         table = Table("job", "overrides", "status", "accuracy", "minutes", title=f"sweep in {self.folder}")
         for job in sorted(self.jobs, key=lambda job: job.number):
             minutes = "-" if job.minutes is None else f"{job.minutes:.1f}"
@@ -201,7 +211,7 @@ class Sweep:
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """SIGTERM, as Ctrl-C, lets what is in `finally` happen."""
+    """Make SIGTERM raise SystemExit during a `with` block, so that `finally` blocks run, as after Ctrl-C."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -211,11 +221,11 @@ def sigterm_raises() -> Iterator[None]:
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Round all that may sweep: the table of the jobs at the end, and UserError where some have failed."""
+    """Print the table of jobs and write the report after a `with` block that may run sweeps. Raises UserError if jobs failed."""
     failure = None
     try:
         yield
-    except Exception as error:  # a sweeper that was told of no success may stumble
+    except Exception as error:  # some sweepers raise if no job succeeded
         failure = error
     jobs = [job for sweep in SWEEPS for job in sweep.jobs]
     for sweep in SWEEPS:

@@ -1,1 +1,1 @@
-"""The built-in engine: samples from the very model that learns."""
+"""The built-in engine: samples from the model that is being trained."""

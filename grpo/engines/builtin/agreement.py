@@ -1,4 +1,4 @@
-"""Which cache the built-in engine may sample with: its numbers on a few tokens are compared with plain forwards."""
+"""Chooses the built-in engine's KV cache: compares its log-probabilities on a few tokens with plain forward passes."""
 
 from collections import deque
 from functools import partial
@@ -12,12 +12,12 @@ from grpo.models.trusted import objection
 from grpo.system.errors import UserError
 
 Cache = type[KVCache] | type[PaddedCache]
-EXACT = 1e-4  # largest error of log-probabilities, in float32
-LOOSE = 0.1  # the same in shorter numbers than float32, and for `PaddedCache`: there is no better one
+EXACT = 1e-4  # largest allowed error of log-probabilities in float32
+LOOSE = 0.1  # the same in lower precision, and for `PaddedCache`, because there is nothing better to fall back to
 
 
 def cache_for(model: nn.Module) -> tuple[Cache, str]:
-    """The cache to sample with, and why it is not `KVCache` where it is not. Raises UserError where both are wrong."""
+    """Return the cache to sample with, and the reason if it is not `KVCache`. Raises UserError if both caches are wrong."""
     if not (why := cache_objection(KVCache, model)):
         return KVCache, ""
     if other := cache_objection(PaddedCache, model):
@@ -26,12 +26,12 @@ def cache_for(model: nn.Module) -> tuple[Cache, str]:
 
 
 def cache_objection(cache: Cache, model: nn.Module) -> str:
-    """Why the engine must not sample from the model with this cache; empty if it may."""
+    """Return the reason why the engine must not sample from the model with this cache; empty if it may."""
     return objection(model, partial(error_of, cache, model), by_plan=cache is KVCache)
 
 
 def error_of(cache: Cache, model: nn.Module) -> str:
-    """Samples two prompts and three rows, one of which ends early. Returns "", or the largest `distance` to plain forwards."""
+    """Sample three rows of two prompts, one of which ends early. Returns "", or how far they are from plain forward passes."""
     exact = cache is KVCache and model.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     size, device = model.get_input_embeddings().num_embeddings, model.device
     token = iter([(7919 * i + 11) % size for i in range(1, 40)])
@@ -52,6 +52,6 @@ def error_of(cache: Cache, model: nn.Module) -> str:
 
 
 def distance(logits: Tensor, plain: Tensor) -> float:
-    """logits, plain: [B, V]. Returns the largest sum(p |log q - log p|) of a row."""
+    """Return the largest sum(p |log q - log p|) of a row, q = softmax(logits), p = softmax(plain). logits, plain: [B, V]."""
     q, p = logits.float().log_softmax(-1), plain.float().log_softmax(-1)
     return torch.where(p.exp() > 0, p.exp() * (q - p).abs(), 0.0).sum(-1).max().item()

@@ -1,7 +1,7 @@
-"""The built-in engine: samples from the very model that is trained, so there are no weights to copy.
+"""The built-in engine: samples from the model that is being trained, so no weights are copied.
 
-Each distinct prompt is read once, each step is one forward of all rows; what ends leaves the batch and what waits joins it. Works
-wherever the model works: CPU, MPS, one GPU.
+Each distinct prompt goes through the model once, then each step is one forward pass for all rows. Finished samples leave the
+batch and waiting ones join it. Works wherever the model works: CPU, MPS, one GPU.
 """
 
 import logging
@@ -15,21 +15,25 @@ from grpo.engines.builtin.agreement import cache_for
 from grpo.engines.builtin.sampler import Draws
 from grpo.engines.protocol import Sampling
 from grpo.env.tokens import Completion
-from grpo.system.errors import UserError, check_least
+from grpo.system.errors import UserError
+from grpo.system.ranges import Count, enforced
 
 log = logging.getLogger(__name__)
 
 
 class TransformersEngine:
-    """max_cache_tokens: tokens whose keys and values may be kept at a time. Samples without room wait; a lone one has it."""
+    """Samples from the model that is being trained.
 
-    def __init__(self, max_cache_tokens: int = 65536) -> None:
-        check_least("engine.max_cache_tokens", max_cache_tokens, 1)
+    max_cache_tokens: size of the KV cache in tokens. Samples that do not fit wait; a single sample may exceed it.
+    """
+
+    @enforced("engine")
+    def __init__(self, max_cache_tokens: Count = 65536) -> None:
         self.max_cache_tokens = max_cache_tokens
         self.version: int | None = None
         self.model: nn.Module | None = None
         self.tried: tuple[nn.Module, torch.device] | None = None
-        self.reason = ""  # why the model is sampled from in the slower way
+        self.reason = ""  # why the slower cache is used
 
     @property
     def context(self) -> int | None:
@@ -39,12 +43,12 @@ class TransformersEngine:
         self.model, self.version = model, version
 
     def choose(self) -> None:
-        """The way to sample; tried where the model is now, which is not where it was when it was loaded."""
+        """Choose the cache, by trying it on the model's present device, which may differ from the device at loading time."""
         if self.tried != (self.model, self.model.device):
             self.cache, reason = cache_for(self.model)
             if reason and reason != self.reason:
                 name = type(self.model).__name__
-                log.warning("engine: %s is sampled from in a slower way, by transformers' cache: %s", name, reason)
+                log.warning("engine: sampling from %s is slower, it needs transformers' cache: %s", name, reason)
             self.tried, self.reason = (self.model, self.model.device), reason
 
     @torch.inference_mode()
@@ -56,11 +60,11 @@ class TransformersEngine:
         done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         if sampling.guided:
-            raise UserError("sampling.guided: the built-in engine cannot guide what it samples: set engine=vllm")
+            raise UserError("sampling.guided: the built-in engine does not support guided sampling: set engine=vllm")
         longest = max(map(len, prompts))
         if self.context is not None and longest + sampling.max_tokens > self.context:
             tokens = f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens}"
-            raise UserError(f"{tokens} exceed the context of {self.context}: lower max_tokens, or take shorter prompts")
+            raise UserError(f"{tokens} exceed the context of {self.context}: lower max_tokens, or use shorter prompts")
         self.choose()
         prompts = [tuple(prompt) for prompt in prompts]
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
@@ -72,7 +76,7 @@ class TransformersEngine:
         cache = self.cache(self.model, prompts, sampling.max_tokens, self.max_cache_tokens)
         draws = Draws(prompts, sampling, seeds, device)
         completions: list[Completion | None] = [None] * len(prompts)
-        logits = None  # [B, V], of the rows that there are
+        logits = None  # [B, V], one row per sample in the batch
         while waiting or logits is not None:
             new, fresh = cache.admit(waiting)
             if new:
@@ -86,7 +90,7 @@ class TransformersEngine:
                 for i, completion in draws.completions(which, stopped[which]):
                     completions[i] = completion
                     if done is not None:
-                        with torch.inference_mode(False):  # it is not ours
+                        with torch.inference_mode(False):  # the callback is not part of the engine
                             done(i, completion)
                 order = torch.tensor(cache.drop(which.tolist()), dtype=torch.int64, device=device)
                 draws.keep(order)

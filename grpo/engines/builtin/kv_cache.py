@@ -1,9 +1,9 @@
-"""Keys and values of many samples: a prompt's are kept once for all of them, a sample has only its own tokens'.
+"""A KV cache for groups: keys and values of a prompt are stored once for all its samples, and those of new tokens per sample.
 
-Attention by plan (models.packed_attention), so no cache of transformers is needed. Knows nothing of sampling.
+It uses attention by plan (models.packed_attention) instead of a cache of transformers. Knows nothing of sampling.
 
-Shapes: U prompts in P places, B rows (samples under way) in C places, G of them at most of one prompt; H heads, K of keys,
-r = H / K, D wide.
+Shapes: U prompts with P places each; B rows (unfinished samples) with C places each, at most G rows per prompt; H query heads,
+K key heads, r = H / K, head dimension D.
 """
 
 from collections import Counter, deque
@@ -15,37 +15,40 @@ from torch import Tensor, nn
 from grpo.models.packed_attention import AttentionPlan, Packed, attending, take
 from grpo.system.pieces import in_pieces
 
-PREFILL_TOKENS = 8192  # tokens of prompts that are read in one forward, or one prompt
-GROWTH = 16  # tokens, or an eighth of what they have: by so much rows grow
-NEVER = 2**62  # the position of what is no token
+PREFILL_TOKENS = 8192  # tokens of prompts in one forward pass; a longer prompt goes alone
+GROWTH = 16  # rows grow by this many tokens, or by an eighth of their length if that is more
+NEVER = 2**62  # the position of a place without a token
 
-# Of a layer, keys and values each: all places of rows, [n, D]; those of the rows now, [B x K, C, D]; of prompts, [U x K, P, D].
+# For one layer, as pairs of keys and values: all places of rows [n, D]; the present rows [B x K, C, D]; prompts [U x K, P, D].
 Views = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
 class KVCache:
-    """The samples under way. Row b is always b-th in the tensors, so a step copies nothing: into a gap moves the last row."""
+    """Keys and values of the unfinished samples.
+
+    Row b is always at index b of the tensors, so a step copies nothing. When a row ends, the last row moves into its place.
+    """
 
     def __init__(self, model: nn.Module, prompts: Sequence[tuple[int, ...]], max_tokens: int, bound: int) -> None:
-        """prompts: of each sample. bound: tokens that there may be room for, unless a single sample needs more."""
+        """prompts: one per sample. bound: size of the cache in tokens; a single sample may exceed it."""
         self.model, self.max_tokens, self.bound, self.device = model, max_tokens, bound, model.device
         self.texts = list(dict.fromkeys(prompts))
         number = {prompt: u for u, prompt in enumerate(self.texts)}
-        self.prompt_of = [number[prompt] for prompt in prompts]  # of each sample
+        self.prompt_of = [number[prompt] for prompt in prompts]  # the prompt's number for each sample
         self.unfinished = Counter(self.prompt_of)
         self.widest = max(map(len, prompts))
-        self.prompts: list[int] = []  # that are kept
-        self.rows: list[tuple[int, int]] = []  # the prompt of each, and the step at which it came
+        self.prompts: list[int] = []  # numbers of the prompts in the cache
+        self.rows: list[tuple[int, int]] = []  # each row's prompt, and the step at which it joined
         self.steps = 0
-        self.logits: dict[int, Tensor] = {}  # after a prompt, [V], while samples of it wait
-        # of a layer the keys and the values, [n, K, places, D] where n >= U, or n >= B
+        self.logits: dict[int, Tensor] = {}  # logits after a prompt, [V], while samples of it wait
+        # by layer: keys and values, [n, K, places, D], with n >= U for prompts and n >= B for rows
         self.of_prompts: dict[int, list[Tensor]] = {}
         self.of_rows: dict[int, list[Tensor]] = {}
 
     def admit(self, waiting: deque[int]) -> tuple[list[int], Tensor | None]:
-        """Takes from `waiting`, where equal prompts are side by side, the samples that there is room for.
+        """Take the samples that fit from the left of `waiting`, in which equal prompts are adjacent.
 
-        Returns them, and the logits after their prompts, [n, V].
+        Returns these n samples and the logits after their prompts, [n, V].
         """
         new: list[int] = []
         unread: list[int] = []
@@ -68,6 +71,7 @@ class KVCache:
         return new, logits
 
     def read(self, prompts: list[int]) -> None:
+        """Run the model on these prompts: stores their keys and values, and the logits after each."""
         self.prompts += prompts
         plan = Prefill(self, [self.texts[u] for u in prompts])
         last = (torch.tensor(plan.starts) + plan.prompt_lengths - 1).to(self.device)
@@ -75,7 +79,7 @@ class KVCache:
         self.logits |= zip(prompts, logits, strict=True)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """tokens: [B], the next one of each row. Returns the logits after it, [B, V]."""
+        """Append a token to every row. tokens: [B]. Returns the logits after it, [B, V]."""
         self.masks: dict[int | None, Tensor] = {}  # by window
         self.ends: dict[int, Tensor] = {}  # by K
         self.longest += 1
@@ -87,12 +91,12 @@ class KVCache:
         return logits
 
     def forward(self, plan: AttentionPlan, ids: Tensor, positions: Tensor, **kwargs) -> Tensor:
-        """ids, positions: [1, T]. Returns [T, V], or the rows of it that logits_to_keep says."""
+        """Return logits for ids, [T, V], or only the rows in logits_to_keep. ids, positions: [1, T]."""
         with attending(self.model):
             return self.model(input_ids=ids, position_ids=positions, plan=plan, use_cache=False, **kwargs).logits[0]
 
     def drop(self, ended: Collection[int]) -> list[int]:
-        """These rows go, and with the last one of a prompt the prompt. Returns the new order: row i was row order[i]."""
+        """Remove these rows, and prompts without unfinished samples. Returns the new order: row i was row order[i]."""
         self.unfinished -= Counter(self.rows[b][0] for b in ended)
         order = closed_up(len(self.rows), {*ended})
         move(self.of_rows, order)
@@ -104,21 +108,22 @@ class KVCache:
         return order
 
     def arrange(self) -> None:
-        """Sets all that stays the same until rows come or go."""
+        """Compute what stays the same until rows join or leave."""
         lengths, counts = [len(self.texts[u]) for u, _ in self.rows], [self.steps - came for _, came in self.rows]
-        self.lengths = torch.tensor(lengths, device=self.device)  # [B], tokens of the prompts
-        self.counts = torch.tensor(counts, device=self.device)  # [B], and of the rows, that are kept
+        self.lengths = torch.tensor(lengths, device=self.device)  # [B], tokens of each row's prompt
+        self.counts = torch.tensor(counts, device=self.device)  # [B], tokens of each row in the cache
         self.longest, self.room = max(counts, default=0), 0
         self.views: dict[int, Views] = {}  # by layer
         self.grids: dict[int, tuple[Tensor, Tensor]] = {}  # by K
-        self.positions: Tensor | None = None  # of the keys
+        self.positions: Tensor | None = None  # positions of the keys
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """A step. query: [1, H, B, D]; key, value: [1, K, B, D]. Returns [1, B, H, D].
+        """Attention of one step. query: [1, H, B, D]; key, value: [1, K, B, D]. Returns [1, B, H, D].
 
-        The rows of a prompt read its keys together, G r queries at a time, and each its own; one softmax is over both.
+        The rows of a prompt attend to its keys in one product, G r queries at a time, and each row to its own keys; one softmax
+        covers both.
         """
         if layer not in self.views:
             self.views[layer] = self.view(layer, key, value)
@@ -141,6 +146,7 @@ class KVCache:
         return product(of_own, values).add_(read).view(1, len(mask), -1, values.shape[2]).to(value.dtype)
 
     def view(self, layer: int, *new: Tensor) -> Views:
+        """Make room for the next token of each row, and return the layer's keys and values as `Views`. new: [1, K, B, D] each."""
         spare = min(max(GROWTH, self.longest // 8), self.max_tokens - self.longest)
         rows = self.of_rows.get(layer) or [x.new_empty(0, x.shape[1], 0, x.shape[3]) for x in new]
         self.of_rows[layer] = rows = [fitted(x, len(self.rows), self.longest, spare) for x in rows]
@@ -152,14 +158,14 @@ class KVCache:
         )
 
     def end(self, heads: int, places: int) -> Tensor:
-        """Where the new token of each row is written, [B x K]."""
+        """Return the index at which each row's new token is written, [B x K]."""
         if heads not in self.ends:
             first = torch.arange(len(self.rows) * heads, device=self.device) * places
             self.ends[heads] = first + self.counts.repeat_interleave(heads)
         return self.ends[heads]
 
     def mask(self, window: int | None, places: int, own_places: int) -> Tensor:
-        """0 where a row sees a key, of its prompt or its own, else -inf: [B, 1, P + C]."""
+        """Return 0 where a row sees a key of its prompt or its own, else -inf: [B, 1, P + C]."""
         if self.positions is None or self.positions.shape[1] != places + own_places:
             p, c = (torch.arange(n, device=self.device) for n in (places, own_places))
             of_prompt = p.expand(len(self.rows), -1).masked_fill(p >= self.lengths[:, None], NEVER)
@@ -173,7 +179,7 @@ class KVCache:
         return self.masks[window]
 
     def grid(self, heads: int) -> tuple[Tensor, Tensor]:
-        """Where in [B, K] are the rows of each prompt, [U x K x G], and where in those is each of [B x K]."""
+        """Return the indices in [B, K] of each prompt's rows, [U x K x G], and the index in that of each of [B x K]."""
         if heads not in self.grids:
             groups: dict[int, list[int]] = {u: [] for u in self.prompts}
             number = []
@@ -191,7 +197,7 @@ class KVCache:
 
 
 class Prefill(Packed):
-    """The last prompts of a cache in one row: it keeps what they are read into."""
+    """The plan that reads the newest prompts of a cache, packed into one row, and stores their keys and values."""
 
     def __init__(self, cache: KVCache, prompts: Sequence[tuple[int, ...]]) -> None:
         super().__init__(prompts, [[]] * len(prompts), cache.device)
@@ -200,6 +206,7 @@ class Prefill(Packed):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
+        """Store keys and values of the layer in the cache, then attend as `Packed`."""
         count, longest = len(self.cache.prompts), max(len(self.cache.texts[u]) for u in self.cache.prompts)
         new = [take(x[0].transpose(0, 1), self.places[0]) for x in (key, value)]  # [n, K, P, D]
         kept = self.cache.of_prompts.get(layer) or [x[:0] for x in new]
@@ -210,29 +217,30 @@ class Prefill(Packed):
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32, whatever they are in: [n, i, j] @ [n, j, k]."""
+    """Return a @ b in float32, whatever their dtype: [n, i, j] @ [n, j, k]."""
     if a.is_cuda and b.dtype != torch.float32:
         return torch.bmm(a.to(b.dtype), b, out_dtype=torch.float32)
     return torch.bmm(a.float(), b.float())
 
 
 def closed_up(count: int, gone: set[int]) -> list[int]:
-    """The order of so many when some go: the last ones take their places."""
+    """Return the order of `count` items after the items in `gone` are removed: the last ones move into the gaps."""
     left = count - len(gone)
     last = (i for i in range(left, count) if i not in gone)
     return [next(last) if i in gone else i for i in range(left)]
 
 
 def move(buffers: dict[int, list[Tensor]], order: list[int]) -> None:
+    """Reorder every buffer in place along its first dimension: item i becomes what item order[i] was."""
     for x in (x for pair in buffers.values() for x in pair):
-        to = [i for i, j in enumerate(order) if i != j < len(x)]  # a row that has made no step has nothing there
+        to = [i for i, j in enumerate(order) if i != j < len(x)]  # a row without a step yet has nothing stored
         if to:
             x[to] = x[[order[i] for i in to]]
 
 
 def fitted(x: Tensor, count: int, length: int, spare: int) -> Tensor:
-    """x, [n, K, places, D], if `count` sequences of `length` have room there, and not twice what they need; else a copy with
-    `spare` tokens more. Where nobody wrote it is 0: a mask would make NaN of what is no number."""
+    """Return x, [n, K, places, D], if `count` sequences of `length` fit and use at least half of it; else a copy that has room
+    for `spare` more tokens. Unwritten places are 0: a mask would turn values that are not finite into NaN."""
     n, heads, places, width = x.shape
     if count <= n and length <= places <= 2 * (length + spare):
         return x

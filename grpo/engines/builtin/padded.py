@@ -1,6 +1,7 @@
-"""Sampling by transformers' own cache, for models that attend, or remember, in ways of their own.
+"""Sampling with the cache of transformers, for models with special attention or with a recurrent state.
 
-Slower than `KVCache` and as good: prompts are padded on the left, and a wave of samples ends before the next begins.
+It is slower than `KVCache` and equally correct: prompts are padded on the left, and all samples of a wave end before the next
+wave begins.
 """
 
 import inspect
@@ -13,7 +14,7 @@ from transformers import DynamicCache
 
 
 class PaddedCache:
-    """As `KVCache`. bound: rows of a wave times the tokens of its longest, unless it is a single one."""
+    """Used like `KVCache`. bound: largest number of rows in a wave times the tokens of its longest; one row may exceed it."""
 
     def __init__(self, model: nn.Module, prompts: Sequence[tuple[int, ...]], max_tokens: int, bound: int) -> None:
         self.model, self.prompt_of, self.max_tokens, self.bound = model, prompts, max_tokens, bound
@@ -22,7 +23,7 @@ class PaddedCache:
         self.count = 0
 
     def admit(self, waiting: deque[int]) -> tuple[list[int], Tensor | None]:
-        """Nothing as long as there are rows. Returns the samples that it took, and the logits after their prompts, [B, V]."""
+        """Take the next wave from `waiting` once no row is left. Returns its samples and their prompts' last logits, [B, V]."""
         wave: list[int] = []
         width = 0
         while waiting and not self.count:
@@ -47,19 +48,20 @@ class PaddedCache:
         return wave, logits[of]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """tokens: [B], the next one of each row. Returns the logits after it, [B, V]."""
+        """Append a token to every row. tokens: [B]. Returns the logits after it, [B, V]."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
         self.positions = self.positions + 1
         return self.forward(tokens[:, None], self.positions)
 
     def forward(self, ids: Tensor, positions: Tensor, **kwargs) -> Tensor:
+        """Return the logits after the last token of each row, [n, V]. ids, positions: [n, T]."""
         kwargs[self.cache_name] = self.cache
-        if self.cache_name == "past_key_values" or len(ids[0]) > 1:  # a state alone has no padding to leave out
+        if self.cache_name == "past_key_values" or len(ids[0]) > 1:  # a state's step has no padding
             kwargs["attention_mask"] = self.mask
         return self.model(input_ids=ids, position_ids=positions, use_cache=True, **kwargs).logits[:, -1]
 
     def drop(self, ended: Collection[int]) -> list[int]:
-        """These rows go. Returns the others in their order: row i was row order[i]."""
+        """Remove these rows. Returns the new order: row i was row order[i]."""
         order = [b for b in range(self.count) if b not in ended]
         self.count = len(order)
         if order:

@@ -1,6 +1,6 @@
-"""From logits to tokens: what sampling parameters leave of a distribution, and the one number that decides.
+"""From logits to tokens: filters the distribution by the sampling parameters, then draws by one uniform number per token.
 
-Knows nothing of models or caches. Shapes: n samples, of which B are rows now; V vocabulary.
+Knows nothing of models or caches. Shapes: n samples, B of them rows of the present batch; V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,14 +12,14 @@ from torch import Tensor
 from grpo.engines.protocol import Sampling
 from grpo.env.tokens import Completion
 
-LOGITS_PER_DRAW = 1 << 25  # logits that a step makes probabilities of, some five numbers beside each
+LOGITS_PER_DRAW = 1 << 25  # logits processed at once; each takes about five more numbers of memory
 
 
 def filter_logits(logits: Tensor, sampling: Sampling) -> Tensor:
-    """-inf where top-k, top-p (on what top-k left) or min-p forbids a token. logits: [B, V]. Returns [B, V].
+    """Set logits to -inf where top-k, top-p (after top-k) or min-p excludes the token. logits: [B, V]. Returns [B, V].
 
-    top-p keeps the smallest set of most likely tokens that reaches top_p, min-p those at least min_p times as likely as
-    the likeliest (arXiv 2407.01082).
+    top-p keeps the smallest set of most likely tokens whose probability reaches top_p. min-p keeps tokens that are at least
+    min_p times as likely as the most likely one (arXiv 2407.01082).
     """
     if 0 < sampling.top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
@@ -35,15 +35,15 @@ def filter_logits(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """The logits of tokens that were there before made smaller, see `Sampling`. logits: [B, V]; seen: [B, V] bool."""
+    """Lower the logits of tokens that occurred before, see `Sampling`. logits: [B, V]; seen: [B, V] bool. Returns [B, V]."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
-    """The token whose slice of the cumulative distribution holds `uniform`. logits: [B, V]; uniform: [B] in [0, 1).
+    """Return the token at which the cumulative distribution passes `uniform`. logits: [B, V]; uniform: [B] in [0, 1).
 
-    One number a row decides, so a row's draw depends on its own seed only. It sums in the precision of `uniform`: float64
-    where the device has it, for the sake of large vocabularies. Returns [B] int64.
+    One number per row decides, so a row's draw depends on its own seed only. Sums are in the dtype of `uniform`: float64 if the
+    device supports it, since vocabularies are large. Returns [B] int64.
     """
     cumulative = logits.softmax(-1).cumsum(-1, dtype=uniform.dtype)
     threshold = uniform[:, None] * cumulative[:, -1:]  # rounding leaves the sum a little off 1
@@ -51,7 +51,7 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 class Draws:
-    """The tokens drawn for n samples. It changes in place: rows come and go, and each step draws a token for every row."""
+    """Draws and stores the tokens of n samples. Mutable: rows join and leave, and each step draws a token for every row."""
 
     def __init__(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling, seeds: Sequence[int], device) -> None:
         self.prompts, self.sampling, self.seeds = prompts, sampling, seeds
@@ -59,12 +59,12 @@ class Draws:
         self.uniform = torch.empty(shape, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(shape, device=device)
-        self.rows = torch.zeros(0, dtype=torch.int64, device=device)  # [B], the sample of each
-        self.counts = torch.zeros_like(self.rows)  # [B], its tokens so far
-        self.seen: Tensor | None = None  # [B, V], the tokens that were there before
+        self.rows = torch.zeros(0, dtype=torch.int64, device=device)  # [B], the sample of each row
+        self.counts = torch.zeros_like(self.rows)  # [B], each row's tokens so far
+        self.seen: Tensor | None = None  # [B, V], tokens that occurred before
 
     def join(self, new: Sequence[int], vocabulary: int) -> None:
-        """These samples become rows, after those that there are."""
+        """Append these samples as rows. vocabulary: V."""
         width, dtype = self.uniform.shape[1], self.uniform.dtype
         own = [torch.Generator().manual_seed(self.seeds[i]) for i in new]
         noise = torch.stack([torch.rand(width, generator=generator, dtype=dtype) for generator in own])
@@ -79,7 +79,7 @@ class Draws:
             self.seen = seen if self.seen is None else torch.cat([self.seen, seen])
 
     def step(self, logits: Tensor) -> Tensor:
-        """A token for every row, [B]. logits: [B, V]."""
+        """Draw a token for every row. logits: [B, V]. Returns [B]."""
         size = max(1, LOGITS_PER_DRAW // logits.shape[-1])
         uniform = self.uniform[self.rows, self.counts].split(size)
         seen = repeat(None) if self.seen is None else self.seen.split(size)
@@ -93,7 +93,7 @@ class Draws:
         return token
 
     def drawn(self, logits: Tensor, uniform: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A token for each of some rows, and its log-probability under the model at this temperature."""
+        """Return a token for each row, [b], and its log-probability under the model at this temperature, [b]. logits: [b, V]."""
         sampling = self.sampling
         scaled = logits.float() / (sampling.temperature or 1.0)
         wanted = scaled if seen is None else penalize(scaled, seen, sampling.repetition_penalty)
@@ -101,13 +101,13 @@ class Draws:
         return token, scaled.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
 
     def completions(self, ended: Tensor, stopped: Tensor) -> Iterator[tuple[int, Completion]]:
-        """ended: [e], rows; stopped: [e] bool, the others have all the tokens that they may. Yields the sample with each."""
+        """Yield sample number and completion of rows. ended: [e], the rows; stopped: [e] bool, False for "length"."""
         rows, counts = self.rows[ended], self.counts[ended].tolist()
         texts = (x[rows, : max(counts)].tolist() for x in (self.tokens, self.logprobs))
         for i, count, stop, ids, logprobs in zip(rows.tolist(), counts, stopped.tolist(), *texts, strict=True):
             yield i, Completion(tuple(ids[:count]), tuple(logprobs[:count]), "stop" if stop else "length")
 
     def keep(self, order: Tensor) -> None:
-        """Row i is now what row order[i] was."""
+        """Reorder the rows: row i becomes what row order[i] was."""
         self.rows, self.counts = self.rows[order], self.counts[order]
         self.seen = None if self.seen is None else self.seen[order]

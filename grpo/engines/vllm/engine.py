@@ -1,9 +1,9 @@
 """vLLM inside the trainer's process. Knows token ids and weights; nothing of text, chat templates or rewards.
 
-One device, one process: the trainer hands its tensors over directly, and every rank has an engine of its own. Here weights are
-copied; `shared` has one copy of them, `lora` swaps adapters.
+One device, one process: the trainer passes its tensors directly, and every rank has its own engine. This module copies weights;
+`shared` uses one copy for both, `lora` replaces adapters.
 
-With several ranks build it after the trainer's process group: where there is none, vLLM makes one, of one rank.
+With several ranks, build the engine after the trainer's process group: without a group vLLM creates one with a single rank.
 """
 
 import gc
@@ -22,24 +22,25 @@ from grpo.engines.protocol import Sampling
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, params_of
 from grpo.engines.weights import buckets, checkpoint, eos_token_ids
 from grpo.env.tokens import Completion
-from grpo.models.pretrained import base_path
+from grpo.models.pretrained import Dtype, base_path
 from grpo.system.errors import UserError
 
-VERSIONS = ">=0.26,<0.33"  # it reaches into vLLM; the first and the last of these were tried
+VERSIONS = ">=0.26,<0.33"  # this engine uses vLLM's internals; the first and the last of these versions were tried
 
 
 class VLLMEngine:
-    """path: a Hugging Face folder or hub id. dtype: "auto" is float32 on a CPU, 16 bits on a GPU.
+    """Samples with vLLM in this process, from its own copy of the weights.
 
-    args: whatever `vllm.LLM` takes, over the defaults below; null is vLLM's own. On a CPU the cache of keys and values has 1 GiB
-    unless `kv_cache_memory_bytes` says otherwise; on a GPU engine and trainer share the memory, so vLLM asks for 40 % of it.
-    sleeps: between rollouts vLLM gives its memory on the GPU back, weights and cache, and takes new weights at the next one.
+    path: a Hugging Face folder or hub id. dtype: "auto" is float32 on a CPU, 16 bits on a GPU.
+    sleeps: between rollouts vLLM frees its GPU memory, weights and KV cache, and takes new weights for the next rollout.
+    args: arguments of `vllm.LLM`, which override the defaults below; None keeps vLLM's own default. On a CPU the KV cache has
+    1 GiB unless `kv_cache_memory_bytes` is given. On a GPU vLLM takes 40 % of the memory, since the trainer uses it too.
     """
 
     apart = True
 
     def __init__(
-        self, path: str, dtype: str = "auto", sleeps: bool = False, args: Mapping[str, Any] | None = None
+        self, path: str, dtype: Dtype = "auto", sleeps: bool = False, args: Mapping[str, Any] | None = None
     ) -> None:
         import_vllm()
         from vllm import LLM
@@ -48,7 +49,7 @@ class VLLMEngine:
         from grpo.engines.vllm import transfer
 
         if sleeps and current_platform.is_cpu():
-            raise UserError("engine.sleeps=true gives a GPU's memory back, there is none here: set engine.sleeps=false")
+            raise UserError("engine.sleeps=true frees a GPU's memory, and there is no GPU: set engine.sleeps=false")
         path = base_path(path)
         self.version: int | None = None
         self.sleeps, self._asleep = sleeps, False
@@ -57,17 +58,17 @@ class VLLMEngine:
             "enable_prefix_caching": True,
             "gpu_memory_utilization": GPU_SHARE,
             "use_tqdm_on_load": False,
-            "skip_tokenizer_init": not has_tokenizer(path),  # token ids in and out; only guides know text
+            "skip_tokenizer_init": not has_tokenizer(path),  # token ids in and out; only guided sampling needs text
             "enable_sleep_mode": sleeps,
         }
-        if sleeps:  # a step that was launched ahead would still be there when it falls asleep
+        if sleeps:  # with async scheduling a step launched ahead would still run when the engine goes to sleep
             defaults["async_scheduling"] = False
         if current_platform.is_cpu():
             dtype = "float32" if dtype == "auto" else dtype
             defaults |= CPU_ARGS
             _skip_compiled_ranks()
         given = {name: value for name, value in (args or {}).items() if value is not None}
-        gc.collect()  # an engine of an earlier run goes now, with torch's process group, not while this one is built
+        gc.collect()  # delete an engine of an earlier run now, with torch's process group, not while this one is built
         with isolate_rng(), told_in_one_line(building=True):  # the constructor reseeds every global generator
             fixed = {**ARGS, "weight_transfer_config": {"backend": transfer.BACKEND}}
             self._llm = LLM(path, dtype=dtype, **defaults | given, **fixed)
@@ -76,13 +77,13 @@ class VLLMEngine:
         self._eos = eos_token_ids(path, getattr(config.hf_text_config, "eos_token_id", None))
 
     def load_weights(self, model: nn.Module, version: int) -> None:
-        """Copies all weights of `model`; its parameters stay as they are, bit by bit."""
+        """Copy all weights of `model`, whose parameters stay unchanged to the bit."""
         if version == self.version:
             return
         self._wake()
         self._take(model)
         if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM kept its prefix cache: a request is still running")
+            raise RuntimeError("vLLM did not clear its prefix cache: a request is still running")
         self.version = version
 
     def _take(self, model: nn.Module) -> None:
@@ -102,9 +103,9 @@ class VLLMEngine:
         seeds: Sequence[int],
         done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
-        """See `Engine.sample`. A completion that meets the end of the context ends there, with finish "length"."""
+        """Sample as `Engine.sample`. A completion that reaches the end of the context ends there, with finish "length"."""
         if self._asleep:
-            raise UserError("vLLM sleeps, and its weights are gone: load_weights comes before the next sample")
+            raise UserError("vLLM sleeps and has freed its weights: call load_weights before the next sample")
         plain = params_of(prompts, sampling, self._eos, self.context)
         params = [self._params(plain, seed) for _, seed in zip(prompts, seeds, strict=True)]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
@@ -112,7 +113,7 @@ class VLLMEngine:
         # vLLM's CPU sampler draws from torch's global generator even for seeded requests
         with isolate_rng(), told_in_one_line():
             names = self._llm.enqueue(inputs, params, lora_request=self._lora_request, use_tqdm=False)
-            places = {name.partition("-")[0]: i for i, name in enumerate(names)}  # without the engine's own suffix
+            places = {name.partition("-")[0]: i for i, name in enumerate(names)}  # without the suffix that vLLM adds
             try:
                 while self._llm.llm_engine.has_unfinished_requests():
                     for request in self._llm.llm_engine.step():
@@ -122,7 +123,7 @@ class VLLMEngine:
                             completions[i] = Completion(ids, logprobs, out.finish_reason)
                             if done is not None:
                                 done(i, completions[i])
-            except BaseException:  # the next call must find an engine without requests
+            except BaseException:  # the next call must start without leftover requests
                 self._llm.llm_engine.abort_request(names, internal=True)
                 raise
         return completions
@@ -134,14 +135,15 @@ class VLLMEngine:
         given = {**plain, "seed": seed, "flat_logprobs": True}
         if guided := plain["structured_outputs"]:
             if self._llm.llm_engine.tokenizer is None:
-                raise UserError("sampling.guided needs a tokenizer in the model's folder, for it speaks of text")
+                raise UserError("sampling.guided needs text, and the model's folder has no tokenizer: add one to it")
             given["structured_outputs"] = StructuredOutputsParams(**guided)
         return SamplingParams(**given)
 
     def sleep(self) -> None:
+        """Free GPU memory until the next load, if `sleeps` is set."""
         if self.sleeps and not self._asleep:
             self._release()
-            self._asleep, self.version = True, None  # so that weights come again, whatever their version
+            self._asleep, self.version = True, None  # None: the next load copies weights whatever their version
 
     def _release(self) -> None:
         self._llm.sleep(level=2)
@@ -152,31 +154,31 @@ class VLLMEngine:
             self._asleep = False
 
     def close(self) -> None:
-        """Only at the end of a run: with the engine goes torch's default process group, also one the trainer made."""
+        """Delete the engine. Only at the end of a run: it destroys torch's default process group, even the trainer's."""
         del self._llm
 
 
 def import_vllm() -> None:
-    """Import vLLM for use in this process, or say in one line what to install."""
+    """Import vLLM for use in this process. Raises UserError with the install command if it is missing or of another version."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vllm is imported
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # `transfer.exact_logprobs` knows the other one
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # `transfer.exact_logprobs` patches the old model runner
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         import vllm
     except ImportError as error:
         raise UserError(f"engine=vllm needs vLLM ({error}): {INSTALL}") from error
     if vllm.__version__ not in SpecifierSet(VERSIONS, prereleases=True):
-        raise UserError(f"vLLM {vllm.__version__} is not one that this engine knows ({VERSIONS}): {INSTALL}")
+        raise UserError(f"vLLM {vllm.__version__} is not a supported version ({VERSIONS}): {INSTALL}")
 
 
 @contextmanager
 def told_in_one_line(building: bool = False) -> Iterator[None]:
-    """Turns vLLM's long errors about missing memory, and while it is built about arguments, into one line."""
+    """Turn vLLM's long errors into one line: about too little memory, and while it is built (building) about arguments."""
     try:
         yield
     except (torch.OutOfMemoryError, ValueError, TypeError, RuntimeError) as error:
         text = str(error)
-        line = (text.partition("Value error, ")[2] or text).partition("\n")[0].strip()  # pydantic has a heading
+        line = (text.partition("Value error, ")[2] or text).partition("\n")[0].strip()  # below pydantic's heading
         if isinstance(error, torch.OutOfMemoryError) or "memory" in text:
             lower = "engine.args.max_model_len, max_num_seqs or gpu_memory_utilization (on a CPU kv_cache_memory_bytes)"
             raise UserError(f"vLLM found too little memory ({line}): lower {lower}") from error
@@ -186,12 +188,12 @@ def told_in_one_line(building: bool = False) -> Iterator[None]:
 
 
 def has_tokenizer(path: str) -> bool:
-    """A hub id is taken to have one."""
+    """Return whether a model's folder has a tokenizer; True for a hub id."""
     return not Path(path).is_dir() or (Path(path) / "tokenizer_config.json").exists()
 
 
 def _skip_compiled_ranks() -> None:
-    """vLLM compiles one helper, which ranks tokens, for 20 s at the first call; nobody here reads the ranks."""
+    """Replace a helper for token ranks, which vLLM would compile for 20 s at its first call; the ranks are not used here."""
     import vllm.v1.sample.sampler as sampler
 
     sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)

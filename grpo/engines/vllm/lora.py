@@ -1,4 +1,4 @@
-"""VLLM that is given the adapter alone, in memory. Knows LoRA; nothing of how the base got where it is."""
+"""vLLM for a policy with a LoRA adapter: after the first load only the adapter is passed on, in memory."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
@@ -10,25 +10,31 @@ from torch import Tensor, nn
 
 from grpo.engines.vllm.engine import VLLMEngine, import_vllm
 from grpo.system.errors import UserError
+from grpo.system.ranges import Count
 
 ADAPTER = 1  # vLLM counts adapters from 1; there is one
 
 
 class VLLMLoraEngine(VLLMEngine):
-    """rank: of the policy's adapter; None, for a policy without one, is refused. The other arguments are `VLLMEngine`'s.
+    """Samples with vLLM in this process, from its own copy of the base model and the policy's LoRA adapter.
 
-    The frozen base is copied once, at the first load, and again only when something has written to it, so it is the trainer's,
-    whatever lies on disk. After that a load is the adapter: a few MB.
+    The frozen base is copied from the trainer at the first load, and again only if its parameters were written to. Every other
+    load passes the adapter alone, a few MB.
+
+    rank: the rank of the policy's adapter; None, for a policy without an adapter, is refused. The other arguments are those of
+    `VLLMEngine`.
     """
 
-    def __init__(self, path: str, rank: int | None = None, args: Mapping[str, Any] | None = None, **more: Any) -> None:
+    def __init__(
+        self, path: str, rank: Count | None = None, args: Mapping[str, Any] | None = None, **more: Any
+    ) -> None:
         if rank is None:
-            raise UserError("engine=vllm_lora swaps adapters and needs one: set adapter=lora, or engine=vllm")
+            raise UserError("engine=vllm_lora needs a policy with an adapter: set adapter=lora, or engine=vllm")
         super().__init__(path, args=args_of(args, rank), **more)
-        self._base: list[tuple[Tensor, int]] = []  # what was copied, and how often each had been written to by then
+        self._base: list[tuple[Tensor, int]] = []  # the copied parameters, and torch's count of writes to each
 
     def _take(self, model: nn.Module) -> None:
-        """Copies the adapter of `model`, and its base where the engine has another one."""
+        """Copy the adapter of `model`, and its base if that has changed since the last copy."""
         adapter = adapter_of(model, self._llm)
         base = [(p.data, p._version) for _, p in base_parameters(model)]
         if [(t.data_ptr(), written) for t, written in base] != [(t.data_ptr(), written) for t, written in self._base]:
@@ -42,15 +48,15 @@ class VLLMLoraEngine(VLLMEngine):
 
 
 def args_of(args: Mapping[str, Any] | None, rank: int | None) -> dict[str, Any]:
-    """The arguments of a vLLM in this one process, with room for an adapter of that rank; None: without an adapter.
+    """Return arguments for vLLM in this process, with room for an adapter of this rank; None: no adapter.
 
-    Refuses what would put the model into other processes, where no tensor can be handed to it.
+    Raises UserError for arguments that would put the model into other processes, which tensors cannot be passed to.
     """
     given = dict(args or {})
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if (given.get(name) or 1) > 1:
             raise UserError(
-                f"engine.args.{name}={given[name]}: this engine has the trainer's device alone: set it to 1"
+                f"engine.args.{name}={given[name]}: this engine uses only the trainer's device: set it to 1"
             )
     if rank is None:
         return given
@@ -64,7 +70,7 @@ def args_of(args: Mapping[str, Any] | None, rank: int | None) -> dict[str, Any]:
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All parameters but the adapter's, by their names in the base model's checkpoint; tied ones once."""
+    """Yield all parameters except the adapter's, with their names in the base model's checkpoint; tied ones once."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     for name, parameter in base.named_parameters():
         if "lora_" not in name:
@@ -72,20 +78,20 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def runner(llm: Any) -> Any:
-    """The object in this process that holds vLLM's model and its adapters."""
+    """Return vLLM's model runner, the object in this process that holds its model and adapters."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def adapter_of(model: nn.Module, llm: Any) -> Any:
-    """A copy of the policy's adapter, as vLLM's LoRAModel.
+    """Return a copy of the policy's adapter as vLLM's LoRAModel.
 
-    Refuses what vLLM does not know, and above all what it would leave out without a word.
+    Raises UserError for adapters that vLLM does not support, and for parts of them that vLLM would silently ignore.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
     if not isinstance(model, PeftModel):
-        raise UserError("engine=vllm_lora swaps adapters, and the policy has none: set adapter=lora, or engine=vllm")
+        raise UserError("engine=vllm_lora needs an adapter, and the policy has none: set adapter=lora, or engine=vllm")
     worker = getattr(runner(llm), "lora_manager", None)
     if worker is None:
         raise UserError("the policy has an adapter that the engine was not built for: set engine.rank to its rank")
@@ -97,8 +103,8 @@ def adapter_of(model: nn.Module, llm: Any) -> Any:
             raise refused(f"{type(*layer.lora_variant.values()).__name__} at {name}")
     manager = worker._adapter_manager
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    mapper = getattr(mapper, "get_rename_mapper", lambda: mapper)()  # without its stacking, where a version has that
-    # as if plain: what an init (PiSSA, OLoRA) made of the base, the engine has too, for its base is the trainer's
+    mapper = getattr(mapper, "get_rename_mapper", lambda: mapper)()  # without stacking, in versions that have it
+    # a plain init here: the engine's base is the trainer's, with the changes that an init (PiSSA, OLoRA) made to it
     config = model.active_peft_config.to_dict() | {"init_lora_weights": True}
     try:
         helper = PEFTHelper.from_dict(config)
@@ -123,7 +129,7 @@ def adapter_of(model: nn.Module, llm: Any) -> Any:
 
 @torch.no_grad()
 def swap(llm: Any, adapter: Any) -> Any:
-    """Put the adapter in the place of the last one, if any. Returns the request with which vLLM samples from it."""
+    """Replace the engine's adapter, if it has one, by this one. Returns the request with which vLLM samples from it."""
     from vllm.lora.request import LoRARequest
 
     manager = runner(llm).lora_manager._adapter_manager
@@ -134,6 +140,7 @@ def swap(llm: Any, adapter: Any) -> Any:
 
 
 def refused(why: str) -> UserError:
+    """Return the error about an adapter that vLLM cannot serve."""
     why = " ".join(why.split()).rstrip(".")
     return UserError(
         f"vLLM cannot serve this adapter: {why}; engine=vllm merges most kinds, engine=transformers takes any"

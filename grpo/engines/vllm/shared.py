@@ -1,6 +1,6 @@
-"""VLLM and the trainer on one copy of the weights: what an optimizer writes, the engine reads.
+"""vLLM and the trainer on one copy of the weights: the engine reads what the optimizer writes.
 
-Which part of vLLM's storage belongs to which parameter is asked of vLLM's own loader; no name of a layer is written here.
+vLLM's own loader shows which part of its storage belongs to which parameter, so no layer is named here.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,32 +17,37 @@ from grpo.engines.vllm.lora import adapter_of, args_of, base_parameters, runner,
 from grpo.system import distributed
 from grpo.system.errors import UserError
 from grpo.system.memory import storage_of
+from grpo.system.ranges import Count
 
 
 class VLLMSharedEngine(VLLMEngine):
-    """The first load makes every parameter of the policy a view of vLLM's memory, with the policy's values. From then on the
-    policy may be changed in place only, and never while the engine samples.
+    """Samples with vLLM in this process, from the trainer's own weights.
 
-    rank: of the policy's LoRA adapter, which alone is copied, at every load; None if it has none. dtype: the policy's. sleeps:
-    between rollouts the cache's memory is freed, the weights stay. The other arguments are `VLLMEngine`'s.
+    The first load turns every parameter of the policy into a view of vLLM's memory that holds the policy's values. Afterwards
+    the policy may be changed only in place, and never while the engine samples.
+
+    rank: the rank of the policy's LoRA adapter, which is copied at every load; None if there is no adapter. dtype: the policy's.
+    sleeps: between rollouts the KV cache's memory is freed, the weights stay. The other arguments are those of `VLLMEngine`.
     """
 
     apart = False
 
-    def __init__(self, path: str, rank: int | None = None, args: Mapping[str, Any] | None = None, **more: Any) -> None:
+    def __init__(
+        self, path: str, rank: Count | None = None, args: Mapping[str, Any] | None = None, **more: Any
+    ) -> None:
         with live_weights():
             super().__init__(path, args=args_of(args, rank), **more)
         if self.sleeps and not hasattr(self._llm, "release_kv_cache_memory"):
-            raise UserError("engine.sleeps=true: this vLLM cannot give back the cache without the weights; 0.32 can")
-        self._places: dict[str, Tensor] = {}  # the policy's parameters, where they are in vLLM
+            raise UserError("engine.sleeps=true: this vLLM cannot free the KV cache without the weights; 0.32 can")
+        self._places: dict[str, Tensor] = {}  # by name: the view of vLLM's memory for each of the policy's parameters
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the policy that are the engine's too: all but the adapter's, after the first load."""
+        """Bytes of the policy that the engine uses too: after the first load all but the adapter's."""
         return sum(place.nbytes for place in self._places.values())
 
     def load_weights(self, model: nn.Module, version: int) -> None:
-        """Copies nothing but an adapter. The first call binds the policy's parameters; each one checks that they still are."""
+        """Copy only an adapter. The first call binds the policy's parameters; every call checks that they are still bound."""
         if version == self.version:
             check_bound(model, self._places)
         super().load_weights(model, version)
@@ -65,7 +70,7 @@ class VLLMSharedEngine(VLLMEngine):
 
 @contextmanager
 def live_weights() -> Iterator[None]:
-    """On a CPU vLLM packs a private copy of each linear layer; one that is built in here reads its weight itself."""
+    """Build vLLM inside this context so that its linear layers read their weights; on a CPU it would pack private copies."""
     import_vllm()
     import vllm.model_executor.layers.utils as layers
 
@@ -80,9 +85,10 @@ def live_weights() -> Iterator[None]:
 
 
 def bind(runner: Any, model: nn.Module) -> dict[str, Tensor]:
-    """Make the parameters of `model` views of the memory of vLLM's model. Returns the views by name.
+    """Turn the parameters of `model` into views of the memory of vLLM's model. Returns the views by name.
 
-    All is checked before anything is bound. A policy that is still on the CPU moves to where vLLM is.
+    Everything is checked before anything is bound. A policy on the CPU moves to vLLM's device. Raises UserError if the two cannot
+    share weights.
     """
     if distributed.world_size() > 1:
         raise UserError(f"engine=vllm_shared needs one device, not {distributed.world_size()}: set trainer.devices=1")
@@ -93,10 +99,10 @@ def bind(runner: Any, model: nn.Module) -> dict[str, Tensor]:
     for name, parameter in base_parameters(model):
         if parameter.dtype != runner.model_config.dtype:
             both = f"{parameter.dtype} in the policy and {runner.model_config.dtype} in vLLM"
-            raise UserError(f"{name} is {both}: set model.dtype (not auto), and engine.dtype to the same")
+            raise UserError(f"{name} is {both}: set model.dtype (not auto), and engine.dtype to the same dtype")
         if parameter.device.type != "cpu" and parameter.device != device:
             raise UserError(
-                f"the policy is on {parameter.device}, vLLM on {device}: one copy cannot be: set engine=vllm"
+                f"the policy is on {parameter.device}, vLLM on {device}: they cannot share weights: set engine=vllm"
             )
         places[name] = view_of(engine, name, parameter.data)
     check_covered(engine, places.values())
@@ -107,20 +113,20 @@ def bind(runner: Any, model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_plain(engine: nn.Module, config: Any) -> None:
-    """Refuses layers that compute with something else than the weights that their loader writes."""
+    """Raise UserError for layers that compute with something other than the weights that their loader writes."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     if config.use_mla:
-        raise UserError("vLLM keeps a second form of this model's attention (MLA) weights: set engine=vllm")
+        raise UserError("vLLM stores this model's attention (MLA) weights in a second form too: set engine=vllm")
     for name, module in engine.named_modules():
         method = getattr(module, "quant_method", None)
         if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
-            raise UserError(f"vLLM keeps {name} in a form of its own ({type(method).__name__}): set engine=vllm")
+            raise UserError(f"vLLM stores {name} in its own form ({type(method).__name__}): set engine=vllm")
 
 
 class Copies(TorchDispatchMode):
-    """Notes what is copied, and to where."""
+    """Records the source and the destination of every copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,15 +140,15 @@ class Copies(TorchDispatchMode):
 
 @torch.no_grad()
 def view_of(engine: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """Have vLLM load `tensor`, a parameter by its name in a checkpoint. Returns a view of where it went, of the same shape.
+    """Let vLLM load `tensor` under its name in a checkpoint. Returns a view of its destination, with the same shape.
 
-    It may go there in pieces (query, key and value of one matrix), if they lie beside each other as they did.
+    vLLM may copy it in pieces (query, key and value of one matrix), if these are adjacent there as they are in `tensor`.
     """
     try:
         with Copies() as copies:
             engine.load_weights([(name, tensor)])
-    except (ValueError, KeyError, AttributeError, AssertionError) as error:  # a name or a shape that it does not know
-        raise UserError(f"vLLM has no {name} such as the policy's: set engine=vllm") from error
+    except (ValueError, KeyError, AttributeError, AssertionError) as error:  # an unknown name or another shape
+        raise UserError(f"vLLM has no {name} that matches the policy's: set engine=vllm") from error
     pieces = [(source, place) for source, place in copies.seen if storage_of(source) == storage_of(tensor)]
     shifts = {
         (storage_of(place), place.storage_offset() - source.storage_offset(), source.stride() == place.stride())
@@ -154,11 +160,11 @@ def view_of(engine: nn.Module, name: str, tensor: Tensor) -> Tensor:
         whole = place.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() + shift)
         if alike and not whole.is_inference() and torch.equal(whole, tensor.to(whole.device)):
             return whole
-    raise UserError(f"vLLM keeps {name} in another form than the policy: one copy cannot be both: set engine=vllm")
+    raise UserError(f"vLLM stores {name} in another form than the policy, so they cannot share it: set engine=vllm")
 
 
 def check_covered(engine: nn.Module, places: Iterable[Tensor]) -> None:
-    """Refuses weights of vLLM's that no parameter was bound to, but for the rows that pad a vocabulary."""
+    """Raise UserError for weights of vLLM that no parameter is bound to, except rows that pad a vocabulary."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     starts = [(place.data_ptr(), place.nbytes) for place in places]
@@ -172,17 +178,17 @@ def check_covered(engine: nn.Module, places: Iterable[Tensor]) -> None:
         inside = range(weight.data_ptr(), weight.data_ptr() + weight.nbytes)
         covered = sum(size for start, size in starts if start in inside)
         if weight.is_floating_point() and covered + padding.get(weight, 0) != weight.nbytes:
-            raise UserError(f"vLLM's {name} is not all of it a parameter of the policy: set engine=vllm")
+            raise UserError(f"vLLM's {name} is not fully covered by parameters of the policy: set engine=vllm")
 
 
 def check_bound(model: nn.Module, places: Mapping[str, Tensor]) -> None:
-    """Refuses a policy one of whose parameters is elsewhere than where it was bound to."""
+    """Raise UserError if a parameter of the policy is no longer the view that it was bound to."""
     now, bound = (
         {name: (t.device, t.data_ptr(), t.shape, t.stride()) for name, t in tensors}
         for tensors in (base_parameters(model), places.items())
     )
     if moved := [name for name in now | bound if now.get(name) != bound.get(name)]:
         raise UserError(
-            f"the policy's {moved[0]} is no longer vLLM's own: something (.to(), load_state_dict(assign=True), another model) "
-            "gave it other memory: change parameters in place, or set engine=vllm"
+            f"the policy's {moved[0]} no longer shares vLLM's memory: something (.to(), load_state_dict(assign=True), another "
+            "model) gave it other memory: change parameters in place, or set engine=vllm"
         )

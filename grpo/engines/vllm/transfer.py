@@ -1,7 +1,7 @@
-"""Plugged into vLLM, in this process or in a server's: a way for new weights, and exact log-probabilities.
+"""A plugin of vLLM, in this process or in a server: takes new weights, and makes log-probabilities exact.
 
-An entry point of vLLM's (`vllm.general_plugins`) calls `register` wherever this package is installed. Nothing else changes
-until vLLM is built with `weight_transfer_config={"backend": "grpo"}`.
+vLLM's entry point `vllm.general_plugins` calls `register` wherever this package is installed. Nothing else changes until vLLM is
+built with `weight_transfer_config={"backend": "grpo"}`.
 """
 
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ BACKEND = "grpo"
 
 
 def register() -> None:
+    """Register the weight transfer backends `grpo` and `grpo_nccl` with vLLM."""
     for backend, module, name in (
         (BACKEND, __name__, "Transfer"),
         (f"{BACKEND}_nccl", f"{__name__}_nccl", "NcclTransfer"),
@@ -30,19 +31,19 @@ def register() -> None:
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    pass
+    """Empty: this transfer needs no settings."""
 
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):
-    """Some of the weights, by the names of the checkpoint: tensors here, a safetensors file for a server."""
+    """Some of the weights, with their names in the checkpoint: tensors in this process, or a safetensors file for a server."""
 
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     file: str | None = None
 
 
 class Transfer(WeightTransferEngine[NoInit, Bucket]):
-    """Through vLLM's own layer-wise loading, which packs again what it has packed."""
+    """Loads weights by vLLM's own layer-wise reload, which repeats vLLM's packing of layers."""
 
     init_info_cls, update_info_cls = NoInit, Bucket
 
@@ -51,48 +52,51 @@ class Transfer(WeightTransferEngine[NoInit, Bucket]):
         exact_logprobs()
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        pass
+        """Do nothing: there is no connection to open."""
 
     def start_weight_update(self) -> None:
+        """Begin an update of all weights."""
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Bucket) -> None:
+        """Load one bucket of weights."""
         tensors = load_file(update_info.file).items() if update_info.file else update_info.tensors
         self.model.load_weights(tensors)
 
     def finish_weight_update(self) -> None:
+        """End the update: process the loaded layers as vLLM does after reading a checkpoint."""
         finalize_layerwise_reload(self.model, self.model_config)
         for module in self.model.modules():
             if isinstance(
                 module, ParallelLMHead
-            ):  # on a CPU one tied to the embedding keeps a packed copy of the old weights
+            ):  # on a CPU a head tied to the embedding would keep a packed copy of the old weights
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        pass
+        """Do nothing: there is no connection to close."""
 
     @staticmethod
     def trainer_send_weights(*args, **kwargs) -> None:
-        """vLLM 0.26 asks for it; the trainer's side is the engines'."""
+        """Do nothing: vLLM 0.26 requires this method, but here the engine classes send the weights."""
 
 
 def exact_logprobs() -> None:
-    """Have vLLM's sampler tell log softmax(logits / temperature) over the whole vocabulary, as `Engine.sample` wants it.
+    """Patch vLLM's sampler to return log softmax(logits / temperature) over the whole vocabulary, as `Engine.sample` promises.
 
-    vLLM itself offers raw ones (at temperature 1, and over what a grammar allows) or processed ones (renormalised over what
-    the filters left), never those in between, which are what the trainer computes.
+    vLLM itself offers raw log-probabilities (at temperature 1, over the tokens that a grammar allows) or processed ones
+    (renormalised over the tokens that the filters leave), but not those that the trainer computes.
     """
     if getattr(Sampler, "_exact", False):
         return
     forward, mask = Sampler.forward, gpu_model_runner.apply_grammar_bitmask
-    now: dict[str, Tensor | None] = {"temperature": None, "unmasked": None}  # of the step that is being sampled
+    now: dict[str, Tensor | None] = {"temperature": None, "unmasked": None}  # values of the step being sampled
 
     def masked(scheduler_output, grammar_output, input_batch, logits: Tensor) -> None:
         now["unmasked"] = logits.clone()
         mask(scheduler_output, grammar_output, input_batch, logits)
 
     def tempered(self, logits, sampling_metadata, *args, **kwargs):
-        now["temperature"] = sampling_metadata.temperature  # [requests]; None where all are greedy
+        now["temperature"] = sampling_metadata.temperature  # [requests]; None if all are greedy
         try:
             return forward(self, logits, sampling_metadata, *args, **kwargs)
         finally:

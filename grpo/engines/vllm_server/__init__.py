@@ -1,4 +1,4 @@
-"""vLLM as servers, here or on other machines."""
+"""vLLM servers, on this or other machines."""
 
 from grpo.moved import door
 

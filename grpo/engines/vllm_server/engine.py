@@ -1,7 +1,7 @@
-"""VLLM as servers, on this machine or on others: token ids and weights over HTTP. Imports no vLLM.
+"""Samples from vLLM servers, on this or other machines: token ids and weights over HTTP. Does not import vLLM.
 
-Every completion is a request of its own, given to whichever server has room, and to another one where that fails. `sync` is
-how weights get there, `fleet` knows which servers have them, `launch` starts servers.
+Every completion is its own request. It goes to any server with a free slot, and to another one if that fails. `sync` sends
+weights, `fleet` knows which servers have them, `launch` starts servers.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
@@ -30,52 +30,52 @@ from grpo.engines.weights import eos_token_ids
 from grpo.env.tokens import Completion
 from grpo.models.pretrained import base_path
 from grpo.system import distributed
-from grpo.system.errors import UserError, oneof
+from grpo.system.errors import UserError
+from grpo.system.ranges import Count, Port, Seconds, Whole, enforced
 
-SYNCS = ("disk", "lora", "nccl", "restart")
-ATTEMPTS = 5  # of one completion
-URLS = "GRPO_VLLM_SERVERS"  # what the first process of a run has started, for those of the other devices
+Sync = Literal["disk", "lora", "nccl", "restart"]
+ATTEMPTS = 5  # failures of one completion after which the run ends
+URLS = "GRPO_VLLM_SERVERS"  # servers that the run's first process started, for the processes of the other devices
 
 
 class VLLMServerEngine:
-    """path: the model that is served. urls: of servers that run already. sync: how weights get there, one of SYNCS.
+    """Samples from one or more vLLM servers.
 
-    folder: for weights, seen by every server under the same name; what is written there goes at the end. concurrency: completions
-    that one server is asked for at once. timeout: seconds for a completion, or for a piece of weights. wait: seconds without any
-    server before the run ends. launch: start `count` servers here, see `launch.Servers`; logs: the folder of their logs.
+    path: the model that is served. urls: addresses of servers that already run. sync: how weights reach them, see `Sync`.
+    folder: folder for weights, which every server sees under the same path; its files are removed at the end.
+    concurrency: requests to one server at a time. timeout: seconds for a completion, or for a piece of weights.
+    wait: seconds without a working server after which the run ends.
+    launch: start `count` servers here; port, devices, args: see `launch.Servers`; logs: the folder of their logs.
     """
 
     apart = True
 
+    @enforced("engine")
     def __init__(
         self,
         path: str,
         urls: Sequence[str] = (),
-        sync: str = "disk",
+        sync: Sync = "disk",
         folder: str = "weights",
-        concurrency: int = 256,
-        timeout: float = 600.0,
-        wait: float = 60.0,
+        concurrency: Count = 256,
+        timeout: Seconds = 600.0,
+        wait: Seconds = 60.0,
         launch: bool = False,
-        count: int = 1,
-        port: int | None = None,
-        devices: Sequence[int | str] | None = None,
+        count: Count = 1,
+        port: Port | None = None,
+        devices: Sequence[Whole | str] | None = None,
         args: Mapping[str, Any] | None = None,
         logs: str = ".",
     ) -> None:
-        oneof("engine.sync", sync, SYNCS)
         if sync == "restart" and not launch:
             raise UserError("engine.sync=restart starts its own servers: set engine.launch=true, or engine.sync=disk")
-        for name, value in {"concurrency": concurrency, "timeout": timeout, "wait": wait}.items():
-            if value <= 0:
-                raise UserError(f"engine.{name}={value} must be above 0")
         if not launch and not (urls and all(url.startswith(("http://", "https://")) for url in urls)):
-            raise UserError(f"engine.urls={list(urls)} must name servers, as [http://HOST:PORT]; or engine.launch=true")
+            raise UserError(f"engine.urls={list(urls)} must name servers, as [http://HOST:PORT], or engine.launch=true")
         path = base_path(path)
         config = AutoConfig.from_pretrained(path).get_text_config()
         self.version: int | None = None
         self.sync, self.concurrency = sync, concurrency
-        self._run = secrets.token_hex(4)  # or another run's weights of the same version would look like ours
+        self._run = secrets.token_hex(4)  # tells this run's weights from another run's of the same version
         self._folder = Path(folder).resolve() / self._run
         self._eos = eos_token_ids(path, config.eos_token_id)
         self._launched: Servers | None = None
@@ -83,7 +83,7 @@ class VLLMServerEngine:
             self._launched = Servers(path, sync, count, port, devices, args, logs)
             os.environ[URLS] = " ".join(self._launched.urls)
         if launch and URLS not in os.environ:
-            raise UserError("engine.launch=true is for devices that Lightning itself starts: here set engine.urls")
+            raise UserError("engine.launch=true needs processes that Lightning itself starts: set engine.urls instead")
         urls = os.environ[URLS].split() if launch else [url.rstrip("/") for url in urls]
         ways = {"disk": Disk, "lora": Lora, "nccl": lambda _: Nccl(), "restart": lambda at: Restart(at, self._launched)}
         way = ways[sync](self._folder)
@@ -92,8 +92,8 @@ class VLLMServerEngine:
         servers = [RemoteServer(url, timeout, partial(ended, url)) for url in dict.fromkeys(urls)]
         self._fleet = Fleet(servers, way, config.vocab_size - 1, wait, advice)
         self.in_flight = way.follows
-        atexit.register(self.close)  # also where a run fails
-        if sync == "restart":  # which starts them when there are weights
+        atexit.register(self.close)  # also if the run fails
+        if sync == "restart":  # it starts the servers once there are weights
             return
         try:
             if self._launched:
@@ -108,7 +108,7 @@ class VLLMServerEngine:
         return self._fleet.context
 
     def load_weights(self, model: nn.Module, version: int) -> None:
-        """Gives the weights to all servers that answer; the others take them once they are back. Rank 0 does it for all."""
+        """Send the weights to all servers that answer; the others get them once they are back. Rank 0 sends for all ranks."""
         if version == self.version:
             return
         label, failed = f"{self._run}-{version}", None
@@ -117,7 +117,7 @@ class VLLMServerEngine:
                 self._fleet.push(model, label)
             except UserError as error:
                 failed = error
-        label, failed = distributed.all_gather([(label, failed)])[0]  # the others wait here
+        label, failed = distributed.all_gather([(label, failed)])[0]  # the other ranks wait here
         if failed:
             raise failed
         if distributed.rank():
@@ -131,10 +131,10 @@ class VLLMServerEngine:
         seeds: Sequence[int],
         done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
-        """See `Engine.sample`. A completion that meets the end of the context ends there, with finish "length"."""
+        """Sample as `Engine.sample`. A completion that reaches the end of the context ends there, with finish "length"."""
         if self._fleet.label is None:
             raise UserError(
-                "the vLLM servers have no weights of this run yet: load_weights comes before the first sample"
+                "the vLLM servers have no weights of this run yet: call load_weights before the first sample"
             )
         params = params_of(prompts, sampling, self._eos, self.context)
         requests = [
@@ -151,14 +151,14 @@ class VLLMServerEngine:
             waiting.put_nowait(i)
 
         async def work(server: RemoteServer) -> None:
-            """One completion after the other, while the server is in."""
+            """Ask the server for one completion after another, while it is ready."""
             while True:
                 while not server.ready:
                     await asyncio.sleep(0.1)
                 check_exact(server, sampling)
                 i = await waiting.get()
                 label = self._fleet.label
-                if server.ready:  # looked at after the label: whoever changes that takes the server out before
+                if server.ready:  # checked after the label: a change of label first sets ready to False
                     try:
                         completions[i] = await self._complete(server, label, requests[i])
                         if done is not None:
@@ -167,13 +167,13 @@ class VLLMServerEngine:
                         server.out(lost)
                         failures[i] += 1
                         if failures[i] == ATTEMPTS:
-                            raise UserError(f"a completion failed {ATTEMPTS} times, the last time so: {lost}") from lost
+                            raise UserError(f"a completion failed {ATTEMPTS} times, the last error: {lost}") from lost
                 if completions[i] is None:
                     waiting.put_nowait(i)
                 waiting.task_done()
 
         each = range(min(self.concurrency, len(requests)))
-        workers = [work(server) for _ in each for server in self._fleet.servers]  # in turn: the first ones spread
+        workers = [work(server) for _ in each for server in self._fleet.servers]  # in turn: spreads the first ones
         tasks = [asyncio.ensure_future(task) for task in [waiting.join(), self._fleet.keep(), *workers]]
         over, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)  # asyncio.run cancels the others
         if errors := [error for task in over if (error := task.exception())]:
@@ -181,29 +181,30 @@ class VLLMServerEngine:
         return completions
 
     async def _complete(self, server: RemoteServer, label: str, request: dict[str, Any]) -> Completion:
-        """label: of the weights of now; those that drew the tokens are what the server says."""
+        """Ask the server for one completion. label: the newest weights; the server reports the weights that drew each token."""
         adapter = label if self.sync == "lora" else None
         try:
             given = await server.ask(GENERATE, {"model": adapter, **request})
         except Refused as refused:
             if refused.status in (400, 422):
-                raise UserError(f"the vLLM server at {server.url} does not take a request: {refused}") from refused
-            raise Lost(f"{server.url}: {refused}") from refused  # it fails, or has no such adapter any more
+                raise UserError(f"the vLLM server at {server.url} refuses a request: {refused}") from refused
+            raise Lost(f"{server.url}: {refused}") from refused  # it fails, or no longer has the adapter
         choice = given["choices"][0]
         ids, finish = tuple(choice["token_ids"]), choice["finish_reason"]
         if finish not in ("stop", "length"):
             raise Lost(f"{server.url} ended a completion with {finish!r}")
         labels = [span["version"] for span in choice["weight_versions"] for _ in range(span["start"], span["end"])]
-        if adapter:  # the servers' own label is of the base, and a completion keeps its adapter
+        if adapter:  # the server's label names the base's weights, and a completion keeps its adapter
             labels = [adapter] * len(ids)
         run = label.rpartition("-")[0]
         if foreign := [theirs for theirs in labels if theirs.rpartition("-")[0] != run]:
-            raise Lost(f"{server.url} has weights that this run did not give it ({foreign[0]})")
+            raise Lost(f"{server.url} has weights that this run did not send ({foreign[0]})")
         versions = tuple(int(theirs.rpartition("-")[2]) for theirs in labels)
         logprobs = tuple(token["logprob"] for token in choice["logprobs"]["content"])
         return Completion(ids, logprobs, finish, versions)
 
     def close(self) -> None:
+        """Remove the weights' folder, and stop the servers that this run started."""
         atexit.unregister(self.close)
         if isinstance(self._fleet.way, Nccl):
             self._fleet.way.close()

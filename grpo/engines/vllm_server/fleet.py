@@ -1,6 +1,6 @@
-"""Several vLLM servers as one: which of them answer and have the weights of now. Only those are asked for completions.
+"""Keeps track of several vLLM servers. Only servers that answer and hold the newest weights are asked for completions.
 
-A server that fails is left out; once it answers again it is given the weights, looked at, and taken in.
+A server that fails is left out. Once it answers again, it gets the weights, is checked, and is used again.
 """
 
 import asyncio
@@ -21,13 +21,15 @@ from grpo.system.errors import UserError
 
 log = logging.getLogger(__name__)
 
-PAUSE = 1.0  # seconds between two looks at a server that is out
+PAUSE = 1.0  # seconds between two checks of a server that is left out
 
 
 @dataclass(eq=False)
 class Fleet:
-    """It changes. way: how weights get to a server. last_id: of the model's vocabulary. wait: seconds without any server, then it
-    is an error; advice: what to do about that. label: of the weights that every server must have.
+    """The servers of a run. Mutable: servers fail and come back, and the label changes.
+
+    way: how weights reach a server. last_id: the largest id of the model's vocabulary. wait: seconds without any ready server
+    before an error is raised. advice: the end of that error, what to do. label: the weights that every server must hold.
     """
 
     servers: list[RemoteServer]
@@ -36,15 +38,16 @@ class Fleet:
     wait: float
     advice: str
     label: str | None = None
-    met: bool = False  # some server has taken weights
-    lock: threading.RLock = field(default_factory=threading.RLock)  # one thread at a time brings servers up to date
+    met: bool = False  # a server has taken weights
+    lock: threading.RLock = field(default_factory=threading.RLock)  # one thread at a time updates servers
 
     @property
     def context(self) -> int | None:
+        """The smallest context among the servers, in tokens; None if no server has reported one."""
         return min((server.context for server in self.servers if server.context), default=None)
 
     async def meet(self, limit: float) -> None:
-        """Every server answers, within `limit` seconds, and has the routes that will be needed."""
+        """Wait until every server answers and has the routes that are needed. Raises UserError after `limit` seconds."""
         try:
             await asyncio.gather(*(server.answers(limit) for server in self.servers))
         except Lost as lost:
@@ -52,7 +55,7 @@ class Fleet:
         await asyncio.gather(*map(self._look, self.servers))
 
     def push(self, model: nn.Module, label: str) -> None:
-        """Give weights to all servers; the rest take them when they are back. Raises UserError where none has them in the end."""
+        """Send weights to all servers; absent ones get them once they are back. Raises UserError if no server takes them."""
         with self.lock:
             self.way.write(model, label)
             self.expect(label)
@@ -64,18 +67,18 @@ class Fleet:
             self.met = True
 
     def expect(self, label: str) -> None:
-        """Other weights are to be in the servers, maybe from another process."""
+        """Require the weights `label`, which another process may send: no server is ready until it has them."""
         with self.lock:
             for server in self.servers:
                 server.ready = False
             self.label = label
 
     async def keep(self, until_one: bool = False) -> None:
-        """Take in what is out, for ever, or until each has been tried and one is in. Raises UserError when none was in for `wait`
-        seconds."""
+        """Update servers that are left out, forever, or with until_one until each was tried and one is ready. Raises UserError
+        if no server was ready for `wait` seconds."""
         since = time.monotonic()
         while True:
-            # else another thread gives them weights, and sees to it that some are in afterwards
+            # otherwise another thread is sending them weights, and waits until a server is ready
             if ours := self.lock.acquire(blocking=False):
                 try:
                     await asyncio.gather(*(self._admit(server) for server in self.servers if not server.ready))
@@ -95,17 +98,17 @@ class Fleet:
 
     async def _admit(self, server: RemoteServer) -> None:
         try:
-            if not isinstance(self.way, Restart):  # which starts what does not answer
+            if not isinstance(self.way, Restart):  # it starts servers that do not answer
                 if line := server.ended():
                     raise Lost(line)
                 await server.ask(HEALTH, post=False)
             await self._bring_up_to_date(server)
             if server.fault or server.logprobs is None:
-                await server.ask("/resume")  # it may have been left in the middle of something
+                await server.ask("/resume")  # it may still be paused by an interrupted update
                 await self._look(server)
                 server.logprobs = await logprobs_of(server, self.last_id)
         except (Lost, Refused, UserError) as error:
-            # rank 0 alone gives weights: the first ones, refused by any server, end the run
+            # only rank 0 sends weights; if any server refuses the first ones, the run ends
             if isinstance(error, UserError) and not self.met and not distributed.rank():
                 raise
             server.out(error)
@@ -116,49 +119,52 @@ class Fleet:
 
     async def _bring_up_to_date(self, server: RemoteServer) -> None:
         label = self.label
-        with suppress(Lost):  # a server that is to be started
+        with suppress(Lost):  # a server that is still to be started
             if label in await server.labels():
                 return
         if distributed.rank():
-            raise Lost(f"{server.url} has not got the weights of now")
+            raise Lost(f"{server.url} does not have the newest weights yet")
         try:
             await self.way.give(server, label)
         except Refused as refused:
-            await server.ask(HEALTH, post=False)  # a dead engine says no too, but is only lost
-            line = f"the vLLM server at {server.url} does not take the weights ({refused}): {self.way.needs}"
+            await server.ask(HEALTH, post=False)  # a dead engine refuses too, and then this raises Lost
+            line = f"the vLLM server at {server.url} refuses the weights ({refused}): {self.way.needs}"
             raise UserError(line) from refused
         if label not in await server.labels():
-            raise Lost(f"{server.url} does not say that it took the weights")
+            raise Lost(f"{server.url} does not report the new weights")
 
     async def _look(self, server: RemoteServer) -> None:
-        """Whether it has what we need, and how long its context is."""
+        """Read the server's context, and raise UserError if it lacks a route that is needed."""
         await server.labels()
         for route in [GENERATE, LOAD_ADAPTER] if isinstance(self.way, Lora) else [GENERATE]:
-            with suppress(Refused):  # there it is, but it wants arguments
+            with suppress(Refused):  # the route exists: it refuses only the empty request
                 await server.ask(route, {})
 
 
 async def logprobs_of(server: RemoteServer, last_id: int) -> str:
-    """The kind of log-probabilities that a server gives, found by asking: "exact", log softmax(logits / temperature) over the
-    whole vocabulary; "raw", the same at temperature 1; "processed", over what the filters left."""
+    """Return the kind of log-probabilities that a server gives, found by two test requests.
+
+    "exact": log softmax(logits / temperature) over the whole vocabulary. "raw": the same, always at temperature 1.
+    "processed": over the tokens that the filters leave.
+    """
     gaps = []
     for temperature in (1.0, 0.5):
         params = {"max_tokens": 1, "temperature": temperature, "top_k": 1, "logprobs": 5, "detokenize": False}
         given = await server.ask(GENERATE, {"token_ids": [last_id], "sampling_params": params})
         best = [token["logprob"] for token in given["choices"][0]["logprobs"]["content"][0]["top_logprobs"]]
         gaps.append(max(best) - min(best))
-    if gaps[0] > 1000:  # what is filtered out has -9999
+    if gaps[0] > 1000:  # excluded tokens have -9999
         return "processed"
     return "raw" if gaps[1] < 1.5 * gaps[0] else "exact"
 
 
 def check_exact(server: RemoteServer, sampling: Sampling) -> None:
-    """Refuse what would come with other log-probabilities than `Engine.sample` promises."""
+    """Raise UserError if, with this sampling, the server's log-probabilities are not what `Engine.sample` promises."""
     filters = sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty
     wrong = {"exact": False, "raw": sampling.temperature not in (0, 1), "processed": filters != (1, 0, 0, 1)}
     if wrong[server.logprobs] or (sampling.guided and server.logprobs != "exact"):
         raise UserError(
-            f"the vLLM server at {server.url} gives {server.logprobs} log-probabilities, with this sampling not those of the "
-            'policy: start it with --logprobs-mode raw_logprobs, --weight-transfer-config \'{"backend": "grpo"}\', '
-            "VLLM_USE_V2_MODEL_RUNNER=0 in its environment, and this package beside it"
+            f"the vLLM server at {server.url} gives {server.logprobs} log-probabilities, which differ from the policy's with "
+            'this sampling: start it with --logprobs-mode raw_logprobs, --weight-transfer-config \'{"backend": "grpo"}\', '
+            "VLLM_USE_V2_MODEL_RUNNER=0 in its environment, and this package installed"
         )

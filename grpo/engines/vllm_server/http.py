@@ -1,4 +1,4 @@
-"""One vLLM server behind its HTTP routes, and the three ways in which it does not answer: gone, not there, or against it."""
+"""One vLLM server behind its HTTP routes, and what may go wrong: it is lost, it lacks a route, or it refuses the request."""
 
 import asyncio
 import functools
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 GENERATE = "/inference/v1/generate"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 MODELS, HEALTH = "/v1/models", "/health"
-CONNECT = 5.0  # seconds
+CONNECT = 5.0  # seconds to open a connection
 DEVELOPER = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 MISSING = {  # what to do about a server that does not know a route
     GENERATE: "start it with --enable-scale-out",
@@ -30,11 +30,11 @@ MISSING = {  # what to do about a server that does not know a route
 
 
 class Lost(Exception):
-    """A server that does not answer as one in step does: what it was asked is somebody else's to do, until it is back."""
+    """A server does not answer as expected. Its request goes to another server, and it is left out until it is back."""
 
 
 class Refused(Exception):
-    """A server that says no, in its own words."""
+    """A server answers with an error. status: the HTTP status; words: the server's message."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(words)
@@ -43,16 +43,17 @@ class Refused(Exception):
 
 @functools.cache
 def certificates() -> ssl.SSLContext:
-    """They take a tenth of a second to read."""
+    """Return the TLS certificates, read once, because that takes a tenth of a second."""
     return ssl.create_default_context()
 
 
 @dataclass(eq=False)
 class RemoteServer:
-    """It changes. timeout: seconds for any one answer. ended: one line where it will not come back by itself, else None.
+    """A vLLM server. Mutable: holds its present state.
 
-    ready: it may be asked for completions. fault: why it may not. context: its limit of tokens, None before `labels`. logprobs:
-    see `fleet.logprobs_of`.
+    timeout: seconds for one answer. ended: returns one line if the server has ended and will not come back, else None.
+    ready: whether it may be asked for completions; fault: why not. context: its limit of tokens, None before `labels`.
+    logprobs: see `fleet.logprobs_of`.
     """
 
     url: str
@@ -64,9 +65,10 @@ class RemoteServer:
     logprobs: str | None = None
 
     async def ask(self, route: str, body: dict | None = None, post: bool = True) -> Any:
-        """The JSON of a route's answer, None if it is none. Raises Lost, Refused, or UserError if there is no such route.
+        """Return the JSON of a route's answer; None if the answer is not JSON. Raises Lost, Refused, or UserError if the server
+        has no such route.
 
-        Every request has a connection of its own: vLLM drops them, after an error for one.
+        Every request opens its own connection: vLLM drops connections, for example after an error.
         """
         timeout = httpx2.Timeout(self.timeout, connect=CONNECT)
         try:
@@ -86,11 +88,11 @@ class RemoteServer:
             raise UserError(f"the server at {self.url} has no {route} (it answers {response.status_code}): {advice}")
         words = str(said.get("message") if isinstance(said, dict) else response.text)
         if inner := re.search(r"Worker failed with error '(.*)', please check", words, re.DOTALL):
-            words = inner[1] or "an assertion failed, its log says which"
+            words = inner[1] or "an assertion failed, see the server's log"
         raise Refused(response.status_code, " ".join(words.split())[:500])
 
     async def answers(self, limit: float) -> None:
-        """Wait until it does. limit: seconds. Raises Lost after them, UserError where it never will."""
+        """Wait until the server answers. Raises Lost after `limit` seconds, UserError if it has ended."""
         started = time.monotonic()
         while True:
             try:
@@ -103,13 +105,14 @@ class RemoteServer:
             await asyncio.sleep(0.3)
 
     async def labels(self) -> list[str]:
-        """The label of the weights that it holds, then the names of its models and adapters."""
+        """Return the label of the weights that it holds, then the names of its models and adapters. Sets `context`."""
         models = (await self.ask(MODELS, post=False))["data"]
         self.context = models[0]["max_model_len"]
         weights = await self.ask("/weight_info", post=False)
         return [weights["weight_version"], *(model["id"] for model in models)]
 
     def out(self, fault: Exception) -> None:
+        """Leave the server out until it is back; the first fault is logged."""
         if self.ready or self.fault is None:
             log.warning("a vLLM server is left out until it is back: %s", fault)
         self.ready, self.fault = False, fault

@@ -1,6 +1,6 @@
-"""Starts vLLM servers on this machine, and sees to it that none outlives the process that wanted it.
+"""Starts vLLM servers on this machine. None of them outlives the process that started it (`grpo.system.child`).
 
-`grpo.system.child` does the second. Imports no vLLM.
+Does not import vLLM.
 """
 
 import json
@@ -22,22 +22,23 @@ import torch
 
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL
 from grpo.system import child
-from grpo.system.errors import UserError, check_least
+from grpo.system.errors import UserError
 from grpo.system.ports import check_port
+from grpo.system.ranges import Count, Port, Whole, enforced
 
 log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"  # a server with these routes lets anyone change its weights
-START = 900.0  # seconds for a server to load, a large model from a slow disk too; a death is noticed at once
-ERROR = re.compile(r"(?:^|\] )\s*(Value error, .+|[\w.]+(?:: error|Error): .+)")  # in a log
+START = 900.0  # seconds for a server to load, even a large model from a slow disk; if it dies, that is noticed at once
+ERROR = re.compile(r"(?:^|\] )\s*(Value error, .+|[\w.]+(?:: error|Error): .+)")  # an error in a log
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes for weights
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `transfer.exact_logprobs` knows the other one
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `transfer.exact_logprobs` patches the old model runner
 }
 
 
 def command(path: str, sync: str, args: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """The environment and the flags of a server that our client can use. args: by the names of vLLM's flags."""
+    """Return the environment variables and the flags for a server that this client can use. args: more flags, by name."""
     environment = ENVIRONMENT | ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if sync == "lora" else {})
     flags: dict[str, Any] = {
         "model": path,
@@ -46,7 +47,7 @@ def command(path: str, sync: str, args: Mapping[str, Any]) -> tuple[dict[str, st
         "weight_transfer_config": {"backend": "grpo_nccl" if sync == "nccl" else "grpo"},  # see vllm.transfer
     }
     if sync == "lora":
-        flags |= {"enable_lora": True, "max_loras": 2}  # the version before, too, for what is in flight
+        flags |= {"enable_lora": True, "max_loras": 2}  # also the previous version, for completions in flight
     words = []
     for name, value in {**flags, **args}.items():
         flag = name.replace("_", "-")
@@ -60,23 +61,26 @@ def command(path: str, sync: str, args: Mapping[str, Any]) -> tuple[dict[str, st
 
 
 def by_hand(path: str, sync: str) -> str:
-    """The command line that starts such a server."""
+    """Return the command line that starts such a server by hand."""
     environment, words = command(path, sync, {})
     variables = " ".join(f"{name}={value}" for name, value in environment.items())
     return f"{variables} vllm serve {shlex.join(words[1:])}"  # the model without its flag
 
 
+@enforced("engine")
 @dataclass(eq=False)
 class Servers:
-    """Servers of our own, on this machine. path: the model. sync: how they will take weights. port: of the first; null finds free
-    ones. devices: CUDA_VISIBLE_DEVICES of each. args: further flags. logs: the folder of server-PORT.log.
+    """The vLLM servers that this run starts on this machine.
+
+    path: the model. sync: how they will get weights. count: number of servers. port: port of the first; None: free ports.
+    devices: CUDA_VISIBLE_DEVICES of each. args: further flags. logs: the folder of server-PORT.log.
     """
 
     path: str
     sync: str = "disk"
-    count: int = 1
-    port: int | None = None
-    devices: Sequence[int | str] | None = None
+    count: Count = 1
+    port: Port | None = None
+    devices: Sequence[Whole | str] | None = None
     args: Mapping[str, Any] | None = None
     logs: str = "."
 
@@ -84,36 +88,38 @@ class Servers:
         if find_spec("vllm") is None:
             raise UserError(f"engine.launch=true needs vLLM here: {INSTALL}; or set engine.urls to servers elsewhere")
         count, devices = self.count, self.devices
-        check_least("engine.count", count, 1)
         if devices is not None and len(devices) != count:
             raise UserError(f"engine.devices={list(devices)} must name GPUs for each of engine.count={count} servers")
         self.ports = free_ports(count) if self.port is None else [self.port + i for i in range(count)]
         for port in self.ports:
             check_port(HOST, port)
-        self.folder = Path(self.logs).resolve()  # also after the process has gone to another one
+        self.folder = Path(self.logs).resolve()  # stays right if the process changes its working directory
         self._guards: dict[int, subprocess.Popen] = {}
-        self._begun: dict[int, int] = {}  # where in its log the latest start begins
+        self._begun: dict[int, int] = {}  # by port: where in the log the latest start begins
 
     @property
     def urls(self) -> list[str]:
+        """The addresses of the servers."""
         return [f"http://{HOST}:{port}" for port in self.ports]
 
     def port_of(self, url: str) -> int:
+        """Return the port of the server at this address."""
         return self.ports[self.urls.index(url)]
 
     def log(self, port: int) -> Path:
+        """Return the log file of the server at this port."""
         return self.folder / f"server-{port}.log"
 
     def start(self, port: int, model: str | None = None) -> None:
-        """Start the server of a port, on another folder than `path` too; it answers when it has loaded."""
+        """Start the server at this port, with the model at `model` or at `path`. It answers once it has loaded the model."""
         check_port(HOST, port)
         args = {"host": HOST, "port": port, **defaults(self.devices)} | ({"tokenizer": self.path} if model else {})
         args |= {name: value for name, value in (self.args or {}).items() if value is not None}
         more, words = command(model or self.path, self.sync, args)
-        ours = str(Path(__file__).parents[3])  # the server takes this very package
-        environment = {**os.environ, **more, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # `import_vllm` may have changed it
+        ours = str(Path(__file__).parents[3])  # the server must import this copy of the package
+        environment = {**os.environ, **more, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # `import_vllm` may have set 0
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH")]))
-        if not torch.cuda.is_available():  # vLLM would bind all to the same cores, and compile for longer than it saves
+        if not torch.cuda.is_available():  # else vLLM binds all servers to the same cores, and compiles for too long
             threads = max(1, (os.cpu_count() or 1) // (len(self.ports) + 1))
             own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "1"}
             environment = own | environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # one process fewer
@@ -122,17 +128,18 @@ class Servers:
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.log(port).open("ab") as file:
             self._begun[port] = file.tell()
-            # not the console script: that of vllm-cpu fails
+            # the module, since vllm-cpu's console script fails
             server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
             self._guards[port] = child.start(server, env=environment, stdout=file, stderr=file)
-        log.info("vLLM server at port %d starts, its log is %s", port, self.log(port))
+        log.info("the vLLM server at port %d starts, its log is %s", port, self.log(port))
 
     def start_all(self) -> None:
+        """Start all servers, without waiting for them."""
         for port in self.ports:
             self.start(port)
 
     def ended(self, url: str) -> str | None:
-        """One line about a server that ended though nobody stopped it."""
+        """Return one line with the reason if the server at this address has ended by itself; else None."""
         port = self.port_of(url)
         process = self._guards.get(port)
         if process is None or (code := process.poll()) is None:
@@ -141,27 +148,30 @@ class Servers:
             file.seek(self._begun[port])
             said = file.read().decode(errors="replace").splitlines()
         errors = [found[1] for line in said if (found := ERROR.search(line))]
-        # pydantic's comes below a heading; else the first is the cause of the others
+        # pydantic's error comes below a heading; otherwise the first error caused the others
         reasons = [line for line in errors if line.startswith("Value error")] or errors or [" | ".join(said[-3:])]
         return f"the vLLM server at port {port} ended with exit code {code}: {reasons[0][:300]} (see {self.log(port)})"
 
     def stop(self, port: int) -> None:
+        """Stop the server at this port, if it runs."""
         if process := self._guards.pop(port, None):
             child.stop([process])
 
     def close(self) -> None:
+        """Stop all servers."""
         child.stop(self._guards.values())
         self._guards.clear()
 
 
 def defaults(devices: Sequence | None) -> dict[str, Any]:
-    """Our defaults of engine.args, where vLLM's own would not do."""
+    """Return our defaults of engine.args, where vLLM's own do not fit."""
     if not torch.cuda.is_available():
         return {"dtype": "float32", **CPU_ARGS}
     return {} if devices is not None else {"gpu_memory_utilization": GPU_SHARE}
 
 
 def free_ports(count: int) -> list[int]:
-    with ExitStack() as all_open:  # or the same one would be found twice
+    """Return `count` different free ports."""
+    with ExitStack() as all_open:  # all open at once, so that no port is found twice
         sockets = [all_open.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]

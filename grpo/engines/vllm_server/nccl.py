@@ -1,6 +1,6 @@
-"""Weights from the trainer's GPU to those of vLLM servers, by vLLM's own NCCL backend.
+"""Sends weights from the trainer's GPU to the GPUs of vLLM servers, by vLLM's own NCCL backend.
 
-Written by reading vLLM's, never run: it needs two GPUs.
+Never run so far, because it needs two GPUs: written from vLLM's source code.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from grpo.system.errors import UserError
 
 
 class Nccl:
-    """A group of its own for each server, one after the other.
+    """Sends weights to one server after another, each in its own NCCL group. Methods: see `sync.Way`.
 
-    A server that was away is not given weights until the next version, since the policy may be learning by then. A merged
-    adapter is a second copy of the model on the trainer's GPU, for as long as it is sent.
+    A server that was away gets no weights before the next version, since the policy may be changing by then. With an adapter, the
+    merged weights are a second copy of the model on the trainer's GPU while they are sent.
     """
 
     follows = True
@@ -29,11 +29,11 @@ class Nccl:
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
-            raise UserError("engine.sync=nccl goes from GPU to GPU, there is none here: set engine.sync=disk")
+            raise UserError("engine.sync=nccl sends from GPU to GPU, and there is no GPU: set engine.sync=disk")
         try:
             from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # noqa: F401
         except ImportError as error:
-            raise UserError(f"engine.sync=nccl needs vLLM beside the trainer ({error}): {INSTALL}") from error
+            raise UserError(f"engine.sync=nccl needs vLLM in the trainer's environment ({error}): {INSTALL}") from error
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.senders: dict[str, Any] = {}  # vLLM's trainer engines, by url
         self.turn = threading.Lock()
@@ -41,23 +41,23 @@ class Nccl:
     def write(self, model: nn.Module, label: str) -> None:
         self.device = next(model.parameters()).device
         self.tensors = [(name, tensor.detach()) for name, tensor in checkpoint(model)]
-        torch.cuda.synchronize(self.device)  # vLLM packs on streams of its own
+        torch.cuda.synchronize(self.device)  # vLLM packs on its own CUDA streams
 
     async def give(self, server: RemoteServer, label: str) -> None:
         if not self.tensors:
-            raise Lost(f"{server.url} was away when weights were sent, and is given the next ones")
+            raise Lost(f"{server.url} was away when weights were sent, and gets the next ones")
         workers = (await server.ask("/get_world_size", post=False))["world_size"]
         async with paused(server, label):
             await asyncio.to_thread(self._send, server.url, workers)
 
     def _send(self, url: str, workers: int) -> None:
-        # the device is a thread's own; two groups at once on one may wait for each other
+        # the current device is set per thread; two groups on one device may deadlock
         with self.turn, torch.cuda.device(self.device):
             try:
                 if url not in self.senders:
                     self.senders[url] = self._sender(url, workers)
                 self.senders[url].send_weights()
-            except Exception as error:  # the group is of no use any more
+            except Exception as error:  # the group cannot be used any more
                 if sender := self.senders.pop(url, None):
                     sender.shutdown()
                 raise Lost(f"{url}: {type(error).__name__}: {error}") from error
@@ -84,8 +84,10 @@ class Nccl:
         return WeightTransferTrainerFactory.trainer_init(group, client=HTTPVLLMWeightSyncClient(url), source=Source())
 
     def drop(self) -> None:
+        """Forget the weights, once they are sent."""
         self.tensors = []
 
     def close(self) -> None:
+        """Close all groups."""
         for sender in self.senders.values():
             sender.shutdown()

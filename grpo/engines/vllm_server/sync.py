@@ -1,4 +1,4 @@
-"""Ways for new weights to get into vLLM servers: files, an adapter, starting anew; `nccl` is one more.
+"""Ways to send new weights to vLLM servers: files, adapters, or a restart; a fourth one is in `nccl`.
 
 A label names the weights of one version of one run.
 """
@@ -18,30 +18,32 @@ from grpo.engines.vllm_server.launch import START, Servers
 from grpo.engines.weights import buckets, checkpoint
 from grpo.system.errors import UserError
 
-KEPT = 4  # adapters; a completion under way goes on with the one it began with
+KEPT = 4  # adapters; an unfinished completion keeps the adapter that it started with
 
 
 class Way(Protocol):
-    """follows: a completion under way goes on with new weights. needs: advice where a server does not take them. Files
-    go into a folder of the run's own, which the engine removes at the end."""
+    """A way to send weights to servers. Files go to the run's own folder, which the engine removes at the end.
+
+    follows: whether an unfinished completion continues with the new weights. needs: advice if a server refuses them.
+    """
 
     follows: bool
     needs: str
 
     def write(self, model: nn.Module, label: str) -> None:
-        """Once for each version."""
+        """Prepare the weights of `model`; called once per version."""
 
     async def give(self, server: RemoteServer, label: str) -> None:
-        """To one server, also to one that was away. Raises Lost, Refused, UserError."""
+        """Send the weights to one server, maybe one that was away. Raises Lost, Refused, UserError."""
 
 
 class Disk:
-    """Safetensors files in a folder that every server sees under the same name, read through vLLM's own life cycle."""
+    """Writes safetensors files to a folder that every server sees under the same path; vLLM's weight update reads them."""
 
     follows = True
     needs = (
         "is it the model of model.path, is engine.folder the same folder for it, and was it started with "
-        '--weight-transfer-config \'{"backend": "grpo"}\'? After weights of another shape it has to be started again'
+        '--weight-transfer-config \'{"backend": "grpo"}\'? After weights of another shape it must be restarted'
     )
 
     def __init__(self, folder: Path) -> None:
@@ -61,7 +63,7 @@ class Disk:
             except Refused as refused:
                 if "already active" not in str(refused):
                     raise
-                await server.ask("/finish_weight_update")  # what a trainer began that is no more
+                await server.ask("/finish_weight_update")  # an update that an earlier trainer left unfinished
                 await server.ask("/start_weight_update")
             for file in sorted(self.folder.iterdir()):
                 await server.ask("/update_weights", {"update_info": {"file": str(file)}})
@@ -69,16 +71,16 @@ class Disk:
 
 
 class Lora:
-    """The adapter as a folder, under a name of its own for each version.
+    """Writes the adapter to a folder, under a new name for each version.
 
-    Under one name, reloaded in place, vLLM would read the files again for every request, and an older request would bring its
-    older adapter back.
+    With one name, reloaded in place, vLLM would read the files again for every request, and an older request would bring back
+    the older adapter.
     """
 
     follows = False
     needs = (
         "is it the model of model.path, is engine.folder the same folder for it, and was it started with --enable-lora and a "
-        "--max-lora-rank (engine.args.max_lora_rank) that is not below adapter.r?"
+        "--max-lora-rank (engine.args.max_lora_rank) of at least adapter.r?"
     )
 
     def __init__(self, folder: Path) -> None:
@@ -88,23 +90,23 @@ class Lora:
     def write(self, model: nn.Module, label: str) -> None:
         if not hasattr(model, "peft_config"):
             raise UserError("engine.sync=lora needs a policy with an adapter: set adapter=lora, or engine.sync=disk")
-        model.save_pretrained(self.folder / label, save_embedding_layers=False)  # which it would ask the hub about
+        model.save_pretrained(self.folder / label, save_embedding_layers=False)  # otherwise peft asks the hub
         self.labels.append(label)
         while len(self.labels) > KEPT:
             shutil.rmtree(self.folder / self.labels.pop(0), ignore_errors=True)
 
     async def give(self, server: RemoteServer, label: str) -> None:
         if (other := (await server.labels())[0]) != "default":
-            line = f"the server at {server.url} holds weights that another run gave it ({other}), not an adapter's base"
+            line = f"the server at {server.url} holds weights of another run ({other}), not the adapter's base"
             raise UserError(f"{line}: restart it")
         await server.ask(LOAD_ADAPTER, {"lora_name": label, "lora_path": str(self.folder / label)})
-        for old in self.labels[:-2]:  # a request may just be on its way with the name before this one
-            with suppress(Refused):  # it is not there any more
+        for old in self.labels[:-2]:  # a request with the previous name may still be on its way
+            with suppress(Refused):  # it is already unloaded
                 await server.ask("/v1/unload_lora_adapter", {"lora_name": old})
 
 
 class Restart:
-    """The whole model saved as a folder, and the server started on it: slow, and nothing of the old one can survive."""
+    """Saves the whole model to a folder and restarts the server on it: slow, but nothing computed with old weights survives."""
 
     follows = False
     needs = "see its log"
@@ -127,13 +129,13 @@ class Restart:
 
 @asynccontextmanager
 async def paused(server: RemoteServer, label: str) -> AsyncIterator[None]:
-    """Completions under way are frozen, and go on with new weights and nothing that older ones computed."""
+    """Pause unfinished completions; afterwards they continue with the new weights, without cached results of older ones."""
     await server.ask("/pause?mode=keep")
-    try:  # what is drawn after a failure is nobody's: no run has that label
+    try:  # tokens drawn after a failure belong to no run: none has this label
         await server.ask("/update_weight_version", {"new_version": "unfinished-0"})
         yield
         if not (await server.ask("/reset_prefix_cache"))["success"]:
-            raise Lost(f"{server.url} kept its prefix cache")
+            raise Lost(f"{server.url} did not clear its prefix cache")
         await server.ask("/update_weight_version", {"new_version": label})
     finally:
         await server.ask("/resume")

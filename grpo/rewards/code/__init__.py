@@ -1,1 +1,1 @@
-"""Does this program pass its tests? It runs in a sandbox."""
+"""Runs programs against their tests in a sandbox."""

@@ -1,4 +1,4 @@
-"""Is this program right? From a completion and a row of HumanEval or MBPP to a verdict. Text in, `Verdict` out."""
+"""Grades a program: from a completion and a row of HumanEval or MBPP to a `Verdict`."""
 
 import re
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ _STOP = re.compile(r"\n(?:class|def|#|if|print)")  # HumanEval, arXiv 2107.03374
 
 
 def extract_program(text: str) -> str | None:
-    """The last block fenced as ```python after the last `</think>`, else the last one fenced without a language.
+    """Return the last block fenced as ```python after the last `</think>`, else the last one fenced without a language.
 
-    None where there is none, where it is empty, and where the text breaks off inside a block: its last word is missing.
+    None if there is none, if it is empty, or if the text ends inside a block, which is then incomplete.
     """
     blocks: dict[bool, str] = {}  # named python? -> the last such block
     opened = None
@@ -30,7 +30,7 @@ def extract_program(text: str) -> str | None:
                 blocks[bool(language)] = "\n".join(lines) + "\n"
             opened = None
         else:
-            lines.append(line.removeprefix(opened[1]))  # a fence in a list is indented, and so is what it holds
+            lines.append(line.removeprefix(opened[1]))  # a fence in a list is indented, and so are its lines
     if opened is not None:
         return None
     program = blocks.get(True, blocks.get(False, ""))
@@ -38,26 +38,26 @@ def extract_program(text: str) -> str | None:
 
 
 def extract_continuation(text: str) -> str | None:
-    """The body that a base model writes after a HumanEval prompt: up to the next statement at the top level."""
+    """Return the body that a base model writes after a HumanEval prompt: up to the next statement at the top level."""
     body = _STOP.split(text, maxsplit=1)[0]
     return body if body.strip() else None
 
 
 def bare_program(text: str, row: Example) -> str | None:
-    """A completion without any fence that looks like code and nothing else: a function, or the body of a HumanEval prompt."""
+    """Return a completion without fences that looks like pure code: a function, or the body of a HumanEval prompt."""
     text = text.rpartition("</think>")[2].strip("\n")
     is_body = "entry_point" in row and text[:1] in (" ", "\t")
     return text if "```" not in text and (is_body or _FUNCTION.search(text)) else None
 
 
 def assemble(row: Example, code: str) -> str:
-    """The program that comes to its end if `code` is right: with HumanEval's columns, or those of (sanitized) MBPP.
+    """Return a program that runs to its end if `code` is right, from HumanEval's columns, or those of (sanitized) MBPP.
 
-    HumanEval: the prompt, then `code`, its body or a whole function that replaces it (the prompt's imports and helpers
-    stay: its function is complete with the docstring alone), then check(entry_point).
+    HumanEval: the prompt, then `code` (the body, or a whole function that replaces the prompt's, which is complete with its
+    docstring alone; the prompt's imports and helpers stay), then check(entry_point).
     MBPP: imports, `code`, assertions.
     """
-    code += "\n"  # an empty line ends whatever a last backslash would draw the first test into
+    code += "\n"  # an empty line keeps a last backslash from joining `code` with the first test
     if "entry_point" in row:
         return f"{row['prompt']}{code}\n{row['test']}\ncheck({row['entry_point']})\n"
     if "test_list" in row:
@@ -67,7 +67,7 @@ def assemble(row: Example, code: str) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a completion. `result.ending` tells wrong answers apart: "timeout" is an endless loop, say."""
+    """The outcome of a completion. `result.ending` distinguishes wrong answers: "timeout" may be an endless loop."""
 
     outcome: Outcome
     result: Result | None = None  # None for no answer
@@ -76,11 +76,11 @@ class Verdict:
 def code_verdict(
     text: str, row: Example, limits: ProgramLimits | None = None, continuation: bool = False, unconfined: bool = False
 ) -> Verdict:
-    """Runs a completion's program against its row's tests. continuation: the text goes on where a HumanEval prompt stops.
+    """Run a completion's program against its row's tests. continuation: the text continues a HumanEval prompt.
 
-    A program that exceeds its time, memory or disk is wrong, because the policy wrote the loop: masked instead, a hard
-    problem's endless loop would cost nothing, and be worth more than an honest failure. "timeout" is what no program can
-    bring about: the machine never got as far as its first line.
+    A program that exceeds its time, memory or disk is wrong, because the policy wrote it: if such samples were masked, an
+    endless loop on a hard problem would cost nothing, and be worth more than an honest failure. No program can cause the
+    outcome "timeout": the machine never reached its first line.
     """
     code = extract_continuation(text) if continuation else extract_program(text) or bare_program(text, row)
     if code is None:

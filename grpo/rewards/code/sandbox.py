@@ -1,13 +1,12 @@
-"""Runs a Python program that nobody trusts, in a process of its own, and says how it ended. Text in, `Result` out.
+"""Runs an untrusted Python program in a process of its own and returns how it ended, as a `Result`.
 
-The process itself is in `sandbox_child`; here is what watches it. `run_program` may be called from many threads at once: the
-child is made without running Python between fork and exec, and no state is shared.
+The process itself is in `sandbox_child`; this file watches it. `run_program` may be called from many threads at once: the
+child is started without running Python between fork and exec, and no state is shared.
 
-"passed" means that the program's text ran to its last line: only then does the child write a secret, fresh for each run,
-to a pipe. Leaving early, by sys.exit(0) or os._exit(0), is not passing. Not defended against: a program that digs the
-secret out of its own process's memory (no Python object holds it, but whoever knows this source finds it with ctypes), and
-one that empties its tests (an `__eq__` that says yes to everything, a trace function that jumps over lines). Neither gets
-anything beyond that one verdict.
+"passed" means that the program ran to its last line: only then does the child write a secret, new for each run, to a pipe. An
+early exit, by sys.exit(0) or os._exit(0), does not pass. Two attacks are not prevented: a program may find the secret in its
+own process's memory (no Python object holds it, but someone who knows this source finds it with ctypes), or make its tests
+useless (an `__eq__` that is always true, a trace function that skips lines). Neither gains anything beyond that one verdict.
 """
 
 import contextlib
@@ -25,55 +24,55 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Annotated, Literal
 
 from grpo.rewards.code import sandbox_child
 from grpo.system.errors import UserError
+from grpo.system.ranges import Count, Range, Seconds, Whole, enforced
 
 Ending = Literal["passed", "failed", "timeout", "memory", "disk", "unstarted"]
-# failed: an exception, a signal, or an early exit; unstarted: the machine never got to the program's first line
+# failed: an exception, a signal, or an early exit; unstarted: the machine never reached the program's first line
 
 START_SECONDS = 60  # for the child to get ready on a busy machine; the program's own time starts afterwards
-LOOK_EVERY = 0.05  # seconds between looks at the folder; a program can write some hundred MB in between
+LOOK_EVERY = 0.05  # seconds between checks of the folder; a program can write some hundred MB in between
 MAX_ENTRIES = 1000  # files and folders
 _LAUNCHER = str(Path(sandbox_child.__file__).resolve())
 
 
+@enforced("limits")
 @dataclass(frozen=True)
 class ProgramLimits:
-    """Limits of one program. There are no new processes at all, so none can outlive it."""
+    """Limits of one program. It cannot start processes, so none can outlive it."""
 
-    seconds: float = 10.0  # of wall clock, from the program's first line
-    memory_mb: int = 512  # of address space; the bare interpreter takes about 30
-    disk_mb: int = 16  # per file, standard output among them, and for all files in its folder
-    threads: int = 16
-    output: int = 4096  # bytes kept of the end of standard output, and as much of standard error
-
-    def __post_init__(self):
-        counts = self.memory_mb >= 64 and self.disk_mb >= 1 and self.threads >= 1 and self.output >= 0
-        if not (counts and 0 < self.seconds < math.inf):
-            raise UserError(f"{self}: seconds > 0 and finite, memory_mb >= 64, disk_mb and threads >= 1, output >= 0")
+    seconds: Seconds = 10.0  # of wall clock, from the program's first line
+    memory_mb: Annotated[int, Range(64)] = 512  # of address space; the bare interpreter takes about 30
+    disk_mb: Count = 16  # for each file and standard output, and for all files in its folder together
+    threads: Count = 16
+    output: Whole = 4096  # bytes kept from the end of standard output, and of standard error
 
 
 @dataclass(frozen=True)
 class Result:
+    """The outcome of a program: how it ended, and its output."""
+
     ending: Ending
     status: int  # of the process; minus the signal that ended it
     stdout: str  # the last `ProgramLimits.output` bytes
     stderr: str
-    seconds: float  # the whole of it, start and clean-up included
-    confinement: tuple[str, ...]  # what was in force; with ("limits",) alone it could touch all that its user can
+    seconds: float  # total, with start and clean-up
+    confinement: tuple[str, ...]  # measures in force; with ("limits",) alone it could access all that its user can
 
     @property
     def passed(self) -> bool:
+        """Whether the program ran to its last line."""
         return self.ending == "passed"
 
 
 def run_program(program: str, limits: ProgramLimits | None = None, unconfined: bool = False) -> Result:
-    """Runs the program in an empty folder that is gone afterwards, without input, environment, network or other processes.
+    """Run the program in an empty folder, deleted afterwards, without input, environment, network or other processes.
 
-    Raises UserError where the platform cannot confine it (not Linux, or no Landlock), unless `unconfined` accepts limits of
-    time, memory and file size alone; then a process that the program started and moved out of its group survives it.
+    Raises UserError if the platform cannot confine it (not Linux, or no Landlock), unless `unconfined` accepts limits of time,
+    memory and file size alone; a process that the program started and moved out of its group then survives it.
     """
     limits = limits or ProgramLimits()
     began = time.monotonic()
@@ -114,7 +113,7 @@ def run_program(program: str, limits: ProgramLimits | None = None, unconfined: b
 
 @cache
 def confinement() -> tuple[str, ...]:
-    """The measures that confine a program here, found by running one. Raises UserError where `run_program` would."""
+    """Return the measures that confine a program here, found by running one. Raises UserError if `run_program` does."""
     return run_program("").confinement
 
 
@@ -130,7 +129,7 @@ def _start(folder: str, status: int, limits: ProgramLimits, unconfined: bool, **
             "HOME": folder,
             "TMPDIR": folder,
             "LANG": "C.UTF-8",
-            "PYTHONHASHSEED": "0",  # a set's order, and with it a verdict, is the same every time
+            "PYTHONHASHSEED": "0",  # the order of a set, and thus a verdict, is always the same
         },
         pass_fds=(status,),
         start_new_session=True,
@@ -139,13 +138,13 @@ def _start(folder: str, status: int, limits: ProgramLimits, unconfined: bool, **
 
 
 def _watch(process: subprocess.Popen, heard: int, folder: str, limits: ProgramLimits) -> tuple[Ending | None, bytes]:
-    """Waits for the end, which may be ours: ("timeout", ...) or ("disk", ...). Also what the child said on its pipe."""
+    """Wait for the end. Returns "timeout" or "disk" if that limit was exceeded, else None; and the child's output on the pipe."""
     said, listening = b"", True
     deadline, started = time.monotonic() + START_SECONDS, False
     poll = select.poll()
     poll.register(heard, select.POLLIN)
     while True:
-        if process.poll() is not None:  # asked first: what it said is complete now, and in time however late we look
+        if process.poll() is not None:  # asked first: its output is then complete, and in time however late we look
             return None, said + (os.read(heard, 4096) if poll.poll(0) else b"")
         wait = min(deadline - time.monotonic(), LOOK_EVERY)
         if wait <= 0:
@@ -164,7 +163,7 @@ def _watch(process: subprocess.Popen, heard: int, folder: str, limits: ProgramLi
 
 
 def _exceeds(folder: str, limit: int) -> bool:
-    """Whether the folder holds more bytes than the limit, too many files, or something we may not look at."""
+    """Return whether the folder holds more bytes than the limit, too many files, or something unreadable."""
     total = entries = 0
     folders = [folder]
     while folders:
@@ -186,9 +185,9 @@ def _exceeds(folder: str, limit: int) -> bool:
 
 
 def _kill(process: subprocess.Popen, group: bool) -> None:
-    """Ends the process and waits for it. Once it was waited for, its number may be another's: then only if `group` says so."""
+    """Kill the process and wait for it. If that was done before, its id may be another's, and is used only if `group`."""
     if process.returncode is None or group:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
@@ -199,7 +198,7 @@ def _tail(file: IO, size: int) -> str:
 
 
 def _remove(folder: str) -> None:
-    """Removes the folder, also one whose folders are nested too deep for Python or closed to their owner."""
+    """Remove the folder, even if its folders are nested too deep for Python or closed to their owner."""
     try:
         shutil.rmtree(folder)
     except (OSError, RecursionError):

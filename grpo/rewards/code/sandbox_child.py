@@ -1,8 +1,8 @@
-"""The child's side of the sandbox: a script that confines its own process, then runs the program it was handed.
+"""The child's side of the sandbox: a script that confines its own process, then runs the program that it is given.
 
-`sandbox` starts it on a bare interpreter (no site-packages, nobody's environment), so it imports the standard library
-alone, and little of that: every import is paid for by every program. In the order of `main`: resource limits, an
-unprivileged user where it was root, no capabilities, Landlock (which files), seccomp (which system calls).
+`sandbox` starts it on a bare interpreter (no site-packages, no inherited environment), so it imports only the standard
+library, and little of it, since every program pays for every import. In the order of `confine`: an unprivileged user if it
+was root, no capabilities, resource limits, Landlock (which files), seccomp (which system calls).
 """
 
 import ctypes
@@ -12,18 +12,18 @@ import struct
 import sys
 import types
 
-MARK = b"\n"  # ends the line that says what is in force; the program starts after it
+MARK = b"\n"  # ends the line with the measures in force; the program starts after it
 OUT_OF_MEMORY = b"memory"
 REFUSED = b"refused "
 SECRET_BYTES = 32
-OWN_USERS = 2_000_000_000  # plus the process id: a user nobody else is, so that its limit of threads counts its own
-NOBODY = 65534  # for containers whose user namespace does not reach that far
+OWN_USERS = 2_000_000_000  # plus the process id: a user of its own, so that its thread limit counts only its threads
+NOBODY = 65534  # for containers whose user namespace has no such large ids
 
-# System calls that a program may make, with their numbers on x86_64 and aarch64 (- where there is none). All others fail
-# as on a kernel that has never heard of them, so that libraries fall back. Not here, on purpose: whatever makes a process
-# (fork, execve), reaches another one (ptrace, setpgid), the network (socket, connect), the kernel (bpf, io_uring, keyctl,
-# mount, unshare), what no limit counts (memfd_create, shmget, fallocate), and attributes of files, which Landlock leaves
-# alone (chmod, chown, utimensat, setxattr, truncate by name).
+# System calls that a program may make, with their numbers on x86_64 and aarch64 (-: none). All others fail as on a kernel
+# that does not know them, so that libraries fall back. Left out on purpose: calls that make a process (fork, execve), that
+# reach another process (ptrace, setpgid), the network (socket, connect) or the kernel (bpf, io_uring, keyctl, mount,
+# unshare), that use what no limit counts (memfd_create, shmget, fallocate), or that change attributes of files, which
+# Landlock does not restrict (chmod, chown, utimensat, setxattr, truncate by name).
 CALLS = """
 read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69, pwritev 296 70, lseek 8 62,
 close 3 57, close_range 436 436, dup 32 23, dup2 33 -, dup3 292 24, pipe 22 -, pipe2 293 59, creat 85 -, ftruncate 77 46,
@@ -44,17 +44,17 @@ getrandom 318 278, getpid 39 172, gettid 186 178, getppid 110 173, getuid 102 17
 getegid 108 177, getresuid 118 148, getresgid 120 150, getgroups 115 158, getpgrp 111 -, getpgid 121 155, getsid 124 156,
 getpriority 140 141
 """
-# ... and these, where 32-bit words of their arguments (word 2i is the low half of argument i), under a mask, have one of
-# some values.
+# Further calls are allowed if 32-bit words of their arguments (word 2i is the low half of argument i), under a mask, have
+# one of some values.
 THREAD, NEW_NAMESPACES = 0x10000, 0x7E020000
 READ, WRITE, READ_WRITE, TRUNCATE = 0, 1, 2, 0o1000
-# opening for reading must not empty a file: Landlock took that for reading before Linux 6.2
+# opening for reading must not empty a file: before Linux 6.2 Landlock treated that as reading
 ACCESS = (3 | TRUNCATE, (READ, WRITE, READ_WRITE, WRITE | TRUNCATE, READ_WRITE | TRUNCATE))
 ALL = 0xFFFFFFFF
 
 
 def conditional(pid: int) -> dict[tuple, tuple]:
-    """(numbers on x86_64 and aarch64) -> conditions (word, mask, values), all of which must hold."""
+    """Return (numbers on x86_64 and aarch64) -> conditions (word, mask, values), all of which must hold."""
     return {
         (2, None): ((2, *ACCESS),),  # open
         (257, 56): ((4, *ACCESS),),  # openat
@@ -62,11 +62,11 @@ def conditional(pid: int) -> dict[tuple, tuple]:
         (62, 129): ((0, ALL, (pid,)),),  # kill
         (234, 131): ((0, ALL, (pid,)),),  # tgkill
         (302, 261): ((0, ALL, (0, pid)),),  # prlimit64
-        # fcntl, without F_SETOWN and F_SETSIG, which have the kernel send any signal to any process of the user
+        # fcntl, without F_SETOWN and F_SETSIG, which make the kernel send any signal to any process of the user
         (72, 25): ((2, ALL, (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)),),
         # ioctl: is it a terminal, of which size, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
         (16, 29): ((2, ALL, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),
-        (53, 199): ((0, ALL, (1,)), (2, 0xF, (1,))),  # socketpair of unix streams, which asyncio wakes itself with
+        (53, 199): ((0, ALL, (1,)), (2, 0xF, (1,))),  # socketpair of unix streams, with which asyncio wakes itself
         (44, 206): ((8, ALL, (0,)), (9, ALL, (0,))),  # sendto without an address
     }
 
@@ -77,7 +77,7 @@ ALLOW, KILL, ERRNO, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050000, 1, 38
 
 
 def seccomp_filter(machine: str, pid: int) -> list[tuple[int, int, int, int]]:
-    """BPF instructions (code, jump if true, jump if false, operand) that allow CALLS and the conditional ones."""
+    """Return BPF instructions (code, jump if true, jump if false, operand) that allow CALLS and the conditional ones."""
     column = list(AUDIT_ARCH).index(machine)
     code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     for call in CALLS.split(","):
@@ -102,7 +102,7 @@ libc.malloc.restype = ctypes.c_void_p
 
 
 def checked(what: str, function, *arguments) -> int:
-    """The result of a function of libc; arguments that are left out are 0. Raises OSError where it fails."""
+    """Return the result of a function of libc; missing arguments are 0. Raises OSError if it fails."""
     given = (*arguments, 0, 0, 0, 0)
     result = function(*(ctypes.c_long(one) if isinstance(one, int) else one for one in given))
     if result < 0:
@@ -111,8 +111,8 @@ def checked(what: str, function, *arguments) -> int:
 
 
 def limit_resources(seconds: float, memory_mb: int, disk_mb: int, threads: int | None) -> None:
-    """Hard limits, which nobody without privileges can lift again. threads: None leaves them to the memory they take."""
-    cpu = int(seconds) + 3  # for a program whose parent died: the parent's own clock is the tighter one
+    """Set hard limits, which no unprivileged process can raise again. threads: None limits them only by memory."""
+    cpu = int(seconds) + 3  # in case the parent dies: the parent's own clock is stricter
     limits = {"CPU": cpu, "AS": memory_mb << 20, "FSIZE": disk_mb << 20, "NOFILE": 64, "CORE": 0, "NPROC": threads}
     for name, value in limits.items():
         which = getattr(resource, f"RLIMIT_{name}", None)
@@ -128,10 +128,10 @@ def limit_resources(seconds: float, memory_mb: int, disk_mb: int, threads: int |
 
 
 def become_unprivileged(folder: str) -> bool:
-    """Gives up root and every capability. Whether the process is now a user of its own.
+    """Give up root and every capability. Returns whether the process now has a user of its own.
 
-    One capability stays where the interpreter itself lies in a folder that only root may enter, as /root is: reading past
-    permissions, so that Landlock alone says which files.
+    If the interpreter is in a folder that only root may enter, such as /root, one capability stays: reading despite
+    permissions, so that Landlock alone decides which files.
     """
     own_user = False
     if os.geteuid() == 0:
@@ -144,7 +144,7 @@ def become_unprivileged(folder: str) -> bool:
                 os.setresuid(user, user, user)
                 own_user = user != NOBODY
                 break
-            except OSError:  # a container may have neither the user nor the right
+            except OSError:  # a container may lack the user or the right
                 continue
     header, data = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0)), ctypes.create_string_buffer(24)
     checked("capget", libc.capget, header, data)
@@ -162,17 +162,17 @@ def become_unprivileged(folder: str) -> bool:
 
 
 def landlock(folder: str) -> int:
-    """Reading of the interpreter and the system's libraries, anything in `folder`, and nothing else. The kernel's ABI."""
+    """Allow reading the interpreter and system libraries, anything in `folder`, and nothing else. Returns Landlock's ABI."""
     abi = checked("Landlock", libc.syscall, 444, None, 0, 1)
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
     network = 0b11 if abi >= 4 else 0  # no TCP port may be bound or connected to
-    scope = 0b11 if abi >= 6 else 0  # no signal to, no abstract socket of, a process outside
+    scope = 0b11 if abi >= 6 else 0  # no signals to processes outside, and none of their abstract sockets
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
     attributes = ctypes.create_string_buffer(struct.pack("=QQQ", rights, network, scope))
     ruleset = checked("Landlock", libc.syscall, 444, attributes, size)
 
     execute, write_file, read_file, read_folder, truncate = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
-    special = 0b1001_1110_0100_0000  # making of devices, sockets, pipes and links; ioctl on devices
+    special = 0b1001_1110_0100_0000  # making devices, sockets, pipes and links; ioctl on devices
 
     def permit(path: str, allowed: int) -> None:
         try:
@@ -191,28 +191,29 @@ def landlock(folder: str) -> int:
         permit(path, read_file | read_folder)
     permit("/dev/null", read_file | write_file | truncate)
     permit(folder, rights & ~(execute | special))
-    quiet = abi >= 7  # what it denies is no news for the system's log
+    quiet = abi >= 7  # denials are not written to the system's log
     checked("Landlock", libc.syscall, 446, ruleset, int(quiet))
     os.close(ruleset)
     return abi
 
 
 def seccomp(instructions: list[tuple[int, int, int, int]]) -> None:
+    """Install the filter of system calls."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in instructions))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(instructions), ctypes.addressof(code)))
     checked("seccomp", libc.prctl, 22, 2, program)
 
 
 def confine(folder: str, parent: int, seconds: float, memory_mb: int, disk_mb: int, threads: int) -> list[str]:
-    """Returns the measures in force. Raises OSError where the platform lacks one of them; others may be in force then."""
+    """Return the measures now in force. Raises OSError if the platform lacks one of them; others may be in force then."""
     if sys.platform != "linux" or os.uname().machine not in AUDIT_ARCH:
         raise OSError(f"{sys.platform} on {os.uname().machine}")
     checked("no_new_privs", libc.prctl, 38, 1)
     if os.access("/proc/self/oom_score_adj", os.W_OK):
         with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # where the machine runs out of memory all the same, this goes first, not the training
+            file.write("1000")  # if the machine still runs out of memory, this process goes first, not the training
     own_user = become_unprivileged(folder)
-    checked("parent's death", libc.prctl, 1, 9)  # SIGKILL when the parent ends; becoming another user unset it before
+    checked("parent's death", libc.prctl, 1, 9)  # SIGKILL when the parent ends; changing the user would have unset it
     if os.getppid() != parent:
         os._exit(1)
     if not own_user:  # the limit counts all threads of the user, of the machine at most: "... running/all pid"
@@ -225,11 +226,12 @@ def confine(folder: str, parent: int, seconds: float, memory_mb: int, disk_mb: i
 
 
 def main() -> None:
+    """Confine this process, then run the program from standard input."""
     folder, *numbers = sys.argv[1:]
     status, unconfined, parent, memory_mb, disk_mb, threads = map(int, numbers[:-1])
     seconds = float(numbers[-1])
     os.set_inheritable(status, False)
-    # in no Python object, where a walk through frames or the garbage collector meets it
+    # in no Python object, which a search of frames or the garbage collector would find
     secret = libc.malloc(SECRET_BYTES)
     checked("standard input", libc.read, 0, ctypes.c_void_p(secret), SECRET_BYTES)
     with open(0, "rb") as file:  # closes it
@@ -244,7 +246,7 @@ def main() -> None:
         limit_resources(seconds, memory_mb, disk_mb, None)
         in_force = ["limits"]
     sys.argv = [""]
-    write, leave = os.write, os._exit  # the program may replace what the modules hold
+    write, leave = os.write, os._exit  # the program may replace functions of modules
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     write(status, ", ".join(in_force).encode() + MARK)
     ended = b""
@@ -253,7 +255,7 @@ def main() -> None:
         ended = ctypes.string_at(secret, SECRET_BYTES)
     except MemoryError:
         ended = OUT_OF_MEMORY
-    except BaseException as error:  # SystemExit too: whoever leaves early has not come to the end
+    except BaseException as error:  # SystemExit too: an early exit is not the end
         try:
             trace = error.__traceback__.tb_next  # without the frame of this file
             sys.__excepthook__(type(error), error.with_traceback(trace), trace)
@@ -262,7 +264,7 @@ def main() -> None:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException:  # the disk limit, or something that the program put there
+    except BaseException:  # the disk limit, or an object that the program put there
         pass
     write(status, ended)
     leave(ended in (b"", OUT_OF_MEMORY))  # no clean-up: threads and exit handlers of the program would come first

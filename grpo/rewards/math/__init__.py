@@ -1,1 +1,1 @@
-"""Is this the right answer? Extraction, exact numbers, algebra."""
+"""Grades mathematical answers: extraction, exact numbers, algebra."""

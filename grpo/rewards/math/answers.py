@@ -1,8 +1,8 @@
-"""The answer that a completion claims, and whether it equals the gold answer, as far as exact arithmetic can tell.
+"""Extracts the answer that a completion claims, and compares it with the gold answer as far as exact arithmetic can.
 
-Knows no algebra: where it is needed `equal` returns None, and `grading` asks math-verify. Pure functions, linear in the text.
+Knows no algebra: if algebra is needed, `equal` returns None, and `grading` asks math-verify. Pure functions, linear in the text.
 """
-# ruff: noqa: RUF001 - characters that look like others are what a part of this is about
+# ruff: noqa: RUF001 - a part of this file replaces characters that look like others
 
 import re
 from fractions import Fraction
@@ -23,9 +23,9 @@ _HASHES = re.compile(r"(?<!#)####+([^\n#]+)")
 
 
 def boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...} or \\fbox{...}, the innermost of nested ones. Empty, unclosed, overlong: none.
+    """Return the content of the last \\boxed{...} or \\fbox{...}, the innermost of nested ones.
 
-    `\\boxed 7` is TeX too, and in MATH.
+    Empty, unclosed and overlong boxes do not count. `\\boxed 7` is TeX too, and occurs in MATH.
     """
     answer, latest, position = None, -1, 0
     while box := _BOX.search(text, position):
@@ -52,17 +52,16 @@ def boxed(text: str) -> str | None:
 
 
 def extract_answer(text: str) -> str | None:
-    """The answer that a completion claims: after the last `</think>`, the last box, else the last `#### ...`; None if nothing.
+    """Return the answer that a completion claims: after the last `</think>`, the last box, else the last `#### ...`; else None.
 
-    The last one counts: an answer that was corrected on the way is judged by its correction. In an unclosed <think> nothing is
-    claimed yet.
+    The last one counts, so that a corrected answer is judged by its correction. An unclosed <think> claims nothing yet.
     """
     text = text.rpartition("</think>")[2]
     if "<think>" in text:
         return None
     if (answer := boxed(text)) is not None:
         return answer
-    for line in reversed(_HASHES.findall(text)):  # what follows <|eot_id|> is another turn
+    for line in reversed(_HASHES.findall(text)):  # the text after <|eot_id|> is another turn
         answer = next(filter(None, map(str.strip, _SPECIAL.split(line))), "")
         if 0 < len(answer) <= MAX_LENGTH and answer.strip("*_ "):
             return answer
@@ -77,8 +76,8 @@ _LOOSE = re.compile(
 
 
 def loose_answer(text: str) -> str | None:
-    """The text that a reader would take for the answer: the result of `extract_answer`, else the last box, else the
-    last formula or number, wherever it stands."""
+    """Return the text that a reader would take for the answer: the result of `extract_answer`, else the last box, else the
+    last formula or number, anywhere in the text."""
     if (answer := extract_answer(text) or boxed(text)) is not None:
         return answer
     found = [*_LOOSE.finditer(text)][-1:]
@@ -88,7 +87,7 @@ def loose_answer(text: str) -> str | None:
     return formula.strip() if formula else (found[0][3] or "") + found[0][4]
 
 
-# One spelling for what is written in many.
+# One spelling for mathematics that is written in many ways.
 
 _CHARACTERS = str.maketrans(
     {full: full - 0xFEE0 for full in range(0xFF01, 0xFF5F)}  # full-width digits, brackets, signs
@@ -123,7 +122,7 @@ _REWRITES = [
         (r"(?i)\b(?:the )?(?:final )?answer(?: is)?[:\s]+", ""),
         (r"\\text\s*\{\s*\}", ""),
         (r"^\\text\s*\{\s*(-?[0-9][^{}]*)\}$", r"\1"),
-        (r"(?<![\w)}])\*\*([^*]*)\*\*|^\*\*|\*\*\.?$", r"\1"),  # bold, and no power
+        (r"(?<![\w)}])\*\*([^*]*)\*\*|^\*\*|\*\*\.?$", r"\1"),  # bold, not a power
         (r"\\[lr]brace(?![a-zA-Z])", lambda match: "\\{" if match[0][1] == "l" else "\\}"),
         (r"^\\\{\s*[a-z]\s*(?:\\mid(?![a-zA-Z])|[:|])(.*)\\\}$", r"\1"),  # {x | x < 2}
         (r"\\\{\s*\\\}", r"\\emptyset"),
@@ -165,7 +164,7 @@ _WRAPPED = re.compile(r"\\\((.*)\\\)|\\\[(.*)\\\]|\*\*(.*)\*\*")
 
 
 def clean(text: str) -> str:
-    """The same mathematics in plain LaTeX: no decoration, no thin spaces, braces where LaTeX lets them be left out."""
+    """Return the same mathematics in plain LaTeX: no decoration, no thin spaces, and no braces left out."""
     if _INTEGER.fullmatch(text):
         return text
     text = _SPECIAL.sub("", text).translate(_CHARACTERS).strip()
@@ -176,9 +175,9 @@ def clean(text: str) -> str:
     return text.strip(" =*_").rstrip(".,;: \\*_")
 
 
-# What stands behind a number.
+# Units and signs after a number.
 
-# also right behind the number, as 10cm
+# also without a space, as in 10cm
 _SHORT = "cm|mm|km|ft|kg|mg|lbs?|oz|in|mi|yd|sq|hrs?|m[lL]|mph|[aApP]\\.?[mM]|st|nd|rd|th"
 _NO_UNIT = (
     "sin|cos|tan|cot|sec|csc|arc[a-z]+|log|ln|exp|sqrt|pi|theta|alpha|beta|mod|and|or|inf|infinity|hundred|dozen|choose"
@@ -189,8 +188,8 @@ _UNITS = re.compile(
     r"(?:[ /.]+[a-zA-Z]+)*\.?(?:\s*\^\s*\{?[0-9]\}?)?)$"
     r"|(?<=[0-9a-zA-Z)}\]])(?:\s*(?:/|\\cdot)?\s*\\text\s*\{[^{}]*\}(?:\s*\^\s*\{?-?[0-9]\}?)?)+$"
 )
-_NAMED = re.compile(r"(\\?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?)\s*=")  # and not \sum_{k=
-# \text{Evelyn}, and not \text{5 apples}
+_NAMED = re.compile(r"(\\?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?)\s*=")  # but not \sum_{k=
+# \text{Evelyn}, but not \text{5 apples}
 _WORDS = re.compile(r"(?=\\text\s*\{[\s(]*[a-zA-Z])(?:\\text\s*\{[^{}]*\} ?)+")
 _PIECE = re.compile(r"\\text\s*\{([^{}]*)\}")
 _BASED = re.compile(r"\(?([0-9][0-9A-F]*)\)?_\{?([0-9]+)\}?")
@@ -200,7 +199,7 @@ _CLOSED_AT_INFINITY = re.compile(r"\[\s*-?\s*\\infty|\\infty\s*\]")
 
 
 class Reading(NamedTuple):
-    """An answer, cleaned; without its units; that as `name = body`; and what the body comes to, if it is plain arithmetic."""
+    """An answer: cleaned (text), without its units (amount), that as `name = body`, and the value of a plain arithmetic body."""
 
     text: str
     amount: str
@@ -212,6 +211,7 @@ class Reading(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def reading_of(answer: str) -> Reading:
+    """Return the reading of an answer; later calls take it from a cache."""
     text = clean(answer)
     amount = _UNITS.sub("", text).strip()
     percent = amount.endswith("%")
@@ -222,27 +222,27 @@ def reading_of(answer: str) -> Reading:
 
 
 def readable(answer: str) -> bool:
-    """Whether algebra should look at it. "1 0" is no way to write 10, and math-verify needs seconds for 16 brackets."""
+    """Return whether algebra should read the answer. "1 0" is not 10, and math-verify needs seconds for 16 brackets."""
     text = reading_of(answer).amount if len(answer) <= MAX_LENGTH else ""
     depths = accumulate((character in "({[") - (character in ")}]") for character in text)
     return bool(text) and max(depths) <= MAX_NESTING and not _APART.search(text)
 
 
 def without_names(answer: str, gold: str) -> tuple[str, str]:
-    """Both for algebra: `x = 3` stands for 3 unless there are more equations, in something else than x."""
+    """Return both for algebra: `x = 3` stands for 3, unless there are more equations or the names differ."""
     ours, theirs = reading_of(answer), reading_of(gold)
     equations = "=" in ours.body or "=" in theirs.body or (ours.name and theirs.name and ours.name != theirs.name)
     return (ours.amount, theirs.amount) if equations else (ours.body, theirs.body)
 
 
 def words(text: str) -> str:
-    """The bare words of a text: `\\text{(C)}`, `(C)` and `c` are one."""
+    """Return the bare words of a text: `\\text{(C)}`, `(C)` and `c` give the same."""
     bare = re.sub(r"[(){}\s]+", " ", _PIECE.sub(r" \1 ", text)).casefold().strip(" .\"'")
     return re.sub(r"^an? (?=\w\w)", "", bare)
 
 
 def _equal_amounts(ours: Reading, gold: Reading) -> bool | None:
-    """28 and 0.28 are both 28\\%, which is neither 0.28\\% nor 2800\\%."""
+    """Return whether two amounts are equal: 28 and 0.28 are both 28\\%, which is neither 0.28\\% nor 2800\\%."""
     if ours.value is None or gold.value is None or (ours.name and gold.name and ours.name != gold.name):
         return None
     known = same(ours.value, gold.value)
@@ -253,7 +253,7 @@ def _equal_amounts(ours: Reading, gold: Reading) -> bool | None:
 
 
 def _items(text: str) -> tuple[str, list[Value | None]]:
-    """The brackets round a list of numbers, and its values: `\\{1,2\\}` gives {} and 1, 2."""
+    """Return the brackets around a list of numbers, and its values: `\\{1,2\\}` gives {} and 1, 2."""
     brackets = ""
     if text[:1] in ("(", "[") and text[-1:] in (")", "]"):
         brackets, text = text[0] + text[-1], text[1:-1]
@@ -263,7 +263,7 @@ def _items(text: str) -> tuple[str, list[Value | None]]:
 
 
 def _equal_lists(ours: str, gold: str) -> bool | None:
-    """Pairs and intervals are ordered, sets and bare lists are not; a bare list may stand for any, in its order."""
+    """Compare lists: pairs and intervals are ordered, sets and bare lists not; a bare list may stand for any, in its order."""
     (left, xs), (right, ys) = _items(ours), _items(gold)
     if None in xs or None in ys or (max(len(xs), len(ys)) == 1 and "{}" not in (left, right)):
         return None
@@ -280,7 +280,7 @@ def _equal_lists(ours: str, gold: str) -> bool | None:
 
 
 def equal(answer: str, gold: str) -> bool | None:
-    """Whether two answers are the same, without rounding, and without algebra: None where it would take that."""
+    """Return whether two answers are equal, without rounding and without algebra; None if it takes algebra to decide."""
     ours, theirs = reading_of(answer), reading_of(gold)
     if ours.text == theirs.text:
         return True
@@ -289,7 +289,7 @@ def equal(answer: str, gold: str) -> bool | None:
     if theirs.text.isalpha() and len(theirs.text) > 2 and words(ours.text) == words(theirs.text):
         return True
     bases = [_BASED.fullmatch(reading.text.replace(" ", "")) for reading in (ours, theirs)]
-    if any(bases):  # 5 is not 5_8: how it is written is what was asked
+    if any(bases):  # 5 is not 5_8: the question asks for a base
         return all(bases) and bases[0].groups() == bases[1].groups()
     powers = [_POWER.search(reading.text.removeprefix(reading.amount)) for reading in (ours, theirs)]
     if all(powers) and powers[0][1] != powers[1][1]:  # cm^2 and cm^3; a unit may be left out

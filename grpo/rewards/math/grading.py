@@ -1,7 +1,7 @@
-"""Is this answer right? Extraction and arithmetic are ours, algebra is math-verify's. Text in, reward out.
+"""Grades an answer: extraction and arithmetic are done here, algebra by math-verify. Text in, verdict out.
 
-Plain numbers, nearly every answer of a word problem, are decided where they are, in microseconds. The rest goes to worker
-processes, because math-verify and sympy may take minutes, gigabytes, and the alarm signal.
+Plain numbers, which are nearly all answers of word problems, are graded in this process, in microseconds. The rest goes to
+worker processes, because math-verify and sympy may take minutes and gigabytes, and use the alarm signal.
 """
 
 import os
@@ -13,7 +13,7 @@ from grpo.rewards.math.answers import MAX_LENGTH, equal, readable, reading_of, w
 from grpo.system.workers import WorkerError, Workers
 
 DEADLINE = 4.5  # seconds; real answers take 0.4 at most
-ALARM = 3  # seconds of each step in a worker; whole ones: of a float math-verify makes "wrong", in silence
+ALARM = 3  # seconds of each step in a worker, an integer: with a float math-verify silently returns "wrong"
 MEMORY = 2**30  # bytes of a worker
 WORKERS = min(4, os.cpu_count() or 1)
 
@@ -22,7 +22,7 @@ _DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
 
 
 def by_algebra(answer: str, gold: str) -> Outcome:
-    """Runs in a worker: whether math-verify finds two cleaned answers equal.
+    """Return whether math-verify finds two cleaned answers equal. Runs in a worker.
 
     An answer that it cannot read is wrong; a gold answer that it cannot read raises.
     """
@@ -38,21 +38,21 @@ def by_algebra(answer: str, gold: str) -> Outcome:
             return _OUTCOME[verify(theirs, ours, **_EXACTLY)]
         except MemoryError:
             raise
-        except Exception:  # a policy writes anything, and sympy raises anything
+        except Exception:  # a policy may write anything, and sympy may raise anything
             return "wrong"
     except TimeoutException:
         return "timeout"
 
 
 def _parse(text: str):
-    """A sympy object. Decimals become fractions, so that nothing is rounded; i is the imaginary unit."""
+    """Return a sympy object. Decimals become fractions, so that nothing is rounded; i is the imaginary unit."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
     from sympy import FiniteSet, I, Union
     from sympy.core.relational import Relational
 
     exact = _DECIMAL.sub(lambda d: f"\\frac{{{int(d[1] + d[2])}}}{{{10 ** len(d[2])}}}", text)
-    spelling = NormalizationConfig(units=False, malformed_operators=True, boxed="none")  # its units: 4s is 4
+    spelling = NormalizationConfig(units=False, malformed_operators=True, boxed="none")  # units=True reads 4s as 4
     only_latex = LatexExtractionConfig(boxed_match_priority=-1, normalization_config=spelling)
     found = parse(f"${exact}$", [only_latex], "no_fallback", "first_match", parsing_timeout=ALARM, raise_on_error=True)
     if not found:
@@ -66,15 +66,15 @@ def _parse(text: str):
 
 
 def _other_case(answer: str, gold: str) -> bool:
-    """Whether one has an R where the other has an r: math-verify reads both as r."""
+    """Return whether one has an R where the other has an r: math-verify reads both as r."""
     ours, theirs = ({*_COMMAND.sub(" ", text)} for text in (answer, gold))
     return any(letter.swapcase() in theirs - ours for letter in ours - theirs if letter not in "eEiI")
 
 
 def _differ(ours, theirs) -> bool:
-    """Whether two expressions have different values at some point.
+    """Return whether two expressions have different values at some point.
 
-    Then they are not equal, and nobody has to simplify (sin x + cos x)^1000 to find out.
+    If so, they are not equal, and sympy need not simplify (sin x + cos x)^1000 to find out.
     """
     from math_verify.errors import TimeoutException
     from math_verify.utils import timeout
@@ -92,14 +92,14 @@ def _differ(ours, theirs) -> bool:
     tolerance = 0.1 if rough else 1e-9  # their numerical values may be far off
     try:
         x, y = (timeout(1)(at_a_point)(expression) for expression in (ours, theirs))
-        return bool(abs(x - y) > tolerance * (1 + abs(x) + abs(y)))  # raises where one of them is no number
+        return bool(abs(x - y) > tolerance * (1 + abs(x) + abs(y)))  # raises if one of them is not a number
     except (Exception, TimeoutException):
         return False
 
 
 _OUTCOME: dict[bool, Outcome] = {True: "right", False: "wrong"}
 _EXACTLY = {
-    "numeric_precision": 50,  # digits; with 15, sqrt(2) 10^-20 is sqrt(3) 10^-20
+    "numeric_precision": 50,  # digits; with 15, sqrt(2) 10^-20 equals sqrt(3) 10^-20
     "allow_set_relation_comp": True,  # x <= 2 is an answer to (-oo, 2]
     "timeout_seconds": ALARM,
     "raise_on_error": True,
@@ -109,7 +109,7 @@ ALGEBRA = Workers(f"{__name__}.by_algebra", WORKERS, DEADLINE, MEMORY, warm_up=(
 
 @lru_cache(maxsize=16384)
 def _decide(answer: str, gold: str) -> Outcome:
-    """Raises TimeoutError and WorkerError, and so remembers only what somebody found out."""
+    """Return the verdict. Raises TimeoutError and WorkerError, so that the cache holds only verdicts."""
     if not reading_of(gold).text:
         raise WorkerError("there is no gold answer")
     if len(answer) <= MAX_LENGTH and (known := equal(answer, gold)) is not None:
@@ -122,10 +122,10 @@ def _decide(answer: str, gold: str) -> Outcome:
 
 
 def verdict(answer: str | None, gold: str) -> Outcome:
-    """Whether `answer` equals `gold` as mathematics; from any thread. Returns within DEADLINE once a worker is free.
+    """Return whether `answer` mathematically equals `gold`, from any thread, within DEADLINE once a worker is free.
 
     None is no_answer. Overlong, over-nested and unreadable answers are wrong; an unreadable `gold` is an error. timeout and
-    error are verdicts that nobody reached: never count them as wrong.
+    error are no verdicts: never count them as wrong.
     """
     if answer is None:
         return "no_answer"

@@ -1,6 +1,6 @@
-"""Report.html: what a run or a sweep left, as one file for a browser; no server, no network, nothing beside it.
+"""Writes report.html: a run or a sweep as one page for a browser, complete in one file, without a server or a network.
 
-python -m grpo.report outputs/wordmath/grpo/RUN
+`python -m grpo.report outputs/wordmath/grpo/RUN` writes it again.
 """
 
 import base64
@@ -28,10 +28,12 @@ SAMPLES = 2000
 def write_report(
     folder: str | Path, out: str | Path | None = None, samples: int = SAMPLES, ending: Mapping[str, Any] | None = None
 ) -> Path:
-    """Returns where the page is: `out`, or FOLDER/report.html. folder: of a run or of a sweep.
+    """Write the page of a run or a sweep and return its path.
 
-    samples: how many of a run's are in the page at most. ending: what the manifest of a run that is just ending does not say yet.
-    Raises UserError where there is neither a run nor a sweep.
+    folder: the folder of the run or of the sweep. Any other folder raises UserError.
+    out: path of the page; None means FOLDER/report.html.
+    samples: the largest number of samples in the page of a run.
+    ending: entries for a manifest that is not up to date, because the run is just ending.
     """
     folder = Path(folder)
     out = Path(out or folder / "report.html")
@@ -47,7 +49,7 @@ def write_report(
 
 
 def dictionary(names: Iterable[str]) -> dict[str, Any]:
-    """about: unit and words of each metric by name; groups: the charts drawn unasked; times: the parts of a run's time."""
+    """Return units and descriptions of metrics (about), the charts shown at first (groups), and the kinds of time (times)."""
     known = {name: about(name) or Metric(name, "number", "") for name in names}
     return {
         "about": {name: {"unit": metric.unit, "words": metric.words} for name, metric in known.items()},
@@ -57,7 +59,7 @@ def dictionary(names: Iterable[str]) -> dict[str, Any]:
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The whole document. A policy of content lets our one script run, by its hash, and nothing load anything."""
+    """Return the HTML document. Its Content-Security-Policy allows only our script, by its hash, and no loading at all."""
     js = "\n".join(part(name) for name in ("charts.js", "samples.js", "page.js"))
     css = part("page.css")
     content = plain({**data, "written": f"{datetime.now():%Y-%m-%d %H:%M}"})
@@ -65,22 +67,24 @@ def page(data: Mapping[str, Any]) -> str:
         policy=f"default-src 'none'; img-src data:; script-src {digest(js)}; style-src {digest(css)}",
         title=html.escape(data["name"]),
         css=css,
-        # no completion ends the element it is in
+        # so that no completion can close the script element
         data=json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
         js=js,
     )
 
 
 def part(name: str) -> str:
+    """Return the text of a file in this folder."""
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 def digest(text: str) -> str:
+    """Return the hash of a script or style, in the form of a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def plain(value: Any) -> Any:
-    """The same for JSON: six digits of a number, null for NaN and for infinity."""
+    """Return a value as JSON types: numbers with six significant digits, null for NaN and infinity."""
     match value:
         case Mapping():
             return {name: plain(one) for name, one in value.items()}

@@ -1,4 +1,4 @@
-"""`python -m grpo.report RUN_OR_SWEEP`: writes its report.html and says where."""
+"""`python -m grpo.report RUN_OR_SWEEP` writes report.html and prints its path."""
 
 import argparse
 import sys
@@ -8,11 +8,11 @@ from grpo.system.errors import UserError
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        prog="python -m grpo.report", description="One page of what a run or a sweep left, for a browser."
+        prog="python -m grpo.report", description="Write a run or a sweep as one HTML page for a browser."
     )
-    parser.add_argument("folder", help="of a run or of a sweep")
-    parser.add_argument("--out", help="the page to write; else FOLDER/report.html")
-    parser.add_argument("--samples", type=int, default=SAMPLES, help="samples of a run in the page at most")
+    parser.add_argument("folder", help="folder of a run or of a sweep")
+    parser.add_argument("--out", help="path of the page (default: FOLDER/report.html)")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="largest number of samples in the page of a run")
     given = parser.parse_args()
     try:
         print(f"written to {write_report(given.folder, given.out, given.samples)}")

@@ -1,5 +1,5 @@
 "use strict";
-// Elements, numbers in words, and charts in SVG. Text enters the page as text nodes only: completions are nobody's HTML.
+// Makes elements, formats numbers, and draws charts in SVG. All text enters the page as text nodes, so no completion is read as HTML.
 
 const element = (space) => (tag, attributes = {}, ...children) => {
   const node = document.createElementNS(space, tag);
@@ -16,7 +16,7 @@ const section = (id, title, ...children) => html("section", { id }, html("h2", {
 
 const unitOf = (name) => data.about[name]?.unit;
 
-/** A number as one reads it: shares in per cent, bytes in GB, seconds with their unit. */
+/** Returns a number as text: shares in per cent, bytes in GB, seconds with their unit. */
 function tell(value, unit) {
   if (value == null) return "–";
   if (unit === "share") return `${(100 * value).toFixed(1)}\u00a0%`;
@@ -28,7 +28,7 @@ function tell(value, unit) {
   return (size > 0 && size < 0.001 ? value.toExponential(2) : String(+value.toPrecision(4))) + end;
 }
 
-/** About `count` round numbers that cover low to high. */
+/** Returns about `count` round numbers that cover the range from low to high. */
 function ticks(low, high, count = 4) {
   const raw = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(raw));
@@ -60,7 +60,10 @@ function frame(x, y, xs, ys, unit) {
 const axisLabel = (at, unit) =>
   unit === "share" ? `${+(100 * at).toPrecision(3)} %` : unit === "bytes" ? `${+(at / 1e9).toPrecision(3)} GB` : tell(at);
 
-/** What an axis covers: the curves; of their intervals, which few seeds make very wide, no more than as much again. */
+/**
+ * Returns the range of an axis: all curves, and their intervals as far as they extend it by at most its own length on either side.
+ * Intervals over few seeds can be very wide.
+ */
 function reach(points, share) {
   const values = points.map((p) => p.y);
   const [least, most] = [Math.min(...values), Math.max(...values)];
@@ -75,8 +78,8 @@ function reach(points, share) {
 }
 
 /**
- * A figure of one metric against rollouts. series: [{label, index, x, y, low?, high?, thin?}], null in y where nothing is known.
- * span: the first and the last rollout of the axis. marks: [{rollout, words}], told under the curve. A pointer or the arrow keys read the values.
+ * Returns a figure of one metric against rollouts. series: [{label, index, x, y, low?, high?, thin?}], null in y for unknown values.
+ * span: the first and the last rollout of the axis. marks: [{rollout, words}], shown under the curve. The pointer or the arrow keys show values.
  */
 function chart(name, series, span, marks = []) {
   const points = series.map(({ x, y, low, high }) =>
@@ -96,7 +99,7 @@ function chart(name, series, span, marks = []) {
 
   const cursor = svg("g", {});
   const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, tabindex: 0, role: "img",
-    "aria-label": `${name} against rollouts; arrow keys read values` }, frame(x, y, ticks(first, last).filter((at) => at >= first && at <= last), ys, unit));
+    "aria-label": `${name} against rollouts; arrow keys show values` }, frame(x, y, ticks(first, last).filter((at) => at >= first && at <= last), ys, unit));
   series.forEach(({ index, thin }, s) => {
     const banded = points[s].filter((p) => p.low != null && p.high != null);
     const stroke = colour(index);
@@ -148,7 +151,7 @@ const legend = (labels) => html("div", { class: "legend" }, labels.map((label, i
   svg("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" },
     svg("line", { x1: 0, x2: 22, y1: 5, y2: 5, stroke: colour(index), "stroke-width": 4, "stroke-dasharray": dashes(index) })), ` ${label}`)));
 
-/** Groups of charts, and a box for each metric that shows or hides it. drawn(name) gives its figure. */
+/** Returns groups of charts, and a checkbox for each metric that shows or hides its chart. drawn(name) returns its figure. */
 function curves(groups, names, drawn) {
   const shown = new Set(groups.flatMap(([, wanted]) => wanted.filter((name) => names.includes(name))));
   const place = html("div", {});
@@ -169,7 +172,7 @@ function curves(groups, names, drawn) {
   return { place, picker, draw };
 }
 
-/** Where the time went: a bar for each rollout and one for all of them. y: {name: seconds}, as long as x. */
+/** Returns the time by kind: a bar for each rollout and one for the whole run. y: {name: seconds}, lists as long as x. */
 function timeSplit(x, y) {
   const names = Object.keys(y);
   const rows = x.map((at, i) => ({ at, parts: names.map((name) => y[name][i] ?? 0) })).filter((row) => row.parts.some((part) => part > 0));

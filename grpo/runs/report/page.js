@@ -1,4 +1,4 @@
-// The page of a run, or of a sweep, from the data that Python put into it.
+// Builds the page of a run or of a sweep from the JSON data in it.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 
@@ -33,8 +33,8 @@ function evaluations() {
 
 function health() {
   if (!data.metrics.x.length) return html("p", { class: "soft" }, "Nothing was measured.");
-  if (!data.warnings.length) return html("p", {}, html("span", { class: "good" }, "✓ "), "No number left the range in which runs are known to be well.");
-  return table(["rollout", "metric", "value", "what it means"], data.warnings.map((w) => [String(w.rollout), w.metric, tell(w.value, unitOf(w.metric)), w.words]), 4);
+  if (!data.warnings.length) return html("p", {}, html("span", { class: "good" }, "✓ "), "All watched metrics stayed in their healthy ranges.");
+  return table(["rollout", "metric", "value", "meaning and advice"], data.warnings.map((w) => [String(w.rollout), w.metric, tell(w.value, unitOf(w.metric)), w.words]), 4);
 }
 
 function run() {
@@ -47,7 +47,7 @@ function run() {
   });
   const times = Object.fromEntries(data.times.filter((name) => name in y).map((name) => [name, y[name]]));
   return [
-    section("curves", "Curves", html("p", { class: "soft" }, "Against rollouts learned from; bars on accuracy are 95 % intervals over problems. Point at a curve, or focus it and use the arrow keys."), place, picker),
+    section("curves", "Curves", html("p", { class: "soft" }, "The x-axis counts rollouts learned from. Bars on accuracy are 95 % intervals over problems. To read values, point at a curve, or focus it and use the arrow keys."), place, picker),
     section("evaluation", "Held-out evaluation", evaluations()),
     section("time", "Time", timeSplit(x, times)),
     section("health", "Health", health()),
@@ -57,9 +57,9 @@ function run() {
   ];
 }
 
-const WORDS = "Held-out accuracy of the runs that finished, after their last evaluation. Intervals are 95 %; they hold for other seeds and "
-  + "other problems where an arm has several seeds, for other problems where it has one. Differences are in points, on the same "
-  + "problems; Holm's p-value allows for their number. Bands of the curves are over seeds alone (Student's t).";
+const WORDS = "Held-out accuracy of the finished runs in their last evaluation. Intervals are 95 %: they cover other seeds and other "
+  + "problems if an arm has several seeds, and other problems only if it has one. Differences are in percentage points, on the "
+  + "same problems; Holm's p-value corrects for the number of comparisons.";
 
 function sweep() {
   const { arms, metrics } = data;
@@ -78,7 +78,7 @@ function sweep() {
   const failed = data.runs.filter((one) => one.status !== "finished");
   return [
     section("arms", "Arms", html("p", { class: "soft" }, WORDS), table(["arm", "seeds", "held-out accuracy", "against the first arm", "p", "p (Holm)", "better / worse / ties"], compared)),
-    section("curves", "Curves", html("p", { class: "soft" }, "Mean over seeds; bands are 95 % intervals over seeds. Point at a curve, or focus it and use the arrow keys."),
+    section("curves", "Curves", html("p", { class: "soft" }, "Mean over seeds. Bands are 95 % intervals over seeds alone (Student's t). To read values, point at a curve, or focus it and use the arrow keys."),
       legend(arms), html("label", {}, each, " every seed"), place, picker),
     section("runs", "Runs", failed.length ? html("p", { class: "bad" }, `${failed.length} of ${data.runs.length} runs did not finish.`) : null,
       table(["run", "arm", "seed", "status", "error", "accuracy"], links, 5)),

@@ -1,4 +1,4 @@
-"""The data behind a run's page: its numbers, curves with intervals, warnings, and a bounded choice of its samples."""
+"""Collects the data for the page of a run: key numbers, curves with intervals, warnings, and a bounded number of samples."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +15,11 @@ from grpo.runs.health import warnings_of
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
 
-LONGEST = 20_000  # characters of one text; of a longer one the middle stays out
+LONGEST = 20_000  # characters of a text; the middle of a longer text is left out
 
 
 def run_data(run: Run, samples: int) -> dict[str, Any]:
+    """Return the data for the page of a run. samples: the largest number of samples."""
     ended_early = run.status in ("failed", "interrupted", "stopped")
     metrics = pd.DataFrame() if ended_early and not run.measured else run.metrics.dropna(axis="columns", how="all")
     intervals = accuracy_intervals(run)
@@ -39,33 +40,39 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
 
 
 def run_title(run: Run) -> str:
+    """Return the title of a run: task, model, adapter, algorithm and seed."""
     chosen = run.choices or {"task": run.config["task"]["_target_"].rpartition(".")[2].lower()}
     parts = [chosen[group] for group in ("task", "model", "adapter", "algo") if chosen.get(group, "none") != "none"]
     return ", ".join([*parts, f"seed {run.seed}"])
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
+    """Return (name, value) of what the manifest knows about the run, without empty values."""
     noted = run.manifest
     git, hardware = noted.get("git"), noted.get("hardware", {})
     found = {
         "folder": str(run.folder.resolve()),
         "started": minute(noted.get("started")),
         "ended": minute(noted.get("ended")),
-        "revision": git and git["revision"][:10] + (" and changes" if git["dirty"] else ""),
-        "on": ", ".join(filter(None, [*hardware.get("gpus", []), hardware.get("processor")])),
+        "revision": git and git["revision"][:10] + (" with local changes" if git["dirty"] else ""),
+        "hardware": ", ".join(filter(None, [*hardware.get("gpus", []), hardware.get("processor")])),
         "torch": noted.get("versions", {}).get("torch"),
         "command": " ".join(noted.get("command", [])),
+        **{
+            f"preflight: {name}": f"{found['result']}: {found['compared']}"
+            for name, found in noted.get("preflight", {}).items()
+        },
     }
     return [(name, value) for name, value in found.items() if value]
 
 
 def minute(time: str | None) -> str | None:
-    """2026-11-22T14:45:59+00:00 -> 2026-11-22 14:45"""
+    """Return a time to the minute: 2026-11-22T14:45:59+00:00 becomes 2026-11-22 14:45."""
     return time and time[:16].replace("T", " ")
 
 
 def numbers(run: Run, intervals: Mapping[int, tuple[float, float]]) -> list[dict[str, str]]:
-    """The first things that one asks, as cards of label, value, note."""
+    """Return the key numbers of a run as cards with label, value and note."""
     cards = []
     accuracy, speed = run.accuracy, run.curve("tokens/s")
     if len(accuracy):
@@ -81,13 +88,13 @@ def numbers(run: Run, intervals: Mapping[int, tuple[float, float]]) -> list[dict
     if len(speed):
         cards.append(("tokens/s", f"{speed.median():,.0f}", f"median; {speed.min():,.0f} to {speed.max():,.0f}"))
     if run.minutes:
-        cards.append(("minutes", f"{run.minutes:.1f}", "of rollouts, updates and evaluations"))
+        cards.append(("minutes", f"{run.minutes:.1f}", "for rollouts, updates and evaluations"))
     return [{"label": label, "value": value.replace("%", "\N{NO-BREAK SPACE}%"), "note": note}
             for label, value, note in cards]  # fmt: skip
 
 
 def accuracy_intervals(run: Run) -> dict[int, tuple[float, float]]:
-    """By rollouts the 95 % interval of the accuracy over problems, where the samples of the evaluation give one."""
+    """Return the 95 % interval of each evaluation's accuracy over problems, by rollouts; none for a single problem."""
     if not run.evaluated:
         return {}
     samples = run.evaluations(columns=["rollout", "prompt_index", "correct", "reward"])
@@ -99,22 +106,26 @@ def accuracy_intervals(run: Run) -> dict[int, tuple[float, float]]:
 
 
 def evenly(rollouts: Sequence[int], count: int) -> list[int]:
-    """`count` of them (2 or more; or all, where there are fewer), evenly: the first and the last are among them."""
+    """Return `count` (at least 2) of the rollouts, evenly spaced, with the first and the last; all if there are fewer."""
     places = np.linspace(0, len(rollouts) - 1, min(count, len(rollouts)))
     return [rollouts[place] for place in places.round().astype(int)]
 
 
 def counted(read: Callable[..., pd.DataFrame]) -> pd.Series:
-    """Samples by rollout."""
+    """Return the number of samples by rollout. read: `Run.samples` or `Run.evaluations`."""
     try:
         return read(columns=["rollout"])["rollout"].value_counts().sort_index()
-    except UserError:  # none on disk
+    except UserError:  # no samples on disk
         return pd.Series(dtype=int)
 
 
 def embedded(run: Run, budget: int) -> dict[str, Any]:
-    """steps: [{kind, rollout, samples}], at most `budget` samples in all, half of them of evaluations if there are as many;
-    conversations: the messages before an answer, once for each prompt; left: a sentence about the others."""
+    """Return at most `budget` samples of a run, up to half of them from evaluations.
+
+    steps: [{kind, rollout, samples}], evenly spread over the run.
+    conversations: the messages before the answers, once for each prompt.
+    left: a sentence that says how many samples are missing.
+    """
     steps: list[dict[str, Any]] = []
     conversations: dict[str, int] = {}
     evaluations, rollouts = counted(run.evaluations), counted(run.samples)
@@ -132,13 +143,13 @@ def embedded(run: Run, budget: int) -> dict[str, Any]:
     left = f"All {total:,} samples are here." if total else "The run left no samples."
     if shown < total:
         where = "rollouts/ and evaluations/ of the run's folder; grpo.runs.Run(FOLDER).samples() reads them"
-        left = f"{shown:,} of {total:,} samples are here, evenly spread. The others are in {where}."
+        left = f"{shown:,} of {total:,} samples are here, evenly spread over the run. All of them are in {where}."
     steps.sort(key=lambda step: (step["kind"] != "rollout", step["rollout"]))
     return shorter({"steps": steps, "conversations": [json.loads(text) for text in conversations], "left": left})
 
 
 def sample_rows(table: pd.DataFrame, conversations: dict[str, int]) -> list[dict[str, Any]]:
-    """The samples of one file; conversations: gets their messages, by number."""
+    """Return the samples of a table as dictionaries. Adds their messages to `conversations`, which numbers them."""
     parts = [name for name in table.columns if name.startswith("reward/") or name == "overlong"]
     found = []
     for row in table.astype(object).where(table.notna(), None).to_dict("records"):
@@ -149,7 +160,7 @@ def sample_rows(table: pd.DataFrame, conversations: dict[str, int]) -> list[dict
 
 
 def shorter(value: Any) -> Any:
-    """The same with no text longer than LONGEST."""
+    """Return the value with the middle left out of every text longer than LONGEST."""
     match value:
         case str() if len(value) > LONGEST:
             half = LONGEST // 2
@@ -162,11 +173,14 @@ def shorter(value: Any) -> Any:
 
 
 def add_pieces(run: Run, steps: Sequence[dict[str, Any]]) -> None:
-    """`pieces`: the text of each sampled token, and `logprobs`, where the run kept them and a tokenizer."""
+    """Add `pieces` (the text of each sampled token) and `logprobs` to samples whose tokens were saved.
+
+    The text of a token comes from the tokenizer of the saved policy; without one its id is shown.
+    """
     kept = [sample for step in steps for sample in step["samples"] if "token_ids" in sample]
     text = {}
     if kept and run.policy:
-        from transformers import AutoTokenizer  # seconds
+        from transformers import AutoTokenizer  # a slow import
 
         ids = sorted({int(token) for sample in kept for token in sample["token_ids"]})
         with suppress(OSError, ValueError):  # a folder without a tokenizer

@@ -1,4 +1,4 @@
-// The browser of samples: pick, search, filter, sort, read, compare.
+// The sample browser: choose a rollout; search, filter and sort its samples; read and compare them.
 
 const PAGE = 100; // rows drawn at once
 const stepName = (step) => (step.kind === "rollout" ? `rollout ${step.rollout}` : `evaluation after ${step.rollout}`);
@@ -8,14 +8,14 @@ const verdict = (sample) =>
 const UNITS = [/[\s\S]/gu, /[\p{L}\p{N}_]+|\s+|[^\p{L}\p{N}_\s]/gu, /[^\n]*\n|[^\n]+/g, /[\s\S]+/g]; // characters, words, lines, all
 
 /**
- * What of a and b is in the other, too: their longest common subsequence of words, or of characters; of larger units in long texts.
+ * Compares two texts by their longest common subsequence of words or characters, or of larger units if the texts are long.
  * Returns two lists of [text, is it in both].
  */
 function difference(a, b, characters) {
   let left, right;
   for (const unit of UNITS.slice(characters ? 0 : 1)) {
     [left, right] = [a, b].map((text) => text.match(unit) ?? []);
-    if (left.length * right.length < 9e6) break; // a moment's work
+    if (left.length * right.length < 9e6) break; // fast enough
   }
   const [n, m] = [left.length, right.length];
   const width = m + 1;
@@ -44,7 +44,7 @@ function conversation(messages) {
     message.tool_calls ? html("div", { class: "text soft" }, JSON.stringify(message.tool_calls)) : null));
 }
 
-/** Sampled tokens; the less likely one was, the stronger its colour. */
+/** Returns the sampled tokens: the less probable a token, the stronger its colour. */
 function tokens(sample) {
   const pieces = sample.pieces.map((piece, i) => {
     const logprob = sample.logprobs[i];
@@ -52,10 +52,10 @@ function tokens(sample) {
     span.style.backgroundColor = `color-mix(in srgb, var(--c1) ${Math.round(75 * Math.min(1, -logprob / Math.log(100)))}%, transparent)`;
     return span;
   });
-  return [html("h3", {}, "Tokens; full colour: drawn at 1 % or less"), html("div", { class: "text", id: "tokens" }, pieces)];
+  return [html("h3", {}, "Tokens (full colour: probability of 1 % or less)"), html("div", { class: "text", id: "tokens" }, pieces)];
 }
 
-/** How many characters, whole words of them, all the texts begin with; 0 if it is the same text. Few-shot prompts begin alike. */
+/** Returns the length of the common beginning of all texts, in whole words; 0 if all are equal. Few-shot prompts share a beginning. */
 function sharedStart(texts) {
   const [first, ...others] = new Set(texts);
   if (!others.length) return 0;
@@ -142,7 +142,7 @@ function browser(data) {
       const other = same[+against.value];
       const pair = other.step.rollout > sample.step.rollout ? [sample, other] : [other, sample];
       const sides = difference(pair[0].completion, pair[1].completion, characters.checked);
-      if (pair[0].completion === pair[1].completion) result.append(html("p", { class: "soft" }, "Word for word the same."));
+      if (pair[0].completion === pair[1].completion) result.append(html("p", { class: "soft" }, "The two completions are identical."));
       result.append(html("div", { class: "two" }, sides.map((side, i) => html("div", {},
         html("div", { class: "soft" }, `${stepName(pair[i].step)}, reward ${tell(pair[i].reward)} ${verdict(pair[i])[0]}`),
         html("div", { class: "text" }, side.map(([text, both]) => (both ? text : html(i ? "ins" : "del", {}, text))))))));
@@ -157,7 +157,7 @@ function browser(data) {
         sample.tool_calls ? html("div", { class: "text soft" }, sample.tool_calls) : null),
       ...(sample.pieces ? tokens(sample) : []),
       ...(same.length ? [html("h3", {}, "Compare"), html("div", { class: "row" }, html("label", { for: "against" }, "compare with"), against,
-        html("label", {}, characters, " by characters")), result] : [html("p", { class: "soft" }, "This question is in no other sample of this page.")]));
+        html("label", {}, characters, " by characters")), result] : [html("p", { class: "soft" }, "This page has no other sample of this question.")]));
     detail.scrollTop = 0;
     if (matchMedia("(max-width: 760px)").matches) detail.scrollIntoView({ block: "start" });
   };

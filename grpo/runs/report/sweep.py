@@ -1,4 +1,4 @@
-"""The data behind a sweep's page: its arms with intervals and tests, curves with bands, and each of its runs."""
+"""Collects the data for the page of a sweep: arms with intervals and tests, curves with bands, and the runs."""
 
 import os
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from grpo.runs.runs import Run, arms, band, curves
 
 
 def sweep_data(runs: Sequence[Run], folder: Path, out: Path) -> dict[str, Any]:
+    """Return the data for the page of a sweep. out: path of the page, from which links to the runs start."""
     found = arms(runs)
     finished = sum(run.status == "finished" for run in runs)
     started = [minute(run.manifest["started"]) for run in runs if run.manifest.get("started")]
@@ -33,7 +34,7 @@ def sweep_data(runs: Sequence[Run], folder: Path, out: Path) -> dict[str, Any]:
 
 
 def line(run: Run, label: str, out: Path) -> dict[str, Any]:
-    """link: from the page to the run's own, relative, so that the whole folder can be moved."""
+    """Return a run's line of the table. Its link to the page of the run is relative, so that the whole folder can be moved."""
     page = run.folder / "report.html"
     return {
         "name": run.name,
@@ -47,7 +48,7 @@ def line(run: Run, label: str, out: Path) -> dict[str, Any]:
 
 
 def bands(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """By name of the metric: for each arm its mean over seeds with an interval, and every seed's curve."""
+    """Return by metric, for each arm, the mean over seeds with its interval and the curve of every seed."""
     logged = (run.metrics.dropna(axis="columns", how="all") for run in runs if run.measured)
     found: dict[str, list[dict[str, Any]]] = {}
     for name in sorted({name for metrics in logged for name in metrics}):
@@ -64,7 +65,7 @@ def bands(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, list[dict[str
 
 
 def arm_rows(runs: Sequence[Run], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each arm, as in `compared`; without a value where none of its runs has finished and was evaluated."""
+    """Return a row for each arm, as in `compared`; without values if no run of the arm has finished and was evaluated."""
     known = comparable(runs)
     rows = compared(known).to_dict("index") if known else {}
     return [{"arm": label, **rows.get(label, {"seeds": 0})} for label in labels]

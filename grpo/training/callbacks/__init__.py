@@ -1,1 +1,1 @@
-"""What happens round the update. RolloutCallback is a half of the algorithm; the others can be switched off."""
+"""Callbacks around the update. RolloutCallback is part of the algorithm; the others can be switched off."""

@@ -1,4 +1,4 @@
-"""EvaluationCallback: how good the policy is on held-out examples, before training and every few rollouts."""
+"""EvaluationCallback: evaluates the policy on held-out examples, before training and every few rollouts."""
 
 import time
 from collections.abc import Sequence
@@ -16,15 +16,18 @@ from grpo.training.callbacks.rollout import RolloutCallback
 
 
 class EvaluationCallback(L.Callback):
-    """Behind RolloutCallback, whose engine, task and renderer it uses when no rollout is being played."""
+    """Evaluates the policy, and sends all metrics to the loggers.
+
+    It comes after RolloutCallback, and uses its engine, task and renderer while no rollout is being played.
+    """
 
     def __init__(self, rollout: RolloutCallback, evaluator: Evaluator, held_out: Sequence[Example]) -> None:
         self.rollout, self.evaluator, self.held_out = rollout, evaluator, held_out
-        self.accuracy: float | None = None  # held out, the latest
-        self.first: list[Evaluation] = []  # of the policy before training
+        self.accuracy: float | None = None  # the latest held-out accuracy
+        self.first: list[Evaluation] = []  # the evaluation before training
 
     def progress(self) -> dict[str, float | None]:
-        """For the manifest. accuracy: the latest on the held-out examples."""
+        """Return the run's progress for the manifest; accuracy is the latest held-out accuracy."""
         learned = {"rollouts": self.rollout.rollouts, "num_rollouts": self.rollout.plan.num_rollouts}
         return learned | {"accuracy": self.accuracy}
 
@@ -49,7 +52,7 @@ class EvaluationCallback(L.Callback):
         record(trainer, batch.metrics, rollouts)
 
     def evaluate(self) -> Evaluation:
-        """Of the policy as it is now."""
+        """Evaluate the present policy."""
         rollout, makes = self.rollout, self.rollout.makes
         if rollout.ahead:
             rollout.ahead.wait()
@@ -65,8 +68,8 @@ class EvaluationCallback(L.Callback):
 
 
 def record(trainer: L.Trainer, metrics: dict[str, float], step: int) -> None:
-    """To all loggers. step: rollouts learned from."""
+    """Send metrics to all loggers. step: the number of rollouts learned from."""
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=step)
-    # where monitors (early stopping, a sweep's objective) look for the latest values
+    # monitors (early stopping, a sweep's objective) read the latest values here
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})

@@ -1,4 +1,4 @@
-"""Report: RUN/report.html at the end of a run, however it ends."""
+"""Report: writes RUN/report.html at the end of a run, however it ends."""
 
 import logging
 from pathlib import Path
@@ -8,14 +8,18 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from grpo.runs.manifest import ending, in_a_line
 from grpo.runs.report import write_report
+from grpo.system.ranges import Whole
 
 log = logging.getLogger(__name__)
 
 
 class Report(L.Callback):
-    """folder: of the run. samples: how many are in the page at most. Behind Samples and Health, which leave what it shows."""
+    """Writes the report. It comes after Samples and Health, whose results it shows.
 
-    def __init__(self, folder: str, samples: int = 2000) -> None:
+    folder: the run's folder. samples: the number of samples on the page at most.
+    """
+
+    def __init__(self, folder: str, samples: Whole = 2000) -> None:
         self.folder, self.samples = Path(folder), samples
 
     @rank_zero_only
@@ -27,7 +31,7 @@ class Report(L.Callback):
         self.write(exception)
 
     def write(self, error: BaseException | None) -> None:
-        """Logs a line where it fails: a page is no reason to lose a run."""
+        """Write the report. A failure is only logged: a page is no reason to lose a run. error: what ended the run, or None."""
         try:
             write_report(self.folder, samples=self.samples, ending=ending(error))
         except Exception as failure:

@@ -1,4 +1,4 @@
-"""RolloutCallback: before each update a rollout is played and made into tensors; after it, its metrics are complete."""
+"""RolloutCallback: plays a rollout before each update and turns it into tensors; completes its metrics after the update."""
 
 import time
 
@@ -16,26 +16,26 @@ from grpo.training.batch import RolloutBatch, RolloutBatches
 
 
 class RolloutCallback(L.Callback):
-    """Owns the count of rollouts, the x-axis of everything: 0 is the policy before training.
+    """Plays the rollouts, and counts them: the count is the x-axis of all metrics; 0 is the policy before training.
 
-    With the count all prompts and seeds are known, so a resumed run is the uninterrupted one; the random state that other code
-    may use is saved beside it. With rollout.ahead=1 the next rollout is played beside the update.
+    The count determines all prompts and seeds, so a resumed run equals an uninterrupted one. The random states that other code
+    may use are saved with it. With rollout.ahead=1 the next rollout is played during the update.
     """
 
     def __init__(self, rollouts: Rollouts) -> None:
         self.makes, self.plan, self.engine = rollouts, rollouts.plan, rollouts.engine
         self.ahead = Ahead(rollouts) if self.plan.ahead else None
         self.batches = RolloutBatches()
-        self.rollouts = 0  # learned from so far
+        self.rollouts = 0  # rollouts learned from so far
         self.policy = None
         self.syncing = self.started = 0.0  # seconds
         check_engine(self.engine, self.plan.ahead)
 
-    # -- the way of a batch
+    # -- from batch to metrics
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Before the policy moves to its device. An engine that shares the policy's memory gets the policy now, so that there is
-        never a second copy; others wait, as a checkpoint may yet be read into it."""
+        """Called before the policy moves to its device. An engine that shares the policy's memory gets the policy now, so that
+        there is never a second copy; other engines get it later, since a checkpoint may still be loaded into it."""
         self.policy, self.makes.autocast = module.policy, trainer.precision_plugin.forward_context
         if not getattr(self.engine, "apart", False):
             self.sync()
@@ -44,7 +44,7 @@ class RolloutCallback(L.Callback):
         check_devices(trainer.world_size, self.plan.prompts, self.plan.ahead)
         if self.rollouts >= self.plan.num_rollouts:
             raise UserError(
-                f"ckpt_path has learned from {self.rollouts} rollouts already: set rollout.num_rollouts above that to go on"
+                f"ckpt_path has learned from {self.rollouts} rollouts already: to continue, set a larger rollout.num_rollouts"
             )
 
     def on_train_batch_start(
@@ -93,7 +93,7 @@ class RolloutCallback(L.Callback):
         trainer.should_stop = self.rollouts == self.plan.num_rollouts
 
     def sync(self) -> None:
-        """Give the engine the policy's weights, unless it holds these very ones. A version counts rollouts learned from."""
+        """Give the engine the policy's weights, unless it already has them; their version is the number of rollouts."""
         begun = time.perf_counter()
         if self.engine.version != self.rollouts:
             self.engine.load_weights(self.policy, self.rollouts)
@@ -104,14 +104,14 @@ class RolloutCallback(L.Callback):
             self.ahead.stop()
 
     def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        if self.ahead:  # where another callback ended the run
+        if self.ahead:  # in case another callback ended the run
             self.ahead.stop()
         self.engine.close()
 
     # -- resuming
 
     def state_dict(self) -> dict:
-        ahead = self.ahead.state_dict() if self.ahead else {}  # first: it may draw random numbers
+        ahead = self.ahead.state_dict() if self.ahead else {}  # first, since it may draw random numbers
         return {"rollouts": self.rollouts, "random": random_states(), **ahead}
 
     def load_state_dict(self, state: dict) -> None:
@@ -122,19 +122,21 @@ class RolloutCallback(L.Callback):
 
 
 def check_engine(engine: Engine, ahead: int) -> None:
+    """Raise UserError if rollout.ahead=1 is set and the engine has no weights of its own."""
     if ahead and not getattr(engine, "apart", False):
         raise UserError(
-            "rollout.ahead=1 needs an engine with weights of its own, engine=vllm or engine=vllm_server: the built-in one "
-            "and vllm_shared sample from the very weights that the update changes"
+            "rollout.ahead=1 needs an engine with its own copy of the weights: set engine=vllm or engine=vllm_server; the "
+            "built-in one and vllm_shared sample from the weights that the update changes"
         )
 
 
 def check_devices(devices: int, prompts: int, ahead: int) -> None:
-    if distributed.world_size() != devices:  # vLLM in the trainer's process makes a group of its own
-        raise UserError(f"trainer.devices={devices} does not go with this engine: set engine=transformers")
-    if ahead and devices > 1:  # `play` ends with messages between ranks, which would meet those of the update
+    """Raise UserError if the engine, rollout.ahead or the number of prompts does not fit this number of devices."""
+    if distributed.world_size() != devices:  # vLLM in the trainer's process creates its own process group
+        raise UserError(f"trainer.devices={devices} does not work with this engine: set engine=transformers")
+    if ahead and devices > 1:  # `play` ends with messages between ranks, which would mix with those of the update
         raise UserError(
-            f"rollout.ahead=1 goes with one device only, not with trainer.devices={devices}: set rollout.ahead=0"
+            f"rollout.ahead=1 works with one device only, not with trainer.devices={devices}: set rollout.ahead=0"
         )
     if prompts < devices:
-        raise UserError(f"rollout.prompts={prompts} is fewer than the {devices} devices: every one needs a prompt")
+        raise UserError(f"rollout.prompts={prompts} is fewer than the {devices} devices: each needs a prompt, raise it")

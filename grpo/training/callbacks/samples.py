@@ -1,4 +1,4 @@
-"""Samples: every rollout and every evaluation as a table in a file, for people, notebooks and reports."""
+"""Samples: writes every rollout and every evaluation to a Parquet table, for people, notebooks and reports."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,17 +9,18 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from grpo.rollout.samples_table import records, token_logprobs, write
 from grpo.rollout.types import Group
+from grpo.system.ranges import Whole
 from grpo.training.batch import RolloutBatch
 
 
 class Samples(L.Callback):
-    """folder: gets rollouts/000001.parquet and evaluations/000000.parquet ..., numbered by rollouts learned from.
+    """Writes rollouts/000001.parquet ... and evaluations/000000.parquet ... to `folder`, numbered by rollouts learned from.
 
-    every: rollouts between two that are written, 0 for none; evaluations are all written. token_logprobs: also every token that
-    was sampled, with the engine's log-probability of it.
+    every: rollouts between two that are written; 0: none. Evaluations are always written. token_logprobs: also write every
+    sampled token with the engine's log-probability.
     """
 
-    def __init__(self, folder: str, every: int = 1, token_logprobs: bool = False) -> None:
+    def __init__(self, folder: str, every: Whole = 1, token_logprobs: bool = False) -> None:
         self.folder, self.every, self.token_logprobs = Path(folder), every, token_logprobs
 
     @rank_zero_only
@@ -34,6 +35,7 @@ class Samples(L.Callback):
             self.write("evaluations", evaluation.rollout, evaluation.groups, evaluation.columns)
 
     def write(self, kind: str, rollout: int, groups: Sequence[Group], columns: Mapping[str, Any]) -> None:
+        """Write one table. kind: rollouts or evaluations. columns: more columns, in the shape of groups."""
         columns = {**columns, **(token_logprobs(groups) if self.token_logprobs else {})}
         rows = ({"rollout": rollout, **row} for row in records(groups, **columns))
         write(self.folder / kind / f"{rollout:06d}.parquet", rows)

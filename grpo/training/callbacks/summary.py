@@ -11,10 +11,12 @@ from grpo.system.metrics import TIMES, percent
 
 
 def clock(seconds: float) -> str:
+    """Return a duration as hours:minutes:seconds."""
     return str(timedelta(seconds=round(seconds)))
 
 
 def accuracy(evaluation: Evaluation) -> str:
+    """Return the accuracy, its interval and the number of rollouts, as text."""
     value, low, high, _ = evaluation.estimates["accuracy"]
     interval = "" if math.isnan(low) else f" ({100 * low:.1f} to {100 * high:.1f})"
     return f"{percent(value)}{interval} after {evaluation.rollout}"
@@ -23,9 +25,10 @@ def accuracy(evaluation: Evaluation) -> str:
 def summary(
     learned: Sequence[Mapping[str, float]], evaluations: Sequence[Evaluation], seconds: float, warned: Sequence[str]
 ) -> Table:
-    """learned: the metrics of each rollout. seconds: of the whole run. warned: the metrics that had a warning.
+    """Return the table of a run.
 
-    Accuracies are over the held-out examples, with the 95 % interval over another draw of such examples.
+    learned: the metrics of each rollout. seconds: duration of the whole run. warned: the metrics that had a warning.
+    Accuracies are on the held-out examples, with a 95 % confidence interval for other examples of the same kind.
     """
     rows = [*learned, *(evaluation.metrics for evaluation in evaluations if evaluation.rollout == 0)]
     spent = {name.removeprefix("time/"): sum(row.get(name, 0.0) for row in rows) for name in TIMES}

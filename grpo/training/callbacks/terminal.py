@@ -1,8 +1,8 @@
-"""Terminal: a bar that says how it is going, completions, and at the end a table of evaluations and what it took."""
+"""Terminal: shows a progress bar and completions, and at the end a table of evaluations and a summary."""
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +16,15 @@ from rich.text import Text
 from grpo.evaluation.display import history, results_line
 from grpo.evaluation.evaluator import Evaluation
 from grpo.rollout.types import Sample
+from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
+from grpo.training.callbacks.evaluation import EvaluationCallback
 from grpo.training.callbacks.health import Health
 from grpo.training.callbacks.summary import clock, summary
 
 
 def status(metrics: Mapping[str, float], accuracy: float | None, left: float) -> str:
-    """accuracy: the latest on the held-out examples. left: seconds."""
+    """Return the line of a rollout. accuracy: the latest held-out accuracy. left: the remaining seconds."""
     held_out = "" if accuracy is None else f"held out {accuracy:.0%}  "
     return (
         f"reward {metrics['rollout/reward']:.2f}  solved {metrics['rollout/solve_rate']:.0%}  "
@@ -31,10 +33,10 @@ def status(metrics: Mapping[str, float], accuracy: float | None, left: float) ->
 
 
 def sample_panel(title: str, sample: Sample) -> Panel:
-    """What was said, under the end of its prompt; dim is what the policy did not say."""
+    """Return an episode for the terminal: the end of its prompt, then its messages; text that is not the policy's is dim."""
     if not (steps := sample.trajectory.steps):
         error = Text(sample.trajectory.error or "")
-        return Panel(error, title=f"{title}: the environment did not begin", title_align="left")
+        return Panel(error, title=f"{title}: the environment did not start", title_align="left")
     prompt = steps[0].state.messages[-1].content
     text = Text(prompt if len(prompt) < 500 else "..." + prompt[-500:], style="dim")
     for message in sample.trajectory.messages[len(steps[0].state.messages) :]:
@@ -48,16 +50,20 @@ LEFT = ("metrics.csv", "rollouts", "evaluations", "checkpoints/best", "checkpoin
 
 
 class Terminal(L.Callback):
-    """samples: completions shown at the start, the end, and every `samples_every` rollouts (0: not in between). Without a
-    terminal: a line every `every` rollouts, 0 for none."""
+    """Shows a run in the terminal.
+
+    folder: the run's folder. num_rollouts: length of the progress bar. samples: completions shown at the start and at the end.
+    samples_every: rollouts between further completions; 0: none in between. every: if the output is not a terminal, rollouts
+    between two lines; 0: none.
+    """
 
     def __init__(
-        self, folder: str, num_rollouts: int, samples: int = 2, samples_every: int = 0, every: int = 10
+        self, folder: str, num_rollouts: Count, samples: Whole = 2, samples_every: Whole = 0, every: Whole = 10
     ) -> None:
         self.folder, self.num_rollouts = Path(folder), num_rollouts
         self.samples, self.samples_every, self.every = samples, samples_every, every
         self.console = Console()
-        self.learned: list[Mapping[str, float]] = []  # metrics of the rollouts of this process
+        self.learned: list[Mapping[str, float]] = []  # metrics of this process's rollouts
         self.evaluations: dict[int, Evaluation] = {}  # by rollouts learned from, without their samples
         columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
         self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
@@ -67,22 +73,29 @@ class Terminal(L.Callback):
 
     @rank_zero_only
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Before on_train_start, in which the policy is evaluated: that is a part of the run's time."""
+        """Start the clock before on_train_start, in which the policy is evaluated, since that is part of the run's time."""
         self.begun = time.perf_counter()
         self.progress.start()
+
+    @rank_zero_only
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Print the evaluation before training, which EvaluationCallback has just made."""
+        for callback in trainer.callbacks:
+            if isinstance(callback, EvaluationCallback):
+                self.note(callback.first)
 
     @rank_zero_only
     def on_train_batch_start(self, trainer, module, batch: RolloutBatch, batch_idx: int) -> None:
         if self.last is None:
             self.show(batch)
             self.progress.update(self.bar, completed=batch.rollout)
-        self.note(batch)
+        self.note(batch.evaluations)
 
     @rank_zero_only
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         self.last = batch
         self.learned.append(batch.metrics)
-        self.note(batch)
+        self.note(batch.evaluations)
         rollout = batch.rollout + 1
         accuracy = [evaluation.metrics["eval/accuracy"] for evaluation in self.evaluations.values()]
         each = (time.perf_counter() - self.begun) / len(self.learned)
@@ -95,17 +108,19 @@ class Terminal(L.Callback):
         if between and self.samples_every and rollout % self.samples_every == 0:
             self.show(batch)
 
-    def note(self, batch: RolloutBatch) -> None:
-        """Prints the evaluations that are new, and keeps their numbers."""
-        for evaluation in batch.evaluations:
+    def note(self, evaluations: Sequence[Evaluation]) -> None:
+        """Print the new ones among the evaluations, and keep their numbers."""
+        for evaluation in evaluations:
             if evaluation.rollout not in self.evaluations:
                 self.evaluations[evaluation.rollout] = replace(evaluation, groups=(), columns={})
                 self.line(f"after {evaluation.rollout} rollouts: {results_line(evaluation.metrics)}")
 
     def line(self, text: str) -> None:
+        """Print one line, without breaking it."""
         self.console.print(text, soft_wrap=True)
 
     def show(self, batch: RolloutBatch) -> None:
+        """Print completions of a rollout, one per group."""
         for group in batch.groups[: self.samples]:
             self.console.print(sample_panel(f"rollout {batch.rollout + 1}", group[0]))
 
@@ -132,4 +147,4 @@ class Terminal(L.Callback):
         checkpoint = self.folder / "checkpoints" / "last.ckpt"
         if checkpoint.exists():
             how = f"the same command with ckpt_path={checkpoint}"
-            self.line(f"stopped by {type(exception).__name__}; to go on: {how}")
+            self.line(f"stopped by {type(exception).__name__}; to resume: {how}")

@@ -1,4 +1,4 @@
-"""Texts: a few samples to the loggers that show text."""
+"""Texts: sends a few samples to the loggers that show text."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -9,16 +9,19 @@ from lightning.pytorch.utilities import rank_zero_only
 from grpo.rollout.samples_table import records
 from grpo.rollout.types import Group
 from grpo.runs.trackers import Row, Tracker
+from grpo.system.ranges import Whole
 from grpo.training.batch import RolloutBatch
 
 SHOWN = ("prompt", "completion", "reward", "advantage", "tokens")
 
 
 class Texts(L.Callback):
-    """The first `samples` of a rollout as rollout/samples, after the first one and every `every` rollouts (0: never); and of each
-    evaluation as eval/samples, of the same examples each time."""
+    """Logs the first `samples` samples of a rollout as rollout/samples, and of each evaluation as eval/samples.
 
-    def __init__(self, samples: int = 4, every: int = 10) -> None:
+    every: logs the first rollout, and each multiple of this number; 0: none. Evaluations show the same examples each time.
+    """
+
+    def __init__(self, samples: Whole = 4, every: Whole = 10) -> None:
         self.count, self.every = samples, every
 
     @rank_zero_only
@@ -32,6 +35,7 @@ class Texts(L.Callback):
                 tracker.log_samples("eval/samples", self.rows(evaluation.groups), evaluation.rollout)
 
     def rows(self, groups: Sequence[Group], **columns: Sequence[Sequence[float]]) -> list[Row]:
+        """Return the first samples as rows of a few columns. columns: more columns, in the shape of groups."""
         return [
             {name: row[name] for name in SHOWN if name in row} for row in islice(records(groups, **columns), self.count)
         ]

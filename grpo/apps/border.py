@@ -1,0 +1,166 @@
+"""Checks every value of a configuration before anything is built: its type and range stand where it goes.
+
+They are the annotations of the class or function that a node's `_target_` names. They are read from its source without an
+import, so that a mistake and --help need no torch. TABLE has the keys that go to other libraries, and the keys of no class.
+"""
+
+import ast
+import builtins
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from omegaconf import DictConfig, OmegaConf
+
+from grpo.system import ranges as r
+from grpo.system.errors import UserError
+from grpo.system.settings import flat
+
+NO_DROPOUT = r.Range(0, 0, why=": the policy stays in evaluation mode, in which dropout has no effect")
+KEYS = [  # types, and the keys that have them
+    (r.Seed, "seed"),
+    (bool | Literal["only"], "forecast"),
+    (Literal["on", "warn", "off", "only"], "preflight"),
+    (Literal["stop", "warn"], "alarms"),
+    (str, "output_dir host device optim.schedule.name logger.wandb.project warm_start.worked_answers"),
+    (str | None, "ckpt_path run"),
+    (str | list[str] | dict[str, str | list[str]] | None, "compare"),
+    (r.Count, "max_tokens max_turns adapter.r"),
+    (r.Whole, "optim.schedule.num_warmup_steps warm_start.clean_steps"),
+    (r.Whole | None, "after"),
+    (r.Seconds, "step_timeout score_timeout"),
+    (r.Port, "port"),
+    (r.Node | None, "adapter"),
+    (dict[str, Any], "callbacks logger"),
+    (r.Positive, "adapter.lora_alpha"),
+    (Annotated[float, NO_DROPOUT], "adapter.lora_dropout"),
+    (str | list[str], "adapter.target_modules"),
+    (Literal["CAUSAL_LM"], "adapter.task_type"),
+    (r.NonNegative | None, "optim.optimizer.lr"),
+    (r.NonNegative, "optim.optimizer.weight_decay"),
+    (r.ShareBelow1, "optim.optimizer.momentum"),
+    (tuple[r.ShareBelow1, r.ShareBelow1], "optim.optimizer.betas"),
+    (bool, "optim.optimizer.fused optim.optimizer.scale_parameter optim.optimizer.relative_step"),
+    (r.Count | None, "engine.args.max_model_len engine.args.max_num_seqs engine.args.kv_cache_memory_bytes"),
+    (r.Count | None, "engine.args.tensor_parallel_size engine.args.max_lora_rank"),
+    (r.SomeShare | None, "engine.args.gpu_memory_utilization"),
+    (bool | None, "engine.args.enforce_eager"),
+    (Literal["online", "offline", "disabled"], "logger.wandb.mode"),
+]
+TABLE = {key: kind for kind, keys in KEYS for key in keys.split()}
+INSTEAD = {  # what to set -> arguments of lightning.Trainer that would break the loop, or do nothing
+    "optim.max_grad_norm": "gradient_clip_val gradient_clip_algorithm",
+    "optim.max_tokens_per_microbatch": "accumulate_grad_batches",
+    "rollout.num_rollouts": "max_epochs min_epochs max_steps min_steps max_time limit_train_batches overfit_batches",
+    "rollout.prompts": "reload_dataloaders_every_n_epochs",
+    "debug=smoke": "fast_dev_run",
+    "eval.limit": "limit_val_batches limit_test_batches limit_predict_batches",
+    "eval.every": "val_check_interval check_val_every_n_epoch",
+    "eval.on_start": "num_sanity_val_steps",
+    "callbacks": "callbacks enable_checkpointing enable_progress_bar enable_model_summary barebones log_every_n_steps",
+    "logger": "logger",
+    "trainer.devices": "strategy use_distributed_sampler",
+}
+
+
+class Names(dict):
+    """The names of a module, for its annotations: a class is a Node, and a name that is no type is Any."""
+
+    def __init__(self, source: str = "") -> None:
+        self.nodes: dict[str, Any] = {}
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ImportFrom):
+                self.nodes |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
+            elif isinstance(node, ast.Assign):
+                self.nodes[ast.unparse(node.targets[0])] = node.value
+            elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+                self.nodes[node.name] = node
+
+    def __missing__(self, name: str) -> Any:
+        node = self.nodes.get(name)
+        if isinstance(node, str):
+            module, _, name = node.rpartition(".")
+            light = module in ("typing", "collections.abc", r.__name__)
+            return getattr(import_module(module), name) if light else names_of(module)[name]
+        if isinstance(node, ast.ClassDef):
+            return r.Node
+        return getattr(builtins, name, Any) if node is None else self.kind(node)
+
+    def kind(self, node: ast.AST) -> Any:
+        """Return an annotation; Any if it cannot be known without importing large libraries."""
+        try:
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ast.unparse(node)
+            return eval(text, {"__builtins__": {}}, self)
+        except Exception:  # an annotation may be any expression
+            return Any
+
+    def arguments(self, name: str) -> dict[str, Any]:
+        """Return the annotations of the arguments of a class or function, and of the base class that gets the rest."""
+        node, found = self.nodes.get(name), {}
+        if isinstance(node, str):
+            return arguments(node)
+        if isinstance(node, ast.ClassDef):
+            fields = [one for one in node.body if isinstance(one, ast.AnnAssign) and node.decorator_list]
+            found = {one.target.id: self.kind(one.annotation) for one in fields}
+            init = next((one for one in node.body if getattr(one, "name", "") == "__init__"), None)
+            if node.bases and (init is None or init.args.kwarg):
+                found = self.arguments(ast.unparse(node.bases[0])) | found
+            node = init
+        if isinstance(node, ast.FunctionDef):
+            if node.args.kwarg and node.args.kwarg.arg == "rows":
+                found |= arguments("grpo.data.dataset.Dataset")
+            given = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            found |= {one.arg: self.kind(one.annotation) for one in given if one.annotation}
+        return found
+
+
+@cache
+def names_of(module: str) -> Names:
+    """Return the names of a module; of an installed library, and of a module that cannot be read, none."""
+    package, *rest = module.split(".")
+    with suppress(ValueError, TypeError, SyntaxError, OSError):
+        spec = find_spec(package)
+        for place in (spec.submodule_search_locations or [spec.origin]) if spec else ():
+            path = Path(place, *rest)
+            for file in (path, path.with_suffix(".py"), path / "__init__.py"):
+                if file.is_file() and "site-packages" not in file.parts:
+                    return Names(file.read_text(encoding="utf-8"))
+    return Names()
+
+
+def arguments(target: str) -> dict[str, Any]:
+    """Return the annotation of each argument of the class or function with this dotted path, where it can be known."""
+    module, _, name = target.rpartition(".")
+    return names_of(module).arguments(name)
+
+
+def kinds(node: Any, key: str = "", kind: Any = Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted key, value, annotation) of every leaf and node below a node, the inner ones first."""
+    given = arguments(node["_target_"]) if r.is_node(node) and isinstance(node["_target_"], str) else {}
+    other = next((get_args(one)[1] for one in r.members(kind) if get_origin(one) in (dict, Mapping)), Any)
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            if name not in ("_target_", "_partial_", "_convert_", "_recursive_"):
+                below = f"{key}.{name}".lstrip(".")
+                yield from kinds(value, below, TABLE.get(below, given.get(name, other)))
+    elif isinstance(node, list):
+        for i, value in enumerate(node):
+            yield from kinds(value, f"{key}[{i}]")
+    if key:
+        yield key, node, kind
+
+
+def check_values(config: DictConfig) -> None:
+    """Check every value of a configuration. Raises UserError for the first one that does not fit."""
+    node = OmegaConf.to_container(config, resolve=True)
+    for key, names in INSTEAD.items():
+        for name in node.get("trainer", {}).keys() & set(names.split()):
+            raise UserError(f"trainer.{name} has no effect here, or breaks the loop: set {key} instead")
+    written = flat(OmegaConf.to_container(config))  # a value is named by its own key, not by one that refers to it
+    for key, value, kind in sorted(kinds(node), key=lambda found: "${" in str(written.get(found[0]))):
+        if value != "???":
+            r.require(key, value, kind)

@@ -1,0 +1,24 @@
+"""Preflight: checks on the run itself, before the first rollout, that it does what its configuration says.
+
+A check is a function of a `Probe` that returns a `Checked`. Each one measures: it plays episodes, moves weights, takes gradients,
+and puts everything back, so that runs with and without preflight have equal numbers.
+"""
+
+from collections.abc import Callable
+
+from grpo.training.preflight import data, learning, sampling
+from grpo.training.preflight.probe import Checked, Probe
+
+CHECKS: dict[str, Callable[[Probe], Checked]] = {
+    "prompts differ, answers end": data.prompts,
+    "gold answers are right": data.gold,
+    "rewards agree with correctness": data.rewards,
+    "there is something to learn": data.signal,
+    "held-out rows are new": data.held_out,
+    "the mask has every sampled token": learning.mask,
+    "log-probabilities agree": sampling.logprobs,
+    "draws follow the probabilities": sampling.draws,
+    "new weights reach the engine": sampling.sync,
+    "the policy starts at its reference": learning.first_pass,
+    "the gradient ignores microbatches": learning.gradient,
+}

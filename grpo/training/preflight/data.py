@@ -1,0 +1,138 @@
+"""Checks of the data: prompts, answers and their ends, rewards, and whether there is something to learn."""
+
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from grpo.env.messages import Message
+from grpo.env.types import Action, Example, State, Step, Trajectory
+from grpo.rewards.row_task import RowTask
+from grpo.training.preflight.probe import Checked, Probe, judged
+
+FORMS = ("\\boxed{{{}}}", "#### {}", "{}")  # ways to write an answer
+WORDS = 8  # words in a row that make two texts near duplicates
+LEADING = re.compile(
+    r"^(question|problem|q|task|solve|answer|calculate)( the following)?( problem| question)?\s*\d*\s*[:.)]\s*"
+)
+
+
+def prompts(probe: Probe) -> Checked:
+    """Different rows have different prompts, and the policy can end an answer."""
+    asked = [group[0].turns[0].prompt_ids for group in probe.groups if group[0].turns]
+    text = f"{len(set(asked))} different prompts of {len(probe.rows)}"
+    if len(asked) > 1 and len(set(asked)) == 1:
+        return Checked(
+            "FAIL", text, "the prompts do not depend on the rows: look at the chat template and at task.prompt"
+        )
+    cut = sum(sample.trajectory.truncated for sample in probe.samples)
+    text += f"; {cut} of {len(probe.samples)} answers cut short"
+    remedy = (
+        "the policy never ends an answer: raise max_tokens, or set rollout.sampling.stop_ids or the model's end token"
+    )
+    return judged(cut < len(probe.samples), text, remedy)
+
+
+def gold(probe: Probe) -> Checked:
+    """Right answers get full marks, and right answers of other rows do not."""
+    task = probe.rollouts.task
+    if not isinstance(task, RowTask):
+        return Checked("SKIP", "the task does not tell its right answers")
+    rows = [(row, str(task.gold(row))) for row in probe.rows if task.gold(row) is not None]
+    if not rows:
+        return Checked("SKIP", "the rows have no right answers")
+
+    def right(row: Example, answer: str) -> bool:
+        state = State(task.messages(row))
+        said = [Message("assistant", form.format(answer)) for form in FORMS]
+        return any(
+            reward.correct for reward in task.score_group(row, [Trajectory((Step(state, Action(m)),)) for m in said])
+        )
+
+    own = [right(row, answer) for row, answer in rows]
+    if not any(own):
+        return Checked(
+            "SKIP",
+            f"none of {len(rows)} right answers counts by itself: the reward needs more than an answer",
+        )
+    others = [(row, next((a for _, a in rows if a != answer), None)) for row, answer in rows]
+    fooled = sum(right(row, answer) for row, answer in others if answer is not None)
+    text = f"{sum(own)} of {len(own)} right answers are right, {fooled} answers of other rows are"
+    wrong = next((answer for (_, answer), good in zip(rows, own, strict=True) if not good), "")
+    remedy = (
+        f"the right answer {wrong[:40]!r} gets no marks: look at task.gold"
+        if wrong
+        else "the reward accepts wrong answers"
+    )
+    return judged(all(own) and not fooled, text, remedy)
+
+
+def rewards(probe: Probe) -> Checked:
+    """Right samples have higher rewards than wrong ones."""
+    known = [sample.reward for sample in probe.samples if sample.reward.known]
+    by = {side: [reward.value for reward in known if bool(reward.correct) == side] for side in (True, False)}
+    if not by[True] or not by[False]:
+        return Checked("SKIP", f"{len(by[True])} right and {len(by[False])} wrong samples: no comparison")
+    high, low = (sum(values) / len(values) for values in by.values())
+    text = f"mean reward {high:.3g} of {len(by[True])} right samples, {low:.3g} of {len(by[False])} wrong ones"
+    return judged(high > low, text, "wrong answers earn more than right ones: look at task.weights and at the reward")
+
+
+def signal(probe: Probe) -> Checked:
+    """Rewards differ within groups."""
+    scores, size = probe.scores, probe.rollouts.plan.group_size
+    samples = probe.samples
+    live, count = int(scores.has_signal().sum()), len(probe.groups)
+    right = [[bool(sample.reward.correct) for sample in group] for group in probe.groups]
+    solved = sum(map(sum, right)) / max(1, len(samples))
+    passed = sum(map(any, right)) / count
+    text = f"{solved:.0%} solved, pass@{size} {passed:.0%}, {live} of {count} groups have signal"
+    if live:
+        return Checked("PASS", f"{text}: fit for GRPO")
+    values = {sample.reward.value for sample in samples if sample.reward.known}
+    outcomes = {sample.reward.outcome for sample in samples}
+    causes = [
+        (not values, "no sample has a reward: the grader fails or runs out of time"),
+        (all(sample.trajectory.truncated for sample in samples), "all answers are cut short: raise max_tokens"),
+        (outcomes == {"no_answer"}, "no answer is where the reward looks: prompt for that form, or reward it"),
+        (solved == 1, "all answers are right: take harder problems"),
+        (solved == 0, "no answer is right: take easier problems, a better model, or more samples per prompt"),
+        (True, f"rewards differ between prompts only: {sorted(values)[:3]}"),
+    ]
+    return Checked("FAIL", text, next(words for applies, words in causes if applies))
+
+
+def folded(text: str) -> str:
+    """Return a text without case, width, accents, punctuation, leading phrases and separators in numbers."""
+    text = unicodedata.normalize("NFKD", text).casefold().strip()
+    text = re.sub(r"(?<=\d)[,_ ](?=\d{3}\b)", "", LEADING.sub("", text))
+    text = re.sub(r"(\d)\.0+\b", r"\1", text)
+    return " ".join(re.findall(r"\w+", "".join(c for c in text if not unicodedata.combining(c))))
+
+
+def shingles(text: str) -> set[int]:
+    """Return hashes of all runs of WORDS words."""
+    words = text.split()
+    return {hash(tuple(words[i : i + WORDS])) for i in range(len(words) - WORDS + 1)}
+
+
+def held_out(probe: Probe) -> Checked:
+    """No held-out row is among the training rows, however it is written; near duplicates are counted."""
+    (_, train), *others = probe.examples.items()
+    if not others:
+        return Checked("SKIP", "the run evaluates nothing")
+    known = set(questions(train))
+    seen = set().union(*map(shingles, known))
+    asked = [text for _, rows in others for text in questions(rows)]
+    equal = sum(text in known for text in asked)
+    runs = [shingles(text) for text in asked if text not in known]
+    near = sum(len(run & seen) > len(run) / 2 for run in runs if run)
+    text = f"{equal} of {len(asked)} held-out rows are training rows; {near} more share most runs of {WORDS} words"
+    return judged(equal <= len(asked) / 100, text, "accuracy would be memory: remove these rows, or set task.held_out")
+
+
+def questions(rows: Sequence[Example], most: int = 10_000) -> Iterable[str]:
+    """Yield the folded question of each row, at most `most` of them."""
+    for row in islice(rows, most):
+        column = next((row[name] for name in ("question", "problem", "prompt") if isinstance(row.get(name), str)), None)
+        yield folded(" ".join(map(str, row.values())) if column is None else column)

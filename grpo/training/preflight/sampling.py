@@ -1,0 +1,76 @@
+"""Checks of the engine: it reports the policy's log-probabilities, draws by them, and takes new weights."""
+
+import numpy as np
+import torch
+from scipy.stats import chi2
+
+from grpo.training.preflight.probe import Checked, Probe, judged
+
+DRAWS = 2000
+RARE = 1e-6  # a p-value below it is a fault, not chance
+ENGINE = "an engine option, generation_config.json or a proxy changes the sampling: remove it"
+
+
+def logprobs(probe: Probe) -> Checked:
+    """The engine's log-probabilities of the tokens that it sampled equal the trainer's, except for rounding."""
+    mask, bound = probe.tokens.mask, probe.bound
+    gaps = (probe.tokens.rollout_logprobs - probe.passed[0])[mask].abs()
+    text = f"mean gap {gaps.mean():.1e} nats over {len(gaps)} tokens, bound {bound:.1e}"
+    remedy = "engine and trainer compute different numbers: look at temperature, dtype, the chat template's ids and the weights"
+    return judged(bool(gaps.mean() <= bound), text, remedy)
+
+
+def draws(probe: Probe) -> Checked:
+    """Draws follow the probabilities that the engine reports: Pearson's chi-square of DRAWS draws at one place.
+
+    The place is the one with the highest entropy, where a filter, a penalty or another temperature changes most.
+    """
+    tokens, entropy = probe.tokens, probe.passed[1]
+    row, at = divmod(int(entropy.argmax()), entropy.shape[1])
+    prompt, completion = tokens.sequences()[row]
+    drawn = probe.sample([[*prompt, *completion[:at]]] * DRAWS, max_tokens=1)
+    first = drawn.ids[:, -drawn.completion_width].tolist()
+    ids, where, counts = np.unique(first, return_index=True, return_counts=True)
+    shares = drawn.rollout_logprobs[:, 0].double().exp().cpu().numpy()[where]
+    often = shares * DRAWS >= 5
+    observed = np.append(counts[often], counts[~often].sum())
+    expected = np.append(shares[often], max(0.0, 1 - shares[often].sum())) * DRAWS
+    if expected[-1] < 5:  # too few for a bin of their own
+        largest = observed[:-1].argmax()
+        observed[largest], expected[largest] = observed[largest] + observed[-1], expected[largest] + expected[-1]
+        observed, expected = observed[:-1], expected[:-1]
+    if len(observed) < 2:
+        return Checked("SKIP", "the policy is certain everywhere: all draws are equal")
+    p_value = chi2.sf(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)
+    text = f"{DRAWS} draws among {len(ids)} tokens, p = {p_value:.2g}"
+    return judged(bool(p_value >= RARE), text, f"the engine draws from another distribution than it reports: {ENGINE}")
+
+
+@torch.no_grad()
+def sync(probe: Probe) -> Checked:
+    """New weights reach the engine, all kinds of them, and the old ones return: caches of prefixes are emptied."""
+    bound, prompts = probe.bound, [ids for ids, _ in probe.few.sequences()]
+    chosen = probe.one_of_each_kind()
+    rng = torch.Generator().manual_seed(0)
+    with probe.kept(list(chosen.values())):
+        for p in chosen.values():
+            size = p.float().square().mean().sqrt().item() or 0.1
+            p.add_(0.3 * size * torch.randn(p.shape, generator=rng).to(p))
+        probe.load(1)
+        moved = probe.sample(prompts)
+        new = probe.trainer(moved)[0]
+    old = probe.trainer(moved)[0]
+    again = probe.sample(prompts)
+    gaps = [
+        float((a - b)[tokens.mask].abs().mean())
+        for a, b, tokens in [
+            (moved.rollout_logprobs, new, moved),
+            (old, new, moved),
+            (again.rollout_logprobs, probe.trainer(again)[0], again),
+        ]
+    ]
+    text = f"{len(chosen)} kinds of weights moved by {gaps[1]:.1e} nats: gap {gaps[0]:.1e}, restored {gaps[2]:.1e}"
+    if gaps[1] < 8 * bound:
+        return Checked("SKIP", f"{text}; rounding hides a change of this size")
+    remedy = "the engine keeps old weights or an old cache: set engine=transformers, and report this with the engine's version"
+    return judged(max(gaps[0], gaps[2]) <= 4 * bound, text, remedy)

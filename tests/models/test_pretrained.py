@@ -1,0 +1,118 @@
+"""Folders of models that are damaged or hold another kind of model: one line names the cause."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from grpo.models.pretrained import Pretrained
+from grpo.system.errors import UserError
+
+UP = "model.layers.0.mlp.up_proj.weight"
+Q = "model.layers.0.self_attn.q_proj.weight"
+SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 99}
+
+
+@pytest.fixture
+def folder(toy, tmp_path):
+    return shutil.copytree(toy, tmp_path / "model")
+
+
+def refused(folder) -> str:
+    """Return the line that a user gets."""
+    pretrained = Pretrained(str(folder))
+    with pytest.raises(UserError) as error:
+        pretrained.context(), pretrained.tokenizer(), pretrained.model()
+    assert "\n" not in str(error.value) and str(error.value).startswith(f"model.path={folder}")
+    return str(error.value)
+
+
+def rename(weights: dict) -> None:
+    weights["model.layers.0.self_attn.qq.weight"] = weights.pop(Q)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop(Q), f"lacks 1 weights: {Q}; the checkpoint does not fit its config.json"),
+        (rename, f"lacks 1 weights: {Q}; it has unknown ones: model.layers.0.self_attn.qq.weight; "),
+        (
+            lambda w: w.pop("model.embed_tokens.weight"),
+            "lacks 1 weights: model.embed_tokens.weight",
+        ),  # the head is tied to it
+        (
+            lambda w: w.update({"model.norm.weight": torch.ones(3)}),
+            "other shapes: model.norm.weight [3] instead of [192]",
+        ),
+        (lambda w: w[UP][0, 0].fill_(torch.nan), f"NaN or infinite: {UP}; the checkpoint is damaged"),
+        (lambda w: w[UP][0, 0].fill_(-torch.inf), f"NaN or infinite: {UP}"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_its_model_is_refused(folder, change, message):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert message in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", b"", "has no model that transformers can load: SafetensorError: "),
+        (
+            "model.safetensors",
+            b"\x08" + bytes(7) + b'{"a": 1}',
+            "has no model that transformers can load: SafetensorError: ",
+        ),
+        ("config.json", b"{ no", "has no config.json that transformers can load: OSError: It looks like"),
+        ("config.json", b"null", "has no config.json that transformers can load: TypeError"),
+        ("config.json", b'{"model_type": "foo"}', "has model type `foo`"),
+        ("config.json", b'{"model_type": "mamba"}', "has no max_position_embeddings"),
+        ("tokenizer.json", b"{}", "has no tokenizer that transformers can load"),
+    ],
+)
+def test_a_damaged_file_is_named(folder, file, content, message):
+    (folder / file).write_bytes(content)
+    assert message in refused(folder)
+
+
+def test_a_missing_shard_is_named(folder):
+    model = Pretrained(str(folder)).model()
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="2MB")
+    (shard := sorted(folder.glob("model-*"))[1]).unlink()
+    assert f"No such file or directory: {shard}" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (transformers.BertForMaskedLM, transformers.BertConfig(**SMALL)),
+        (transformers.T5ForConditionalGeneration, transformers.T5Config(d_model=8, num_layers=1, vocab_size=99)),
+        (transformers.ViTModel, transformers.ViTConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)),
+        (transformers.LlamaForSequenceClassification, transformers.LlamaConfig(**SMALL)),
+    ],
+)
+def test_another_kind_of_model_is_refused_before_its_weights_are_read(folder, kind, config):
+    config.architectures = [kind.__name__]
+    config.save_pretrained(folder)
+    assert f"is a {kind.__name__}: a model that predicts the next token is needed" in refused(folder)
+
+
+def test_tokens_without_a_row_of_the_embedding_are_refused(folder):
+    tokenizer = Pretrained(str(folder)).tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(folder)
+    rows = len(tokenizer) - 1
+    assert f"the tokenizer has the id {rows} ('<new>'), the model's embedding {rows} rows" in refused(folder)
+
+
+def test_a_model_without_an_end_token_warns(folder, caplog):
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    Pretrained(str(folder)).model()
+    assert "has no end token: no completion ends before max_tokens" in caplog.text

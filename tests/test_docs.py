@@ -1,0 +1,183 @@
+"""The documents are correct: commands compose, code runs, links resolve, public names are documented."""
+
+import ast
+import functools
+import re
+import shlex
+import shutil
+import tomllib
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import lightning as L
+import pytest
+import yaml
+from conftest import ROOT, compose_config
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from grpo.apps.composing import options
+from grpo.system.metrics import metric_table
+
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
+BY_NAME = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+PROGRAMS = ("python ", "make ", "pip install", "accelerate ", "vllm ")
+DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+CONFIGS = {"train.py": "train", "eval.py": "eval", "grpo.serve": "serve"}
+FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.S | re.M)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for name, text in FENCE.findall(page.read_text(encoding="utf-8")) if name == language]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Yield the words of each command on a page: in blocks, in lines that are indented by four, and in `code`. A command
+    followed by its error is left out, since it shows a mistake."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [re.sub(r"^\$ ", "", line.strip()) for line in re.sub(r".*\n *error: ", "", text).splitlines()]
+    lines += re.findall(r"`((?:python|make|pip) [^`]+)`", text)
+    for line in lines:
+        for part in line.split(" && ") if line.startswith((*PROGRAMS, "OMP_", "git clone")) else ():
+            words = [word for word in shlex.split(part.partition("  #")[0], comments=True) if word not in ("...", "&")]
+            while words and "=" in words[0]:
+                words = words[1:]  # variables of the environment
+            if ">" in words:
+                words = words[: words.index(">")]
+            yield words
+
+
+def composable(overrides: list[str]) -> list[str]:
+    """Return the overrides without Hydra's flags, with the first choice of a sweep."""
+    parsed = OverridesParser.create().parse_overrides([word for word in overrides if not word.startswith("-")])
+    return [
+        f"{one.get_key_element()}={next(one.sweep_string_iterator())}" if one.is_sweep_override() else one.input_line
+        for one in parsed
+    ]
+
+
+@functools.cache
+def composes(*overrides: str, name: str) -> None:
+    """Raise if the command line has a mistake. Cached, since several pages have the same one."""
+    compose_config(*overrides, "output_dir=.", name=name)
+
+
+def check(words: list[str], own: Sequence[str] = ()) -> None:
+    """Fail if the command would fail for a user. own: choices `GROUP=OPTION` that the page itself adds."""
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z.][\w./-]*):", (ROOT / "Makefile").read_text(), re.M)
+        assert all(word in targets or "=" in word for word in words[1:]), words
+    elif words[0] == "pip" or words[1:3] == ["-m", "pip"]:
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        wanted = [name for word in words for names in re.findall(r"\.\[([\w,-]+)\]", word) for name in names.split(",")]
+        assert set(wanted) <= extras.keys(), words
+    elif words[0] == "python":
+        program, arguments = (words[2], words[3:]) if words[1] == "-m" else (words[1], words[2:])
+        name = next((config for ending, config in CONFIGS.items() if program.endswith(ending)), None)
+        if name:
+            for flag in {"--cfg", "--config-dir", "--package"} & set(arguments):
+                del arguments[arguments.index(flag) : arguments.index(flag) + 2]
+            given = [word for word in composable(arguments) if not word.startswith("hydra.sweep") and word not in own]
+            composes(*given, name=name)
+        elif program == "pytest":
+            paths = [word.partition("::")[0] for word in arguments if word.startswith("tests")]
+            assert all((ROOT / path).exists() for path in paths), words
+        elif words[1] == "-m":
+            assert find_spec(program), words
+        elif program.startswith("benchmarks/"):
+            source = (ROOT / program).read_text()
+            flags = [word.partition("=")[0] for word in arguments if word.startswith("--")]
+            assert all(f'"{flag}"' in source for flag in flags), words
+
+
+@BY_NAME
+def test_every_command_is_one_that_the_programs_take(page):
+    files = re.findall(r"conf/([\w/]+)/(\w+)\.yaml", page.read_text(encoding="utf-8"))
+    own = [f"{group}={option}" for group, option in [*files, ("algo", "NAME")] if option not in options(group)]
+    for words in commands(page):
+        try:
+            check(words, own)
+        except Exception as error:
+            pytest.fail(f"{page.name}: {' '.join(words)}: {error}")
+
+
+def test_commands_are_found_and_a_wrong_one_is_refused(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Use `make tset`.\n\n```bash\nOMP_NUM_THREADS=1 python train.py \\\n  -m seed=0,1  # a sweep\n```\n"
+    )
+    found = list(commands(page))
+    assert found == [["python", "train.py", "-m", "seed=0,1"], ["make", "tset"]]
+    check(found[0])
+    for wrong in (
+        found[1],
+        ["python", "train.py", "rollout.group_sze=4"],
+        ["pip", "install", ".[vlm]"],
+        ["python", "-m", "grpo.x"],
+    ):
+        with pytest.raises(Exception):  # noqa: B017 - each program raises its own
+            check(wrong)
+
+
+@BY_NAME
+def test_every_block_of_python_runs(page, tmp_path, monkeypatch):
+    """Blocks run in order, in one namespace. After a line that ends with `FILE.py`: a block is also saved as that file."""
+    shutil.copytree(ROOT / "tests" / "data" / "old_run", tmp_path / "outputs" / "wordmath" / "grpo" / "a_run")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    namespace = {"__name__": page.stem}
+    for path, source in re.findall(r"`([\w/]+\.py)`:\n+```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
+        (tmp_path / Path(path).name).write_text(source)
+    for source in blocks(page, "python"):
+        exec(compile(source, f"{page.name}: {source.splitlines()[0]}", "exec"), namespace)
+    for source in blocks(page, "yaml"):
+        assert yaml.safe_load(source), source
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of headings, as GitHub and the site make them."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.*)$", text, re.M)]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@BY_NAME
+def test_every_link_leads_somewhere(page):
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)", text):
+        file = page.parent / target if target else page
+        assert file.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {target}#{anchor}"
+
+
+def test_the_navigation_has_every_page():
+    site = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f": {page.name}\n" in site, page.name
+    for name in re.findall(r": ([a-z]+\.md)$", site, re.M):
+        assert (ROOT / "docs" / name).exists() or name in ("index.md", "contributing.md", "changelog.md"), name
+
+
+def test_the_table_of_metrics_is_that_of_the_dictionary():
+    page = ROOT / "docs" / "algorithms.md"
+    assert metric_table() in page.read_text(), "python -m grpo.system.metrics prints the table"
+
+
+def test_every_public_name_has_a_docstring():
+    """A method needs none if its name is documented elsewhere in the project, as in a Protocol, or is a hook of Lightning."""
+    documented, missing = {*dir(L.Callback), *dir(L.LightningModule)}, []
+    for file in sorted([*(ROOT / "grpo").rglob("*.py"), *(ROOT / "tasks").rglob("*.py")]):
+        module = ast.parse(file.read_text(encoding="utf-8"))
+        names = [("", node) for node in module.body if isinstance(node, DEFINITIONS)]
+        for node in [node for _, node in names if isinstance(node, ast.ClassDef)]:
+            names += [(f"{node.name}.", inner) for inner in node.body if isinstance(inner, DEFINITIONS[1:])]
+        for owner, node in names:
+            if f".{owner}{node.name}".count("._"):
+                continue
+            if not ast.get_docstring(node):
+                missing.append((owner, node.name, file))
+            elif owner:
+                documented.add(node.name)
+        if names and not ast.get_docstring(module):
+            missing.append(("", "the module", file))
+    assert not [name for name in missing if not name[0] or name[1] not in documented]

@@ -1,0 +1,224 @@
+"""Preflight: each check finds the fault that is planted for it, and no other check does; sound runs pass."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import compose_config
+from test_train import rows
+
+from grpo.apps.cli import one_line_errors
+from grpo.env.types import Reward
+from grpo.runs.runs import Run
+from grpo.system.errors import PreflightError
+from grpo.training.callbacks import preflight
+from grpo.training.preflight import CHECKS, data
+from grpo.training.preflight import probe as probing
+from grpo.training.preflight.probe import Probe
+from train import train
+
+SMALL = (
+    "callbacks=none",
+    "forecast=false",
+    "rollout.group_size=4",
+    "task.train_size=50",
+    "task.test_size=20",
+    "logger=csv",
+)
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory) -> Iterator[tuple[Probe, dict]]:
+    """The probe and the verdicts of a sound run with a reference."""
+    found: list[Probe] = []
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        run = preflight.outcome
+        patch.setattr(preflight, "outcome", lambda check, probe: found.append(probe) or run(check, probe))
+        with pytest.raises(SystemExit) as ended:
+            train(compose_config(*SMALL, "algo/kl=loss", "preflight=only", f"output_dir={folder}"))
+    assert ended.value.code == 0
+    yield found[0], Run(folder).manifest
+
+
+@pytest.fixture
+def probe(checked) -> Probe:
+    """A new probe of that run, whose objects a test may change through `monkeypatch`."""
+    sound, _ = checked
+    return Probe(sound.module, sound.rollouts, sound.examples, sound.precision)
+
+
+def failed(probe: Probe) -> set[str]:
+    return {name for name, check in CHECKS.items() if preflight.outcome(check, probe).result == "FAIL"}
+
+
+def test_a_sound_run_passes_every_check_and_keeps_the_verdicts(checked, probe):
+    _, manifest = checked
+    assert manifest["status"] == "finished"
+    assert list(manifest["preflight"]) == list(CHECKS)
+    assert {verdict["result"] for verdict in manifest["preflight"].values()} == {"PASS"}
+    assert failed(probe) == set()
+
+
+def test_prompts_that_do_not_depend_on_the_row(checked, probe, monkeypatch):
+    ids = checked[0].groups[0][0].turns[0].prompt_ids
+    monkeypatch.setattr(type(probe.rollouts.renderer), "prompt_ids", lambda *_: ids)
+    found = preflight.outcome(CHECKS["prompts differ, answers end"], probe)
+    assert found.result == "FAIL" and found.compared == "1 different prompts of 8"
+
+
+def test_answers_that_never_end(probe, monkeypatch):
+    plan = probe.rollouts.plan
+    monkeypatch.setattr(probe.rollouts, "plan", replace(plan, sampling=replace(plan.sampling, max_tokens=2)))
+    found = preflight.outcome(CHECKS["prompts differ, answers end"], probe)
+    assert found.result == "FAIL" and "32 of 32 answers cut short" in found.compared and "max_tokens" in found.remedy
+    found = preflight.outcome(CHECKS["there is something to learn"], probe)
+    assert found.result == "FAIL" and found.remedy == "all answers are cut short: raise max_tokens"
+
+
+def test_a_right_answer_that_the_reward_does_not_get(probe, monkeypatch):
+    wrong, columns = probe.rows[2], probe.rollouts.task.columns
+    monkeypatch.setattr(
+        probe.rollouts.task, "columns", lambda row: columns(row) | ({"gold": "0"} if row == wrong else {})
+    )
+    assert failed(probe) == {"gold answers are right"}
+    found = preflight.outcome(CHECKS["gold answers are right"], probe)
+    assert found.compared == "7 of 8 right answers are right, 0 answers of other rows are"
+
+
+def test_a_reward_of_the_wrong_sign(probe, monkeypatch):
+    monkeypatch.setattr(
+        probe.rollouts.task.rewards, "weights", [-weight for weight in probe.rollouts.task.rewards.weights]
+    )
+    assert failed(probe) == {"rewards agree with correctness"}
+
+
+def test_a_reward_that_is_always_the_same(probe, monkeypatch):
+    monkeypatch.setattr(probe.rollouts.task, "score_group", lambda row, said: [Reward(1.0, correct=True)] * len(said))
+    names = {"gold answers are right", "there is something to learn"}  # answers of other rows are right, too
+    assert failed(probe) == names
+    assert (
+        preflight.outcome(CHECKS["there is something to learn"], probe).remedy
+        == "all answers are right: take harder problems"
+    )
+
+
+def test_held_out_rows_among_the_training_rows(probe):
+    train_rows, test_rows = (list(probe.examples[split]) for split in ("train", "test"))
+    leaked = {**train_rows[3], "question": "Question 7: " + train_rows[3]["question"].upper().replace(".", " !")}
+    probe.examples = {"train": train_rows, "test": [*test_rows[:19], leaked]}
+    assert failed(probe) == {"held-out rows are new"}
+    found = preflight.outcome(CHECKS["held-out rows are new"], probe)
+    assert found.compared.startswith("1 of 20 held-out rows are training rows")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Problem: \uff21\uff22\uff23 has 1,000 cats", "abc has 1000 cats."),
+        ("Q 3) Café — 2.0 apples", "cafe 2 apples"),
+        ("Solve the following problem: x = 10,000,000", "X = 10000000"),
+    ],
+)
+def test_a_text_written_otherwise_is_the_same(one, other):
+    assert data.folded(one) == data.folded(other)
+
+
+def test_a_mask_without_end_tokens(probe, monkeypatch):
+    def collate(groups, first=0):
+        tokens = collated(groups, first)
+        last = tokens.mask.shape[1] - 1 - tokens.mask.int().flip(1).argmax(1)
+        return replace(tokens, mask=tokens.mask & (torch.arange(tokens.mask.shape[1]) != last[:, None]))
+
+    collated = probing.collate
+    monkeypatch.setattr(probing, "collate", collate)
+    assert (
+        "the mask has every sampled token"
+        in failed(probe)
+        <= {"the mask has every sampled token", "draws follow the probabilities"}
+    )
+
+
+def test_another_temperature_in_the_trainer(probe, monkeypatch):
+    monkeypatch.setattr(probe.module, "temperature", 0.9)
+    assert failed(probe) == {"log-probabilities agree", "new weights reach the engine"}
+
+
+@pytest.mark.parametrize("change", [{"top_p": 0.9}, {"temperature": 0.8}, {"repetition_penalty": 1.2}])
+def test_an_engine_that_draws_otherwise_than_it_says(probe, monkeypatch, change):
+    """The log-probabilities that it reports are those of the run's own sampling."""
+    sample = probe.rollouts.engine.sample
+
+    def other(prompts, sampling, seeds, done=None):
+        drawn = sample(prompts, replace(sampling, **change), seeds)
+        if "temperature" in change:  # its reports are then of another temperature: take the trainer's
+            turns = [probing.Turn(tuple(p), c) for p, c in zip(prompts, drawn, strict=True)]
+            tokens = probing.collate([[probing.SimpleNamespace(turns=(turn,)) for turn in turns]])
+            values = probe.trainer(tokens)[0]
+            drawn = [
+                replace(c, logprobs=tuple(v[m].tolist())) for c, v, m in zip(drawn, values, tokens.mask, strict=True)
+            ]
+        return drawn
+
+    assert len(probe.tokens)  # sampled before the fault is there
+    monkeypatch.setattr(probe.rollouts.engine, "sample", other)
+    assert failed(probe) == {"draws follow the probabilities"}
+
+
+def test_an_engine_that_keeps_old_weights(probe, monkeypatch):
+    old = deepcopy(probe.module.policy)
+    load = probe.rollouts.engine.load_weights
+    monkeypatch.setattr(probe.rollouts.engine, "load_weights", lambda model, version: load(old, version))
+    load(old, 0)
+    assert failed(probe) == {"new weights reach the engine"}
+    load(probe.module.policy, 0)
+
+
+def test_a_reference_that_is_not_the_policy(probe):
+    weight = next(probe.module.reference.copy.parameters())
+    before = weight.detach().clone()
+    weight.data.mul_(1.1)
+    assert failed(probe) == {"the policy starts at its reference"}
+    weight.data.copy_(before)
+
+
+def test_something_random_in_the_policy(probe):
+    head = probe.module.policy.lm_head
+    hook = head.register_forward_hook(lambda module, args, out: out + 0.1 * torch.randn_like(out))
+    found = preflight.outcome(CHECKS["the policy starts at its reference"], probe)
+    hook.remove()
+    assert found.result == "FAIL" and found.remedy == "something in the policy is random: set dropout to 0"
+
+
+def test_a_loss_that_depends_on_its_microbatches(probe, monkeypatch):
+    loss = type(probe.module.algorithm).loss
+    wrong = lambda self, logprobs, *more: (loss(self, logprobs, *more)[0] / len(logprobs), {})  # noqa: E731
+    monkeypatch.setattr(type(probe.module.algorithm), "loss", wrong)
+    assert failed(probe) == {"the gradient ignores microbatches"}
+
+
+@pytest.mark.parametrize("adapter", [pytest.param("none", marks=pytest.mark.slow), "lora"])
+def test_a_run_is_the_same_with_and_without(smoke, tmp_path, adapter):
+    for mode in ("off", "warn"):
+        train(
+            compose_config(
+                *smoke(f"adapter={adapter}", f"preflight={mode}", f"output_dir={tmp_path / mode}", "algo/kl=loss")
+            )
+        )
+    assert rows(tmp_path / "off") == rows(tmp_path / "warn")
+
+
+def test_a_failure_stops_the_run_with_an_exit_code_of_its_own(smoke, tmp_path, capsys, monkeypatch):
+    """A random model solves nothing."""
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    with pytest.raises(SystemExit) as ended, one_line_errors("train"):
+        train(compose_config(*smoke("preflight=on")))
+    line = capsys.readouterr().err
+    assert ended.value.code == PreflightError.exit_code == 3 and line.count("\n") == 1
+    assert line.startswith("error: preflight failed: prompts differ, answers end: 2 different prompts of 2; 4 of 4 ")
+    assert "there is something to learn: 0% solved" in line and line.endswith("(preflight=warn trains all the same)\n")
+    manifest = Run(tmp_path).manifest
+    assert manifest["status"] == "failed" and manifest["preflight"]["there is something to learn"]["result"] == "FAIL"
+    assert not (tmp_path / "metrics.csv").exists()
