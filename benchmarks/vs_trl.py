@@ -44,7 +44,7 @@ PARTS = ("generation", "update", "other")
 PROMPTS, GROUP, LIMIT = 8, 8, 64
 BATCH = int(os.environ.get("TRL_BATCH", str(PROMPTS * GROUP)))  # rows in a microbatch of TRL
 TOKENS = 1024  # in a microbatch of ours
-VOCABULARY = 128
+VOCABULARY = 129
 BETA = 0.04
 ENDS = list(range(40, 46))  # tokens that end an answer in `short`
 
@@ -76,7 +76,7 @@ def digits(completions: Sequence[str], **_) -> list[float]:
 
 
 def prepare(folder: Path, case: Case) -> None:
-    """Write the folder. A token is a character; the tokenizer's own end token is not in the model's vocabulary."""
+    """Write the folder. A token is a character; the tokenizer's own end token is never sampled, since its logit is far below."""
     from shapes import llama
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -89,8 +89,10 @@ def prepare(folder: Path, case: Case) -> None:
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="!", eos_token="<end>").save_pretrained(folder)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(llama("3m", eos_token_id=ENDS if case.short else None))
-    model.get_input_embeddings().weight.data[ENDS] = 0  # tied, so their logits are 0: answers end at one rate
+    model = LlamaForCausalLM(llama("3m", vocab_size=VOCABULARY, eos_token_id=ENDS if case.short else None))
+    embedding = model.get_input_embeddings().weight.data  # tied: the rows also give the logits
+    embedding[ENDS] = 0  # their logits are equal, so answers end at one rate
+    embedding[:, 0], embedding[-1, 0] = 1, -1  # a hidden state points along the first axis, away from the end token
     model.save_pretrained(folder)
     draw = random.Random(0)
     rows = [json.dumps({"prompt": "".join(draw.choices(characters[1:], k=case.prompt))}) for _ in range(64)]

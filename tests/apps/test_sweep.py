@@ -181,10 +181,11 @@ def status(job: Path) -> str | None:
 
 @pytest.mark.slow
 def test_a_sweep_that_is_killed_is_gone_on_with(smoke, tmp_path):
-    """The jobs have 1, 0 and 12 rollouts. When the sweep is killed, the first has finished and the second has failed."""
+    """Jobs 1 and 3 fail, since their groups have one sample. When the sweep is killed, job 0 has finished and job 2 has not."""
     settings = ["callbacks=[checkpoint]", "callbacks.checkpoint.every=1", "eval.every=3"]
     folder = tmp_path / "sweep"
-    command = sweep_command(smoke, folder, *settings, "rollout.num_rollouts=1,0,12", "hydra.launcher.jobs=2")
+    swept = ["rollout.num_rollouts=1,12", "rollout.group_size=2,1"]
+    command = sweep_command(smoke, folder, *settings, *swept, "hydra.launcher.jobs=2")
     first = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         wait_for(lambda: (folder / "2/checkpoints/last.ckpt").exists() and status(folder / "0") == "finished")
@@ -202,9 +203,10 @@ def test_a_sweep_that_is_killed_is_gone_on_with(smoke, tmp_path):
     )
     again = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert again.returncode == 1
-    assert again.stderr == f"error: 1 of the sweep's 3 jobs failed: 1 ({folder}/1/output.txt)\n"
-    assert "sweep of 3 jobs, 1 of them finished before, 2 at a time" in again.stdout
-    assert "job 1 failed: rollout.num_rollouts=0: error: rollout.num_rollouts=0" in again.stdout
+    failed = [f"{job} ({folder}/{job}/output.txt)" for job in (1, 3)]
+    assert again.stderr == f"error: 2 of the sweep's 4 jobs failed: {', '.join(failed)}\n"
+    assert "sweep of 4 jobs, 1 of them finished before, 2 at a time" in again.stdout
+    assert "job 1 failed: rollout.num_rollouts=1 rollout.group_size=1: error: rollout.group_size=1: adv" in again.stdout
     assert f"written to {folder}/report.html" in again.stdout and (folder / "report.html").exists()
     assert (folder / "0/metrics.csv").stat().st_mtime_ns == before
     assert [status(folder / name) for name in "02"] == ["finished"] * 2 and (folder / "multirun.yaml").exists()
