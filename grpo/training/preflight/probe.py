@@ -1,5 +1,6 @@
 """The probe of the preflight, which all checks share: episodes of the run, its module and engine, and a bound on rounding."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,9 +56,21 @@ class Probe:
         return self.rollouts.loader.batch(0)[:PROMPTS]
 
     @cached_property
+    def played(self) -> tuple[list[Group], float]:
+        """Episodes of these rows, and the seconds that they take. Short ones are repeated: the first time takes longer."""
+        groups, seconds = self.play()
+        return (groups, seconds) if seconds > 1 else self.play()
+
+    def play(self) -> tuple[list[Group], float]:
+        """Play these rows, with seeds that no rollout of the run has. Returns the groups and the seconds."""
+        begun = time.perf_counter()
+        groups = self.rollouts.play(self.rollouts.plan.num_rollouts, list(self.rows), first=0)
+        return groups, time.perf_counter() - begun
+
+    @property
     def groups(self) -> list[Group]:
-        """Episodes of these rows, with seeds that no rollout of the run has."""
-        return self.rollouts.play(self.rollouts.plan.num_rollouts, list(self.rows), first=0)
+        """The episodes, by row."""
+        return self.played[0]
 
     @property
     def samples(self) -> list[Sample]:
