@@ -46,7 +46,7 @@ class RunPlan:
 
     def lines(self) -> list[str]:
         """Return the plan in words."""
-        data = f"{self.passes:.1f} passes over" if self.passes >= 1 else f"{self.passes:.0%} of"
+        data = f"{self.passes:.1f} passes over" if self.passes >= 1 else f"{self.passes:.2%} of"
         work = (
             f"{self.rollouts} rollouts x {self.samples} samples x at most {self.max_tokens:,} tokens, {self.updates} updates in "
             f"microbatches of {self.tokens_per_microbatch:,} tokens, {data} {self.rows:,} rows"

@@ -14,6 +14,7 @@ from grpo.engines.protocol import Sampling
 from grpo.env.types import Reward
 from grpo.evaluation.evaluator import Evaluator
 from grpo.runs.runs import Run
+from grpo.system import distributed
 from grpo.system.errors import PreflightError
 from grpo.training.callbacks import preflight
 from grpo.training.callbacks.checkpoint import Checkpoint
@@ -236,6 +237,16 @@ def test_a_loss_that_depends_on_its_microbatches(probe, monkeypatch):
     wrong = lambda self, logprobs, *more: (loss(self, logprobs, *more)[0] / len(logprobs), {})  # noqa: E731
     monkeypatch.setattr(type(probe.module.algorithm), "loss", wrong)
     assert failed(probe) == {"the gradient ignores microbatches"}
+
+
+def test_a_device_that_adds_nothing_to_the_gradient(probe, monkeypatch):
+    """This process has half of the rows, and pretends that the other device is there."""
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "rank", lambda: 0)
+    for name in ("all_sum", "all_gather"):
+        monkeypatch.setattr(distributed, name, lambda given: given)
+    found = preflight.outcome(CHECKS["the devices' gradients add up"], probe)
+    assert found.result == "FAIL" and found.compared.startswith("the sum over 2 devices and the whole")
 
 
 @pytest.mark.parametrize("adapter", [pytest.param("none", marks=pytest.mark.slow), "lora"])
