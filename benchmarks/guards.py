@@ -12,13 +12,11 @@ import time
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
 from grpo.apps.cli import quiet
 from grpo.apps.composing import composed
 from grpo.runs.runs import Run
-from train import train
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 KINDS = {
     "neither": ["preflight=off", "callbacks=none"],
@@ -30,6 +28,8 @@ PLAIN = ["forecast=false", "eval.every=0", "logger=none", "rollout.num_rollouts=
 
 def seconds(overrides: list[str]) -> tuple[float, dict[str, float]]:
     """Return the CPU seconds of a run, and the seconds of each check of its preflight."""
+    from train import train
+
     with tempfile.TemporaryDirectory() as folder:
         begun = time.process_time()
         train(composed("train", [*PLAIN, *overrides, f"output_dir={folder}"]))

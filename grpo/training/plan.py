@@ -91,17 +91,17 @@ def plan_of(
     )
     if not timed:
         return sized
-    rollouts = sized.rollouts * sized.samples / len(probe.samples)  # in probes
-    evaluated = sized.evaluations * sized.problems * evaluator.samples / len(probe.samples)
+    larger = sized.samples / len(probe.samples)
+    evaluated = sized.evaluations * sized.problems * evaluator.samples / sized.samples  # in rollouts
     writers = [callback.every for callback in callbacks if isinstance(callback, Samples)]
-    tables = sum((rollouts / every if every else 0) + evaluated for every in writers)
-    _, seconds = probe.played
+    tables = sum((sized.rollouts / every if every else 0) + evaluated for every in writers)
+    seconds = probe.rollout_seconds()
     return replace(
         sized,
-        rollout_time=rollouts * seconds,
-        update_time=rollouts * learning.seconds(probe),
+        rollout_time=sized.rollouts * seconds,
+        update_time=sized.rollouts * larger * learning.seconds(probe),
         evaluation_time=evaluated * seconds,
-        disk=sized.disk + round(tables * table_bytes(probe)),
+        disk=sized.disk + round(tables * larger * table_bytes(probe)),
     )
 
 

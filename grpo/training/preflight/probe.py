@@ -57,15 +57,19 @@ class Probe:
 
     @cached_property
     def played(self) -> tuple[list[Group], float]:
-        """Episodes of these rows, and the seconds that they take. Short ones are repeated: the first time takes longer."""
-        groups, seconds = self.play()
-        return (groups, seconds) if seconds > 1 else self.play()
+        """Episodes of these rows, and the seconds that they took."""
+        return self.play(self.rows)
 
-    def play(self) -> tuple[list[Group], float]:
+    def play(self, rows: Sequence[Example]) -> tuple[list[Group], float]:
         """Play these rows, with seeds that no rollout of the run has. Returns the groups and the seconds."""
         begun = time.perf_counter()
-        groups = self.rollouts.play(self.rollouts.plan.num_rollouts, list(self.rows), first=0)
+        groups = self.rollouts.play(self.rollouts.plan.num_rollouts, list(rows), first=0)
         return groups, time.perf_counter() - begun
+
+    def rollout_seconds(self) -> float:
+        """Return the seconds of a rollout: of a whole one if it is short, otherwise in proportion to the probe's."""
+        seconds, whole = self.played[1], self.rollouts.loader.batch(0)
+        return seconds * len(whole) / len(self.rows) if seconds > 1 else self.play(whole)[1]
 
     @property
     def groups(self) -> list[Group]:
