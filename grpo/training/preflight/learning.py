@@ -57,8 +57,9 @@ def first_pass(probe: Probe) -> Checked:
 def gradient(probe: Probe) -> Checked:
     """The gradient is the same with the rows cut into 1, 3 and single microbatches, and in the padded layout."""
     module, few = probe.module, probe.few
-    signs = torch.where(torch.arange(len(few)) % 2 == 0, 1.0, -1.0).to(few.ids.device)
-    few = replace(few, advantages=few.mask * signs[:, None], weights=module.algorithm.weights(few.mask, few.sample))
+    number = torch.arange(1, len(few) + 1, device=few.ids.device)
+    credit = torch.where(number % 2 == 1, 1.0, -1.0) * number  # equal rows do not cancel
+    few = replace(few, advantages=few.mask * credit[:, None], weights=module.algorithm.weights(few.mask, few.sample))
     with torch.no_grad():
         few = module.freeze(few)
     if few.old_logprobs is None:

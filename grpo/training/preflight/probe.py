@@ -22,6 +22,7 @@ from grpo.rollout.types import Group, Sample
 from grpo.training.module import GRPOModule
 
 PROMPTS = 8  # prompts of the probe, with the run's number of samples each
+FURTHER = 24  # more of them, where these have no signal: eight of a hard task may have none by chance
 ROWS = 6  # rows of checks that need several passes
 
 
@@ -50,14 +51,25 @@ class Probe:
     precision: str
 
     @cached_property
-    def rows(self) -> Sequence[Example]:
-        """The rows that the probe asks: the first of rollout 0."""
-        return self.rollouts.loader.batch(0)[:PROMPTS]
+    def chosen(self) -> list[Example]:
+        """Rows to ask, at most PROMPTS + FURTHER: those of rollout 0, then others."""
+        most, loader = PROMPTS + FURTHER, self.rollouts.loader
+        return [*loader.batch(0), *loader.more(0, most, skip=0)][:most]
+
+    @property
+    def rows(self) -> list[Example]:
+        """The rows that the probe asks."""
+        return self.chosen[:PROMPTS]
 
     @cached_property
     def groups(self) -> list[Group]:
         """Episodes of these rows, with seeds that no rollout of the run has."""
-        return self.rollouts.play(self.rollouts.plan.num_rollouts, list(self.rows), first=0)
+        return self.rollouts.play(self.rollouts.plan.num_rollouts, self.rows, first=0)
+
+    @cached_property
+    def further(self) -> list[Group]:
+        """Episodes of the other chosen rows."""
+        return self.rollouts.play(self.rollouts.plan.num_rollouts, self.chosen[PROMPTS:], first=PROMPTS)
 
     @property
     def samples(self) -> list[Sample]:
