@@ -55,7 +55,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     rollouts = Rollouts(plan, task, loader, engine, renderer, algorithm, config.output_dir, config.seed)
     rollout = RolloutCallback(rollouts)
     evaluation = EvaluationCallback(rollout, evaluator, examples.get(evaluator.split, ()))
-    preflight = PreflightCallback(config.preflight, rollout, examples)
+    preflight = PreflightCallback(config.preflight, rollout, evaluator, examples)
     callbacks = [rollout, preflight, evaluation, *completed(instantiate(config.callbacks), tokenizer)]  # in this order
     trainer = instantiate(config.trainer)(callbacks=callbacks, logger=list(instantiate(config.logger).values()))
 
@@ -64,7 +64,8 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
         return GRPOModule(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, config.seed)
 
     if config.forecast and first:
-        forecast(module, pretrained, plan, engine, longest_prompt(task, examples["train"], renderer), trainer)
+        longest = longest_prompt(task, examples["train"], renderer)
+        preflight.parts = forecast(module, pretrained, plan, engine, longest, trainer)
     if config.forecast == "only":
         return None
     if first:

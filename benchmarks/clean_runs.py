@@ -263,7 +263,7 @@ def words_of(command: str) -> list[str]:
 
 def tried(name: str, command: str) -> tuple[dict, list[str], float]:
     """Run a command line. Returns the verdicts, the warnings with any error, and the seconds."""
-    folder, heard, begun = HERE / "runs" / re.sub(r"\W+", "_", name), Heard(), time.perf_counter()
+    folder, heard, begun = HERE / "runs" / re.sub(r"\W+", "-", name), Heard(), time.perf_counter()
     logging.getLogger().addHandler(heard)
     try:
         with contextlib.redirect_stdout(io.StringIO()):

@@ -63,12 +63,14 @@ def is_conversation(sample: Sample) -> bool:
 
 def conversation(trajectory: Trajectory) -> dict[str, float]:
     """Return counts of one episode: turns; 1 for its end, if that is out_of_turns, env_error or env_timeout; tool calls, failed
-    tool calls, and messages whose call could not be parsed."""
+    tool calls, 1 if tools were there and none was called, and messages whose call could not be parsed."""
+    calls = sum(len(step.action.message.tool_calls) for step in trajectory.steps)
     said = [step.action.message for step in trajectory.steps]
     return {
         "turns": len(said),
         **{end: float(trajectory.end == end) for end in ("out_of_turns", "env_error", "env_timeout")},
-        "tool_calls": sum(len(message.tool_calls) for message in said),
+        "tool_calls": calls,
+        "no_tool_call": float(not calls and any(step.state.tools for step in trajectory.steps)),
         "tool_failures": sum(message.role == "tool" and bool(message.error) for message in trajectory.messages),
         "malformed_calls": sum(bool(message.error) for message in said),
     }

@@ -1,10 +1,14 @@
 """Finds metrics that leave their healthy range. The ranges are in grpo/system/metrics.py."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from statistics import mean, median
 
-from grpo.system.metrics import WATCHED
+from grpo.system.metrics import WATCHED, Metric
+
+WINDOW = 10  # rollouts of a median, and of a mean
 
 
 @dataclass(frozen=True)
@@ -19,31 +23,76 @@ class Finding:
     stops: bool = False
 
 
+@dataclass
 class Watch:
-    """Follows the metrics of a run and reports each metric once when it leaves its range. Mutable: it counts."""
+    """Follows the metrics of a run and reports each metric once when it leaves its range. Mutable: it counts.
 
-    def __init__(self) -> None:
-        self.silent: set[str] = set()  # metrics to ignore or already reported
-        self.unwell: Counter[str] = Counter()  # consecutive rollouts out of range, by metric
+    rounding: the difference of log-probabilities that rounding explains, in nats, as the preflight measured it. None: unknown.
+    silent: metrics to ignore or already reported. unwell: consecutive rollouts out of range, by metric. recent: the last values
+    of metrics that may jump. falling: the (value, reward) of this window of rollouts. best: the best means of such a window.
+    floor: the low bounds that follow from it, until the next window is full.
+    """
+
+    rounding: float | None = None
+    silent: set[str] = field(default_factory=set)
+    unwell: Counter[str] = field(default_factory=Counter)
+    recent: dict[str, list[float]] = field(default_factory=dict)
+    falling: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    best: dict[str, tuple[float, float]] = field(default_factory=dict)
+    floor: dict[str, float] = field(default_factory=dict)
 
     def findings(self, rollout: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
         """Yield the new findings in the metrics of the next rollout."""
         older = metrics.get("rollout/staleness", 0) > 0
         for metric in WATCHED:
             value = metrics.get(metric.name)
-            high = metric.stale if older and metric.stale else metric.high
-            if value is None or metric.low <= value <= high:
+            if value is None:
+                self.unwell[metric.name] = 0
+                continue
+            metric = self.bounded(metric, value, metrics.get("rollout/reward", 0.0), older)
+            if metric.low <= value <= metric.high:
                 self.unwell[metric.name] = 0
                 continue
             self.unwell[metric.name] += 1
             stops = abs(value) > metric.stop
             if stops or (self.unwell[metric.name] >= metric.after and metric.name not in self.silent):
                 self.silent.add(metric.name)
-                bound = f"above {high:g}" if value > high else f"below {metric.low:g}"
+                bound = f"above {metric.high:g}" if value > metric.high else f"below {metric.low:g}"
                 yield Finding(rollout, metric.name, value, f"{bound}: {metric.advice}", stops)
 
+    def bounded(self, metric: Metric, value: float, reward: float, older: bool) -> Metric:
+        """Return the metric with the bounds of this run and rollout. older: the samples are of older weights."""
+        if older and metric.stale:
+            return replace(metric, high=metric.stale)
+        if metric.name == "rollout/logprob_gap" and self.rounding:
+            return replace(
+                metric, high=min(metric.high, 10 * self.rounding), stop=min(metric.stop, 1000 * self.rounding)
+            )
+        if metric.jump < math.inf and value:
+            before = self.recent.setdefault(metric.name, [])
+            high = metric.jump * median(before) if len(before) == WINDOW else metric.high
+            self.recent[metric.name] = [*before, value][-WINDOW:]
+            return replace(metric, high=high)
+        if metric.falls < math.inf:
+            self.follow(metric, value, reward)
+            return replace(metric, low=self.floor.get(metric.name, metric.low))
+        return metric
 
-def warnings_of(metrics: Mapping[int, Mapping[str, float]]) -> list[Finding]:
+    def follow(self, metric: Metric, value: float, reward: float) -> None:
+        """Set the floor of a metric that should not fall while the reward rises, once per window of rollouts."""
+        window = self.falling.setdefault(metric.name, [])
+        window.append((value, reward))
+        if len(window) == WINDOW:
+            now, paid = map(mean, zip(*window, strict=True))
+            window.clear()
+            best, then = self.best.setdefault(metric.name, (now, paid))
+            if now >= best:
+                self.best[metric.name] = (now, paid)
+            exploited = now < best - metric.falls and paid > then
+            self.floor[metric.name] = best - metric.falls if exploited else metric.low
+
+
+def warnings_of(metrics: Mapping[int, Mapping[str, float]], rounding: float | None = None) -> list[Finding]:
     """Return all findings of a run, at most one for each metric. metrics: by the number of rollouts learned from."""
-    watch = Watch()
+    watch = Watch(rounding)
     return [finding for rollout, row in metrics.items() for finding in watch.findings(rollout, row)]

@@ -104,6 +104,7 @@ def kept(
         "git": revision(Path(__file__).parent),
         "versions": versions(),
         "hardware": hardware(),
+        **{name: before[name] for name in ("preflight", "plan", "rounding") if name in before},
         "data": {s: {"rows": len(rows), "fingerprint": fingerprint_of_all(rows)} for s, rows in examples.items()},
     }
 

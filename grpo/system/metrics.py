@@ -20,8 +20,10 @@ class Metric:
 
     A run is healthy while low <= value <= high. advice: the meaning of a value outside, and what to do; without it there are
     no warnings. after: a warning comes after this many rollouts in a row outside. stale: `high` for samples of older weights,
-    if it differs. stop: a value whose size is above it ends the run, unless alarms=warn. charted: the report shows it by
-    default. part: a part of the reward, so users may use its name. fault: counts failures, and is not shown while it is 0.
+    if it differs. jump: `high` is also this many times the median of the last rollouts. falls: it is too low if it is so far
+    below its best mean of several rollouts, while the reward is higher. stop: a value whose size is above it ends the run,
+    unless alarms=warn. charted: the report shows it by default. part: a part of the reward, so users may use its name. fault:
+    counts failures, and is not shown while it is 0.
     """
 
     name: str
@@ -32,6 +34,8 @@ class Metric:
     advice: str = ""
     after: int = 1
     stale: float | None = None
+    jump: float = math.inf
+    falls: float = math.inf
     stop: float = math.inf
     charted: bool = False
     part: bool = False
@@ -53,7 +57,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/reward", "reward", "Mean over the samples whose reward is known, with the penalty for overlong "
                "answers, before any KL.", -1e6, 1e6, "no reward is so large: a reward function is broken, see rollouts/",
                stop=1e6, charted=True),
-        Metric("rollout/solve_rate", "share", "Right samples among those whose reward is known.", charted=True),
+        Metric("rollout/solve_rate", "share", "Right samples among those whose reward is known.", falls=0.15, advice="fewer "
+               "answers are right while the reward grows: the policy exploits the reward, read the best samples in rollouts/",
+               charted=True),
         Metric("rollout/effective_groups", "share", "Groups whose rewards differ: the others teach nothing.", 1e-9, 1,
                "no group's rewards differ: the task may be too hard or too easy, or the reward broken; look at rollouts/",
                after=3, charted=True),
@@ -98,6 +104,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         *both("env_timeout", "share", "Episodes whose environment took too long: their reward is unknown.", 0, 0.02,
               "episodes that were cut off teach nothing: raise step_timeout, or see env_error in rollouts/", fault=True),
         *both("tool_calls", "count", "Calls of tools in an episode."),
+        *both("no_tool_call", "share", "Episodes that use none of the tools they have.", 0, 0.9,
+              "the tools are hardly used: describe them in the prompt, see renderer.tool_calls and rollouts/", after=3,
+              fault=True),
         *both("tool_failures", "count", "Calls of tools that failed, in an episode.", fault=True),
         *both("malformed_calls", "count", "Messages of an episode whose call of a tool cannot be read.", 0, 0.5,
               "calls of tools cannot be read: see renderer.tool_calls and rollouts/", after=3, fault=True),
@@ -105,7 +114,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         *both("samples", "text", "The first samples as text, in the loggers that show text."),
     ),
     "Policy update": (
-        Metric("loss/grad_norm", "number", "Norm of the gradient before it is clipped, mean over updates.", charted=True),
+        Metric("loss/grad_norm", "number", "Norm of the gradient before it is clipped, mean over updates.", jump=20,
+               advice="the gradient has jumped: look for odd samples in this rollout, and at optim.max_grad_norm",
+               charted=True),
         Metric("loss/entropy", "nats", "Entropy of the policy's next token.", charted=True),
         Metric("loss/ratio", "number", "Probability under the policy over that under the old policy, at algo.level.", 0.8, 1.2,
                f"the policy moves far within one rollout: {SLOWER}", charted=True),
@@ -116,6 +127,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("loss/clip_fraction_low", "share", "Tokens beyond the lower bound of the ratio.", 0, 0.3, CLIPPED),
         Metric("loss/approx_kl", "nats", "KL between the policy and the one that the ratio compares with (estimator k3).",
                high=0.5, advice=f"the policy has left the one that sampled: {SLOWER}", stop=10, charted=True),
+        Metric("loss/first_kl", "nats", "The same in the first update of a rollout, before the policy moves.", 0, 0.01,
+               "the policy differs from the one that sampled before its first step: the engine may hold old weights",
+               stale=0.5, stop=1.0),
         Metric("loss/kl", "nats", "KL of algo.kl, where it is in the loss.", high=0.5, advice="the policy is far from the "
                "target of algo.kl (0.01 to 0.1 is usual): lower optim.optimizer.lr or raise algo.kl.coef", charted=True),
         Metric("rollout/logprob_gap", "nats", "Mean absolute difference between the log-probabilities of engine and trainer.",
@@ -203,19 +217,24 @@ def is_result(name: str, value: float) -> bool:
 
 def metric_table() -> str:
     """Return all metrics as a Markdown table."""
-    lines = ["| metric | unit | what it is | healthy |", "|---|---|---|---|"]
+    lines = ["| metric | unit | what it is | healthy | ends the run |", "|---|---|---|---|---|"]
     for title, metrics in GROUPS.items():
-        lines.append(f"| **{title}** | | | |")
+        lines.append(f"| **{title}** | | | | |")
         for words, same in groupby(metrics, key=lambda metric: metric.words):
             first, *others = same
             names = " ".join(f"`{metric.name}`" for metric in (first, *others))
-            lines.append(f"| {names} | {first.unit} | {words} | {_healthy(first)} |")
+            stop = f"above {first.stop:g}" if first.stop < math.inf else ""
+            lines.append(f"| {names} | {first.unit} | {words} | {_healthy(first)} | {stop} |")
     return "\n".join(lines)
 
 
 def _healthy(metric: Metric) -> str:
     if not metric.advice:
         return ""
+    if metric.jump < math.inf:
+        return f"at most {metric.jump:g} times its median"
+    if metric.falls < math.inf:
+        return f"not {metric.falls:g} below its best while the reward is higher"
     within = f"{metric.low:g} to {metric.high:g}" if metric.low > 0 else f"at most {metric.high:g}"
     late = f", {metric.after} rollouts in a row" if metric.after > 1 else ""
     stale = f" ({metric.stale:g} with samples of older weights)" if metric.stale else ""

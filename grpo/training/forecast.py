@@ -64,8 +64,9 @@ def forecast(
     engine: Engine,
     prompt_tokens: int,
     trainer: L.Trainer,
-) -> None:
-    """Log one line per memory (device, CPU), and a warning if it may be too small. prompt_tokens: those of the longest prompt."""
+) -> list[Part]:
+    """Log one line per memory (device, CPU), and a warning if it may be too small. prompt_tokens: those of the longest prompt.
+    Returns the parts; none if they are unknown."""
     settings = trainer.precision, trainer.num_devices
     parts = known(partial(parts_of, make_module, pretrained, plan, engine, prompt_tokens, *settings))
     if parts is None:
@@ -86,6 +87,7 @@ def forecast(
                 largest = sorted(there, key=lambda part: part.size or 0, reverse=True)[:3]
                 remedies = dict.fromkeys(part.remedy for part in largest if part.size)
                 log.warning("memory: the %s may not fit; what helps most: %s", phase, ", ".join(remedies))
+    return [Part("so far", memory.held(device)), *parts] if parts else []
 
 
 def parts_of(

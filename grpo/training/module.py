@@ -69,6 +69,7 @@ class GRPOModule(L.LightningModule):
         if not self.algorithm.kl.in_reward:  # rows with advantage 0 need none
             tokens = self.freeze(tokens)
         tokens = self.algorithm.choose(tokens)
+        self.compare(tokens, means)
         advantages = tokens.sample_means(tokens.advantages, shape)
         batch.advantages = advantages.tolist()
         self.moved = False
@@ -99,6 +100,15 @@ class GRPOModule(L.LightningModule):
             tokens = replace(tokens, old_logprobs=old_logprobs, old_entropy=old_entropy)
         return tokens
 
+    def compare(self, tokens: TokenBatch, means: Means) -> None:
+        """Note how far engine and trainer are apart on the first row, if the updates may not: they skip rows with advantage 0."""
+        seen = self.algorithm.num_minibatches == 1 if tokens.old_logprobs is None else len(self.live(tokens)) > 0
+        if not seen:
+            row = tokens.rows(slice(0, 1))
+            logprobs, _ = self.logprobs_of(self.policy, row, torch.zeros(1, dtype=torch.long, device=row.ids.device))
+            note_engine(means, replace(row, old_logprobs=logprobs))
+
+    @torch.no_grad()
     def logprobs_of(self, model: nn.Module, tokens: TokenBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies, [B, C] each, of these rows, by microbatches; 0 on the other rows."""
         logprobs, entropy = torch.zeros_like(tokens.rollout_logprobs), torch.zeros_like(tokens.rollout_logprobs)
@@ -180,6 +190,8 @@ class GRPOModule(L.LightningModule):
             note_loss(means, microbatch, logprobs.detach(), logged)
             if fresh:
                 note_engine(means, microbatch)
+            if not self.moved:
+                means.add_tokens("loss/first_kl", logged["approx_kl"], microbatch.mask)
             entropy_mean.add_tokens("entropy", logged["entropy"], microbatch.mask)
         self.step(means)
         if self.algorithm.entropy.active:

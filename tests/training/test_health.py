@@ -15,9 +15,9 @@ from train import train
 
 def said(health: Health, caplog, *values: dict[str, float]) -> list[str]:
     caplog.clear()
-    module = SimpleNamespace(policy=torch.nn.Linear(2, 2))
+    trainer, module = SimpleNamespace(optimizers=[]), SimpleNamespace(policy=torch.nn.Linear(2, 2))
     for rollout, metrics in enumerate(values):
-        health.on_train_batch_end(None, module, {}, RolloutBatch(rollout, metrics=metrics), 0)
+        health.on_train_batch_end(trainer, module, {}, RolloutBatch(rollout, metrics=metrics), 0)
     return [record.getMessage() for record in caplog.records]
 
 
@@ -32,6 +32,7 @@ def said(health: Health, caplog, *values: dict[str, float]) -> list[str]:
         ("loss/ratio", 1.2, 1.21, "moves far"),
         ("loss/ratio", 0.8, 0.79, "moves far"),
         ("loss/approx_kl", 0.5, 0.51, "has left the one that sampled"),
+        ("loss/first_kl", 0.01, 0.011, "before its first step"),
         ("loss/kl", 0.5, 0.51, "algo.kl"),
         ("loss/clip_fraction_high", 0.3, 0.31, "beyond the bound"),
         ("loss/clip_fraction_low", 0.3, 0.31, "beyond the bound"),
@@ -62,6 +63,38 @@ def test_old_weights_are_no_news_where_the_rollout_was_played_ahead(caplog):
     assert "is 0.1, above 0.03: engine and trainer disagree" in told(0.1, 0.0)[0]
 
 
+def test_the_bound_on_log_probabilities_is_that_of_the_preflight(caplog):
+    """In float32 it is 1e-5: 10 times that is a warning, 1000 times ends the run. It never exceeds the dictionary's bound."""
+
+    def told(gap: float, rounding: float) -> list[str]:
+        health = Health()
+        health.watch.rounding = rounding
+        return said(health, caplog, {"rollout/logprob_gap": gap})
+
+    assert told(0.9e-4, 1e-5) == [] and "is 0.00011, above 0.0001" in told(1.1e-4, 1e-5)[0]
+    with pytest.raises(AlarmError, match=r"is 0\.011, above 0\.0001"):
+        told(0.011, 1e-5)
+    assert told(0.03, 0.1) == [] and "is 0.9, above 0.03" in told(0.9, 0.1)[0]
+
+
+def test_a_gradient_that_jumps(caplog):
+    """Ten rollouts have the median 2. Rollouts without a gradient do not count."""
+    health, usual = Health(), [{"loss/grad_norm": norm} for norm in (1.0, 0.0, *[2.0] * 8, 3.0)]
+    assert said(health, caplog, *usual, {"loss/grad_norm": 40.0}) == []
+    assert "is 41, above 40: the gradient has jumped" in said(health, caplog, {"loss/grad_norm": 41.0})[0]
+
+
+@pytest.mark.parametrize(("solved", "reward", "warned"), [(0.3, 1.2, True), (0.4, 1.2, False), (0.3, 0.9, False)])
+def test_a_reward_that_rises_while_fewer_answers_are_right(caplog, solved, reward, warned):
+    """The best window has 0.5 right at a reward of 1. The run is resumed in between."""
+    health, resumed = Health(), Health()
+    well, later = ({"rollout/solve_rate": s, "rollout/reward": r} for s, r in ((0.5, 1.0), (solved, reward)))
+    assert said(health, caplog, *[well] * 15) == []
+    resumed.load_state_dict(health.state_dict())
+    found = said(resumed, caplog, *[well] * 5, *[later] * 10)
+    assert len(found) == warned and all("is 0.3, below 0.35: fewer answers are right" in line for line in found)
+
+
 def test_what_was_said_stays_said(caplog):
     health, resumed = Health(), Health(ignore=["loss/ratio"])
     said(health, caplog, {"loss/kl": 9.0})
@@ -71,7 +104,12 @@ def test_what_was_said_stays_said(caplog):
 
 @pytest.mark.parametrize(
     ("metric", "watched", "stopped"),
-    [("rollout/logprob_gap", 0.9, 1.1), ("loss/approx_kl", 9.0, 11.0), ("rollout/reward", 1e5, -1e30)],
+    [
+        ("rollout/logprob_gap", 0.9, 1.1),
+        ("loss/first_kl", 0.9, 1.1),
+        ("loss/approx_kl", 9.0, 11.0),
+        ("rollout/reward", 1e5, -1e30),
+    ],
 )
 def test_a_number_far_out_of_its_range_stops_the_run(metric, watched, stopped, caplog):
     assert len(said(Health(), caplog, {metric: watched})) == (metric != "rollout/reward")
@@ -82,11 +120,12 @@ def test_a_number_far_out_of_its_range_stops_the_run(metric, watched, stopped, c
     assert len(said(Health(ignore=[metric]), caplog, {metric: stopped})) <= 1
 
 
-def test_a_weight_that_is_not_finite_never_reaches_a_checkpoint(smoke, tmp_path):
-    """The step of rollout 2 poisons a weight; the checkpoint of rollout 1 stays the last one."""
+@pytest.mark.parametrize("poisoned", ["model.norm.weight", "exp_avg_sq of parameter 0"])
+def test_a_number_that_is_not_finite_never_reaches_a_checkpoint(smoke, tmp_path, poisoned):
+    """The step of rollout 2 poisons a weight or the optimizer; the checkpoint of rollout 1 stays the last one."""
     more = ("callbacks=[health,checkpoint]", "callbacks.checkpoint.every=1", "rollout.num_rollouts=3")
-    poison = "+callbacks.poison={_target_: test_health.Poison}"
-    with pytest.raises(AlarmError, match="rollout 2: 1 of the policy"):
+    poison = f"+callbacks.poison={{_target_: test_health.Poison, what: {poisoned}}}"
+    with pytest.raises(AlarmError, match=f"rollout 2: .* tensors of policy and optimizer are not finite.* {poisoned}"):
         train(compose_config(*smoke(*more, "callbacks.health.ignore=[rollout/truncated]", poison)))
     saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)
     assert saved["callbacks"]["RolloutCallback"]["rollouts"] == 1
@@ -94,6 +133,13 @@ def test_a_weight_that_is_not_finite_never_reaches_a_checkpoint(smoke, tmp_path)
 
 
 class Poison(L.Callback):
+    """Poisons a weight or the optimizer's state before the update of rollout 2."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
     def on_before_optimizer_step(self, trainer, module, optimizer) -> None:
-        if module.updates == 1:
+        if module.updates == 1 and self.what.startswith("model"):
             module.policy.model.norm.weight.data[0] = torch.nan
+        elif module.updates == 1:
+            next(iter(optimizer.state.values()))["exp_avg_sq"].view(-1)[0] = torch.inf

@@ -10,10 +10,16 @@ from conftest import compose_config
 from test_train import rows
 
 from grpo.apps.cli import one_line_errors
+from grpo.engines.protocol import Sampling
 from grpo.env.types import Reward
+from grpo.evaluation.evaluator import Evaluator
 from grpo.runs.runs import Run
 from grpo.system.errors import PreflightError
 from grpo.training.callbacks import preflight
+from grpo.training.callbacks.checkpoint import Checkpoint
+from grpo.training.callbacks.samples import Samples
+from grpo.training.forecast import Part
+from grpo.training.plan import RunPlan, duration, plan_of
 from grpo.training.preflight import CHECKS, data
 from grpo.training.preflight import probe as probing
 from grpo.training.preflight.probe import Probe
@@ -58,8 +64,41 @@ def test_a_sound_run_passes_every_check_and_keeps_the_verdicts(checked, probe):
     _, manifest = checked
     assert manifest["status"] == "finished"
     assert list(manifest["preflight"]) == list(CHECKS)
-    assert {verdict["result"] for verdict in manifest["preflight"].values()} == {"PASS"}
+    skipped = {name for name, verdict in manifest["preflight"].items() if verdict["result"] != "PASS"}
+    assert skipped == {"the devices' gradients add up"} and manifest["rounding"] == 1e-5
     assert failed(probe) == set()
+
+
+def test_the_plan_of_that_run(checked, probe):
+    """80 rollouts of 16 prompts with 4 samples over 50 rows; evaluations of 20 problems before them and after every 10th."""
+    plan = RunPlan(**checked[1]["plan"])
+    assert plan.rollout_time > 0 and plan.update_time > 0 and plan.evaluation_time > 0
+    work, cost = plan.lines()
+    assert work == (
+        "plan: 80 rollouts x 64 samples x at most 40 tokens, 80 updates in microbatches of 2,048 tokens, 25.6 passes over "
+        "50 rows, 9 evaluations of 20 problems"
+    )
+    assert cost.startswith(f"plan: about {duration(plan.seconds)} (rollouts ")
+    checkpoint, parts = (
+        Checkpoint(None, "", 20),
+        [Part("so far", 7), Part("weights", 4), Part("optimizer", 10, phase="update")],
+    )
+    callbacks = [checkpoint, Samples("", every=2)]
+    given = plan_of(probe, Evaluator(Sampling(8), limit=10, every=0), callbacks, parts, timed=True)
+    trained = sum(p.nbytes for p in probe.module.policy.parameters())
+    assert given.memory == 21 and given.evaluations == given.problems == given.evaluation_time == 0
+    tables = given.disk - (4 * trained + 2 * 10)
+    assert tables == pytest.approx(40 * 2 * 20_000, rel=0.9)
+    assert [duration(s) for s in (59, 90, 7200, 200_000)] == ["59 s", "1.5 min", "2.0 h", "2.3 days"]
+
+
+def test_a_weight_that_is_not_finite(probe):
+    weight = probe.module.policy.model.norm.weight
+    before = weight.detach().clone()
+    weight.data[3] = torch.inf
+    found = preflight.outcome(CHECKS["the weights are whole"], probe)
+    weight.data.copy_(before)
+    assert found.result == "FAIL" and found.compared.endswith("1 not finite") and "model.norm.weight" in found.remedy
 
 
 def test_prompts_that_do_not_depend_on_the_row(checked, probe, monkeypatch):

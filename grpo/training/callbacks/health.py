@@ -1,10 +1,15 @@
 """Health: warns once when a metric leaves the range of healthy runs, says what to do, and stops a run that has gone wrong."""
 
 import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import chain
 from typing import Literal
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
 
 from grpo.runs.health import Watch
 from grpo.system.errors import AlarmError, UserError
@@ -12,6 +17,7 @@ from grpo.system.loading import not_finite
 from grpo.system.metrics import WATCHED
 from grpo.system.ranges import require
 from grpo.training.batch import RolloutBatch
+from grpo.training.callbacks.preflight import PreflightCallback
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +27,8 @@ Alarms = Literal["stop", "warn"]
 class Health(L.Callback):
     """Warns about metrics. It comes after RolloutCallback, which collects them, and before Checkpoint.
 
-    ignore: metrics without warnings. alarms: stop: a metric beyond its last bound, or a weight that is not finite, ends the run
-    with exit code 4, before a checkpoint is written. warn: it is a warning.
+    ignore: metrics without warnings. alarms: stop: a metric beyond its last bound, or a weight or a number of the optimizer that
+    is not finite, ends the run with exit code 4, before a checkpoint is written. warn: it is a warning.
     """
 
     def __init__(self, ignore: tuple[str, ...] = (), alarms: Alarms = "stop") -> None:
@@ -33,33 +39,55 @@ class Health(L.Callback):
         self.ignored, self.watch, self.alarms = frozenset(ignore), Watch(), alarms
         self.watch.silent |= self.ignored
 
-    @rank_zero_only
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for callback in trainer.callbacks:
+            if isinstance(callback, PreflightCallback) and callback.rounding:
+                self.watch.rounding = callback.rounding
+
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         for found in self.watch.findings(batch.rollout + 1, batch.metrics):
             line = f"rollout {found.rollout}: {found.metric} is {found.value:.3g}, {found.words}"
-            if found.stops and found.metric not in self.ignored:
-                self.alarm(line)
-            else:
-                log.warning(line)
-        learned = ((name, p) for name, p in module.policy.named_parameters() if p.requires_grad)
-        if wrong := not_finite(learned):
+            self.alarm(line) if found.stops and found.metric not in self.ignored else warn(line)
+        if wrong := not_finite(chain(learned(module), states(trainer))):
             self.alarm(
-                f"rollout {batch.rollout + 1}: {len(wrong)} of the policy's tensors are not finite, the first is {wrong[0]}: "
-                "resume from the last checkpoint with a lower optim.optimizer.lr"
+                f"rollout {batch.rollout + 1}: {len(wrong)} tensors of policy and optimizer are not finite, the first is "
+                f"{wrong[0]}: resume from the last checkpoint with a lower optim.optimizer.lr"
             )
 
     def alarm(self, line: str) -> None:
         """Stop the run, or only warn."""
         if self.alarms == "stop":
             raise AlarmError(f"{line} (alarms=warn trains on)")
-        log.warning(line)
+        warn(line)
 
     def warned(self) -> list[str]:
         """Return the metrics that had a warning, including those before the run was resumed."""
         return sorted(self.watch.silent - self.ignored)
 
     def state_dict(self) -> dict:
-        return {"silent": sorted(self.watch.silent)}
+        return asdict(self.watch) | {"silent": sorted(self.watch.silent)}
 
     def load_state_dict(self, state: dict) -> None:
-        self.watch.silent |= set(state["silent"])
+        self.watch = Watch(
+            **state | {"silent": {*state["silent"]} | self.ignored, "unwell": Counter(state.get("unwell", {}))}
+        )
+
+
+def learned(module: L.LightningModule) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters that the run trains."""
+    return ((name, p) for name, p in module.policy.named_parameters() if p.requires_grad)
+
+
+def states(trainer: L.Trainer) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the optimizers' states."""
+    for optimizer in trainer.optimizers:
+        for i, state in enumerate(optimizer.state.values()):
+            yield from (
+                (f"{name} of parameter {i}", value) for name, value in state.items() if isinstance(value, Tensor)
+            )
+
+
+@rank_zero_only
+def warn(line: str) -> None:
+    """Log a warning, once for all devices: they see the same metrics."""
+    log.warning(line)

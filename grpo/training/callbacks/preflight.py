@@ -1,4 +1,4 @@
-"""PreflightCallback: runs the checks before the first rollout, shows their verdicts, and stops a run that fails one."""
+"""PreflightCallback: runs the checks before the first rollout, shows verdicts and plan, and stops a run that fails a check."""
 
 import logging
 import time
@@ -7,15 +7,19 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import lightning as L
+from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
 from grpo.env.types import Example
+from grpo.evaluation.evaluator import Evaluator
 from grpo.system import distributed
 from grpo.system.errors import PreflightError, UserError, told
 from grpo.system.ranges import require
 from grpo.system.seeds import random_states, set_random_states
 from grpo.training.callbacks.rollout import RolloutCallback
+from grpo.training.forecast import Part
+from grpo.training.plan import RunPlan, plan_of
 from grpo.training.preflight import CHECKS
 from grpo.training.preflight.probe import Checked, Probe
 
@@ -25,35 +29,62 @@ Mode = Literal["on", "warn", "off", "only"]
 
 
 class PreflightCallback(L.Callback):
-    """Checks a run before it learns. It comes after RolloutCallback.
+    """Checks a run before it learns, and prints its plan. It comes after RolloutCallback.
 
     mode: on: a FAIL stops the run with exit code 3. warn: a FAIL is a warning. off: no checks. only: the run ends after them.
-    examples: the rows of each split.
+    examples: the rows of each split. Mutable: parts, those of the memory forecast; verdicts, by the name of the check; plan;
+    rounding, the difference of log-probabilities that rounding explains, in nats, None without checks.
     """
 
-    def __init__(self, mode: Mode, rollout: RolloutCallback, examples: Mapping[str, Sequence[Example]]) -> None:
+    def __init__(
+        self,
+        mode: Mode,
+        rollout: RolloutCallback,
+        evaluator: Evaluator,
+        examples: Mapping[str, Sequence[Example]],
+    ) -> None:
         require("preflight", mode, Mode)
-        self.mode, self.rollout, self.examples = mode, rollout, examples
+        self.mode, self.rollout, self.evaluator, self.examples = mode, rollout, evaluator, examples
+        self.parts: list[Part] = []
         self.verdicts: dict[str, Checked] = {}
+        self.plan: RunPlan | None = None
+        self.rounding: float | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return the verdicts for the manifest."""
-        return {"preflight": {name: asdict(found) for name, found in self.verdicts.items()}} if self.verdicts else {}
+        """Return the verdicts and the plan for the manifest; nothing if the run was resumed."""
+        if self.plan is None:
+            return {}
+        verdicts = {name: asdict(found) for name, found in self.verdicts.items()}
+        return {"preflight": verdicts, "plan": asdict(self.plan), "rounding": self.rounding}
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if self.mode == "off" or (self.rollout.rollouts and self.mode != "only"):
+        if self.rollout.rollouts and self.mode != "only":
             return
-        if distributed.world_size() > 1:
-            log.warning("preflight: no checks with several devices")
-            return
-        random = random_states()
-        self.rollout.sync()
         probe = Probe(module, self.rollout.makes, self.examples, trainer.precision)
+        checks = {} if self.mode == "off" else CHECKS
+        random = random_states()
+        if checks:
+            self.rollout.sync()
         with trainer.precision_plugin.forward_context():
-            for name, check in CHECKS.items():
-                self.verdicts[name] = outcome(check, probe)
+            for name, check in checks.items():
+                self.verdicts[name] = agreed(outcome(check, probe))
+            self.plan = plan_of(probe, self.evaluator, trainer.callbacks, self.parts, timed=bool(checks))
+        self.rounding = vars(probe).get("bound")
         set_random_states(random)
-        Console().print(shown_table(self.verdicts))
+        self.show()
+        self.judge()
+
+    @rank_zero_only
+    def show(self) -> None:
+        """Print the verdicts and the plan."""
+        console = Console()
+        if self.verdicts:
+            console.print(shown_table(self.verdicts))
+        for line in self.plan.lines():
+            console.print(line, soft_wrap=True, highlight=False)
+
+    def judge(self) -> None:
+        """End the run if a check failed, or if only the checks were wanted."""
         failed = [f"{name}: {v.compared}; {v.remedy}" for name, v in self.verdicts.items() if v.result == "FAIL"]
         if failed and self.mode != "warn":
             raise PreflightError(f"preflight failed: {' | '.join(failed)} (preflight=warn trains all the same)")
@@ -61,6 +92,11 @@ class PreflightCallback(L.Callback):
             log.warning("preflight failed: %s", line)
         if self.mode == "only":
             raise SystemExit(0)
+
+
+def agreed(found: Checked) -> Checked:
+    """Return the worst verdict of all devices."""
+    return min(distributed.all_gather([found]), key=lambda verdict: ("FAIL", "SKIP", "PASS").index(verdict.result))
 
 
 def outcome(check: Callable[[Probe], Checked], probe: Probe) -> Checked:

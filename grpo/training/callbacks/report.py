@@ -28,7 +28,10 @@ class Report(L.Callback):
 
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        self.write(exception)
+        if not (
+            isinstance(exception, SystemExit) and not exception.code
+        ):  # preflight=only ends well, without a rollout
+            self.write(exception)
 
     def write(self, error: BaseException | None) -> None:
         """Write the report. A failure is only logged: a page is no reason to lose a run. error: what ended the run, or None."""

@@ -10,6 +10,7 @@ from grpo.training.preflight import data, learning, sampling
 from grpo.training.preflight.probe import Checked, Probe
 
 CHECKS: dict[str, Callable[[Probe], Checked]] = {
+    "the weights are whole": learning.all_weights,
     "prompts differ, answers end": data.prompts,
     "gold answers are right": data.gold,
     "rewards agree with correctness": data.rewards,
@@ -21,4 +22,5 @@ CHECKS: dict[str, Callable[[Probe], Checked]] = {
     "new weights reach the engine": sampling.sync,
     "the policy starts at its reference": learning.first_pass,
     "the gradient ignores microbatches": learning.gradient,
+    "the devices' gradients add up": learning.devices,
 }

@@ -1,15 +1,27 @@
 """Checks of the update: it learns from the tokens that were sampled, from where the policy stands, whatever the microbatches."""
 
 import math
+import time
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from grpo.objectives.batch import TokenBatch
+from grpo.system import distributed
+from grpo.system.loading import not_finite
+from grpo.training.module import GRPOModule
 from grpo.training.preflight.probe import Checked, Probe, judged
 
 SLICE = 1 << 16
+
+
+def all_weights(probe: Probe) -> Checked:
+    """All weights are finite. Loading has raised an error if one was missing, renamed or of another shape."""
+    named = dict(probe.module.policy.named_parameters())
+    broken = not_finite(named.items())
+    text = f"{len(named)} tensors, none missing or of another shape, {len(broken)} not finite"
+    return judged(not broken, text, f"the checkpoint is damaged, the first one is {next(iter(broken), '')}")
 
 
 def mask(probe: Probe) -> Checked:
@@ -56,14 +68,7 @@ def first_pass(probe: Probe) -> Checked:
 
 def gradient(probe: Probe) -> Checked:
     """The gradient is the same with the rows cut into 1, 3 and single microbatches, and in the padded layout."""
-    module, few = probe.module, probe.few
-    number = torch.arange(1, len(few) + 1, device=few.ids.device)
-    credit = torch.where(number % 2 == 1, 1.0, -1.0) * number  # equal rows do not cancel
-    few = replace(few, advantages=few.mask * credit[:, None], weights=module.algorithm.weights(few.mask, few.sample))
-    with torch.no_grad():
-        few = module.freeze(few)
-    if few.old_logprobs is None:
-        few = replace(few, old_logprobs=probe.trainer(few)[0])
+    module, few = probe.module, objective(probe, probe.few)
     chosen = module.layout
     cuts = {"1 microbatch": 1, "3": min(3, len(few)), f"{len(few)}": len(few)}
     found = {name: gradient_of(probe, few, pieces) for name, pieces in cuts.items()}
@@ -77,7 +82,7 @@ def gradient(probe: Probe) -> Checked:
     if not norm:
         return Checked("SKIP", "the objective has no gradient on these rows")
     apart = {name: float((other - first).norm()) / norm for name, other in found.items()}
-    bound = max(1e-4, probe.eps**0.5)
+    bound = gradient_bound(probe)
     worst = max(apart, key=apart.get)
     text = f"cut into 1, 3 and {len(few)}, and padded: at most {apart[worst]:.1e} apart ({worst}), bound {bound:.1e}"
     remedy = (
@@ -86,17 +91,65 @@ def gradient(probe: Probe) -> Checked:
     return judged(apart[worst] <= bound, text, remedy)
 
 
+def devices(probe: Probe) -> Checked:
+    """Each device holds the same policy, and the gradients of their shares of the rows add up to that of all rows."""
+    if (count := distributed.world_size()) == 1:
+        return Checked("SKIP", "the run has one device")
+    few = objective(probe, probe.few)
+    whole, mine = gradient_of(probe, few, 1), distributed.share(len(few))
+    part = gradient_of(probe, few.rows(slice(mine.start, mine.stop)), 1) if mine else torch.zeros_like(whole)
+    total = distributed.all_sum(part.to(few.ids.device)).cpu()
+    apart = max(distributed.all_gather([float((total - whole).norm() / whole.norm().clamp(min=1e-30))]))
+    bound = gradient_bound(probe)
+    text = f"the sum over {count} devices and the whole: {apart:.1e} apart, bound {bound:.1e}"
+    return judged(apart <= bound, text, "the devices hold different weights: give all of them the same model and seed")
+
+
+def objective(probe: Probe, tokens: TokenBatch) -> TokenBatch:
+    """Return these rows with advantages of both signs, ready for the loss. Equal rows do not cancel."""
+    module = probe.module
+    number = torch.arange(1, len(tokens) + 1, device=tokens.ids.device)
+    advantages = torch.where(number % 2 == 1, 1.0, -1.0) * number
+    weights = module.algorithm.weights(tokens.mask, tokens.sample)
+    tokens = replace(tokens, advantages=tokens.mask * advantages[:, None], weights=weights)
+    with torch.no_grad():
+        tokens = module.freeze(tokens)
+    return tokens if tokens.old_logprobs is not None else replace(tokens, old_logprobs=probe.trainer(tokens)[0])
+
+
+def gradient_bound(probe: Probe) -> float:
+    """Return the relative difference of gradients that rounding explains."""
+    return max(1e-4, probe.eps**0.5)
+
+
 def gradient_of(probe: Probe, tokens: TokenBatch, pieces: int) -> Tensor:
     """Return the gradient of the loss of these rows as one vector, at most SLICE numbers per parameter. Leaves none behind."""
-    module = probe.module
-    [optimizer] = module.trainer.optimizers
+    [optimizer] = probe.module.trainer.optimizers
     learned = [p for group in optimizer.param_groups for p in group["params"]]
     for rows in torch.arange(len(tokens)).tensor_split(pieces):
-        microbatch = tokens.rows(rows.to(tokens.ids.device))
-        logprobs, entropy = module.forward_pass(module.policy, microbatch, module.algorithm.entropy.active)
-        loss, _ = module.algorithm.loss(logprobs, entropy, microbatch, module.entropy.alpha)
-        loss.backward()
+        backward(probe.module, tokens.rows(rows.to(tokens.ids.device)))
     flat = [p.grad.detach().flatten() for p in learned if p.grad is not None]
     vector = torch.cat([grad[:: math.ceil(len(grad) / SLICE)].float().cpu() for grad in flat])
     optimizer.zero_grad()
     return vector
+
+
+def backward(module: GRPOModule, microbatch: TokenBatch) -> None:
+    """Add the gradients of a microbatch's loss."""
+    logprobs, entropy = module.forward_pass(module.policy, microbatch, module.algorithm.entropy.active)
+    loss, _ = module.algorithm.loss(logprobs, entropy, microbatch, module.entropy.alpha)
+    loss.backward()
+
+
+def seconds(probe: Probe) -> float:
+    """Return the seconds that an update on the probe's episodes takes. As in a run, groups without signal are skipped."""
+    module, live = probe.module, probe.scores.has_signal().repeat_interleave(probe.rollouts.plan.group_size)
+    rows = live[probe.tokens.sample.cpu()].nonzero().flatten().to(module.device)
+    begun = time.perf_counter()
+    tokens = objective(probe, probe.tokens.rows(rows)) if len(rows) else probe.few
+    for _ in range(module.algorithm.num_epochs if len(rows) else 0):
+        for _, microbatch in module.microbatches(tokens, torch.arange(len(tokens), device=module.device)):
+            backward(module, microbatch)
+    [optimizer] = module.trainer.optimizers
+    optimizer.zero_grad()
+    return time.perf_counter() - begun

@@ -1,5 +1,6 @@
 """The probe of the preflight, which all checks share: episodes of the run, its module and engine, and a bound on rounding."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,14 +63,26 @@ class Probe:
         return self.chosen[:PROMPTS]
 
     @cached_property
-    def groups(self) -> list[Group]:
-        """Episodes of these rows, with seeds that no rollout of the run has."""
-        return self.rollouts.play(self.rollouts.plan.num_rollouts, self.rows, first=0)
+    def played(self) -> tuple[list[Group], float]:
+        """Episodes of these rows, and the seconds that they take. Short ones are repeated: the first time takes longer."""
+        groups, seconds = self.play(self.rows, first=0)
+        return (groups, seconds) if seconds > 1 else self.play(self.rows, first=0)
+
+    def play(self, rows: list[Example], first: int) -> tuple[list[Group], float]:
+        """Play rows, with seeds that no rollout of the run has. Returns the groups and the seconds. first: their first place."""
+        begun = time.perf_counter()
+        groups = self.rollouts.play(self.rollouts.plan.num_rollouts, rows, first)
+        return groups, time.perf_counter() - begun
 
     @cached_property
     def further(self) -> list[Group]:
         """Episodes of the other chosen rows."""
-        return self.rollouts.play(self.rollouts.plan.num_rollouts, self.chosen[PROMPTS:], first=PROMPTS)
+        return self.play(self.chosen[PROMPTS:], first=PROMPTS)[0]
+
+    @property
+    def groups(self) -> list[Group]:
+        """The episodes, by row."""
+        return self.played[0]
 
     @property
     def samples(self) -> list[Sample]:
