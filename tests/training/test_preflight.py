@@ -231,6 +231,14 @@ def test_an_engine_that_keeps_old_weights(probe, monkeypatch):
     load(probe.module.policy, 0)
 
 
+def test_moved_weights_have_a_version_of_no_rollout(probe, monkeypatch):
+    """A server that keeps adapters by version would sample the next rollout with them."""
+    load, versions = probe.rollouts.engine.load_weights, []
+    monkeypatch.setattr(probe.rollouts.engine, "load_weights", lambda *args: versions.append(args[1]) or load(*args))
+    assert preflight.outcome(CHECKS["new weights reach the engine"], probe).result == "PASS"
+    assert versions == [probe.rollouts.plan.num_rollouts + 1, 0]
+
+
 def test_a_reference_that_is_not_the_policy(probe):
     weight = next(probe.module.reference.copy.parameters())
     before = weight.detach().clone()
