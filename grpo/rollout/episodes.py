@@ -105,7 +105,8 @@ def play(
     """
     limits = limits or Limits()
     mine = distributed.share(len(examples))
-    environments, score = Calls(THREADS), Scorer(task, limits.score_timeout)
+    environments = Calls(THREADS, f"an environment of {type(task).__name__}")
+    score = Scorer(task, limits.score_timeout)
     queue = EngineQueue(engine, sampling, environments, [(p, s) for p in mine for s in range(group_size)])
     errors: dict[int, RewardError] = {}
 

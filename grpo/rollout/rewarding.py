@@ -24,7 +24,7 @@ class Scorer:
     """
 
     def __init__(self, task: Task, timeout: float) -> None:
-        self.task, self.timeout, self.calls = task, timeout, Calls(THREADS)
+        self.task, self.timeout, self.calls = task, timeout, Calls(THREADS, place_of(task))
         self.hung, self.answered = 0, False
 
     async def __call__(

@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo.system.witness import seen
+
 PATIENCE = 0.5  # seconds after which a call may count as slow, see Calls.slow
 LOOK = 0.05  # seconds between two checks of what threads do
 
@@ -61,10 +63,11 @@ class Calls:
     """Makes calls in up to `threads` threads. Belongs to the event loop in which it is awaited.
 
     A thread cannot be stopped: if it hangs, it is abandoned, and another one takes its place. If a coroutine that a call
-    returned hangs, it is cancelled.
+    returned hangs, it is cancelled. what: names the calls for the witness.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, what: str = "a user's function") -> None:
+        self.what = what
         self.slots = asyncio.Semaphore(threads)
         self.waiting: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self.open: dict[Hashable, _Call] = {}
@@ -107,7 +110,8 @@ class Calls:
         while (call := self.waiting.get()) is not None:
             call.cpu, call.thread = time.thread_time(), threading.get_native_id()
             try:
-                given = call.function()
+                with seen(self.what):
+                    given = call.function()
             except BaseException as error:  # a user's code may raise anything, SystemExit too
                 given = error
             if os.getpid() != process:  # the function forked, and returned in the child too, which would never end

@@ -1,7 +1,8 @@
-"""Names the user's function that ran when the process ended without a word: os._exit, a crash in C, or a kill.
+"""Names the user's function that ran when the process ended without a word: a crash in C, or a kill.
 
 A child process looks five times a second whether its parent lives. If the parent ended, it prints the calls that were under way,
-which the parent writes to a file without a name. A normal exit kills the child.
+which the parent writes to a file without a name. A normal exit kills the child. A function's os._exit is an exception here: its
+exit code could be 0, and a run would seem to have finished.
 """
 
 import atexit
@@ -10,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 CHILD = """
 import os, sys, time
@@ -41,18 +43,31 @@ def watch() -> None:
         )
         _file.append(os.dup(opened.fileno()))
     atexit.register(lambda: os.getpid() == parent and (child.kill(), child.wait()))
+    os._exit = partial(_ended, parent, os._exit)
+
+
+def _ended(parent: int, leave: Callable[[int], None], status: int) -> None:
+    """os._exit, which raises SystemExit in a user's function. A child that the function has forked ends as it wants."""
+    here = threading.current_thread()
+    if os.getpid() == parent and (here.ident in _running or here.name == "coroutines"):
+        raise SystemExit(f"it called os._exit({status})")
+    leave(status or int(os.getpid() == parent and bool(_running)))  # a thread that such a function has started
 
 
 @contextmanager
 def seen(name: str) -> Iterator[None]:
     """Let the witness know of a call during a `with` block. Does nothing in a process without a witness."""
     me = threading.get_ident()
+    outer = _running.get(me)
     _running[me] = name
     _write()
     try:
         yield
     finally:
-        del _running[me]
+        if outer:
+            _running[me] = outer
+        else:
+            del _running[me]
         _write()
 
 

@@ -93,7 +93,13 @@ def test_a_reward_that_seeds_every_generator_changes_nothing(smoke, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("last", "named"), [("os._exit(0)", True), ("os.kill(os.getpid(), 9)", True), ("sys.exit()", False)]
+    ("last", "named"),
+    [
+        ("os.abort()", True),
+        ("os.kill(os.getpid(), 9)", True),
+        ("threading.Thread(target=os._exit, args=(0,)).start(); threading.Event().wait()", True),
+        ("sys.exit()", False),
+    ],
 )
 def test_a_function_that_ends_the_process_is_named(last, named):
     """As in a run: the function runs in a thread, and the witness prints after the process."""
@@ -105,6 +111,18 @@ def test_a_function_that_ends_the_process_is_named(last, named):
         "error: the process ended without a traceback while the reward function 'mine' ran: it called os._exit, crashed"
     )
     assert done.stderr.startswith(line) == named and done.stderr.count("\n") == named
+    assert bool(done.returncode) == named
+
+
+def test_a_function_that_leaves_the_process_fails_the_run():
+    """With exit code 0 the run would seem to have finished."""
+    code = "import os\nfrom grpo.system import witness\nfrom grpo.rewards.combined import Rewards\n"
+    code += "from grpo.env.types import Trajectory\nwitness.watch()\ndef mine(completions): os._exit(0)\n"
+    code += "try: Rewards(mine)._called({'completions': ['a']})\nexcept Exception as error: print(error)\n"
+    code += "if not os.fork(): os._exit(0)\nassert os.wait()[1] == 0\nos._exit(7)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("the reward function 'mine' raised SystemExit: it called os._exit(0)")
+    assert done.returncode == 7 and done.stderr == ""
 
 
 # -- as a user

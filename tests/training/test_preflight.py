@@ -135,6 +135,22 @@ def test_a_reward_of_the_wrong_sign(probe, monkeypatch):
     assert failed(probe) == {"rewards agree with correctness"}
 
 
+def test_a_reward_without_relation_to_correctness(probe, monkeypatch):
+    """Every answer is in the requested form, so right and wrong ones earn the same."""
+    monkeypatch.setattr(probe.rollouts.task.rewards, "weights", [0.0, 1.0])
+    assert preflight.outcome(CHECKS["rewards agree with correctness"], probe).result == "PASS"
+
+
+def test_a_probe_without_signal_asks_more_rows(probe, monkeypatch):
+    row = next(group[0].example for group in probe.groups if len({sample.reward.value for sample in group}) == 1)
+    monkeypatch.setattr(probing, "PROMPTS", 1)
+    monkeypatch.setattr(probe.rollouts.loader, "batch", lambda _: [row])
+    found = preflight.outcome(
+        CHECKS["there is something to learn"], Probe(probe.module, probe.rollouts, probe.examples, probe.precision)
+    )
+    assert found.result == "PASS" and "of 25 groups have signal" in found.compared
+
+
 def test_a_reward_that_is_always_the_same(probe, monkeypatch):
     monkeypatch.setattr(probe.rollouts.task, "score_group", lambda row, said: [Reward(1.0, correct=True)] * len(said))
     names = {"gold answers are right", "there is something to learn"}  # answers of other rows are right, too
@@ -216,6 +232,14 @@ def test_an_engine_that_keeps_old_weights(probe, monkeypatch):
     load(probe.module.policy, 0)
 
 
+def test_moved_weights_have_a_version_of_no_rollout(probe, monkeypatch):
+    """A server that keeps adapters by version would sample the next rollout with them."""
+    load, versions = probe.rollouts.engine.load_weights, []
+    monkeypatch.setattr(probe.rollouts.engine, "load_weights", lambda *args: versions.append(args[1]) or load(*args))
+    assert preflight.outcome(CHECKS["new weights reach the engine"], probe).result == "PASS"
+    assert versions == [probe.rollouts.plan.num_rollouts + 1, 0]
+
+
 def test_a_reference_that_is_not_the_policy(probe):
     weight = next(probe.module.reference.copy.parameters())
     before = weight.detach().clone()
@@ -249,6 +273,12 @@ def test_a_device_that_adds_nothing_to_the_gradient(probe, monkeypatch):
     assert found.result == "FAIL" and found.compared.startswith("the sum over 2 devices and the whole")
 
 
+def test_equal_rows_have_a_gradient_to_compare(probe):
+    """A policy that is almost certain gives equal answers; their gradients must not cancel."""
+    probe.few = probe.tokens.rows(torch.zeros(6, dtype=torch.long))
+    assert preflight.outcome(CHECKS["the gradient ignores microbatches"], probe).result == "PASS"
+
+
 @pytest.mark.parametrize("adapter", [pytest.param("none", marks=pytest.mark.slow), "lora"])
 def test_a_run_is_the_same_with_and_without(smoke, tmp_path, adapter):
     for mode in ("off", "warn"):
@@ -267,7 +297,7 @@ def test_a_failure_stops_the_run_with_an_exit_code_of_its_own(smoke, tmp_path, c
         train(compose_config(*smoke("preflight=on")))
     line = capsys.readouterr().err
     assert ended.value.code == PreflightError.exit_code == 3 and line.count("\n") == 1
-    assert line.startswith("error: preflight failed: prompts differ, answers end: 2 different prompts of 2; 4 of 4 ")
+    assert line.startswith("error: preflight failed: prompts differ, answers end: 4 different prompts of 4; 8 of 8 ")
     assert "there is something to learn: 0% solved" in line and line.endswith("(preflight=warn trains all the same)\n")
     manifest = Run(tmp_path).manifest
     assert manifest["status"] == "failed" and manifest["preflight"]["there is something to learn"]["result"] == "FAIL"

@@ -73,7 +73,7 @@ class VLLMEngine:
             fixed = {**ARGS, "weight_transfer_config": {"backend": transfer.BACKEND}}
             self._llm = LLM(path, dtype=dtype, **defaults | given, **fixed)
         config = self._llm.llm_engine.model_config
-        self.context = config.max_model_len
+        self.context, self.dtype = config.max_model_len, config.dtype
         self._eos = eos_token_ids(path, getattr(config.hf_text_config, "eos_token_id", None))
 
     def load_weights(self, model: nn.Module, version: int) -> None:

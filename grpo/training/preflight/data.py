@@ -1,13 +1,16 @@
 """Checks of the data: prompts, answers and their ends, rewards, and whether there is something to learn."""
 
+import math
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from statistics import pstdev
 
 from grpo.env.messages import Message
 from grpo.env.types import Action, Example, State, Step, Trajectory
 from grpo.rewards.row_task import RowTask
+from grpo.rollout.collate import scores
 from grpo.training.preflight.probe import Checked, Probe, judged
 
 FORMS = ("\\boxed{{{}}}", "#### {}", "{}")  # ways to write an answer
@@ -68,22 +71,27 @@ def gold(probe: Probe) -> Checked:
 
 
 def rewards(probe: Probe) -> Checked:
-    """Right samples have higher rewards than wrong ones."""
+    """Wrong samples do not have higher rewards than right ones, by more than chance explains."""
     known = [sample.reward for sample in probe.samples if sample.reward.known]
     by = {side: [reward.value for reward in known if bool(reward.correct) == side] for side in (True, False)}
     if not by[True] or not by[False]:
         return Checked("SKIP", f"{len(by[True])} right and {len(by[False])} wrong samples: no comparison")
     high, low = (sum(values) / len(values) for values in by.values())
+    spread = math.hypot(*(pstdev(values) / len(values) ** 0.5 for values in by.values()))
     text = f"mean reward {high:.3g} of {len(by[True])} right samples, {low:.3g} of {len(by[False])} wrong ones"
-    return judged(high > low, text, "wrong answers earn more than right ones: look at task.weights and at the reward")
+    remedy = "wrong answers earn more than right ones: look at task.weights and at the reward"
+    return judged(low - high <= 3 * spread, text, remedy)
 
 
 def signal(probe: Probe) -> Checked:
-    """Rewards differ within groups."""
-    scores, size = probe.scores, probe.rollouts.plan.group_size
-    samples = probe.samples
-    live, count = int(scores.has_signal().sum()), len(probe.groups)
-    right = [[bool(sample.reward.correct) for sample in group] for group in probe.groups]
+    """Rewards differ within groups. If they do not in the groups of the probe, more groups are asked."""
+    size, groups = probe.rollouts.plan.group_size, probe.groups
+    live = int(probe.scores.has_signal().sum())
+    if not live and probe.further:
+        groups = groups + probe.further
+        live = int(scores(groups).has_signal().sum())
+    samples, count = [sample for group in groups for sample in group], len(groups)
+    right = [[bool(sample.reward.correct) for sample in group] for group in groups]
     solved = sum(map(sum, right)) / max(1, len(samples))
     passed = sum(map(any, right)) / count
     text = f"{solved:.0%} solved, pass@{size} {passed:.0%}, {live} of {count} groups have signal"

@@ -106,11 +106,12 @@ def devices(probe: Probe) -> Checked:
 
 
 def objective(probe: Probe, tokens: TokenBatch) -> TokenBatch:
-    """Return these rows with advantages of both signs, ready for the loss."""
+    """Return these rows with advantages of both signs, ready for the loss. Equal rows do not cancel."""
     module = probe.module
-    signs = torch.where(torch.arange(len(tokens)) % 2 == 0, 1.0, -1.0).to(tokens.ids.device)
+    number = torch.arange(1, len(tokens) + 1, device=tokens.ids.device)
+    advantages = torch.where(number % 2 == 1, 1.0, -1.0) * number
     weights = module.algorithm.weights(tokens.mask, tokens.sample)
-    tokens = replace(tokens, advantages=tokens.mask * signs[:, None], weights=weights)
+    tokens = replace(tokens, advantages=tokens.mask * advantages[:, None], weights=weights)
     with torch.no_grad():
         tokens = module.freeze(tokens)
     return tokens if tokens.old_logprobs is not None else replace(tokens, old_logprobs=probe.trainer(tokens)[0])

@@ -23,6 +23,7 @@ from grpo.rollout.types import Group, Sample
 from grpo.training.module import GRPOModule
 
 PROMPTS = 8  # prompts of the probe, with the run's number of samples each
+FURTHER = 24  # more of them, where these have no signal: eight of a hard task may have none by chance
 ROWS = 6  # rows of checks that need several passes
 
 
@@ -51,25 +52,36 @@ class Probe:
     precision: str
 
     @cached_property
-    def rows(self) -> Sequence[Example]:
-        """The rows that the probe asks: the first of rollout 0."""
-        return self.rollouts.loader.batch(0)[:PROMPTS]
+    def chosen(self) -> list[Example]:
+        """Rows to ask, at most PROMPTS + FURTHER: those of rollout 0, then others."""
+        most, loader = PROMPTS + FURTHER, self.rollouts.loader
+        return [*loader.batch(0), *loader.more(0, most, skip=0)][:most]
+
+    @property
+    def rows(self) -> list[Example]:
+        """The rows that the probe asks."""
+        return self.chosen[:PROMPTS]
 
     @cached_property
     def played(self) -> tuple[list[Group], float]:
         """Episodes of these rows, and the seconds that they took."""
-        return self.play(self.rows)
+        return self.play(self.rows, first=0)
 
-    def play(self, rows: Sequence[Example]) -> tuple[list[Group], float]:
-        """Play these rows, with seeds that no rollout of the run has. Returns the groups and the seconds."""
+    @cached_property
+    def further(self) -> list[Group]:
+        """Episodes of the other chosen rows."""
+        return self.play(self.chosen[PROMPTS:], first=PROMPTS)[0]
+
+    def play(self, rows: list[Example], first: int) -> tuple[list[Group], float]:
+        """Play rows, with seeds that no rollout of the run has. Returns the groups and the seconds. first: their first place."""
         begun = time.perf_counter()
-        groups = self.rollouts.play(self.rollouts.plan.num_rollouts, list(rows), first=0)
+        groups = self.rollouts.play(self.rollouts.plan.num_rollouts, rows, first)
         return groups, time.perf_counter() - begun
 
     def rollout_seconds(self) -> float:
         """Return the seconds of a rollout: of a whole one if it is short, otherwise in proportion to the probe's."""
         seconds, whole = self.played[1], self.rollouts.loader.batch(0)
-        return seconds * len(whole) / len(self.rows) if seconds > 1 else self.play(whole)[1]
+        return seconds * len(whole) / len(self.rows) if seconds > 1 else self.play(whole, first=0)[1]
 
     @property
     def groups(self) -> list[Group]:

@@ -56,7 +56,7 @@ def sync(probe: Probe) -> Checked:
         for p in chosen.values():
             size = p.float().square().mean().sqrt().item() or 0.1
             p.add_(0.3 * size * torch.randn(p.shape, generator=rng).to(p))
-        probe.load(1)
+        probe.load(probe.rollouts.plan.num_rollouts + 1)  # of no rollout: servers keep adapters by version
         moved = probe.sample(prompts)
         new = probe.trainer(moved)[0]
     old = probe.trainer(moved)[0]
