@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
 from grpo.apps.border import check_values
-from grpo.apps.cli import changes, check_model, one_line_errors, quiet, run, save_config
+from grpo.apps.cli import changes, check_model, one_line_errors, quiet, run, save_config, saved_config
 from grpo.apps.composing import CONF
 from grpo.system.errors import UserError
 from grpo.system.files import write_json
@@ -60,7 +60,7 @@ def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
     problem = [] if "task" in given else ["task", *OmegaConf.load(CONF / "problem" / "default.yaml")]
     with open_dict(config):
         if trained.exists():
-            before = OmegaConf.load(trained)
+            before = saved_config(trained)
             taken = [key for key in ("model", "renderer", *problem) if key in before]
             config.update({key: before[key] for key in taken})
             ours = [key for key in given if key.partition(".")[0] in taken and not (CONF / key).is_dir()]

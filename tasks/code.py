@@ -12,7 +12,7 @@ from grpo.rewards.combined import text_of
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask, chosen, with_answer
 from grpo.system.errors import UserError
-from grpo.system.ranges import Range, Seconds
+from grpo.system.ranges import Range, Seconds, as_yaml
 
 FENCE = "```python\n"
 
@@ -54,7 +54,10 @@ def base(row: Example) -> str:
 
 
 def _mbpp(row: Example) -> str:
-    tests = "\n".join(row["test_list"])
+    tests = row["test_list"]
+    if not isinstance(tests, list) or not all(isinstance(one, str) for one in tests):
+        raise UserError(f"test_list={as_yaml(tests)[:80]} must be a list of texts, each an assert")
+    tests = "\n".join(tests)
     return f"{row['prompt']} Your code should pass these tests:\n\n{tests}"
 
 

@@ -69,6 +69,10 @@ def question_of(row: Example) -> Question:
         return next((given[name] for name in names if given.get(name) is not None), None)
 
     def paragraph(given: Mapping[str, Any]) -> Paragraph:
+        if not isinstance(given, Mapping):
+            raise UserError(
+                f"the paragraph {str(given)[:80]!r} must be a mapping with title, and text (or paragraph_text)"
+            )
         title, text = given.get("title"), one_of(given, "text", "paragraph_text")
         if title is None or text is None:
             raise UserError(f"a paragraph has {', '.join(given)}: it needs title, and text (or paragraph_text)")

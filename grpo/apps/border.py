@@ -157,6 +157,8 @@ def kinds(node: Any, key: str = "", kind: Any = Any) -> Iterator[tuple[str, Any,
 def check_values(config: DictConfig) -> None:
     """Check every value of a configuration. Raises UserError for the first one that does not fit."""
     node = OmegaConf.to_container(config, resolve=True)
+    if node.get("output_dir") == "":
+        raise UserError("hydra.run.dir= is empty: name a folder, or leave the key out")
     for key, names in INSTEAD.items():
         for name in node.get("trainer", {}).keys() & set(names.split()):
             raise UserError(f"trainer.{name} has no effect here, or breaks the loop: set {key} instead")

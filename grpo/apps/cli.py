@@ -95,7 +95,8 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
             group, _, option = (cause.missing_cfg_file or "").rpartition("/")
             options = ", ".join(option for option in cause.options or () if option != "base")
             return f"{group} has no option {option!r}; options: {options}" if options else " ".join(str(cause).split())
-    if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
+    wanted = isinstance(error, OSError) and f"hydra.run.dir={error.filename}" in arguments
+    if wanted or (isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError)):
         return f"the output folder cannot be written: {error}; set hydra.run.dir=FOLDER"
     if key := re.search(r"Could not override '([^']+)'", str(error)):
         if key[1] in MOVED:
@@ -139,7 +140,11 @@ def nearest(key: str, known: list[str]) -> str | None:
 def known_keys(config_name: str, arguments: Sequence[str]) -> list[str]:
     """Return every dotted key of the configuration with the options that the arguments choose."""
     chosen = [a for a in arguments if (CONF / f"{a.replace('=', '/')}.yaml").is_file()]
-    leaves = [key.split(".") for key in flat(OmegaConf.to_container(composed(config_name, chosen)))]
+    try:
+        config = composed(config_name, chosen)
+    except HydraException:  # a group of another program
+        config = composed(config_name, [])
+    leaves = [key.split(".") for key in flat(OmegaConf.to_container(config))]
     return sorted({".".join(names[:depth]) for names in leaves for depth in range(1, len(names) + 1)})
 
 
@@ -153,11 +158,22 @@ def make_task(overrides: Sequence[str], path: str) -> Task:
 
 def changes(config: DictConfig, before: Path) -> list[str]:
     """Return the differences from the configuration saved in `before`, each as 'key=now (was then)'."""
-    now, then = (flat(OmegaConf.to_container(c, resolve=True)) for c in (config, OmegaConf.load(before)))
+    now, then = (flat(OmegaConf.to_container(c, resolve=True)) for c in (config, saved_config(before)))
     then = {key: today(value) if key.endswith("_target_") else value for key, value in then.items()}
     others = ("output_dir", "ckpt_path", "preflight", "callbacks", "logger", *MOVED)
     keys = [key for key in now | then if not key.startswith(others)]
     return [f"{key}={now.get(key)} (was {then.get(key)})" for key in keys if now.get(key) != then.get(key)]
+
+
+def saved_config(file: Path) -> DictConfig:
+    """Return the configuration that a run has saved. Raises UserError if the file is damaged."""
+    try:
+        found = OmegaConf.load(file)
+    except Exception as error:  # a parser may raise anything
+        found, reason = None, f": {' '.join(str(error).split())[:200]}"
+    if not isinstance(found, DictConfig) or "task" not in found:
+        raise UserError(f"{file} is no configuration of a run{'' if found is not None else reason}")
+    return found
 
 
 def check_run(config: DictConfig, first: bool) -> None:
@@ -177,9 +193,13 @@ def check_run(config: DictConfig, first: bool) -> None:
 
 
 def check_model(pretrained: "Pretrained", config: DictConfig) -> None:
-    """Raises UserError if the model cannot take the new adapter, or does not have the token ids of stop_ids."""
+    """Raises UserError if the model cannot take the new adapter, or does not have the ids of stop_ids and of its end tokens."""
     pretrained.check_takes(config.get("adapter"))
-    last = pretrained.config().get_text_config().vocab_size - 1
+    text = pretrained.config().get_text_config()
+    last, ends = text.vocab_size - 1, text.eos_token_id
+    if never := [token for token in (ends if isinstance(ends, list) else [ends or 0]) if token > last]:
+        line = f"model.path={pretrained.path} has the end token {never[0]}, and its vocabulary ends at {last}"
+        raise UserError(f"{line}: set eos_token_id in its config.json")
     for key in ("rollout.sampling.stop_ids", "eval.sampling.stop_ids"):
         if outside := [token for token in OmegaConf.select(config, key) or () if token > last]:
             raise UserError(f"{key}: the model has no token {outside[0]}, only 0 to {last}")
@@ -215,9 +235,39 @@ def check_resumed(config: DictConfig) -> None:
     checkpoint = Path(config.ckpt_path)
     if not checkpoint.is_file():
         raise UserError(f"ckpt_path={checkpoint} is not a file: give checkpoints/last.ckpt of a run")
+    check_whole(checkpoint)
     before = checkpoint.resolve().parents[1] / "config.yaml"
     if before.is_file() and (changed := changes(config, before)):
+        if other := [line for line in changed if line.startswith("optim.optimizer._target_=")]:
+            fix = "resume with that one, or start from the run's policy by model=path model.path=RUN/checkpoints/last"
+            raise UserError(f"ckpt_path={checkpoint} has the state of another optimizer: {other[0]}; {fix}")
         log.warning("resuming with other values: %s", ", ".join(changed))
+
+
+def check_whole(checkpoint: Path) -> None:
+    """Raises UserError if a file is damaged or no checkpoint of a run. The tensors are not read."""
+    import torch
+
+    advice = "give checkpoints/last.ckpt of a run, or one of an earlier rollout"
+    try:
+        found = torch.load(checkpoint, map_location="cpu", weights_only=False, mmap=True)
+    except Exception as error:  # a damaged file may raise anything
+        raise UserError(
+            f"ckpt_path={checkpoint} is damaged or no checkpoint ({type(error).__name__}): {advice}"
+        ) from error
+    parts = {
+        "state_dict",
+        "optimizer_states",
+        "lr_schedulers",
+        "loops",
+        "callbacks",
+        "pytorch-lightning_version",
+        "policy_shapes",
+    }
+    if lacking := parts - (found.keys() if isinstance(found, dict) else set()):
+        raise UserError(
+            f"ckpt_path={checkpoint} is no checkpoint of a run, it lacks {', '.join(sorted(lacking))}: {advice}"
+        )
 
 
 def quiet() -> None:

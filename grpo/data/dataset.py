@@ -301,4 +301,4 @@ def key_of(question: Any) -> int:
 
 
 def _blank(value: Any) -> bool:
-    return value in (None, []) or (isinstance(value, str) and not value.strip())
+    return value in (None, []) or value != value or (isinstance(value, str) and not value.strip())  # NaN is no value

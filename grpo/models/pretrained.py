@@ -1,6 +1,8 @@
 """A Hugging Face causal language model in a folder or on the hub, and how to load it."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
@@ -87,7 +89,10 @@ class Pretrained:
             file = Path(self.chat_template).expanduser()
             if self.chat_template != "none" and not file.is_file():
                 raise UserError(f"model.chat_template={file} is not a file: give one, none for plain text, or null")
-            tokenizer.chat_template = None if self.chat_template == "none" else file.read_text(encoding="utf-8")
+            try:
+                tokenizer.chat_template = None if self.chat_template == "none" else file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"model.chat_template={file} could not be read: {error}; save it as UTF-8") from error
         return tokenizer
 
     def outline(self) -> nn.Module:
@@ -106,7 +111,9 @@ class Pretrained:
         if base := self.base():
             from peft import PeftModel  # takes seconds to import
 
-            merged = PeftModel.from_pretrained(base.model(), self.path).merge_and_unload()
+            model = base.model()
+            with damaged(self.path):
+                merged = PeftModel.from_pretrained(model, self.path).merge_and_unload()
             return finite(f"the adapter model.path={self.path}", merged).requires_grad_(True).eval()
         dtype = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
         loaded = self._load(AutoModelForCausalLM, dtype=dtype, attn_implementation=self.attn_implementation, **STRICT)
@@ -122,5 +129,19 @@ def base_path(path: str) -> str:
     if (Path(path) / "adapter_config.json").exists():
         from peft import PeftConfig
 
-        return PeftConfig.from_pretrained(path).base_model_name_or_path
+        with damaged(path):
+            base = PeftConfig.from_pretrained(path).base_model_name_or_path
+        if not base:
+            raise UserError(f"model.path={path}: its adapter_config.json names no model as base_model_name_or_path")
+        return base
     return path
+
+
+@contextmanager
+def damaged(path: str) -> Iterator[None]:
+    """Turn any exception of peft into one line."""
+    try:
+        yield
+    except Exception as error:  # a damaged file may raise anything
+        reason = f"{type(error).__name__}: {shorten(str(error), 300)}"
+        raise UserError(f"model.path={path} is an adapter that peft cannot load: {reason}; save it again") from error

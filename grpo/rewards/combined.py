@@ -33,7 +33,11 @@ log = logging.getLogger(__name__)
 PROCESS = {  # settings of the whole process, each with how to read and to write it
     "the working directory": (os.getcwd, os.chdir),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "sys.stdout.closed": (lambda: getattr(sys.stdout, "closed", True), lambda _: setattr(sys, "stdout", sys.stderr)),
+    # not sys.stderr itself, which the next call would close
+    "sys.stdout.closed": (
+        lambda: getattr(sys.stdout, "closed", True),
+        lambda _: setattr(sys, "stdout", os.fdopen(os.dup(2), "w")),
+    ),
     "logging.disable": (lambda: logging.root.manager.disable, logging.disable),
 }
 
@@ -166,7 +170,10 @@ async def _side_by_side(given: Sequence[Any]) -> list[Any]:
     """Return the values, with coroutines replaced by their results or exceptions; these run at the same time."""
 
     async def one(values: Any) -> Any:
-        return await values if inspect.isawaitable(values) else values
+        try:
+            return await values if inspect.isawaitable(values) else values
+        except (SystemExit, KeyboardInterrupt) as error:  # it would end the loop, and the call would seem to hang
+            return error
 
     return await asyncio.gather(*map(one, given), return_exceptions=True)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from grpo.system.errors import UserError
 from grpo.system.metrics import is_taken
+from grpo.system.witness import seen
 
 SHIPPED = "grpo.rewards.functions"  # a name without a dot is looked up here
 Function = Callable[..., Any]  # (prompts, completions, **columns) -> list[float | None | Reward], or a coroutine of it
@@ -38,8 +39,9 @@ def locate(name: str) -> Function:
         forms = f"{', '.join(shipped)}, a dotted path, FILE.py:NAME, or the folder or hub id of a reward model"
         raise UserError(f"there is no reward function {name!r}{hint} Give one of {forms}")
     try:
-        module = _module_of_file(Path(owner).expanduser()) if colon else import_module(owner)
-    except Exception as error:  # a user's module may raise anything
+        with seen(f"the import of {owner}"):
+            module = _module_of_file(Path(owner).expanduser()) if colon else import_module(owner)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         reason = f"{type(error).__name__}: {error} (its folder must be on PYTHONPATH, or say FILE.py:NAME)"
         raise UserError(f"the reward function {name!r} cannot be imported: {reason}") from error
     function = getattr(module, attribute, None)

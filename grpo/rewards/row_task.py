@@ -14,7 +14,8 @@ from grpo.rewards.functions import correct
 from grpo.rewards.math.answers import extract_answer, loose_answer
 from grpo.rewards.math.grading import verdict
 from grpo.rewards.resolve import Functions
-from grpo.system.ranges import require
+from grpo.system.errors import UserError
+from grpo.system.ranges import as_yaml, require
 
 Template = Callable[[str], tuple[Message, ...]]  # from a question to messages
 
@@ -109,12 +110,21 @@ def templates(instructions: str, question: str, solution: str) -> dict[str, Temp
     def ask(text: str) -> Message:
         return Message("user", f"{text}\n\n{instructions}")
 
-    return {
+    def of_text(template: Template) -> Template:
+        def asked(text: Any) -> tuple[Message, ...]:
+            if not isinstance(text, str):
+                raise UserError(f"the question {as_yaml(text)[:80]} is no text: every row needs one")
+            return template(text)
+
+        return asked
+
+    forms = {
         "chat": lambda text: (ask(text),),
         "chat_one_shot": lambda text: (ask(question), Message("assistant", solution), ask(text)),
         "zero_shot": lambda text: (Message("user", f"{instructions}\n\nQuestion: {text}\nAnswer:"),),
         "one_shot": lambda text: (Message("user", f"{instructions}\n\n{worked}Question: {text}\nAnswer:"),),
     }
+    return {name: of_text(template) for name, template in forms.items()}
 
 
 def chosen(prompts: Mapping[str, Any], name: str) -> Any:

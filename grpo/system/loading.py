@@ -27,7 +27,15 @@ def fully_loaded(what: str, loaded: tuple[nn.Module, Mapping[str, Any]]) -> nn.M
         raise UserError(f"{what} lacks {len(missing)} weights: {_few(missing)}{unknown}; {fix}")
     if shapes:
         raise UserError(f"{what} has weights of other shapes: {_few(shapes)}; {fix}")
+    kinds = {kind_of(name) for name in ours}
+    if further := [name for name in report["unexpected_keys"] if kind_of(name) in kinds]:
+        raise UserError(f"{what} has {len(further)} weights of layers beyond the model's: {_few(further)}; {fix}")
     return finite(what, model)
+
+
+def kind_of(name: str) -> str:
+    """Return the name of a weight without its numbers: equal for the same weight of all layers."""
+    return "".join(c for c in name if not c.isdigit())
 
 
 def finite(what: str, model: nn.Module) -> nn.Module:

@@ -15,6 +15,8 @@ def check_port(host: str, port: int) -> None:
     """
     if not isinstance(port, int) or not 0 <= port <= 65535:
         raise UserError(f"port={port} is no port: take a number from 1 to 65535, or 0 for any that is free")
+    if not host:
+        raise UserError("host= is empty: give 127.0.0.1 for this machine only, or 0.0.0.0 for every machine")
     try:
         socket.create_server((host, port), family=family(host)).close()
     except OSError as error:

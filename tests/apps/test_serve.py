@@ -408,6 +408,8 @@ def test_a_port_that_is_taken_names_who_has_it():
         ):
             main([f"port={port}"])
     check_port("127.0.0.1", port)
+    with pytest.raises(UserError, match="host= is empty"):  # it would be every machine
+        check_port("", port)
     for host, wrong in [("127.0.0.1", 70000), ("127.0.0.1", "x"), ("203.0.113.1", 0)]:
         with pytest.raises(UserError, match=f"port={wrong}"):
             check_port(host, wrong)

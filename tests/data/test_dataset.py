@@ -25,6 +25,7 @@ def write(path, rows) -> None:
         ("train.jsonl", "", "is empty"),
         ("train.jsonl", '{"question": "q"}\n', "train: no column 'answer'; it has question"),
         ("train.jsonl", '{"question": "q", "answer"\n', "could not be read"),
+        ("train.jsonl", '{"question": "a", "answer": NaN}\n', r"no rows for the split 'train': 1 read, 1 empty"),
         ("train.jsonl", '{"question": " ", "answer": "1"}\n', r"no rows for the split 'train': 1 read, 1 empty"),
         ("train.txt", "x", "no files for the split 'train'"),
         ("other.jsonl", "{}", "no files for the split 'train'"),

@@ -6,8 +6,10 @@ import shutil
 import pytest
 import torch
 import transformers
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
+from grpo.apps.cli import check_model
 from grpo.models.pretrained import Pretrained
 from grpo.system.errors import UserError
 
@@ -47,6 +49,10 @@ def rename(weights: dict) -> None:
             lambda w: w.update({"model.norm.weight": torch.ones(3)}),
             "other shapes: model.norm.weight [3] instead of [192]",
         ),
+        (
+            lambda w: w.update({UP.replace("0", "7"): w[UP].clone()}),
+            f"has 1 weights of layers beyond the model's: {UP.replace('0', '7')}; ",
+        ),
         (lambda w: w[UP][0, 0].fill_(torch.nan), f"NaN or infinite: {UP}; the checkpoint is damaged"),
         (lambda w: w[UP][0, 0].fill_(-torch.inf), f"NaN or infinite: {UP}"),
     ],
@@ -55,6 +61,30 @@ def test_a_checkpoint_that_does_not_fit_its_model_is_refused(folder, change, mes
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert message in refused(folder)
+
+
+def test_an_end_token_beyond_the_vocabulary_is_refused(folder):
+    """No answer would ever end."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [1, 10**6]}))
+    with pytest.raises(UserError, match="has the end token 1000000, and its vocabulary ends at"):
+        check_model(Pretrained(str(folder)), OmegaConf.create())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is an adapter that peft cannot load: JSONDecodeError"),
+        ('{"peft_type": "LORA"}', "names no model as base_model_name_or_path"),
+        (
+            '{"peft_type": "LORA", "base_model_name_or_path": "TOY"}',
+            "is an adapter that peft cannot load",
+        ),  # no weights
+    ],
+)
+def test_a_damaged_adapter_is_refused(folder, toy, text, message):
+    (folder / "adapter_config.json").write_text(text.replace("TOY", str(toy)))
     assert message in refused(folder)
 
 

@@ -1,6 +1,8 @@
 """A run from before the code was moved, in tests/data/old_run, is read, evaluated, resumed and reported like a new one."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def resumed(checkpoint: str, folder, *overrides: str) -> list[dict[str, float]]:
+def resumed(checkpoint: str | Path, folder, *overrides: str) -> list[dict[str, float]]:
     """Resume for one more rollout, and return its rows."""
     settings = ["task=gsm8k", f"task.path={EXAMPLES}", "task.prompt=chat", "model=path", "max_tokens=8"]
     settings += [f"model.path={OLD / 'checkpoints' / 'last'}", "rollout.prompts=2", "rollout.group_size=4"]
@@ -90,7 +92,10 @@ def test_a_rollout_that_was_ahead_is_unpickled(tmp_path):
     assert (played.version, played.staleness(2)) == (1, 1)
 
     more = ("engine._target_=test_ahead.Apart", "rollout.ahead=1", "algo.old_policy=rollout", "optim=sgd")
-    told = resumed("ahead.ckpt", tmp_path, *more, "callbacks=[samples]", "eval.every=0")
+    alone = shutil.copy(
+        OLD / "checkpoints" / "ahead.ckpt", tmp_path
+    )  # the configuration beside it has another optimizer
+    told = resumed(alone, tmp_path, *more, "callbacks=[samples]", "eval.every=0")
     assert [row["rollout/staleness"] for row in told] == [1]  # it was learned from, not played again
     answers = [sample.trajectory.answer for group in played.groups for sample in group]
     assert Run(tmp_path).samples([3])["completion"].tolist() == answers

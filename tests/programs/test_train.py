@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eval as eval_script
-from grpo.apps.cli import explain
+from grpo.apps.cli import check_whole, explain, saved_config
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
@@ -295,6 +295,7 @@ def told(*overrides: str, name: str = "train") -> str:
         (["model.dtype=float8"], ["model.dtype=float8 is not one of auto, float32"]),
         (["adapter=lora", "adapter.target_modules=[nothing]"], ["adapter:", "nothing"]),
         (["ckpt_path=nowhere.ckpt"], ["ckpt_path=nowhere.ckpt is not a file"]),
+        (["output_dir="], ["hydra.run.dir= is empty"]),
         (["algo.reduce=mean"], ["algo.reduce=mean is not one of sequence, token, constant, sum"]),
         (["eval.samples=2"], ["eval.samples=2 at temperature 0"]),
         (["+rollout.colour=red"], ["rollout:", "unexpected keyword argument 'colour'"]),
@@ -359,15 +360,44 @@ def test_a_checkpoint_of_another_model(smoke, tmp_path):
     for i, (more, message) in enumerate([
         ("adapter=lora", "a checkpoint of another model"),
         ("adapter=none", "learned from 2 rollouts already"),
+        ("optim=sgd", "has the state of another optimizer: optim.optimizer._target_=torch.optim.SGD (was torch.optim.AdamW)"),
     ]):  # fmt: skip
         (tmp_path / str(i)).mkdir()
         assert message in told(*smoke(checkpoint, more, f"output_dir={tmp_path / str(i)}"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "damaged or no checkpoint"),
+        (b"hello", "damaged or no checkpoint"),
+        ({"state_dict": {}}, "no checkpoint of a run, it lacks callbacks, "),
+        ([1], "no checkpoint of a run, it lacks callbacks, "),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(tmp_path, content, message):
+    file = tmp_path / "last.ckpt"
+    file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+    with pytest.raises(UserError, match=message):
+        check_whole(file)
+
+
+@pytest.mark.parametrize("text", ["{[", "just a text\n", "[1]"])
+def test_a_damaged_configuration_of_a_run_is_refused(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"config\.yaml is no configuration of a run"):
+        saved_config(tmp_path / "config.yaml")
+
+
+def test_a_group_of_another_program_is_told():
+    assert "there is no key 'algo'" in told("algo=dapo", "optim=sgd", name="eval")
 
 
 def test_the_command_line_prints_that_one_line(smoke, tmp_path):
     (tmp_path / "file").touch()
     for arguments, message in [
         ([f"hydra.run.dir={tmp_path}/file/run"], "error: the output folder cannot be written"),
+        (["hydra.run.dir=/proc/none"], "error: the output folder cannot be written"),
         (["rollout.group_size=1", f"hydra.run.dir={tmp_path}/run"], "error: rollout.group_size=1: advantages compare"),
         (
             ["sweep=optuna", "eval.every=0", f"hydra.sweep.dir={tmp_path}/sweep"],

@@ -218,6 +218,20 @@ def test_names_that_mean_nothing_are_told(name, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_module_that_exits_is_told(tmp_path):
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(UserError, match=r"exits\.py:f' cannot be imported: SystemExit: 0"):
+        Rewards(f"{tmp_path}/exits.py:f")
+
+
+def test_a_coroutine_that_exits_is_told():
+    async def leaves(completions):
+        raise SystemExit(0)
+
+    with pytest.raises(RewardError, match="leaves' raised SystemExit: 0"):
+        Rewards(leaves)._called({"completions": ["a"]})
+
+
 def test_weights_that_do_not_match_and_names_that_clash():
     with pytest.raises(UserError, match=r"number of reward weights \(1\) must match number of reward functions \(2\)"):
         Rewards([letters, later], [1.0])

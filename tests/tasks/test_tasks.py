@@ -15,13 +15,14 @@ from grpo.env.scoring import score_group
 from grpo.env.types import Action, Example, State, Step, Trajectory
 from grpo.rewards.math.answers import extract_answer
 from grpo.system.errors import UserError
-from tasks import countdown
-from tasks.code import Code
+from tasks import countdown, gsm8k
+from tasks.code import Code, chat
 from tasks.countdown import Countdown
 from tasks.gsm8k import GSM8K
 from tasks.jsonl import Jsonl
 from tasks.math import Math
 from tasks.mixture import Mixture, interleaved, shares
+from tasks.musique import question_of
 from tasks.wordmath import Wordmath
 
 real = pytest.mark.skipif(not REAL_DATA.is_dir(), reason="no real rows on this machine")
@@ -250,6 +251,20 @@ def test_code_rows_and_their_own_solutions():
 
 
 # -- several
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gsm8k.PROMPTS["one_shot"]([1]), r"the question \[1\] is no text"),
+        (lambda: chat({"prompt": "Add.", "test_list": "assert"}), "test_list=assert must be a list of texts"),
+        (lambda: chat({"prompt": "Add.", "test_list": None}), "test_list=null must be a list of texts"),
+        (lambda: question_of({"question": "Who?", "paragraphs": ["a"]}), "the paragraph 'a' must be a mapping"),
+    ],
+)
+def test_columns_of_another_kind_are_refused(make, message):
+    with pytest.raises(UserError, match=message):
+        make()
 
 
 def test_shares_of_a_mixture():

@@ -20,6 +20,7 @@ from grpo.objectives.batch import Scores, TokenBatch
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Group, Sample
+from grpo.system.loading import kind_of
 from grpo.training.module import GRPOModule
 
 PROMPTS = 8  # prompts of the probe, with the run's number of samples each
@@ -175,5 +176,5 @@ class Probe:
         kinds: dict[str, list[tuple[str, Tensor]]] = {}
         for name, p in self.module.policy.named_parameters():
             if p.requires_grad:
-                kinds.setdefault("".join(c for c in name if not c.isdigit()), []).append((name, p))
+                kinds.setdefault(kind_of(name), []).append((name, p))
         return dict(found[i % len(found)] for i, found in enumerate(kinds.values()))
