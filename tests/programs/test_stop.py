@@ -72,6 +72,7 @@ def same(one, other) -> None:
     assert runs[0].evaluations([0, 2, 4]).equals(runs[1].evaluations([0, 2, 4]))
 
 
+@pytest.mark.slow
 def test_a_signal_saves_a_checkpoint_and_the_run_continues_to_the_bit(smoke, tmp_path, monkeypatch, capsys):
     """SIGUSR1 comes in the update of rollout 1, SIGTERM in the middle of the rollout after the next."""
     monkeypatch.setattr("sys.argv", ["train.py"])

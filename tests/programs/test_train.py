@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -26,7 +27,7 @@ from grpo.env.types import Example, Reward, SingleTurn, Trajectory
 from grpo.evaluation.evaluator import Evaluator
 from grpo.models.pretrained import Pretrained
 from grpo.runs.runs import Run
-from grpo.system.errors import UserError
+from grpo.system.errors import StopError, UserError
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.checkpoint import Checkpoint
 from tasks.gsm8k import GSM8K
@@ -66,11 +67,21 @@ def state(folder) -> dict:
     return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=False)
 
 
+CRASH = "+callbacks.crash={_target_: test_train.Crash, rollout: 3}"
+ASKED = f"+callbacks.asked={{_target_: test_stop.Asked, update: 10, number: {int(signal.SIGTERM)}}}"
+
+
 @pytest.mark.parametrize(
-    "policy", ["adapter=none", "adapter=lora", pytest.param("model.dtype=bfloat16", marks=pytest.mark.slow)]
+    ("policy", "ending", "done"),
+    [
+        ("adapter=none", CRASH, 2),
+        ("adapter=lora", ASKED, 3),
+        pytest.param("model.dtype=bfloat16", CRASH, 2, marks=pytest.mark.slow),
+    ],
 )
-def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy):
-    """5 rollouts in one run equal 3, a crash and the rest: every weight, moment, metric and sample is the same."""
+def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy, ending, done):
+    """5 rollouts in one run equal 3, a crash and the rest: every weight, moment, metric and sample is the same. A crash loses
+    what came after the last checkpoint, a SIGTERM in the third update loses nothing. done: rollouts in the checkpoint."""
 
     def run(folder: str, *more: str) -> None:
         settings = [
@@ -93,8 +104,8 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy):
         train(config)
 
     run("straight")
-    with pytest.raises(RuntimeError, match="the disk is full"):
-        run("crashed", "+callbacks.crash={_target_: test_train.Crash, rollout: 3}")
+    with pytest.raises((RuntimeError, StopError), match="the disk is full|stopped by SIGTERM"):
+        run("crashed", ending)
     assert len(rows(tmp_path / "crashed")) == 4  # no measurement is lost
     run("resumed", f"ckpt_path={tmp_path / 'crashed' / 'checkpoints' / 'last.ckpt'}")
 
@@ -110,7 +121,7 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy):
     assert all(torch.equal(a, b) for a, b in zip(*masters, strict=True))
     assert bool(masters[0]) == (policy == "model.dtype=bfloat16")
     assert straight["lr_schedulers"] == resumed["lr_schedulers"]
-    assert rows(tmp_path / "straight")[3:] == rows(tmp_path / "resumed")  # from rollout 3 on
+    assert rows(tmp_path / "straight")[done + 1 :] == rows(tmp_path / "resumed")
     samples = [Run(tmp_path / name).samples([5]) for name in ("straight", "resumed")]
     assert samples[0].equals(samples[1])
     assert {row["loss/grad_norm"] for row in rows(tmp_path / "straight")[1:]} != {0.0}  # there was something to learn

@@ -43,9 +43,7 @@ class Checkpoint(L.Callback):
             self.save(trainer, module)
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        if (
-            isinstance(exception, RolloutError | StopError) and self.rollouts
-        ):  # raised between two updates, on every rank
+        if isinstance(exception, RolloutError | StopError):  # raised between two updates, on every rank
             self.save(trainer, module)
 
     def save(self, trainer: L.Trainer, module: L.LightningModule) -> None:
