@@ -4,8 +4,8 @@
     python benchmarks/bad_files.py --all         every input with its line
     python benchmarks/bad_files.py model nan     inputs whose kind or name has one of these words
 
-Each input has a process of its own, mostly forked from this one after the large imports, with a time limit. Outcomes: refused, with one
-line; traceback; hang; silent, an end without a line; accepted, which is right for some inputs.
+Each input has a process of its own, mostly forked from this one after the large imports, with a time limit. Outcomes: refused,
+with one line; traceback; hang; silent, an end without a line; accepted, which is right for some inputs.
 """
 
 import atexit
@@ -705,7 +705,6 @@ def environments() -> list[Input]:
         "MASTER_PORT",
         "COLUMNS",
         "TOKENIZERS_PARALLELISM",
-        "RANK",
         "WORLD_SIZE",
         "LANG",
         "TERM",

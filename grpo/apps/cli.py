@@ -208,7 +208,9 @@ def check_model(pretrained: "Pretrained", config: DictConfig) -> None:
 def announce(config: DictConfig) -> None:
     """Check all values, and print what will be trained and where, before the large libraries load, which takes seconds."""
     check_values(config)
-    if int(os.environ.get("LOCAL_RANK", 0)) or in_sweep():
+    if not (rank := os.environ.get("LOCAL_RANK", "0")).isdecimal():
+        raise UserError(f"LOCAL_RANK={rank} in the environment is no number: unset it")
+    if int(rank) or in_sweep():
         return
     if config.ckpt_path:
         print(f"resuming {config.ckpt_path}", flush=True)
