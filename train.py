@@ -13,8 +13,7 @@ from grpo.apps.cli import announce, check_model, check_run, completed, one_line_
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(config: DictConfig) -> float | None:
     with one_line_errors("train"):
-        announce(config)
-        return train(config, HydraConfig.get().overrides.task)
+        return train(config, HydraConfig.get().overrides.task) if announce(config) else None
 
 
 def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
@@ -27,6 +26,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     from grpo.rollout.prompt_limit import longest_prompt
     from grpo.rollout.rollouts import Rollouts
     from grpo.runs.manifest import kept
+    from grpo.system.stop import Stop
     from grpo.training.callbacks.evaluation import EvaluationCallback
     from grpo.training.callbacks.preflight import PreflightCallback
     from grpo.training.callbacks.rollout import RolloutCallback
@@ -53,7 +53,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     loader = PromptLoader(examples["train"], plan.prompts, config.seed)
     engine = instantiate(config.engine)
     rollouts = Rollouts(plan, task, loader, engine, renderer, algorithm, config.output_dir, config.seed)
-    rollout = RolloutCallback(rollouts)
+    rollout = RolloutCallback(rollouts, Stop(config.max_time))
     evaluation = EvaluationCallback(rollout, evaluator, examples.get(evaluator.split, ()))
     preflight = PreflightCallback(config.preflight, rollout, evaluator, examples)
     callbacks = [rollout, preflight, evaluation, *completed(instantiate(config.callbacks), tokenizer)]  # in this order
@@ -70,7 +70,8 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
         return None
     if first:
         save_config(config)
-    with kept(config.output_dir, overrides, config.seed, examples, lambda: evaluation.progress() | preflight.facts()):
+    noted = (evaluation.progress, preflight.facts)
+    with kept(config.output_dir, overrides, config.seed, examples, *noted), rollout.stop.during():
         trainer.fit(module(pretrained.model()), rollout.batches, ckpt_path=config.ckpt_path, weights_only=False)
     return evaluation.accuracy
 

@@ -75,8 +75,9 @@ def one_line_errors(config_name: str) -> Iterator[None]:
             raise  # the sweep continues with the next job, and the sweeper raises this again at the end
         if FULL_ERROR or (line := explain(error, config_name, sys.argv[1:])) is None:
             raise
-        print(f"error: {line}", file=sys.stderr)
-        sys.exit(next((cause.exit_code for cause in chain(error) if isinstance(cause, UserError)), 1))
+        known = next((cause for cause in chain(error) if isinstance(cause, UserError)), UserError())
+        print(f"{known.kind}{line}", file=sys.stderr)
+        sys.exit(known.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -160,7 +161,7 @@ def changes(config: DictConfig, before: Path) -> list[str]:
     """Return the differences from the configuration saved in `before`, each as 'key=now (was then)'."""
     now, then = (flat(OmegaConf.to_container(c, resolve=True)) for c in (config, saved_config(before)))
     then = {key: today(value) if key.endswith("_target_") else value for key, value in then.items()}
-    others = ("output_dir", "ckpt_path", "preflight", "callbacks", "logger", *MOVED)
+    others = ("output_dir", "ckpt_path", "resume", "max_time", "preflight", "callbacks", "logger", *MOVED)
     keys = [key for key in now | then if not key.startswith(others)]
     return [f"{key}={now.get(key)} (was {then.get(key)})" for key in keys if now.get(key) != then.get(key)]
 
@@ -184,7 +185,7 @@ def check_run(config: DictConfig, first: bool) -> None:
     check_values(config)
     folder = Path(config.output_dir).resolve()
     in_place = config.ckpt_path and folder in Path(config.ckpt_path).resolve().parents
-    if first and (folder / "config.yaml").exists() and not in_place:
+    if first and (folder / "config.yaml").exists() and not in_place and not config.resume:
         raise UserError(
             f"{config.output_dir} already has a run: set hydra.run.dir to a new folder, or resume that run with "
             f"ckpt_path={config.output_dir}/checkpoints/last.ckpt"
@@ -205,18 +206,38 @@ def check_model(pretrained: "Pretrained", config: DictConfig) -> None:
             raise UserError(f"{key}: the model has no token {outside[0]}, only 0 to {last}")
 
 
-def announce(config: DictConfig) -> None:
-    """Check all values, and print what will be trained and where, before the large libraries load, which takes seconds."""
+def announce(config: DictConfig) -> bool:
+    """Check all values, and print what will be trained and where, before the large libraries load, which takes seconds.
+
+    Returns whether there is something to train: False if resume=auto names a run that has finished.
+    """
     check_values(config)
     if not (rank := os.environ.get("LOCAL_RANK", "0")).isdecimal():
         raise UserError(f"LOCAL_RANK={rank} in the environment is no number: unset it")
+    over = bool(config.resume) and continued(config)
     if int(rank) or in_sweep():
-        return
+        return True
+    if over:
+        print(f"this run has finished: {config.output_dir}")
+        return False
     if config.ckpt_path:
         print(f"resuming {config.ckpt_path}", flush=True)
     chosen = HydraConfig.get().runtime.choices
     what = " ".join(f"{group}={chosen[group]}" for group in ("task", "model", "algo"))
     print(f"training: {what}, written to {config.output_dir}", flush=True)
+    return True
+
+
+def continued(config: DictConfig) -> bool:
+    """Set ckpt_path to the checkpoint in the output folder, if there is one. Returns whether that run has already learned from as
+    many rollouts as the configuration asks for."""
+    from grpo.runs.runs import Run  # imports pandas
+
+    newest = Path(config.output_dir, "checkpoints", "last.ckpt")
+    if not config.ckpt_path and newest.exists():
+        config.ckpt_path = str(newest)
+    found = Run(config.output_dir).manifest
+    return found.get("status") == "finished" and found.get("rollouts", 0) >= config.rollout.num_rollouts
 
 
 def save_config(config: DictConfig) -> None:

@@ -3,9 +3,11 @@
 Knows nothing of vLLM: a trainer that sends weights over a network uses it too.
 """
 
+import zlib
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
@@ -46,6 +48,12 @@ def checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{owner}.{leaf}", layer.get_base_layer().state_dict()[leaf]
         elif "lora_" not in name:
             yield name, tensor
+
+
+def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Return a number that changes if a name, or a number of a tensor, changes."""
+    sums = ((zlib.crc32(name.encode()), t.contiguous().view(torch.uint8).sum(dtype=torch.int64)) for name, t in tensors)
+    return sum(name * (1 + int(total)) for name, total in sums) % 2**53  # fits in JSON's numbers
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:

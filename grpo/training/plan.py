@@ -46,7 +46,7 @@ class RunPlan:
 
     def lines(self) -> list[str]:
         """Return the plan in words."""
-        data = f"{self.passes:.1f} passes over" if self.passes >= 1 else f"{self.passes:.0%} of"
+        data = f"{self.passes:.1f} passes over" if self.passes >= 1 else f"{self.passes:.2%} of"
         work = (
             f"{self.rollouts} rollouts x {self.samples} samples x at most {self.max_tokens:,} tokens, {self.updates} updates in "
             f"microbatches of {self.tokens_per_microbatch:,} tokens, {data} {self.rows:,} rows"
@@ -91,17 +91,17 @@ def plan_of(
     )
     if not timed:
         return sized
-    rollouts = sized.rollouts * sized.samples / len(probe.samples)  # in probes
-    evaluated = sized.evaluations * sized.problems * evaluator.samples / len(probe.samples)
+    larger = sized.samples / len(probe.samples)
+    evaluated = sized.evaluations * sized.problems * evaluator.samples / sized.samples  # in rollouts
     writers = [callback.every for callback in callbacks if isinstance(callback, Samples)]
-    tables = sum((rollouts / every if every else 0) + evaluated for every in writers)
-    _, seconds = probe.played
+    tables = sum((sized.rollouts / every if every else 0) + evaluated for every in writers)
+    seconds = probe.rollout_seconds()
     return replace(
         sized,
-        rollout_time=rollouts * seconds,
-        update_time=rollouts * learning.seconds(probe),
+        rollout_time=sized.rollouts * seconds,
+        update_time=sized.rollouts * larger * learning.seconds(probe),
         evaluation_time=evaluated * seconds,
-        disk=sized.disk + round(tables * table_bytes(probe)),
+        disk=sized.disk + round(tables * larger * table_bytes(probe)),
     )
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -300,6 +301,11 @@ def test_calls_of_tools_are_counted_and_so_are_their_failures():
     assert {k: means[k] for k in ("turns", "tool_calls", "tool_failures", "malformed_calls", "env_error")} == {
         "turns": 2.0, "tool_calls": 2.0, "tool_failures": 0.5, "malformed_calls": 0.5, "env_error": 0.5,
     }  # fmt: skip
+    assert means["no_tool_call"] == 0.0  # there are no tools
+    offered = replace(steps[2], state=replace(steps[2].state, tools=({"name": "add"},)))
+    silent, calling = (Trajectory((*steps[:n], offered)) for n in (0, 2))
+    means = sample_means([Sample({}, said, turns[:1], Reward(0.0, False)) for said in (silent, calling)])
+    assert means["no_tool_call"] == 0.5
 
 
 def test_a_slow_environment_holds_back_nobody(parts):

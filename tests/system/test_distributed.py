@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT, TEST_PATH
 from test_train import rows, told
 
+from grpo.runs.runs import Run
 from grpo.system import distributed
 
 EVERYTHING = [
@@ -29,7 +30,7 @@ CASES = {
         for reduce in ("sequence", "token")
     },
     "constant": ["algo=dr_grpo", "rollout.prompts=3", "rollout.num_rollouts=1", "optim.max_tokens_per_microbatch=1"],
-    "sum": ["algo=rloo", "algo/kl=loss", "rollout.num_rollouts=1"],
+    "sum": ["algo=rloo", "algo/kl=loss", "rollout.num_rollouts=1", "preflight=warn"],
     "everything": EVERYTHING,
 }
 
@@ -61,6 +62,9 @@ def test_two_ranks_learn_what_one_learns(smoke, tmp_path, name):
     one, two = (learned(smoke, tmp_path / str(devices), devices, CASES[name]) for devices in (1, 2))
     for parameter, expected in one.items():
         torch.testing.assert_close(two[parameter], expected, atol=1e-6, rtol=1e-5, msg=parameter)
+    checked = Run(tmp_path / "2").manifest["preflight"]
+    assert {check["result"] for check in checked.values() if "devices" in check["compared"]} <= {"PASS"}
+    assert ("the devices' gradients add up" in checked) == (name == "sum")
     tables = [rows(tmp_path / str(devices)) for devices in (1, 2)]
     assert tables[0][1]["loss/grad_norm"] > 0.01
     for alone, shared in zip(*tables, strict=True):

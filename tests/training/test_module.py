@@ -186,6 +186,21 @@ def test_logprob_gap_is_engine_against_trainer(toy):
     assert metrics["rollout/logprob_gap_max"] == pytest.approx(0.25, abs=1e-5)
 
 
+@pytest.mark.parametrize("advantages", [ADVANTAGES, torch.zeros(2, 2), ADVANTAGES * torch.eye(2)[:1].T])
+@pytest.mark.parametrize("seed", [0, 1])  # of the order of minibatches
+@pytest.mark.parametrize("old_policy", ["trainer", "rollout"])
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_the_gap_is_measured_in_every_rollout(toy_model, advantages, seed, old_policy, minibatches):
+    """Also if no group has signal, or only one does, with any number of minibatches. The engine reports 0.25 nats too much."""
+    exact, _ = completion_logprobs(toy_model, tokens := collate(GROUPS), 1.0)
+    batch = rollout(seed, advantages, tokens=replace(tokens, rollout_logprobs=(exact + 0.25).detach()))
+    module = make_module(toy_model, old_policy=old_policy, num_minibatches=minibatches)
+    metrics = module.training_step(batch, 0)
+    assert metrics["rollout/logprob_gap"] == pytest.approx(0.25, abs=1e-5)
+    k3 = math.exp(-0.25) - 1 + 0.25 if old_policy == "rollout" else 0.0
+    assert metrics.get("loss/first_kl", k3) == pytest.approx(k3, abs=1e-5)
+
+
 def unpadded(tokens) -> list[tuple[int, ...]]:
     return [tuple(ids[keep.bool()].tolist()) for ids, keep in zip(tokens.ids, tokens.attention_mask, strict=True)]
 

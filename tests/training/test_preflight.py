@@ -14,6 +14,7 @@ from grpo.engines.protocol import Sampling
 from grpo.env.types import Reward
 from grpo.evaluation.evaluator import Evaluator
 from grpo.runs.runs import Run
+from grpo.system import distributed
 from grpo.system.errors import PreflightError
 from grpo.training.callbacks import preflight
 from grpo.training.callbacks.checkpoint import Checkpoint
@@ -112,7 +113,11 @@ def test_answers_that_never_end(probe, monkeypatch):
     plan = probe.rollouts.plan
     monkeypatch.setattr(probe.rollouts, "plan", replace(plan, sampling=replace(plan.sampling, max_tokens=2)))
     found = preflight.outcome(CHECKS["prompts differ, answers end"], probe)
-    assert found.result == "FAIL" and "32 of 32 answers cut short" in found.compared and "max_tokens" in found.remedy
+    assert (
+        found.result == "FAIL"
+        and "32 of 32 answers cut short, 2 tokens each" in found.compared
+        and "max_tokens" in found.remedy
+    )
     found = preflight.outcome(CHECKS["there is something to learn"], probe)
     assert found.result == "FAIL" and found.remedy == "all answers are cut short: raise max_tokens"
 
@@ -124,7 +129,22 @@ def test_a_right_answer_that_the_reward_does_not_get(probe, monkeypatch):
     )
     assert failed(probe) == {"gold answers are right"}
     found = preflight.outcome(CHECKS["gold answers are right"], probe)
-    assert found.compared == "7 of 8 right answers are right, 0 answers of other rows are"
+    assert found.compared == "7 of 8 right answers are right, 0 answers of other rows and 0 damaged ones are"
+
+
+def test_a_reward_that_sees_only_the_last_digit(probe, monkeypatch):
+    """Answers with one digit are damaged in their last digit, so only they are safe."""
+    gold = probe.rollouts.task.gold
+
+    def score_group(row, said):
+        ends = [trajectory.answer.strip("{}")[-1:] == gold(row)[-1] for trajectory in said]
+        return [Reward(float(end), end) for end in ends]
+
+    monkeypatch.setattr(probe.rollouts.task, "score_group", score_group)
+    found = preflight.outcome(CHECKS["gold answers are right"], probe)
+    long = sum(len(gold(row)) > 1 for row in probe.rows)
+    assert found.result == "FAIL" and found.remedy == "the reward accepts wrong answers"
+    assert f"{long} damaged ones are" in found.compared and long > 0
 
 
 def test_a_reward_of_the_wrong_sign(probe, monkeypatch):
@@ -260,6 +280,16 @@ def test_a_loss_that_depends_on_its_microbatches(probe, monkeypatch):
     wrong = lambda self, logprobs, *more: (loss(self, logprobs, *more)[0] / len(logprobs), {})  # noqa: E731
     monkeypatch.setattr(type(probe.module.algorithm), "loss", wrong)
     assert failed(probe) == {"the gradient ignores microbatches"}
+
+
+def test_a_device_that_adds_nothing_to_the_gradient(probe, monkeypatch):
+    """This process has half of the rows, and pretends that the other device is there."""
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "rank", lambda: 0)
+    for name in ("all_sum", "all_gather"):
+        monkeypatch.setattr(distributed, name, lambda given: given)
+    found = preflight.outcome(CHECKS["the devices' gradients add up"], probe)
+    assert found.result == "FAIL" and found.compared.startswith("the sum over 2 devices and the whole")
 
 
 def test_equal_rows_have_a_gradient_to_compare(probe):

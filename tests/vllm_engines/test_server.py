@@ -16,10 +16,12 @@ import pytest
 import torch
 from cases import CONTEXT, PROMPTS, disturb, gap, gap_now, model_folder, next_logits, steps
 from conftest import ROOT
+from safetensors.torch import save_file
 from test_train import rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.engines.protocol import Sampling
+from grpo.engines.vllm_server import sync
 from grpo.engines.vllm_server.engine import VLLMServerEngine
 from grpo.engines.vllm_server.launch import Servers
 from grpo.env.tokens import Completion
@@ -274,6 +276,18 @@ def test_adapters_that_the_servers_cannot_take_are_told_in_one_line(lora, engine
     engine.load_weights(model, 10)  # from now on these servers have other weights
     with pytest.raises(UserError, match=r"weights of another run \(.*-10\).*restart it"):
         lora.load_weights(adapted(folder, rank=4), 0)
+
+
+def test_a_file_that_is_not_what_the_trainer_wrote_is_refused(engine, model, monkeypatch):
+    """One number of one tensor differs, as on a network disk that still shows an older file."""
+
+    def damaged(tensors, file):
+        name = next(iter(tensors))
+        save_file(tensors | {name: tensors[name] + torch.eye(*tensors[name].shape)}, file)
+
+    monkeypatch.setattr(sync, "save_file", damaged)
+    with pytest.raises(UserError, match=r"refuses the weights \(.*does not hold the weights that the trainer wrote"):
+        engine.load_weights(model, 1)
 
 
 def test_another_model_is_refused(engine, folder):

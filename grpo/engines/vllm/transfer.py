@@ -16,6 +16,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker import gpu_model_runner
 
+from grpo.engines.weights import checksum
+
 BACKEND = "grpo"
 
 
@@ -36,10 +38,12 @@ class NoInit(WeightTransferInitInfo):
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):
-    """Some of the weights, with their names in the checkpoint: tensors in this process, or a safetensors file for a server."""
+    """Some of the weights, with their names in the checkpoint: tensors in this process, or a safetensors file for a server, with
+    the checksum of its tensors."""
 
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     file: str | None = None
+    checksum: int | None = None
 
 
 class Transfer(WeightTransferEngine[NoInit, Bucket]):
@@ -61,6 +65,8 @@ class Transfer(WeightTransferEngine[NoInit, Bucket]):
     def receive_weights(self, update_info: Bucket) -> None:
         """Load one bucket of weights."""
         tensors = load_file(update_info.file).items() if update_info.file else update_info.tensors
+        if update_info.checksum is not None and checksum(tensors) != update_info.checksum:
+            raise ValueError(f"{update_info.file} does not hold the weights that the trainer wrote")
         self.model.load_weights(tensors)
 
     def finish_weight_update(self) -> None:

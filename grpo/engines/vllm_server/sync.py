@@ -15,7 +15,7 @@ from torch import nn
 
 from grpo.engines.vllm_server.http import LOAD_ADAPTER, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers
-from grpo.engines.weights import buckets, checkpoint
+from grpo.engines.weights import buckets, checkpoint, checksum
 from grpo.system.errors import UserError
 
 KEPT = 4  # adapters; an unfinished completion keeps the adapter that it started with
@@ -38,7 +38,8 @@ class Way(Protocol):
 
 
 class Disk:
-    """Writes safetensors files to a folder that every server sees under the same path; vLLM's weight update reads them."""
+    """Writes safetensors files to a folder that every server sees under the same path; vLLM's weight update reads them, and
+    checks that they hold what was written."""
 
     follows = True
     needs = (
@@ -48,13 +49,17 @@ class Disk:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.files: dict[Path, int] = {}  # checksums
 
     def write(self, model: nn.Module, label: str) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
+        self.files = {}
         for i, bucket in enumerate(buckets(checkpoint(model))):
             tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in bucket}
-            save_file(tensors, self.folder / f"{label}-{i:04d}.safetensors")
+            file = self.folder / f"{label}-{i:04d}.safetensors"
+            save_file(tensors, file)
+            self.files[file] = checksum(tensors.items())
 
     async def give(self, server: RemoteServer, label: str) -> None:
         async with paused(server, label):
@@ -65,8 +70,8 @@ class Disk:
                     raise
                 await server.ask("/finish_weight_update")  # an update that an earlier trainer left unfinished
                 await server.ask("/start_weight_update")
-            for file in sorted(self.folder.iterdir()):
-                await server.ask("/update_weights", {"update_info": {"file": str(file)}})
+            for file, total in self.files.items():
+                await server.ask("/update_weights", {"update_info": {"file": str(file), "checksum": total}})
             await server.ask("/finish_weight_update")
 
 

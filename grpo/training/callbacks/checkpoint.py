@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.evaluation.statistics import Estimate
 from grpo.runs.model_card import write_card
-from grpo.system.errors import RolloutError
+from grpo.system.errors import RolloutError, StopError
 from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
 
 
 class Checkpoint(L.Callback):
-    """Writes checkpoints, every `every` rollouts, at the end, and when a reward fails.
+    """Writes checkpoints, every `every` rollouts, at the end, when a reward fails, and when the run is asked to stop.
 
     They go to `folder`:
 
@@ -43,7 +43,9 @@ class Checkpoint(L.Callback):
             self.save(trainer, module)
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, RolloutError):  # raised between two updates, on every rank
+        if (
+            isinstance(exception, RolloutError | StopError) and self.rollouts
+        ):  # raised between two updates, on every rank
             self.save(trainer, module)
 
     def save(self, trainer: L.Trainer, module: L.LightningModule) -> None:

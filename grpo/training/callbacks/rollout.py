@@ -10,8 +10,9 @@ from grpo.rollout.collate import collate
 from grpo.rollout.metrics import rollout_metrics
 from grpo.rollout.rollouts import Rollouts
 from grpo.system import distributed, memory
-from grpo.system.errors import UserError
+from grpo.system.errors import StopError, UserError
 from grpo.system.seeds import random_states, set_random_states
+from grpo.system.stop import Stop
 from grpo.training.batch import RolloutBatch, RolloutBatches
 
 
@@ -19,14 +20,17 @@ class RolloutCallback(L.Callback):
     """Plays the rollouts, and counts them: the count is the x-axis of all metrics; 0 is the policy before training.
 
     The count determines all prompts and seeds, so a resumed run equals an uninterrupted one. The random states that other code
-    may use are saved with it. With rollout.ahead=1 the next rollout is played during the update.
+    may use are saved with it. With rollout.ahead=1 the next rollout is played during the update. stop: whether the run should
+    end; it does so before a rollout or, on one device, in the middle of one, which a resumed run plays again.
     """
 
-    def __init__(self, rollouts: Rollouts) -> None:
+    def __init__(self, rollouts: Rollouts, stop: Stop | None = None) -> None:
+        self.stop = stop or Stop()
         self.makes, self.plan, self.engine = rollouts, rollouts.plan, rollouts.engine
         self.ahead = Ahead(rollouts) if self.plan.ahead else None
         self.batches = RolloutBatches()
         self.rollouts = 0  # rollouts learned from so far
+        self.random: dict | None = None  # the states before the rollout that is being played
         self.policy = None
         self.syncing = self.started = 0.0  # seconds
         check_engine(self.engine, self.plan.ahead)
@@ -41,6 +45,7 @@ class RolloutCallback(L.Callback):
             self.sync()
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.stop.listen()  # after Lightning, which takes SIGTERM itself
         check_devices(trainer.world_size, self.plan.prompts, self.plan.ahead)
         if self.rollouts >= self.plan.num_rollouts:
             raise UserError(
@@ -50,13 +55,17 @@ class RolloutCallback(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, module: L.LightningModule, batch: RolloutBatch, batch_idx: int
     ) -> None:
+        self.stop.check()
         memory.reset_peak(module.device)
         self.started, self.syncing = time.perf_counter(), 0.0
         if self.ahead:
             rollout = self.ahead.make(batch.rollout, self.sync)
         else:
             self.sync()
-            rollout = self.makes.make(batch.rollout)
+            self.random = random_states()
+            with self.stop.allowed():
+                rollout = self.makes.make(batch.rollout)
+            self.random = None
         if (not self.ahead or not self.ahead.next) and (sleep := getattr(self.engine, "sleep", None)):
             sleep()
         kept = rollout.best(self.plan.prompts)
@@ -100,7 +109,9 @@ class RolloutCallback(L.Callback):
         self.syncing += time.perf_counter() - begun
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        if self.ahead:
+        if self.ahead and isinstance(exception, StopError):
+            self.ahead.wait()  # a checkpoint keeps the rollout that is being played
+        elif self.ahead:
             self.ahead.stop()
 
     def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
@@ -112,7 +123,7 @@ class RolloutCallback(L.Callback):
 
     def state_dict(self) -> dict:
         ahead = self.ahead.state_dict() if self.ahead else {}  # first, since it may draw random numbers
-        return {"rollouts": self.rollouts, "random": random_states(), **ahead}
+        return {"rollouts": self.rollouts, "random": self.random or random_states(), **ahead}
 
     def load_state_dict(self, state: dict) -> None:
         self.rollouts = self.batches.start = state["rollouts"]

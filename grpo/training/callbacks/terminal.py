@@ -16,6 +16,7 @@ from rich.text import Text
 from grpo.evaluation.display import history, results_line
 from grpo.evaluation.evaluator import Evaluation
 from grpo.rollout.types import Sample
+from grpo.system.errors import StopError
 from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.evaluation import EvaluationCallback
@@ -145,6 +146,6 @@ class Terminal(L.Callback):
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         self.progress.stop()
         checkpoint = self.folder / "checkpoints" / "last.ckpt"
-        if checkpoint.exists():
+        if checkpoint.exists() and not isinstance(exception, StopError):  # it says itself how to continue
             how = f"the same command with ckpt_path={checkpoint}"
             self.line(f"stopped by {type(exception).__name__}; to resume: {how}")

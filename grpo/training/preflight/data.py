@@ -14,6 +14,7 @@ from grpo.rollout.collate import scores
 from grpo.training.preflight.probe import Checked, Probe, judged
 
 FORMS = ("\\boxed{{{}}}", "#### {}", "{}")  # ways to write an answer
+ACCEPTS = "the reward accepts wrong answers"
 WORDS = 8  # words in a row that make two texts near duplicates
 LEADING = re.compile(
     r"^(question|problem|q|task|solve|answer|calculate)( the following)?( problem| question)?\s*\d*\s*[:.)]\s*"
@@ -29,7 +30,8 @@ def prompts(probe: Probe) -> Checked:
             "FAIL", text, "the prompts do not depend on the rows: look at the chat template and at task.prompt"
         )
     cut = sum(sample.trajectory.truncated for sample in probe.samples)
-    text += f"; {cut} of {len(probe.samples)} answers cut short"
+    length = sum(sample.length for sample in probe.samples) / len(probe.samples)
+    text += f"; {cut} of {len(probe.samples)} answers cut short, {length:.0f} tokens each"
     remedy = (
         "the policy never ends an answer: raise max_tokens, or set rollout.sampling.stop_ids or the model's end token"
     )
@@ -37,12 +39,12 @@ def prompts(probe: Probe) -> Checked:
 
 
 def gold(probe: Probe) -> Checked:
-    """Right answers get full marks, and right answers of other rows do not."""
+    """Right answers get full marks; damaged ones, and right answers of other rows, do not."""
     task = probe.rollouts.task
     if not isinstance(task, RowTask):
         return Checked("SKIP", "the task does not tell its right answers")
-    rows = [(row, str(task.gold(row))) for row in probe.rows if task.gold(row) is not None]
-    if not rows:
+    answers = [(row, str(task.gold(row))) for row in probe.rows if task.gold(row) is not None]
+    if not answers:
         return Checked("SKIP", "the rows have no right answers")
 
     def right(row: Example, answer: str) -> bool:
@@ -52,22 +54,27 @@ def gold(probe: Probe) -> Checked:
             reward.correct for reward in task.score_group(row, [Trajectory((Step(state, Action(m)),)) for m in said])
         )
 
-    own = [right(row, answer) for row, answer in rows]
-    if not any(own):
+    missed = [answer for row, answer in answers if not right(row, answer)]
+    if len(missed) == len(answers):
         return Checked(
             "SKIP",
-            f"none of {len(rows)} right answers counts by itself: the reward needs more than an answer",
+            f"none of {len(answers)} right answers counts by itself: the reward needs more than an answer",
         )
-    others = [(row, next((a for _, a in rows if a != answer), None)) for row, answer in rows]
-    fooled = sum(right(row, answer) for row, answer in others if answer is not None)
-    text = f"{sum(own)} of {len(own)} right answers are right, {fooled} answers of other rows are"
-    wrong = next((answer for (_, answer), good in zip(rows, own, strict=True) if not good), "")
-    remedy = (
-        f"the right answer {wrong[:40]!r} gets no marks: look at task.gold"
-        if wrong
-        else "the reward accepts wrong answers"
+    others = [(row, next((a for _, a in answers if a != answer), None)) for row, answer in answers]
+    broken = [(row, damaged(answer)) for row, answer in answers]
+    fooled, deceived = (
+        sum(right(row, wrong) for row, wrong in pairs if wrong is not None) for pairs in (others, broken)
     )
-    return judged(all(own) and not fooled, text, remedy)
+    text = f"{len(answers) - len(missed)} of {len(answers)} right answers are right"
+    text += f", {fooled} answers of other rows and {deceived} damaged ones are"
+    remedy = f"the right answer {missed[0][:40]!r} gets no marks: look at task.gold" if missed else ACCEPTS
+    return judged(not missed and not fooled and not deceived, text, remedy)
+
+
+def damaged(answer: str) -> str | None:
+    """Return another answer, whose first digit is one higher; None if there is no digit."""
+    digit = re.search(r"[0-9]", answer)
+    return digit and f"{answer[: digit.start()]}{(int(digit[0]) + 1) % 10}{answer[digit.end() :]}"
 
 
 def rewards(probe: Probe) -> Checked:

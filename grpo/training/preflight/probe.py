@@ -65,9 +65,13 @@ class Probe:
 
     @cached_property
     def played(self) -> tuple[list[Group], float]:
-        """Episodes of these rows, and the seconds that they take. Short ones are repeated: the first time takes longer."""
-        groups, seconds = self.play(self.rows, first=0)
-        return (groups, seconds) if seconds > 1 else self.play(self.rows, first=0)
+        """Episodes of these rows, and the seconds that they took."""
+        return self.play(self.rows, first=0)
+
+    @cached_property
+    def further(self) -> list[Group]:
+        """Episodes of the other chosen rows."""
+        return self.play(self.chosen[PROMPTS:], first=PROMPTS)[0]
 
     def play(self, rows: list[Example], first: int) -> tuple[list[Group], float]:
         """Play rows, with seeds that no rollout of the run has. Returns the groups and the seconds. first: their first place."""
@@ -75,10 +79,10 @@ class Probe:
         groups = self.rollouts.play(self.rollouts.plan.num_rollouts, rows, first)
         return groups, time.perf_counter() - begun
 
-    @cached_property
-    def further(self) -> list[Group]:
-        """Episodes of the other chosen rows."""
-        return self.play(self.chosen[PROMPTS:], first=PROMPTS)[0]
+    def rollout_seconds(self) -> float:
+        """Return the seconds of a rollout: of a whole one if it is short, otherwise in proportion to the probe's."""
+        seconds, whole = self.played[1], self.rollouts.loader.batch(0)
+        return seconds * len(whole) / len(self.rows) if seconds > 1 else self.play(whole, first=0)[1]
 
     @property
     def groups(self) -> list[Group]:

@@ -1,0 +1,159 @@
+"""Runs that are asked to end: they save a checkpoint, exit with 75, and resume=auto continues them to the bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import lightning as L
+import pytest
+import torch
+from conftest import ROOT, TEST_PATH, compose_config
+from test_train import VARIED, Varied, rows, state
+
+from grpo.apps.cli import continued, one_line_errors
+from grpo.runs.runs import Run
+from grpo.system.errors import StopError, UserError
+from grpo.system.stop import Stop, seconds_of
+from train import train
+
+SETTINGS = (
+    "callbacks=[samples,checkpoint]",
+    "callbacks.checkpoint.every=3",
+    "rollout.num_rollouts=4",
+    "algo.num_epochs=2",
+    "algo.kl.coef=0.05",
+    "eval.every=2",
+    "resume=auto",
+)
+
+
+class Asked(L.Callback):
+    """Sends a signal to this process in an update."""
+
+    def __init__(self, update: int, number: int) -> None:
+        self.update, self.number = update, number
+
+    def on_before_optimizer_step(self, trainer, module, optimizer) -> None:
+        if module.updates == self.update:
+            os.kill(os.getpid(), self.number)
+
+
+class Asks(Varied):
+    """Sends SIGTERM in the middle of rollout 2, once: in a test the policy has then learned from two rollouts."""
+
+    def score(self, example, trajectory):
+        Asks.scored += 1
+        if Asks.scored == Asks.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+        torch.rand(1)  # a user's code may draw random numbers
+        return super().score(example, trajectory)
+
+
+def run(smoke, folder, *more: str, task=VARIED) -> None:
+    config = compose_config(*smoke(*SETTINGS, *more, f"output_dir={folder}"))
+    config.task = task
+    assert not continued(config)
+    train(config)
+
+
+def same(one, other) -> None:
+    """Compare weights, moments, metrics and samples of two runs."""
+    states = [state(folder) for folder in (one, other)]
+    assert all(torch.equal(tensor, states[1]["state_dict"][name]) for name, tensor in states[0]["state_dict"].items())
+    moments = [list(found["optimizer_states"][0]["state"].values()) for found in states]
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(*moments, strict=True) for name in a)
+    assert rows(one) == rows(other) and len(rows(one)) == 5
+    runs = [Run(folder) for folder in (one, other)]
+    assert runs[0].samples([1, 2, 3, 4]).equals(runs[1].samples([1, 2, 3, 4]))
+    assert runs[0].evaluations([0, 2, 4]).equals(runs[1].evaluations([0, 2, 4]))
+
+
+def test_a_signal_saves_a_checkpoint_and_the_run_continues_to_the_bit(smoke, tmp_path, monkeypatch, capsys):
+    """SIGUSR1 comes in the update of rollout 1, SIGTERM in the middle of the rollout after the next."""
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    before = signal.getsignal(signal.SIGTERM)
+    Asks.scored, Asks.at = 0, -1
+    task = VARIED | {"_target_": "test_stop.Asks"}
+    run(smoke, tmp_path / "straight", task=task)
+    played, stopped = Asks.scored, tmp_path / "stopped"
+
+    asked = f"+callbacks.asked={{_target_: test_stop.Asked, update: 0, number: {int(signal.SIGUSR1)}}}"
+    with pytest.raises(SystemExit) as ended, one_line_errors("train"):
+        run(smoke, stopped, asked, task=task)
+    assert ended.value.code == StopError.exit_code == 75
+    assert capsys.readouterr().err == "stopped by SIGUSR1; the same command with resume=auto continues the run\n"
+    manifest = Run(stopped).manifest
+    assert (manifest["status"], manifest["rollouts"], manifest["error"]) == ("interrupted", 1, None)
+
+    Asks.scored, Asks.at = 0, played // 2
+    with pytest.raises(StopError, match="SIGTERM"):
+        run(smoke, stopped, task=task)
+    assert 1 < Run(stopped).manifest["rollouts"] < 4
+    run(smoke, stopped, task=task)
+    same(tmp_path / "straight", stopped)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_finished_run_needs_nothing_and_an_unfinished_one_without_a_checkpoint_begins_anew(smoke, tmp_path):
+    config = compose_config(*smoke("resume=auto", "rollout.num_rollouts=4"))
+    (tmp_path / "config.yaml").touch()
+    assert not continued(config) and config.ckpt_path is None
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").touch()
+    for status, rollouts, over in (("interrupted", 2, False), ("finished", 4, True), ("finished", 3, False)):
+        (tmp_path / "manifest.json").write_text(json.dumps({"status": status, "rollouts": rollouts}))
+        assert continued(config) == over and config.ckpt_path == str(tmp_path / "checkpoints" / "last.ckpt")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("0:00:05", 5), ("3:50:00", 13800), ("2-00:01:00", 172860)])
+def test_a_time_is_written_as_slurm_writes_it(text, seconds):
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["90", "1:30", "3h", "-1:00:00", "1:2:3"])
+def test_another_form_of_time_is_refused(text):
+    with pytest.raises(UserError, match=f"max_time={text} must be a time as"):
+        seconds_of(text)
+
+
+def test_the_time_of_a_run_ends_between_two_updates():
+    """This process is older than a second."""
+    with pytest.raises(StopError, match="max_time"):
+        Stop("0:00:01").check()
+    Stop("100-00:00:00").check()
+
+
+def test_a_second_signal_ends_the_process():
+    program = (
+        "import os, signal\nfrom grpo.system.stop import Stop\nstop = Stop()\nstop.listen()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\nprint(stop.why, flush=True)\nos.kill(os.getpid(), signal.SIGTERM)\nprint('on')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGTERM and done.stdout == "SIGTERM\n"
+
+
+@pytest.mark.slow
+def test_two_devices_stop_together(smoke, tmp_path):
+    """Only the first process gets the signal."""
+    common = [o for o in smoke(*SETTINGS) if not o.startswith("output_dir")]
+    common += ["task._target_=test_train.Varied", "trainer=cpu", "trainer.devices=2", "rollout.num_rollouts=6"]
+    environment = {**os.environ, "PYTHONPATH": TEST_PATH, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+    def start(folder, *more):
+        command = [sys.executable, "train.py", *common, *more, f"hydra.run.dir={folder}"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+
+    assert start(tmp_path / "straight").wait(300) == 0
+    asked = f"+callbacks.asked={{_target_: test_stop.Asked, update: 3, number: {int(signal.SIGTERM)}}}"
+    first = start(tmp_path / "stopped", asked)
+    _, errors = first.communicate(timeout=300)
+    assert first.returncode == 75 and "stopped by SIGTERM" in errors
+    assert start(tmp_path / "stopped").wait(300) == 0
+    states = [state(tmp_path / name)["state_dict"] for name in ("straight", "stopped")]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    assert rows(tmp_path / "straight") == rows(tmp_path / "stopped")
