@@ -705,7 +705,6 @@ def environments() -> list[Input]:
         "MASTER_PORT",
         "COLUMNS",
         "TOKENIZERS_PARALLELISM",
-        "RANK",
         "WORLD_SIZE",
         "LANG",
         "TERM",

@@ -212,8 +212,10 @@ def announce(config: DictConfig) -> bool:
     Returns whether there is something to train: False if resume=auto names a run that has finished.
     """
     check_values(config)
+    if not (rank := os.environ.get("LOCAL_RANK", "0")).isdecimal():
+        raise UserError(f"LOCAL_RANK={rank} in the environment is no number: unset it")
     over = bool(config.resume) and continued(config)
-    if int(os.environ.get("LOCAL_RANK", 0)) or in_sweep():
+    if int(rank) or in_sweep():
         return True
     if over:
         print(f"this run has finished: {config.output_dir}")

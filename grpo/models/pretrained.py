@@ -69,6 +69,8 @@ class Pretrained:
         if not self.trust_remote_code and not any("CausalLM" in kind or "LMHead" in kind for kind in kinds):
             needed = "a model that predicts the next token is needed, one whose config.json has a ...ForCausalLM"
             raise UserError(f"model.path={self.path} is a {', '.join(kinds)}: {needed} in architectures")
+        if getattr(config.get_text_config(), "num_hidden_layers", 1) < 1:
+            raise UserError(f"model.path={self.path} has num_hidden_layers=0 in its config.json: a model has layers")
         return config
 
     def context(self) -> int:

@@ -6,6 +6,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from grpo.system.errors import UserError
@@ -38,7 +39,7 @@ def make_trainer(
     if precision == "auto":
         precision = "bf16-mixed" if accelerator in ("auto", "cuda") and there["cuda"] else "32-true"
     try:
-        return L.Trainer(
+        trainer = L.Trainer(
             accelerator=accelerator,
             precision=precision,
             devices=devices,
@@ -54,3 +55,9 @@ def make_trainer(
         )
     except (TypeError, ValueError, MisconfigurationException) as error:
         raise UserError(f"trainer: {error}") from error
+    if rank_zero_only.rank >= trainer.world_size:  # this process would train and save nothing
+        line = (
+            f"the environment says that this is process {rank_zero_only.rank}, counted from 0, of {trainer.world_size}"
+        )
+        raise UserError(f"{line}: unset RANK, LOCAL_RANK and SLURM_PROCID, or set trainer.devices")
+    return trainer

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from conftest import EXAMPLES, ROOT, compose_config
+from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -335,6 +336,12 @@ def test_mistakes_are_told_in_one_line(smoke, overrides, parts):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
 def test_cuda_that_is_not_there(smoke):
     assert "trainer.accelerator=cuda is not available here: choose cpu, auto" in told(*smoke("trainer=gpu"))
+
+
+def test_a_rank_that_is_left_in_the_environment(smoke, monkeypatch):
+    """The process would train, and save nothing."""
+    monkeypatch.setattr(rank_zero_only, "rank", 7)
+    assert "this is process 7, counted from 0, of 1: unset RANK" in told(*smoke())
 
 
 def test_vllm_that_is_not_there(smoke):
