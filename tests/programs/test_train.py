@@ -105,7 +105,7 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy, ending, done
         train(config)
 
     run("straight")
-    with pytest.raises((RuntimeError, StopError), match="the disk is full|stopped by SIGTERM"):
+    with pytest.raises((RuntimeError, StopError), match=r"the disk is full|stopped by SIGTERM"):
         run("crashed", ending)
     assert len(rows(tmp_path / "crashed")) == 4  # no measurement is lost
     run("resumed", f"ckpt_path={tmp_path / 'crashed' / 'checkpoints' / 'last.ckpt'}")
