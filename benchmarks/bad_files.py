@@ -693,7 +693,7 @@ def commands() -> list[Input]:
         "group by value": ["optim.optimizer=adam"],
         "whole node": ["rollout.sampling=3"],
     }
-    return [Input("command", name, [*WORDS, *given]) for name, given in found.items()]
+    return [Input("command", name, [*WORDS, *given], name == "run dir is empty") for name, given in found.items()]
 
 
 def environments() -> list[Input]:
