@@ -693,7 +693,7 @@ def commands() -> list[Input]:
         "group by value": ["optim.optimizer=adam"],
         "whole node": ["rollout.sampling=3"],
     }
-    return [Input("command", name, [*WORDS, *given]) for name, given in found.items()]
+    return [Input("command", name, [*WORDS, *given], name == "run dir is empty") for name, given in found.items()]
 
 
 def environments() -> list[Input]:
@@ -755,15 +755,15 @@ def started(given: Input, folder: Path) -> int:
     )
     sweep = [f"hydra.sweep.dir={folder}/run"] if "-m" in given.arguments else []
     sys.argv = [given.program, *(SMALL if train else []), *given.arguments, *own, *sweep]
-    os.chdir(ROOT)
+    os.chdir(folder)  # some inputs write to the working directory
     if given.kind == "environment":  # libraries read it when they are imported
-        os.execv(sys.executable, [sys.executable, *sys.argv])
+        os.execv(sys.executable, [sys.executable, str(ROOT / given.program), *sys.argv[1:]])
     code = 0
     try:
         if given.program.startswith("-m"):
             runpy.run_module("grpo.serve", run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(given.program, run_name="__main__")
+            runpy.run_path(str(ROOT / given.program), run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
