@@ -27,6 +27,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     from grpo.rollout.prompt_limit import longest_prompt
     from grpo.rollout.rollouts import Rollouts
     from grpo.runs.manifest import kept
+    from grpo.system import memory
     from grpo.training.callbacks.evaluation import EvaluationCallback
     from grpo.training.callbacks.preflight import PreflightCallback
     from grpo.training.callbacks.rollout import RolloutCallback
@@ -34,6 +35,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     from grpo.training.module import GRPOModule
 
     quiet()  # again, because importing lightning sets its log levels
+    memory.settle()
     first = rank_zero_only.rank == 0  # with several devices each has a process that runs this file
     check_run(config, first)
     L.seed_everything(config.seed, verbose=False)

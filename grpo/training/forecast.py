@@ -70,6 +70,7 @@ def forecast(
     parts = known(partial(parts_of, make_module, pretrained, plan, engine, prompt_tokens, *settings))
     if parts is None:
         log.info("memory: no forecast for this model")
+    memory.give_back()
     device, cpu = trainer.strategy.root_device, torch.device("cpu")
     for place in dict.fromkeys([device, cpu]) if parts else ():
         here = [part for part in parts if part.size != 0 and (device == cpu or part.host == (place == cpu))]
