@@ -10,7 +10,7 @@ from torch import Tensor
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
-LARGE = 1 << 23  # bytes of an allocation that goes back to the system when it is freed; every page of it is zeroed anew
+LARGE = 1 << 22  # bytes of an allocation that goes back to the system when it is freed; every page of it is zeroed anew
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
