@@ -25,10 +25,12 @@ TRL = {  # settings of GRPOConfig: on a CPU in float32, with our optimizer, and 
 }
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary
     "tiny": (64, 128, 2, 2, 1, 128),
+    "1m": (192, 512, 3, 6, 2, 1024),
     "3m": (256, 688, 4, 8, 4, 128),
     "10m": (384, 1024, 6, 12, 4, 128),
     "30m": (640, 1728, 6, 20, 4, 128),
     "100m": (768, 2048, 14, 12, 4, 8192),
+    "0.5b": (896, 4864, 24, 14, 2, 151936),
     "1b": (2048, 8192, 16, 32, 8, 128256),
     "8b": (4096, 14336, 32, 32, 8, 128256),
 }

@@ -58,12 +58,15 @@ def padded(model: nn.Module, batch: TokenBatch, temperature: float, entropy_grad
     """Return the values of `completion_logprobs` in the padded layout, before the mask."""
     width = batch.completion_width
     positions = (batch.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    # the last prompt token predicts the first completion token. A tensor, since it gives contiguous rows: on a CPU a frozen head
+    # is copied for each row that is not
+    kept = torch.arange(-width - 1, 0, device=batch.ids.device)
     logits = model(
         input_ids=batch.ids,
         attention_mask=batch.attention_mask,
         position_ids=positions,
         use_cache=False,
-        logits_to_keep=width + 1,  # the last prompt token predicts the first completion token
+        logits_to_keep=kept,
     ).logits[:, :-1]  # [B, C, V]
     return of_logits(logits, batch.ids[:, -width:], temperature, entropy_gradient)
 

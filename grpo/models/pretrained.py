@@ -114,7 +114,7 @@ class Pretrained:
             from peft import PeftModel  # takes seconds to import
 
             model = base.model()
-            with told_of_peft(self.path):
+            with read_by_peft(self.path):
                 merged = PeftModel.from_pretrained(model, self.path).merge_and_unload()
             return finite(f"the adapter model.path={self.path}", merged).requires_grad_(True).eval()
         dtype = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
@@ -131,7 +131,7 @@ def base_path(path: str) -> str:
     if (Path(path) / "adapter_config.json").exists():
         from peft import PeftConfig
 
-        with told_of_peft(path):
+        with read_by_peft(path):
             base = PeftConfig.from_pretrained(path).base_model_name_or_path
         if not base:
             raise UserError(f"model.path={path}: its adapter_config.json names no model as base_model_name_or_path")
@@ -140,7 +140,7 @@ def base_path(path: str) -> str:
 
 
 @contextmanager
-def told_of_peft(path: str) -> Iterator[None]:
+def read_by_peft(path: str) -> Iterator[None]:
     """Turn any exception of peft into one line."""
     try:
         yield

@@ -57,6 +57,10 @@ class Part:
     host: bool = False
 
 
+# on a CPU the process's own growth: code that loads later, and holes in the heap. A margin, measured by benchmarks/forecast.py
+LATER = Part("process", 100_000_000)
+
+
 def forecast(
     make_module: Callable[[nn.Module], L.LightningModule],
     pretrained: Pretrained,
@@ -71,11 +75,13 @@ def forecast(
     parts = known(partial(parts_of, make_module, pretrained, plan, engine, prompt_tokens, *settings))
     if parts is None:
         log.info("memory: no forecast for this model")
+    memory.give_back()  # some optimizers compute with real tensors even here
     device, cpu = trainer.strategy.root_device, torch.device("cpu")
     for place in dict.fromkeys([device, cpu]) if parts else ():
         here = [part for part in parts if part.size != 0 and (device == cpu or part.host == (place == cpu))]
         if not here:
             continue
+        here += [LATER] if device == cpu else []
         now, more = memory.held(place), memory.free(place) // (trainer.num_devices if place == cpu else 1)
         phases = {phase: [part for part in here if part.phase in ("", phase)] for phase in PHASES}
         most = {phase: now + sum(part.size or 0 for part in there) for phase, there in phases.items()}
@@ -84,10 +90,11 @@ def forecast(
         log.info("memory: %s in an update, %s in a rollout, of %s on %s: %s", *sizes, place, table)
         for phase, there in phases.items():
             if most[phase] > now + more:
-                largest = sorted(there, key=lambda part: part.size or 0, reverse=True)[:3]
-                remedies = dict.fromkeys(part.remedy for part in largest if part.size)
+                remediable = [part for part in there if part.size and part.remedy]
+                largest = sorted(remediable, key=lambda part: part.size, reverse=True)[:3]
+                remedies = dict.fromkeys(part.remedy for part in largest)
                 log.warning("memory: the %s may not fit; what helps most: %s", phase, ", ".join(remedies))
-    return [Part("so far", memory.held(device)), *parts] if parts else []
+    return [Part("so far", memory.held(device)), *parts, *([LATER] if device == cpu else [])] if parts else []
 
 
 def parts_of(
@@ -117,13 +124,18 @@ def parts_of(
     one_pass = partial(in_a_pass, module, plan, prompt_tokens, there)
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         passing = known(partial(one_pass, optim.layout)) or known(partial(one_pass, "padded"))
+    optimizer_state = known(partial(after_a_step, optimizer))
+    stepping = known(partial(in_a_step, optimizer, there)) or 0
+    if not optim.offload:  # a step begins when the activations are gone
+        stepping = max(0, stepping - (passing.total() if passing else 0))
     shared, lora = hasattr(engine, "shared_bytes"), "adapter=lora"  # shared: vLLM already holds the weights
     parts = [
         Part("weights", 0 if shared else bytes_of(own), "model.dtype=bfloat16"),
         Part("masters", bytes_of([*own, *learned]) - bytes_of(own), lora, host=optim.offload),
-        Part("optimizer", known(partial(after_a_step, optimizer)), "optim=adamw_8bit", host=optim.offload),
+        Part("optimizer", optimizer_state, "optim=adamw_8bit", host=optim.offload),
         Part("reference", bytes_of(copies), lora),
         Part("gradients", bytes_of(gradients), lora, "update", optim.offload),
+        Part("step", stepping, "optim=adamw", "update", optim.offload),
         # gradient buckets of DistributedDataParallel
         Part("buckets", bytes_of(p for p in own if p.requires_grad) if devices > 1 else 0, lora),
         *(Part(name, passing and passing[name], FEWER_TOKENS, "update") for name in ("activations", "logits")),
@@ -169,6 +181,14 @@ def after_a_step(optimizer: Optimizer) -> int:
     return bytes_of(tensor for state in optimizer.state.values() for tensor in state.values())
 
 
+def in_a_step(optimizer: Optimizer, there: Iterable[Tensor]) -> int:
+    """Make a step after the first one, and return the peak bytes of its temporary tensors. there: parameters and gradients."""
+    state = [x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor)]
+    with Live([*there, *state]) as live:
+        optimizer.step()
+    return live.most.total()
+
+
 def in_a_pass(
     module: L.LightningModule, plan: Plan, prompt_tokens: int, there: Iterable[Tensor], layout: Layout
 ) -> Counter[str]:
@@ -212,7 +232,7 @@ class Live(TorchDispatchMode):
     there: earlier tensors, which do not count. A tensor counts as logits if its last dimension is the vocabulary.
     """
 
-    def __init__(self, there: Iterable[Tensor], vocabulary: int) -> None:
+    def __init__(self, there: Iterable[Tensor], vocabulary: int | None = None) -> None:
         super().__init__()
         self.seen, self.vocabulary = {storage_of(tensor) for tensor in there}, vocabulary
         self.now: Counter[str] = Counter()

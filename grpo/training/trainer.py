@@ -9,6 +9,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from grpo.system import memory
 from grpo.system.errors import UserError
 from grpo.system.ranges import Range, enforced
 
@@ -32,6 +33,7 @@ def make_trainer(
     equals that of a single device. kwargs: more arguments of lightning.Trainer.
     Raises UserError for a missing device.
     """
+    memory.settle()
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True, "auto": True}
     if not there.get(accelerator, False):
         usable = ", ".join(name for name, is_there in there.items() if is_there)
