@@ -31,7 +31,7 @@ CASES = {  # the shape, and the settings
     "30m": ("30m", MIDDLE),
     "30m_bf16_padded": ("30m", [*MIDDLE, BF16, "optim.layout=padded"]),
     "100m": ("100m", MIDDLE),
-    "100m_checkpointing": ("100m", [*MIDDLE, AGAIN]),
+    "100m_again": ("100m", [*MIDDLE, AGAIN]),
     "100m_bf16": ("100m", [*MIDDLE, BF16]),
     "100m_bf16_8bit": ("100m", [*MIDDLE, BF16, "optim=adamw_8bit"]),
     "100m_bf16_offload": ("100m", [*MIDDLE, BF16, AGAIN, "optim.offload=true"]),

@@ -58,8 +58,8 @@ def padded(model: nn.Module, batch: TokenBatch, temperature: float, entropy_grad
     """Return the values of `completion_logprobs` in the padded layout, before the mask."""
     width = batch.completion_width
     positions = (batch.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-    # the last prompt token predicts the first completion token. A tensor, since it gives contiguous rows: on a CPU a frozen head
-    # is copied for each row that is not
+    # the last prompt token predicts the first completion token. A tensor gives contiguous rows; with a slice, a CPU copies a
+    # frozen head in bfloat16 once for each row
     kept = torch.arange(-width - 1, 0, device=batch.ids.device)
     logits = model(
         input_ids=batch.ids,

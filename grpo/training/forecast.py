@@ -24,9 +24,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from grpo.engines.builtin.engine import TransformersEngine
+from grpo.engines.builtin.kv_cache import PREFILL_TOKENS
+from grpo.engines.builtin.sampler import LOGITS_PER_DRAW, Draws
 from grpo.engines.protocol import Engine
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.logprobs import Layout, completion_logprobs
+from grpo.models.packed_attention import Packed, attending
 from grpo.models.packing import microbatches
 from grpo.models.pretrained import Pretrained
 from grpo.objectives.batch import TokenBatch
@@ -39,6 +42,7 @@ log = logging.getLogger(__name__)
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # `known` logs it
 
 FEWER_TOKENS = "optim.gradient_checkpointing=true or a lower optim.max_tokens_per_microbatch"
+FEWER_ROWS = "a lower rollout.prompts"
 PHASES = ("update", "rollout")
 
 
@@ -143,8 +147,13 @@ def parts_of(
     if not isinstance(engine, TransformersEngine):
         return [*parts, Part("engine", None, phase="rollout")]
     dtype = torch.bfloat16 if mixed else policy.dtype
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        sampling = known(partial(in_sampling, policy, dtype, plan, prompt_tokens, there))
     cache = known(partial(in_the_cache, policy.config, dtype, plan, prompt_tokens, engine.max_cache_tokens))
-    return [*parts, Part("cache", cache, "a lower rollout.prompts", "rollout")]
+    return [
+        *parts,
+        *(Part(name, size, FEWER_ROWS, "rollout") for name, size in (("cache", cache), ("sampling", sampling))),
+    ]
 
 
 def human(size: int | None) -> str:
@@ -219,6 +228,25 @@ def in_the_cache(config: PretrainedConfig, dtype: torch.dtype, plan: Plan, promp
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     tokens = plan.prompts * (prompt_tokens + plan.group_size * plan.sampling.max_tokens)
     return 2 * config.num_hidden_layers * heads * width * dtype.itemsize * min(tokens, bound)
+
+
+@torch.no_grad()
+def in_sampling(
+    policy: nn.Module, dtype: torch.dtype, plan: Plan, prompt_tokens: int, there: Iterable[Tensor]
+) -> int | None:
+    """Return the peak bytes of the built-in engine besides its cache: it reads prompts, or draws a token for each row."""
+    vocabulary, rows = policy.config.get_text_config().vocab_size, plan.prompts * plan.group_size
+    count = max(1, min(plan.prompts, PREFILL_TOKENS // prompt_tokens))
+    prompts = Packed([[0] * prompt_tokens] * count, [[]] * count, torch.device("cpu"))
+    last = torch.arange(1, count + 1) * prompt_tokens - 1
+    with Live(there) as live:
+        with attending(policy):
+            policy(prompts.ids, position_ids=prompts.positions, plan=prompts, use_cache=False, logits_to_keep=last)
+        logits = next(policy.parameters()).new_empty(rows, vocabulary, dtype=dtype)
+        at_once = logits[: max(1, LOGITS_PER_DRAW // vocabulary)]
+        uniform = at_once.new_empty(len(at_once), dtype=torch.float64)
+        Draws((), plan.sampling, (), torch.device("cpu")).drawn(at_once, uniform, None)
+    return live.most.total()
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:

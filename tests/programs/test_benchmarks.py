@@ -55,3 +55,10 @@ def test_the_script_for_a_gpu_has_no_slips():
     found = results("gpu.py", "--shapes", "tiny")
     assert [result["name"] for result in found][:3] == ["padded", "packed", "shared_prompt"]
     assert all(result["tokens/s"] > 0 for result in found)
+
+
+def test_a_forecast_is_compared_with_a_run():
+    found = results("forecast.py", "--cases", "1m_lora")["1m_lora"]
+    assert found["line"].startswith("memory: ")
+    for phase in ("update", "rollout"):
+        assert found[phase]["measured"] < 1.15 * found[phase]["forecast"] < 1.5 * found[phase]["measured"]

@@ -338,6 +338,7 @@ def test_a_forecast_changes_nothing(smoke, tmp_path):
 
 REAL = [
     pytest.param({}, ["optim.layout=padded", "rollout.group_size=8", "max_tokens=4"], id="small"),
+    pytest.param({}, ["rollout.group_size=64", "max_tokens=4"], marks=SLOW, id="many_rows"),
     pytest.param(
         {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12},
         ["optim.gradient_checkpointing=true", "rollout.group_size=8", "max_tokens=32"],

@@ -41,7 +41,8 @@ class PaddedCache:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         self.cache = DynamicCache(config=self.model.config)
         self.mask = mask
-        logits = self.forward(ids, positions, logits_to_keep=1)
+        last = torch.tensor([-1], device=device)  # a slice would copy a frozen head: see logprobs.padded
+        logits = self.forward(ids, positions, logits_to_keep=last)
         of = torch.tensor([distinct.index(self.prompt_of[i]) for i in wave], device=device)  # [B]
         self.cache.reorder_cache(of)
         self.mask, self.positions = mask[of], positions[of, -1:]

@@ -45,7 +45,7 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     One number per row decides, so a row's draw depends on its own seed only. Sums are in the dtype of `uniform`: float64 if the
     device supports it, since vocabularies are large. Returns [B] int64.
     """
-    cumulative = logits.softmax(-1).cumsum(-1, dtype=uniform.dtype)
+    cumulative = logits.softmax(-1).to(uniform.dtype).cumsum_(-1)  # with dtype=, cumsum makes two tensors of that size
     threshold = uniform[:, None] * cumulative[:, -1:]  # rounding leaves the sum a little off 1
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
