@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
 from grpo.apps.border import check_values
-from grpo.apps.cli import changes, check_model, one_line_errors, quiet, run, save_config, saved_config
+from grpo.apps.cli import check_model, given_arguments, keep_secrets, one_line_errors, quiet, run
 from grpo.apps.composing import CONF
+from grpo.apps.resuming import changes, save_config, saved_config
 from grpo.system.errors import UserError
 from grpo.system.files import write_json
 
@@ -22,7 +22,7 @@ def main(config: DictConfig) -> float:
     """Evaluate, or compare if `compare` is set, with Hydra's configuration."""
     with one_line_errors("eval"):
         check_values(config)
-        return compared(config) if config.compare else evaluate(config, HydraConfig.get().overrides.task)
+        return compared(config) if config.compare else evaluate(config, given_arguments())
 
 
 def compared(config: DictConfig) -> float:
@@ -39,11 +39,9 @@ def compared(config: DictConfig) -> float:
 
 def policy_folder(run: str) -> Path:
     """Return the Hugging Face folder for `run=`: the best policy of a run, the policy of a checkpoint, or the folder itself."""
-    path = Path(run).resolve()
-    beside = (
-        path.with_suffix("") if path.suffix == ".ckpt" else path
-    )  # a checkpoint's policy is in the folder beside it
-    for folder in (path / "checkpoints" / "best", path / "checkpoints" / "last", beside):
+    path = Path(run).absolute()
+    beside = [path.with_suffix(""), path.with_name(f"policy_{path.stem}")] if path.suffix == ".ckpt" else [path]
+    for folder in (path / "checkpoints" / "best", path / "checkpoints" / "last", *beside):
         if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
             return folder
     raise UserError(f"run={run} has no policy: give the folder of a run, its checkpoint, or a Hugging Face folder")
@@ -55,11 +53,11 @@ def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
     Values of the command line win. If the command line chooses a task, the problem settings of the run are not used.
     """
     folder = policy_folder(config.run)
-    trained = folder.parent.parent / "config.yaml"
+    trained = folder.parent.parent
     given = {key: f"{key}={value}" for key, _, value in (o.lstrip("+").partition("=") for o in overrides)}
     problem = [] if "task" in given else ["task", *OmegaConf.load(CONF / "problem" / "default.yaml")]
     with open_dict(config):
-        if trained.exists():
+        if (trained / "config.yaml").exists():
             before = saved_config(trained)
             taken = [key for key in ("model", "renderer", *problem) if key in before]
             config.update({key: before[key] for key in taken})
@@ -86,8 +84,9 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     if config.run:
         config = as_in_run(config, overrides)
     check_values(config)
+    keep_secrets(config)
     folder = Path(config.output_dir)
-    if (folder / "config.yaml").is_file() and (changed := changes(config, folder / "config.yaml")):
+    if (folder / "config.yaml").is_file() and (changed := changes(config, folder)):
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise UserError(
             f"{folder} has an evaluation with other values: {', '.join(changed[:3])}{more}; set hydra.run.dir to a new folder"

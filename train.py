@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from grpo.apps.cli import announce, check_model, check_run, completed, one_line_errors, quiet, run, save_config
+from grpo.apps.cli import announced, check_model, check_run, completed, given_arguments, one_line_errors, quiet, run
+from grpo.apps.resuming import save_config
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(config: DictConfig) -> float | None:
     with one_line_errors("train"):
-        return train(config, HydraConfig.get().overrides.task) if announce(config) else None
+        return train(config, given_arguments()) if (config := announced(config)) else None
 
 
 def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
@@ -30,8 +30,9 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     from grpo.training.callbacks.evaluation import EvaluationCallback
     from grpo.training.callbacks.preflight import PreflightCallback
     from grpo.training.callbacks.rollout import RolloutCallback
-    from grpo.training.forecast import forecast
+    from grpo.training.forecast import Sizes, forecast
     from grpo.training.module import GRPOModule
+    from grpo.training.strategy import shards
 
     quiet()  # again, because importing lightning sets its log levels
     first = rank_zero_only.rank == 0  # with several devices each has a process that runs this file
@@ -51,28 +52,27 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     renderer = instantiate(config.renderer)(tokenizer, prompt_limit.kept)
     examples = {split: prompt_limit.fitting(task, split, renderer) for split in splits}
     loader = PromptLoader(examples["train"], plan.prompts, config.seed)
-    engine = instantiate(config.engine)
+    engine, loggers = instantiate(config.engine), instantiate(config.logger)
     rollouts = Rollouts(plan, task, loader, engine, renderer, algorithm, config.output_dir, config.seed)
     rollout = RolloutCallback(rollouts, Stop(config.max_time))
     evaluation = EvaluationCallback(rollout, evaluator, examples.get(evaluator.split, ()))
     preflight = PreflightCallback(config.preflight, rollout, evaluator, examples)
     callbacks = [rollout, preflight, evaluation, *completed(instantiate(config.callbacks), tokenizer)]  # in this order
-    trainer = instantiate(config.trainer)(callbacks=callbacks, logger=list(instantiate(config.logger).values()))
 
     def module(model) -> GRPOModule:
         policy = with_adapter(model, instantiate(config.adapter))
         return GRPOModule(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, config.seed)
 
+    sizes = Sizes(module, pretrained, plan, engine, lambda: longest_prompt(task, examples["train"], renderer))
+    trainer = instantiate(config.trainer)(callbacks=callbacks, logger=[*loggers.values()], needs=sizes.needed)
     if config.forecast and first:
-        longest = longest_prompt(task, examples["train"], renderer)
-        preflight.parts = forecast(module, pretrained, plan, engine, longest, trainer)
+        preflight.parts = forecast(sizes, trainer)
     if config.forecast == "only":
         return None
-    if first:
-        save_config(config)
+    save_config(config)
     noted = (evaluation.progress, preflight.facts)
     with kept(config.output_dir, overrides, config.seed, examples, *noted), rollout.stop.during():
-        trainer.fit(module(pretrained.model()), rollout.batches, ckpt_path=config.ckpt_path, weights_only=False)
+        trainer.fit(module(pretrained.model(mapped=shards(trainer))), rollout.batches, ckpt_path=config.ckpt_path)
     return evaluation.accuracy
 
 

@@ -31,6 +31,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from grpo.apps.demo_model import SHIPPED
+from grpo.training.checkpoints import PlainCheckpoints
 
 ROOT = Path(__file__).parents[1]
 HERE = Path(tempfile.gettempdir()) / f"bad_files_{os.getpid()}"
@@ -549,35 +550,55 @@ def tasks() -> list[Input]:
 
 
 def checkpoints(run: Path) -> list[Input]:
-    good = (run / "checkpoints" / "last.ckpt").read_bytes()
-    whole = torch.load(run / "checkpoints" / "last.ckpt", weights_only=False)
+    good = (run / "checkpoints" / "last.ckpt").resolve()
+    whole = PlainCheckpoints().load_checkpoint(good)
     found = []
 
-    def saved(name: str, checkpoint: object) -> Path:
+    def pickled(name: str, checkpoint: object) -> Path:
         file = written(f"checkpoints/{name}.ckpt", b"")
         torch.save(checkpoint, file)
         return file
 
+    def damaged(name: str, file: str, content: bytes | None) -> Path:
+        folder = HERE / "damaged" / name / "00001.ckpt"
+        shutil.copytree(good, folder)
+        (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
+        return folder
+
+    tensors = (good / "tensors.safetensors").read_bytes()
+    middle = len(tensors) // 2
+    flipped = tensors[:middle] + bytes([tensors[middle] ^ 1]) + tensors[middle + 1 :]
     files = {
         "missing": "/nowhere.ckpt",
-        "a folder": run / "checkpoints",
+        "a folder": run / "rollouts",
+        "of safetensors": run / "checkpoints" / "last" / "model.safetensors",
+        "a null device": "/dev/null",
+        "empty tensors": damaged("empty", "tensors.safetensors", b""),
+        "cut tensors": damaged("cut", "tensors.safetensors", tensors[:middle]),
+        "a flipped bit": damaged("bit", "tensors.safetensors", flipped),
+        "no tensors": damaged("none", "tensors.safetensors", None),
+        "a state of text": damaged("text", "state.json", b"hello"),
+        "no checksums": damaged("unsummed", "sha256.json", None),
+        "checksums of text": damaged("sums", "sha256.json", b"[1, 2]"),
+        "a pickle": pickled("pickle", whole),
+    }
+    trusted = {
         "empty": written("checkpoints/empty.ckpt", b""),
-        "cut": written("checkpoints/cut.ckpt", good[: len(good) // 2]),
+        "cut": written("checkpoints/cut.ckpt", pickled("whole", whole).read_bytes()[:9999]),
         "a text": written("checkpoints/text.ckpt", "hello"),
         "noise": written("checkpoints/noise.ckpt", os.urandom(9999)),
-        "an empty dict": saved("dict", {}),
-        "a list": saved("list", [1]),
-        "a tensor": saved("tensor", torch.zeros(3)),
-        "of safetensors": run / "checkpoints" / "last" / "model.safetensors",
-        "without a state": saved("stateless", {k: v for k, v in whole.items() if k != "state_dict"}),
-        "without an optimizer": saved("optimizerless", {k: v for k, v in whole.items() if k != "optimizer_states"}),
-        "without loops": saved("loopless", {k: v for k, v in whole.items() if k != "loops"}),
-        "without callbacks": saved("callbackless", {k: v for k, v in whole.items() if k != "callbacks"}),
-        "NaN weights": saved("nan", whole | {"state_dict": {k: v * torch.nan for k, v in whole["state_dict"].items()}}),
-        "a null device": "/dev/null",
+        "an empty dict": pickled("dict", {}),
+        "a list": pickled("list", [1]),
+        "a tensor": pickled("tensor", torch.zeros(3)),
+        "without a state": pickled("stateless", {k: v for k, v in whole.items() if k != "state_dict"}),
+        "without callbacks": pickled("callbackless", {k: v for k, v in whole.items() if k != "callbacks"}),
+        "NaN weights": pickled(
+            "nan", whole | {"state_dict": {k: v * torch.nan for k, v in whole["state_dict"].items()}}
+        ),
     }
-    for name, file in files.items():
-        found.append(Input("checkpoint", name, [*WORDS, f"ckpt_path={file}", "rollout.num_rollouts=2"]))
+    for name, file in {**files, **trusted}.items():
+        more = ["resume.trust=true"] if name in trusted else []
+        found.append(Input("checkpoint", name, [*WORDS, *more, f"ckpt_path={file}", "rollout.num_rollouts=2"]))
     last = f"ckpt_path={run}/checkpoints/last.ckpt"
     for name, more in {
         "of another adapter": ["adapter=lora"],

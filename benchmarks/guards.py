@@ -45,7 +45,10 @@ def main() -> None:
     given = parser.parse_args()
     quiet()
     seconds(["preflight=on", *given.overrides, "rollout.num_rollouts=1"])  # the first run imports and warms up
-    found = {kind: [seconds([*more, *given.overrides]) for _ in range(given.cycles)] for kind, more in KINDS.items()}
+    found: dict[str, list] = {kind: [] for kind in KINDS}
+    for _ in range(given.cycles):
+        for kind, more in KINDS.items():
+            found[kind].append(seconds([*more, *given.overrides]))
     base = median(spent for spent, _ in found["neither"])
     for kind, runs in found.items():
         spent = median(spent for spent, _ in runs)

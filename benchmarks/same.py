@@ -25,6 +25,8 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
 
+from grpo.training.checkpoints import PlainCheckpoints
+
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data"))
 LEFT_OUT = ("time/", "tokens/s", "memory/")
@@ -71,7 +73,7 @@ def cpu_seconds() -> float:
 def left(folder: Path) -> dict[tuple, Any]:
     """Return each number, text and tensor that a run left, by its place: the file, the column or name, and so on."""
     metrics = pd.read_csv(folder / "metrics.csv", dtype=str, keep_default_na=False).to_dict("list")
-    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", map_location="cpu", weights_only=False)
+    checkpoint = PlainCheckpoints().load_checkpoint(folder / "checkpoints" / "last.ckpt")
     found = {
         "metrics.csv": {name: column for name, column in metrics.items() if not name.startswith(LEFT_OUT)},
         "last.ckpt": {name: checkpoint[name] for name in ("state_dict", "optimizer_states")},

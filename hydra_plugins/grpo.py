@@ -23,6 +23,7 @@ from grpo.apps.sweep.jobs import Job, quoted
 from grpo.apps.sweep.sweep import Sweep, places
 from grpo.system.errors import UserError
 
+ASK = 300.0  # seconds for torch to start and to count the GPUs
 OF_THE_SWEEP = re.compile(r"[+~]*hydra(/launcher|[.]launcher|/sweeper|[.]sweeper|[.]sweep[.]|[.]mode|[.]run[.])")
 
 
@@ -112,6 +113,10 @@ def devices() -> list[str]:
     if not any(Path("/dev", driver).exists() for driver in ("nvidiactl", "dxg", "kfd")):  # NVIDIA, WSL, AMD
         return []
     ask = "import torch; print(torch.cuda.device_count())"  # in a process of its own, so that the sweep need not import torch
-    count = int(subprocess.run([sys.executable, "-c", ask], stdout=subprocess.PIPE, check=True).stdout)
+    try:
+        count = int(subprocess.run([sys.executable, "-c", ask], stdout=subprocess.PIPE, check=True, timeout=ASK).stdout)
+    except subprocess.TimeoutExpired:
+        line = f"torch did not count this machine's GPUs within {ASK:g} s"
+        raise UserError(f"{line}: see whether nvidia-smi answers, or set hydra.launcher.jobs") from None
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [name.strip() for name in named.split(",")][:count] if named else [str(i) for i in range(count)]

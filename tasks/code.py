@@ -25,8 +25,9 @@ def passes(
     unconfined: bool = False,
     **columns: Any,
 ) -> list[Reward]:
-    """1 for a program that passes all tests of its row within the limits; see `programs.code_verdict`.
+    """1 for a program that passes all tests of its row within the limits, NaN if the tests cannot run; see `code_verdict`.
 
+    Parts: program_timeout, and tricks, 1 for a program with the marks of a trick, which changes no reward.
     unconfined: run it even if the machine can only limit time and memory.
     """
     limits = sandbox.ProgramLimits(seconds=seconds, memory_mb=memory_mb)
@@ -35,9 +36,10 @@ def passes(
         row = {name: values[i] for name, values in columns.items()}
         verdict = code_verdict(text_of(completion), row, limits, bool(continuation and continuation[i]), unconfined)
         right = verdict.outcome == "right"
-        value = float("nan") if verdict.outcome == "timeout" else float(right)
+        value = float("nan") if verdict.outcome in ("timeout", "error") else float(right)
         ending = verdict.result.ending if verdict.result else None
-        found.append(Reward(value, right, {"program_timeout": float(ending == "timeout")}, verdict.outcome))
+        parts = {"program_timeout": float(ending == "timeout"), "tricks": float(bool(verdict.marks))}
+        found.append(Reward(value, right, parts, verdict.outcome))
     return found
 
 

@@ -51,10 +51,9 @@ def solved(
     found = []
     for completion, given, wanted in zip(completions, numbers, target, strict=True):
         expression = answer(text_of(completion))
-        plain = (expression or "").translate({0xD7: "*", 0xF7: "/"})  # the signs that schools use
+        plain = _plain(expression)
         right = (
-            len(plain) <= LONGEST
-            and EXPRESSION.fullmatch(plain) is not None
+            _is_expression(plain)
             and value(plain) == int(wanted)
             and sorted(map(int, re.findall("[0-9]+", plain))) == sorted(map(int, given))
         )
@@ -64,8 +63,16 @@ def solved(
 
 
 def form(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """1 for an expression that `answer` finds."""
-    return [float(answer(text_of(completion)) is not None) for completion in completions]
+    """1 for an expression that `answer` finds, whatever its numbers and its value."""
+    return [float(_is_expression(_plain(answer(text_of(completion))))) for completion in completions]
+
+
+def _plain(expression: str | None) -> str:
+    return (expression or "").translate({0xD7: "*", 0xF7: "/"})  # the signs that schools use
+
+
+def _is_expression(plain: str) -> bool:
+    return len(plain) <= LONGEST and EXPRESSION.fullmatch(plain) is not None
 
 
 def draw(rng: random.Random, count: int, largest: int) -> Example:

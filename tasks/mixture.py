@@ -9,6 +9,7 @@ from grpo.env.scoring import score_group
 from grpo.env.types import Claim, Env, Example, Reward, Split, Task, Trajectory, build
 from grpo.system.errors import UserError
 from grpo.system.ranges import Positive, enforced
+from grpo.system.states import set_states, states_of
 
 
 def shares(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
@@ -65,6 +66,13 @@ class Mixture:
             parts = {f"{source}/{name}": value for name, value in {**reward.parts, **own}.items()}
             found.append(replace(reward, parts=parts))
         return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the sources that have one."""
+        return states_of(self.tasks)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        set_states(self.tasks, state)
 
     def claims(self, example: Example, trajectory: Trajectory) -> Claim | None:
         ask = getattr(self.tasks[example["source"]], "claims", None)

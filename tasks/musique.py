@@ -121,9 +121,9 @@ def search_of(paragraphs: tuple[Paragraph, ...], k: int) -> Callable[[str], str]
 
 def normalised(text: str) -> str:
     """Return the text normalised as in SQuAD's evaluation (arXiv 1606.05250), which MuSiQue uses: lower case, without ASCII
-    punctuation, articles and extra white space."""
+    punctuation, articles and extra white space. A text of nothing else is kept: otherwise "!" would equal "The The"."""
     bare = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split()) or text.lower()
 
 
 def em(answer: str, golds: Sequence[str]) -> float:

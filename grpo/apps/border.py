@@ -27,9 +27,11 @@ KEYS = [  # types, and the keys that have them
     (Literal["on", "warn", "off", "only"], "preflight"),
     (Literal["stop", "warn"], "alarms"),
     (str, "output_dir host device optim.schedule.name logger.wandb.project warm_start.worked_answers"),
-    (str | None, "ckpt_path run max_time"),
-    (Literal["auto"] | None, "resume"),
+    (str | None, "ckpt_path replay run max_time api_key"),
+    (bool, "resume.auto resume.trust"),
+    (Literal["refuse", "allow"], "resume.changes"),
     (str | list[str] | dict[str, str | list[str]] | None, "compare"),
+    (list[str], "weights_from"),
     (r.Count, "max_tokens max_turns adapter.r"),
     (r.Whole, "optim.schedule.num_warmup_steps warm_start.clean_steps"),
     (r.Whole | None, "after"),
@@ -51,6 +53,12 @@ KEYS = [  # types, and the keys that have them
     (r.SomeShare | None, "engine.args.gpu_memory_utilization"),
     (bool | None, "engine.args.enforce_eager"),
     (Literal["online", "offline", "disabled"], "logger.wandb.mode"),
+    (r.Whole, "deployment.server_nodes deployment.max_restarts"),
+    (r.Count, "deployment.servers_per_node deployment.server_devices"),
+    (r.Port, "deployment.port"),
+    (str, "deployment.time"),
+    (str | None, "deployment.partition deployment.account deployment.image"),
+    (list[str], "deployment.setup"),
 ]
 TABLE = {key: kind for kind, keys in KEYS for key in keys.split()}
 INSTEAD = {  # what to set -> arguments of lightning.Trainer that would break the loop, or do nothing
@@ -64,7 +72,7 @@ INSTEAD = {  # what to set -> arguments of lightning.Trainer that would break th
     "eval.on_start": "num_sanity_val_steps",
     "callbacks": "callbacks enable_checkpointing enable_progress_bar enable_model_summary barebones log_every_n_steps",
     "logger": "logger",
-    "trainer.devices": "strategy use_distributed_sampler",
+    "trainer.devices": "use_distributed_sampler",
 }
 
 

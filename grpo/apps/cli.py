@@ -22,11 +22,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo.apps.border import check_values
 from grpo.apps.composing import CONF, composed
+from grpo.apps.resuming import MOVED, check_resumed, continued, has_checkpoint, is_over, with_those_of_the_run
 from grpo.apps.sweep import sweep
 from grpo.env.types import Task
-from grpo.moved import today
 from grpo.system import witness
 from grpo.system.errors import UserError
+from grpo.system.files import write_text
+from grpo.system.secrets import guard_logs, hidden, learn, masked_argument, masked_values
 from grpo.system.settings import flat
 
 if TYPE_CHECKING:  # --help needs no torch
@@ -34,13 +36,13 @@ if TYPE_CHECKING:  # --help needs no torch
 
 log = logging.getLogger(__name__)
 
-MOVED = {  # old key -> new key
-    "warm_start.worked_answers": "model.path.worked_answers._target_",
-    "warm_start.clean_steps": "model.path.clean_steps",
-}
-
 # The user's own setting. `run` sets HYDRA_FULL_ERROR as well, and the processes of further devices inherit that.
 FULL_ERROR = os.environ.setdefault("GRPO_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "0")) == "1"
+
+
+def given_arguments() -> list[str]:
+    """Return the arguments of the command line, with references such as ${oc.env:NAME} as they were given."""
+    return OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
 
 
 def in_sweep() -> bool:
@@ -52,12 +54,16 @@ def run(main: Callable[[], object], config_name: str) -> None:
     """Call a `hydra.main` function. Mistakes end the program with one line, or with a traceback if HYDRA_FULL_ERROR=1 is set."""
     quiet()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
+    if config_name == "train":
+        sys.argv[1:] = with_those_of_the_run(sys.argv[1:])
+        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
+            sys.argv.append("hydra.output_subdir=null")  # the first process writes Hydra's record
     with one_line_errors(config_name), sweep.reported():
-        arguments = get_args_parser().parse_args()
-        if arguments.help:
+        given = get_args_parser().parse_args()
+        if given.help:
             from grpo.apps.help import USAGE, described
 
-            print(USAGE, described(config_name, arguments.overrides), sep="\n\n")
+            print(USAGE, described(config_name, given.overrides), sep="\n\n")
         else:
             witness.watch()
             main()
@@ -76,7 +82,7 @@ def one_line_errors(config_name: str) -> Iterator[None]:
         if FULL_ERROR or (line := explain(error, config_name, sys.argv[1:])) is None:
             raise
         known = next((cause for cause in chain(error) if isinstance(cause, UserError)), UserError())
-        print(f"{known.kind}{line}", file=sys.stderr)
+        print(f"{known.kind}{hidden(line)}", file=sys.stderr)
         sys.exit(known.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -157,40 +163,35 @@ def make_task(overrides: Sequence[str], path: str) -> Task:
     return instantiate(config)
 
 
-def changes(config: DictConfig, before: Path) -> list[str]:
-    """Return the differences from the configuration saved in `before`, each as 'key=now (was then)'."""
-    now, then = (flat(OmegaConf.to_container(c, resolve=True)) for c in (config, saved_config(before)))
-    then = {key: today(value) if key.endswith("_target_") else value for key, value in then.items()}
-    others = ("output_dir", "ckpt_path", "resume", "max_time", "preflight", "callbacks", "logger", *MOVED)
-    keys = [key for key in now | then if not key.startswith(others)]
-    return [f"{key}={now.get(key)} (was {then.get(key)})" for key in keys if now.get(key) != then.get(key)]
-
-
-def saved_config(file: Path) -> DictConfig:
-    """Return the configuration that a run has saved. Raises UserError if the file is damaged."""
-    try:
-        found = OmegaConf.load(file)
-    except Exception as error:  # a parser may raise anything
-        found, reason = None, f": {' '.join(str(error).split())[:200]}"
-    if not isinstance(found, DictConfig) or "task" not in found:
-        raise UserError(f"{file} is no configuration of a run{'' if found is not None else reason}")
-    return found
-
-
 def check_run(config: DictConfig, first: bool) -> None:
     """Check all values, the output folder and a resumed checkpoint before anything is created. Raises UserError.
 
     first: whether this is the first of the run's processes, which owns the output folder.
     """
     check_values(config)
+    keep_secrets(config)
     folder = Path(config.output_dir).resolve()
-    in_place = config.ckpt_path and folder in Path(config.ckpt_path).resolve().parents
-    if first and (folder / "config.yaml").exists() and not in_place and not config.resume:
+    given = config.ckpt_path and Path(config.ckpt_path).resolve()
+    processes = config.trainer.num_nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ
+    if processes and not any(word.startswith("hydra.run.dir=") for word in sys.argv):
+        raise UserError("each process would make a folder of its own: set hydra.run.dir to one that all of them see")
+    in_place = given and folder in (given, *given.parents)
+    if first and (folder / "config.yaml").exists() and not in_place and not config.resume.auto:
         raise UserError(
             f"{config.output_dir} already has a run: set hydra.run.dir to a new folder, or resume that run with "
-            f"ckpt_path={config.output_dir}/checkpoints/last.ckpt"
+            f"ckpt_path={config.output_dir}"
         )
     check_resumed(config)
+
+
+def keep_secrets(config: DictConfig) -> None:
+    """Mask secrets of configuration, command line and environment in the logs, and in Hydra's record in the output folder."""
+    values = flat(OmegaConf.to_container(config, resolve=True))
+    learn([*sys.argv[1:], *(f"{key}={value}" for key, value in values.items())])
+    guard_logs()
+    for file in Path(config.output_dir, ".hydra").glob("*.yaml"):
+        record = masked_values(OmegaConf.to_container(OmegaConf.load(file)), masked_argument)
+        write_text(file, OmegaConf.to_yaml(OmegaConf.create(record)))
 
 
 def check_model(pretrained: "Pretrained", config: DictConfig) -> None:
@@ -206,44 +207,39 @@ def check_model(pretrained: "Pretrained", config: DictConfig) -> None:
             raise UserError(f"{key}: the model has no token {outside[0]}, only 0 to {last}")
 
 
-def announce(config: DictConfig) -> bool:
-    """Check all values, and print what will be trained and where, before the large libraries load, which takes seconds.
+def announced(config: DictConfig) -> DictConfig | None:
+    """Print what will be trained and where, before the large libraries load, which takes seconds. All values are checked.
 
-    Returns whether there is something to train: False if resume=auto names a run that has finished.
+    Returns the configuration, which is that of the resumed run with the command line on top; None if resume=auto names a run
+    that has finished, or after replay.
     """
     check_values(config)
-    if not (rank := os.environ.get("LOCAL_RANK", "0")).isdecimal():
-        raise UserError(f"LOCAL_RANK={rank} in the environment is no number: unset it")
-    over = bool(config.resume) and continued(config)
-    if int(rank) or in_sweep():
-        return True
-    if over:
-        print(f"this run has finished: {config.output_dir}")
-        return False
-    if config.ckpt_path:
+    name = next((name for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), "")
+    if not (rank := os.environ.get(name, "0")).isdecimal():
+        raise UserError(f"{name}={rank} in the environment is no number: unset it")
+    if config.resume.auto and not config.ckpt_path and has_checkpoint(Path(config.output_dir)):
+        config.ckpt_path = config.output_dir
+    if config.ckpt_path or config.replay:
+        config = continued(config, given_arguments())
+        check_values(config)
+    if config.replay:
+        from grpo.apps.replay import replay  # imports torch
+
+        quiet()
+        replay(config)
+        return None
+    said = not int(rank) and not in_sweep()
+    if config.resume.auto and is_over(config):
+        if said:
+            print(f"this run has finished: {config.output_dir}")
+        return None
+    if said and config.ckpt_path:
         print(f"resuming {config.ckpt_path}", flush=True)
-    chosen = HydraConfig.get().runtime.choices
-    what = " ".join(f"{group}={chosen[group]}" for group in ("task", "model", "algo"))
-    print(f"training: {what}, written to {config.output_dir}", flush=True)
-    return True
-
-
-def continued(config: DictConfig) -> bool:
-    """Set ckpt_path to the checkpoint in the output folder, if there is one. Returns whether that run has already learned from as
-    many rollouts as the configuration asks for."""
-    from grpo.runs.runs import Run  # imports pandas
-
-    newest = Path(config.output_dir, "checkpoints", "last.ckpt")
-    if not config.ckpt_path and newest.exists():
-        config.ckpt_path = str(newest)
-    found = Run(config.output_dir).manifest
-    return found.get("status") == "finished" and found.get("rollouts", 0) >= config.rollout.num_rollouts
-
-
-def save_config(config: DictConfig) -> None:
-    """Create the output folder and write the resolved configuration to its config.yaml."""
-    Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, Path(config.output_dir) / "config.yaml", resolve=True)
+    if said:
+        chosen = HydraConfig.get().runtime.choices
+        what = " ".join(f"{group}={chosen[group]}" for group in ("task", "model", "algo"))
+        print(f"training: {what}, written to {config.output_dir}", flush=True)
+    return config
 
 
 def completed(parts: Mapping[str, Any], *missing: object) -> list[Any]:
@@ -251,50 +247,9 @@ def completed(parts: Mapping[str, Any], *missing: object) -> list[Any]:
     return [part(*missing) if isinstance(part, partial) else part for part in parts.values()]
 
 
-def check_resumed(config: DictConfig) -> None:
-    """Warn about values that differ from those of the resumed run: a forgotten argument would change the run unnoticed."""
-    if not config.ckpt_path:
-        return
-    checkpoint = Path(config.ckpt_path)
-    if not checkpoint.is_file():
-        raise UserError(f"ckpt_path={checkpoint} is not a file: give checkpoints/last.ckpt of a run")
-    check_whole(checkpoint)
-    before = checkpoint.resolve().parents[1] / "config.yaml"
-    if before.is_file() and (changed := changes(config, before)):
-        if other := [line for line in changed if line.startswith("optim.optimizer._target_=")]:
-            fix = "resume with that one, or start from the run's policy by model=path model.path=RUN/checkpoints/last"
-            raise UserError(f"ckpt_path={checkpoint} has the state of another optimizer: {other[0]}; {fix}")
-        log.warning("resuming with other values: %s", ", ".join(changed))
-
-
-def check_whole(checkpoint: Path) -> None:
-    """Raises UserError if a file is damaged or no checkpoint of a run. The tensors are not read."""
-    import torch
-
-    advice = "give checkpoints/last.ckpt of a run, or one of an earlier rollout"
-    try:
-        found = torch.load(checkpoint, map_location="cpu", weights_only=False, mmap=True)
-    except Exception as error:  # a damaged file may raise anything
-        raise UserError(
-            f"ckpt_path={checkpoint} is damaged or no checkpoint ({type(error).__name__}): {advice}"
-        ) from error
-    parts = {
-        "state_dict",
-        "optimizer_states",
-        "lr_schedulers",
-        "loops",
-        "callbacks",
-        "pytorch-lightning_version",
-        "policy_shapes",
-    }
-    if lacking := parts - (found.keys() if isinstance(found, dict) else set()):
-        raise UserError(
-            f"ckpt_path={checkpoint} is no checkpoint of a run, it lacks {', '.join(sorted(lacking))}: {advice}"
-        )
-
-
 def quiet() -> None:
     """Silence messages of libraries that a user cannot act on: advertising, and advice for other kinds of setups."""
+    logging.raiseExceptions = False  # a log file on a full disk is no reason for a traceback
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers reads it, too
     for name in ("lightning.pytorch", "lightning.fabric", "httpx", "httpx2", "huggingface_hub", "alembic"):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from hydra.utils import instantiate
 from platformdirs import user_cache_path
 from rich.progress import track
@@ -36,6 +36,7 @@ from transformers.utils import logging
 from grpo.apps.composing import composed
 from grpo.env.messages import Message
 from grpo.env.types import State
+from grpo.system.errors import UserError
 from grpo.system.files import replacing, write_json
 from grpo.system.ranges import Positive, Share, Whole
 
@@ -43,6 +44,7 @@ RECIPE = 3  # increase it when a change of this file changes the model
 SHIPPED = Path(__file__).with_name("demo_models")
 BATCH = 32
 WARM_UP = 20  # steps
+LOCKED = 3600.0  # seconds for another process to make the same model, which takes minutes
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 CALL = ("<tool_call>", "</tool_call>")  # tokens, but not special ones, which are left out when a completion is decoded
 # pieces: a box's opening, a digit, a word with its spaces (a number has no space), punctuation, white space
@@ -255,9 +257,13 @@ def tiny_folder(
     folder = parent / name
     if not folder.exists():
         parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):  # the jobs of a sweep need the same model
-            if not folder.exists():
-                make(folder)
+        try:
+            with FileLock(f"{folder}.lock", LOCKED):  # the jobs of a sweep need the same model
+                if not folder.exists():
+                    make(folder)
+        except Timeout:
+            line = f"another process holds {folder}.lock for {LOCKED:g} s, to make the demo's model"
+            raise UserError(f"{line}: end that process, and repeat the command") from None
     return str(folder)
 
 

@@ -29,7 +29,7 @@ Group Relative Policy Optimization of language models.
   python train.py algo=dr_grpo rollout.num_rollouts=100 optim.optimizer.lr=5e-5
   python train.py algo=gspo algo/kl=loss       a preset, changed on one axis (docs/algorithms.md)
   python train.py -m algo=grpo,dr_grpo seed=0,1         a sweep: every combination
-  python train.py ckpt_path=RUN/checkpoints/last.ckpt    resume a run; give its arguments again
+  python train.py ckpt_path=RUN                resume a run, with its own settings
   python eval.py run=RUN eval.samples=8 eval.sampling.temperature=1
   python eval.py run=RUN hydra.run.dir=FOLDER  repeated: resumes an interrupted evaluation
   python eval.py compare=RUN_A,RUN_B           two runs on the same problems: interval, p-value

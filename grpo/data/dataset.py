@@ -147,7 +147,8 @@ class Dataset:
             if split in self.held_out:
                 hint = f"raise task.held_out.{split}, which is {self.held_out[split]}, or give more rows"
             elif removed["held out"]:
-                hint = "they are in the test or validation rows too; a single file for all splits needs task.held_out.test=0.1"
+                hint = "they are in the test or validation rows too; if these are the same file, set task.splits.validation=null"
+                hint += " and task.held_out.test=0.1"
             counts = f"{read} read, {told or 'none for it'}"
             raise UserError(f"task.path={self.path} has no rows for the split {split!r}: {counts}; {hint}")
         if split in self.held_out:

@@ -7,14 +7,16 @@ import torch
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Engine
+from grpo.system.ranges import Count
 
 log = logging.getLogger(__name__)
 
 
-def auto_engine(path: str) -> Engine:
+def auto_engine(path: str, devices: Count = 1, nodes: Count = 1) -> Engine:
     """Return vLLM if there is a GPU and vLLM is installed, else the built-in engine; the log says which.
 
-    path: the model that vLLM loads. The built-in engine does not use it: it samples from the model being trained.
+    path: the model that vLLM loads; devices, nodes: the trainer's. The built-in engine needs none of them, since it samples from
+    the model being trained.
     """
     there = {"GPU": torch.cuda.is_available(), "vllm": find_spec("vllm") is not None}
     if missing := [name for name in there if not there[name]]:
@@ -23,4 +25,4 @@ def auto_engine(path: str) -> Engine:
     from grpo.engines.vllm.engine import VLLMEngine
 
     log.info("engine: vLLM (engine=vllm)")
-    return VLLMEngine(path)
+    return VLLMEngine(path, devices=devices, nodes=nodes)

@@ -47,6 +47,7 @@ class Engine(Protocol):
 
     apart: True if its weights do not share memory with the policy's, so that it may sample while the policy learns.
     in_flight: True if it takes new weights from another thread while it samples, and reports which weights drew each token.
+    unwanted: the server sets it to a set before each call, and adds prompts whose completions nobody needs: they may end early.
     sleep(): called before an update; frees the memory that it can spare until the next load or sample.
     """
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from grpo.system.distributed import full, is_sharded
 from grpo.system.errors import UserError
 from grpo.system.pieces import in_pieces
 
@@ -30,8 +31,14 @@ def eos_token_ids(path: str, default: int | list[int] | None) -> list[int]:
 def checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors as in the base model's checkpoint; a PEFT adapter is merged into copies, one layer at a time.
 
-    Merging in place and undoing it is not exact in floating point: the trainer's weights would drift.
+    Merging in place and undoing it is not exact in floating point: the trainer's weights would drift. The tensors of a sharded
+    model are whole, one at a time, so all ranks must take them; they have the number type of the model's files.
     """
+
+    def whole(tensor: Tensor) -> Tensor:
+        low = is_sharded(model) and tensor.is_floating_point()
+        return full(tensor.detach().to(getattr(model, "stored_in", tensor.dtype)) if low else tensor)
+
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     ends = (base.get_input_embeddings(), base.get_output_embeddings())
     if base.config.tie_word_embeddings and any(hasattr(end, "base_layer") for end in ends):
@@ -43,11 +50,13 @@ def checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if name in again:
             continue
         if adapted:
-            layer = deepcopy(base.get_submodule(owner))
+            part = base.get_submodule(owner)
+            known = {id(p): nn.Parameter(whole(p), False) for p in part.parameters()} if is_sharded(model) else {}
+            layer = deepcopy(part, known)
             layer.merge()
             yield f"{owner}.{leaf}", layer.get_base_layer().state_dict()[leaf]
         elif "lora_" not in name:
-            yield name, tensor
+            yield name, whole(tensor)
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:

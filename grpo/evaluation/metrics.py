@@ -1,11 +1,12 @@
 """Computes the metrics of an evaluation, each with its interval."""
 
+import asyncio
 import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from math import comb
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ import pandas as pd
 from grpo.env.types import Claim, Example, Task
 from grpo.evaluation.statistics import Estimate, mean_interval
 from grpo.rewards.math.answers import equal
+from grpo.rollout.engine_queue import beside
 from grpo.rollout.metrics import conversation, is_conversation
 from grpo.rollout.rewarding import THREADS
-from grpo.rollout.types import Group, Sample
+from grpo.rollout.types import TIMEOUT, Group, Sample
+from grpo.system.calls import Calls
 from grpo.system.errors import told
 from grpo.system.metrics import about, name_of_part
 
@@ -73,16 +76,11 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
     """
     claims, failures = getattr(task, "claims", None), []
 
-    def claim_of(sample: Sample) -> Claim | None:
-        try:
-            return claims(sample.example, sample.trajectory) if claims and sample.trajectory.steps else None
-        except Exception as error:  # the user's code failed; the evaluation works without it
-            failures.append(told(error))
-            return None
-
-    def of(sample: Sample) -> dict[str, Any]:
+    def of(sample: Sample, claim: Claim | BaseException | None) -> dict[str, Any]:
         found: dict[str, Any] = values_of(sample.example, by)
-        if claim := claim_of(sample):
+        if isinstance(claim, BaseException):  # the user's code failed or hangs; the evaluation works without it
+            failures.append(told(claim))
+        elif claim:
             found["answer"] = claim.answer
             if sample.reward.known and claim.lenient is not None:
                 found["correct_lenient"] = sample.reward.correct or claim.lenient
@@ -91,9 +89,23 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
             found |= {f"eval/{name}": counts[name] for name in COUNTS}
         return found
 
-    with ThreadPoolExecutor(THREADS) as pool:  # each thread waits for one of several processes that do algebra
-        submitted = [pool.map(of, group) for group in groups]
-    rows = [list(found) for found in submitted]
+    async def all_rows() -> list[list[dict[str, Any]]]:
+        calls = Calls(
+            THREADS, f"claims of {type(task).__name__}"
+        )  # threads: each waits for a process that does algebra
+
+        async def row(sample: Sample) -> dict[str, Any]:
+            claim = None
+            if claims and sample.trajectory.steps:
+                claim = await calls.run(object(), TIMEOUT, claims, sample.example, sample.trajectory)
+            return of(sample, claim)
+
+        try:
+            return await asyncio.gather(*(asyncio.gather(*map(row, group)) for group in groups))
+        finally:
+            calls.close()
+
+    rows = beside(all_rows, Thread.join)
     if failures:
         log.warning("claims failed on %d samples, the first: %s; no accuracy_lenient", len(failures), failures[0])
     names = dict.fromkeys(name for group in rows for row in group for name in row)

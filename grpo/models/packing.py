@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.trusted import objection
 from grpo.objectives.batch import TokenBatch
+from grpo.system.distributed import computes_in, one_pass
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +72,11 @@ def disagreement(model: nn.Module, layout: Layout, kernel: str) -> str:
     1e-4 in float32, or their mean at most 0.1 in 16 bits."""
     batch = few_tokens(model)
     with torch.autocast(batch.ids.device.type, enabled=False):
-        exact, _ = completion_logprobs(model, batch, 1.0)
-        got, _ = completion_logprobs(model, batch, 1.0, layout=layout, kernel=kernel)
+        exact, _ = one_pass(model, completion_logprobs, batch, 1.0)
+        got, _ = one_pass(model, completion_logprobs, batch, 1.0, False, layout, kernel)
     gaps = (got - exact)[batch.mask].abs()
     # in 16 bits, neighbouring numbers are 0.06 to 0.25 apart if logits are large
-    is_exact = next(model.parameters()).dtype == torch.float32
+    is_exact = computes_in(model) == torch.float32
     gap, bound = (float(gaps.max()), 1e-4) if is_exact else (float(gaps.mean()), 0.1)
     return "" if gap <= bound else f"log-probabilities differ by {gap:.2g}"
 

@@ -1,12 +1,13 @@
 """The policy, a Hugging Face causal LM with or without an adapter, and the frozen reference."""
 
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from grpo.models.pretrained import frozen_copy
+from grpo.system.distributed import part_of
 from grpo.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,10 +36,14 @@ class Reference:
 
     def __init__(self, policy: nn.Module, moves: bool = False) -> None:
         self.policy, self.moves = policy, moves
-        self.copy = None if moves or hasattr(policy, "peft_config") else deepcopy(policy).requires_grad_(False)
-        trained = ((name, p) for name, p in policy.named_parameters() if p.requires_grad)
+        self.copy = None if moves or hasattr(policy, "peft_config") else frozen_copy(policy)
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the policy's weights as the reference's, if it moves. Called again when the ranks have shared them out."""
+        trained = ((name, p) for name, p in self.policy.named_parameters() if p.requires_grad)
         # the weights that move, by the policy's names; in float32, since a 16-bit mean loses small steps
-        self.weights = {name: p.detach().to(torch.float32, copy=True) for name, p in trained} if moves else {}
+        self.weights = {name: p.detach().to(torch.float32, copy=True) for name, p in trained} if self.moves else {}
 
     def own(self) -> list[Tensor]:
         """Return the tensors that the reference keeps."""
@@ -60,17 +65,20 @@ class Reference:
     def swapped(self):
         """Give the policy the weights of the reference until the end of the `with`."""
         trained = {name: p for name, p in self.policy.named_parameters() if name in self.weights}
-        kept = {name: p.data for name, p in trained.items()}
+        kept = {name: p.detach().clone() for name, p in trained.items()}
+        self.weights = {name: weight.to(trained[name].device) for name, weight in self.weights.items()}
         try:
-            torch.clear_autocast_cache()  # it caches casts by parameter, even if its data changes
-            for name, p in trained.items():
-                self.weights[name] = self.weights[name].to(p.device)
-                p.data = self.weights[name].to(p.dtype)
+            self.put(trained, self.weights)
             yield
         finally:
-            for name, p in trained.items():
-                p.data = kept[name]
-            torch.clear_autocast_cache()
+            self.put(trained, kept)
+
+    @torch.no_grad()
+    def put(self, trained: dict[str, nn.Parameter], values: dict[str, Tensor]) -> None:
+        """Copy values into the policy."""
+        for name, p in trained.items():
+            p.copy_(values[name])
+        torch.clear_autocast_cache()  # it caches casts by parameter, even if its data changes
 
     @torch.no_grad()
     def move(self, alpha: float) -> None:
@@ -82,4 +90,4 @@ class Reference:
     def load(self, weights: dict[str, Tensor]) -> None:
         """Restore the weights of a moving reference, by the policy's names."""
         for name, weight in self.weights.items():
-            weight.copy_(weights[name])
+            weight.copy_(part_of(weights[name], weight))

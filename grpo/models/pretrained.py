@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
@@ -105,10 +106,11 @@ class Pretrained:
             config, dtype=dtype, attn_implementation=self.attn_implementation, trust_remote_code=self.trust_remote_code
         ).eval()
 
-    def model(self) -> nn.Module:
+    def model(self, mapped: bool = False) -> nn.Module:
         """Return the model in evaluation mode, in which it is trained too: dropout would make trainer and engine disagree.
 
-        An adapter is merged into its base, and training continues from the result.
+        An adapter is merged into its base, and training continues from the result. mapped: leave the weights in their files,
+        from which each rank takes its part; they have the number type of the files, and the configuration has the wanted one.
         """
         if base := self.base():
             from peft import PeftModel  # takes seconds to import
@@ -117,13 +119,22 @@ class Pretrained:
             with read_by_peft(self.path):
                 merged = PeftModel.from_pretrained(model, self.path).merge_and_unload()
             return finite(f"the adapter model.path={self.path}", merged).requires_grad_(True).eval()
-        dtype = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
+        dtype = "auto" if self.dtype == "auto" or mapped else getattr(torch, self.dtype)
         loaded = self._load(AutoModelForCausalLM, dtype=dtype, attn_implementation=self.attn_implementation, **STRICT)
         model = fully_loaded(f"model.path={self.path}", loaded).eval()
         if model.generation_config is None or model.generation_config.eos_token_id is None:
             never = "no completion ends before max_tokens, except at sampling.stop_ids"
             log.warning("model.path=%s has no end token: %s; set eos_token_id in its config.json", self.path, never)
+        if mapped:
+            model.config.get_text_config().dtype = model.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
+            model.is_mapped = True
         return model
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """Return a copy that does not learn. Weights that are mapped from files stay there: no rank will change them."""
+    mapped = model.parameters() if getattr(model, "is_mapped", False) else ()
+    return deepcopy(model, {id(p): nn.Parameter(p.detach()) for p in mapped}).requires_grad_(False)
 
 
 def base_path(path: str) -> str:

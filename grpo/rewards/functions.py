@@ -15,6 +15,7 @@ from grpo.env.types import Reward
 from grpo.rewards.combined import text_of
 from grpo.rewards.math.answers import extract_answer
 from grpo.rewards.math.grading import verdict
+from grpo.rewards.math.worked import copied, unworked
 from grpo.rewards.resolve import Function, locate, reward_name
 from grpo.system.errors import UserError
 from grpo.system.ranges import Whole
@@ -22,26 +23,47 @@ from grpo.system.ranges import Whole
 Completions = Sequence[str] | Sequence[Sequence[Mapping[str, str]]]
 
 
-def correct(completions: Completions, gold: Sequence[Any], wrong: float = 0.0, **columns: Any) -> list[Reward]:
+def correct(
+    completions: Completions,
+    gold: Sequence[Any],
+    wrong: float = 0.0,
+    prompts: Completions | None = None,
+    **columns: Any,
+) -> list[Reward]:
     """1 for an answer (the last box, else after the last ####) mathematically equal to `gold`, `wrong` for any other or none.
+    An answer that leaves the work to the grader (`math.worked`) is wrong: a calculation, or a formula of the question.
     NaN if the grader ran out of time or failed, or if the right answer is unknown (None)."""
     found = []
-    for completion, right in zip(completions, gold, strict=True):
-        outcome = "error" if right is None else verdict(extract_answer(text_of(completion)), str(right))
+    for completion, right, prompt in zip(completions, gold, prompts or [""] * len(completions), strict=True):
+        answer = extract_answer(text_of(completion))
+        outcome = "error" if right is None else verdict(answer, str(right))
+        if outcome == "right" and (unworked(answer, str(right)) or copied(answer, str(right), _asked(prompt))):
+            outcome = "wrong"
         value = {"right": 1.0, "timeout": math.nan, "error": math.nan}.get(outcome, wrong)
         found.append(Reward(value, outcome == "right", outcome=outcome))
     return found
 
 
+def _asked(prompt: str | Sequence[Mapping[str, str]]) -> str:
+    """Return the last message of a prompt. Earlier ones are worked examples."""
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"] if prompt else ""
+
+
+def _says_something(text: str | None) -> bool:
+    return any(map(str.isalnum, text or ""))
+
+
 def format(completions: Completions, **columns: Any) -> list[float]:
-    """1 for an answer in a form that `correct` reads."""
-    return [float(extract_answer(text_of(completion)) is not None) for completion in completions]
+    """1 for an answer in a form that `correct` reads, with at least one letter or digit."""
+    return [float(_says_something(extract_answer(text_of(completion)))) for completion in completions]
 
 
 def think_answer(completions: Completions, **columns: Any) -> list[float]:
-    """1 for exactly <think>...</think><answer>...</answer>."""
-    form = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
-    return [float(bool(form.fullmatch(text_of(completion)))) for completion in completions]
+    """1 for exactly <think>...</think><answer>...</answer>, each tag once and with a letter or digit inside."""
+    tags = r"</?(?:think|answer)>"
+    form = re.compile(rf"<think>((?:(?!{tags}).)*)</think>\s*<answer>((?:(?!{tags}).)*)</answer>\s*", re.DOTALL)
+    found = [form.fullmatch(text_of(completion)) for completion in completions]
+    return [float(bool(match) and all(map(_says_something, match.groups()))) for match in found]
 
 
 def think_levels(completions: Completions, **columns: Any) -> list[float]:
@@ -52,7 +74,7 @@ def think_levels(completions: Completions, **columns: Any) -> list[float]:
         _, opened, rest = text.partition("<think>")
         thought, closed, answer = rest.partition("</think>")
         once = text.count("<think>") == text.count("</think>") == 1
-        steps = (opened, closed, once, thought.strip() and answer.strip())
+        steps = (opened, closed, once, _says_something(thought) and _says_something(answer))
         return next((i for i, step in enumerate(steps) if not step), len(steps)) / len(steps)
 
     return [level(text_of(completion)) for completion in completions]
@@ -96,7 +118,7 @@ def long_when_all_right(
 ) -> list[float]:
     """If every sibling is right, only length is left to learn from: 0 up to limit / 2, then falling linearly to -1 at the
     limit. 0 for all if one is wrong."""
-    if not all(reward.correct for reward in correct(completions, gold)):
+    if not all(reward.correct for reward in correct(completions, gold, prompts=columns.get("prompts"))):
         return [0.0] * len(completions)
     return overlong(completions, limit, limit / 2, lengths)
 
@@ -117,7 +139,8 @@ def cosine_length(
         long, short = right if reward.correct else wrong[::-1]
         return long + (short - long) * (1 + math.cos(math.pi * min(size / limit, 1.0))) / 2 if reward.known else None
 
-    return list(map(value, correct(completions, gold), _sizes(completions, lengths)))
+    graded = correct(completions, gold, prompts=columns.get("prompts"))
+    return list(map(value, graded, _sizes(completions, lengths)))
 
 
 def repetition(completions: Completions, size: int = 3, most: float = 1.0, **columns: Any) -> list[float]:

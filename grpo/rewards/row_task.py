@@ -16,6 +16,7 @@ from grpo.rewards.math.grading import verdict
 from grpo.rewards.resolve import Functions
 from grpo.system.errors import UserError
 from grpo.system.ranges import as_yaml, require
+from grpo.system.states import set_states, states_of
 
 Template = Callable[[str], tuple[Message, ...]]  # from a question to messages
 
@@ -79,6 +80,13 @@ class RowTask:
 
     def score(self, example: Example, trajectory: Trajectory) -> Reward:
         return self.score_group(example, [trajectory])[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the reward functions that have one."""
+        return states_of(dict(zip(self.rewards.names, self.rewards.functions, strict=True)))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        set_states(dict(zip(self.rewards.names, self.rewards.functions, strict=True)), state)
 
     def claims(self, example: Example, trajectory: Trajectory) -> Claim | None:
         """Return the answer that `correct` reads; None if `correct` is not among the rewards."""

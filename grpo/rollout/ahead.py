@@ -1,13 +1,19 @@
 """Rollouts one step ahead: a thread plays the next rollout, with the weights before the update, while the policy learns."""
 
 import ctypes
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
+from grpo.engines.protocol import Engine
 from grpo.rollout.rollouts import Rollout, Rollouts
+from grpo.system.errors import UserError
+from grpo.system.plain import Tensors, to_plain
+
+log = logging.getLogger(__name__)
 
 GRACE = 5.0  # seconds to wait for a thread that is asked to end
 Played = Rollout  # its name in older checkpoints
@@ -43,7 +49,13 @@ class Ahead:
     def state_dict(self) -> dict:
         """Return the next rollout, once it is played, for a checkpoint."""
         rollout = self.wait()
-        return {"ahead": (self.plan, rollout)} if rollout else {}
+        try:
+            return {"ahead": (self.plan, rollout)} if rollout and to_plain(rollout, Tensors(), "rollout") else {}
+        except TypeError as error:
+            log.warning(
+                "the checkpoint has no rollout ahead, a resumed run plays it again with newer weights: %s", error
+            )
+            return {}
 
     def load_state_dict(self, state: dict) -> None:
         """Take the next rollout from a checkpoint, if it was made with the same plan."""
@@ -73,3 +85,12 @@ class Background:
         if self.thread.is_alive():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread.ident), ctypes.py_object(SystemExit))
             self.thread.join(GRACE)
+
+
+def check_engine(engine: Engine, ahead: int) -> None:
+    """Raise UserError if rollout.ahead=1 is set and the engine has no weights of its own."""
+    if ahead and not getattr(engine, "apart", False):
+        raise UserError(
+            "rollout.ahead=1 needs an engine with its own copy of the weights: set engine=vllm or engine=vllm_server; the "
+            "built-in one and vllm_shared sample from the weights that the update changes"
+        )

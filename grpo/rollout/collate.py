@@ -1,6 +1,7 @@
 """Turns groups into tensors: turns become rows of a TokenBatch, rewards become Scores."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,11 +13,13 @@ from grpo.rollout.types import Group, Sample
 NOTHING = Row((0,), (0,), (False,), (0.0,))  # a rank needs a row even if all its environments failed at once
 
 
-def collate(groups: Sequence[Group], first: int = 0) -> TokenBatch:
-    """Return the rows of all samples, in order. first: the index of the first sample in the rollout."""
-    samples = [sample for group in groups for sample in group]
-    owned = [(s, row) for s, sample in enumerate(samples, first) for row in rows_of_turns(sample.turns)]
-    owned = owned or [(first, NOTHING)]
+def collate(groups: Sequence[Group], first: Sequence[int] = ()) -> TokenBatch:
+    """Return the rows of all samples, in order. first: the index in the rollout of each group's first sample; none: these groups
+    are the rollout."""
+    first = first or list(accumulate(map(len, groups), initial=0))
+    samples = [numbered for start, group in zip(first, groups, strict=False) for numbered in enumerate(group, start)]
+    owned = [(s, row) for s, sample in samples for row in rows_of_turns(sample.turns)]
+    owned = owned or [(first[0], NOTHING)]
     prompt_width = max(len(row.prompt_ids) for _, row in owned)
     width = max(len(row.ids) for _, row in owned)
     ids = torch.zeros(len(owned), prompt_width + width, dtype=torch.int64)

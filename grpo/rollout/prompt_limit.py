@@ -10,16 +10,20 @@ from grpo.data.dataset import picked
 from grpo.env.renderer import Renderer
 from grpo.env.types import Example, Split, Task, build, state_of
 from grpo.system.calls import awaited
+from grpo.system.deadline import deadline
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, enforced
 
 log = logging.getLogger(__name__)
 
+START = 600.0  # seconds for one environment to start; a rollout gives it step_timeout
+
 
 def prompt_tokens(task: Task, example: Example, renderer: Renderer) -> int:
     """Return the number of tokens of the example's first prompt; 0 if its environment fails, which `play` will report."""
     try:
-        state = state_of(awaited(build(task, example, 0).start()))
+        with deadline(START, f"the start of an environment of {type(task).__name__}", "give its calls time limits"):
+            state = state_of(awaited(build(task, example, 0).start()))
     except UserError:
         raise
     except Exception:

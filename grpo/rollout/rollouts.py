@@ -17,6 +17,7 @@ from grpo.rollout.collate import scores
 from grpo.rollout.episodes import play
 from grpo.rollout.samples_table import on_disk
 from grpo.rollout.types import Group, Plan
+from grpo.system.distributed import in_play
 from grpo.system.errors import RewardError, RolloutError
 from grpo.system.seeds import TRAIN, derive_seed
 
@@ -48,9 +49,9 @@ class Rollout:
 
 @dataclass(eq=False)
 class Rollouts:
-    """Makes rollout r, which depends only on (seed, r) and on the engine's weights. Mutable: the trainer sets `autocast`.
+    """Makes rollout r, which depends only on (seed, r) and on the engine's weights. Mutable: the trainer sets `sampling`.
 
-    folder: the run's folder, where the samples of a failed rollout are saved. autocast: the context in which the engine samples.
+    folder: the run's folder, where the samples of a failed rollout are saved. sampling: the context in which the engine samples.
     """
 
     plan: Plan
@@ -61,7 +62,7 @@ class Rollouts:
     algorithm: Algorithm
     folder: str
     seed: int
-    autocast: Callable[[], AbstractContextManager] = nullcontext
+    sampling: Callable[[], AbstractContextManager] = nullcontext
 
     def make(self, r: int) -> Rollout:
         """Play rollout r. With algo.sampling_rounds above 1 it plays more prompts until enough groups have different rewards or
@@ -69,7 +70,7 @@ class Rollouts:
         begun, version = time.perf_counter(), self.engine.version
         groups: list[Group] = []
         examples, rounds, prompts = self.loader.batch(r), 0, self.plan.prompts
-        with self.autocast(), on_disk(Path(self.folder, "rollouts", f"{r + 1:06d}.failed.parquet")):
+        with in_play(), self.sampling(), on_disk(Path(self.folder, "rollouts", f"{r + 1:06d}.failed.parquet")):
             while examples and rounds < self.algorithm.sampling_rounds:
                 groups += self.play(r, examples, first=len(groups))
                 rounds += 1

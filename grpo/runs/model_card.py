@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,20 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None) -> None:
     card = ModelCard.from_template(
         data,
         template_path=TEMPLATE,
-        title=f"{Path(base).name if isinstance(base, str) else options.get('model', 'a model')}, {algo}, {task}",
-        facts=facts,
+        title=as_cell(
+            f"{Path(base).name if isinstance(base, str) else options.get('model', 'a model')}, {algo}, {task}"
+        ),
+        facts={name: as_cell(fact) for name, fact in facts.items()},
         adapter=adapter,
-        command=shlex.join(["python", *run.manifest.get("command", ["train.py"])]),
-        run=run.name,
+        command=shlex.join(["python", *run.manifest.get("command", ["train.py"])]).replace("```", "` ` `"),
+        run=as_cell(run.name),
     )
     card.save(policy / "README.md")
+
+
+def as_cell(fact: Any) -> Any:
+    """Return a fact as text of a Markdown table, in which it is neither HTML nor a cell of its own."""
+    return fact if fact is None else " ".join(escape(str(fact), quote=False).replace("|", "\\|").split())
 
 
 def hub_id(path: Any) -> str | None:

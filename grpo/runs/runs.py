@@ -21,7 +21,7 @@ from grpo.system.metrics import TIMES
 from grpo.system.settings import flat
 
 VERDICTS = {"accuracy": "correct", "accuracy_lenient": "correct_lenient"}  # metric -> its column in tables of samples
-SAME = ("seed", "ckpt_path", "output_dir")  # keys that may differ between runs of one arm
+SAME = ("seed", "ckpt_path", "output_dir", "optim.skipped", "trainer.default_root_dir")  # keys that may differ between runs of one arm
 SHOWN = ("callbacks", "logger")  # groups that may differ, too
 Rollouts = Collection[int] | None  # wanted rollouts; None: all
 
@@ -52,8 +52,9 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.yaml, every value resolved; {} if the run has none."""
-        return self.saved("config.yaml")
+        """The last configuration of the run, every value resolved; {} if it has none."""
+        later = self.saved("config_changes.yaml")
+        return later[-1]["config"] if later else self.saved("config.yaml")
 
     @cached_property
     def overrides(self) -> dict[str, str]:
@@ -155,9 +156,9 @@ class Run:
         return next((folder for folder in folders if folder.is_dir()), None)
 
 
-def numbered(folder: Path) -> dict[int, Path]:
-    """Return the tables of a folder by rollout, in order. Tables of failed rollouts are left out."""
-    return {int(file.stem): file for file in sorted(folder.glob("*.parquet")) if file.stem.isdigit()}
+def numbered(folder: Path, kind: str = ".parquet") -> dict[int, Path]:
+    """Return the tables, or the checkpoints (.ckpt), of a folder by rollout, in order. Tables of failed rollouts are left out."""
+    return dict(sorted((int(file.stem), file) for file in folder.glob(f"*{kind}") if file.stem.isdigit()))
 
 
 def samples_in(folder: Path, rollouts: Rollouts, columns: Sequence[str] | None) -> pd.DataFrame:

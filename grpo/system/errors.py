@@ -23,6 +23,12 @@ class PreflightError(UserError):
     exit_code = 3
 
 
+class LostRank(UserError):
+    """Another rank of the run has ended or hangs. The run can be resumed."""
+
+    exit_code = 5
+
+
 class StopError(UserError):
     """The run was asked to end, and can be resumed. reason: a signal, or max_time."""
 

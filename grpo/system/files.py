@@ -1,11 +1,20 @@
 """Atomic writes: a file is written under another name beside the old one, and then replaces it."""
 
+import errno
 import json
+import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+
+log = logging.getLogger(__name__)
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -13,8 +22,24 @@ def replacing(file: str | Path) -> Iterator[Path]:
     """Yield the path to write to. After the block that file is `file`; if the block raises, `file` stays as it was."""
     new = Path(f"{file}.new")
     new.parent.mkdir(parents=True, exist_ok=True)
-    yield new
-    os.replace(new, file)
+    try:
+        yield new
+        os.replace(new, file)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def surviving(what: str) -> Iterator[None]:
+    """Log one line if `what` cannot be written in this block because the disk is full, and go on. Other errors are raised."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        number = re.search(r"os error (\d+)", str(error))  # Safetensors has no errno
+        if (int(number[1]) if number else getattr(error, "errno", None)) not in FULL:
+            raise
+        log.warning("%s was not written, and the run goes on: %s", what, " ".join(str(error).split()))
 
 
 def write_text(file: str | Path, text: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grpo.system.distributed import local
 from grpo.system.errors import UserError
 
 # arguments of from_pretrained: report, do not raise
@@ -46,8 +47,9 @@ def finite(what: str, model: nn.Module) -> nn.Module:
 
 
 def not_finite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the tensors that have a NaN or an infinity."""
-    ends = ((name, torch.stack(torch.aminmax(p.detach()))) for name, p in named if p.numel())
+    """Return the names of the tensors that have a NaN or an infinity on this rank."""
+    here = ((name, local(p.detach())) for name, p in named)
+    ends = ((name, torch.stack(torch.aminmax(p))) for name, p in here if p.numel())
     return [name for name, both in ends if not both.isfinite().all()]
 
 

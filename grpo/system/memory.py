@@ -53,6 +53,11 @@ def held(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
+def total(device: torch.device) -> int:
+    """Return the bytes that a GPU has, or those that a CPU has left."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else free(device)
+
+
 def free(device: torch.device) -> int:
     """Return the bytes still available. On a CPU: Linux's own figure, or the rest of a container's limit if that is less."""
     if device.type == "cuda":

@@ -74,6 +74,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         *both("level_K", "share", "Right samples among the problems of level K.", part=True),
         *both("hops_K", "share", "Right samples among the questions of K hops.", part=True),
         *both("supports", "share", "Supporting paragraphs that were found.", part=True),
+        *both("tricks", "share", "Programs with the marks of a trick against their tests.", 0, 0.2, "many programs use frames, "
+              "ctypes or hooks, or define __eq__: the tests are out of their reach, but read some in rollouts/", after=3,
+              part=True, fault=True),
         Metric("rollout/overlong", "reward", "Penalty for overlong answers, with algo.overlong_share.", part=True),
         *both("NAME", "reward", "Any other part of the reward, mean over the samples that have it.", part=True),
         Metric("rollout/rounds", "count", "Rounds of dynamic sampling."),
@@ -117,6 +120,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("loss/grad_norm", "number", "Norm of the gradient before it is clipped, mean over updates.", jump=20,
                advice="the gradient has jumped: look for odd samples in this rollout, and at optim.max_grad_norm",
                charted=True),
+        Metric("loss/skipped", "share", "Updates that were skipped because their gradient is not finite.", high=0.0,
+               advice="an update was skipped: python train.py replay=RUN/skipped/UPDATE.ckpt shows the tokens"),
         Metric("loss/entropy", "nats", "Entropy of the policy's next token.", charted=True),
         Metric("loss/ratio", "number", "Probability under the policy over that under the old policy, at algo.level.", 0.8, 1.2,
                f"the policy moves far within one rollout: {SLOWER}", charted=True),

@@ -27,7 +27,7 @@ from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.builtin.kv_cache import PREFILL_TOKENS
 from grpo.engines.builtin.sampler import LOGITS_PER_DRAW, Draws
 from grpo.engines.protocol import Engine
-from grpo.models.gradient_checkpointing import recomputing
+from grpo.models.gradient_checkpointing import layers_of, recomputing
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.packed_attention import Packed, attending
 from grpo.models.packing import microbatches
@@ -37,6 +37,7 @@ from grpo.rollout.types import Plan
 from grpo.system import memory
 from grpo.system.errors import UserError
 from grpo.system.memory import storage_of
+from grpo.training.strategy import shards
 
 log = logging.getLogger(__name__)
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # `known` logs it
@@ -65,21 +66,36 @@ class Part:
 LATER = Part("process", 100_000_000)
 
 
-def forecast(
-    make_module: Callable[[nn.Module], L.LightningModule],
-    pretrained: Pretrained,
-    plan: Plan,
-    engine: Engine,
-    prompt_tokens: int,
-    trainer: L.Trainer,
-) -> list[Part]:
-    """Log one line per memory (device, CPU), and a warning if it may be too small. prompt_tokens: those of the longest prompt.
-    Returns the parts; none if they are unknown."""
-    settings = trainer.precision, trainer.num_devices
-    parts = known(partial(parts_of, make_module, pretrained, plan, engine, prompt_tokens, *settings))
+@dataclass(frozen=True)
+class Sizes:
+    """The settings on which memory depends. make_module: from a model. longest: returns the tokens of the longest prompt."""
+
+    make_module: Callable[[nn.Module], L.LightningModule]
+    pretrained: Pretrained
+    plan: Plan
+    engine: Engine
+    longest: Callable[[], int]
+
+    def parts(self, precision: str, ranks: int, sharded: bool = False) -> list[Part] | None:
+        """Return the parts of memory that one process will hold; None if they are unknown."""
+        settings = self.longest(), precision, ranks, sharded
+        found = known(partial(parts_of, self.make_module, self.pretrained, self.plan, self.engine, *settings))
+        memory.give_back()  # some optimizers compute with real tensors even here
+        return found
+
+    def needed(self, precision: str, ranks: int) -> int:
+        """Return the most bytes that one of these ranks holds on its device without sharding; 0 if unknown."""
+        here = [part for part in self.parts(precision, ranks) or () if not part.host]
+        return max(sum(part.size or 0 for part in here if part.phase in ("", phase)) for phase in PHASES)
+
+
+def forecast(sizes: Sizes, trainer: L.Trainer) -> list[Part]:
+    """Log one line per memory (device, CPU), and a warning if it may be too small. Returns the parts; none if unknown."""
+    sharded = shards(trainer)
+    precision = "bf16-mixed" if sharded and trainer.strategy.mixed else trainer.precision
+    parts = sizes.parts(precision, trainer.world_size, sharded)
     if parts is None:
         log.info("memory: no forecast for this model")
-    memory.give_back()  # some optimizers compute with real tensors even here
     device, cpu = trainer.strategy.root_device, torch.device("cpu")
     for place in dict.fromkeys([device, cpu]) if parts else ():
         here = [part for part in parts if part.size != 0 and (device == cpu or part.host == (place == cpu))]
@@ -109,8 +125,9 @@ def parts_of(
     prompt_tokens: int,
     precision: str = "32-true",
     devices: int = 1,
+    sharded: bool = False,
 ) -> list[Part]:
-    """Return the parts of memory that one process will hold."""
+    """Return the parts of memory that one process will hold. sharded: each of the devices has a part of every parameter."""
     plan = replace(plan, prompts=math.ceil(plan.prompts / devices))
     with torch.device("meta"):
         module = make_module(pretrained.outline())
@@ -133,15 +150,23 @@ def parts_of(
     if not optim.offload:  # a step begins when the activations are gone
         stepping = max(0, stepping - (passing.total() if passing else 0))
     shared, lora = hasattr(engine, "shared_bytes"), "adapter=lora"  # shared: vLLM already holds the weights
+    weights, masters, buckets = 0 if shared else bytes_of(own), bytes_of([*own, *learned]) - bytes_of(own), 0
+    of_device = 1
+    if sharded:
+        of_device, low = devices, mixed or policy.dtype.itemsize == 2
+        weights, masters = bytes_of(p for p in own if not p.requires_grad) + bytes_of(learned), 0
+        gathered = in_a_layer(policy) // (2 if low and policy.dtype.itemsize == 4 else 1)
+    elif devices > 1:
+        buckets = bytes_of(p for p in own if p.requires_grad)
     parts = [
-        Part("weights", 0 if shared else bytes_of(own), "model.dtype=bfloat16"),
-        Part("masters", bytes_of([*own, *learned]) - bytes_of(own), lora, host=optim.offload),
-        Part("optimizer", optimizer_state, "optim=adamw_8bit", host=optim.offload),
-        Part("reference", bytes_of(copies), lora),
-        Part("gradients", bytes_of(gradients), lora, "update", optim.offload),
-        Part("step", stepping, "optim=adamw", "update", optim.offload),
-        # gradient buckets of DistributedDataParallel
-        Part("buckets", bytes_of(p for p in own if p.requires_grad) if devices > 1 else 0, lora),
+        Part("weights", weights // of_device, "" if policy.dtype.itemsize == 2 else "model.dtype=bfloat16"),
+        Part("masters", masters, lora, host=optim.offload),
+        Part("optimizer", optimizer_state and optimizer_state // of_device, "optim=adamw_8bit", host=optim.offload),
+        Part("reference", bytes_of(copies) // of_device, lora),
+        Part("gradients", bytes_of(gradients) // of_device, lora, "update", optim.offload),
+        Part("step", stepping // of_device, "optim=adamw", "update", optim.offload),
+        Part("buckets", buckets, lora),  # of gradients, in DistributedDataParallel
+        Part("gathered", gathered if sharded else 0, "", "update"),  # layers that are whole while they compute
         *(Part(name, passing and passing[name], FEWER_TOKENS, "update") for name in ("activations", "logits")),
     ]
     if not isinstance(engine, TransformersEngine):
@@ -150,10 +175,15 @@ def parts_of(
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         sampling = known(partial(in_sampling, policy, dtype, plan, prompt_tokens, there))
     cache = known(partial(in_the_cache, policy.config, dtype, plan, prompt_tokens, engine.max_cache_tokens))
-    return [
-        *parts,
-        *(Part(name, size, FEWER_ROWS, "rollout") for name, size in (("cache", cache), ("sampling", sampling))),
-    ]
+    whole = bytes_of(own) // (2 if mixed and policy.dtype.itemsize == 4 else 1) if sharded else 0
+    rest = {"cache": cache, "sampling": sampling, "whole policy": whole}
+    return [*parts, *(Part(name, size, FEWER_ROWS, "rollout") for name, size in rest.items())]
+
+
+def in_a_layer(policy: nn.Module) -> int:
+    """Return the bytes that sharding gathers at once: two layers, their gradients, and the rest."""
+    layers = [bytes_of(layer.parameters()) for layer in layers_of(policy)]
+    return 4 * max(layers) + 2 * (bytes_of(policy.parameters()) - sum(layers))
 
 
 def human(size: int | None) -> str:

@@ -35,14 +35,18 @@ class Means:
         """Update an extreme with one value. name: ends in _min or _max."""
         self.extremes[name] = (min if name.endswith("_min") else max)(value, self.extremes.get(name, value))
 
+    def take(self, other: "Means") -> None:
+        """Add all values of other means."""
+        for name, value in other.sums.items():
+            self.add(name, value, other.counts[name])
+        for name, value in other.extremes.items():
+            self.keep(name, value)
+
     def result(self) -> dict[str, float]:
         """Return all means and extremes over all ranks. A mean without values is left out."""
         merged = Means()
         for other in distributed.all_gather([self]):
-            for name, value in other.sums.items():
-                merged.add(name, value, other.counts[name])
-            for name, value in other.extremes.items():
-                merged.keep(name, value)
+            merged.take(other)
         means = {name: total / merged.counts[name] for name, total in merged.sums.items() if merged.counts[name]}
         return means | merged.extremes
 

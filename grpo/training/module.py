@@ -21,11 +21,13 @@ from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.entropy import EntropyController
 from grpo.system import distributed
-from grpo.system.errors import UserError
+from grpo.system.distributed import full, is_sharded, one_pass
 from grpo.system.seeds import SHUFFLE, derive_seed
 from grpo.training.batch import RolloutBatch
+from grpo.training.checkpoints import check_shapes
 from grpo.training.meter import Means, note_engine, note_loss
 from grpo.training.optimization import Optimization
+from grpo.training.skipped import Skipped
 
 
 class GRPOModule(L.LightningModule):
@@ -51,12 +53,19 @@ class GRPOModule(L.LightningModule):
         self.num_updates = num_rollouts * algorithm.updates_per_rollout
         self.updates = 0  # updates so far
         self.moved = False  # whether the policy has changed since the rollout
+        self.skipped = Skipped(optim.skipped, optim.max_skipped)
         self.entropy = EntropyController(algorithm.entropy)
+
+    def configure_model(self) -> None:
+        """Called when the ranks know each other. With strategy=fsdp2 they share out the weights."""
+        if (share := getattr(self.trainer.strategy, "share", None)) and not is_sharded(self.policy):
+            share(self)
 
     def configure_optimizers(self):
         trained = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
-        optimizer = with_masters(trained, self.optim.optimizer, self.optim.offload)
-        self.has_masters = self.optim.offload or any(p.dtype in LOW for p in trained.values())
+        offload = self.optim.offload and not is_sharded(self.policy)
+        optimizer = with_masters(trained, self.optim.optimizer, offload)
+        self.has_masters = offload or any(p.dtype in LOW for p in trained.values())
         return [optimizer], [self.optim.schedule(optimizer=optimizer, num_training_steps=self.num_updates)]
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
@@ -103,9 +112,9 @@ class GRPOModule(L.LightningModule):
     def compare(self, tokens: TokenBatch, means: Means) -> None:
         """Note how far engine and trainer are apart on the first row, if the updates may not: they skip rows with advantage 0."""
         seen = self.algorithm.num_minibatches == 1 if tokens.old_logprobs is None else len(self.live(tokens)) > 0
+        row = tokens.rows(slice(0, 1))  # no row means no pass, unless another rank needs one
+        logprobs, _ = self.logprobs_of(self.policy, row, torch.arange(int(not seen), device=row.ids.device))
         if not seen:
-            row = tokens.rows(slice(0, 1))
-            logprobs, _ = self.logprobs_of(self.policy, row, torch.zeros(1, dtype=torch.long, device=row.ids.device))
             note_engine(means, replace(row, old_logprobs=logprobs))
 
     @torch.no_grad()
@@ -119,7 +128,7 @@ class GRPOModule(L.LightningModule):
 
     def forward_pass(self, model: nn.Module, tokens: TokenBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies, [B, C] each, from one forward pass."""
-        return completion_logprobs(model, tokens, self.temperature, entropy_gradient, *self.layout)
+        return one_pass(model, completion_logprobs, tokens, self.temperature, entropy_gradient, *self.layout)
 
     # -- which rows
 
@@ -149,7 +158,11 @@ class GRPOModule(L.LightningModule):
         pieces = (
             microbatches(tokens.rows(rows), self.layout[0], self.optim.max_tokens_per_microbatch) if len(rows) else []
         )
-        return [(rows[piece], tokens.rows(rows[piece])) for piece in pieces]
+        found = [(rows[piece], tokens.rows(rows[piece])) for piece in pieces]
+        if is_sharded(self.policy):  # all ranks make the same number of passes
+            missing = max(distributed.all_gather([len(found)])) - len(found)
+            found += [(rows[:0], tokens.rows(slice(0, 1)).silenced())] * missing
+        return found
 
     def to_learn(self, minibatch: TokenBatch) -> list[tuple[Tensor, TokenBatch]]:
         """Return the microbatches of an update: at least one, because every rank needs a backward pass. A rank without a live
@@ -172,12 +185,11 @@ class GRPOModule(L.LightningModule):
     def update(self, minibatch: TokenBatch, means: Means) -> Tensor:
         """Make one optimizer step on the loss of a minibatch, summed over its microbatches. Returns the log-probabilities before
         the step, [B, C]; 0 on rows that were skipped."""
-        alpha, entropy_mean = self.entropy.alpha, Means()
+        alpha, noted = self.entropy.alpha, Means()
         # compare engine and trainer only under the same policy: after an update log-probabilities differ anyway
         fresh = minibatch.old_logprobs is not None or not self.moved
         weights = self.algorithm.weights(minibatch.mask, minibatch.sample)
-        # DistributedDataParallel averages the gradients of ranks
-        minibatch = replace(minibatch, weights=weights * distributed.world_size())
+        minibatch = replace(minibatch, weights=weights * distributed.world_size())  # gradients of ranks are averaged
         found = torch.zeros_like(minibatch.rollout_logprobs)
         pieces = self.to_learn(minibatch)
         for i, (rows, microbatch) in enumerate(pieces):
@@ -187,44 +199,46 @@ class GRPOModule(L.LightningModule):
                 microbatch = replace(microbatch, old_logprobs=logprobs.detach())
             loss, logged = self.algorithm.loss(logprobs, entropy, microbatch, alpha)
             self.backward_here(loss, last=i == len(pieces) - 1)
-            note_loss(means, microbatch, logprobs.detach(), logged)
+            note_loss(noted, microbatch, logprobs.detach(), logged)
             if fresh:
-                note_engine(means, microbatch)
+                note_engine(noted, microbatch)
             if not self.moved:
-                means.add_tokens("loss/first_kl", logged["approx_kl"], microbatch.mask)
-            entropy_mean.add_tokens("entropy", logged["entropy"], microbatch.mask)
-        self.step(means)
-        if self.algorithm.entropy.active:
+                noted.add_tokens("loss/first_kl", logged["approx_kl"], microbatch.mask)
+        if stepped := self.step(minibatch, noted):
+            means.take(noted)
+        means.add("loss/skipped", not stepped)
+        if stepped and self.algorithm.entropy.active:
             means.add("loss/entropy_coef", alpha)
-            self.entropy.update(entropy_mean.result().get("entropy"))
+            self.entropy.update(noted.result().get("loss/entropy"))
         if (kl := self.algorithm.kl).sync_every and self.updates % kl.sync_every == 0:
             self.reference.move(kl.sync_alpha)
         return found
 
     def backward_here(self, loss: Tensor, last: bool) -> None:
         """Add the gradients of a microbatch. Ranks sum them in the last microbatch; with float32 masters, in `step`."""
-        exchanged = distributed.world_size() == 1 or (last and not self.has_masters)
+        exchanged = distributed.world_size() == 1 or is_sharded(self.policy) or (last and not self.has_masters)
         with nullcontext() if exchanged else self.trainer.strategy.block_backward_sync():
             self.manual_backward(loss)
 
-    def step(self, means: Means) -> None:
-        """Clip the gradient, then step the optimizer and the schedule."""
+    def step(self, minibatch: TokenBatch, means: Means) -> bool:
+        """Clip the gradient, then step the optimizer and the schedule. Returns False if the gradient is not finite: no step."""
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
         learned = [p for group in optimizer.param_groups for p in group["params"]]  # the masters, if there are any
         if self.has_masters and distributed.world_size() > 1:  # DistributedDataParallel does not see their gradients
             for p in learned:
                 p.grad = (distributed.all_sum(p.grad.to(self.device)) / distributed.world_size()).to(p.device)
-        grad_norm = nn.utils.clip_grad_norm_(learned, self.optim.max_grad_norm or torch.inf)
-        if not grad_norm.isfinite():
-            raise UserError(
-                "the gradient is not finite, no step was made: lower optim.optimizer.lr or optim.max_grad_norm, and resume"
-            )
+        grad_norm = full(nn.utils.clip_grad_norm_(learned, self.optim.max_grad_norm or torch.inf))
         means.add("loss/grad_norm", grad_norm)
         means.add("lr", optimizer.param_groups[0]["lr"])
-        optimizer.step()
+        if finite := bool(grad_norm.isfinite()):
+            optimizer.step()
+            self.moved, self.skipped.row = True, 0
+        else:
+            self.skipped.note(self, minibatch)
         optimizer.zero_grad()
         schedule.step()
-        self.updates, self.moved = self.updates + 1, True
+        self.updates += 1
+        return finite
 
     # -- checkpoints: a run resumes only with the model that it started with
 
@@ -239,13 +253,7 @@ class GRPOModule(L.LightningModule):
             del checkpoint["state_dict"][name]
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
-        theirs, ours = checkpoint["policy_shapes"], self.policy_shapes()
-        if different := [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]:
-            there, here = (shapes.get(different[0], "missing") for shapes in (theirs, ours))
-            raise UserError(
-                f"ckpt_path is a checkpoint of another model: {len(different)} of {len(ours)} tensors differ, the first is "
-                f"{different[0]} ({there} there, {here} here); give the model= and adapter= of that run"
-            )
+        check_shapes(checkpoint["policy_shapes"], self.policy_shapes())
         if progress := checkpoint.get("progress"):
             self.updates = progress["updates"]
             self.entropy.load_state_dict(progress)

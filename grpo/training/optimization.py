@@ -24,6 +24,8 @@ class Optimization:
     max_grad_norm: larger gradients are scaled down to it; None: no clipping.
     layout: how tokens are packed, see `grpo.models.logprobs`; results are the same.
     gradient_checkpointing: see `recomputing`. offload: see `with_masters`.
+    max_skipped: the run ends if so many updates in a row are skipped, because their gradient is not finite. skipped: the folder
+    where they are written.
     """
 
     optimizer: Callable[[Iterable[tuple[str, Tensor]]], Optimizer]
@@ -33,6 +35,8 @@ class Optimization:
     layout: Layout = "shared_prompt"
     gradient_checkpointing: bool = False
     offload: bool = False
+    max_skipped: Count = 3
+    skipped: str = "skipped"
 
     def __post_init__(self) -> None:
         try:  # two small tensors, to find a wrong name or value before a model is loaded

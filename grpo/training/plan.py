@@ -87,7 +87,7 @@ def plan_of(
         evaluations=-(-plan.num_rollouts // every) + evaluator.on_start if every else 0,
         problems=len(evaluator.chosen(held_out)) if every else 0,
         memory=max(sum(p.size or 0 for p in here if p.phase in ("", phase)) for phase in PHASES),
-        disk=checkpoint_bytes(probe, parts) if any(isinstance(callback, Checkpoint) for callback in callbacks) else 0,
+        disk=sum(checkpoint_bytes(probe, parts, c.keep) for c in callbacks if isinstance(c, Checkpoint)),
     )
     if not timed:
         return sized
@@ -112,7 +112,8 @@ def table_bytes(probe: Probe) -> int:
         return file.stat().st_size
 
 
-def checkpoint_bytes(probe: Probe, parts: Sequence[Part]) -> int:
-    """Return the size of checkpoints/: the one to resume from and the one that replaces it, and two folders with the policy."""
+def checkpoint_bytes(probe: Probe, parts: Sequence[Part], keep: int) -> int:
+    """Return the size of checkpoints/: those to resume from and the one that is being written, and three times the policy."""
     trained = sum(p.nbytes for p in probe.module.policy.parameters() if p.requires_grad)
-    return 4 * trained + 2 * sum(part.size or 0 for part in parts if part.name in ("masters", "optimizer"))
+    state = sum(part.size or 0 for part in parts if part.name in ("masters", "optimizer"))
+    return (keep + 1) * (trained + state) + 3 * trained

@@ -1,17 +1,23 @@
 """Builds the Lightning Trainer: one process per device, and an endless epoch."""
 
-from typing import Annotated, Literal
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from grpo.system import memory
 from grpo.system.errors import UserError
-from grpo.system.ranges import Range, enforced
+from grpo.system.ranges import Range, Seconds, enforced
+from grpo.training.checkpoints import PlainCheckpoints
+from grpo.training.strategy import Strategy, WatchedRanks
 
 # precision of computation. No bf16-true: model.dtype is the precision of parameters. No 16-mixed: clipping needs the loss scale
 Precision = Literal["auto", "32-true", "bf16-mixed"]
@@ -23,14 +29,23 @@ def make_trainer(
     logger: list[Logger],
     accelerator: str = "auto",
     devices: Annotated[int, Range(1, 1024)] = 1,
+    num_nodes: Annotated[int, Range(1, 1024)] = 1,
     precision: Precision = "auto",
+    strategy: Strategy | None = None,
+    needs: Callable[[str, int], int] = lambda precision, ranks: 0,
+    timeout: Seconds = 3600.0,
+    default_root_dir: str | None = None,
+    plugins: Sequence[Any] = (),
     **kwargs,
 ) -> L.Trainer:
     """Return the Trainer.
 
     accelerator: auto, cpu, cuda or mps. precision: auto is bf16-mixed on a GPU, else 32-true.
-    devices: each of several devices samples and learns from its share of every rollout (DistributedDataParallel); the gradient
-    equals that of a single device. kwargs: more arguments of lightning.Trainer.
+    devices: each of several devices samples and learns from its share of every rollout; the gradient equals that of a single
+    device. num_nodes: machines, each with so many devices. Where torchrun has started this process, it knows both numbers.
+    strategy: what the devices share. needs: the bytes of one device without sharding. timeout: seconds that a device waits for
+    another one that still runs. default_root_dir: the folder in which Lightning looks for checkpoints of Slurm by itself.
+    plugins, kwargs: more arguments of lightning.Trainer.
     Raises UserError for a missing device.
     """
     memory.settle()
@@ -40,19 +55,37 @@ def make_trainer(
         raise UserError(f"trainer.accelerator={accelerator} is not available here: choose {usable}")
     if precision == "auto":
         precision = "bf16-mixed" if accelerator in ("auto", "cuda") and there["cuda"] else "32-true"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        devices, num_nodes = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
+    ranks, shared = devices * num_nodes, "auto"
+    if ranks > 1:
+        place = torch.device("cuda" if there["cuda"] and accelerator in ("auto", "cuda") else "cpu")
+        free = memory.total(place) // (devices if place.type == "cpu" else 1)
+        strategy = (strategy or Strategy()).chosen(partial(needs, precision, ranks), free)
+        shared = WatchedRanks(timeout)
+    if ranks > 1 and strategy.kind == "fsdp2":
+        from grpo.training.sharding import Sharded
+
+        shared = Sharded(timeout, ranks, strategy.reshard, strategy.checkpoint == "sharded", precision == "bf16-mixed")
+        precision = "32-true"  # its passes have a number type of their own
+    if SLURMEnvironment.detect():
+        plugins = [SLURMEnvironment(auto_requeue=False), *plugins]  # Stop takes the signals
     try:
         trainer = L.Trainer(
             accelerator=accelerator,
             precision=precision,
             devices=devices,
-            strategy="ddp" if devices > 1 else "auto",
+            num_nodes=num_nodes,
+            strategy=shared,
             callbacks=callbacks,
             logger=logger,
+            plugins=[PlainCheckpoints(), *plugins],
             max_epochs=1,  # endless: RolloutCallback stops the run
             enable_checkpointing=False,  # callbacks.checkpoint does it, by rollouts
             enable_progress_bar=False,
             enable_model_summary=False,
             use_distributed_sampler=False,
+            default_root_dir=default_root_dir,
             **kwargs,
         )
     except (TypeError, ValueError, MisconfigurationException) as error:

@@ -14,13 +14,14 @@ from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from grpo.apps.cli import changes, explain, flat
+from grpo.apps.cli import explain, flat
 from grpo.apps.composing import composed as compose_line
 from grpo.apps.composing import options
 from grpo.apps.help import OURS, WIDTH, phrases_of
+from grpo.apps.resuming import changes
 from grpo.system.errors import UserError
 
-GROUPS = (*VALUES, "recipe", "sweep", "experiment")
+GROUPS = (*VALUES, "recipe", "sweep", "experiment", "resume", "strategy", "deployment")
 OPTIONS = [(group, option) for group in GROUPS for option in options(group)]
 
 
@@ -228,7 +229,7 @@ def test_a_key_that_moved_is_told_and_is_no_change(tmp_path):
     before["rollout"] |= {"_target_": "grpo.rollout.Plan", "prompts": 4}
     before["model"]["path"]["_target_"] = "grpo.tiny.tiny_folder"
     OmegaConf.save(before, tmp_path / "config.yaml")
-    assert changes(config, tmp_path / "config.yaml") == ["rollout.prompts=16 (was 4)"]
+    assert changes(config, tmp_path) == ["rollout.prompts=16 (was 4)"]
 
 
 def test_a_mistake_and_a_sweep_s_parent_start_quickly(tmp_path):

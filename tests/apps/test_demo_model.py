@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import TEST_PATH, compose_config
+from filelock import FileLock
 from hydra.utils import instantiate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,6 +28,7 @@ from grpo.apps.demo_model import (
 from grpo.env.messages import Message, ToolCall, ToolSpec
 from grpo.env.types import State
 from grpo.runs.runs import Run
+from grpo.system.errors import UserError
 from tasks import calculator
 from tasks.wordmath import worked_answers
 from train import train
@@ -291,3 +293,17 @@ def test_training_learns(folder, tmp_path):
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     said = model.generate(**prompt, max_new_tokens=5, do_sample=False)[0, prompt.input_ids.shape[1] :]
     assert tokenizer.decode(said) == "2<|end|>"
+
+
+def test_a_model_that_another_process_makes_is_not_awaited_for_ever(tmp_path, monkeypatch):
+    others = []
+
+    def held(path, seconds):
+        others.append(FileLock(path))
+        others[0].acquire()
+        return FileLock(path, seconds)
+
+    monkeypatch.setattr(demo_model, "FileLock", held)
+    monkeypatch.setattr(demo_model, "LOCKED", 0.05)
+    with pytest.raises(UserError, match=r"another process holds .*\.lock for 0.05 s, to make the demo's model: end"):
+        brief(cache=str(tmp_path))

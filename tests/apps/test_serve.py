@@ -8,12 +8,9 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -21,90 +18,23 @@ import peft
 import pytest
 import torch
 from conftest import ROOT
+from serving import POISON, PROMPT, Client, line_of, served, until
 
 from grpo.apps.demo_model import make_model
 from grpo.apps.serve.__main__ import main
-from grpo.apps.serve.api import Server
 from grpo.apps.serve.batching import Batching
-from grpo.apps.serve.served_weights import ServedWeights
-from grpo.apps.serve.service import Service
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Engine, Sampling
-from grpo.env.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.system.errors import UserError
 from grpo.system.ports import check_port
 from grpo.system.seeds import derive_seed
 
-PROMPT = [1, 7, 9, 22, 23]
-POISON = 13
-
-
-class Counting(TransformersEngine):
-    """The built-in engine, which also counts its calls and fails if a prompt has the token POISON."""
-
-    calls = 0
-
-    def sample(self, prompts, *rest):
-        self.calls += 1
-        if any(POISON in prompt for prompt in prompts):
-            raise RuntimeError("no such kernel")
-        return super().sample(prompts, *rest)
-
-
-class Client:
-    def __init__(self, port: int, server: Server) -> None:
-        self.url, self.server, self.batching = f"http://127.0.0.1:{port}", server, server.batching
-
-    def __call__(self, path: str, body: object = None, status: int = 200) -> dict:
-        """Send GET, or POST if there is a body, check the status, and return the answer."""
-        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                found, text = answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            found, text = error.code, error.read()
-        assert found == status, text
-        return json.loads(text)
-
-    def generate(self, prompt: object = PROMPT, **more: object) -> dict:
-        return self("/generate", {"prompt": {"prompt_token_ids": prompt}, **more})
-
-    def waiting(self, count: int) -> None:
-        until(lambda: len(self.batching._waiting) == count)
-
-
-def until(true: Callable[[], bool]) -> None:
-    for _ in range(6000):
-        if true():
-            return
-        time.sleep(0.01)
-    raise TimeoutError
-
-
-@contextmanager
-def served(folder: Path, make_engine: Callable[[], Engine] = Counting) -> Iterator[Client]:
-    pretrained = Pretrained(str(folder))
-    tokenizer = pretrained.tokenizer()
-    batching, weights = Batching(make_engine), ServedWeights(pretrained, "cpu")
-    batching.call(weights.read)
-    server = Server(Service(batching, weights, tokenizer, TokenizerRenderer(tokenizer), len(tokenizer)))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        try:
-            yield Client(listener.getsockname()[1], server)
-        finally:
-            server.should_exit = True
-            thread.join()
-    assert not batching.alive
-
 
 @pytest.fixture(scope="module")
 def server(toy) -> Iterator[Client]:
     with served(toy) as client:
-        until(lambda: client.batching.engine is not None and client.batching.engine.version == 0)
+        client.ready()
         yield client
 
 
@@ -112,8 +42,8 @@ def server(toy) -> Iterator[Client]:
 def own(toy, tmp_path) -> Iterator[Client]:
     """A server whose weights may be changed; its folder is tmp_path/served."""
     shutil.copytree(toy, tmp_path / "served")
-    with served(tmp_path / "served") as client:
-        until(lambda: client.batching.engine is not None and client.batching.engine.version == 0)
+    with served(tmp_path / "served", weights_from=[tmp_path]) as client:
+        client.ready()
         yield client
 
 
@@ -212,7 +142,7 @@ def test_one_that_the_engine_fails_at_harms_no_other(server):
         bad = pool.submit(server, "/generate", {"prompt": {"prompt_token_ids": [20, POISON]}}, 500)
         server.waiting(3)
         server("/resume", {})
-        assert "RuntimeError: no such kernel" in bad.result()["error"]
+        assert "RuntimeError: no such kernel" in line_of(bad.result())
         assert all(future.result()["text"] for future in good)
 
 
@@ -226,6 +156,7 @@ def test_one_that_the_engine_fails_at_harms_no_other(server):
         ({"top_k": 2.5}, "top_k"),
         ({"stop_token_ids": [True]}, "stop_token_ids.0"),
         ({"n": 0}, "n: "),
+        ({"stop_token_ids": [1] * 1001}, "at most 1000 items"),
         ({"best_off": 2}, "there is no field 'best_off' here"),
         ({"prompt": {"prompt_token_ids": []}}, "at least one"),
         ({"prompt": {"prompt_token_ids": [1, 10**9]}}, "1000000000, but token ids are integers from 0 to 281"),
@@ -245,13 +176,13 @@ def test_one_that_the_engine_fails_at_harms_no_other(server):
 )
 def test_bad_input_gets_a_line(server, more, words):
     body = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 4} | more
-    line = server("/generate", body, status=400)["error"]
+    line = server.refused("/generate", body)
     assert words in line and "\n" not in line
 
 
 def test_what_is_no_request_gets_a_line_and_nulls_are_fields_left_out(server):
-    assert server("/generate", b"{", status=400)["error"] == "the request is not JSON"
-    assert "JSON object" in server("/generate", [1], status=400)["error"]
+    assert server.refused("/generate", b"{") == "the request is not JSON"
+    assert "JSON object" in server.refused("/generate", [1])
     assert server("/generate", {"prompt": "12", "max_tokens": 2, "seed": None, "stop": None, "stream": False})["text"]
 
 
@@ -269,10 +200,10 @@ def test_nothing_is_there_before_the_weights_are(toy):
         return TransformersEngine()
 
     with served(toy, slow) as client:
-        assert "no weights yet" in client("/health", status=503)["error"]
+        assert "no weights yet" in client.refused("/health", status=503)
         client("/generate", {"prompt": "12"}, status=503)
         there.set()
-        until(lambda: client.batching.engine is not None and client.batching.engine.version == 0)
+        client.ready()
         assert client("/health") == {"status": "ok"}
 
 
@@ -295,11 +226,11 @@ def test_what_is_not_the_model_is_refused_and_the_old_weights_stay(own, other, t
     type(toy_model)(config).save_pretrained(tmp_path / "smaller")
     (other / "model.safetensors").write_bytes(b"cut off")
     for path, words in [
-        ("/nowhere", "is not a model"),
+        (tmp_path / "nowhere", "is not a model"),
         (tmp_path / "smaller", "is a different model"),
         (other, "load"),
     ]:
-        line = own("/reload_weights", {"path": str(path)}, status=400)["error"]
+        line = own.refused("/reload_weights", {"path": str(path)})
         assert words in line and str(path) in line and "\n" not in line
     assert own("/version") == {"version": 0} and own("/reload_weights", {})["version"] == 1
 
@@ -310,8 +241,8 @@ def test_an_adapter_comes_and_goes(own, other, toy_model, tmp_path):
     config = peft.LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", init_lora_weights=False)
     adapted = peft.get_peft_model(toy_model, config)
     adapted.save_pretrained(tmp_path / "lora")
-    assert own("/lora/load", {"adapter_path": "/nowhere"}, status=404)["error"].startswith("adapter_path=/nowhere")
-    assert "no adapter" in own("/lora/unload", {}, status=400)["error"]
+    assert own.refused("/lora/load", {"adapter_path": str(tmp_path / "no")}, 404).startswith(f"adapter_path={tmp_path}")
+    assert "no adapter" in own.refused("/lora/unload", {})
 
     assert own("/lora/load", {"adapter_path": str(tmp_path / "lora")})["version"] == 1
     assert ids(own.generate(**GREEDY)) == greedy(adapted) != plain
@@ -332,7 +263,7 @@ def test_paused_requests_wait_and_see_the_weights_that_came_meanwhile(own, other
         asked = pool.submit(own.generate, **GREEDY)
         own.waiting(1)
         own("/reload_weights", {"path": str(other)})
-        assert "paused" in own("/health_generate", status=503)["error"]
+        assert "paused" in own.refused("/health_generate", status=503)
         assert not asked.done() and own.batching.engine.calls == 0
         own("/resume", {})
         assert ids(asked.result()) == greedy(Pretrained(str(other)).model())
@@ -367,7 +298,7 @@ def test_what_waits_at_the_end_is_told_so(own):
         asked = pool.submit(own, "/generate", {"prompt": "12"}, 503)
         own.waiting(1)
         own.server.should_exit = True
-        assert asked.result() == {"error": "the server is stopping"}
+        assert line_of(asked.result()) == "the server is stopping"
 
 
 def test_completions_as_openai_has_them(server, toy_model):
@@ -384,7 +315,7 @@ def test_completions_as_openai_has_them(server, toy_model):
     assert plain == [
         {"index": 0, "finish_reason": "length", "text": answer["choices"][0]["text"], "logprobs": None},
     ]
-    assert "streaming" in server("/v1/completions", {"prompt": "12", "stream": True}, status=400)["error"]
+    assert "streaming" in server.refused("/v1/completions", {"prompt": "12", "stream": True})
 
 
 def test_chat_as_openai_has_it(server):
@@ -395,9 +326,7 @@ def test_chat_as_openai_has_it(server):
     (choice,) = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": ours["completion"][0]}
     assert answer["usage"]["prompt_tokens"] == len(ours["prompt_token_ids"][0])
-    assert (
-        "no field 'tools'" in server("/v1/chat/completions", {"messages": messages, "tools": [{}]}, status=400)["error"]
-    )
+    assert "no field 'tools'" in server.refused("/v1/chat/completions", {"messages": messages, "tools": [{}]})
 
 
 def test_a_port_that_is_taken_names_who_has_it():
@@ -449,8 +378,23 @@ def test_it_serves_vllm(toy, other):
     pytest.importorskip("vllm")
     from grpo.engines.vllm.engine import VLLMEngine
 
-    with served(toy, lambda: VLLMEngine(str(toy))) as client:
-        until(lambda: client.batching.engine is not None and client.batching.engine.version == 0)
+    class Finishing(VLLMEngine):
+        finished = 0
+
+        def sample(self, prompts, sampling, seeds, done):
+            def counted(*finished):
+                self.finished += 1
+                done(*finished)
+
+            return super().sample(prompts, sampling, seeds, counted)
+
+    with served(toy, lambda: Finishing(str(toy)), weights_from=[other]) as client:
+        client.ready()
+        body = json.dumps({"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 4000, "n": 100}).encode()
+        with client.raw(client.head("POST /generate", Content_Length=str(len(body))), body):
+            until(lambda: client.batching.running)
+        until(lambda: not client.batching.running)
+        assert client.batching.engine.finished < 100  # the client has left, and the rest is not sampled
         for version, folder in enumerate((toy, other)):
             if version:
                 assert client("/reload_weights", {"path": str(folder)})["version"] == version

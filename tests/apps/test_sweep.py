@@ -92,12 +92,12 @@ def test_a_second_call_runs_what_is_not_finished(tmp_path):
 def test_a_job_goes_on_from_its_checkpoint_unless_it_was_the_last(tmp_path):
     folder = tmp_path / "0, a"
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "checkpoints" / "last.ckpt").touch()
+    (folder / "checkpoints" / "00002.ckpt").mkdir()
     (folder / "metrics.csv").write_text("step,eval/accuracy,rollout/reward\n0,0.5,\n1,,0.25\n2,,0.5\n")
     job = Job(0, folder, ["seed=1", "ckpt_path=x"], "seed=1", rollouts=4)
     assert job.share() == 0.5
     assert job.metrics() == {"step": "2", "eval/accuracy": "0.5", "rollout/reward": "0.5"}
-    assert job.arguments() == ["seed=1", f"ckpt_path='{folder}/checkpoints/last.ckpt'"]
+    assert job.arguments() == ["seed=1", f"ckpt_path='{folder}'"]
     assert Job(0, folder, ["seed=1"], "", rollouts=2).arguments() == ["seed=1"] and not folder.exists()
 
 
@@ -210,7 +210,7 @@ def test_a_sweep_that_is_killed_is_gone_on_with(smoke, tmp_path):
     assert f"written to {folder}/report.html" in again.stdout and (folder / "report.html").exists()
     assert (folder / "0/metrics.csv").stat().st_mtime_ns == before
     assert [status(folder / name) for name in "02"] == ["finished"] * 2 and (folder / "multirun.yaml").exists()
-    assert f"ckpt_path={folder}/2/checkpoints/last.ckpt" in (folder / "2/output.txt").read_text()
+    assert f"resuming {folder}/2\n" in (folder / "2/output.txt").read_text()
 
     own = [
         override

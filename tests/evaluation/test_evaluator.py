@@ -5,6 +5,7 @@ import math
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, SingleTurn, State, Step, Trajectory
+from grpo.evaluation import metrics
 from grpo.evaluation.evaluator import Evaluator
 from grpo.evaluation.metrics import all_of_k, columns, estimates, estimates_by_value, majority, pass_at_k, powers
 from grpo.rewards.math.answers import loose_answer
@@ -191,6 +193,18 @@ def test_claims_that_fail_are_told_and_end_nothing(caplog):
 
     found = columns(Raises(), [[sample(True), sample(False)], [sample(True)]])
     assert not found and "claims failed on 3 samples, the first: OSError: no judge" in caplog.text
+
+
+def test_claims_that_hang_are_reported_and_end_nothing(monkeypatch, caplog):
+    class Hangs(Wordmath):
+        def claims(self, example, trajectory):
+            threading.Event().wait(30)
+
+    monkeypatch.setattr(metrics, "TIMEOUT", 0.05)
+    found = columns(Hangs(), [[sample(True)]])
+    assert (
+        not found and "claims failed on 1 samples, the first: TimeoutError: it took longer than 0.05 s" in caplog.text
+    )
 
 
 def test_a_mixture_is_told_source_by_source():

@@ -26,9 +26,7 @@ from grpo.rollout.ahead import Background
 from grpo.rollout.rollouts import Rollout
 from grpo.rollout.types import Sample
 from grpo.runs.runs import Run
-from grpo.system import distributed
 from grpo.system.errors import RolloutError, UserError
-from grpo.training.callbacks.rollout import check_devices
 from train import train
 
 LIMIT = 60  # seconds after which a test that waits fails
@@ -157,7 +155,7 @@ def test_a_crashed_run_resumes_bit_exactly(run, tmp_path, adapter):
     with pytest.raises(RuntimeError, match="the disk is full"):
         run(*settings, "+callbacks.crash={_target_: test_train.Crash, rollout: 3}", folder="crashed")
     checkpoint = f"ckpt_path={tmp_path / 'crashed' / 'checkpoints' / 'last.ckpt'}"
-    resumed = run(*settings, checkpoint, folder="resumed")
+    resumed = run(*settings, checkpoint, "resume.changes=allow", folder="resumed")
 
     assert [row["rollout/staleness"] for row in straight[1:]] == [0, *[1] * 4]
     assert resumed == straight[3:]
@@ -168,7 +166,8 @@ def test_a_crashed_run_resumes_bit_exactly(run, tmp_path, adapter):
     assert left[0].evaluations([4]).equals(left[1].evaluations([4]))
 
     if adapter == "none":  # a rollout that was played under another plan is not used
-        other = run(*settings, checkpoint, "rollout.sampling.temperature=0.9", "rollout.num_rollouts=4", folder="other")
+        more = ("rollout.sampling.temperature=0.9", "rollout.num_rollouts=4", "resume.changes=allow")
+        other = run(*settings, checkpoint, *more, folder="other")
         assert [row["rollout/staleness"] for row in other] == [0, 1]
 
 
@@ -328,9 +327,3 @@ def test_objectives_that_take_old_samples_for_the_policys_own_are_refused():
         with pytest.raises(UserError, match="older than the policy") as refused:
             preset(*overrides).check(4, 2, ahead=1)
     assert "algo.old_policy" not in str(refused.value)  # would change nothing: there is no ratio
-
-
-def test_several_devices_are_refused(monkeypatch):
-    monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    with pytest.raises(UserError, match=r"rollout\.ahead=1 works with one device only"):
-        check_devices(2, prompts=4, ahead=1)

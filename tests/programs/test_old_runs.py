@@ -19,6 +19,7 @@ from grpo.rollout.ahead import Played
 from grpo.rollout.types import Limits, Plan, Sample
 from grpo.runs.report import write_report
 from grpo.runs.runs import Run, curves, load, table
+from grpo.training.checkpoints import PlainCheckpoints
 from train import train
 
 OLD = EXAMPLES / "old_run"
@@ -35,6 +36,7 @@ def resumed(checkpoint: str | Path, folder, *overrides: str) -> list[dict[str, f
     settings = ["task=gsm8k", f"task.path={EXAMPLES}", "task.prompt=chat", "model=path", "max_tokens=8"]
     settings += [f"model.path={OLD / 'checkpoints' / 'last'}", "rollout.prompts=2", "rollout.group_size=4"]
     settings += [f"ckpt_path={OLD / 'checkpoints' / checkpoint}", "rollout.num_rollouts=3", "forecast=false"]
+    settings += ["resume.trust=true", "resume.changes=allow"]
     settings += ["trainer=cpu", "logger=csv", "engine=transformers", f"output_dir={folder}"]
     train(compose_config(*settings, *overrides))
     return rows(folder)
@@ -76,7 +78,7 @@ def test_it_is_resumed(tmp_path):
     told = resumed("last.ckpt", tmp_path, "optim.optimizer.lr=2e-4", "callbacks=[samples,checkpoint,health]")
     assert [row["step"] for row in told] == [3] and "eval/accuracy" in told[0]
     assert json.loads((tmp_path / "manifest.json").read_text())["rollouts"] == 3
-    checkpoint = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)
+    checkpoint = PlainCheckpoints().load_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
     assert checkpoint["callbacks"]["RolloutCallback"]["rollouts"] == 3
     steps = {int(state["step"]) for state in checkpoint["optimizer_states"][0]["state"].values()}
     assert steps == {3}  # the saved moments were loaded

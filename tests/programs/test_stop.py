@@ -13,7 +13,8 @@ import torch
 from conftest import ROOT, TEST_PATH, compose_config
 from test_train import VARIED, Varied, rows, state
 
-from grpo.apps.cli import continued, one_line_errors
+from grpo.apps.cli import one_line_errors
+from grpo.apps.resuming import has_checkpoint, is_over
 from grpo.runs.runs import Run
 from grpo.system.errors import StopError, UserError
 from grpo.system.stop import Stop, seconds_of
@@ -27,6 +28,7 @@ SETTINGS = (
     "algo.kl.coef=0.05",
     "eval.every=2",
     "resume=auto",
+    "resume.changes=allow",
 )
 
 
@@ -56,7 +58,7 @@ class Asks(Varied):
 def run(smoke, folder, *more: str, task=VARIED) -> None:
     config = compose_config(*smoke(*SETTINGS, *more, f"output_dir={folder}"))
     config.task = task
-    assert not continued(config)
+    config.ckpt_path = str(folder) if has_checkpoint(folder) else None
     train(config)
 
 
@@ -102,12 +104,15 @@ def test_a_signal_saves_a_checkpoint_and_the_run_continues_to_the_bit(smoke, tmp
 def test_a_finished_run_needs_nothing_and_an_unfinished_one_without_a_checkpoint_begins_anew(smoke, tmp_path):
     config = compose_config(*smoke("resume=auto", "rollout.num_rollouts=4"))
     (tmp_path / "config.yaml").touch()
-    assert not continued(config) and config.ckpt_path is None
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "last.ckpt").touch()
+    assert not is_over(config) and not has_checkpoint(tmp_path)
+    (tmp_path / "checkpoints" / "00002.ckpt").mkdir(parents=True)
+    assert has_checkpoint(tmp_path)
     for status, rollouts, over in (("interrupted", 2, False), ("finished", 4, True), ("finished", 3, False)):
         (tmp_path / "manifest.json").write_text(json.dumps({"status": status, "rollouts": rollouts}))
-        assert continued(config) == over and config.ckpt_path == str(tmp_path / "checkpoints" / "last.ckpt")
+        assert is_over(config) == over
+    (tmp_path / "checkpoints" / "00004.ckpt").mkdir()
+    (tmp_path / "manifest.json").write_text(json.dumps({"status": "running", "rollouts": 0}))
+    assert is_over(config) and Run(tmp_path).manifest == {"status": "finished", "rollouts": 4, "error": None}
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("0:00:05", 5), ("3:50:00", 13800), ("2-00:01:00", 172860)])
@@ -158,3 +163,59 @@ def test_two_devices_stop_together(smoke, tmp_path):
     states = [state(tmp_path / name)["state_dict"] for name in ("straight", "stopped")]
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
     assert rows(tmp_path / "straight") == rows(tmp_path / "stopped")
+
+
+class Adaptive:
+    """A reward that falls with each call: its state is in the checkpoint."""
+
+    __name__ = "adaptive"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, completions, **_):
+        self.calls += 1
+        return [len(text) % 7 - 0.01 * self.calls for text in completions]
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
+def test_the_state_of_a_reward_is_in_the_checkpoint(smoke, tmp_path):
+    def adaptive(folder, *more):
+        reward = "task.rewards=[{_target_: test_stop.Adaptive}]"
+        settings = (
+            "callbacks=[checkpoint]",
+            "callbacks.checkpoint.every=1",
+            "rollout.num_rollouts=3",
+            "eval.every=0",
+            reward,
+            "task.weights=null",
+        )
+        train(compose_config(*smoke(*settings, *more, f"output_dir={tmp_path / folder}")))
+        return [row["rollout/reward"] for row in rows(tmp_path / folder)]
+
+    straight = adaptive("straight")
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        adaptive("crashed", "+callbacks.crash={_target_: test_train.Crash, rollout: 2}")
+    more = (f"ckpt_path={tmp_path / 'crashed'}", "resume.changes=allow")
+    assert straight[2:] == adaptive("resumed", *more)
+    kept = state(tmp_path / "straight")["callbacks"]["RolloutCallback"]["objects"]["task"]["adaptive"]
+    assert kept == {"calls": 3 * 2}  # a call for each group
+
+
+def test_a_run_that_no_longer_improves_ends_early_and_well(smoke, tmp_path, caplog):
+    """Without learning the accuracy stays as it is: two more evaluations after that of rollout 1."""
+    caplog.set_level("INFO")
+    more = ("callbacks=[checkpoint,early_stopping]", "callbacks.early_stopping.patience=2", "eval.every=1")
+    more += ("optim.optimizer.lr=0", "rollout.num_rollouts=9", "resume=auto")
+    train(compose_config(*smoke(*more)))
+    manifest = Run(tmp_path).manifest
+    assert (manifest["status"], manifest["rollouts"]) == ("finished", 3) and len(rows(tmp_path)) == 4
+    assert "the run ends early after rollout 3: eval/accuracy has not improved" in caplog.text
+    with pytest.raises(SystemExit) as ended:
+        train(compose_config(*smoke(*more, f"ckpt_path={tmp_path}")))
+    assert ended.value.code == 0 and Run(tmp_path).manifest["status"] == "finished" and len(rows(tmp_path)) == 4

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eval as eval_script
-from grpo.apps.cli import check_whole, explain, saved_config
+from grpo.apps.cli import explain
+from grpo.apps.resuming import saved_config
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
@@ -31,10 +32,20 @@ from grpo.runs.runs import Run
 from grpo.system.errors import StopError, UserError
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.checkpoint import Checkpoint
+from grpo.training.checkpoints import PlainCheckpoints
 from tasks.gsm8k import GSM8K
 from train import train
 
-TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "tokens/s", "memory/rollout", "memory/update")
+TIMES = (
+    "time/rollout",
+    "time/update",
+    "time/sync",
+    "time/eval",
+    "time/played",
+    "tokens/s",
+    "memory/rollout",
+    "memory/update",
+)
 
 
 class Varied(GSM8K):
@@ -65,7 +76,7 @@ def rows(folder) -> list[dict[str, float]]:
 
 
 def state(folder) -> dict:
-    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=False)
+    return PlainCheckpoints().load_checkpoint(folder / "checkpoints" / "last.ckpt")
 
 
 CRASH = "+callbacks.crash={_target_: test_train.Crash, rollout: 3}"
@@ -108,7 +119,7 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy, ending, done
     with pytest.raises((RuntimeError, StopError), match=r"the disk is full|stopped by SIGTERM"):
         run("crashed", ending)
     assert len(rows(tmp_path / "crashed")) == 4  # no measurement is lost
-    run("resumed", f"ckpt_path={tmp_path / 'crashed' / 'checkpoints' / 'last.ckpt'}")
+    run("resumed", f"ckpt_path={tmp_path / 'crashed'}", "resume.changes=allow")
 
     straight, resumed = state(tmp_path / "straight"), state(tmp_path / "resumed")
     assert straight["state_dict"].keys() == resumed["state_dict"].keys()
@@ -147,12 +158,11 @@ def test_what_a_run_leaves(smoke, tmp_path, capsys):
         "evaluations/000000.parquet",
         "evaluations/000002.parquet",
         "evaluations/000003.parquet",
-        "checkpoints/last.ckpt",
-        "checkpoints/last/model.safetensors",
-        "checkpoints/last/tokenizer.json",
-        "checkpoints/best/model.safetensors",
-        "checkpoints/best/chat_template.jinja",
+        "checkpoints/00003.ckpt/tensors.safetensors",
+        "checkpoints/policy_00003/model.safetensors",
+        "checkpoints/policy_00003/tokenizer.json",
     } <= left
+    assert (tmp_path / "checkpoints/best/model.safetensors").exists() and (tmp_path / "checkpoints/last.ckpt").is_dir()
     assert any(name.startswith("tensorboard/events") for name in left)
 
     table = rows(tmp_path)
@@ -176,7 +186,7 @@ def test_what_a_run_leaves(smoke, tmp_path, capsys):
     assert (sample["rollout"], sample["prompt_index"], sample["sample"]) == (1, 1, 1)
     assert json.loads(sample["messages"])[0]["role"] == "user" and sample["advantage"] == 0.0 and sample["tokens"] <= 8
 
-    ours = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)["state_dict"]
+    ours = state(tmp_path)["state_dict"]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "last").state_dict()
     assert all(torch.equal(ours[f"policy.{name}"], tensor) for name, tensor in theirs.items())
     assert AutoTokenizer.from_pretrained(tmp_path / "checkpoints" / "last").chat_template
@@ -186,7 +196,7 @@ def test_what_a_run_leaves(smoke, tmp_path, capsys):
     assert said.count("╭─ rollout 1: reward") == 2 and said.count("╭─ rollout 3: reward") == 2
 
 
-def test_best_is_the_best_and_survives_worse(smoke, tmp_path):
+def test_best_is_the_best_and_survives_worse(smoke, tmp_path, caplog):
     pretrained = Pretrained(next(o for o in smoke() if o.startswith("model.path=")).partition("=")[2])
     module = L.LightningModule()
     module.policy = pretrained.model()
@@ -196,6 +206,10 @@ def test_best_is_the_best_and_survives_worse(smoke, tmp_path):
         weight.data.fill_(rollout)
         checkpoint.on_train_batch_end(None, module, {}, RolloutBatch(rollout, metrics={"eval/accuracy": accuracy}), 0)
     assert load_file(tmp_path / "best" / "model.safetensors")["model.norm.weight"].unique().item() == 1
+    weight.data[0] = torch.nan  # a policy that is not finite replaces nothing
+    checkpoint.save(None, module)
+    assert "model.norm.weight is not finite, so no checkpoint is written" in caplog.text
+    assert [path.name for path in tmp_path.iterdir() if path.name != "best"] == ["policy_00002"]
     # a run that is resumed elsewhere keeps its best checkpoint
     resumed = Checkpoint(pretrained.tokenizer(), str(tmp_path / "resumed"), num_rollouts=10)
     resumed.load_state_dict(checkpoint.state_dict())
@@ -290,7 +304,7 @@ def told(*overrides: str, name: str = "train") -> str:
             ],
         ),
         (["algo=grppo"], ["algo has no option 'grppo'", "dr_grpo, grpo, gspo"]),
-        (["model=llama"], ["model has no option 'llama'", "llama1b, llama8b, path"]),
+        (["model=llama"], ["model has no option 'llama'", "llama1b, llama70b, llama8b, path"]),
         (["rollout.group_sze=4"], ["no key 'rollout.group_sze'", "did you mean rollout.group_size?"]),
         (["group_size=4"], ["did you mean rollout.group_size?"]),
         (["optim.lr=1"], ["did you mean optim.optimizer.lr?"]),
@@ -306,7 +320,7 @@ def told(*overrides: str, name: str = "train") -> str:
         (["model.path=nowhere/at_all"], ["model.path=nowhere/at_all is neither a local folder nor"]),
         (["model.dtype=float8"], ["model.dtype=float8 is not one of auto, float32"]),
         (["adapter=lora", "adapter.target_modules=[nothing]"], ["adapter:", "nothing"]),
-        (["ckpt_path=nowhere.ckpt"], ["ckpt_path=nowhere.ckpt is not a file"]),
+        (["ckpt_path=nowhere.ckpt"], ["ckpt_path=nowhere.ckpt is no whole checkpoint"]),
         (["output_dir="], ["hydra.run.dir= is empty"]),
         (["algo.reduce=mean"], ["algo.reduce=mean is not one of sequence, token, constant, sum"]),
         (["eval.samples=2"], ["eval.samples=2 at temperature 0"]),
@@ -354,9 +368,18 @@ def test_a_resumed_run_says_what_is_different(smoke, tmp_path, caplog):
     run = tmp_path / "run"
     run.mkdir()
     train(compose_config(*smoke("callbacks=[checkpoint]", f"output_dir={run}")))
-    resumed = [f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}", "rollout.num_rollouts=3", "algo.surrogate.high=0.28"]
-    train(compose_config(*smoke(*resumed)))
-    assert "other values: algo.surrogate.high=0.28 (was 0.2), rollout.num_rollouts=3 (was 2)\n" in caplog.text
+    resumed = [f"ckpt_path={run}", "callbacks=[checkpoint]", "rollout.num_rollouts=3", "optim.max_grad_norm=2"]
+    assert told(*smoke(*resumed, "algo.surrogate.high=0.28")) == (
+        "the run to resume had other settings: algo.surrogate.high=0.28 (was 0.2); leave them out, or set resume.changes=allow"
+    )
+    train(compose_config(*smoke(*resumed, "algo.surrogate.high=0.28", "resume.changes=allow")))
+    said = caplog.text.partition("resuming with other values: ")[2].strip().split(", ")
+    changed = [
+        "algo.surrogate.high=0.28 (was 0.2)",
+        "optim.max_grad_norm=2 (was 1.0)",
+        "rollout.num_rollouts=3 (was 2)",
+    ]
+    assert sorted(said) == [*changed[:1], "callbacks.checkpoint.num_rollouts=3 (was 2)", *changed[1:]]
 
 
 def test_a_run_makes_its_folder(smoke, tmp_path):
@@ -376,35 +399,20 @@ def test_a_checkpoint_of_another_model(smoke, tmp_path):
     train(compose_config(*smoke("callbacks=[checkpoint]", f"output_dir={run}")))
     checkpoint = f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
     for i, (more, message) in enumerate([
-        ("adapter=lora", "a checkpoint of another model"),
+        ("adapter=lora", "other settings: adapter._target_=peft.LoraConfig (was None), "),
+        ("adapter=lora resume.changes=allow", "a checkpoint of another model"),
         ("adapter=none", "learned from 2 rollouts already"),
         ("optim=sgd", "has the state of another optimizer: optim.optimizer._target_=torch.optim.SGD (was torch.optim.AdamW)"),
     ]):  # fmt: skip
         (tmp_path / str(i)).mkdir()
-        assert message in told(*smoke(checkpoint, more, f"output_dir={tmp_path / str(i)}"))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "damaged or no checkpoint"),
-        (b"hello", "damaged or no checkpoint"),
-        ({"state_dict": {}}, "no checkpoint of a run, it lacks callbacks, "),
-        ([1], "no checkpoint of a run, it lacks callbacks, "),
-    ],
-)
-def test_a_damaged_checkpoint_is_refused(tmp_path, content, message):
-    file = tmp_path / "last.ckpt"
-    file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
-    with pytest.raises(UserError, match=message):
-        check_whole(file)
+        assert message in told(*smoke(checkpoint, *more.split(), f"output_dir={tmp_path / str(i)}"))
 
 
 @pytest.mark.parametrize("text", ["{[", "just a text\n", "[1]"])
 def test_a_damaged_configuration_of_a_run_is_refused(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match=r"config\.yaml is no configuration of a run"):
-        saved_config(tmp_path / "config.yaml")
+        saved_config(tmp_path)
 
 
 def test_a_group_of_another_program_is_told():

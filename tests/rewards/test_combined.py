@@ -380,7 +380,7 @@ def test_the_profile_of_a_file(tmp_path):
     out = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["id"], row["outcome"], row["reward"]) for row in out] == [
         ("a", "right", 1.1), ("b", "right", 1.1), ("c", "wrong", 0.1), ("d", "no_answer", 0.0),
-        ("e", "right", 1.1), ("f", "wrong", 0.1),
+        ("e", "right", 1.1), ("f", "wrong", 0.0),
     ]  # fmt: skip
     assert all(row["ms"] >= 0 for row in out)
     assert "right 3, wrong 2, no_answer 1, timeout 0, error 0" in done.stdout and "6 samples, ms each" in done.stdout

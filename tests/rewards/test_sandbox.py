@@ -12,23 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from attempts import confinable
 from conftest import REAL_DATA, ROOT
 
 from grpo.rewards.code import sandbox_child
 from grpo.rewards.code.programs import assemble, code_verdict, extract_continuation, extract_program
-from grpo.rewards.code.sandbox import ProgramLimits, confinement, run_program
+from grpo.rewards.code.sandbox import ProgramLimits, run_program
 from grpo.system.errors import UserError
 
 HUMANEVAL, MBPP = REAL_DATA / "humaneval_20.jsonl", REAL_DATA / "mbpp_sanitized_30.jsonl"
 real = pytest.mark.skipif(not HUMANEVAL.exists() or not MBPP.exists(), reason="no HumanEval and MBPP here")
 ROW = {"test_list": ["assert double(2) == 4"]}
-
-
-def confinable() -> bool:
-    try:
-        return bool(confinement())
-    except UserError:
-        return False
 
 
 if not confinable():

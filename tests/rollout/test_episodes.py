@@ -60,7 +60,7 @@ def test_three_turns_number_by_number():
     assert len(rows_of_turns([turn((1,), (2, 3)), turn((1, 2), (3,))])) == 2  # shorter than the row
 
     groups = [[sample_of(*BRANCHED), sample_of(turn((1, 2), (3,)))]]
-    batch = collate(groups, first=4)
+    batch = collate(groups, first=[4])
     assert batch.sample.tolist() == [4, 4, 5]
     assert batch.ids.tolist() == [[0, 1, 2, 3, 4, 9, 9, 5], [1, 2, 7, 6, 8, 0, 0, 0], [0, 1, 2, 3, 0, 0, 0, 0]]
     assert batch.attention_mask.tolist() == [[0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0], [0, 1, 1, 1] + [0] * 4]
@@ -465,4 +465,4 @@ def test_a_run_ends_where_every_environment_fails(smoke, tmp_path):
         train(config)
     assert "the environment failed in all 4 episodes; the first: KeyError: 'the tool is gone'" in str(error.value)
     assert (tmp_path / "rollouts" / "000001.failed.parquet").is_file() and "000001.failed.parquet" in str(error.value)
-    assert (tmp_path / "checkpoints" / "last.ckpt").is_file()
+    assert (tmp_path / "checkpoints" / "last.ckpt").is_dir()

@@ -49,7 +49,7 @@ def test_a_crashed_run_goes_on_in_its_own_folder(run, tmp_path):
 
     spent = crashed.manifest["seconds"]
 
-    resumed = run("crashed", *settings, f"ckpt_path={tmp_path / 'crashed' / 'checkpoints' / 'last.ckpt'}")
+    resumed = run("crashed", *settings, f"ckpt_path={tmp_path / 'crashed'}", "resume.changes=allow")
     assert resumed.status == "finished" and resumed.manifest["error"] is None
     assert resumed.manifest["started"] == crashed.manifest["started"] and resumed.manifest["seconds"] > spent > 0
     assert list(resumed.metrics.index) == list(range(7))

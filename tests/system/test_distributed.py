@@ -1,17 +1,25 @@
 """Two processes learn what one learns: train.py on two devices (of a CPU) compared with one."""
 
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
-from conftest import ROOT, TEST_PATH
+from ranks import Ranks
+from test_episodes import Dice
 from test_train import rows, told
+from transformers import AutoModelForCausalLM
 
+from grpo.models.pretrained import Pretrained
 from grpo.runs.runs import Run
 from grpo.system import distributed
+from grpo.system.errors import UserError
+from grpo.training import checkpoints
+from grpo.training.callbacks import checkpoint
+from grpo.training.checkpoints import PlainCheckpoints
+from grpo.training.strategy import check_devices
 
 EVERYTHING = [
     "algo=reinforce_pp_baseline",  # whitened over all ranks
@@ -29,48 +37,216 @@ CASES = {
         reduce: [f"algo.reduce={reduce}", "rollout.prompts=3", "rollout.num_rollouts=1"]
         for reduce in ("sequence", "token")
     },
-    "constant": ["algo=dr_grpo", "rollout.prompts=3", "rollout.num_rollouts=1", "optim.max_tokens_per_microbatch=1"],
+    "constant": [
+        *("algo=dr_grpo", "rollout.prompts=3", "rollout.num_rollouts=1", "optim.max_tokens_per_microbatch=1"),
+        "optim.gradient_checkpointing=true",
+    ],
     "sum": ["algo=rloo", "algo/kl=loss", "rollout.num_rollouts=1", "preflight=warn"],
     "everything": EVERYTHING,
+    "turns": ["task._target_=test_distributed.Turns", "rollout.prompts=3", "rollout.num_rollouts=2", "eval.every=0"],
+    "adamw": ["optim.optimizer._target_=torch.optim.AdamW", "optim.optimizer.lr=1e-3", "rollout.num_rollouts=2"],
+    "ahead": [
+        *("rollout.ahead=1", "algo.old_policy=rollout", "engine=transformers", "engine._target_=test_ahead.Apart"),
+        "rollout.num_rollouts=3",
+    ],
+    "adapter": [
+        "adapter=lora",
+        "algo/kl=loss",
+        "algo.kl.sync_every=1",
+        "algo.kl.sync_alpha=0.5",
+        "rollout.num_rollouts=2",
+    ],
 }
 
 
-def learned(smoke, folder: Path, devices: int, overrides: list[str]) -> dict[str, torch.Tensor]:
-    overrides = [
-        *(override for override in smoke() if not override.startswith(("output_dir", "optim", "callbacks"))),
-        "task._target_=test_train.Varied",
-        "trainer=cpu",
-        f"trainer.devices={devices}",
-        "callbacks=[checkpoint]",
-        "optim.optimizer._target_=torch.optim.SGD",  # at learning rate 1 the change is the gradient
-        "~optim.optimizer.betas",
-        "optim.optimizer.lr=1",
-        "optim.max_grad_norm=null",
-        f"hydra.run.dir={folder}",
-        *overrides,
-    ]
-    command = [sys.executable, "train.py", *overrides]
-    environment = {**os.environ, "PYTHONPATH": TEST_PATH, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=False)["state_dict"]
+class SmallPieces(L.Callback):
+    """Policies are written in files of 64 KiB."""
+
+    def setup(self, trainer, module, stage) -> None:
+        checkpoint.PIECE = 1 << 16
+
+
+class KilledInSave(L.Callback):
+    """Kills the process of rank 1 after it has written its part of the second checkpoint, before the others know."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        if batch.rollout == 1 and trainer.global_rank == 1:
+            checkpoints.write_file = lambda file, tensors: (
+                file.write_bytes(b"half") and os.kill(os.getpid(), signal.SIGKILL)
+            )
+
+
+class Turns(Dice):
+    """Episodes of one to three turns, most of which are several rows."""
+
+    def __init__(self, **_) -> None:
+        super().__init__()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    ranks = Ranks(3)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def learned(ranks, smoke):
+    def weights(folder: Path, devices: int, overrides: list[str], ranks: Ranks = ranks) -> dict[str, torch.Tensor]:
+        """The weights at the end of a run."""
+        common = [
+            *(override for override in smoke() if not override.startswith(("output_dir", "optim", "callbacks"))),
+            "task._target_=test_train.Varied",
+            "trainer=cpu",
+            f"trainer.devices={devices}",
+            "trainer.timeout=60",
+            "callbacks=[checkpoint]",
+            "optim.optimizer._target_=torch.optim.SGD",  # at learning rate 1 the change is the gradient
+            "~optim.optimizer.betas",
+            "optim.optimizer.fused=false",
+            "optim.optimizer.lr=1",
+            "optim.max_grad_norm=null",
+            f"output_dir={folder}",
+        ]
+        ranks.train(devices, [*common, *overrides])
+        return last(folder)["state_dict"]
+
+    return weights
+
+
+def last(folder: Path) -> dict:
+    return PlainCheckpoints().load_checkpoint(folder / "checkpoints" / "last.ckpt")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_learn_what_one_learns(smoke, tmp_path, name):
-    one, two = (learned(smoke, tmp_path / str(devices), devices, CASES[name]) for devices in (1, 2))
-    for parameter, expected in one.items():
-        torch.testing.assert_close(two[parameter], expected, atol=1e-6, rtol=1e-5, msg=parameter)
-    checked = Run(tmp_path / "2").manifest["preflight"]
-    assert {check["result"] for check in checked.values() if "devices" in check["compared"]} <= {"PASS"}
-    assert ("the devices' gradients add up" in checked) == (name == "sum")
-    tables = [rows(tmp_path / str(devices)) for devices in (1, 2)]
-    assert tables[0][1]["loss/grad_norm"] > 0.01
-    for alone, shared in zip(*tables, strict=True):
-        assert alone.keys() == shared.keys()
-        for metric, value in alone.items():
-            assert shared[metric] == pytest.approx(value, abs=1e-4), metric
+def test_two_ranks_learn_what_one_learns(learned, tmp_path, name):
+    one = learned(tmp_path / "1", 1, CASES[name])
+    alone = rows(tmp_path / "1")
+    assert alone[1]["loss/grad_norm"] > 0.01
+    for strategy in ("ddp", "fsdp2")[: 1 if name == "ahead" else 2]:  # that engine cannot copy a sharded policy
+        folder = tmp_path / strategy
+        two = learned(folder, 2, [*CASES[name], f"strategy={strategy}"])
+        for parameter, expected in one.items():
+            atol = 1e-4 if name == "adamw" else 1e-6  # AdamW divides by the gradient's size, which may be about 0
+            torch.testing.assert_close(two[parameter], expected, atol=atol, rtol=1e-5, msg=f"{strategy} {parameter}")
+        checked = Run(folder).manifest["preflight"]
+        assert {check["result"] for check in checked.values() if "devices" in check["compared"]} <= {"PASS"}
+        assert ("the devices' gradients add up" in checked) == (name == "sum")
+        for expected, shared in zip(alone, rows(folder), strict=True):
+            assert expected.keys() == shared.keys()
+            for metric, value in expected.items():
+                assert shared[metric] == pytest.approx(value, abs=1e-4), f"{strategy} {metric}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["model.dtype=bfloat16", "optim.offload=true"])
+def test_two_ranks_bring_the_masters_gradients_together(learned, tmp_path, policy):
+    """Both see the same numbers row by row, so only the order of additions in float32 differs."""
+    settings = [policy, "optim.max_tokens_per_microbatch=1", "rollout.prompts=3", "rollout.num_rollouts=1"]
+    found = []
+    for devices in (1, 2):
+        learned(tmp_path / str(devices), devices, [*settings, "strategy=ddp"])
+        found.append(last(tmp_path / str(devices))["optimizer_states"][0]["masters"])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-5)
+    assert rows(tmp_path / "1")[1]["loss/grad_norm"] > 0.01
+
+
+@pytest.mark.slow
+def test_shards_of_a_16_bit_model_learn_what_one_rank_learns(learned, toy, tmp_path):
+    """Passes are in bfloat16, the optimizer's numbers are float32: they move in the same direction, equally far."""
+    start = torch.cat([p.detach().flatten() for p in Pretrained(str(toy)).model().bfloat16().parameters()]).float()
+    moved = []
+    for devices in (1, 2):
+        settings = ["model.dtype=bfloat16", "strategy=fsdp2", "rollout.num_rollouts=1", "rollout.prompts=3"]
+        weights = learned(tmp_path / str(devices), devices, settings)
+        assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+        masters = last(tmp_path / str(devices))["optimizer_states"][0]["masters"]
+        moved.append(torch.cat([master.flatten() for master in masters]) - start)
+    assert torch.cosine_similarity(*moved, dim=0) > 0.99
+    assert moved[0].norm() == pytest.approx(moved[1].norm().item(), rel=0.02)
+
+
+@pytest.mark.slow
+def test_checkpoints_go_from_any_ranks_and_strategy_to_others(learned, tmp_path):
+    """Saved after two of three rollouts, in both formats; the optimizer has a state (momentum), and so has the reference."""
+    common = [
+        *(
+            "algo/kl=loss",
+            "algo.kl.sync_every=1",
+            "algo.kl.sync_alpha=0.5",
+            "rollout.prompts=3",
+            "rollout.num_rollouts=3",
+        ),
+        *("optim.optimizer.lr=0.1", "+optim.optimizer.momentum=0.9"),
+        *("callbacks.checkpoint.every=1", "callbacks.checkpoint.keep=3"),
+        "+callbacks.small={_target_: test_distributed.SmallPieces}",
+    ]
+    runs = {  # name: (devices, settings, the run whose second checkpoint it resumes)
+        "one": (1, [], None),
+        "pieces": (2, ["strategy=fsdp2", "strategy.checkpoint=sharded"], None),
+        "whole": (3, ["strategy=fsdp2", "strategy.reshard=false"], None),
+        "pieces_to_one": (1, [], "pieces"),
+        "whole_to_ddp": (2, ["strategy=ddp"], "whole"),
+        "one_to_three": (3, ["strategy=fsdp2", "strategy.checkpoint=sharded"], "one"),
+    }
+    found = {}
+    for name, (devices, settings, resumed) in runs.items():
+        resume = [f"ckpt_path={tmp_path / resumed / 'checkpoints' / '00002.ckpt'}"] if resumed else []
+        found[name] = learned(tmp_path / name, devices, [*common, *settings, *resume])
+    for name, weights in found.items():
+        for parameter, expected in found["one"].items():
+            torch.testing.assert_close(weights[parameter], expected, atol=1e-6, rtol=1e-5, msg=f"{name} {parameter}")
+        folder = tmp_path / name / "checkpoints" / "last"
+        assert (len(list(folder.glob("*.safetensors"))) > 3) == (runs[name][0] > 1 and name != "whole_to_ddp")
+        loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        assert all(torch.equal(loaded[key.removeprefix("policy.")], weight) for key, weight in weights.items())
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_it_writes_a_checkpoint_loses_nothing(learned, tmp_path):
+    settings = [
+        "strategy=fsdp2",
+        "strategy.checkpoint=sharded",
+        "callbacks.checkpoint.every=1",
+        "rollout.num_rollouts=3",
+    ]
+    whole = learned(tmp_path / "whole", 2, settings)
+    victims, folder = Ranks(2), tmp_path / "killed"
+    try:
+        with pytest.raises(EOFError):
+            learned(folder, 2, [*settings, "+callbacks.killed={_target_: test_distributed.KilledInSave}"], victims)
+    finally:
+        victims.close()
+    there = {path.name for path in (folder / "checkpoints").glob("*.ckpt*")}
+    assert there - {"00002.ckpt.new"} == {"00001.ckpt", "last.ckpt"}  # the other rank may have removed that one
+    resumed = learned(folder, 2, [*settings, f"ckpt_path={folder}", "resume.changes=allow"])
+    assert all(torch.equal(weight, resumed[parameter]) for parameter, weight in whole.items())
+    assert not list((folder / "checkpoints").glob("*.new"))
+
+
+def test_ranks_that_resume_apart_are_refused(monkeypatch):
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "all_gather", lambda items: [*items, 0])
+    with pytest.raises(
+        UserError, match=r"resume after 0 and 3 rollouts: all machines must see the same hydra\.run\.dir"
+    ):
+        check_devices(2, prompts=4, rollouts=3)
+    with pytest.raises(UserError, match=r"rollout\.prompts=1 is fewer than the 2 devices"):
+        check_devices(2, prompts=1, rollouts=0)
+    with pytest.raises(UserError, match=r"process group of 2 for the 3 devices: set trainer\.devices and"):
+        check_devices(3, prompts=4, rollouts=0)
+
+
+def test_groups_are_shared_out_by_their_tokens(monkeypatch):
+    sizes = [5, 1, 9, 2, 0, 4]
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    shares = []
+    for rank in range(2):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        shares.append(distributed.balanced(sizes))
+    assert shares == [[2, 3], [0, 1, 4, 5]]  # 11 tokens each; an empty group counts as one
 
 
 def test_shares_follow_each_other(monkeypatch):

@@ -124,18 +124,18 @@ def test_math_rows_levels_and_rewards(tmp_path):
         ("<answer>25 + 3 * 7 + 3 - 3</answer>", "wrong"),  # 3 is used too often
         ("<answer>3 + 7 + 25</answer>", "wrong"),
         ("<answer>3 / (7 - 7) + 25</answer>", "wrong"),
-        ("<answer>25 + 3 ** 7</answer>", "wrong"),
-        ("<answer>__import__('os').abort()</answer>", "wrong"),
-        ("<answer>" + "(" * 150 + "</answer>", "wrong"),
-        ("<answer>" + "9" * 5000 + "</answer>", "wrong"),
+        ("<answer>25 + 3 ** 7</answer>", "wrong, no expression"),
+        ("<answer>__import__('os').abort()</answer>", "wrong, no expression"),
+        ("<answer>" + "(" * 150 + "</answer>", "wrong, no expression"),
+        ("<answer>" + "9" * 5000 + "</answer>", "wrong, no expression"),
         ("46", "no_answer"),
         ("<think><answer>25 + 3 * 7</answer></think> I give up", "no_answer"),
     ],
 )
 def test_countdown_grading(text, outcome):
     reward = Countdown().score({"numbers": [3, 7, 25], "target": 46}, said(text))
-    assert reward.outcome == outcome and reward.correct == (outcome == "right")
-    assert reward.value == {"right": 1.1, "wrong": 0.1, "no_answer": 0.0}[outcome]
+    assert reward.outcome == outcome.partition(",")[0] and reward.correct == (outcome == "right")
+    assert reward.value == {"right": 1.1, "wrong": 0.1, "wrong, no expression": 0.0, "no_answer": 0.0}[outcome]
 
 
 def test_countdown_puzzles_can_be_solved_and_do_not_leak():

@@ -25,6 +25,7 @@ from grpo.models.policy import with_adapter
 from grpo.system import memory
 from grpo.training.forecast import (
     Live,
+    Sizes,
     after_a_step,
     bytes_of,
     forecast,
@@ -314,9 +315,9 @@ def test_two_memories(toy, caplog, monkeypatch):
     monkeypatch.setattr(memory, "free", lambda device: there[device.type])
     run = Run(str(toy), "optim.offload=true", "model.dtype=bfloat16")
     strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
-    trainer = SimpleNamespace(strategy=strategy, precision="32-true", num_devices=2)
+    trainer = SimpleNamespace(strategy=strategy, precision="32-true", num_devices=2, world_size=2)
     caplog.set_level("INFO")
-    forecast(run.module, run.pretrained, run.plan, TransformersEngine(), 10, trainer)
+    forecast(Sizes(run.module, run.pretrained, run.plan, TransformersEngine(), lambda: 10), trainer)
     gpu, cpu, update, rollout = caplog.messages
     assert "of 1.00 GB on cuda:0: so far 0.00 MB, weights" in gpu and "activations" in gpu and "optimizer" not in gpu
     assert "of 0.50 MB on cpu: so far 0.00 MB, masters" in cpu and "gradients" in cpu and "activations" not in cpu

@@ -10,6 +10,7 @@ from conftest import compose_config
 from grpo.system.errors import AlarmError
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.health import Health
+from grpo.training.checkpoints import PlainCheckpoints
 from train import train
 
 
@@ -127,7 +128,7 @@ def test_a_number_that_is_not_finite_never_reaches_a_checkpoint(smoke, tmp_path,
     poison = f"+callbacks.poison={{_target_: test_health.Poison, what: {poisoned}}}"
     with pytest.raises(AlarmError, match=f"rollout 2: .* tensors of policy and optimizer are not finite.* {poisoned}"):
         train(compose_config(*smoke(*more, "callbacks.health.ignore=[rollout/truncated]", poison)))
-    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)
+    saved = PlainCheckpoints().load_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
     assert saved["callbacks"]["RolloutCallback"]["rollouts"] == 1
     assert all(tensor.isfinite().all() for tensor in saved["state_dict"].values())
 

@@ -19,7 +19,6 @@ from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.types import Sample
-from grpo.system.errors import UserError
 from grpo.training.batch import RolloutBatch
 from grpo.training.meter import Means
 from grpo.training.module import GRPOModule
@@ -159,14 +158,6 @@ def test_what_padding_predicts_cannot_reach_the_loss(toy):
     module = make_module(policy, kl_coef=0.1, num_epochs=2, lr=1e-6, max_tokens_per_microbatch=10)
     metrics = module.training_step(rollout(), 0)
     assert all(math.isfinite(value) for value in metrics.values())
-
-
-def test_a_gradient_that_is_not_finite_does_not_touch_the_policy(toy):
-    policy = fresh(toy)
-    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    with pytest.raises(UserError, match="not finite"):
-        make_module(policy).training_step(rollout(rewards=ADVANTAGES * math.inf), 0)
-    assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())
 
 
 def test_zero_advantages_change_nothing(toy):

@@ -88,7 +88,7 @@ def test_the_plan_of_that_run(checked, probe):
     given = plan_of(probe, Evaluator(Sampling(8), limit=10, every=0), callbacks, parts, timed=True)
     trained = sum(p.nbytes for p in probe.module.policy.parameters())
     assert given.memory == 21 and given.evaluations == given.problems == given.evaluation_time == 0
-    tables = given.disk - (4 * trained + 2 * 10)
+    tables = given.disk - (6 * trained + 3 * 10)
     assert tables == pytest.approx(40 * 2 * 20_000, rel=0.9)
     assert [duration(s) for s in (59, 90, 7200, 200_000)] == ["59 s", "1.5 min", "2.0 h", "2.3 days"]
 
@@ -202,7 +202,7 @@ def test_a_text_written_otherwise_is_the_same(one, other):
 
 
 def test_a_mask_without_end_tokens(probe, monkeypatch):
-    def collate(groups, first=0):
+    def collate(groups, first=()):
         tokens = collated(groups, first)
         last = tokens.mask.shape[1] - 1 - tokens.mask.int().flip(1).argmax(1)
         return replace(tokens, mask=tokens.mask & (torch.arange(tokens.mask.shape[1]) != last[:, None]))

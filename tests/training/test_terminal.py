@@ -119,10 +119,13 @@ def test_a_run_that_is_stopped_says_how_to_go_on(smoke, tmp_path, capsys, interr
     more = ("callbacks=[terminal,checkpoint]", "callbacks.checkpoint.every=2", f"+callbacks.stop={callback}")
     with pytest.raises(error):
         train(compose_config(*smoke(*more, "rollout.num_rollouts=3")))
-    checkpoint = tmp_path / "checkpoints" / "last.ckpt"
-    line = f"stopped by {why}; to resume: the same command with ckpt_path={checkpoint}\n"
+    line = f"stopped by {why}; to resume: python train.py ckpt_path={tmp_path}\n"
     assert line in capsys.readouterr().out
-    train(compose_config(*smoke("callbacks=[terminal]", "rollout.num_rollouts=3", f"ckpt_path={checkpoint}")))
+    train(
+        compose_config(
+            *smoke("callbacks=[terminal]", "rollout.num_rollouts=3", f"ckpt_path={tmp_path}", "resume.changes=allow")
+        )
+    )
     assert "rollout 3/3" in capsys.readouterr().out
 
 

@@ -20,7 +20,6 @@ from grpo.engines.vllm.engine import VLLMEngine
 from grpo.engines.vllm.lora import VLLMLoraEngine, runner
 from grpo.engines.vllm.shared import VLLMSharedEngine
 from grpo.models.policy import Reference
-from grpo.system import distributed
 from grpo.system.errors import UserError
 from train import train
 
@@ -73,7 +72,7 @@ def test_a_run_with_an_adapter_stays_in_step_when_it_is_resumed(smoke, tmp_path,
 
     with pytest.raises(RuntimeError, match="the disk is full"):
         run("crashed", "+callbacks.crash={_target_: test_train.Crash, rollout: 2}")
-    run("resumed", f"ckpt_path={tmp_path / 'crashed' / 'checkpoints' / 'last.ckpt'}")
+    run("resumed", f"ckpt_path={tmp_path / 'crashed'}", "resume.changes=allow")
     measured = [*rows(tmp_path / "crashed"), *rows(tmp_path / "resumed")]
     assert len(measured) == 3 and max(row["rollout/logprob_gap_max"] for row in measured) < 1e-4
     assert all(row["loss/grad_norm"] > 0 for row in measured)
@@ -232,10 +231,10 @@ def unbound(alive, tmp_path_factory):
     return alive[-1], folder
 
 
-def test_several_ranks_are_refused(unbound, monkeypatch):
-    engine, folder = unbound
-    monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    refused("trainer.devices=1", engine.load_weights, policy(folder), 0)
+def test_several_ranks_are_refused(tmp_path):
+    for ranks in ({"devices": 2}, {"nodes": 2}):
+        with pytest.raises(UserError, match=r"needs one device, not 2: .*trainer\.devices=1"):
+            VLLMSharedEngine(str(tmp_path), **ranks)
 
 
 def test_another_dtype_is_refused(unbound):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 from conftest import compose_config
+from ranks import Ranks
 from test_train import VARIED, rows
 from torch import nn
 
@@ -41,6 +42,36 @@ def test_the_engine_samples_what_the_trainer_has_learned(smoke, tmp_path, settin
         gaps[1:] = []
     assert max(gaps) < (0.1 if "model.dtype=bfloat16" in settings else 1e-5)
     assert all(row["loss/grad_norm"] > 0 for row in rows(tmp_path) if "loss/grad_norm" in row)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["strategy=fsdp2", "engine=vllm"],
+        ["strategy=ddp", "engine=vllm_lora", "adapter=lora", "rollout.ahead=1", "algo.old_policy=rollout"],
+    ],
+    ids=" ".join,
+)
+def test_each_of_two_ranks_has_an_engine(smoke, tmp_path, settings):
+    """The engines hold what the trainer has learned, also from shards."""
+    ranks = Ranks(2)
+    more = (
+        "rollout.num_rollouts=3",
+        "rollout.group_size=4",
+        "max_tokens=16",
+        "preflight=warn",
+        "task._target_=test_train.Varied",
+    )
+    try:
+        ranks.train(2, smoke(*settings, CACHE, *more, "trainer=cpu", "trainer.devices=2", "trainer.timeout=60"))
+    finally:
+        ranks.close()
+    learned = [row for row in rows(tmp_path) if "rollout/logprob_gap_max" in row]
+    gaps = [row["rollout/logprob_gap_max"] for row in learned]
+    assert len(gaps) == 3 and max(gaps[:1] if "rollout.ahead=1" in settings else gaps) < 1e-5
+    assert all(row["loss/grad_norm"] > 0 for row in learned)
+    failed = [name for name, check in Run(tmp_path).manifest["preflight"].items() if check["result"] == "FAIL"]
+    assert failed == ["prompts differ, answers end"]  # this policy never ends one
 
 
 class Stale(VLLMEngine):

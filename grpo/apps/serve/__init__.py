@@ -3,6 +3,10 @@
 - batching: the one thread that owns the engine
 - served_weights: the model and the adapter that the engine serves
 - service: requests to token ids, through the engine, and back
+- limits: the largest request
+- gate: slow connections, strangers, large bodies, clients that left
 - api: our endpoints
 - openai: the endpoints of OpenAI's API
+- refusals: errors in OpenAI's form
+- metrics: numbers for Prometheus
 """

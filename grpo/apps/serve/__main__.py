@@ -8,6 +8,7 @@ GROUP=OPTION chooses a file of conf/, KEY.KEY=VALUE sets one value. Ctrl-C stops
 Ctrl-C stops it at once.
 """
 
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,9 @@ from grpo.system.ports import check_port, family
 if TYPE_CHECKING:  # --help has no need of torch
     import torch
 
+# seconds that the engine's thread waits for Python, before each operation of torch, while a request is read
+SWITCH = 0.0005
+
 
 def device_of(name: str) -> "torch.device":
     """Return torch's device of this name; auto is the accelerator if there is one, else the CPU. UserError for other names."""
@@ -39,12 +43,31 @@ def device_of(name: str) -> "torch.device":
         raise UserError(f"device={name} is not a device of torch: give auto, cpu, cuda, cuda:1 or mps") from error
 
 
+def secret_of(given: object) -> str | None:
+    """Return the key that requests need: the given one, else GRPO_API_KEY of the environment; None for no key.
+
+    Raises UserError, which does not contain the key, if it is not a text or is empty.
+    """
+    key = os.environ.get("GRPO_API_KEY") if given is None else given
+    if key is not None and (not isinstance(key, str) or not key.strip()):
+        raise UserError(
+            "api_key must be a text that is not empty: quote numbers, or set GRPO_API_KEY in the environment"
+        )
+    return key
+
+
 def main(arguments: Sequence[str]) -> None:
     """Load the model and serve it until Ctrl-C. arguments: overrides of conf/serve.yaml, or --help."""
     if {"-h", "--help"} & set(arguments):
         print(__doc__.partition("\n\n")[2], described("serve"), sep="\n")
         return
-    config = composed("serve", arguments)
+    try:
+        config = composed("serve", arguments)
+    except Exception as error:
+        if "api_key" in str(error):  # Hydra's line would contain the key
+            raise UserError("api_key=... cannot be read: quote it, or set GRPO_API_KEY in the environment") from None
+        raise
+    api_key = secret_of(config.api_key)
     check_values(config)
     host, port = config.host, config.port
     try:
@@ -53,16 +76,19 @@ def main(arguments: Sequence[str]) -> None:
         from grpo.apps.serve.served_weights import ServedWeights
         from grpo.apps.serve.service import Service
     except ImportError as error:
-        raise UserError(f"a server needs FastAPI and uvicorn ({error}): pip install '.[serve]'") from error
+        raise UserError(f"a server needs more libraries ({error}): pip install '.[serve]'") from error
     check_port(host, port)
+    sys.setswitchinterval(SWITCH)
     device = device_of(config.device)
     with socket.create_server((host, port), family=family(host)) as listener:
         pretrained = instantiate(config.model)
         tokenizer = pretrained.tokenizer()
         renderer = instantiate(config.renderer)(tokenizer)
         vocabulary = pretrained.config().get_text_config().vocab_size
-        batching, weights = Batching(lambda: instantiate(config.engine)), ServedWeights(pretrained, device)
-        server = Server(Service(batching, weights, tokenizer, renderer, vocabulary))
+        batching = Batching(lambda: instantiate(config.engine))
+        weights = ServedWeights(pretrained, device, config.weights_from)
+        limits = instantiate(config.limits)
+        server = Server(Service(batching, weights, tokenizer, renderer, vocabulary, limits), api_key)
 
         def ready(loaded: Future) -> None:
             if loaded.exception():
@@ -70,8 +96,9 @@ def main(arguments: Sequence[str]) -> None:
                 return
             url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
             print(f"serving {pretrained.path} with {type(batching.engine).__name__} at {url}", flush=True)
-            if host not in ("localhost", "::1") and not host.startswith("127."):
-                print(f"host={host}: anyone who can reach this address can use it and change its weights", flush=True)
+            if host not in ("localhost", "::1") and not host.startswith("127.") and not api_key:
+                line = "anyone who can reach this address can use it and change its weights: set GRPO_API_KEY"
+                print(f"host={host}: {line}", flush=True)
 
         first = batching.call(weights.read)
         first.add_done_callback(ready)

@@ -3,21 +3,25 @@
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 
 from grpo.apps.serve import openai
-from grpo.apps.serve.batching import Batching, Unavailable
+from grpo.apps.serve.batching import Batching
+from grpo.apps.serve.gate import Gate, TimedConnection
+from grpo.apps.serve.refusals import refuse
 from grpo.apps.serve.served_weights import Adapter
 from grpo.apps.serve.service import Asked, Service
-from grpo.system.errors import UserError, told
+from grpo.env.tokens import Completion
+from grpo.system.errors import UserError
 
 
 class Generate(Asked):
@@ -49,13 +53,14 @@ def make_app(service: Service) -> FastAPI:
     """Return the FastAPI application with all endpoints."""
     app = FastAPI(title="grpo.serve")
     batching, weights = service.batching, service.weights
+    queued = [Depends(service.place, scope="function")]
     refuse(app)
     app.include_router(openai.router(service))
 
     async def changed(function: Callable, *arguments: Any) -> int:
-        """Change the weights and return their version. Requests for samples wait meanwhile."""
+        """Change the weights, even if the client leaves, and return their version. Requests for samples wait meanwhile."""
         batching.check_ready()
-        return await asyncio.wrap_future(batching.call(lambda engine: function(engine, *arguments)))
+        return await asyncio.shield(asyncio.wrap_future(batching.call(lambda engine: function(engine, *arguments))))
 
     @app.get("/")
     async def endpoints() -> dict[str, list[str]]:
@@ -67,7 +72,11 @@ def make_app(service: Service) -> FastAPI:
         batching.check_ready()
         return {"status": "ok"}
 
-    @app.get("/health_generate")
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/health_generate", dependencies=queued)
     async def health_generate() -> dict[str, str]:
         await service.one_token()
         return {"status": "ok"}
@@ -77,18 +86,20 @@ def make_app(service: Service) -> FastAPI:
         batching.check_ready()
         return {"version": batching.engine.version}
 
-    @app.post("/generate")
-    async def generate(asked: Generate) -> dict[str, Any]:
+    @app.post("/generate", dependencies=queued)
+    async def generate(asked: Generate) -> Any:
         if (asked.messages is None) == (asked.prompt is None):
             raise UserError("give either messages (a list of conversations) or prompt (a text or token ids)")
         return await (one_prompt(asked) if asked.messages is None else conversations(asked))
 
-    async def conversations(asked: Generate) -> dict[str, Any]:
+    async def conversations(asked: Generate) -> JSONResponse:
         defaults = {"max_tokens": 256, "temperature": 0.7}
         asked = asked.model_copy(update={k: v for k, v in defaults.items() if k not in asked.model_fields_set})
-        prompts = [service.chat_ids(messages) for messages in asked.messages]
-        completions = await service.sample(prompts, asked)
-        return {
+        prompts = await service.read(service.chat_ids, asked.messages, asked)
+        return await service.apart(of_conversations, prompts, await service.sample(prompts, asked))
+
+    def of_conversations(prompts: Sequence[tuple[int, ...]], completions: Sequence[Completion]) -> JSONResponse:
+        content = {
             "prompt": [service.prompt_text(prompt) for prompt in prompts],
             "completion": [service.text(completion) for completion in completions],
             "prompt_token_ids": prompts,
@@ -96,12 +107,15 @@ def make_app(service: Service) -> FastAPI:
             "old_log_probs": [completion.logprobs for completion in completions],
             "finish_reasons": [completion.finish for completion in completions],
         }
+        return JSONResponse(content)
 
-    async def one_prompt(asked: Generate) -> dict[str, Any]:
+    async def one_prompt(asked: Generate) -> JSONResponse:
+        prompts = await service.read(service.prompt_ids, [asked.prompt], asked)
+        return await service.apart(of_one_prompt, *prompts, await service.sample(prompts, asked))
+
+    def of_one_prompt(prompt: tuple[int, ...], completions: Sequence[Completion]) -> JSONResponse:
         """Return the answer in the form that Atropos reads from vLLM: for each token a list of one {id: log-probability}."""
-        prompt = service.prompt_ids(asked.prompt)
-        completions = await service.sample([prompt], asked)
-        return {
+        content = {
             "text": [service.text(completion) for completion in completions],
             "prompt": service.prompt_text(prompt),
             "finish_reasons": [completion.finish for completion in completions],
@@ -109,18 +123,21 @@ def make_app(service: Service) -> FastAPI:
             "prompt_token_ids": prompt,
             "token_ids": [completion.ids for completion in completions],
         }
+        return JSONResponse(content)
 
     @app.post("/reload_weights")
     async def reload_weights(asked: Reload | None = None) -> dict[str, Any]:
-        version = await changed(weights.read, asked and asked.path)
+        path = weights.allowed(asked.path) if asked and asked.path is not None else None
+        version = await changed(weights.read, path)
         return {"status": "ok", "message": "Weights reloaded", "version": version}
 
     @app.post("/lora/load")
     async def lora_load(asked: Load) -> Any:
-        if not (Path(asked.adapter_path) / "adapter_config.json").is_file():
-            line = f"adapter_path={asked.adapter_path} is not an adapter: give a PEFT folder with adapter_config.json"
-            return JSONResponse({"error": line}, 404)
-        adapter = Adapter(asked.adapter_path, asked.adapter_name or Path(asked.adapter_path).name)
+        path = weights.allowed(asked.adapter_path)
+        if not (Path(path) / "adapter_config.json").is_file():
+            line = f"adapter_path={path} is not an adapter: give a PEFT folder with adapter_config.json"
+            raise HTTPException(404, line)
+        adapter = Adapter(path, asked.adapter_name or Path(path).name)
         version = await changed(weights.put_on, adapter)
         return {"status": "ok", "adapter_name": adapter.name, "version": version}
 
@@ -139,7 +156,7 @@ def make_app(service: Service) -> FastAPI:
     async def pause(request: Request) -> dict[str, Any]:
         """Pause or resume sampling. /pause answers when no batch is running; later requests wait for /resume."""
         paused = request.url.path == "/pause"
-        await asyncio.wrap_future(batching.pause(paused))
+        await asyncio.shield(asyncio.wrap_future(batching.pause(paused)))
         return {"status": "ok", "is_paused": paused}
 
     @app.get("/is_paused")
@@ -149,28 +166,26 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-def refuse(app: FastAPI) -> None:
-    """Make every error of the application one line: {"error": LINE}."""
-
-    def of_a_field(error: RequestValidationError) -> str:
-        first = error.errors()[0]
-        kind, where = first["type"], ".".join(str(part) for part in first["loc"] if part != "body")
-        if kind == "json_invalid":
-            return "the request is not JSON"
-        if kind == "extra_forbidden":
-            return f"there is no field {where!r} here: /docs lists the fields"
-        return ": ".join(filter(None, [where, first["msg"].removeprefix("Value error, ")]))
-
-    answers = {UserError: (400, str), RequestValidationError: (400, of_a_field), Unavailable: (503, str)}
-    for kind, (status, words) in (answers | {Exception: (500, told)}).items():
-        app.exception_handler(kind)(lambda _, error, s=status, w=words: JSONResponse({"error": w(error)}, s))
-
-
 class Server(uvicorn.Server):
-    """A server that answers the running batch, refuses the waiting requests and closes the engine before it ends."""
+    """A server that answers the running batch, refuses the waiting requests and closes the engine before it ends.
 
-    def __init__(self, service: Service) -> None:
-        super().__init__(uvicorn.Config(make_app(service), log_level="warning", lifespan="off"))
+    api_key: requests need it as a bearer token; None: they need none.
+    """
+
+    def __init__(self, service: Service, api_key: str | None = None) -> None:
+        limits = service.limits
+        gate = Gate(make_app(service), service.metrics, limits.body, api_key)
+        config = uvicorn.Config(
+            gate,
+            http=TimedConnection,
+            ws="none",
+            loop="asyncio",
+            interface="asgi3",
+            timeout_keep_alive=limits.seconds,
+            log_level="error",
+            lifespan="off",
+        )
+        super().__init__(config)
         self.batching: Batching = service.batching
 
     async def shutdown(self, sockets: Any = None) -> None:

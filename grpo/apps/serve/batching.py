@@ -4,9 +4,11 @@ Engines are not thread-safe, and they are fastest with many prompts at once. Thi
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +16,25 @@ from grpo.engines.protocol import Engine, Sampling
 from grpo.env.tokens import Completion, CompletionLike, completion_of
 from grpo.system.errors import UserError, told
 
+PATIENCE = 1000  # tokens of a request that count as much as a second of waiting
+
 
 class Unavailable(Exception):
     """The server cannot sample: it is starting, paused or stopping."""
 
 
+class Abandoned(Exception):
+    """Nobody waits for the completions of a batch any more."""
+
+
 @dataclass(eq=False)
 class SampleRequest:
-    """The prompts of one request. Mutable: completions are added one by one; `future` gets the list when it is complete."""
+    """The prompts of one request. Mutable: completions are added one by one; `future` gets the list when it is complete.
+
+    Cancelling the future withdraws the request, even while it is sampled.
+    due: requests are sampled in this order, so that a small one is not behind a queue of large ones, and a large one waits only
+    for those that came soon after it.
+    """
 
     prompts: Sequence[Sequence[int]]
     sampling: Sampling
@@ -30,23 +43,33 @@ class SampleRequest:
 
     def __post_init__(self) -> None:
         self.completions: list[Completion | None] = [None] * len(self.prompts)
+        tokens = sum(map(len, self.prompts)) + len(self.prompts) * self.sampling.max_tokens
+        self.due = time.monotonic() + tokens / PATIENCE
 
     def put(self, place: int, completion: CompletionLike) -> None:
         """Store the completion of the prompt at `place`."""
         self.completions[place] = completion_of(completion)
-        if not self.future.done() and None not in self.completions:
-            self.future.set_result(self.completions)
+        if None not in self.completions:
+            with suppress(InvalidStateError):  # it was withdrawn, or is complete
+                self.future.set_result(self.completions)
+
+    def fail(self, error: Exception) -> None:
+        """Give the future an exception, unless it is done."""
+        with suppress(InvalidStateError):
+            self.future.set_exception(error)
 
 
 class Batching:
     """A queue of requests and calls before one engine, which runs in a thread of its own.
 
     make_engine: called first in that thread. If it raises, every later `call` raises the same.
+    waiting, running: the requests that wait, and those that are sampled now.
     """
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
         self.paused = self.stopped = False
-        self._waiting: list[SampleRequest] = []
+        self.waiting: list[SampleRequest] = []
+        self.running: list[SampleRequest] = []
         self._calls: deque[Callable[[Engine], Any]] = deque()
         self._lock = threading.Lock()  # for both
         self._thread = ThreadPoolExecutor(1, "engine")
@@ -67,12 +90,14 @@ class Batching:
     def sample(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> Future:
         """Queue prompts and return a Future of their Completions, in order.
 
-        Waiting requests with equal sampling settings share one call of the engine.
+        Waiting requests with equal sampling settings share one call of the engine. Cancelling the Future takes the prompts out of
+        the queue, and out of the running batch if the engine has a set `unwanted`.
         """
         self._check_not_stopped()
         request = SampleRequest(prompts, sampling, seeds)
         with self._lock:
-            self._waiting.append(request)
+            self.waiting.append(request)
+        request.future.add_done_callback(lambda _: self._forget(request))
         self._thread.submit(self._run, self._sample_next)
         return request.future
 
@@ -88,7 +113,7 @@ class Batching:
 
         def switch(engine: Engine) -> None:
             self.paused = paused
-            for _ in self._waiting:
+            for _ in self.waiting:
                 self._thread.submit(self._run, self._sample_next)
 
         return self.call(switch)
@@ -107,43 +132,60 @@ class Batching:
         if self.stopped:
             raise Unavailable("the server is stopping")
 
+    def _forget(self, request: SampleRequest) -> None:
+        with self._lock, suppress(ValueError):  # it waits no longer
+            self.waiting.remove(request)
+
     def _run(self, function: Callable[[Engine], Any]) -> Any:
         self._check_not_stopped()
         return function(self._made.result())
 
     def _end(self) -> None:
-        for request in self._waiting:
-            if request.future.set_running_or_notify_cancel():
-                request.future.set_exception(Unavailable("the server is stopping"))
+        for request in [*self.waiting]:
+            request.fail(Unavailable("the server is stopping"))
         if self.engine is not None:
             self.engine.close()
 
     def _sample_next(self, engine: Engine) -> None:
-        """Sample the oldest waiting request and all others with equal sampling settings; an earlier batch may have left none."""
+        """Sample the request that is due first and all with equal sampling settings; an earlier batch may have left none."""
         if self._calls:
             self._thread.submit(self._run, self._sample_next)
             return
         with self._lock:
-            if self.paused or not self._waiting:
+            if self.paused or not self.waiting:
                 return
-            sampling = self._waiting[0].sampling
-            batch = [request for request in self._waiting if request.sampling == sampling]
-            self._waiting = [request for request in self._waiting if request.sampling != sampling]
-        if batch := [request for request in batch if request.future.set_running_or_notify_cancel()]:
-            self._sample(batch)
+            sampling = min(self.waiting, key=lambda request: request.due).sampling
+            batch = [request for request in self.waiting if request.sampling == sampling]
+            self.waiting = [request for request in self.waiting if request.sampling != sampling]
+        self._sample(batch)
 
     def _sample(self, batch: list[SampleRequest]) -> None:
         places = [(request, place) for request in batch for place in range(len(request.prompts))]
+        unwanted: set[int] = set()
+        with suppress(AttributeError):  # an engine may be frozen; it samples everything
+            self.engine.unwanted = unwanted
+
+        def ended(request: SampleRequest) -> None:
+            if request.future.cancelled():
+                unwanted.update(i for i, (other, _) in enumerate(places) if other is request)
 
         def done(i: int, completion: CompletionLike) -> None:
             request, place = places[i]
-            request.put(place, completion)
+            if i not in unwanted:
+                request.put(place, completion)
+            elif all(request.future.done() for request in batch):
+                raise Abandoned
 
         prompts = [prompt for request in batch for prompt in request.prompts]
         seeds = [seed for request in batch for seed in request.seeds]
+        self.running = batch
+        for request in batch:
+            request.future.add_done_callback(lambda _, request=request: ended(request))
         try:
             for i, completion in enumerate(self.engine.sample(prompts, batch[0].sampling, seeds, done)):
                 done(i, completion)
+        except Abandoned:
+            pass
         except Exception as error:
             left = [request for request in batch if not request.future.done()]
             if len(batch) > 1:  # sample them one by one, so that a bad request fails alone
@@ -151,4 +193,6 @@ class Batching:
                     self._sample([request])
             elif left:
                 refusal = isinstance(error, ValueError) and not isinstance(error, UserError)
-                left[0].future.set_exception(UserError(f"the engine refuses: {told(error)}") if refusal else error)
+                left[0].fail(UserError(f"the engine refuses: {told(error)}") if refusal else error)
+        finally:
+            self.running = []

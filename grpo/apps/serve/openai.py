@@ -9,7 +9,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
+from fastapi.responses import JSONResponse
 from pydantic import AliasChoices, Field
 
 from grpo.apps.serve.service import Asked, Service
@@ -37,12 +38,12 @@ class Chat(Asked):
 
 def router(service: Service) -> APIRouter:
     """Return the two endpoints for this service."""
-    router = APIRouter(prefix="/v1")
+    router = APIRouter(prefix="/v1", dependencies=[Depends(service.place, scope="function")])
 
-    def answer(kind: str, prompts: Sequence, completions: Sequence[Completion], choices: list[dict]) -> dict[str, Any]:
+    def answer(kind: str, prompts: Sequence, completions: Sequence[Completion], choices: list[dict]) -> JSONResponse:
         read, written = sum(map(len, prompts)), sum(len(completion.ids) for completion in completions)
         ends = [{"index": i, "finish_reason": completion.finish} for i, completion in enumerate(completions)]
-        return {
+        content = {
             "id": f"{'chatcmpl' if kind == 'chat.completion' else 'cmpl'}-{uuid.uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
@@ -50,15 +51,18 @@ def router(service: Service) -> APIRouter:
             "choices": [end | choice for end, choice in zip(ends, choices, strict=True)],
             "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written},
         }
+        return JSONResponse(content)
 
     def pieces(completion: Completion) -> list[str]:
         return [service.tokenizer.decode([i]) for i in completion.ids]
 
     @router.post("/completions")
-    async def completions(asked: Complete) -> dict[str, Any]:
+    async def completions(asked: Complete) -> Any:
         several = isinstance(asked.prompt, list) and any(isinstance(part, (str, list)) for part in asked.prompt)
-        prompts = [service.prompt_ids(prompt) for prompt in (asked.prompt if several else [asked.prompt])]
-        found = await service.sample(prompts, asked)
+        prompts = await service.read(service.prompt_ids, asked.prompt if several else [asked.prompt], asked)
+        return await service.apart(completed, asked, prompts, await service.sample(prompts, asked))
+
+    def completed(asked: Complete, prompts: Sequence, found: Sequence[Completion]) -> JSONResponse:
         choices = []
         for i, completion in enumerate(found):
             logprobs = {"tokens": pieces(completion), "token_logprobs": completion.logprobs}
@@ -69,15 +73,17 @@ def router(service: Service) -> APIRouter:
         return answer("text_completion", prompts, found, choices)
 
     @router.post("/chat/completions")
-    async def chat(asked: Chat) -> dict[str, Any]:
-        prompt = service.chat_ids(asked.messages)
-        found = await service.sample([prompt], asked)
+    async def chat(asked: Chat) -> Any:
+        prompts = await service.read(service.chat_ids, [asked.messages], asked)
+        return await service.apart(chatted, asked, prompts, await service.sample(prompts, asked))
+
+    def chatted(asked: Chat, prompts: Sequence, found: Sequence[Completion]) -> JSONResponse:
         choices: list[dict[str, Any]] = []
         for completion in found:
             message = {"role": "assistant", "content": service.text(completion)}
             tokens = zip(pieces(completion), completion.logprobs, strict=True)
             content = [{"token": piece, "logprob": p, "top_logprobs": []} for piece, p in tokens]
             choices.append({"message": message, "logprobs": {"content": content} if asked.logprobs else None})
-        return answer("chat.completion", [prompt], found, choices)
+        return answer("chat.completion", prompts, found, choices)
 
     return router

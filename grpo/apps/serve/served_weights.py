@@ -3,6 +3,8 @@
 Only the paths are kept, so each change reads both again. Everything here runs in the engine's thread, between batches.
 """
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +15,10 @@ from torch import nn
 from grpo.engines.protocol import Engine
 from grpo.models.pretrained import Pretrained
 from grpo.system.errors import UserError, told
+
+
+class Outside(UserError):
+    """Weights are not in a folder from which the server may load them."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +33,26 @@ class ServedWeights:
     """The model and the adapter that an engine serves. Mutable: requests change them.
 
     device: the device of the model before it goes to the engine.
+    folders: other weights may be loaded from these folders and below; always from the folder of the model.
     load_count: number of adapters loaded so far.
     """
 
-    def __init__(self, pretrained: Pretrained, device: torch.device | str) -> None:
+    def __init__(self, pretrained: Pretrained, device: torch.device | str, folders: Sequence[str] = ()) -> None:
         self.pretrained, self.device = pretrained, device
+        self.folders = [Path(folder).resolve() for folder in (pretrained.path, *folders)]
         self.adapter: Adapter | None = None
         self.load_count = 0
         self._shapes: dict[str, torch.Size] = {}
+
+    def allowed(self, path: str) -> str:
+        """Return the path of a folder with its links resolved. Raises Outside unless weights may be loaded from it."""
+        with suppress(OSError, ValueError, RuntimeError):  # no path at all, or a loop of links
+            folder = Path(path).resolve()
+            if any(folder.is_relative_to(parent) for parent in self.folders):
+                return str(folder)
+        raise Outside(
+            f"{path[:200]!r} is not in a folder with weights for this server: allow it with weights_from=[FOLDER]"
+        )
 
     def read(self, engine: Engine, path: str | None = None) -> int:
         """Give the engine the weights that are in the folder now, with the current adapter, and return their version.

@@ -2,14 +2,17 @@
 
 import asyncio
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 from pydantic import AliasChoices, BaseModel, Field, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from grpo.apps.serve.batching import Batching, Unavailable
+from grpo.apps.serve.limits import Crowded, RequestLimits
+from grpo.apps.serve.metrics import ServeMetrics
 from grpo.apps.serve.served_weights import ServedWeights
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import message_of, shown
@@ -18,6 +21,7 @@ from grpo.env.tokens import Completion
 from grpo.system.errors import UserError
 from grpo.system.seeds import derive_seed
 
+T = TypeVar("T")
 REFUSED = {  # field -> the only value that is accepted, and the reason
     "stream": (False, "streaming is not supported"),
     "stop": ([], "stop texts are not supported: give stop_token_ids"),
@@ -36,14 +40,14 @@ class Asked(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     logprobs: 0 or 1, because only the sampled token's log-probability is known.
     """
 
-    n: int = Field(1, ge=1, le=10_000)
+    n: int = Field(1, ge=1)
     max_tokens: int = 16
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stop_token_ids: list[int] = Field([], validation_alias=AliasChoices("stop_token_ids", "stop_ids"))
+    stop_token_ids: list[int] = Field([], max_length=1000, validation_alias=AliasChoices("stop_token_ids", "stop_ids"))
     guided: dict[str, Any] | None = Field(None, validation_alias=AliasChoices("guided", "structured_outputs"))
     seed: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=1)
@@ -63,7 +67,7 @@ class Asked(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
 
     def sampling(self) -> Sampling:
         """Return the settings in the form of the engines."""
-        given = self.model_dump(include={field.name for field in fields(Sampling)})
+        given = self.model_dump(include={one.name for one in fields(Sampling)})
         given["top_k"] = 0 if self.top_k == -1 else self.top_k
         return Sampling(**given, stop_ids=tuple(self.stop_token_ids))
 
@@ -74,11 +78,11 @@ class Asked(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
         return [derive_seed(self.seed, i) for i in range(count)]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Service:
-    """Tokenizes requests, samples, and decodes the answers.
+    """Tokenizes requests, samples, and decodes the answers. Mutable: it counts the requests.
 
-    It runs in the thread of the event loop, because tokenizers are not thread-safe; the engine runs in the thread of `batching`.
+    The tokenizer has a thread of its own, since it is slow and not thread-safe; the engine has the thread of `batching`.
     """
 
     batching: Batching
@@ -86,6 +90,28 @@ class Service:
     tokenizer: PreTrainedTokenizerBase
     renderer: Renderer
     vocabulary: int
+    limits: RequestLimits = field(default_factory=RequestLimits)
+
+    def __post_init__(self) -> None:
+        self.metrics = ServeMetrics(self.batching)
+        self._places = asyncio.Semaphore(self.limits.queue)
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+
+    async def place(self) -> AsyncIterator[None]:
+        """Hold a place in the queue while a request is answered. Raises Crowded if none is free."""
+        if self._places.locked():
+            raise Crowded(f"limits.queue={self.limits.queue} requests are being answered: try again later")
+        async with self._places:
+            yield
+
+    async def apart(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function in the tokenizer's thread, while the event loop answers other requests."""
+        return await asyncio.wrap_future(self._tokenizing.submit(function, *arguments))
+
+    async def read(self, function: Callable[[Any], tuple], given: Sequence[Any], asked: Asked) -> list[tuple[int, ...]]:
+        """Return the token ids of each prompt. function: `chat_ids` or `prompt_ids`. Raises what it raises, and Oversized."""
+        self.limits.check("samples", len(given) * asked.n, "samples (prompts times n)")
+        return await self.apart(lambda: [function(prompt) for prompt in given])
 
     def chat_ids(self, messages: Any) -> tuple[int, ...]:
         """Return the token ids of a conversation, rendered with the chat template. Raises UserError if it is not one."""
@@ -94,7 +120,9 @@ class Service:
                 f'{shown(messages)} is not a conversation: give [{{"role": "user", "content": "..."}}, ...]'
             )
         try:
-            return tuple(self.renderer.prompt_ids([message_of(message) for message in messages]))
+            conversation = [message_of(message) for message in messages]
+            self.limits.check("prompt", sum(len(message.content) for message in conversation), "characters of a prompt")
+            return tuple(self.renderer.prompt_ids(conversation))
         except TypeError as error:
             raise UserError(str(error)) from error
 
@@ -103,6 +131,7 @@ class Service:
         if isinstance(prompt, dict) and len(prompt) == 1:
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(prompt, str):
+            self.limits.check("prompt", len(prompt), "characters of a prompt")
             return tuple(self.tokenizer(prompt.encode(errors="replace").decode(), verbose=False).input_ids)
         if not isinstance(prompt, list):
             raise UserError(f'prompt={shown(prompt)}: give a text, or token ids as {{"prompt_token_ids": [1, 2]}}')
@@ -112,7 +141,10 @@ class Service:
         return tuple(prompt)
 
     async def sample(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Completion]:
-        """Return n completions of each prompt, in the order of the prompts. Raises UserError and Unavailable."""
+        """Return n completions of each prompt, in the order of the prompts. Raises UserError and Unavailable.
+
+        If the task that waits for it is cancelled, the prompts leave the queue and the running batch.
+        """
         self.batching.check_ready()
         sampling, context = asked.sampling(), self.batching.engine.context
         if not prompts or not all(prompts):
@@ -122,7 +154,12 @@ class Service:
             asked_for = f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens}"
             raise UserError(f"{asked_for} exceed the engine's context of {context}")
         each = [prompt for prompt in prompts for _ in range(asked.n)]
-        return await asyncio.wrap_future(self.batching.sample(each, sampling, asked.seeds(len(each))))
+        tokens = sum(map(len, each)) + len(each) * sampling.max_tokens
+        self.limits.check("tokens", tokens, "tokens (of the prompts and max_tokens, for each sample)")
+        completions = await asyncio.wrap_future(self.batching.sample(each, sampling, asked.seeds(len(each))))
+        self.metrics.tokens.labels("prompt").inc(sum(map(len, prompts)))
+        self.metrics.tokens.labels("completion").inc(sum(len(completion.ids) for completion in completions))
+        return completions
 
     def text(self, completion: Completion) -> str:
         """Return the text of a completion, as the policy's message has it."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo.apps.resuming import has_checkpoint
+
 
 @dataclass(eq=False)
 class Job:
@@ -69,10 +71,9 @@ class Job:
 
         A run without a checkpoint starts anew: its folder is moved to the sweep's folder `stopped`.
         """
-        checkpoint = self.folder / "checkpoints" / "last.ckpt"
-        if checkpoint.exists() and self.share() < 1:  # train.py refuses a checkpoint after the last rollout
+        if has_checkpoint(self.folder) and self.share() < 1:  # train.py refuses a checkpoint after the last rollout
             others = [override for override in self.overrides if not override.startswith("ckpt_path=")]
-            return [*others, f"ckpt_path={quoted(checkpoint)}"]
+            return [*others, f"ckpt_path={quoted(self.folder)}"]
         if self.folder.exists() and self.rollouts is not None:  # an evaluation resumes from the files in its folder
             stopped = self.folder.parent / "stopped" / self.folder.name
             shutil.rmtree(stopped, ignore_errors=True)

@@ -27,6 +27,7 @@ from grpo.system import child
 from grpo.system.errors import UserError
 from grpo.system.files import write_text
 from grpo.system.metrics import percent
+from grpo.system.secrets import masked_argument
 
 POLL = 0.2  # seconds between two checks of the jobs
 
@@ -89,11 +90,11 @@ class Sweep:
 
     def number(self, overrides: Sequence[str]) -> int:
         """Return the number of the job with these overrides: the number that it had before, or a new one."""
-        known = self.known()
+        known, overrides = self.known(), list(map(masked_argument, overrides))
         for number, said in enumerate(known):
             if sorted(said) == sorted(overrides):
                 return number
-        lines = [json.dumps(said, ensure_ascii=False) for said in [*known, list(overrides)]]
+        lines = [json.dumps(said, ensure_ascii=False) for said in [*known, overrides]]
         write_text(self.record, "[\n" + ",\n".join(lines) + "\n]\n")
         return len(known)
 
@@ -147,7 +148,7 @@ class Sweep:
             self.console.print(f"job {job.number} begins: {job.label}")
         with job.output.open("ab", buffering=0) as output:
             variables = [f"{name}={value}" for name, value in place.items()]
-            output.write(f"$ {shlex.join([*variables, *command])}\n".encode())
+            output.write(f"$ {masked_argument(shlex.join([*variables, *command]))}\n".encode())
             environment = {**os.environ, "PYTHONUNBUFFERED": "1", **place}
             # The child's guard process holds the lock, too: after a kill no other sweep starts here until its jobs have ended.
             return child.start(command, env=environment, stdout=output, stderr=output, pass_fds=[self.lock.fileno()])

@@ -34,6 +34,7 @@ class TransformersEngine:
         self.model: nn.Module | None = None
         self.tried: tuple[nn.Module, torch.device] | None = None
         self.reason = ""  # why the slower cache is used
+        self.unwanted: set[int] = set()
 
     @property
     def context(self) -> int | None:
@@ -77,7 +78,7 @@ class TransformersEngine:
         draws = Draws(prompts, sampling, seeds, device)
         completions: list[Completion | None] = [None] * len(prompts)
         logits = None  # [B, V], one row per sample in the batch
-        while waiting or logits is not None:
+        while (waiting or logits is not None) and len(self.unwanted) < len(prompts):
             new, fresh = cache.admit(waiting)
             if new:
                 draws.join(new, fresh.shape[-1])
@@ -85,6 +86,8 @@ class TransformersEngine:
             token = draws.step(logits)
             stopped = torch.isin(token, stop_ids)
             ended = stopped | (draws.counts == sampling.max_tokens)
+            if self.unwanted:
+                ended |= torch.isin(draws.rows, torch.tensor([*self.unwanted], device=device))
             if ended.any():
                 which = ended.nonzero().squeeze(-1)
                 for i, completion in draws.completions(which, stopped[which]):

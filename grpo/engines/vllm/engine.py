@@ -3,13 +3,14 @@
 One device, one process: the trainer passes its tensors directly, and every rank has its own engine. This module copies weights;
 `shared` uses one copy for both, `lora` replaces adapters.
 
-With several ranks, build the engine after the trainer's process group: without a group vLLM creates one with a single rank.
+With several ranks vLLM is built once they have met: without their process group it would create one with a single rank.
 """
 
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, param
 from grpo.engines.weights import buckets, checkpoint, eos_token_ids
 from grpo.env.tokens import Completion
 from grpo.models.pretrained import Dtype, base_path
+from grpo.system import distributed
 from grpo.system.errors import UserError
+from grpo.system.ranges import Count
 
 VERSIONS = ">=0.26,<0.33"  # this engine uses vLLM's internals; the first and the last of these versions were tried
 
@@ -35,12 +38,19 @@ class VLLMEngine:
     sleeps: between rollouts vLLM frees its GPU memory, weights and KV cache, and takes new weights for the next rollout.
     args: arguments of `vllm.LLM`, which override the defaults below; None keeps vLLM's own default. On a CPU the KV cache has
     1 GiB unless `kv_cache_memory_bytes` is given. On a GPU vLLM takes 40 % of the memory, since the trainer uses it too.
+    devices, nodes: the trainer's; with several ranks the first `load_weights` builds vLLM, on all of them at once.
     """
 
     apart = True
 
     def __init__(
-        self, path: str, dtype: Dtype = "auto", sleeps: bool = False, args: Mapping[str, Any] | None = None
+        self,
+        path: str,
+        dtype: Dtype = "auto",
+        sleeps: bool = False,
+        args: Mapping[str, Any] | None = None,
+        devices: Count = 1,
+        nodes: Count = 1,
     ) -> None:
         import_vllm()
         from vllm import LLM
@@ -54,6 +64,7 @@ class VLLMEngine:
         self.version: int | None = None
         self.sleeps, self._asleep = sleeps, False
         self._lora_request: Any = None
+        self.unwanted: set[int] = set()
         defaults: dict[str, Any] = {
             "enable_prefix_caching": True,
             "gpu_memory_utilization": GPU_SHARE,
@@ -68,18 +79,34 @@ class VLLMEngine:
             defaults |= CPU_ARGS
             _skip_compiled_ranks()
         given = {name: value for name, value in (args or {}).items() if value is not None}
+        fixed = {**ARGS, "weight_transfer_config": {"backend": transfer.BACKEND}}
+        self._new = partial(LLM, path, dtype=dtype, **defaults | given, **fixed)
+        self._llm: Any = None
+        self.context: int | None = None
+        self._path = path
+        if devices * nodes == 1:
+            self._open()
+
+    def _open(self) -> None:
+        """Build vLLM, on all ranks at the same time."""
+        launched = {}
+        if distributed.world_size() > 1:  # vLLM learns its rank as from torchrun, and uses one device
+            launched = {"distributed_executor_backend": "external_launcher"}
+            device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+            os.environ |= {"RANK": str(distributed.rank()), "LOCAL_RANK": str(device)}
         gc.collect()  # delete an engine of an earlier run now, with torch's process group, not while this one is built
         with isolate_rng(), told_in_one_line(building=True):  # the constructor reseeds every global generator
-            fixed = {**ARGS, "weight_transfer_config": {"backend": transfer.BACKEND}}
-            self._llm = LLM(path, dtype=dtype, **defaults | given, **fixed)
+            self._llm = self._new(**launched)
         config = self._llm.llm_engine.model_config
         self.context, self.dtype = config.max_model_len, config.dtype
-        self._eos = eos_token_ids(path, getattr(config.hf_text_config, "eos_token_id", None))
+        self._eos = eos_token_ids(self._path, getattr(config.hf_text_config, "eos_token_id", None))
 
     def load_weights(self, model: nn.Module, version: int) -> None:
         """Copy all weights of `model`, whose parameters stay unchanged to the bit."""
         if version == self.version:
             return
+        if self._llm is None:
+            self._open()
         self._wake()
         self._take(model)
         if not self._llm.reset_prefix_cache():
@@ -114,8 +141,12 @@ class VLLMEngine:
         with isolate_rng(), told_in_one_line():
             names = self._llm.enqueue(inputs, params, lora_request=self._lora_request, use_tqdm=False)
             places = {name.partition("-")[0]: i for i, name in enumerate(names)}  # without the suffix that vLLM adds
+            dropped: set[int] = set()
             try:
                 while self._llm.llm_engine.has_unfinished_requests():
+                    if gone := self.unwanted - dropped:
+                        self._llm.llm_engine.abort_request([names[i] for i in gone], internal=True)
+                        dropped |= gone
                     for request in self._llm.llm_engine.step():
                         if request.finished:
                             i, out = places[request.request_id], request.outputs[0]
@@ -154,8 +185,10 @@ class VLLMEngine:
             self._asleep = False
 
     def close(self) -> None:
-        """Delete the engine. Only at the end of a run: it destroys torch's default process group, even the trainer's."""
-        del self._llm
+        """Delete the engine, at the end of a run, since that destroys torch's default process group. Several ranks still need
+        their group, so that they keep the engine until they end."""
+        if distributed.world_size() == 1:
+            self._llm = None
 
 
 def import_vllm() -> None:

@@ -9,6 +9,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from grpo.engines.vllm.engine import VLLMEngine, import_vllm
+from grpo.system.distributed import is_sharded
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count
 
@@ -35,6 +36,8 @@ class VLLMLoraEngine(VLLMEngine):
 
     def _take(self, model: nn.Module) -> None:
         """Copy the adapter of `model`, and its base if that has changed since the last copy."""
+        if is_sharded(model):
+            raise UserError("engine=vllm_lora does not take a sharded policy: set engine=vllm, or strategy=ddp")
         adapter = adapter_of(model, self._llm)
         base = [(p.data, p._version) for _, p in base_parameters(model)]
         if [(t.data_ptr(), written) for t, written in base] != [(t.data_ptr(), written) for t, written in self._base]:

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo.engines.vllm.engine import VLLMEngine, import_vllm
 from grpo.engines.vllm.lora import adapter_of, args_of, base_parameters, runner, swap
-from grpo.system import distributed
 from grpo.system.errors import UserError
 from grpo.system.memory import storage_of
 from grpo.system.ranges import Count
@@ -35,6 +34,8 @@ class VLLMSharedEngine(VLLMEngine):
     def __init__(
         self, path: str, rank: Count | None = None, args: Mapping[str, Any] | None = None, **more: Any
     ) -> None:
+        if (ranks := more.get("devices", 1) * more.get("nodes", 1)) > 1:
+            raise UserError(f"engine=vllm_shared needs one device, not {ranks}: set engine=vllm, or trainer.devices=1")
         with live_weights():
             super().__init__(path, args=args_of(args, rank), **more)
         if self.sleeps and not hasattr(self._llm, "release_kv_cache_memory"):
@@ -90,8 +91,6 @@ def bind(runner: Any, model: nn.Module) -> dict[str, Tensor]:
     Everything is checked before anything is bound. A policy on the CPU moves to vLLM's device. Raises UserError if the two cannot
     share weights.
     """
-    if distributed.world_size() > 1:
-        raise UserError(f"engine=vllm_shared needs one device, not {distributed.world_size()}: set trainer.devices=1")
     engine: nn.Module = runner.get_model()
     check_plain(engine, runner.model_config)
     device = next(engine.parameters()).device

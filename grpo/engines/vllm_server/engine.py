@@ -9,8 +9,9 @@ import atexit
 import os
 import secrets
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,12 +26,12 @@ from grpo.engines.vllm_server.fleet import Fleet, check_exact
 from grpo.engines.vllm_server.http import GENERATE, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers, by_hand
 from grpo.engines.vllm_server.nccl import Nccl
-from grpo.engines.vllm_server.sync import Disk, Lora, Restart
-from grpo.engines.weights import eos_token_ids
+from grpo.engines.vllm_server.sync import Disk, Lora, Restart, adapter_tensors
+from grpo.engines.weights import checkpoint, eos_token_ids
 from grpo.env.tokens import Completion
 from grpo.models.pretrained import base_path
 from grpo.system import distributed
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, told
 from grpo.system.ranges import Count, Port, Seconds, Whole, enforced
 
 Sync = Literal["disk", "lora", "nccl", "restart"]
@@ -88,8 +89,12 @@ class VLLMServerEngine:
         ways = {"disk": Disk, "lora": Lora, "nccl": lambda _: Nccl(), "restart": lambda at: Restart(at, self._launched)}
         way = ways[sync](self._folder)
         advice = "see their logs" if launch else f"start one with {by_hand(path, sync)}, or set engine.launch=true"
-        ended = self._launched.ended if self._launched else lambda url: None
-        servers = [RemoteServer(url, timeout, partial(ended, url)) for url in dict.fromkeys(urls)]
+        servers = [RemoteServer(url, timeout) for url in dict.fromkeys(urls)]
+        if here := self._launched:
+            for server, port in zip(servers, here.ports, strict=True):
+                server.ended, server.start = partial(here.ended, server.url), partial(here.start, port)
+        elif launch:
+            wait += START  # the first process may be starting them again
         self._fleet = Fleet(servers, way, config.vocab_size - 1, wait, advice)
         self.in_flight = way.follows
         atexit.register(self.close)  # also if the run fails
@@ -108,21 +113,35 @@ class VLLMServerEngine:
         return self._fleet.context
 
     def load_weights(self, model: nn.Module, version: int) -> None:
-        """Send the weights to all servers that answer; the others get them once they are back. Rank 0 sends for all ranks."""
+        """Send the weights to all servers that answer; the others get them once they are back. Rank 0 sends for all ranks.
+
+        An error is raised on all ranks.
+        """
         if version == self.version:
             return
         label, failed = f"{self._run}-{version}", None
-        if distributed.rank() == 0:
-            try:
-                self._fleet.push(model, label)
-            except UserError as error:
-                failed = error
-        label, failed = distributed.all_gather([(label, failed)])[0]  # the other ranks wait here
-        if failed:
-            raise failed
+        try:
+            self._push(model, label)
+        except Exception as error:
+            failed = error
+        line = failed and (str(failed) if isinstance(failed, UserError) else told(failed))
+        gathered = distributed.all_gather([(label, line)])  # the other ranks wait here
+        if lines := [line for _, line in gathered if line]:
+            raise failed or UserError(f"another rank could not send the weights: {lines[0]}")
+        label = gathered[0][0]
         if distributed.rank():
             self._fleet.expect(label)
         self._run, self.version = label.rpartition("-")[0], version
+
+    def _push(self, model: nn.Module, label: str) -> None:
+        """Send the weights from rank 0."""
+        tensors = adapter_tensors(model) if self.sync == "lora" else checkpoint(model)
+        try:
+            if distributed.rank() == 0:
+                self._fleet.push(model, tensors, label)
+        finally:
+            if distributed.is_sharded(model):  # all ranks gather all tensors together, even if rank 0 has failed
+                deque(tensors, maxlen=0)
 
     def sample(
         self,
@@ -161,6 +180,7 @@ class VLLMServerEngine:
                 if server.ready:  # checked after the label: a change of label first sets ready to False
                     try:
                         completions[i] = await self._complete(server, label, requests[i])
+                        server.starts = 0
                         if done is not None:
                             done(i, completions[i])
                     except Lost as lost:
@@ -209,7 +229,7 @@ class VLLMServerEngine:
         if isinstance(self._fleet.way, Nccl):
             self._fleet.way.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-        if self._folder.parent.is_dir() and not any(self._folder.parent.iterdir()):
+        with suppress(OSError):  # another run, or another rank, has files there or was here first
             self._folder.parent.rmdir()
         if self._launched:
             self._launched.close()

@@ -1,12 +1,14 @@
 """Keeps track of several vLLM servers. Only servers that answer and hold the newest weights are asked for completions.
 
-A server that fails is left out. Once it answers again, it gets the weights, is checked, and is used again.
+A server that fails is left out. Once it answers again, it gets the weights, is checked, and is used again. If this process
+started it, and it has ended, it is started again.
 """
 
 import asyncio
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -14,8 +16,9 @@ from torch import nn
 
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm_server.http import GENERATE, HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
+from grpo.engines.vllm_server.launch import START
 from grpo.engines.vllm_server.nccl import Nccl
-from grpo.engines.vllm_server.sync import Lora, Restart, Way
+from grpo.engines.vllm_server.sync import Lora, Named, Restart, Way
 from grpo.system import distributed
 from grpo.system.errors import UserError
 
@@ -54,10 +57,13 @@ class Fleet:
             raise UserError(f"no vLLM server answers within {limit:g} s ({lost}): {self.advice}") from lost
         await asyncio.gather(*map(self._look, self.servers))
 
-    def push(self, model: nn.Module, label: str) -> None:
-        """Send weights to all servers; absent ones get them once they are back. Raises UserError if no server takes them."""
+    def push(self, model: nn.Module, tensors: Iterable[Named], label: str) -> None:
+        """Send the model's weights, which are `tensors`, to all servers; absent ones get them once they are back.
+
+        Raises UserError if no server takes them.
+        """
         with self.lock:
-            self.way.write(model, label)
+            self.way.write(model, tensors, label)
             self.expect(label)
             try:
                 asyncio.run(self.keep(until_one=True))
@@ -75,7 +81,7 @@ class Fleet:
 
     async def keep(self, until_one: bool = False) -> None:
         """Update servers that are left out, forever, or with until_one until each was tried and one is ready. Raises UserError
-        if no server was ready for `wait` seconds."""
+        if no server was ready for `wait` seconds, while none was loading its model."""
         since = time.monotonic()
         while True:
             # otherwise another thread is sending them weights, and waits until a server is ready
@@ -87,7 +93,8 @@ class Fleet:
             ready = any(server.ready for server in self.servers)
             if ready and until_one:
                 return
-            if ready or not ours:
+            loads = any(time.monotonic() < server.loads_until for server in self.servers)
+            if ready or loads or not ours:
                 since = time.monotonic()
             elif until_one and (wrong := [s.fault for s in self.servers if isinstance(s.fault, UserError)]):
                 raise wrong[0]
@@ -100,8 +107,10 @@ class Fleet:
         try:
             if not isinstance(self.way, Restart):  # it starts servers that do not answer
                 if line := server.ended():
+                    server.start_again(line, START)
                     raise Lost(line)
                 await server.ask(HEALTH, post=False)
+                server.loads_until = 0.0
             await self._bring_up_to_date(server)
             if server.fault or server.logprobs is None:
                 await server.ask("/resume")  # it may still be paused by an interrupted update

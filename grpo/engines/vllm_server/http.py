@@ -20,6 +20,7 @@ GENERATE = "/inference/v1/generate"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 MODELS, HEALTH = "/v1/models", "/health"
 CONNECT = 5.0  # seconds to open a connection
+STARTS = 3  # of a server that ends without a completion
 DEVELOPER = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 MISSING = {  # what to do about a server that does not know a route
     GENERATE: "start it with --enable-scale-out",
@@ -51,14 +52,18 @@ def certificates() -> ssl.SSLContext:
 class RemoteServer:
     """A vLLM server. Mutable: holds its present state.
 
-    timeout: seconds for one answer. ended: returns one line if the server has ended and will not come back, else None.
+    timeout: seconds for one answer. For a server that this process started: `ended` returns one line if it has ended, else None,
+    `start` starts it again, `starts` counts this since its latest completion, `loads_until` is when it must answer.
     ready: whether it may be asked for completions; fault: why not. context: its limit of tokens, None before `labels`.
     logprobs: see `fleet.logprobs_of`.
     """
 
     url: str
     timeout: float
-    ended: Callable[[], str | None]
+    ended: Callable[[], str | None] = lambda: None
+    start: Callable[[], None] | None = None
+    starts: int = 0
+    loads_until: float = 0.0
     ready: bool = False
     fault: Exception | None = None
     context: int | None = None
@@ -91,17 +96,29 @@ class RemoteServer:
             words = inner[1] or "an assertion failed, see the server's log"
         raise Refused(response.status_code, " ".join(words.split())[:500])
 
+    def start_again(self, reason: str, limit: float) -> None:
+        """Start the server again, at most STARTS times without a completion. reason: why it ended; limit: seconds to load."""
+        self.loads_until = 0.0
+        if self.start and self.starts < STARTS:
+            self.starts += 1
+            log.warning("%s; it is started again (%d of %d times)", reason, self.starts, STARTS)
+            self.start()
+            self.loads_until = time.monotonic() + limit
+
     async def answers(self, limit: float) -> None:
         """Wait until the server answers. Raises Lost after `limit` seconds, UserError if it has ended."""
         started = time.monotonic()
         while True:
             try:
-                return await self.ask(HEALTH, post=False)
-            except (Lost, Refused) as error:
+                async with asyncio.timeout(max(limit + started - time.monotonic(), CONNECT)):
+                    return await self.ask(HEALTH, post=False)
+            except (Lost, Refused, TimeoutError) as error:
                 if line := self.ended():
                     raise UserError(line) from error
                 if time.monotonic() - started > limit:
-                    raise Lost(f"{self.url} did not answer within {limit:g} s: {error}") from error
+                    raise Lost(
+                        f"{self.url} did not answer within {limit:g} s: {str(error) or 'it is silent'}"
+                    ) from error
             await asyncio.sleep(0.3)
 
     async def labels(self) -> list[str]:

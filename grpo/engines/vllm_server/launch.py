@@ -159,8 +159,8 @@ class Servers:
 
     def close(self) -> None:
         """Stop all servers."""
-        child.stop(self._guards.values())
-        self._guards.clear()
+        guards, self._guards = self._guards, {}  # from now on none counts as ended, and none is started again
+        child.stop(guards.values())
 
 
 def defaults(devices: Sequence | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Never run so far, because it needs two GPUs: written from vLLM's source code.
 
 import asyncio
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import nn
 
 from grpo.engines.vllm.settings import INSTALL
 from grpo.engines.vllm_server.http import Lost, RemoteServer
-from grpo.engines.vllm_server.sync import paused
-from grpo.engines.weights import checkpoint
+from grpo.engines.vllm_server.sync import Named, paused
+from grpo.system.deadline import deadline
 from grpo.system.errors import UserError
 
 
@@ -38,9 +39,9 @@ class Nccl:
         self.senders: dict[str, Any] = {}  # vLLM's trainer engines, by url
         self.turn = threading.Lock()
 
-    def write(self, model: nn.Module, label: str) -> None:
+    def write(self, model: nn.Module, tensors: Iterable[Named], label: str) -> None:
         self.device = next(model.parameters()).device
-        self.tensors = [(name, tensor.detach()) for name, tensor in checkpoint(model)]
+        self.tensors = [(name, tensor.detach()) for name, tensor in tensors]
         torch.cuda.synchronize(self.device)  # vLLM packs on its own CUDA streams
 
     async def give(self, server: RemoteServer, label: str) -> None:
@@ -48,11 +49,12 @@ class Nccl:
             raise Lost(f"{server.url} was away when weights were sent, and gets the next ones")
         workers = (await server.ask("/get_world_size", post=False))["world_size"]
         async with paused(server, label):
-            await asyncio.to_thread(self._send, server.url, workers)
+            await asyncio.to_thread(self._send, server.url, workers, server.timeout)
 
-    def _send(self, url: str, workers: int) -> None:
+    def _send(self, url: str, workers: int, timeout: float) -> None:
         # the current device is set per thread; two groups on one device may deadlock
-        with self.turn, torch.cuda.device(self.device):
+        hangs = deadline(timeout, f"sending weights to {url} by NCCL", "see the server's log, or set engine.sync=disk")
+        with self.turn, hangs, torch.cuda.device(self.device):
             try:
                 if url not in self.senders:
                     self.senders[url] = self._sender(url, workers)

@@ -5,20 +5,37 @@ A label names the weights of one version of one run.
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from grpo.engines.vllm_server.http import LOAD_ADAPTER, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers
-from grpo.engines.weights import buckets, checkpoint, checksum
+from grpo.engines.weights import buckets, checksum
+from grpo.system.distributed import full
 from grpo.system.errors import UserError
 
+Named = tuple[str, Tensor]
 KEPT = 4  # adapters; an unfinished completion keeps the adapter that it started with
+
+
+def adapter_tensors(model: nn.Module) -> Iterator[Named]:
+    """Yield names and tensors as in the adapter's checkpoint. All ranks gather them together if the model is sharded."""
+    if not hasattr(model, "peft_config"):
+        raise UserError("engine.sync=lora needs a policy with an adapter: set adapter=lora, or engine.sync=disk")
+    from peft import get_peft_model_state_dict  # takes a second, and most runs have no adapter
+
+    tensors = get_peft_model_state_dict(model, save_embedding_layers=False)  # otherwise peft asks the hub
+    yield from ((name, full(tensor)) for name, tensor in tensors.items())
+
+
+def cpu_copies(tensors: Iterable[Named]) -> dict[str, Tensor]:
+    """Return copies on the CPU, which share no memory, as safetensors needs it."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
 
 
 class Way(Protocol):
@@ -30,8 +47,8 @@ class Way(Protocol):
     follows: bool
     needs: str
 
-    def write(self, model: nn.Module, label: str) -> None:
-        """Prepare the weights of `model`; called once per version."""
+    def write(self, model: nn.Module, tensors: Iterable[Named], label: str) -> None:
+        """Prepare the weights of `model`, which are `tensors`; called once per version."""
 
     async def give(self, server: RemoteServer, label: str) -> None:
         """Send the weights to one server, maybe one that was away. Raises Lost, Refused, UserError."""
@@ -51,15 +68,14 @@ class Disk:
         self.folder = folder
         self.files: dict[Path, int] = {}  # checksums
 
-    def write(self, model: nn.Module, label: str) -> None:
+    def write(self, model: nn.Module, tensors: Iterable[Named], label: str) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self.files = {}
-        for i, bucket in enumerate(buckets(checkpoint(model))):
-            tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in bucket}
+        for i, bucket in enumerate(buckets(tensors)):
             file = self.folder / f"{label}-{i:04d}.safetensors"
-            save_file(tensors, file)
-            self.files[file] = checksum(tensors.items())
+            save_file(copies := cpu_copies(bucket), file)
+            self.files[file] = checksum(copies.items())
 
     async def give(self, server: RemoteServer, label: str) -> None:
         async with paused(server, label):
@@ -92,10 +108,10 @@ class Lora:
         self.folder = folder
         self.labels: list[str] = []
 
-    def write(self, model: nn.Module, label: str) -> None:
-        if not hasattr(model, "peft_config"):
-            raise UserError("engine.sync=lora needs a policy with an adapter: set adapter=lora, or engine.sync=disk")
-        model.save_pretrained(self.folder / label, save_embedding_layers=False)  # otherwise peft asks the hub
+    def write(self, model: nn.Module, tensors: Iterable[Named], label: str) -> None:
+        copies = cpu_copies(tensors)
+        model.peft_config["default"].save_pretrained(self.folder / label)
+        save_file(copies, self.folder / label / "adapter_model.safetensors")
         self.labels.append(label)
         while len(self.labels) > KEPT:
             shutil.rmtree(self.folder / self.labels.pop(0), ignore_errors=True)
@@ -119,10 +135,10 @@ class Restart:
     def __init__(self, folder: Path, servers: Servers) -> None:
         self.folder, self.servers = folder, servers
 
-    def write(self, model: nn.Module, label: str) -> None:
+    def write(self, model: nn.Module, tensors: Iterable[Named], label: str) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        base.save_pretrained(self.folder / label, state_dict=dict(checkpoint(model)))
+        base.save_pretrained(self.folder / label, state_dict=dict(tensors))
 
     async def give(self, server: RemoteServer, label: str) -> None:
         port = self.servers.port_of(server.url)

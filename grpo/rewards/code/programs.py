@@ -1,10 +1,13 @@
 """Grades a program: from a completion and a row of HumanEval or MBPP to a `Verdict`."""
 
+import ast
+import builtins
 import re
 from dataclasses import dataclass
 
 from grpo.env.types import Example, Outcome
-from grpo.rewards.code.sandbox import ProgramLimits, Result, run_program
+from grpo.rewards.code.sandbox import ProgramLimits, Result, UnitTests, run_program
+from grpo.rewards.code.tricks import tricks
 from grpo.system.errors import UserError
 
 _FENCE = re.compile(r"([ \t]*)(`{3,})[ \t]*([^\s`]*)[^`]*")
@@ -50,40 +53,75 @@ def bare_program(text: str, row: Example) -> str | None:
     return text if "```" not in text and (is_body or _FUNCTION.search(text)) else None
 
 
-def assemble(row: Example, code: str) -> str:
-    """Return a program that runs to its end if `code` is right, from HumanEval's columns, or those of (sanitized) MBPP.
+def assemble(row: Example, code: str) -> tuple[str, UnitTests]:
+    """Return a program and its tests, from HumanEval's columns, or those of (sanitized) MBPP.
 
-    HumanEval: the prompt, then `code` (the body, or a whole function that replaces the prompt's, which is complete with its
-    docstring alone; the prompt's imports and helpers stay), then check(entry_point).
-    MBPP: imports, `code`, assertions.
+    HumanEval: the program is the prompt, then `code` (the body, or a whole function that replaces the prompt's; the prompt's
+    imports and helpers stay). The tests are check(entry_point), and have the prompt's helpers, not the program's.
+    MBPP: the program is imports and `code`; the tests are assertions. The program's functions have all names there that neither
+    the tests nor Python define, or Python's own names (`sum`) if the tests call no others.
+    Raises SyntaxError for tests that are no Python.
     """
-    code += "\n"  # an empty line keeps a last backslash from joining `code` with the first test
     if "entry_point" in row:
-        return f"{row['prompt']}{code}\n{row['test']}\ncheck({row['entry_point']})\n"
+        name = row["entry_point"]
+        tests = UnitTests(f"{row['test']}\ncheck({name})\n", (name,), f"{row['prompt']}\n    pass\n")
+        return f"{row['prompt']}{code}\n", tests
     if "test_list" in row:
-        return "\n".join([*row.get("test_imports", ()), code, *row["test_list"]]) + "\n"
+        imports = "\n".join(row.get("test_imports", ()))
+        text = "\n".join(row["test_list"])
+        return f"{imports}\n{code}\n", UnitTests(text, functions_of(f"{imports}\n{text}"), imports)
     raise UserError(f"columns {sorted(row)}: need HumanEval's (prompt, entry_point, test) or MBPP's (test_list)")
+
+
+def functions_of(tests: str) -> tuple[str, ...]:
+    """Return the names that tests use and do not define: the functions of the program."""
+    nodes = list(ast.walk(ast.parse(tests)))
+    used, called, defined = set(), set(), set()
+    for node in nodes:
+        match node:
+            case ast.Name(id=name):
+                (used if isinstance(node.ctx, ast.Load) else defined).add(name)
+            case ast.Call(func=ast.Name(id=name)):
+                called.add(name)
+            case (
+                ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.ExceptHandler(name=name)
+            ):
+                defined.add(name)
+            case ast.alias():
+                defined.add((node.asname or node.name).partition(".")[0])
+    free = sorted(used - defined)
+    return tuple(name for name in free if not hasattr(builtins, name)) or tuple(name for name in free if name in called)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a completion. `result.ending` distinguishes wrong answers: "timeout" may be an endless loop."""
+    """The outcome of a completion. `result.ending` distinguishes wrong answers: "timeout" may be an endless loop.
+
+    marks: the kinds of tricks that the program may have tried (`tricks`, `judge.EVENTS`), whatever the outcome.
+    """
 
     outcome: Outcome
     result: Result | None = None  # None for no answer
+    marks: tuple[str, ...] = ()
 
 
 def code_verdict(
     text: str, row: Example, limits: ProgramLimits | None = None, continuation: bool = False, unconfined: bool = False
 ) -> Verdict:
-    """Run a completion's program against its row's tests. continuation: the text continues a HumanEval prompt.
+    """Run a completion's program, and its row's tests in another process. continuation: the text continues a HumanEval prompt.
 
     A program that exceeds its time, memory or disk is wrong, because the policy wrote it: if such samples were masked, an
     endless loop on a hard problem would cost nothing, and be worth more than an honest failure. No program can cause the
-    outcome "timeout": the machine never reached its first line.
+    outcome "timeout", where the machine never reached its first line, or "error", where the tests are no Python or cannot be run
+    from outside the program.
     """
     code = extract_continuation(text) if continuation else extract_program(text) or bare_program(text, row)
     if code is None:
         return Verdict("no_answer")
-    result = run_program(assemble(row, code), limits, unconfined)
-    return Verdict({"passed": "right", "unstarted": "timeout"}.get(result.ending, "wrong"), result)
+    try:
+        program, tests = assemble(row, code)
+    except SyntaxError:
+        return Verdict("error")
+    result = run_program(program, limits, unconfined, tests)
+    outcome = {"passed": "right", "unstarted": "timeout", "untestable": "error"}.get(result.ending, "wrong")
+    return Verdict(outcome, result, tuple(sorted({*result.marks, *tricks(program, tests.names)})))

@@ -3,10 +3,11 @@
 The process itself is in `sandbox_child`; this file watches it. `run_program` may be called from many threads at once: the
 child is started without running Python between fork and exec, and no state is shared.
 
-"passed" means that the program ran to its last line: only then does the child write a secret, new for each run, to a pipe. An
-early exit, by sys.exit(0) or os._exit(0), does not pass. Two attacks are not prevented: a program may find the secret in its
-own process's memory (no Python object holds it, but someone who knows this source finds it with ctypes), or make its tests
-useless (an `__eq__` that is always true, a trace function that skips lines). Neither gains anything beyond that one verdict.
+With `tests`, "passed" means that the tests ran to their last line, in a second process that never runs the program (`judge`).
+
+Without them it means that the program itself ran to its last line: only then does the child write a secret, new for each run, to
+a pipe. An early exit, by sys.exit(0) or os._exit(0), does not pass. But a program that must not be trusted can find the secret in
+its own memory (no Python object holds it, but someone who knows this source finds it with ctypes), so never grade one this way.
 """
 
 import contextlib
@@ -26,17 +27,24 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Annotated, Literal
 
-from grpo.rewards.code import sandbox_child
+from grpo.rewards.code import judge, sandbox_child
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Range, Seconds, Whole, enforced
 
-Ending = Literal["passed", "failed", "timeout", "memory", "disk", "unstarted"]
-# failed: an exception, a signal, or an early exit; unstarted: the machine never reached the program's first line
+Ending = Literal["passed", "failed", "timeout", "memory", "disk", "unstarted", "untestable"]
+# failed: an exception, a signal, or an early exit; unstarted: the machine never reached the program's first line; untestable: the
+# tests pass something to the program that can be neither copied nor lent
 
 START_SECONDS = 60  # for the child to get ready on a busy machine; the program's own time starts afterwards
 LOOK_EVERY = 0.05  # seconds between checks of the folder; a program can write some hundred MB in between
 MAX_ENTRIES = 1000  # files and folders
 _LAUNCHER = str(Path(sandbox_child.__file__).resolve())
+# importing them uses the bytecode that this process has left
+_LAUNCH = """import sys
+sys.path.insert(0, sys.argv.pop(1).rpartition("/")[0])
+import judge, sandbox_child
+del sys.path[0]
+sandbox_child.main()"""
 
 
 @enforced("limits")
@@ -52,47 +60,66 @@ class ProgramLimits:
 
 
 @dataclass(frozen=True)
+class UnitTests:
+    """Code of the dataset. It runs in the judge's process, where `names` are the program's functions.
+
+    setup runs before the names are bound, code afterwards.
+    """
+
+    code: str
+    names: tuple[str, ...]
+    setup: str = ""
+
+
+@dataclass(frozen=True)
 class Result:
     """The outcome of a program: how it ended, and its output."""
 
     ending: Ending
-    status: int  # of the process; minus the signal that ended it
+    status: int  # of the process, the judge if there are tests; minus the signal that ended it
     stdout: str  # the last `ProgramLimits.output` bytes
     stderr: str
     seconds: float  # total, with start and clean-up
     confinement: tuple[str, ...]  # measures in force; with ("limits",) alone it could access all that its user can
+    marks: tuple[str, ...] = ()  # what it did that an honest program hardly needs, see `judge.EVENTS`
 
     @property
     def passed(self) -> bool:
-        """Whether the program ran to its last line."""
+        """Whether the tests passed; without tests, whether the program ran to its last line."""
         return self.ending == "passed"
 
 
-def run_program(program: str, limits: ProgramLimits | None = None, unconfined: bool = False) -> Result:
-    """Run the program in an empty folder, deleted afterwards, without input, environment, network or other processes.
+def run_program(
+    program: str, limits: ProgramLimits | None = None, unconfined: bool = False, tests: UnitTests | None = None
+) -> Result:
+    """Run the program in an empty folder, deleted afterwards, without input, environment, network or other processes, and its
+    tests in a process of their own.
 
     Raises UserError if the platform cannot confine it (not Linux, or no Landlock), unless `unconfined` accepts limits of time,
     memory and file size alone; a process that the program started and moved out of its group then survives it.
     """
-    limits = limits or ProgramLimits()
+    limits, marks = limits or ProgramLimits(), []
     began = time.monotonic()
     token = secrets.token_bytes(sandbox_child.SECRET_BYTES)
     with contextlib.ExitStack() as stack:
         folder = tempfile.mkdtemp(prefix="grpo-sandbox-")
         stack.callback(_remove, folder)
         stdin, stdout, stderr = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
-        stdin.write(token + program.encode(errors="surrogatepass"))
+        if tests:
+            stdin.write(judge.encode((program, tests.setup, list(tests.names), tests.code)))
+        else:
+            stdin.write(token + program.encode(errors="surrogatepass"))
         stdin.seek(0)
         heard, status = os.pipe()
         stack.callback(os.close, heard)
         try:
-            process = _start(folder, status, limits, unconfined, stdin=stdin, stdout=stdout, stderr=stderr)
+            process = _start(folder, status, limits, unconfined, bool(tests), stdin=stdin, stdout=stdout, stderr=stderr)
         finally:
             os.close(status)
         try:
             ending, said = _watch(process, heard, folder, limits)
         finally:
-            _kill(process, group=unconfined)
+            _kill(process, group=unconfined, gently=bool(tests))
         first, started, last = said.partition(sandbox_child.MARK)
         if first.startswith(sandbox_child.REFUSED):
             reason = first.removeprefix(sandbox_child.REFUSED).decode(errors="replace")
@@ -105,10 +132,15 @@ def run_program(program: str, limits: ProgramLimits | None = None, unconfined: b
         elif ending is None and process.returncode == -signal.SIGXCPU:
             ending = "timeout"
         elif ending is None:
-            ending = {token: "passed", sandbox_child.OUT_OF_MEMORY: "memory"}.get(last, "failed")
+            if tests:
+                ending, *marks = last.decode().split(" ")
+            else:
+                ending = {token: "passed", sandbox_child.OUT_OF_MEMORY: "memory"}.get(last)
+            ending = ending or "failed"
         out, err = _tail(stdout, limits.output), _tail(stderr, limits.output)
     confinement = tuple(first.decode(errors="replace").split(", ")) if started else ()
-    return Result(ending, process.returncode, out, err, time.monotonic() - began, confinement)
+    seconds = time.monotonic() - began
+    return Result(ending, process.returncode, out, err, seconds, confinement, tuple(marks))
 
 
 @cache
@@ -117,12 +149,15 @@ def confinement() -> tuple[str, ...]:
     return run_program("").confinement
 
 
-def _start(folder: str, status: int, limits: ProgramLimits, unconfined: bool, **files: IO) -> subprocess.Popen:
+def _start(
+    folder: str, status: int, limits: ProgramLimits, unconfined: bool, judged: bool, **files: IO
+) -> subprocess.Popen:
     amounts = limits.memory_mb, limits.disk_mb, limits.threads, float(limits.seconds)
-    numbers = status, int(unconfined), os.getpid(), *amounts
+    numbers = status, int(unconfined), os.getpid(), int(judged), *amounts
+    interpreter = "-sSPB", "-c", _LAUNCH
     return subprocess.Popen(
         # -s -S -P -B: no site-packages, no other folder to import from, no bytecode written; the environment is ours
-        [getattr(sys, "_base_executable", None) or sys.executable, "-sSPB", _LAUNCHER, folder, *map(str, numbers)],
+        [getattr(sys, "_base_executable", None) or sys.executable, *interpreter, _LAUNCHER, folder, *map(str, numbers)],
         cwd=folder,
         env={
             "PATH": "/usr/bin:/bin",
@@ -184,8 +219,15 @@ def _exceeds(folder: str, limit: int) -> bool:
     return False
 
 
-def _kill(process: subprocess.Popen, group: bool) -> None:
-    """Kill the process and wait for it. If that was done before, its id may be another's, and is used only if `group`."""
+def _kill(process: subprocess.Popen, group: bool, gently: bool) -> None:
+    """Kill the process and wait for it. If that was done before, its id may be another's, and is used only if `group`.
+
+    gently: a judge first gets the time to end its candidate, which would stay behind as a zombie if no process adopts orphans.
+    """
+    if gently and process.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
+            process.terminate()
+            process.wait(1)
     if process.returncode is None or group:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left
             os.killpg(process.pid, signal.SIGKILL)

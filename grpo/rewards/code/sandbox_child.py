@@ -1,10 +1,14 @@
-"""The child's side of the sandbox: a script that confines its own process, then runs the program that it is given.
+"""The child's side of the sandbox: confines its own process, then runs the program that it is given.
 
 `sandbox` starts it on a bare interpreter (no site-packages, no inherited environment), so it imports only the standard
 library, and little of it, since every program pays for every import. In the order of `confine`: an unprivileged user if it
-was root, no capabilities, resource limits, Landlock (which files), seccomp (which system calls).
+was root, no capabilities, resource limits, Landlock (which files), then seccomp (which system calls).
+
+With tests, the process forks before it reads anything but its arguments: itself it becomes the judge, its child the candidate
+(see `judge`). The judge alone has the pipe to the parent and standard input, and it may kill the candidate, and nothing else.
 """
 
+import _signal  # signal itself imports enum
 import ctypes
 import os
 import resource
@@ -53,13 +57,17 @@ ACCESS = (3 | TRUNCATE, (READ, WRITE, READ_WRITE, WRITE | TRUNCATE, READ_WRITE |
 ALL = 0xFFFFFFFF
 
 
-def conditional(pid: int) -> dict[tuple, tuple]:
-    """Return (numbers on x86_64 and aarch64) -> conditions (word, mask, values), all of which must hold."""
+def conditional(pid: int, child: int | None = None) -> dict[tuple, tuple]:
+    """Return (numbers on x86_64 and aarch64) -> conditions (word, mask, values), all of which must hold.
+
+    child: a process that it may kill and wait for.
+    """
     return {
         (2, None): ((2, *ACCESS),),  # open
         (257, 56): ((4, *ACCESS),),  # openat
         (56, 220): ((0, THREAD | NEW_NAMESPACES, (THREAD,)),),  # clone
-        (62, 129): ((0, ALL, (pid,)),),  # kill
+        (62, 129): ((0, ALL, (pid, child or pid)),),  # kill
+        **({(61, 260): ((0, ALL, (child,)),)} if child else {}),  # wait4
         (234, 131): ((0, ALL, (pid,)),),  # tgkill
         (302, 261): ((0, ALL, (0, pid)),),  # prlimit64
         # fcntl, without F_SETOWN and F_SETSIG, which make the kernel send any signal to any process of the user
@@ -76,7 +84,7 @@ LOAD, EQUAL, AND, RETURN = 0x20, 0x15, 0x54, 0x06
 ALLOW, KILL, ERRNO, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050000, 1, 38
 
 
-def seccomp_filter(machine: str, pid: int) -> list[tuple[int, int, int, int]]:
+def seccomp_filter(machine: str, pid: int, child: int | None = None) -> list[tuple[int, int, int, int]]:
     """Return BPF instructions (code, jump if true, jump if false, operand) that allow CALLS and the conditional ones."""
     column = list(AUDIT_ARCH).index(machine)
     code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
@@ -84,7 +92,7 @@ def seccomp_filter(machine: str, pid: int) -> list[tuple[int, int, int, int]]:
         number = call.split()[1 + column]
         if number != "-":
             code += [(EQUAL, 0, 1, int(number)), (RETURN, 0, 0, ALLOW)]
-    for numbers, conditions in conditional(pid).items():
+    for numbers, conditions in conditional(pid, child).items():
         if numbers[column] is None:
             continue
         body = []
@@ -204,8 +212,16 @@ def seccomp(instructions: list[tuple[int, int, int, int]]) -> None:
     checked("seccomp", libc.prctl, 22, 2, program)
 
 
+def die_with(parent: int) -> None:
+    """End this process when its parent ends; changing the user would unset it."""
+    checked("parent's death", libc.prctl, 1, 9)  # SIGKILL
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def confine(folder: str, parent: int, seconds: float, memory_mb: int, disk_mb: int, threads: int) -> list[str]:
-    """Return the measures now in force. Raises OSError if the platform lacks one of them; others may be in force then."""
+    """Return the measures now in force, all but seccomp. Raises OSError if the platform lacks one of them; others may be in force
+    then."""
     if sys.platform != "linux" or os.uname().machine not in AUDIT_ARCH:
         raise OSError(f"{sys.platform} on {os.uname().machine}")
     checked("no_new_privs", libc.prctl, 38, 1)
@@ -213,39 +229,45 @@ def confine(folder: str, parent: int, seconds: float, memory_mb: int, disk_mb: i
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # if the machine still runs out of memory, this process goes first, not the training
     own_user = become_unprivileged(folder)
-    checked("parent's death", libc.prctl, 1, 9)  # SIGKILL when the parent ends; changing the user would have unset it
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with(parent)
     if not own_user:  # the limit counts all threads of the user, of the machine at most: "... running/all pid"
         with open("/proc/loadavg") as file:
             threads += int(file.read().split()[3].partition("/")[2])
     limit_resources(seconds, memory_mb, disk_mb, threads)
     abi = landlock(folder)
-    seccomp(seccomp_filter(os.uname().machine, os.getpid()))
     return [f"landlock {abi}", "seccomp", *["own user"] * own_user, "limits"]
 
 
 def main() -> None:
-    """Confine this process, then run the program from standard input."""
+    """Confine this process, then run the program from standard input, or the judge of a program."""
     folder, *numbers = sys.argv[1:]
-    status, unconfined, parent, memory_mb, disk_mb, threads = map(int, numbers[:-1])
+    status, unconfined, parent, judged, memory_mb, disk_mb, threads = map(int, numbers[:-1])
     seconds = float(numbers[-1])
     os.set_inheritable(status, False)
-    # in no Python object, which a search of frames or the garbage collector would find
-    secret = libc.malloc(SECRET_BYTES)
-    checked("standard input", libc.read, 0, ctypes.c_void_p(secret), SECRET_BYTES)
-    with open(0, "rb") as file:  # closes it
-        program = file.read()
-    os.open(os.devnull, os.O_RDONLY)  # takes its place as number 0
+    sys.argv = [""]
     try:
-        in_force = confine(folder, parent, seconds, memory_mb, disk_mb, threads)
+        in_force = confine(folder, parent, seconds, memory_mb, disk_mb, threads + 2 * judged)
+        if not judged:
+            seccomp(seccomp_filter(os.uname().machine, os.getpid()))
     except OSError as error:
         if not unconfined:
             os.write(status, REFUSED + str(error).encode() + MARK)
             os._exit(1)
         limit_resources(seconds, memory_mb, disk_mb, None)
         in_force = ["limits"]
-    sys.argv = [""]
+    (run_both if judged else run_alone)(status, in_force)
+
+
+def run_alone(status: int, in_force: list[str]) -> None:
+    """Run the program. It passes if it comes to its last line."""
+    from judge import flush
+
+    # in no Python object, which a search of frames or the garbage collector would find
+    secret = libc.malloc(SECRET_BYTES)
+    checked("standard input", libc.read, 0, ctypes.c_void_p(secret), SECRET_BYTES)
+    with open(0, "rb") as file:  # closes it
+        program = file.read()
+    os.open(os.devnull, os.O_RDONLY)  # takes its place as number 0
     write, leave = os.write, os._exit  # the program may replace functions of modules
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     write(status, ", ".join(in_force).encode() + MARK)
@@ -261,14 +283,60 @@ def main() -> None:
             sys.__excepthook__(type(error), error.with_traceback(trace), trace)
         except BaseException:  # the program's own exception may fail at being printed
             pass
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException:  # the disk limit, or an object that the program put there
-        pass
+    flush()
     write(status, ended)
     leave(ended in (b"", OUT_OF_MEMORY))  # no clean-up: threads and exit handlers of the program would come first
 
 
-if __name__ == "__main__":
-    main()
+def run_both(status: int, in_force: list[str]) -> None:
+    """Fork: this process becomes the judge, the child the candidate. Neither has run or read anything of the row before."""
+    from judge import decode, flush, run_candidate, run_judge
+
+    judge = os.getpid()
+    (asked, ask), (told, tell) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        for one in (0, status, ask, told):
+            os.close(one)
+        os.open(os.devnull, os.O_RDONLY)  # number 0
+        try:
+            if "seccomp" in in_force:
+                die_with(judge)
+                seccomp(seccomp_filter(os.uname().machine, os.getpid()))
+            os.write(tell, MARK)
+            run_candidate(asked, tell)
+        finally:
+            os._exit(1)  # no clean-up: exit handlers of the program would come first
+    os.close(asked)
+    os.close(tell)
+
+    def stop() -> None:
+        """Leave no process behind: the parent waits only for this one."""
+        try:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+        except OSError:  # done before
+            pass
+
+    def stopped(*_) -> None:
+        stop()
+        os._exit(1)
+
+    _signal.signal(_signal.SIGTERM, stopped)
+    try:
+        if "seccomp" in in_force:
+            seccomp(seccomp_filter(os.uname().machine, judge, child))
+        if os.read(told, 1) != MARK:
+            raise OSError("the candidate's process could not be confined")
+    except OSError as error:
+        os.write(status, REFUSED + str(error).encode() + MARK)
+        stopped()
+    with open(0, "rb") as file:
+        job = decode(file.read())
+    os.open(os.devnull, os.O_RDONLY)
+    os.write(status, ", ".join(in_force).encode() + MARK)
+    ended, marks = run_judge(told, ask, *job)
+    stop()
+    flush()
+    os.write(status, b" ".join([ended, *(mark.encode() for mark in sorted(marks))]))
+    os._exit(0)

@@ -1,18 +1,33 @@
 """Checkpoint: writes checkpoints to resume from, and the policy as a folder that Hugging Face libraries load."""
 
-import os
+import logging
 import shutil
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
+from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from grpo.engines.weights import checkpoint
 from grpo.evaluation.statistics import Estimate
 from grpo.runs.model_card import write_card
+from grpo.system import distributed
+from grpo.system.distributed import full, is_sharded
 from grpo.system.errors import RolloutError, StopError
+from grpo.system.files import surviving, write_json
+from grpo.system.loading import not_finite
+from grpo.system.pieces import in_pieces
 from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
+from grpo.training.checkpoints import by_rollouts, link, new_folder
+
+log = logging.getLogger(__name__)
+
+PIECE = 4 << 30  # bytes of a sharded policy that the first rank's CPU holds at once
 
 
 class Checkpoint(L.Callback):
@@ -20,16 +35,23 @@ class Checkpoint(L.Callback):
 
     They go to `folder`:
 
-        last.ckpt   everything that `ckpt_path=` needs; replaced in one move, so that a crash leaves the previous one
-        last/       the policy (with an adapter: only the adapter), its tokenizer and a model card
-        best/       the same, for the best held-out accuracy so far, including the run that was resumed
+        00020.ckpt     everything that resuming needs, after 20 rollouts: the newest `keep` of them
+        policy_00020   the policy (with an adapter: only the adapter), its tokenizer and a model card
+        last.ckpt      a link to the newest checkpoint
+        last, best     links to the newest policy, and to the one with the best held-out accuracy, also of the resumed run
+
+    Each is complete before it gets its name. If one cannot be written, because the disk is full or a weight is not finite, the
+    run says so and goes on, and the one before stays.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, folder: str, num_rollouts: Count, every: Whole = 10) -> None:
-        self.folder, self.num_rollouts, self.every = Path(folder), num_rollouts, every
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, folder: str, num_rollouts: Count, every: Whole = 10, keep: Count = 2
+    ) -> None:
+        self.folder, self.num_rollouts, self.every, self.keep = Path(folder), num_rollouts, every, keep
         self.tokenizer = tokenizer
         self.best_accuracy = -1.0
         self.rollouts = 0  # rollouts learned from
+        self.exported = self.saved = -1  # the rollouts of the newest policy and checkpoint that were written
         self.measured: Estimate | None = None  # held-out accuracy of the present policy, if it was evaluated
 
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
@@ -47,28 +69,94 @@ class Checkpoint(L.Callback):
             self.save(trainer, module)
 
     def save(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Write last.ckpt and last/."""
+        """Write a checkpoint and the policy, and remove checkpoints that are too many."""
+        if broken := distributed.all_gather(not_finite(module.policy.named_parameters())):
+            log.warning("rollout %d: %s is not finite, so no checkpoint is written", self.rollouts, broken[0])
+            return
+        self.saved = self.rollouts
         self.export(module, "last")
-        trainer.save_checkpoint(self.folder / "last.ckpt.new")
-        if trainer.is_global_zero:
-            os.replace(self.folder / "last.ckpt.new", self.folder / "last.ckpt")
+        path = self.folder / f"{self.rollouts:05}.ckpt"
+        trainer.save_checkpoint(path)  # does nothing but a warning if the disk is full
+        if trainer.is_global_zero and path.is_dir():
+            link(self.folder / "last.ckpt", path)
+            there = by_rollouts(self.folder)
+            # later ones are of a course that was abandoned
+            kept = [number for number in there if number <= self.rollouts][: self.keep]
+            remove(old for number, old in there.items() if number not in kept)
+
+    def export(self, module: L.LightningModule, name: str) -> None:
+        """Write the policy, its tokenizer and a model card, and let `name` be a link to that folder."""
+        pieces = whole_pieces(module.policy) if is_sharded(module.policy) else iter([None])
+        self.write(module, name, pieces)
+        deque(pieces, maxlen=0)  # all ranks gather all weights together, even if the first one has failed
 
     @rank_zero_only
-    def export(self, module: L.LightningModule, name: str) -> None:
-        """Write the policy, its tokenizer and a model card to the folder `name`."""
-        module.policy.save_pretrained(self.folder / name)
-        self.tokenizer.save_pretrained(self.folder / name)
-        if (self.folder.parent / "config.yaml").exists():
-            write_card(self.folder / name, self.rollouts, self.measured)
+    def write(self, module: L.LightningModule, name: str, pieces: Iterator[dict[str, Tensor] | None]) -> None:
+        """Write what `export` says. pieces: see `write_policy`."""
+        policy = self.folder / f"policy_{self.rollouts:05}"
+        with surviving(str(policy)):
+            if self.exported != self.rollouts:
+                with new_folder(policy) as folder:
+                    write_policy(module.policy, folder, pieces)
+                    self.tokenizer.save_pretrained(folder)
+                    if (self.folder.parent / "config.yaml").exists():
+                        write_card(folder, self.rollouts, self.measured)
+                self.exported = self.rollouts
+            link(self.folder / name, policy)
+            kept = [(self.folder / each).resolve() for each in ("last", "best")]
+            remove(old for old in self.folder.glob("policy_*") if old.resolve() not in kept)
 
     def state_dict(self) -> dict:
-        best = str((self.folder / "best").absolute())
+        best = str((self.folder / "best").resolve())
         return {"rollouts": self.rollouts, "best_accuracy": self.best_accuracy, "best": best}
 
-    @rank_zero_only
     def load_state_dict(self, state: dict) -> None:
-        self.rollouts = state.get("rollouts", 0)
-        if Path(state["best"]).is_dir():  # otherwise it was deleted, and the search for the best starts again
-            self.best_accuracy = state["best_accuracy"]
-            if Path(state["best"]) != (self.folder / "best").absolute():  # otherwise the run resumes in its own folder
-                shutil.copytree(state["best"], self.folder / "best", dirs_exist_ok=True)
+        self.rollouts, best = state.get("rollouts", 0), Path(state["best"])
+        if not best.is_dir():  # it was deleted, and the search for the best starts again
+            return
+        self.best_accuracy = state["best_accuracy"]
+        if best.parent != self.folder.resolve() and distributed.rank() == 0:  # the run resumes in another folder
+            policy = self.folder / (best.name if best.name.startswith("policy_") else "policy_resumed")
+            with new_folder(policy) as folder:
+                shutil.copytree(best, folder, dirs_exist_ok=True)
+            link(self.folder / "best", policy)
+
+
+def whole_pieces(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Yield the whole weights of a sharded model on the first rank's CPU, at most PIECE bytes at a time; of an adapter all at
+    once. Other ranks get empty tensors, and all take them together."""
+    if hasattr(model, "peft_config"):
+        yield {
+            name: full(p.detach()).to(model.stored_in).cpu() for name, p in model.named_parameters() if p.requires_grad
+        }
+        return
+    first = distributed.rank() == 0
+    tensors = ((name, each.cpu() if first else each.new_empty(0)) for name, each in checkpoint(model))
+    yield from map(dict, in_pieces(tensors, lambda named: named[1].nbytes, PIECE))
+
+
+def write_policy(policy: nn.Module, folder: Path, pieces: Iterable[dict[str, Tensor] | None]) -> None:
+    """Write a policy as a Hugging Face folder, with a file for each piece of its weights; a piece None is all of them."""
+    files: list[Path] = []
+    for piece in pieces:
+        policy.save_pretrained(folder, **({} if piece is None else {"state_dict": piece}))
+        if piece is not None and (file := folder / "model.safetensors").exists():
+            files.append(file.rename(folder / f"piece-{len(files)}"))
+    if len(files) == 1:
+        files[0].rename(folder / "model.safetensors")
+        return
+    where: dict[str, str] = {}
+    for i, file in enumerate(files):
+        name = f"model-{i + 1:05}-of-{len(files):05}.safetensors"
+        with safe_open(file, "pt") as opened:
+            where |= dict.fromkeys(opened.keys(), name)
+        file.rename(folder / name)
+    if files:
+        size = sum((folder / name).stat().st_size for name in {*where.values()})
+        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where})
+
+
+def remove(folders: Iterable[Path]) -> None:
+    """Remove folders with all they hold."""
+    for folder in list(folders):
+        shutil.rmtree(folder)

@@ -59,7 +59,7 @@ class EvaluationCallback(L.Callback):
         begun = time.perf_counter()
         rollout.sync()
         failed = Path(makes.folder) / "evaluations" / f"{rollout.rollouts:06d}.failed.parquet"
-        with makes.autocast(), on_disk(failed):
+        with makes.sampling(), on_disk(failed):
             evaluation = self.evaluator(
                 makes.task, makes.engine, makes.renderer, makes.seed, rollout.rollouts, self.held_out
             )

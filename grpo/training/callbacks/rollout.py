@@ -1,27 +1,28 @@
 """RolloutCallback: plays a rollout before each update and turns it into tensors; completes its metrics after the update."""
 
 import time
+from functools import partial
 
 import lightning as L
 
-from grpo.engines.protocol import Engine
-from grpo.rollout.ahead import Ahead
+from grpo.rollout.ahead import Ahead, check_engine
 from grpo.rollout.collate import collate
 from grpo.rollout.metrics import rollout_metrics
 from grpo.rollout.rollouts import Rollouts
 from grpo.system import distributed, memory
 from grpo.system.errors import StopError, UserError
-from grpo.system.seeds import random_states, set_random_states
+from grpo.system.states import everything, set_everything
 from grpo.system.stop import Stop
 from grpo.training.batch import RolloutBatch, RolloutBatches
+from grpo.training.strategy import check_devices
 
 
 class RolloutCallback(L.Callback):
     """Plays the rollouts, and counts them: the count is the x-axis of all metrics; 0 is the policy before training.
 
-    The count determines all prompts and seeds, so a resumed run equals an uninterrupted one. The random states that other code
-    may use are saved with it. With rollout.ahead=1 the next rollout is played during the update. stop: whether the run should
-    end; it does so before a rollout or, on one device, in the middle of one, which a resumed run plays again.
+    The count determines all prompts and seeds, so a resumed run equals an uninterrupted one. The states of random generators and
+    of the user's objects are saved with it. With rollout.ahead=1 the next rollout is played during the update. stop: whether the
+    run should end; it does so before a rollout or, on one device, in the middle of one, which a resumed run plays again.
     """
 
     def __init__(self, rollouts: Rollouts, stop: Stop | None = None) -> None:
@@ -29,8 +30,9 @@ class RolloutCallback(L.Callback):
         self.makes, self.plan, self.engine = rollouts, rollouts.plan, rollouts.engine
         self.ahead = Ahead(rollouts) if self.plan.ahead else None
         self.batches = RolloutBatches()
+        self.objects = {"task": rollouts.task, "loader": rollouts.loader}  # the user's, which may have states
         self.rollouts = 0  # rollouts learned from so far
-        self.random: dict | None = None  # the states before the rollout that is being played
+        self.before: dict | None = None  # the states before the rollout that is being played
         self.policy = None
         self.syncing = self.started = 0.0  # seconds
         check_engine(self.engine, self.plan.ahead)
@@ -40,13 +42,15 @@ class RolloutCallback(L.Callback):
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Called before the policy moves to its device. An engine that shares the policy's memory gets the policy now, so that
         there is never a second copy; other engines get it later, since a checkpoint may still be loaded into it."""
-        self.policy, self.makes.autocast = module.policy, trainer.precision_plugin.forward_context
+        self.policy, self.makes.sampling = module.policy, trainer.precision_plugin.forward_context
         if not getattr(self.engine, "apart", False):
             self.sync()
+            if hasattr(trainer.strategy, "sampling"):
+                self.makes.sampling = partial(trainer.strategy.sampling, module.policy)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.stop.listen()  # after Lightning, which takes SIGTERM itself
-        check_devices(trainer.world_size, self.plan.prompts, self.plan.ahead)
+        check_devices(trainer.world_size, self.plan.prompts, self.rollouts)
         if self.rollouts >= self.plan.num_rollouts:
             raise UserError(
                 f"ckpt_path has learned from {self.rollouts} rollouts already: to continue, set a larger rollout.num_rollouts"
@@ -62,16 +66,16 @@ class RolloutCallback(L.Callback):
             rollout = self.ahead.make(batch.rollout, self.sync)
         else:
             self.sync()
-            self.random = random_states()
+            self.before = everything(self.objects)
             with self.stop.allowed():
                 rollout = self.makes.make(batch.rollout)
-            self.random = None
+            self.before = None
         if (not self.ahead or not self.ahead.next) and (sleep := getattr(self.engine, "sleep", None)):
             sleep()
         kept = rollout.best(self.plan.prompts)
         batch.groups, batch.scores = [rollout.groups[i] for i in kept], rollout.scores.rows(kept)
-        mine = distributed.share(len(kept))
-        tokens = collate(batch.groups[mine.start : mine.stop], mine.start * self.plan.group_size)
+        mine = distributed.balanced([sum(sample.length for sample in group) for group in batch.groups])
+        tokens = collate([batch.groups[i] for i in mine], [i * self.plan.group_size for i in mine])
         batch.tokens = tokens.to(module.device)
         batch.metrics |= rollout_metrics(rollout.groups, rollout.scores)
         batch.metrics |= {
@@ -123,31 +127,10 @@ class RolloutCallback(L.Callback):
 
     def state_dict(self) -> dict:
         ahead = self.ahead.state_dict() if self.ahead else {}  # first, since it may draw random numbers
-        return {"rollouts": self.rollouts, "random": self.random or random_states(), **ahead}
+        return {"rollouts": self.rollouts, **(self.before or everything(self.objects)), **ahead}
 
     def load_state_dict(self, state: dict) -> None:
         self.rollouts = self.batches.start = state["rollouts"]
-        set_random_states(state["random"])
+        set_everything(self.objects, state)
         if self.ahead:
             self.ahead.load_state_dict(state)
-
-
-def check_engine(engine: Engine, ahead: int) -> None:
-    """Raise UserError if rollout.ahead=1 is set and the engine has no weights of its own."""
-    if ahead and not getattr(engine, "apart", False):
-        raise UserError(
-            "rollout.ahead=1 needs an engine with its own copy of the weights: set engine=vllm or engine=vllm_server; the "
-            "built-in one and vllm_shared sample from the weights that the update changes"
-        )
-
-
-def check_devices(devices: int, prompts: int, ahead: int) -> None:
-    """Raise UserError if the engine, rollout.ahead or the number of prompts does not fit this number of devices."""
-    if distributed.world_size() != devices:  # vLLM in the trainer's process creates its own process group
-        raise UserError(f"trainer.devices={devices} does not work with this engine: set engine=transformers")
-    if ahead and devices > 1:  # `play` ends with messages between ranks, which would mix with those of the update
-        raise UserError(
-            f"rollout.ahead=1 works with one device only, not with trainer.devices={devices}: set rollout.ahead=0"
-        )
-    if prompts < devices:
-        raise UserError(f"rollout.prompts={prompts} is fewer than the {devices} devices: each needs a prompt, raise it")

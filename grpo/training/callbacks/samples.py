@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from grpo.rollout.samples_table import records, token_logprobs, write
 from grpo.rollout.types import Group
+from grpo.system.files import surviving
 from grpo.system.ranges import Whole
 from grpo.training.batch import RolloutBatch
 
@@ -17,11 +18,12 @@ class Samples(L.Callback):
     """Writes rollouts/000001.parquet ... and evaluations/000000.parquet ... to `folder`, numbered by rollouts learned from.
 
     every: rollouts between two that are written; 0: none. Evaluations are always written. token_logprobs: also write every
-    sampled token with the engine's log-probability.
+    sampled token with the engine's log-probability. A table that cannot be written is written with the next one.
     """
 
     def __init__(self, folder: str, every: Whole = 1, token_logprobs: bool = False) -> None:
         self.folder, self.every, self.token_logprobs = Path(folder), every, token_logprobs
+        self.waiting: dict[Path, list[dict]] = {}  # tables that could not be written, because the disk was full
 
     @rank_zero_only
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
@@ -37,5 +39,9 @@ class Samples(L.Callback):
     def write(self, kind: str, rollout: int, groups: Sequence[Group], columns: Mapping[str, Any]) -> None:
         """Write one table. kind: rollouts or evaluations. columns: more columns, in the shape of groups."""
         columns = {**columns, **(token_logprobs(groups) if self.token_logprobs else {})}
-        rows = ({"rollout": rollout, **row} for row in records(groups, **columns))
-        write(self.folder / kind / f"{rollout:06d}.parquet", rows)
+        rows = [{"rollout": rollout, **row} for row in records(groups, **columns)]
+        self.waiting[self.folder / kind / f"{rollout:06d}.parquet"] = rows
+        for file, table in list(self.waiting.items()):
+            with surviving(str(file)):
+                write(file, table)
+                del self.waiting[file]

@@ -145,7 +145,7 @@ class Terminal(L.Callback):
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         self.progress.stop()
-        checkpoint = self.folder / "checkpoints" / "last.ckpt"
-        if checkpoint.exists() and not isinstance(exception, StopError):  # it says itself how to continue
-            how = f"the same command with ckpt_path={checkpoint}"
-            self.line(f"stopped by {type(exception).__name__}; to resume: {how}")
+        if (self.folder / "checkpoints" / "last.ckpt").exists() and not isinstance(
+            exception, StopError
+        ):  # it says itself how to continue
+            self.line(f"stopped by {type(exception).__name__}; to resume: python train.py ckpt_path={self.folder}")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grpo.objectives.batch import TokenBatch
 from grpo.system import distributed
+from grpo.system.distributed import full, is_sharded
 from grpo.system.loading import not_finite
 from grpo.training.module import GRPOModule
 from grpo.training.preflight.probe import Checked, Probe, judged
@@ -97,8 +98,9 @@ def devices(probe: Probe) -> Checked:
         return Checked("SKIP", "the run has one device")
     few = objective(probe, probe.few)
     whole, mine = gradient_of(probe, few, 1), distributed.share(len(few))
-    part = gradient_of(probe, few.rows(slice(mine.start, mine.stop)), 1) if mine else torch.zeros_like(whole)
-    total = distributed.all_sum(part.to(few.ids.device)).cpu()
+    part = gradient_of(probe, few.rows(slice(mine.start, mine.stop)) if mine else few.rows(slice(0, 1)).silenced(), 1)
+    summed = is_sharded(probe.module.policy)  # the ranks have their mean already
+    total = part * count if summed else distributed.all_sum(part.to(few.ids.device)).cpu()
     apart = max(distributed.all_gather([float((total - whole).norm() / whole.norm().clamp(min=1e-30))]))
     bound = gradient_bound(probe)
     text = f"the sum over {count} devices and the whole: {apart:.1e} apart, bound {bound:.1e}"
@@ -128,17 +130,20 @@ def gradient_of(probe: Probe, tokens: TokenBatch, pieces: int) -> Tensor:
     learned = [p for group in optimizer.param_groups for p in group["params"]]
     for rows in torch.arange(len(tokens)).tensor_split(pieces):
         backward(probe.module, tokens.rows(rows.to(tokens.ids.device)))
-    flat = [p.grad.detach().flatten() for p in learned if p.grad is not None]
+    flat = [full(p.grad.detach()).flatten() for p in learned if p.grad is not None]
     vector = torch.cat([grad[:: math.ceil(len(grad) / SLICE)].float().cpu() for grad in flat])
     optimizer.zero_grad()
     return vector
 
 
-def backward(module: GRPOModule, microbatch: TokenBatch) -> None:
-    """Add the gradients of a microbatch's loss."""
+def backward(module: GRPOModule, microbatch: TokenBatch) -> tuple[float, dict[str, Tensor]]:
+    """Add the gradients of a microbatch's loss, as `GRPOModule.update` does. Returns the loss, and numbers of tokens, [B, C]."""
     logprobs, entropy = module.forward_pass(module.policy, microbatch, module.algorithm.entropy.active)
-    loss, _ = module.algorithm.loss(logprobs, entropy, microbatch, module.entropy.alpha)
+    if microbatch.old_logprobs is None:
+        microbatch = replace(microbatch, old_logprobs=logprobs.detach())
+    loss, logged = module.algorithm.loss(logprobs, entropy, microbatch, module.entropy.alpha)
     loss.backward()
+    return float(loss.detach()), {"logprobs": logprobs.detach(), **logged}
 
 
 def seconds(probe: Probe) -> float:

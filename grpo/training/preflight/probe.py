@@ -20,6 +20,7 @@ from grpo.objectives.batch import Scores, TokenBatch
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Group, Sample
+from grpo.system.distributed import computes_in, one_pass
 from grpo.system.loading import kind_of
 from grpo.training.module import GRPOModule
 
@@ -76,7 +77,8 @@ class Probe:
     def play(self, rows: list[Example], first: int) -> tuple[list[Group], float]:
         """Play rows, with seeds that no rollout of the run has. Returns the groups and the seconds. first: their first place."""
         begun = time.perf_counter()
-        groups = self.rollouts.play(self.rollouts.plan.num_rollouts, rows, first)
+        with self.rollouts.sampling():
+            groups = self.rollouts.play(self.rollouts.plan.num_rollouts, rows, first)
         return groups, time.perf_counter() - begun
 
     def rollout_seconds(self) -> float:
@@ -118,12 +120,16 @@ class Probe:
         """The ROWS rows with the most sampled tokens."""
         return self.tokens.rows(self.tokens.mask.sum(1).argsort(descending=True, stable=True)[:ROWS])
 
-    def sample(self, prompts: Sequence[Sequence[int]], max_tokens: int | None = None) -> TokenBatch:
-        """Sample a completion for each prompt from the engine, without the run's filters, penalty and guide."""
-        seeds = [1_000_003 * i + 17 for i in range(len(prompts))]
+    def sample(self, prompts: Sequence[Sequence[int]], max_tokens: int | None = None, others: int = 0) -> TokenBatch:
+        """Sample a completion for each prompt from the engine, without the run's filters, penalty and guide.
+
+        others: how many have been sampled before, so that these have seeds of their own.
+        """
+        seeds = [1_000_003 * (others + i) + 17 for i in range(len(prompts))]
         own = self.rollouts.plan.sampling
         plain = Sampling(max_tokens or own.max_tokens, own.temperature, stop_ids=own.stop_ids)
-        completions = self.rollouts.engine.sample(prompts, plain, seeds)
+        with self.rollouts.sampling():
+            completions = self.rollouts.engine.sample(prompts, plain, seeds)
         turns = [Turn(tuple(p), completion_of(c)) for p, c in zip(prompts, completions, strict=True)]
         return collate([[SimpleNamespace(turns=(turn,)) for turn in turns]]).to(self.module.device)
 
@@ -139,7 +145,8 @@ class Probe:
         together = self.trainer(few)[0]
         for i in range(len(few)):
             one = few.rows(slice(i, i + 1))
-            alone.append(completion_logprobs(self.module.policy, one, self.module.temperature)[0][one.mask])
+            values, _ = one_pass(self.module.policy, completion_logprobs, one, self.module.temperature)
+            alone.append(values[one.mask])
         noise = (torch.cat(alone) - together[few.mask]).abs().mean()
         one = few.rows(slice(0, 1))
         logits = self.module.policy(input_ids=one.ids, attention_mask=one.attention_mask, use_cache=False).logits
@@ -151,7 +158,7 @@ class Probe:
         """The relative precision of the coarsest number type of trainer and engine."""
         engine = self.rollouts.engine
         same = isinstance(engine, TransformersEngine) or hasattr(engine, "shared_bytes")
-        types = [self.module.policy.dtype, *([] if same else [getattr(engine, "dtype", torch.bfloat16)])]
+        types = [computes_in(self.module.policy), *([] if same else [getattr(engine, "dtype", torch.bfloat16)])]
         types += [torch.bfloat16] if self.precision == "bf16-mixed" else []
         return max(torch.finfo(dtype).eps for dtype in types)
 

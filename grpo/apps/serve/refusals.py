@@ -1,0 +1,51 @@
+"""Turns every error of the server into one form, that of OpenAI's API, with one line as its message."""
+
+from collections.abc import Mapping
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from grpo.apps.serve.batching import Unavailable
+from grpo.apps.serve.limits import Crowded, Oversized
+from grpo.apps.serve.served_weights import Outside
+from grpo.system.errors import UserError, told
+
+
+def failure(status: int, line: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """Return the answer to a request that failed. line: what was wrong, what is allowed, what to do."""
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return JSONResponse({"error": {"message": line, "type": kind, "param": None, "code": None}}, status, headers)
+
+
+def refuse(app: FastAPI) -> None:
+    """Answer every exception in the application with a `failure`."""
+
+    def of_a_field(error: RequestValidationError) -> str:
+        first = error.errors()[0]
+        kind, where = first["type"], ".".join(str(part) for part in first["loc"] if part != "body")
+        if kind == "json_invalid":
+            return "the request is not JSON"
+        if kind == "extra_forbidden":
+            return f"there is no field {where!r} here: /docs lists the fields"
+        return ": ".join(filter(None, [where, first["msg"].removeprefix("Value error, ")]))
+
+    @app.exception_handler(HTTPException)
+    async def of_http(request: Request, error: HTTPException) -> JSONResponse:
+        asked = f"{request.method} {request.scope['path'][:80]}"
+        lines = {"Not Found": f"there is no {asked}", "Method Not Allowed": f"{asked} is not possible"}
+        line = f"{lines[error.detail]}: GET / lists the endpoints" if error.detail in lines else error.detail
+        return failure(error.status_code, line, error.headers)
+
+    answers = {
+        UserError: (400, str, None),
+        RequestValidationError: (400, of_a_field, None),
+        Oversized: (413, str, None),
+        Outside: (403, str, None),
+        Crowded: (429, str, {"Retry-After": "5"}),
+        Unavailable: (503, str, None),
+        Exception: (500, told, None),
+    }
+    for kind, (status, words, headers) in answers.items():
+        app.exception_handler(kind)(lambda _, error, s=status, w=words, h=headers: failure(s, w(error), h))

@@ -1,0 +1,81 @@
+"""The origin of a run besides its configuration: the user's files, uncommitted changes of the code, and installed packages."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import distributions
+from pathlib import Path
+
+from grpo.system.files import surviving, write_text
+from grpo.system.secrets import hidden
+
+log = logging.getLogger(__name__)
+
+ROOT = Path(__file__).parents[2]
+# the patch has their changes
+OURS = [ROOT / name for name in ("grpo", "tasks", "hydra_plugins", "train.py", "eval.py")]
+PYTHON = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+FILE = re.compile(r"[^\s'\"\[{,=]+\.py(?=:\w)")  # of FILE.py:NAME
+GIT = 30.0  # seconds for one command of git
+LARGEST = 1_000_000  # bytes of a file that is copied
+
+
+def keep_code(folder: Path, arguments: Iterable[str]) -> dict[str, str]:
+    """Copy the user's files to FOLDER/code, write uncommitted.patch and packages.txt. Returns the SHA-256 of each file by path.
+
+    The user's files are those that are imported, and FILE of FILE.py:NAME in the arguments. A copy has no secrets in it.
+    """
+    contents = {file: file.read_bytes() for file in sorted(user_files(arguments))}
+    hashes = {str(file): sha256(content).hexdigest() for file, content in contents.items()}
+    with surviving(f"{folder}/code"):
+        write_text(folder / "packages.txt", packages())
+        if changed := patch():
+            write_text(folder / "uncommitted.patch", hidden(changed))
+        for file, content in contents.items():
+            if len(content) <= LARGEST:
+                copy = folder / "code" / f"{file.stem}.{hashes[str(file)][:8]}{file.suffix}"
+                write_text(copy, hidden(content.decode("utf-8", errors="replace")))
+    return hashes
+
+
+@cache
+def packages() -> str:
+    """Return all installed packages with their versions, a line each."""
+    names = {f"{found.name}=={found.version}" for found in distributions()}
+    return "\n".join(sorted(names, key=str.lower)) + "\n"
+
+
+def user_files(arguments: Iterable[str]) -> set[Path]:
+    """Return the Python files in use that belong neither to this project, nor to Python, nor to an installed package."""
+    loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    named = [name for argument in arguments for name in FILE.findall(argument)]
+    places = {place for given in [*OURS, *PYTHON] for place in (given, given.resolve())}
+    known = tuple(str(place) if place.suffix == ".py" else f"{place}{os.sep}" for place in places)
+    others = {name for name in [*loaded, *named] if name and name.endswith(".py") and not name.startswith(known)}
+    found = {Path(name).expanduser().resolve() for name in others}
+    return {file for file in found if file.is_file() and not str(file).startswith(known)}
+
+
+def patch() -> str:
+    """Return the changes of the code since its commit; "" outside of a checkout, and where there are none."""
+    return git(ROOT, "diff", "HEAD", "--", ".") or ""
+
+
+def git(folder: Path, *arguments: str) -> str | None:
+    """Return the output of git; None outside of a checkout, without git and, with a warning, after GIT seconds."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, errors="replace", timeout=GIT
+        )
+    except subprocess.TimeoutExpired:
+        log.warning("git %s did not end within %g s in %s: the run is recorded without it", arguments[0], GIT, folder)
+        return None
+    except OSError:
+        return None
+    return None if done.returncode else done.stdout

@@ -1,0 +1,120 @@
+"""Notices that another rank of the run is gone, whatever this one is doing, and ends this one with a line that names it.
+
+A collective may wait for ever for a process that has died. So a thread of each rank looks at the process table once a second. It
+raises LostRank in the main thread, by a signal that also ends a wait for a lock, and ends the process if the main thread is
+blocked in C. Ranks of other machines are named, not watched.
+"""
+
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from grpo.system.deadline import leave
+from grpo.system.errors import LostRank, UserError
+
+LOOK = 1.0  # seconds between two looks at the process table
+CONFIRM = 2.0  # seconds after which a rank that is gone counts as lost, unless this one has finished too
+GRACE = 20.0  # seconds for the main thread to end by itself
+LATE = re.compile("timed out|timeout", re.IGNORECASE)  # in errors of gloo and NCCL
+WAKE = signal.SIGUSR2
+RESUME = "this rank ends; the same command with resume=auto continues the run"
+
+
+@dataclass(frozen=True)
+class Sibling:
+    """Another rank. process: None if it had ended before it was looked for, or runs on another machine."""
+
+    rank: int
+    pid: int
+    host: str
+    process: psutil.Process | None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid}, host {self.host})"
+
+    def state(self) -> str:
+        """Return what the process does in one word, as sleeping or stopped; "ended" if it has ended, "elsewhere" if unknown."""
+        if self.host != socket.gethostname():
+            return "elsewhere"
+        try:
+            state = self.process.status() if self.process and self.process.is_running() else psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            state = psutil.STATUS_ZOMBIE
+        return "ended" if state == psutil.STATUS_ZOMBIE else state
+
+    def ending(self) -> str:
+        """Return how the process ended, if this one has started it: the system says it to nobody else."""
+        try:
+            code = self.process.wait(0) if self.process else None
+        except psutil.TimeoutExpired:  # a zombie of another process
+            code = None
+        by = "" if code is None else f" with signal {-code:d}" if code < 0 else f" with exit code {code}"
+        return f"{self} ended{by}" + (", see its message above" if code and code > 0 else "")
+
+
+class Siblings:
+    """The other ranks. Mutable: they become known one after another, and may be lost. limit: seconds for one collective."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self.line = limit, ""
+        self.known: dict[int, Sibling] = {}  # by rank
+        self.lost, self.over, self.raised = threading.Event(), threading.Event(), threading.Event()
+
+    def add(self, rank: int, pid: int, host: str) -> None:
+        """Add a rank, unless it is known."""
+        here = host == socket.gethostname()
+        process = psutil.Process(pid) if here and psutil.pid_exists(pid) else None
+        self.known = {rank: Sibling(rank, pid, host, process)} | self.known  # a new dict, since a thread reads it
+
+    @contextmanager
+    def watched(self, together: Callable[[], None]) -> Iterator[None]:
+        """Watch the ranks during a `with` block. Raises LostRank. together: a collective, with which all ranks leave it."""
+        threading.Thread(target=self._watch, name="siblings", daemon=True).start()
+        before = signal.signal(WAKE, self._wake)
+        try:
+            yield
+            together()
+        except Exception as error:
+            self.raised.set()
+            if isinstance(error, LostRank) or (not isinstance(error, UserError) and self.lost.wait(3 * CONFIRM)):
+                raise LostRank(self.line) from error
+            if isinstance(error, RuntimeError) and LATE.search(str(error)):
+                raise LostRank(self.late()) from error
+            raise
+        finally:
+            self.over.set()
+            if not self.lost.is_set():  # otherwise the signal may still come
+                signal.signal(WAKE, before)
+
+    def _wake(self, *_: Any) -> None:
+        if not self.raised.is_set():
+            raise LostRank(self.line)
+
+    def _watch(self) -> None:
+        while not self.over.wait(LOOK):
+            if gone := [sibling for sibling in self.known.values() if sibling.state() == "ended"]:
+                if self.over.wait(CONFIRM):
+                    return
+                self.line = f"{'; '.join(sibling.ending() for sibling in gone)}; {RESUME}"
+                self.lost.set()
+                signal.pthread_kill(threading.main_thread().ident, WAKE)
+                time.sleep(GRACE)
+                leave(self.line, LostRank.exit_code)
+
+    def late(self) -> str:
+        """Return a line about a collective that waited too long. Kills the ranks that this one has started: one hangs."""
+        states = {str(sibling): sibling.state() for sibling in self.known.values()}
+        stopped = [name for name, state in states.items() if state == psutil.STATUS_STOPPED]
+        named = " or ".join(f"{name}, which is {states[name]}" for name in stopped or states) or "another rank"
+        for child in psutil.Process().children():
+            if child in [sibling.process for sibling in self.known.values()]:
+                child.kill()
+        return f"a collective waited trainer.timeout={self.limit:g} s for {named}; {RESUME}"

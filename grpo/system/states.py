@@ -1,0 +1,35 @@
+"""States that checkpoints keep: those of the random generators, and of objects such as a reward that adapts."""
+
+import logging
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from grpo.system.seeds import random_states, set_random_states
+
+log = logging.getLogger(__name__)
+
+
+def everything(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of the generators and of these objects."""
+    return {"random": random_states(), "objects": states_of(objects)}
+
+
+def set_everything(objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Restore what `everything` returned."""
+    set_random_states(saved["random"])
+    set_states(objects, saved.get("objects", {}))
+
+
+def states_of(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the state_dict of each object that has one, by its name."""
+    return {name: deepcopy(each.state_dict()) for name, each in objects.items() if hasattr(each, "state_dict")}
+
+
+def set_states(objects: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Load the states into the objects of these names. A state that no object takes gets a warning."""
+    for name, state in states.items():
+        if hasattr(each := objects.get(name), "load_state_dict"):
+            each.load_state_dict(state)
+        else:
+            log.warning("the checkpoint has a state of %s, which nothing here takes", name)

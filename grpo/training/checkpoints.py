@@ -1,0 +1,260 @@
+"""Checkpoints as folders of plain data. Reading one runs no code of it, and a damaged one is found by its checksums.
+
+    NUMBER.ckpt/tensors.safetensors   all tensors of the run: weights, optimizer, generators
+    NUMBER.ckpt/state.json            everything else
+    NUMBER.ckpt/sha256.json           the SHA-256 of both
+
+With strategy.checkpoint=sharded there are tensors.RANK.safetensors instead, each with some rows of every tensor.
+
+A folder gets its name when it is complete and on the disk, so a crash leaves none that is half written.
+"""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins.io import CheckpointIO
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from grpo.runs.runs import numbered
+from grpo.system import distributed
+from grpo.system.distributed import full, local
+from grpo.system.errors import UserError
+from grpo.system.files import surviving
+from grpo.system.loading import not_finite
+from grpo.system.plain import Tensors, from_plain, to_plain
+
+log = logging.getLogger(__name__)
+
+TENSORS, STATE, SUMS = "tensors.safetensors", "state.json", "sha256.json"
+
+
+class PlainCheckpoints(CheckpointIO):
+    """Writes and reads the folders for Lightning."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Literal["whole", "pieces"] | None = None
+    ) -> None:
+        """Write a checkpoint, or log one line if the disk is full. Raises UserError if something in it is no plain data.
+
+        storage_options: set if all ranks call this, with sharded tensors. whole: the first rank writes them all. pieces: each
+        rank writes its rows of them, to a file of its own.
+        """
+        tensors, pieces, first = Tensors(), storage_options == "pieces", not storage_options or distributed.rank() == 0
+        try:
+            state = to_plain(checkpoint, tensors)
+        except TypeError as error:
+            raise UserError(f"a state_dict has no plain data: {error}") from error
+        written = of_this_rank(tensors, pieces, first)
+        if not first and not pieces:
+            return
+        path = Path(path)
+        with surviving(str(path)), new_folder(path) if first else nullcontext(neighbour(path, "new")) as folder:
+            sums = write_pieces(folder, written) if pieces else write_file(folder / TENSORS, written)
+            if first:
+                (folder / STATE).write_text(json.dumps(state))
+                (folder / SUMS).write_text(json.dumps(sums | {STATE: sha256(folder / STATE)}))
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None, lazily: bool = False
+    ) -> dict[str, Any]:
+        """Return a checkpoint, on the CPU. A file is one of an older version, a pickle: whoever calls this trusts it.
+
+        lazily: tensors in several files are RowsInFiles. Raises UserError for weights that are not finite.
+        """
+        path = Path(path)
+        if path.is_file():
+            found = torch.load(path, map_location="cpu", weights_only=False)
+            broken = not_finite(found.get("state_dict", {}).items())
+        else:
+            tensors = read_tensors(path)
+            all_parts = [(*name.partition(".")[::2], part) for name, parts in tensors.items() for part in parts]
+            broken = not_finite((name, part) for kind, name, part in all_parts if kind == "state_dict")
+            joined = RowsInFiles if lazily else torch.cat
+            whole = {name: parts[0] if len(parts) == 1 else joined(parts) for name, parts in tensors.items()}
+            found = from_plain(json.loads((path / STATE).read_text()), whole)
+        if broken:
+            raise UserError(f"{path} has {len(broken)} weights that are not finite, the first is {broken[0]}")
+        return found
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint."""
+        shutil.rmtree(path)
+
+
+class RowsInFiles:
+    """A tensor whose rows are in several files. They are read when a slice asks for them."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.parts, self.shape = parts, torch.Size((sum(map(len, parts)), *parts[0].shape[1:]))
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        ends = list(accumulate(map(len, self.parts)))
+        starts = [end - len(part) for end, part in zip(ends, self.parts, strict=True)]
+        pairs = zip(self.parts, starts, strict=True)
+        return torch.cat([part[max(0, rows.start - start) : max(0, rows.stop - start)] for part, start in pairs])
+
+
+def of_this_rank(tensors: Mapping[str, Tensor], pieces: bool, first: bool) -> dict[str, Tensor]:
+    """Return the tensors that this rank writes: with `pieces` its rows of the sharded ones, else the first rank writes all."""
+    found = {}
+    for name, tensor in tensors.items():
+        sharded = local(tensor) is not tensor
+        here = local(tensor) if pieces else full(tensor)  # one at a time
+        if first or (pieces and sharded):
+            found[name] = here.cpu().contiguous()
+    return found
+
+
+def write_file(file: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Write tensors to a file. Returns the file's SHA-256 by its name."""
+    save_file(tensors, file)
+    return {file.name: sha256(file)}
+
+
+def write_pieces(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Write this rank's tensors to a file of its own. Returns the SHA-256 of all ranks' files. Raises OSError on all ranks if the
+    disk of one is full."""
+    distributed.all_gather([None])  # from now on the folder is there
+    try:
+        sums, fault = write_file(folder / f"tensors.{distributed.rank():05}.safetensors", tensors), None
+    except (OSError, SafetensorError) as error:
+        sums, fault = {}, error
+    everyones = distributed.all_gather([sums])
+    if not all(everyones):
+        raise fault or OSError(errno.ENOSPC, "another device could not write its part")
+    return {name: total for each in everyones for name, total in each.items()}
+
+
+def read_tensors(folder: Path) -> dict[str, list[Tensor]]:
+    """Return the tensors of a checkpoint by name, each as its parts. The files are mapped, not read."""
+    found: dict[str, list[Tensor]] = {}
+    for file in sorted(folder.glob("tensors*.safetensors")):
+        for name, tensor in load_file(file).items():
+            found.setdefault(name, []).append(tensor)
+    return found
+
+
+def neighbour(folder: Path, word: str) -> Path:
+    """Return the path of a folder's version that is written, or was replaced."""
+    return folder.with_name(f"{folder.name}.{word}")
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder to write to. After the block its files are on the disk and it is `folder`, whatever that was before;
+    if the block raises, `folder` stays as it was."""
+    new, old = neighbour(folder, "new"), neighbour(folder, "old")
+    for left in (new, old):  # by a crash
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        new.mkdir(parents=True)
+        yield new
+        for path in [*new.iterdir(), new]:
+            to_disk(path)
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+        to_disk(folder.parent)
+    finally:
+        for left in (new, old):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def to_disk(path: Path) -> None:
+    """Wait until a file, or the list of files in a folder, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def link(name: Path, folder: Path) -> None:
+    """Let `name` be a link to a folder beside it, in one move."""
+    new = name.with_name(f"{name.name}.new")
+    new.unlink(missing_ok=True)
+    new.symlink_to(folder.name)
+    if name.is_dir() and not name.is_symlink():  # a folder of an older version
+        shutil.rmtree(name)
+    new.replace(name)
+
+
+def by_rollouts(folder: Path) -> dict[int, Path]:
+    """Return the checkpoints of a folder by the number of rollouts, the newest first."""
+    return dict(reversed(numbered(folder, ".ckpt").items()))
+
+
+def sha256(file: Path) -> str:
+    """Return the SHA-256 of a file as hexadecimal digits."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def fault_of(folder: Path) -> str | None:
+    """Return why a checkpoint cannot be used, in words; None if it is whole."""
+    try:
+        sums = json.loads((folder / SUMS).read_text())
+        changed = [name for name in {STATE: "", **sums} if sha256(folder / name) != sums[name]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"it is incomplete ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    return f"{' and '.join(changed)} changed after it was written" if changed else None
+
+
+def usable(given: Path, trust: bool = False) -> Path:
+    """Return the checkpoint to resume from: `given`, or the newest one if that is the folder of a run or its last.ckpt.
+
+    If the newest is damaged, a warning says so, and the one before is taken. trust: allow a pickle of an older version.
+    Raises UserError if no checkpoint can be used.
+    """
+    if given.is_file() and trust:
+        check_pickle(given)
+        return given
+    if given.is_file():
+        raise UserError(
+            f"ckpt_path={given} is a pickle, as older versions wrote them, and reading it can run code: if you trust it, set "
+            "resume.trust=true; the run then writes checkpoints without code"
+        )
+    runs = {given / "checkpoints", given.parent} if given.name == "last.ckpt" else {given / "checkpoints"}
+    newest = [path for folder in runs for path in by_rollouts(folder).values()]
+    for path in newest or [given]:
+        if (fault := fault_of(path)) is None:
+            return path
+        log.warning("checkpoint %s is damaged: %s", path, fault)
+    others = [path for path in by_rollouts(given.parent).values() if path != given]
+    advice = "give the folder of a run with whole checkpoints"
+    if others and not newest:
+        advice = f"there is also {others[0]}"
+    raise UserError(f"ckpt_path={given} is no whole checkpoint: {advice}")
+
+
+def check_pickle(file: Path) -> None:
+    """Raise UserError if a file is damaged, or no checkpoint of a run. Reading it can run its code."""
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+    except Exception as error:  # a damaged file may raise anything
+        raise UserError(f"ckpt_path={file} is damaged or no checkpoint ({type(error).__name__})") from error
+    parts = {"state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks", "policy_shapes"}
+    if lacking := parts - (found.keys() if isinstance(found, dict) else set()):
+        raise UserError(f"ckpt_path={file} is no checkpoint of a run, it lacks {', '.join(sorted(lacking))}")
+
+
+def check_shapes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise UserError if the shapes of a checkpoint's tensors, by name, are not those of the policy."""
+    if different := [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]:
+        there, here = (shapes.get(different[0], "missing") for shapes in (theirs, ours))
+        raise UserError(
+            f"ckpt_path is a checkpoint of another model: {len(different)} of {len(ours)} tensors differ, the first is "
+            f"{different[0]} ({there} there, {here} here); give the model= and adapter= of that run"
+        )

@@ -1,0 +1,52 @@
+"""Updates that were skipped because their gradient is not finite: they are counted, and written so that they can be repeated."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo.objectives.batch import TokenBatch
+from grpo.system import distributed
+from grpo.system.distributed import is_sharded
+from grpo.system.errors import UserError
+from grpo.training.checkpoints import PlainCheckpoints
+
+if TYPE_CHECKING:
+    from grpo.training.module import GRPOModule
+
+log = logging.getLogger(__name__)
+
+KEPT = 3  # updates that a run writes: each has the trained weights
+
+
+class Skipped:
+    """Notes the skipped updates of a run. Mutable: `row` counts those in a row.
+
+    folder: for the first ones. most: the run ends after so many in a row.
+    """
+
+    def __init__(self, folder: str, most: int) -> None:
+        self.folder, self.most, self.row = Path(folder), most, 0
+
+    def note(self, module: "GRPOModule", minibatch: TokenBatch) -> None:
+        """Write an update before which the policy is as it is now. Raises UserError if it is one too many."""
+        self.row += 1
+        rank = f".rank{distributed.rank()}" if distributed.rank() else ""
+        path = self.folder / f"{module.updates:06d}{rank}.ckpt"
+        rollout = module.updates // module.algorithm.updates_per_rollout + 1
+        sharded = is_sharded(module.policy)  # each rank has a part of the weights, which nothing could repeat
+        if not sharded and len(list(self.folder.glob("*.ckpt"))) < KEPT * distributed.world_size():
+            saved = {
+                "updates": module.updates,
+                "rollout": rollout,
+                "seed": module.seed,
+                "entropy": module.entropy.state_dict(),
+                "tokens": minibatch.to("cpu"),
+                "weights": {name: p.detach() for name, p in module.policy.named_parameters() if p.requires_grad},
+            }
+            PlainCheckpoints().save_checkpoint(saved, path)
+        line = f"update {module.updates} (rollout {rollout}): the gradient is not finite, so no step was made"
+        look = "strategy=ddp writes such an update" if sharded else f"python train.py replay={path} shows where"
+        if self.row >= self.most:
+            advice = "lower optim.optimizer.lr or mend the loss, and resume"
+            raise UserError(f"{line}, {self.row} times in a row; {look}; {advice}")
+        log.warning("%s; %s", line, look)

@@ -1,0 +1,132 @@
+"""A resumed run has its own configuration, with the command line on top."""
+
+import pytest
+from conftest import EXAMPLES
+from omegaconf import OmegaConf
+
+from grpo.apps.composing import composed
+from grpo.apps.resuming import (
+    changed,
+    changes,
+    check_resumed,
+    continued,
+    joined,
+    save_config,
+    saved_config,
+    with_those_of_the_run,
+)
+from grpo.runs.manifest import save_manifest
+from grpo.runs.runs import Run
+from grpo.system.errors import UserError
+
+THEN = [
+    "task=gsm8k",
+    f"task.path={EXAMPLES}",
+    "model=path",
+    "model.path=x",
+    "algo=dr_grpo",
+    "optim.optimizer.lr=3e-4",
+    "+callbacks.curriculum={_target_: test_train.Crash, rollout: 9}",
+]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The folder of a run that was started with THEN, when the default of max_tokens was 99."""
+    folder = tmp_path / "run"
+    config = composed("train", [*THEN, f"output_dir={folder}"])
+    config.eval.every = 7
+    save_config(config)
+    save_manifest(str(folder), {"overrides": THEN})
+    (folder / "checkpoints").mkdir()
+    return folder
+
+
+def resumed(folder, *overrides: str):
+    """Return the configuration of a command line that resumes the run."""
+    given = with_those_of_the_run([f"ckpt_path={folder}/checkpoints/last.ckpt", *overrides])
+    return continued(composed("train", [*given, f"output_dir={folder}/new"]), given)
+
+
+def test_what_nobody_gave_is_as_in_the_run(run):
+    """A default that has changed since, eval.every, and all arguments of the run's command line."""
+    config = resumed(run)
+    assert (config.eval.every, config.optim.optimizer.lr, config.task.path) == (7, 3e-4, str(EXAMPLES))
+    assert config.callbacks.curriculum.rollout == 9
+    assert config.output_dir == f"{run}/new" and config.callbacks.checkpoint.folder == f"{run}/new/checkpoints"
+    assert config.ckpt_path == f"{run}/checkpoints/last.ckpt" and changes(config, run) == []
+
+
+def test_the_command_line_is_on_top(run):
+    config = resumed(run, "max_tokens=32", "rollout.num_rollouts=500", "~callbacks.curriculum", "resume.changes=allow")
+    assert config.rollout.num_rollouts == config.callbacks.checkpoint.num_rollouts == 500
+    assert config.rollout.sampling.max_tokens == config.algo.max_tokens == 32 and "curriculum" not in config.callbacks
+    said = changes(config, run)
+    assert "callbacks.curriculum.rollout=None (was 9)" in said and any(
+        line.startswith("max_tokens=32 (was ") for line in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("task.prompt=zero_shot", "task.prompt=zero_shot (was one_shot)"),
+        ("model.path=y", "model.path=y (was x)"),
+        ("algo=grpo", "algo.reduce=sequence (was constant)"),
+        ("~callbacks.curriculum", "callbacks.curriculum._target_=None (was test_train.Crash)"),
+    ],
+)
+def test_another_run_needs_a_word(run, override, named, monkeypatch):
+    monkeypatch.setattr("grpo.training.checkpoints.usable", lambda given, trust: given)
+    config = resumed(run, override)
+    with pytest.raises(
+        UserError, match=r"the run to resume had other settings: .*set resume\.changes=allow"
+    ) as refused:
+        check_resumed(config)
+    assert named in str(refused.value)
+    config.resume.changes = "allow"
+    check_resumed(config)
+
+
+def test_the_first_configuration_stays_and_changes_are_added(run, monkeypatch):
+    first = (run / "config.yaml").read_bytes()
+    for value in ("1e-5", "1e-5", "2e-5"):
+        config = resumed(run, f"optim.optimizer.lr={value}")
+        config.output_dir = str(run)
+        save_config(config)
+        assert Run(run).config["optim"]["optimizer"]["lr"] == saved_config(run).optim.optimizer.lr == float(value)
+    assert (run / "config.yaml").read_bytes() == first
+    written = OmegaConf.load(run / "config_changes.yaml")
+    lines = [[line for line in entry.changes if line.startswith("optim.optimizer")] for entry in written]
+    assert lines == [["optim.optimizer.lr=1e-05 (was 0.0003)"], ["optim.optimizer.lr=2e-05 (was 1e-05)"]]
+    assert all(entry.time.startswith("20") for entry in written)
+
+
+def test_which_arguments_are_added(run):
+    auto = [f"hydra.run.dir='{run}'", "resume=auto"]
+    assert with_those_of_the_run(auto) == auto  # there is no checkpoint
+    (run / "checkpoints" / "00001.ckpt").mkdir()
+    assert with_those_of_the_run(auto) == [*THEN, *auto] == with_those_of_the_run([*THEN, *auto])
+    assert with_those_of_the_run([f"ckpt_path={run}", "algo=grpo"]) == [
+        *THEN[:4],
+        *THEN[5:],
+        f"ckpt_path={run}",
+        "algo=grpo",
+    ]
+    for same in (
+        ["ckpt_path=null"],
+        ["-m", f"ckpt_path={run}"],
+        ["seed=1", "resume=auto"],
+        ["ckpt_path=nowhere/x.ckpt"],
+        ["ckpt_path=/nowhere.ckpt"],
+    ):
+        assert with_those_of_the_run(same) == same
+
+
+def test_later_arguments_replace_earlier_ones():
+    assert joined(["a=1", "+b=2", "c=[1,2]"], ["a=3", "~b", "d=4"]) == ["+b=2", "c=[1,2]", "a=3", "~b", "d=4"]
+    assert joined(["+b=2", "~b"], ["~b"]) == ["+b=2", "~b"] == joined(["+b=2"], ["+b=2", "~b"])
+    assert joined(["+b=2"], ["+b=2"]) == ["+b=2"] and joined(["a=1"], ["~a"]) == ["~a"]
+    saved, then, now = {"a": 1, "b": {"c": 2, "d": 3}}, {"a": 9, "b": {"c": 2}}, {"a": 9, "b": {"c": 5}, "e": 6}
+    assert changed(saved, then, now) == {"a": 1, "b": {"c": 5, "d": 3}, "e": 6}
+    assert changed(saved, now, then) == {"a": 1, "b": {"c": 2, "d": 3}}

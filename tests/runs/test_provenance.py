@@ -1,0 +1,61 @@
+"""A run keeps the files of the user that it used, without secrets."""
+
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+from grpo.runs import provenance
+from grpo.runs.manifest import revision
+from grpo.runs.provenance import keep_code
+
+
+def test_the_user_s_files_are_kept(tmp_path, monkeypatch):
+    mine, other = tmp_path / "kept_mine.py", tmp_path / "a b" / "other.py"
+    other.parent.mkdir()
+    mine.write_text("import kept_used\nTOKEN = 'hf_abcdefghijklmnopqrstuv'\n")
+    (tmp_path / "kept_used.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    __import__("kept_mine")
+    other.write_text("y = 2\n")
+    monkeypatch.chdir(tmp_path)
+    hashes = keep_code(
+        tmp_path / "run", ["seed=1", "task.rewards=[a b/no.py:f]", "+x={y: './a b/other.py:f', z: kept_used.py:g}"]
+    )
+    ours = {Path(name).name: digest for name, digest in hashes.items() if Path(name).is_relative_to(tmp_path)}
+    assert ours == {
+        name: sha256((tmp_path / name).read_bytes()).hexdigest() for name in ("kept_mine.py", "kept_used.py")
+    }
+    assert (tmp_path / "run" / "code" / f"kept_used.{ours['kept_used.py'][:8]}.py").read_text() == "x = 1\n"
+    assert (
+        tmp_path / "run" / "code" / f"kept_mine.{ours['kept_mine.py'][:8]}.py"
+    ).read_text() == "import kept_used\nTOKEN = '***'\n"
+    assert not [
+        name for name in hashes if "site-packages" in name or "/grpo/" in name or name == Path(subprocess.__file__)
+    ]
+    packages = (tmp_path / "run" / "packages.txt").read_text().splitlines()
+    assert any(line.startswith("torch==") for line in packages) and packages == sorted(packages, key=str.lower)
+
+
+def test_changes_of_the_code_are_a_patch(tmp_path, monkeypatch):
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@y"]
+    monkeypatch.setattr(provenance, "ROOT", tmp_path / "code")
+    assert provenance.patch() == "" if (tmp_path / "code").mkdir() is None else None
+    (tmp_path / "code" / "loss.py").write_text("clip = 0.2\n")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], cwd=tmp_path / "code", check=True)
+    keep_code(tmp_path / "clean", [])
+    assert not (tmp_path / "clean" / "uncommitted.patch").exists()
+    (tmp_path / "code" / "loss.py").write_text("clip = 0.3\n")
+    keep_code(tmp_path / "changed", [])
+    assert "-clip = 0.2\n+clip = 0.3\n" in (tmp_path / "changed" / "uncommitted.patch").read_text()
+
+
+def test_a_git_that_hangs_is_named_and_left_out(tmp_path, monkeypatch, caplog):
+    (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 30\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(provenance, "GIT", 0.05)
+    assert revision(tmp_path) is None
+    assert f"git status did not end within 0.05 s in {tmp_path}" in caplog.text

@@ -1,0 +1,204 @@
+"""Checkpoints as plain data: exact, without code, found out if damaged, and never half written."""
+
+import json
+import os
+import pickle
+import resource
+
+import numpy as np
+import pytest
+import torch
+from conftest import compose_config
+from omegaconf import OmegaConf
+from test_train import VARIED
+
+from grpo.apps.resuming import check_resumed
+from grpo.env.messages import Message
+from grpo.rollout.types import Limits
+from grpo.system.errors import UserError
+from grpo.system.files import replacing, surviving
+from grpo.system.plain import Tensors, from_plain, to_plain
+from grpo.system.seeds import random_states, set_random_states
+from grpo.training.checkpoints import PlainCheckpoints, fault_of, link, new_folder, usable
+from train import train
+
+
+def test_plain_data_returns_what_it_was_given(tmp_path):
+    weight = torch.arange(6.0).view(2, 3)
+    given = {
+        "tied": [weight, weight],
+        "views": (weight.T, weight[1]),
+        "kinds": [
+            torch.tensor(1.5, dtype=torch.bfloat16),
+            torch.tensor([], dtype=torch.int64),
+            np.arange(3, dtype=np.uint32),
+        ],
+        "numbers": {0: 1, 1: float("inf"), (2, "x"): -0.1, "$tuple": None},
+        "lists": OmegaConf.create([0.9, [1]]),
+        "texts": ["$tensor", "\N{SNOWMAN}\0", b"\x00\xff", {1, 2}],
+        "records": [Limits(max_turns=3), Message("user", "hi"), np.float64(2.5)],
+    }
+    PlainCheckpoints().save_checkpoint(given, tmp_path / "00001.ckpt")
+    found = PlainCheckpoints().load_checkpoint(tmp_path / "00001.ckpt")
+    assert all(torch.equal(a, b) for a, b in zip(given.pop("tied"), found.pop("tied"), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(given.pop("views"), found.pop("views"), strict=True))
+    for a, b in zip(given.pop("kinds"), found.pop("kinds"), strict=True):
+        assert type(a) is type(b) and a.dtype == b.dtype and a.tolist() == b.tolist()
+    assert found == given and type(found["records"][2]) is float
+    assert (tmp_path / "00001.ckpt" / "tensors.safetensors").stat().st_size < 1000
+
+
+def test_a_nan_and_the_states_of_generators_stay():
+    tensors = Tensors()
+    before = random_states()
+    plain = json.loads(json.dumps(to_plain([before, float("nan")], tensors)))
+    drawn = [torch.rand(2).tolist(), np.random.rand(), os.urandom(0)]
+    states, nan = from_plain(plain, tensors)
+    set_random_states(states)
+    assert [torch.rand(2).tolist(), np.random.rand(), os.urandom(0)] == drawn and nan != nan
+
+
+def test_code_does_not_travel():
+    with pytest.raises(TypeError, match=r"callbacks\.mine is a Mock|callbacks\.mine is a function"):
+        to_plain({"callbacks": {"mine": lambda: 1}}, Tensors())
+    for name in ("os.system", "grpo.system.files.write_text", "collections.Counter"):
+        with pytest.raises(ValueError, match="is no dataclass of this project"):
+            from_plain({"$is": name}, {})
+
+
+@pytest.fixture(scope="module")
+def two(toy, tmp_path_factory):
+    """The folder of a run with checkpoints after one and after two rollouts."""
+    folder = tmp_path_factory.mktemp("two") / "run"
+    settings = [
+        "task=gsm8k",
+        "model=path",
+        f"model.path={toy}",
+        "debug=smoke",
+        "callbacks=[checkpoint]",
+        "forecast=false",
+    ]
+    settings += [
+        "callbacks.checkpoint.every=1",
+        "rollout.num_rollouts=3",
+        "preflight=off",
+        "eval.every=0",
+        "max_tokens=8",
+    ]
+    config = compose_config(*settings, f"output_dir={folder}")
+    config.task = VARIED
+    train(config)
+    return folder
+
+
+def test_the_newest_stay_and_links_name_them(two):
+    folder = two / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "00002.ckpt",
+        "00003.ckpt",
+        "last",
+        "last.ckpt",
+        "policy_00003",
+    ]
+    assert (folder / "last.ckpt").readlink().name == "00003.ckpt" and (
+        folder / "last"
+    ).readlink().name == "policy_00003"
+    for given in (two, folder / "last.ckpt", folder / "00003.ckpt"):
+        assert usable(given).resolve() == (folder / "00003.ckpt").resolve()
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+@pytest.mark.parametrize("file", ["tensors.safetensors", "state.json", "sha256.json"])
+@pytest.mark.parametrize("damage", [cut, flipped, lambda data: b"", lambda data: b"hello", None])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(two, file, damage, caplog):
+    newest = two / "checkpoints" / "00003.ckpt"
+    good = (newest / file).read_bytes()
+    (newest / file).unlink() if damage is None else (newest / file).write_bytes(damage(good))
+    try:
+        assert usable(two).name == "00002.ckpt" == usable(two / "checkpoints" / "last.ckpt").name
+        assert f"checkpoint {newest} is damaged: " in caplog.text
+        with pytest.raises(UserError, match=r"is no whole checkpoint: there is also .*00002\.ckpt$"):
+            usable(newest)
+    finally:
+        (newest / file).write_bytes(good)
+    assert fault_of(newest) is None
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("exploded",)
+
+
+def test_a_pickle_needs_the_user_s_word(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "last.ckpt").write_bytes(pickle.dumps(Bomb()))
+    config = compose_config("output_dir=.", f"ckpt_path={tmp_path}/last.ckpt")
+    with pytest.raises(UserError, match=r"is a pickle.*set resume\.trust=true"):
+        check_resumed(config)
+    assert not (tmp_path / "exploded").exists()
+    config.resume.trust = True
+    for content, message in (
+        ([1], "is no checkpoint of a run, it lacks callbacks, "),
+        ({"loops": 1}, "it lacks callbacks, "),
+    ):
+        torch.save(content, tmp_path / "last.ckpt")
+        with pytest.raises(UserError, match=message):
+            check_resumed(config)
+    for content in (b"", b"hello"):
+        (tmp_path / "last.ckpt").write_bytes(content)
+        with pytest.raises(UserError, match="is damaged or no checkpoint"):
+            check_resumed(config)
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    weights = {"good": torch.ones(2), "bad": torch.tensor([1.0, torch.inf])}
+    PlainCheckpoints().save_checkpoint({"state_dict": weights}, tmp_path / "00001.ckpt")
+    with pytest.raises(UserError, match="has 1 weights that are not finite, the first is bad"):
+        PlainCheckpoints().load_checkpoint(tmp_path / "00001.ckpt")
+
+
+def test_nothing_to_resume_is_told(tmp_path):
+    for given in (tmp_path, tmp_path / "last.ckpt", tmp_path / "gone"):
+        with pytest.raises(UserError, match="is no whole checkpoint: give the folder of a run"):
+            usable(given)
+
+
+def test_a_folder_is_complete_or_as_before(tmp_path):
+    folder = tmp_path / "00001.ckpt"
+    with new_folder(folder) as new:
+        (new / "file").write_text("one")
+    with pytest.raises(KeyError), new_folder(folder) as new:
+        (new / "file").write_text("two")
+        raise KeyError
+    (tmp_path / "00001.ckpt.new").mkdir()  # by a kill
+    assert (folder / "file").read_text() == "one"
+    with new_folder(folder) as new:
+        (new / "file").write_text("three")
+        assert (folder / "file").read_text() == "one"
+    assert (folder / "file").read_text() == "three" and [path.name for path in tmp_path.iterdir()] == ["00001.ckpt"]
+    link(tmp_path / "last", folder)
+    assert (tmp_path / "last" / "file").read_text() == "three"
+
+
+def test_a_full_disk_costs_one_line(tmp_path, caplog):
+    """A limit on the size of files stands for the full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    whole = {"weight": torch.zeros(100_000)}
+    PlainCheckpoints().save_checkpoint(whole, tmp_path / "00001.ckpt")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        PlainCheckpoints().save_checkpoint(whole, tmp_path / "00002.ckpt")
+        with surviving("metrics.csv"), replacing(tmp_path / "metrics.csv") as new:
+            new.write_bytes(bytes(200_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["00001.ckpt"] and fault_of(tmp_path / "00001.ckpt") is None
+    assert [record.getMessage().count("was not written, and the run goes on: ") for record in caplog.records] == [1, 1]
