@@ -1,6 +1,7 @@
 """Trains a policy with GRPO: builds all objects from the configuration, then fits the policy. Usage: `python train.py --help`."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import hydra
 from hydra.utils import instantiate
@@ -13,11 +14,11 @@ from grpo.apps.resuming import save_config
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(config: DictConfig) -> float | None:
     with one_line_errors("train"):
-        return train(config, given_arguments()) if (config := announced(config)) else None
+        return train(config, given_arguments())[0] if (config := announced(config)) else None
 
 
-def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
-    """Train and return the last held-out accuracy. Cheap objects first: a mistake is reported before a model is loaded."""
+def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | None, Any]:
+    """Train; return the last held-out accuracy and the policy. Cheap objects first: mistakes show before a model is loaded."""
     import lightning as L  # imported here, so that --help, a mistyped key and the parent of a sweep need no torch
     from lightning.pytorch.utilities import rank_zero_only
 
@@ -68,12 +69,13 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> float | None:
     if config.forecast and first:
         preflight.parts = forecast(sizes, trainer)
     if config.forecast == "only":
-        return None
+        return None, None
     save_config(config)
     noted = (evaluation.progress, preflight.facts)
     with kept(config.output_dir, overrides, config.seed, examples, *noted), rollout.stop.during():
-        trainer.fit(module(pretrained.model(mapped=shards(trainer))), rollout.batches, ckpt_path=config.ckpt_path)
-    return evaluation.accuracy
+        learner = module(pretrained.model(mapped=shards(trainer)))
+        trainer.fit(learner, rollout.batches, ckpt_path=config.ckpt_path)
+    return evaluation.accuracy, learner.policy
 
 
 if __name__ == "__main__":

@@ -50,7 +50,20 @@ system/metrics.py (every number that is logged), training/callbacks/checkpoint.p
 """
 
 import logging
+from typing import TYPE_CHECKING, Any
 
 from grpo import moved  # noqa: F401 - old names of modules
 
+if TYPE_CHECKING:
+    from grpo.apps.api import evaluate, load_run, train  # noqa: F401
+
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it where it is, and its import advertises
+
+
+def __getattr__(name: str) -> Any:
+    """Return train, evaluate or load_run, which are imported when they are first used."""
+    if name in ("train", "evaluate", "load_run"):
+        from grpo.apps import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'grpo' has no attribute {name!r}")

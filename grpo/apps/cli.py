@@ -207,11 +207,11 @@ def check_model(pretrained: "Pretrained", config: DictConfig) -> None:
             raise UserError(f"{key}: the model has no token {outside[0]}, only 0 to {last}")
 
 
-def announced(config: DictConfig) -> DictConfig | None:
+def announced(config: DictConfig, overrides: Sequence[str] | None = None) -> DictConfig | None:
     """Print what will be trained and where, before the large libraries load, which takes seconds. All values are checked.
 
-    Returns the configuration, which is that of the resumed run with the command line on top; None if resume=auto names a run
-    that has finished, or after replay.
+    overrides: the arguments; None for those that Hydra has read. Returns the configuration, which is that of the resumed run
+    with the command line on top; None if resume=auto names a run that has finished, or after replay.
     """
     check_values(config)
     name = next((name for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), "")
@@ -220,7 +220,7 @@ def announced(config: DictConfig) -> DictConfig | None:
     if config.resume.auto and not config.ckpt_path and has_checkpoint(Path(config.output_dir)):
         config.ckpt_path = config.output_dir
     if config.ckpt_path or config.replay:
-        config = continued(config, given_arguments())
+        config = continued(config, given_arguments() if overrides is None else overrides)
         check_values(config)
     if config.replay:
         from grpo.apps.replay import replay  # imports torch
@@ -236,9 +236,9 @@ def announced(config: DictConfig) -> DictConfig | None:
     if said and config.ckpt_path:
         print(f"resuming {config.ckpt_path}", flush=True)
     if said:
-        chosen = HydraConfig.get().runtime.choices
-        what = " ".join(f"{group}={chosen[group]}" for group in ("task", "model", "algo"))
-        print(f"training: {what}, written to {config.output_dir}", flush=True)
+        chosen = HydraConfig.get().runtime.choices if overrides is None else {}
+        what = "".join(f" {group}={chosen[group]}" for group in ("task", "model", "algo") if group in chosen)
+        print(f"training{':' if what else ''}{what}, written to {config.output_dir}", flush=True)
     return config
 
 

@@ -131,6 +131,26 @@ class Pretrained:
         return model
 
 
+@dataclass(frozen=True)
+class InMemory(Pretrained):
+    """A transformers model that a program has in memory, which is trained itself. given_tokenizer: None for the one in `path`."""
+
+    given: nn.Module | None = None
+    given_tokenizer: PreTrainedTokenizerBase | None = None
+
+    def base(self) -> None:
+        return None
+
+    def config(self) -> PretrainedConfig:
+        return self.given.config
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return super().tokenizer() if self.given_tokenizer is None else self.given_tokenizer
+
+    def model(self, mapped: bool = False) -> nn.Module:
+        return self.given.requires_grad_(True).eval()
+
+
 def frozen_copy(model: nn.Module) -> nn.Module:
     """Return a copy that does not learn. Weights that are mapped from files stay there: no rank will change them."""
     mapped = model.parameters() if getattr(model, "is_mapped", False) else ()

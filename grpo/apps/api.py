@@ -1,0 +1,232 @@
+"""The Python API: `grpo.train`, `grpo.evaluate` and `grpo.load_run`. A call does what the command line with its values does.
+
+Text, numbers, lists and dictionaries set options and values. Any other object takes the place of the one that the configuration
+would build: a model, a task, a reward function, an engine, callbacks, an optimizer, a PEFT configuration.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from functools import cache, cached_property
+from importlib.util import module_from_spec, spec_from_file_location
+from os import PathLike
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from grpo.apps.cli import announced, explain, quiet
+from grpo.apps.composing import CONF, composed, options
+from grpo.runs.runs import Run
+from grpo.system.errors import UserError
+
+if TYPE_CHECKING:  # `import grpo` needs no torch
+    from torch import nn
+
+    from grpo.models.pretrained import Pretrained
+
+load_run = Run
+SHORT = {"rewards": "task.rewards", "optimizer": "optim.optimizer", "schedule": "optim.schedule"}
+EMPTY = {"model": "path", "task": "jsonl"}  # options whose place an object takes
+_objects: dict[str, Any] = {}  # the objects of the present call, by key
+
+
+class TrainedRun(Run):
+    """The folder of a finished run, and what it had in memory. model: the policy; None if nothing was left to train."""
+
+    def __init__(self, folder: str | Path, model: "nn.Module | None", objects: Mapping[str, Any]) -> None:
+        super().__init__(folder)
+        self.model, self.objects = model, objects
+
+
+class EvaluatedRun(Run):
+    """The folder of an evaluation."""
+
+    @cached_property
+    def results(self) -> dict[str, Any]:
+        """Each metric as {"value", "low", "high", ...}, by its name without eval/."""
+        return {name.removeprefix("eval/"): value for name, value in self.saved("metrics.json", json.loads).items()}
+
+
+def train(
+    model: Any = None,
+    task: Any = None,
+    rewards: Any = None,
+    algo: Any = None,
+    *,
+    dataset: Any = None,
+    tokenizer: Any = None,
+    callbacks: Any = None,
+    output_dir: str | PathLike | None = None,
+    **settings: Any,
+) -> TrainedRun:
+    """Train a policy. Returns its run, with `folder`, `metrics` (a table) and `model`.
+
+        run = grpo.train("tiny", rewards=[f], algo="dr_grpo", rollout={"num_rollouts": 20}, **{"algo/kl": "loss"})
+
+    model: an option, a folder, a hub id, or a transformers model; `tokenizer` belongs to the latter. task: an option or a Task.
+    rewards: names or functions, one or a list. dataset: rows with a column `prompt`, as dictionaries or a datasets.Dataset, or
+    such rows for each split; the run's folder keeps them. callbacks: options of the group, or callbacks besides the default ones.
+    output_dir: the run's folder. settings: other keys; `optimizer` and `schedule` are short for `optim.optimizer` and
+    `optim.schedule`. Raises UserError for a mistake.
+    """
+    quiet()
+    given = {"model": model, "task": task, "rewards": rewards, "algo": algo}
+    given = {key: value for key, value in given.items() if value is not None} | settings
+    folder = Path(output_dir or f"outputs/python/{now()}")
+    if dataset is not None:
+        given = {"task": "jsonl", "task.path": save_rows(dataset, folder)} | given
+    if callbacks is not None:
+        several = [callbacks] if isinstance(callbacks, str) or not isinstance(callbacks, Sequence) else callbacks
+        if names := [each for each in several if isinstance(each, str)]:
+            given["callbacks"] = names
+        own = [each for each in several if not isinstance(each, str)]
+        given |= {f"callbacks.{type(each).__name__.lower()}": each for each in own}
+    words, objects = split(given)
+    if model is not None and not is_plain(model):
+        words += [f"model.path={literal(model.name_or_path)}", f"model.dtype={str(model.dtype).removeprefix('torch.')}"]
+        objects["tokenizer"] = tokenizer
+    elif tokenizer is not None:
+        raise UserError("tokenizer=... belongs to a model that is an object too; a model by its name has its own")
+    words.append(f"output_dir={literal(folder)}")
+    with in_one_line("train", words):
+        config = announced(placed(composed("train", words), objects), words)
+        policy = None if config is None else script("train").train(placed(config, objects), words)[1]
+    return TrainedRun(folder, policy, objects)
+
+
+def evaluate(run: Any = None, *, output_dir: str | PathLike | None = None, **settings: Any) -> EvaluatedRun:
+    """Evaluate a policy. Returns the folder of the evaluation, with its `results`.
+
+        grpo.evaluate(run, eval={"samples": 4, "sampling.temperature": 1}).results["accuracy"]["value"]
+
+    run: a run, a checkpoint or a Hugging Face folder, or the result of `train`, whose objects are used again; None if the
+    settings name a model and a task. settings: other keys, as in `train`. Raises UserError for a mistake.
+    """
+    quiet()
+    folder = Path(output_dir or f"outputs/python/eval/{now()}")
+    words, objects = split(({} if run is None else {"run": getattr(run, "folder", run)}) | settings)
+    words.append(f"output_dir={literal(folder)}")
+    with in_one_line("eval", words):
+        config = placed(composed("eval", words), getattr(run, "objects", {}) | objects, objects)
+        script("eval").evaluate(config, words)
+    return EvaluatedRun(folder)
+
+
+# -- from values of Python to a configuration
+
+
+def split(given: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Return the arguments of the command line with these values, and the objects that no argument can name, by key."""
+    words, objects = [], {}
+    for key, value in (leaf for name in given for leaf in leaves(SHORT.get(name, name), given[name])):
+        if not is_plain(value):
+            objects[key] = value
+            words += [f"{key}={EMPTY[key]}"] if key in EMPTY else []
+        elif key == "model" and str(value) not in options("model"):
+            words += ["model=path", f"model.path={literal(value)}"]
+        elif (CONF / key).is_dir() and value is not None:
+            words.append(f"{key}={value}" if isinstance(value, str) else f"{key}=[{','.join(value)}]")
+        else:
+            words.append(f"{key}={literal(value)}")
+    return words, objects
+
+
+def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of a value, or of those in a dictionary."""
+    if isinstance(value, Mapping):
+        for name, below in value.items():
+            yield from leaves(f"{key}.{name}", below)
+    else:
+        yield key, value
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a configuration can hold a value."""
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | PathLike)
+
+
+def literal(value: Any) -> str:
+    """Return a value in Hydra's grammar."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(literal, value))}]"
+    if isinstance(value, str | PathLike):
+        return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), str(value)) + "'"
+    return "null" if value is None else str(value).lower()
+
+
+def placed(config: DictConfig, objects: Mapping[str, Any], new: Mapping[str, Any] | None = None) -> DictConfig:
+    """Return the configuration with a node for each object. new: those that have no node yet; None for all."""
+    _objects.clear()
+    _objects.update(objects)
+    for key, value in (objects if new is None else new).items():
+        if key == "model":
+            config.model._target_ = f"{__name__}.model_given"
+        elif key != "tokenizer":
+            kind = value if hasattr(value, "__qualname__") else type(value)
+            node = {"_target_": f"{__name__}.given", "key": key, "type": f"{kind.__module__}.{kind.__qualname__}"}
+            OmegaConf.update(config, key, node, merge=False, force_add=True)
+    return config
+
+
+def given(key: str, type: str) -> Any:
+    """Return the object that a call of this module was given. Raises UserError in another program, which does not have it."""
+    if key not in _objects:
+        raise UserError(
+            f"{key} was an object of a Python program ({type}): give it again, to grpo.train or grpo.evaluate"
+        )
+    return _objects[key]
+
+
+def model_given(path: str, **settings: Any) -> "Pretrained":
+    """Return the model that a call was given; where there is none, or for another path, the model in that folder."""
+    from grpo.models.pretrained import InMemory, Pretrained
+
+    model = _objects.get("model")
+    if model is None or model.name_or_path != path:
+        return Pretrained(path, **settings)
+    return InMemory(path, **settings, given=model, given_tokenizer=_objects["tokenizer"])
+
+
+def save_rows(dataset: Any, folder: Path) -> Path:
+    """Save rows as FOLDER/data/SPLIT.parquet, unless a run there has them already. Returns FOLDER/data."""
+    from datasets import Dataset
+    from datasets.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    splits = dataset if isinstance(dataset, Mapping) else {"train": dataset}
+    for split, rows in splits.items() if not (folder / "config.yaml").exists() else ():
+        table = rows if isinstance(rows, Dataset) else Dataset.from_list(list(map(dict, rows)))
+        table.to_parquet(folder / "data" / f"{split}.parquet")
+    return folder / "data"
+
+
+@contextmanager
+def in_one_line(program: str, words: Sequence[str]) -> Iterator[None]:
+    """Raise UserError in place of other exceptions that a mistake causes, with the line that the program prints."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if (line := explain(error, program, words)) is None:
+            raise
+        raise UserError(line) from error
+
+
+def now() -> str:
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
+
+
+@cache
+def script(name: str) -> ModuleType:
+    """Return train.py or eval.py as a module, also where another program has a file of that name."""
+    spec = spec_from_file_location(f"grpo_{name}", CONF.parent / f"{name}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

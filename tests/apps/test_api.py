@@ -1,0 +1,129 @@
+"""The Python API: equal to the command line, also from a program elsewhere, and with objects in place of options."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from conftest import EXAMPLES, ROOT, compose_config
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from peft import LoraConfig, PeftModel
+from test_train import rows, state
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import grpo
+from grpo.apps.api import literal, split
+from grpo.system.errors import UserError
+from train import train
+
+PROGRAM = """
+import grpo
+
+
+def varied(completions, **columns):
+    return [len(completion.encode()) % 7 / 7 for completion in completions]
+
+
+if __name__ == "__main__":
+    run = grpo.train(
+        {toy!r}, task="gsm8k", rewards=varied, algo="dr_grpo", output_dir="run", max_tokens=8, debug="smoke", forecast=False,
+        preflight="off", callbacks="checkpoint", rollout={{"num_rollouts": 3, "sampling": {{"temperature": 0.9}}}},
+        **{{"task.path": {rows!r}, "task.weights": None, "algo/kl": "loss", "optim.optimizer.lr": 1e-3}},
+    )
+    assert run.status == grpo.load_run("run").status == "finished" and len(run.metrics) == 4
+    print(run.model.num_parameters(), "parameters in", run.folder)
+"""
+
+
+def test_a_program_elsewhere_trains_what_the_command_line_trains(smoke, toy, tmp_path):
+    """The program's file has the name of ours, and its folder is not the project's."""
+    (tmp_path / "elsewhere").mkdir()
+    program = tmp_path / "elsewhere" / "train.py"
+    program.write_text(PROGRAM.format(toy=str(toy), rows=str(EXAMPLES)))
+    said = ["algo=dr_grpo", "algo/kl=loss", "rollout.num_rollouts=3", "rollout.sampling.temperature=0.9"]
+    said += [
+        "callbacks=checkpoint",
+        f"task.rewards={program}:varied",
+        "task.weights=null",
+        f"output_dir={tmp_path / 'line'}",
+    ]
+    train(compose_config(*smoke(*said)))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, program], cwd=program.parent, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "parameters in run" in done.stdout, done.stderr
+    line, api = state(tmp_path / "line"), state(program.parent / "run")
+    assert line["state_dict"].keys() == api["state_dict"].keys()
+    assert all(torch.equal(weight, api["state_dict"][name]) for name, weight in line["state_dict"].items())
+    assert rows(tmp_path / "line") == rows(program.parent / "run")
+    assert rows(tmp_path / "line")[1]["loss/grad_norm"] > 0
+
+
+class Ended(L.Callback):
+    def on_train_end(self, trainer, module) -> None:
+        self.updates = module.updates
+
+
+def is_long(prompts, completions, **columns):
+    return [float(len(completion) > 12) for completion in completions]
+
+
+def test_objects_take_the_place_of_options(toy, tmp_path, capsys):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(toy), AutoTokenizer.from_pretrained(toy)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ended = Ended()
+    settings = {
+        "tokenizer": tokenizer,
+        "dataset": {"train": [{"prompt": f"{i} + 1 ="} for i in range(8)], "test": [{"prompt": "1 + 9 ="}]},
+        "rewards": [is_long, "format"],
+        "adapter": LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"),
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "callbacks": [ended, "samples", "checkpoint"],
+        "max_tokens": 8,
+        "rollout": {"num_rollouts": 2, "prompts": 2, "group_size": 4},
+        "preflight": "off",
+        "forecast": False,
+    }
+    run = grpo.train(model, **settings, output_dir=tmp_path / "run")
+    assert run.status == "finished" and ended.updates == 2 and isinstance(run.model, PeftModel)
+    assert all(torch.equal(p, before[name.replace(".base_layer", "")]) for name, p in base_weights(run.model))
+    assert set(run.samples()["reward/is_long"]) <= {0.0, 1.0} and {"prompt"} <= set(run.samples().columns)
+    assert len(run.evaluations([0])) == 1  # the row of the test split
+    results = grpo.evaluate(run, output_dir=tmp_path / "eval").results
+    assert results["accuracy"]["n"] == 1 and results["accuracy"]["value"] in (0.0, 1.0)
+    saved = grpo.load_run(tmp_path / "run").config
+    assert saved["task"]["rewards"] == {
+        "_target_": "grpo.apps.api.given",
+        "key": "task.rewards",
+        "type": "builtins.list",
+    }
+    with pytest.raises(UserError, match=r"task\.rewards was an object of a Python program .*: give it again"):
+        grpo.evaluate(tmp_path / "run", output_dir=tmp_path / "again")
+
+
+def base_weights(model):
+    named = ((name.removeprefix("base_model.model."), p) for name, p in model.named_parameters())
+    return [(name, p) for name, p in named if "lora_" not in name]
+
+
+def test_a_mistake_is_one_line():
+    with pytest.raises(UserError, match=r"there is no key 'rolout\.prompts'; did you mean rollout\.prompts"):
+        grpo.train("tiny", rolout={"prompts": 4})
+    with pytest.raises(UserError, match=r"algo has no option 'gpro'; options: .*grpo"):
+        grpo.train("tiny", algo="gpro")
+    with pytest.raises(UserError, match="belongs to a model that is an object"):
+        grpo.train("tiny", tokenizer=object())
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "it's", "a\\", "\\'", 'say "no"', "a, b=[c]", "null", "1e-3", 1e-05, -2, True, None, ["a'b", [1, None]]],
+)
+def test_a_value_is_the_same_behind_hydras_grammar(value):
+    [word], _ = split({"key": value})
+    [override] = OverridesParser.create().parse_overrides([word])
+    assert override.value() == value and type(override.value()) is type(value) and literal(value) == word[4:]
