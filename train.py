@@ -1,7 +1,6 @@
 """Trains a policy with GRPO: builds all objects from the configuration, then fits the policy. Usage: `python train.py --help`."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import hydra
 from hydra.utils import instantiate
@@ -17,7 +16,7 @@ def main(config: DictConfig) -> float | None:
         return train(config, given_arguments())[0] if (config := announced(config)) else None
 
 
-def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | None, Any]:
+def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | None, object]:
     """Train; return the last held-out accuracy and the policy. Cheap objects first: mistakes show before a model is loaded."""
     import lightning as L  # imported here, so that --help, a mistyped key and the parent of a sweep need no torch
     from lightning.pytorch.utilities import rank_zero_only
@@ -73,9 +72,8 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     save_config(config)
     noted = (evaluation.progress, preflight.facts)
     with kept(config.output_dir, overrides, config.seed, examples, *noted), rollout.stop.during():
-        learner = module(pretrained.model(mapped=shards(trainer)))
-        trainer.fit(learner, rollout.batches, ckpt_path=config.ckpt_path)
-    return evaluation.accuracy, learner.policy
+        trainer.fit(module(pretrained.model(mapped=shards(trainer))), rollout.batches, ckpt_path=config.ckpt_path)
+    return evaluation.accuracy, rollout.policy
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ class Muon(torch.optim.Optimizer):
                     p.sub_(update if rows <= columns else update.T, alpha=group["lr"] * size)
 
 
-def train(model: LlamaForCausalLM, rows: list[Row], optimizers: list[torch.optim.Optimizer], seed: int) -> None:
+def fit(model: LlamaForCausalLM, rows: list[Row], optimizers: list[torch.optim.Optimizer], seed: int) -> None:
     """Train for one pass over the rows. Learning rates rise over WARM_UP steps, then fall linearly to 0."""
     steps = math.ceil(len(rows) / BATCH)
     schedules = [LambdaLR(o, lambda step: min((step + 1) / WARM_UP, 1 - step / steps)) for o in optimizers]
@@ -240,10 +240,10 @@ def tiny_folder(
         matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
         rest = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
         adamw = torch.optim.AdamW(rest, lr=clean_lr, weight_decay=0.0)
-        train(model, tokenize(tokenizer, clean), [Muon(matrices, lr=clean_lr), adamw], seed)
+        fit(model, tokenize(tokenizer, clean), [Muon(matrices, lr=clean_lr), adamw], seed)
         if spoiled:
             adamw = torch.optim.AdamW(model.parameters(), lr=hasty_lr, weight_decay=0.0)
-            train(model, tokenize(tokenizer, spoiled), [adamw], seed)
+            fit(model, tokenize(tokenizer, spoiled), [adamw], seed)
         save(model, tokenizer, {"name": name, **recipe}, folder)
         print(f"... done in {time.perf_counter() - began:.0f} s: {folder}", flush=True)
 

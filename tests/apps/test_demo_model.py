@@ -208,7 +208,7 @@ def test_the_folder_loads(folder):
 @pytest.mark.parametrize("task", ["wordmath", "calculator"])
 def test_the_shipped_model_is_of_the_default_recipe(task, tmp_path, monkeypatch):
     """After a change of the recipe, of what makes the model, or of the worked answers, it has to be made again."""
-    monkeypatch.setattr(demo_model, "train", lambda *_: pytest.fail("run python -m grpo.apps.demo_model, and commit"))
+    monkeypatch.setattr(demo_model, "fit", lambda *_: pytest.fail("run python -m grpo.apps.demo_model, and commit"))
     path = compose_config(f"task={task}", "output_dir=.").model.path
     assert instantiate(path, cache=str(tmp_path)) == str(SHIPPED / task)
     weights = AutoModelForCausalLM.from_pretrained(SHIPPED / task).state_dict()

@@ -167,14 +167,9 @@ def test_a_task_and_a_reward_from_outside_the_repository(toy, tmp_path, monkeypa
         "def vowels(completions, **_):\n    return [t.count('e') for t in completions]\n"
     )
     model = ("model=path", f"model.path={toy}", "debug=smoke", "trainer=cpu", "callbacks=[samples]")
-    done = run(
-        "task=short",
-        f"hydra.searchpath=[file://{outside}/conf]",
-        *model,
-        f"hydra.run.dir={tmp_path}/a",
-        path=str(outside),
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.syspath_prepend(outside)
+    found = f"hydra.searchpath=[file://{outside}/conf]"
+    train(compose_config("task=short", found, *model, f"output_dir={tmp_path}/a"))
     assert len(rows(tmp_path / "a")) == 3 and rows(tmp_path / "a")[1]["rollout/reward"] < 0
     more = (
         f"task.path={EXAMPLES}",
@@ -182,7 +177,6 @@ def test_a_task_and_a_reward_from_outside_the_repository(toy, tmp_path, monkeypa
         "task.rewards=[my_rewards.vowels,longer]",
         "task.weights=[1,0.5]",
     )
-    monkeypatch.syspath_prepend(outside)
     train(compose_config("task=jsonl", *more, *model, "max_tokens=5", f"output_dir={tmp_path}/b"))
     row = rows(tmp_path / "b")[1]
     assert row["rollout/reward"] == pytest.approx(row["rollout/vowels"] + 0.5 * row["rollout/longer"])

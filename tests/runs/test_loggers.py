@@ -6,6 +6,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import lightning as L
@@ -19,19 +20,20 @@ from grpo.runs.runs import Run
 from grpo.runs.trackers import MLflow, TensorBoard, Wandb, allowed, markdown, sweep
 from train import train
 
-wandb = pytest.importorskip("wandb")
-pytest.importorskip("mlflow")
+pytestmark = pytest.mark.skipif(not (find_spec("wandb") and find_spec("mlflow")), reason="needs wandb and mlflow")
 
 
 @pytest.fixture(autouse=True)
 def nobody(monkeypatch, tmp_path):
     """No tracker has credentials, and no file is written outside the test's folder."""
+    import wandb  # takes seconds, as mlflow does
+
     for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setattr(sys, "exit", sys.exit)  # wandb replaces it and does not restore it
     yield
-    wandb.teardown()  # wandb reads the environment only once
+    wandb.teardown()  # it reads the environment only once
 
 
 def learned(smoke, tmp_path: Path, *more: str) -> Run:
