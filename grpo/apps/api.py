@@ -76,7 +76,7 @@ def train(
     quiet()
     given = {"model": model, "task": task, "rewards": rewards, "algo": algo}
     given = {key: value for key, value in given.items() if value is not None} | settings
-    folder = Path(output_dir or new_folder("python"))
+    folder = Path(output_dir or timed_folder("python"))
     if dataset is not None:
         given = {"task": "jsonl", "task.path": save_rows(dataset, folder)} | given
     if callbacks is not None:
@@ -107,7 +107,7 @@ def evaluate(run: Any = None, *, output_dir: str | PathLike | None = None, **set
     settings name a model and a task. settings: other keys, as in `train`. Raises UserError for a mistake.
     """
     quiet()
-    folder = Path(output_dir or new_folder("python/eval"))
+    folder = Path(output_dir or timed_folder("python/eval"))
     words, objects = split(({} if run is None else {"run": getattr(run, "folder", run)}) | settings)
     words.append(f"output_dir={literal(folder)}")
     with in_one_line("eval", words):
@@ -219,7 +219,7 @@ def in_one_line(program: str, words: Sequence[str]) -> Iterator[None]:
         raise UserError(line) from error
 
 
-def new_folder(kind: str) -> str:
+def timed_folder(kind: str) -> str:
     """Return outputs/KIND/ with the time."""
     return f"outputs/{kind}/{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
 

@@ -5,8 +5,10 @@ import subprocess
 import sys
 from functools import partial
 
+import gsm8k
 import lightning as L
 import pytest
+import search_agent
 import torch
 from conftest import EXAMPLES, ROOT, compose_config
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,8 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 from grpo.apps.api import literal, split
+from grpo.apps.demo_model import make_model, make_tokenizer
+from grpo.env.messages import Message, ToolCall
+from grpo.env.types import Action
 from grpo.system.errors import UserError
 from train import train
+
+COUNTRIES = search_agent.COUNTRIES
 
 PROGRAM = """
 import grpo
@@ -127,3 +134,47 @@ def test_a_value_is_the_same_behind_hydras_grammar(value):
     [word], _ = split({"key": value})
     [override] = OverridesParser.create().parse_overrides([word])
     assert override.value() == value and type(override.value()) is type(value) and literal(value) == word[4:]
+
+
+# -- examples/
+
+
+def test_gsm8k_by_hand_is_the_command_lines_run(smoke, toy, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sizes = {"rollouts": 2, "prompts": 2, "max_tokens": 8, "lr": 1e-3}
+    gsm8k.main(str(toy), str(EXAMPLES), **sizes, rewards=(varied_lengths,), weights=None)
+    said = ["algo=dr_grpo", "rollout.group_size=8", "eval.every=10", "eval.limit=200", "callbacks=[checkpoint]"]
+    said += ["task.rewards=test_api.varied_lengths", "task.weights=null", "optim.schedule.name=constant"]
+    train(
+        compose_config(*smoke(*said, "rollout.prompts=2", "rollout.num_rollouts=2", f"output_dir={tmp_path / 'line'}"))
+    )
+    by_hand = AutoModelForCausalLM.from_pretrained("outputs/gsm8k_by_hand/policy").state_dict()
+    line = {name.removeprefix("policy."): weight for name, weight in state(tmp_path / "line")["state_dict"].items()}
+    assert by_hand.keys() == line.keys() and all(torch.equal(weight, line[name]) for name, weight in by_hand.items())
+    assert rows(tmp_path / "line")[1]["loss/grad_norm"] > 0 and "held-out accuracy" in capsys.readouterr().out
+
+
+def varied_lengths(prompts, completions, **columns):
+    return [len(completion.encode()) % 7 / 7 for completion in completions]
+
+
+def test_the_search_agent_trains(tmp_path_factory, tmp_path, capsys):
+    """Its tool, its reward on a right trajectory, and two rollouts of a random model whose template has tools."""
+    task = search_agent.Countries()
+    example = task.examples("test")[0]
+    env = task.build(example)
+    state_ = env.start()
+    for query in (example["person"], example["city"]):
+        state_ = env.step(Action(Message("assistant", "", (ToolCall("search", {"query": query}),))))
+    assert state_.messages[-1].content == f"{example['city']} is a city in {COUNTRIES[example['city']]}."
+    tokenizer = make_tokenizer(["In which country does train person 7 live?"] * 30, tools=True)
+    tokenizer.save_pretrained(tmp_path / "model")
+    make_model(tokenizer, seed=0).save_pretrained(tmp_path / "model")
+    sizes = {"rollout": {"num_rollouts": 2, "prompts": 2, "group_size": 2}, "eval": {"limit": 2}, "max_tokens": 8}
+    search_agent.main(str(tmp_path / "model"), **sizes, preflight="off", forecast=False, output_dir=tmp_path / "run")
+    assert grpo.load_run(tmp_path / "run").status == "finished" and "held out: 0.0% before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "search_agent"])
+def test_an_example_fits_on_a_page(name):
+    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 60

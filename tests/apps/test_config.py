@@ -132,15 +132,16 @@ def composed(group: str, option: str) -> DictConfig:
 @pytest.mark.parametrize("name", [option for group, option in OPTIONS if group == "algo"])
 def test_every_preset_moves_along_every_axis(name):
     """The chosen option replaces the preset's completely, or one line explains why they cannot be combined."""
-    for group, option in AXES:
-        config = compose_config(f"algo={name}", f"{group}={option}", "output_dir=.").algo
-        axis = group.removeprefix("algo/")
-        assert config[axis] == composed(group, option)[axis], f"algo={name} {group}={option}"
+    for chosen in side_by_side({group: 0 for group, _ in AXES}):
+        config = compose_config(f"algo={name}", *chosen, "output_dir=.").algo
+        for group, option in (one.split("=") for one in chosen):
+            axis = group.removeprefix("algo/")
+            assert config[axis] == composed(group, option)[axis], f"algo={name} {group}={option}"
         try:
             instantiate(config).check(4, 4)
         except (UserError, InstantiationException) as error:
             reason = error.__cause__ if isinstance(error, InstantiationException) else error
-            assert isinstance(reason, UserError), f"algo={name} {group}={option}: {reason!r}"
+            assert isinstance(reason, UserError), f"algo={name} {chosen}: {reason!r}"
 
 
 def test_every_algorithm_and_axis_is_in_the_documentation():
