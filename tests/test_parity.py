@@ -1,0 +1,61 @@
+"""docs/parity.md has a line for every row, and its keys, files and tests exist."""
+
+import re
+from contextlib import suppress
+from importlib import import_module
+
+import pytest
+from conftest import ROOT, compose_config
+from omegaconf import OmegaConf
+
+PAGE = (ROOT / "docs" / "parity.md").read_text()
+LINES = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.splitlines()
+    if re.match(r"\| [RTAM]\d", line)
+]
+TESTS = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+SIZES = {"R": 27, "T": 39, "A": 46, "M": 21}
+OPTIONS = (
+    "engine=vllm",
+    "engine=vllm_server",
+    "task=musique",
+    "task=gsm8k logger=wandb algo/kl=loss algo/advantage=atropos adapter=lora",
+)
+
+
+def exists(word: str, configs: list) -> bool:
+    """Return whether a dotted word is a key, a file, or an object of a module of ours."""
+    if any(OmegaConf.select(config, word, default=configs) is not configs for config in configs):
+        return True
+    module, _, name = word.rpartition(".")
+    for room in ("", "grpo.", "grpo.rewards."):
+        with suppress(ImportError):
+            if hasattr(import_module(f"{room}{module}"), name) or import_module(f"{room}{word}"):
+                return True
+    return any((folder / word).exists() for folder in (ROOT, ROOT / "docs", ROOT / "grpo"))
+
+
+def test_every_row_has_a_line():
+    listed = [row for ids, *_ in LINES for row in ids.split()]
+    assert sorted(listed) == sorted(f"{system}{i:02}" for system, size in SIZES.items() for i in range(1, size + 1))
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line[0])
+def test_what_a_line_names_exists(line):
+    _, _, here, shown = line
+    assert shown or "not here" in here or "no such" in here or "not needed" in here
+    for file, name, more in re.findall(r"`(test_\w+\.py)?(?:::)?(test_\w+)?(\.\.\.)?`", shown):
+        assert not file or file in TESTS, file
+        if name:
+            sources = [TESTS[file]] if file else TESTS.values()
+            assert any(re.search(rf"def {name}{'' if more else chr(92) + 'b'}", source) for source in sources), name
+    configs = [compose_config("output_dir=.", *chosen.split()) for chosen in OPTIONS]
+    words = re.findall(r"`([^`]+)`", here)
+    outside = ("hydra.run.dir", "engine.sample", "metrics.csv")  # Hydra's key, a Protocol's method, a file of a run
+    dotted = [word for word in words if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", word) and word not in outside]
+    assert not [word for word in dotted if not exists(word, configs)]
+    for word in words:
+        if re.fullmatch(r"[a-z_./]+=[\w./]+( [a-z_./]+=[\w./]+)*", word) and "..." not in word:
+            named = {"engine.launch": ["engine=vllm_server"], "engine.sleeps": ["engine=vllm"]}
+            compose_config("output_dir=.", *named.get(word.partition("=")[0], []), *word.split())
