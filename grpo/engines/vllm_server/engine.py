@@ -1,7 +1,7 @@
 """Samples from vLLM servers, on this or other machines: token ids and weights over HTTP. Does not import vLLM.
 
-Every completion is its own request. It goes to any server with a free slot, and to another one if that fails. `sync` sends
-weights, `fleet` knows which servers have them, `launch` starts servers.
+Every completion is its own request. It goes to a server with a free slot, and to another one if that fails. `routing` chooses it,
+`sync` sends weights, `fleet` knows which servers have them, `launch` starts servers.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from grpo.engines.vllm_server.fleet import Fleet, check_exact
 from grpo.engines.vllm_server.http import GENERATE, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers, by_hand
 from grpo.engines.vllm_server.nccl import Nccl
+from grpo.engines.vllm_server.routing import Routes
 from grpo.engines.vllm_server.sync import Disk, Lora, Restart, adapter_tensors
 from grpo.engines.weights import checkpoint, eos_token_ids
 from grpo.env.tokens import Completion
@@ -43,6 +44,7 @@ class VLLMServerEngine:
     """Samples from one or more vLLM servers.
 
     path: the model that is served. urls: addresses of servers that already run. sync: how weights reach them, see `Sync`.
+    router: address of a vllm-router before these servers; it gets the completions while all servers have the newest weights.
     folder: folder for weights, which every server sees under the same path; its files are removed at the end.
     concurrency: requests to one server at a time. timeout: seconds for a completion, or for a piece of weights.
     wait: seconds without a working server after which the run ends.
@@ -57,6 +59,7 @@ class VLLMServerEngine:
         path: str,
         urls: Sequence[str] = (),
         sync: Sync = "disk",
+        router: str | None = None,
         folder: str = "weights",
         concurrency: Count = 256,
         timeout: Seconds = 600.0,
@@ -72,10 +75,16 @@ class VLLMServerEngine:
             raise UserError("engine.sync=restart starts its own servers: set engine.launch=true, or engine.sync=disk")
         if not launch and not (urls and all(url.startswith(("http://", "https://")) for url in urls)):
             raise UserError(f"engine.urls={list(urls)} must name servers, as [http://HOST:PORT], or engine.launch=true")
+        if router and (launch or sync == "lora" or not router.startswith(("http://", "https://"))):
+            raise UserError(
+                f"engine.router={router} must be an address as http://HOST:PORT, with engine.urls and files or NCCL"
+            )
         path = base_path(path)
         config = AutoConfig.from_pretrained(path).get_text_config()
         self.version: int | None = None
         self.sync, self.concurrency = sync, concurrency
+        self._router = RemoteServer(router.rstrip("/"), timeout) if router else None
+        self._homes: dict[int, RemoteServer] = {}  # see `routing`; empty after new weights, as the servers' caches
         self._run = secrets.token_hex(4)  # tells this run's weights from another run's of the same version
         self._folder = Path(folder).resolve() / self._run
         self._eos = eos_token_ids(path, config.eos_token_id)
@@ -132,6 +141,7 @@ class VLLMServerEngine:
         if distributed.rank():
             self._fleet.expect(label)
         self._run, self.version = label.rpartition("-")[0], version
+        self._homes = {}  # a call that still samples keeps its own
 
     def _push(self, model: nn.Module, label: str) -> None:
         """Send the weights from rank 0."""
@@ -165,9 +175,10 @@ class VLLMServerEngine:
     async def _sample(self, requests: list[dict], sampling: Sampling, done: Callable | None) -> list[Completion]:
         completions: list[Completion | None] = [None] * len(requests)
         failures: Counter[int] = Counter()
-        waiting: asyncio.Queue[int] = asyncio.Queue()
-        for i in range(len(requests)):
-            waiting.put_nowait(i)
+        routes = Routes([request["token_ids"] for request in requests], self._homes)
+        waiting: asyncio.Queue[None] = asyncio.Queue()  # as long as `routes`
+        for _ in requests:
+            waiting.put_nowait(None)
 
         async def work(server: RemoteServer) -> None:
             """Ask the server for one completion after another, while it is ready."""
@@ -175,12 +186,14 @@ class VLLMServerEngine:
                 while not server.ready:
                     await asyncio.sleep(0.1)
                 check_exact(server, sampling)
-                i = await waiting.get()
+                await waiting.get()
+                i = routes.take(server)
                 label = self._fleet.label
                 if server.ready:  # checked after the label: a change of label first sets ready to False
                     try:
                         completions[i] = await self._complete(server, label, requests[i])
                         server.starts = 0
+                        routes.done(i, completions[i].ids, server)
                         if done is not None:
                             done(i, completions[i])
                     except Lost as lost:
@@ -189,7 +202,8 @@ class VLLMServerEngine:
                         if failures[i] == ATTEMPTS:
                             raise UserError(f"a completion failed {ATTEMPTS} times, the last error: {lost}") from lost
                 if completions[i] is None:
-                    waiting.put_nowait(i)
+                    routes.put(i)
+                    waiting.put_nowait(None)
                 waiting.task_done()
 
         each = range(min(self.concurrency, len(requests)))
@@ -203,6 +217,8 @@ class VLLMServerEngine:
     async def _complete(self, server: RemoteServer, label: str, request: dict[str, Any]) -> Completion:
         """Ask the server for one completion. label: the newest weights; the server reports the weights that drew each token."""
         adapter = label if self.sync == "lora" else None
+        if self._router and all(each.ready for each in self._fleet.servers):
+            server = self._router
         try:
             given = await server.ask(GENERATE, {"model": adapter, **request})
         except Refused as refused:
