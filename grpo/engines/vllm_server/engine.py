@@ -59,7 +59,6 @@ class VLLMServerEngine:
         path: str,
         urls: Sequence[str] = (),
         sync: Sync = "disk",
-        router: str | None = None,
         folder: str = "weights",
         concurrency: Count = 256,
         timeout: Seconds = 600.0,
@@ -70,6 +69,7 @@ class VLLMServerEngine:
         devices: Sequence[Whole | str] | None = None,
         args: Mapping[str, Any] | None = None,
         logs: str = ".",
+        router: str | None = None,
     ) -> None:
         if sync == "restart" and not launch:
             raise UserError("engine.sync=restart starts its own servers: set engine.launch=true, or engine.sync=disk")
@@ -95,10 +95,10 @@ class VLLMServerEngine:
         if launch and URLS not in os.environ:
             raise UserError("engine.launch=true needs processes that Lightning itself starts: set engine.urls instead")
         urls = os.environ[URLS].split() if launch else [url.rstrip("/") for url in urls]
-        ways = {"disk": Disk, "lora": Lora, "nccl": lambda _: Nccl(), "restart": lambda at: Restart(at, self._launched)}
-        way = ways[sync](self._folder)
         advice = "see their logs" if launch else f"start one with {by_hand(path, sync)}, or set engine.launch=true"
         servers = [RemoteServer(url, timeout) for url in dict.fromkeys(urls)]
+        ways = {"nccl": lambda _: Nccl(servers), "restart": lambda folder: Restart(folder, self._launched)}
+        way = (ways | {"disk": Disk, "lora": Lora})[sync](self._folder)
         if here := self._launched:
             for server, port in zip(servers, here.ports, strict=True):
                 server.ended, server.start = partial(here.ended, server.url), partial(here.start, port)
@@ -124,18 +124,23 @@ class VLLMServerEngine:
     def load_weights(self, model: nn.Module, version: int) -> None:
         """Send the weights to all servers that answer; the others get them once they are back. Rank 0 sends for all ranks.
 
-        An error is raised on all ranks.
+        An error is raised on all ranks. If a server is lost on the way, all ranks begin again if that is needed.
         """
         if version == self.version:
             return
-        label, failed = f"{self._run}-{version}", None
-        try:
-            self._push(model, label)
-        except Exception as error:
-            failed = error
-        line = failed and (str(failed) if isinstance(failed, UserError) else told(failed))
-        gathered = distributed.all_gather([(label, line)])  # the other ranks wait here
-        if lines := [line for _, line in gathered if line]:
+        for _ in range(ATTEMPTS):
+            label, failed = f"{self._run}-{version}", None
+            try:
+                self._push(model, label)
+            except Exception as error:
+                failed = error
+            line = failed and (str(failed) if isinstance(failed, UserError) else told(failed))
+            gathered = distributed.all_gather([(label, line, isinstance(failed, Lost))])  # the other ranks wait here
+            if not any(lost for *_, lost in gathered):
+                break
+        if lines := [line for _, line, _ in gathered if line]:
+            if isinstance(failed, Lost):
+                failed = UserError(f"{failed}, {ATTEMPTS} times")
             raise failed or UserError(f"another rank could not send the weights: {lines[0]}")
         label = gathered[0][0]
         if distributed.rank():
@@ -176,6 +181,8 @@ class VLLMServerEngine:
         completions: list[Completion | None] = [None] * len(requests)
         failures: Counter[int] = Counter()
         routes = Routes([request["token_ids"] for request in requests], self._homes)
+        if self._router:
+            self._router.ready = True  # until it fails in this call
         waiting: asyncio.Queue[None] = asyncio.Queue()  # as long as `routes`
         for _ in requests:
             waiting.put_nowait(None)
@@ -189,15 +196,17 @@ class VLLMServerEngine:
                 await waiting.get()
                 i = routes.take(server)
                 label = self._fleet.label
+                via = self._router
+                asked = via if via and via.ready and all(each.ready for each in self._fleet.servers) else server
                 if server.ready:  # checked after the label: a change of label first sets ready to False
                     try:
-                        completions[i] = await self._complete(server, label, requests[i])
+                        completions[i] = await self._complete(asked, label, requests[i])
                         server.starts = 0
                         routes.done(i, completions[i].ids, server)
                         if done is not None:
                             done(i, completions[i])
                     except Lost as lost:
-                        server.out(lost)
+                        asked.out(lost)
                         failures[i] += 1
                         if failures[i] == ATTEMPTS:
                             raise UserError(f"a completion failed {ATTEMPTS} times, the last error: {lost}") from lost
@@ -217,8 +226,6 @@ class VLLMServerEngine:
     async def _complete(self, server: RemoteServer, label: str, request: dict[str, Any]) -> Completion:
         """Ask the server for one completion. label: the newest weights; the server reports the weights that drew each token."""
         adapter = label if self.sync == "lora" else None
-        if self._router and all(each.ready for each in self._fleet.servers):
-            server = self._router
         try:
             given = await server.ask(GENERATE, {"model": adapter, **request})
         except Refused as refused:
