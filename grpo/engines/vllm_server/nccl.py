@@ -43,7 +43,10 @@ class Nccl:
 
     def write(self, model: nn.Module, tensors: Iterable[Named], label: str) -> None:
         """Send the weights. Raises Lost if a server is lost meanwhile; those that are left can take them again."""
-        asyncio.run(self._send(next(model.parameters()).device, tensors, label))
+        try:
+            asyncio.run(self._send(next(model.parameters()).device, tensors, label))
+        except Refused as refused:
+            raise Lost(f"a vLLM server refuses to pause or to resume: {refused}") from refused
 
     async def give(self, server: RemoteServer, label: str) -> None:
         raise Behind(f"{server.url} was away when weights were sent, and gets the next ones")
@@ -116,7 +119,7 @@ class Nccl:
 
 
 def flattened(bucket: Sequence[Named]) -> tuple[Tensor, dict[str, Any]]:
-    """Return the bytes of all tensors, one after the other, and what `transfer.unflattened` needs to undo it."""
+    """Return the bytes of all tensors, one after the other, and what `Transfer.received` needs to undo it."""
     flat = torch.cat([tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in bucket])
     names, dtypes = [name for name, _ in bucket], [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
     return flat, {"names": names, "dtypes": dtypes, "shapes": [list(tensor.shape) for _, tensor in bucket]}
