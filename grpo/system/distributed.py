@@ -7,6 +7,7 @@ parameter and model by their methods, so that nothing of torch's sharding is imp
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,21 @@ _groups: dict[str, dist.ProcessGroup] = {}
 def open_play_group(timeout: Any) -> None:
     """Make a process group for `in_play`. Every rank calls this once. timeout: a timedelta, for each message."""
     _groups["play"] = dist.new_group(backend="gloo", timeout=timeout)
+
+
+def join_group(
+    address: str, port: int, rank: int, size: int, kind: str, timeout: float, device: torch.device, listener: Any = None
+) -> Any:
+    """Return a process group beside those of this program, as a backend of torch. Rank 0 is its host: listener is its socket at
+    this address and port. kind: gloo or nccl. timeout: seconds for each message."""
+    limit, host = timedelta(seconds=timeout), {"master_listen_fd": listener.detach()} if listener else {}
+    store = dist.TCPStore(address, port, size, rank == 0, limit, **host)
+    if kind == "gloo":
+        return dist.ProcessGroupGloo(store, rank, size, limit)
+    torch.cuda.set_device(device)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 @contextmanager

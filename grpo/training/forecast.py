@@ -142,8 +142,14 @@ def parts_of(
     copies = module.reference.own() if module.reference else []
     there = [*own, *learned, *gradients, *copies]
     mixed = precision == "bf16-mixed"
-    one_pass = partial(in_a_pass, module, plan, prompt_tokens, there)
-    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+    passes, beside = module, there
+    if (
+        low_shards := sharded and mixed and policy.dtype.itemsize == 4
+    ):  # gathered in 16 bits, so autocast copies no weight
+        passes, beside = in_16_bits(make_module, pretrained)
+    one_pass = partial(in_a_pass, passes, plan, prompt_tokens, beside)
+    casts = partial(torch.autocast, "cpu", torch.bfloat16, enabled=mixed and not low_shards)
+    with casts():
         passing = known(partial(one_pass, optim.layout)) or known(partial(one_pass, "padded"))
     optimizer_state = known(partial(after_a_step, optimizer))
     stepping = known(partial(in_a_step, optimizer, there)) or 0
@@ -153,9 +159,9 @@ def parts_of(
     weights, masters, buckets = 0 if shared else bytes_of(own), bytes_of([*own, *learned]) - bytes_of(own), 0
     of_device = 1
     if sharded:
-        of_device, low = devices, mixed or policy.dtype.itemsize == 2
+        of_device = devices
         weights, masters = bytes_of(p for p in own if not p.requires_grad) + bytes_of(learned), 0
-        gathered = in_a_layer(policy) // (2 if low and policy.dtype.itemsize == 4 else 1)
+        gathered = in_a_layer(passes.policy)
     elif devices > 1:
         buckets = bytes_of(p for p in own if p.requires_grad)
     parts = [
@@ -172,12 +178,23 @@ def parts_of(
     if not isinstance(engine, TransformersEngine):
         return [*parts, Part("engine", None, phase="rollout")]
     dtype = torch.bfloat16 if mixed else policy.dtype
-    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-        sampling = known(partial(in_sampling, policy, dtype, plan, prompt_tokens, there))
+    with casts():
+        sampling = known(partial(in_sampling, passes.policy, dtype, plan, prompt_tokens, beside))
     cache = known(partial(in_the_cache, policy.config, dtype, plan, prompt_tokens, engine.max_cache_tokens))
-    whole = bytes_of(own) // (2 if mixed and policy.dtype.itemsize == 4 else 1) if sharded else 0
+    whole = bytes_of(passes.policy.parameters()) if sharded else 0
     rest = {"cache": cache, "sampling": sampling, "whole policy": whole}
     return [*parts, *(Part(name, size, FEWER_ROWS, "rollout") for name, size in rest.items())]
+
+
+def in_16_bits(make_module: Callable, pretrained: Pretrained) -> tuple[L.LightningModule, list[Tensor]]:
+    """Return the module in bfloat16, without masters, and the tensors that exist before its passes."""
+    with torch.device("meta"):
+        module = make_module(replace(pretrained, dtype="bfloat16").outline())
+    imagine(module)
+    for p in module.policy.parameters():
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
+    own = [*module.policy.parameters(), *module.policy.buffers()]
+    return module, own + [p.grad for p in own if p.grad is not None]
 
 
 def in_a_layer(policy: nn.Module) -> int:

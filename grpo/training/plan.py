@@ -9,6 +9,7 @@ import lightning as L
 
 from grpo.evaluation.evaluator import Evaluator
 from grpo.rollout.samples_table import records, write
+from grpo.system import distributed
 from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.samples import Samples
 from grpo.training.forecast import PHASES, Part, human
@@ -21,7 +22,7 @@ class RunPlan:
     """The size of a run. samples: of one rollout. max_tokens: of one completion. passes: over the training rows.
 
     problems: of one evaluation. rollout_time, update_time, evaluation_time: seconds of the whole run; 0 if nothing was timed.
-    memory, disk: bytes; 0 if unknown.
+    memory, disk: bytes; 0 if unknown. devices: share the work; memory is that of one.
     """
 
     rollouts: int
@@ -38,6 +39,7 @@ class RunPlan:
     rollout_time: float = 0.0
     update_time: float = 0.0
     evaluation_time: float = 0.0
+    devices: int = 1
 
     @property
     def seconds(self) -> float:
@@ -47,12 +49,13 @@ class RunPlan:
     def lines(self) -> list[str]:
         """Return the plan in words."""
         data = f"{self.passes:.1f} passes over" if self.passes >= 1 else f"{self.passes:.2%} of"
+        on, each = (f" on {self.devices} devices", " on each") if self.devices > 1 else ("", "")
         work = (
             f"{self.rollouts} rollouts x {self.samples} samples x at most {self.max_tokens:,} tokens, {self.updates} updates in "
-            f"microbatches of {self.tokens_per_microbatch:,} tokens, {data} {self.rows:,} rows"
+            f"microbatches of {self.tokens_per_microbatch:,} tokens{on}, {data} {self.rows:,} rows"
         )
         evaluated = f", {self.evaluations} evaluations of {self.problems} problems" if self.evaluations else ""
-        cost = [f"{human(self.memory)} of memory"] if self.memory else []
+        cost = [f"{human(self.memory)} of memory{each}"] if self.memory else []
         cost += [f"{human(self.disk)} on disk"] if self.disk else []
         if self.seconds:
             times = {"rollouts": self.rollout_time, "updates": self.update_time, "evaluations": self.evaluation_time}
@@ -88,6 +91,7 @@ def plan_of(
         problems=len(evaluator.chosen(held_out)) if every else 0,
         memory=max(sum(p.size or 0 for p in here if p.phase in ("", phase)) for phase in PHASES),
         disk=sum(checkpoint_bytes(probe, parts, c.keep) for c in callbacks if isinstance(c, Checkpoint)),
+        devices=distributed.world_size(),
     )
     if not timed:
         return sized
@@ -99,7 +103,7 @@ def plan_of(
     return replace(
         sized,
         rollout_time=sized.rollouts * seconds,
-        update_time=sized.rollouts * larger * learning.seconds(probe),
+        update_time=sized.rollouts * larger * learning.seconds(probe) / sized.devices,  # each learned all
         evaluation_time=evaluated * seconds,
         disk=sized.disk + round(tables * larger * table_bytes(probe)),
     )
@@ -116,4 +120,5 @@ def checkpoint_bytes(probe: Probe, parts: Sequence[Part], keep: int) -> int:
     """Return the size of checkpoints/: those to resume from and the one that is being written, and three times the policy."""
     trained = sum(p.nbytes for p in probe.module.policy.parameters() if p.requires_grad)
     state = sum(part.size or 0 for part in parts if part.name in ("masters", "optimizer"))
-    return (keep + 1) * (trained + state) + 3 * trained
+    pieces = distributed.world_size() if distributed.is_sharded(probe.module.policy) else 1
+    return (keep + 1) * (trained + state * pieces) + 3 * trained

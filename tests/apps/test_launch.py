@@ -64,7 +64,7 @@ def test_a_split_run_is_one_slurm_job_and_one_list_of_addresses(name, tmp_path):
         assert line in text
     assert "--nodes=4 --relative=0 --ntasks=32 --ntasks-per-node=8" in text
     assert "--nodes=4 --relative=4 --ntasks=8 --ntasks-per-node=2" in text
-    assert '{"backend": "grpo_nccl"}' in text and "resume=auto hydra.run.dir=/shared/run" in text
+    assert '{"backend": "grpo"}' in text and "resume=auto hydra.run.dir=/shared/run" in text
     assert "'task.prompt='\"'\"'a $b'\"'\"''" in text  # the shell gives train.py what was given to grpo.launch
 
 

@@ -253,6 +253,17 @@ def test_arithmetic_in_16_bits_and_several_devices(toy):
     assert two["cache"] == full["cache"] / 2 and two["buckets"] == two["gradients"] == full["gradients"]
 
 
+def test_shards_compute_in_16_bits_without_a_copy_of_all_weights(toy):
+    """Under autocast each weight has a second copy, but layers of shards are gathered in 16 bits."""
+    shards = {"devices": 2, "sharded": True}
+    mixed = Run(str(toy)).forecast(10, precision="bf16-mixed", **shards)
+    low = Run(str(toy), "model.dtype=bfloat16").forecast(10, **shards)
+    for name in ("activations", "logits", "gathered", "sampling", "cache", "whole policy", "gradients", "optimizer"):
+        assert mixed[name] == low[name] > 0, name
+    assert mixed["weights"] == low["weights"]  # the shards are float32
+    assert mixed["activations"] < Run(str(toy)).forecast(10, precision="bf16-mixed", devices=2)["activations"]
+
+
 def test_more_tokens_at_once_take_more(toy):
     settings, prompt = SIZES["large"]
     all_at_once, one = (

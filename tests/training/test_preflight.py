@@ -80,6 +80,8 @@ def test_the_plan_of_that_run(checked, probe):
         "50 rows, 9 evaluations of 20 problems"
     )
     assert cost.startswith(f"plan: about {duration(plan.seconds)} (rollouts ")
+    shared = replace(plan, devices=2, memory=10**9).lines()
+    assert "microbatches of 2,048 tokens on 2 devices, 25.6" in shared[0] and "1.00 GB of memory on each" in shared[1]
     checkpoint, parts = (
         Checkpoint(None, "", 20),
         [Part("so far", 7), Part("weights", 4), Part("optimizer", 10, phase="update")],

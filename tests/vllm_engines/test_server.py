@@ -290,12 +290,15 @@ def test_adapters_that_the_servers_cannot_take_are_told_in_one_line(lora, engine
         lora.load_weights(adapted(folder, rank=4), 0)
 
 
-@pytest.mark.parametrize("sharded", ["no", "yes"])
-@pytest.mark.parametrize("way", ["disk", "lora"])
+@pytest.mark.parametrize(
+    ("way", "sharded"), [("disk", "no"), ("disk", "yes"), ("lora", "no"), ("lora", "yes"), ("nccl", "yes")]
+)
 def test_two_ranks_send_and_fail_together(engine, pair, folder, tmp_path, way, sharded):
-    """The model may be sharded, and rank 0's disk is full at the end."""
+    """The model may be sharded. At the end rank 0's disk is full; with nccl (here gloo) a server is killed while it is fed."""
     httpx2.post(pair.urls[0] + "/update_weight_version", json={"new_version": "default"}, timeout=10, trust_env=False)
-    words = [str(free_ports(1)[0]), folder, pair.urls[0], str(tmp_path / "sent"), way, sharded]
+    urls = pair.urls if way == "nccl" else pair.urls[:1]
+    victim = psutil.Process(pair._guards[pair.ports[-1]].pid).children()[0]
+    words = [str(free_ports(1)[0]), folder, ",".join(urls), str(tmp_path / "sent"), way, sharded, str(victim.pid)]
     environment = {**os.environ, "PYTHONPATH": TEST_PATH, "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
@@ -306,10 +309,17 @@ def test_two_ranks_send_and_fail_together(engine, pair, folder, tmp_path, way, s
         )
         for rank in range(2)
     ]
+    if way == "nccl":
+        wait_for(lambda: pair.ended(urls[-1]) or ranks[0].poll() is not None, 120)
+        pair.start(pair.ports[-1])
     said = [rank.communicate(timeout=200)[0].splitlines() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
+    count = 5 if way == "nccl" else 3
     for lines in said:
-        assert len(lines) == 4 and all(float(line.removeprefix("gap ")) < BOUND for line in lines[:3]), said
+        assert len(lines) == count + 1 and all(float(line.removeprefix("gap ")) < BOUND for line in lines[:count]), said
+    if way == "nccl":
+        assert said[0][-1] == "back True"
+        return
     assert said[0][3] == "OSError [Errno 28] No space left on device"
     assert said[1][3].startswith("UserError another rank could not send the weights: OSError: [Errno 28] No space left")
     assert not list((tmp_path / "sent").glob("*/*"))

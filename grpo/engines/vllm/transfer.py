@@ -4,6 +4,7 @@ vLLM's entry point `vllm.general_plugins` calls `register` wherever this package
 built with `weight_transfer_config={"backend": "grpo"}`.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -17,46 +18,57 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker import gpu_model_runner
 
 from grpo.engines.weights import checksum
+from grpo.system.distributed import join_group
 
 BACKEND = "grpo"
 
 
 def register() -> None:
-    """Register the weight transfer backends `grpo` and `grpo_nccl` with vLLM."""
-    for backend, module, name in (
-        (BACKEND, __name__, "Transfer"),
-        (f"{BACKEND}_nccl", f"{__name__}_nccl", "NcclTransfer"),
-    ):
-        if backend not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(backend, module, name)
+    """Register the weight transfer backend `grpo` with vLLM."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "Transfer")
 
 
 @dataclass
-class NoInit(WeightTransferInitInfo):
-    """Empty: this transfer needs no settings."""
+class Group(WeightTransferInitInfo):
+    """A process group for weights: see `distributed.join_group`. rank: of this server's first worker."""
+
+    address: str = ""
+    port: int = 0
+    rank: int = 0
+    size: int = 0
+    kind: str = "gloo"
+    timeout: float = 600.0
 
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):
-    """Some of the weights, with their names in the checkpoint: tensors in this process, or a safetensors file for a server, with
-    the checksum of its tensors."""
+    """Some of the weights, with their names in the checkpoint: tensors in this process, a safetensors file, or a broadcast of the
+    group, of tensors with these names, dtypes and shapes. checksum: of the tensors."""
 
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     file: str | None = None
     checksum: int | None = None
+    names: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
 
 
-class Transfer(WeightTransferEngine[NoInit, Bucket]):
+class Transfer(WeightTransferEngine[Group, Bucket]):
     """Loads weights by vLLM's own layer-wise reload, which repeats vLLM's packing of layers."""
 
-    init_info_cls, update_info_cls = NoInit, Bucket
+    init_info_cls, update_info_cls, group = Group, Bucket, None
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         exact_logprobs()
 
-    def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Do nothing: there is no connection to open."""
+    def init_transfer_engine(self, init_info: Group) -> None:
+        """Join the trainer's process group, in place of an earlier one."""
+        self.shutdown()
+        place = self.parallel_config
+        rank = init_info.rank + place.data_parallel_index * place.world_size + place.rank
+        self.group = join_group(**vars(init_info) | {"rank": rank}, device=self.device)
 
     def start_weight_update(self) -> None:
         """Begin an update of all weights."""
@@ -65,9 +77,20 @@ class Transfer(WeightTransferEngine[NoInit, Bucket]):
     def receive_weights(self, update_info: Bucket) -> None:
         """Load one bucket of weights."""
         tensors = load_file(update_info.file).items() if update_info.file else update_info.tensors
+        if update_info.names:
+            tensors = self.received(update_info)
         if update_info.checksum is not None and checksum(tensors) != update_info.checksum:
-            raise ValueError(f"{update_info.file} does not hold the weights that the trainer wrote")
+            raise ValueError(f"{update_info.file or 'a broadcast'} does not hold the weights that the trainer wrote")
         self.model.load_weights(tensors)
+
+    def received(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
+        """Return the tensors of the group's next broadcast."""
+        kinds = [getattr(torch, name) for name in bucket.dtypes]
+        sizes = [kind.itemsize * math.prod(shape) for kind, shape in zip(kinds, bucket.shapes, strict=True)]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device if self.group.name() == "nccl" else "cpu")
+        self.group.broadcast(flat, 0).wait()
+        parts = zip(bucket.names, kinds, bucket.shapes, flat.split(sizes), strict=True)
+        return [(name, part.clone().view(kind).view(shape)) for name, kind, shape, part in parts]  # clone: aligned
 
     def finish_weight_update(self) -> None:
         """End the update: process the loaded layers as vLLM does after reading a checkpoint."""
@@ -79,7 +102,10 @@ class Transfer(WeightTransferEngine[NoInit, Bucket]):
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        """Do nothing: there is no connection to close."""
+        """Leave the group."""
+        if self.group is not None:
+            self.group.abort()
+        self.group = None
 
     @staticmethod
     def trainer_send_weights(*args, **kwargs) -> None:

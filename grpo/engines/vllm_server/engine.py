@@ -1,7 +1,7 @@
 """Samples from vLLM servers, on this or other machines: token ids and weights over HTTP. Does not import vLLM.
 
-Every completion is its own request. It goes to any server with a free slot, and to another one if that fails. `sync` sends
-weights, `fleet` knows which servers have them, `launch` starts servers.
+Every completion is its own request. It goes to a server with a free slot, and to another one if that fails. `routing` chooses it,
+`sync` sends weights, `fleet` knows which servers have them, `launch` starts servers.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from grpo.engines.vllm_server.fleet import Fleet, check_exact
 from grpo.engines.vllm_server.http import GENERATE, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers, by_hand
 from grpo.engines.vllm_server.nccl import Nccl
+from grpo.engines.vllm_server.routing import Routes
 from grpo.engines.vllm_server.sync import Disk, Lora, Restart, adapter_tensors
 from grpo.engines.weights import checkpoint, eos_token_ids
 from grpo.env.tokens import Completion
@@ -43,6 +44,7 @@ class VLLMServerEngine:
     """Samples from one or more vLLM servers.
 
     path: the model that is served. urls: addresses of servers that already run. sync: how weights reach them, see `Sync`.
+    router: address of a vllm-router before these servers; it gets the completions while all servers have the newest weights.
     folder: folder for weights, which every server sees under the same path; its files are removed at the end.
     concurrency: requests to one server at a time. timeout: seconds for a completion, or for a piece of weights.
     wait: seconds without a working server after which the run ends.
@@ -67,15 +69,22 @@ class VLLMServerEngine:
         devices: Sequence[Whole | str] | None = None,
         args: Mapping[str, Any] | None = None,
         logs: str = ".",
+        router: str | None = None,
     ) -> None:
         if sync == "restart" and not launch:
             raise UserError("engine.sync=restart starts its own servers: set engine.launch=true, or engine.sync=disk")
         if not launch and not (urls and all(url.startswith(("http://", "https://")) for url in urls)):
             raise UserError(f"engine.urls={list(urls)} must name servers, as [http://HOST:PORT], or engine.launch=true")
+        if router and (launch or sync == "lora" or not router.startswith(("http://", "https://"))):
+            raise UserError(
+                f"engine.router={router} must be an address as http://HOST:PORT, with engine.urls and files or NCCL"
+            )
         path = base_path(path)
         config = AutoConfig.from_pretrained(path).get_text_config()
         self.version: int | None = None
         self.sync, self.concurrency = sync, concurrency
+        self._router = RemoteServer(router.rstrip("/"), timeout) if router else None
+        self._homes: dict[int, RemoteServer] = {}  # see `routing`; empty after new weights, as the servers' caches
         self._run = secrets.token_hex(4)  # tells this run's weights from another run's of the same version
         self._folder = Path(folder).resolve() / self._run
         self._eos = eos_token_ids(path, config.eos_token_id)
@@ -86,10 +95,10 @@ class VLLMServerEngine:
         if launch and URLS not in os.environ:
             raise UserError("engine.launch=true needs processes that Lightning itself starts: set engine.urls instead")
         urls = os.environ[URLS].split() if launch else [url.rstrip("/") for url in urls]
-        ways = {"disk": Disk, "lora": Lora, "nccl": lambda _: Nccl(), "restart": lambda at: Restart(at, self._launched)}
-        way = ways[sync](self._folder)
         advice = "see their logs" if launch else f"start one with {by_hand(path, sync)}, or set engine.launch=true"
         servers = [RemoteServer(url, timeout) for url in dict.fromkeys(urls)]
+        ways = {"nccl": lambda _: Nccl(servers), "restart": lambda folder: Restart(folder, self._launched)}
+        way = (ways | {"disk": Disk, "lora": Lora})[sync](self._folder)
         if here := self._launched:
             for server, port in zip(servers, here.ports, strict=True):
                 server.ended, server.start = partial(here.ended, server.url), partial(here.start, port)
@@ -115,23 +124,29 @@ class VLLMServerEngine:
     def load_weights(self, model: nn.Module, version: int) -> None:
         """Send the weights to all servers that answer; the others get them once they are back. Rank 0 sends for all ranks.
 
-        An error is raised on all ranks.
+        An error is raised on all ranks. If a server is lost on the way, all ranks begin again if that is needed.
         """
         if version == self.version:
             return
-        label, failed = f"{self._run}-{version}", None
-        try:
-            self._push(model, label)
-        except Exception as error:
-            failed = error
-        line = failed and (str(failed) if isinstance(failed, UserError) else told(failed))
-        gathered = distributed.all_gather([(label, line)])  # the other ranks wait here
-        if lines := [line for _, line in gathered if line]:
+        for _ in range(ATTEMPTS):
+            label, failed = f"{self._run}-{version}", None
+            try:
+                self._push(model, label)
+            except Exception as error:
+                failed = error
+            line = failed and (str(failed) if isinstance(failed, UserError) else told(failed))
+            gathered = distributed.all_gather([(label, line, isinstance(failed, Lost))])  # the other ranks wait here
+            if not any(lost for *_, lost in gathered):
+                break
+        if lines := [line for _, line, _ in gathered if line]:
+            if isinstance(failed, Lost):
+                failed = UserError(f"{failed}, {ATTEMPTS} times")
             raise failed or UserError(f"another rank could not send the weights: {lines[0]}")
         label = gathered[0][0]
         if distributed.rank():
             self._fleet.expect(label)
         self._run, self.version = label.rpartition("-")[0], version
+        self._homes = {}  # a call that still samples keeps its own
 
     def _push(self, model: nn.Module, label: str) -> None:
         """Send the weights from rank 0."""
@@ -165,9 +180,12 @@ class VLLMServerEngine:
     async def _sample(self, requests: list[dict], sampling: Sampling, done: Callable | None) -> list[Completion]:
         completions: list[Completion | None] = [None] * len(requests)
         failures: Counter[int] = Counter()
-        waiting: asyncio.Queue[int] = asyncio.Queue()
-        for i in range(len(requests)):
-            waiting.put_nowait(i)
+        routes = Routes([request["token_ids"] for request in requests], self._homes)
+        if self._router:
+            self._router.ready = True  # until it fails in this call
+        waiting: asyncio.Queue[None] = asyncio.Queue()  # as long as `routes`
+        for _ in requests:
+            waiting.put_nowait(None)
 
         async def work(server: RemoteServer) -> None:
             """Ask the server for one completion after another, while it is ready."""
@@ -175,21 +193,26 @@ class VLLMServerEngine:
                 while not server.ready:
                     await asyncio.sleep(0.1)
                 check_exact(server, sampling)
-                i = await waiting.get()
+                await waiting.get()
+                i = routes.take(server)
                 label = self._fleet.label
+                via = self._router
+                asked = via if via and via.ready and all(each.ready for each in self._fleet.servers) else server
                 if server.ready:  # checked after the label: a change of label first sets ready to False
                     try:
-                        completions[i] = await self._complete(server, label, requests[i])
+                        completions[i] = await self._complete(asked, label, requests[i])
                         server.starts = 0
+                        routes.done(i, completions[i].ids, server)
                         if done is not None:
                             done(i, completions[i])
                     except Lost as lost:
-                        server.out(lost)
+                        asked.out(lost)
                         failures[i] += 1
                         if failures[i] == ATTEMPTS:
                             raise UserError(f"a completion failed {ATTEMPTS} times, the last error: {lost}") from lost
                 if completions[i] is None:
-                    waiting.put_nowait(i)
+                    routes.put(i)
+                    waiting.put_nowait(None)
                 waiting.task_done()
 
         each = range(min(self.concurrency, len(requests)))

@@ -17,7 +17,7 @@ from torch import nn
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm_server.http import GENERATE, HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START
-from grpo.engines.vllm_server.nccl import Nccl
+from grpo.engines.vllm_server.nccl import Behind
 from grpo.engines.vllm_server.sync import Lora, Named, Restart, Way
 from grpo.system import distributed
 from grpo.system.errors import UserError
@@ -60,16 +60,12 @@ class Fleet:
     def push(self, model: nn.Module, tensors: Iterable[Named], label: str) -> None:
         """Send the model's weights, which are `tensors`, to all servers; absent ones get them once they are back.
 
-        Raises UserError if no server takes them.
+        Raises UserError if no server takes them, and Lost if they must be sent again, from the start.
         """
         with self.lock:
             self.way.write(model, tensors, label)
             self.expect(label)
-            try:
-                asyncio.run(self.keep(until_one=True))
-            finally:
-                if isinstance(self.way, Nccl):
-                    self.way.drop()
+            asyncio.run(self.keep(until_one=True))
             self.met = True
 
     def expect(self, label: str) -> None:
@@ -96,6 +92,8 @@ class Fleet:
             loads = any(time.monotonic() < server.loads_until for server in self.servers)
             if ready or loads or not ours:
                 since = time.monotonic()
+            elif until_one and (behind := [s.fault for s in self.servers if isinstance(s.fault, Behind)]):
+                raise behind[0]
             elif until_one and (wrong := [s.fault for s in self.servers if isinstance(s.fault, UserError)]):
                 raise wrong[0]
             elif time.monotonic() - since > self.wait:

@@ -79,13 +79,7 @@ class Disk:
 
     async def give(self, server: RemoteServer, label: str) -> None:
         async with paused(server, label):
-            try:
-                await server.ask("/start_weight_update")
-            except Refused as refused:
-                if "already active" not in str(refused):
-                    raise
-                await server.ask("/finish_weight_update")  # an update that an earlier trainer left unfinished
-                await server.ask("/start_weight_update")
+            await begin_update(server)
             for file, total in self.files.items():
                 await server.ask("/update_weights", {"update_info": {"file": str(file), "checksum": total}})
             await server.ask("/finish_weight_update")
@@ -146,6 +140,17 @@ class Restart:
         self.servers.start(port, str(self.folder / label))
         await server.answers(START)
         await server.ask("/update_weight_version", {"new_version": label})
+
+
+async def begin_update(server: RemoteServer) -> None:
+    """Begin an update of a server's weights."""
+    try:
+        await server.ask("/start_weight_update")
+    except Refused as refused:
+        if "already active" not in str(refused):
+            raise
+        await server.ask("/finish_weight_update")  # an update that was left unfinished
+        await server.ask("/start_weight_update")
 
 
 @asynccontextmanager

@@ -1,0 +1,55 @@
+"""Which server samples which completion: least load first, then prompts that begin alike.
+
+A server takes a request as soon as it has room, so no request waits while a server is idle. It prefers a prompt that it has read,
+because vLLM keeps that part of its KV cache: another sample of the group, or the next turn of an episode.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+BLOCK = 64  # tokens
+
+
+class Routes:
+    """The requests of one call that wait. Mutable. homes: by the hash of a prefix, the server that has read it."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], homes: dict[int, Any]) -> None:
+        self.prompts, self.homes = prompts, homes
+        self.keys: list[int] = []  # the hash of each prompt
+        self.waiting: dict[int, list[int]] = {}  # indices of requests by this hash
+        for i, prompt in enumerate(prompts):
+            hashes = prefixes(prompt)
+            if read := [homes[each] for each in hashes if each in homes]:
+                homes[hashes[-1]] = read[-1]  # of the longest prefix
+            self.keys.append(hashes[-1])
+            self.put(i)
+
+    def put(self, i: int) -> None:
+        """Let request i wait."""
+        self.waiting.setdefault(self.keys[i], []).append(i)
+
+    def take(self, server: Any) -> int:
+        """Return a request for this server: of a prompt that it has read, else of a new one, else of the longest queue."""
+        homes, waiting = self.homes, self.waiting
+        ranks = {key: (2, -len(waiting[key])) if key in homes else (1, 0) for key in waiting}
+        ranks |= {key: (0, 0) for key in waiting if homes.get(key) is server}
+        key = min(ranks, key=ranks.get)
+        homes.setdefault(key, server)
+        i = waiting[key].pop(0)
+        if not waiting[key]:
+            del waiting[key]
+        return i
+
+    def done(self, i: int, ids: Sequence[int], server: Any) -> None:
+        """Note that the server has read request i and sampled these tokens: the next turn's prompt begins with both."""
+        text = [*self.prompts[i], *ids]
+        if blocks := len(text) // BLOCK:
+            self.homes[prefixes(text[: blocks * BLOCK])[-1]] = server
+
+
+def prefixes(ids: Sequence[int]) -> list[int]:
+    """Return a hash of each prefix that ends with a block of BLOCK tokens, and last of all tokens."""
+    found = [0]
+    for start in range(0, len(ids), BLOCK):
+        found.append(hash((found[-1], *ids[start : start + BLOCK])))
+    return found[1:] or found
