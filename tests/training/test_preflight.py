@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.samples import Samples
 from grpo.training.forecast import Part
 from grpo.training.plan import RunPlan, duration, plan_of
-from grpo.training.preflight import CHECKS, data
+from grpo.training.preflight import CHECKS, data, sampling
 from grpo.training.preflight import probe as probing
 from grpo.training.preflight.probe import Probe
 from train import train
@@ -240,6 +241,17 @@ def test_an_engine_that_draws_otherwise_than_it_says(probe, monkeypatch, change)
     assert len(probe.tokens)  # sampled before the fault is there
     monkeypatch.setattr(probe.rollouts.engine, "sample", other)
     assert failed(probe) == {"draws follow the probabilities"}
+
+
+def test_a_slow_engine_draws_as_often_as_it_can_in_four_seconds(probe, monkeypatch):
+    """A draw takes 25 ms: 100 draws show that, and 60 more fill the four seconds, or a little more."""
+    sample, counts = probe.sample, []
+    monkeypatch.setattr(sampling, "time", SimpleNamespace(perf_counter=lambda: sum(counts) * 0.025))
+    monkeypatch.setattr(
+        probe, "sample", lambda prompts, *a, **k: counts.append(len(prompts)) or sample(prompts, *a, **k)
+    )
+    found = preflight.outcome(CHECKS["draws follow the probabilities"], probe)
+    assert counts == [100, 61] and found.result == "PASS" and found.compared.startswith("161 draws")
 
 
 def test_an_engine_that_keeps_old_weights(probe, monkeypatch):
