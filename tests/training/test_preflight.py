@@ -116,7 +116,7 @@ def test_answers_that_never_end(probe, monkeypatch):
     found = preflight.outcome(CHECKS["prompts differ, answers end"], probe)
     assert (
         found.result == "FAIL"
-        and "32 of 32 answers cut short, 2 tokens each" in found.compared
+        and "32 of 32 answers cut short, 2 tokens each of at most 2" in found.compared
         and "max_tokens" in found.remedy
     )
     found = preflight.outcome(CHECKS["there is something to learn"], probe)

@@ -32,6 +32,7 @@ def prompts(probe: Probe) -> Checked:
     cut = sum(sample.trajectory.truncated for sample in probe.samples)
     length = sum(sample.length for sample in probe.samples) / len(probe.samples)
     text += f"; {cut} of {len(probe.samples)} answers cut short, {length:.0f} tokens each"
+    text += f" of at most {probe.rollouts.plan.sampling.max_tokens}"
     remedy = (
         "the policy never ends an answer: raise max_tokens, or set rollout.sampling.stop_ids or the model's end token"
     )
