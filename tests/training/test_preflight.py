@@ -171,6 +171,14 @@ def test_a_probe_without_signal_asks_more_rows(probe, monkeypatch):
     assert found.result == "PASS" and "of 25 groups have signal" in found.compared
 
 
+def test_signal_without_right_answers_is_not_called_fit(probe, monkeypatch):
+    monkeypatch.setattr(
+        probe.rollouts.task, "score_group", lambda row, said: [Reward(float(i), False) for i in range(len(said))]
+    )
+    found = preflight.outcome(CHECKS["there is something to learn"], probe)
+    assert found.result == "PASS" and "0% solved, pass@4 0%, 8 of 8 groups have signal: no answer is" in found.compared
+
+
 def test_a_reward_that_is_always_the_same(probe, monkeypatch):
     monkeypatch.setattr(probe.rollouts.task, "score_group", lambda row, said: [Reward(1.0, correct=True)] * len(said))
     names = {"gold answers are right", "there is something to learn"}  # answers of other rows are right, too
