@@ -713,6 +713,20 @@ def commands() -> list[Input]:
         "target exits": ["optim.schedule._target_=sys.exit"],
         "group by value": ["optim.optimizer=adam"],
         "whole node": ["rollout.sampling=3"],
+        "too many prompts": ["rollout.prompts=1000000000000"],
+        "too many rows": ["task.train_size=1000000000000"],
+        "too large an adapter": ["adapter=lora", "adapter.r=1000000000000"],
+        "too many devices": ["trainer=cpu", "trainer.devices=1000"],
+        "machines without a launcher": ["trainer.num_nodes=2"],
+        "nothing to replay": ["replay=abc"],
+        "a stop that is not evaluated": [
+            "callbacks=[early_stopping]",
+            "callbacks.early_stopping.monitor=abc",
+            "eval.every=1",
+        ],
+        "a folder below a file": ["callbacks=[checkpoint]", "callbacks.checkpoint.folder=/dev/null/x"],
+        "metrics below a file": ["logger=csv", "logger.csv.file=/dev/null/x"],
+        "a stop without evaluations": ["callbacks=[early_stopping]", "eval.every=0"],
     }
     return [Input("command", name, [*WORDS, *given], name == "run dir is empty") for name, given in found.items()]
 

@@ -102,6 +102,9 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
             group, _, option = (cause.missing_cfg_file or "").rpartition("/")
             options = ", ".join(option for option in cause.options or () if option != "base")
             return f"{group} has no option {option!r}; options: {options}" if options else " ".join(str(cause).split())
+    if lacking := next((str(cause) for cause in causes if lacks_memory(cause)), None):
+        least = "python train.py debug=forecast shows what a run needs, docs/memory.md how to need less"
+        return f"not enough memory: {' '.join(lacking.split())[:200]}; {least}"
     wanted = isinstance(error, OSError) and f"hydra.run.dir={error.filename}" in arguments
     if wanted or (isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError)):
         return f"the output folder cannot be written: {error}; set hydra.run.dir=FOLDER"
@@ -122,6 +125,13 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return " ".join(str(error).split())
     return None
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether numpy, torch or a device had too little memory."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in ("out of memory", "can't allocate"))
+    )
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -14,7 +14,7 @@ from grpo.models.policy import with_adapter
 from grpo.objectives.batch import TokenBatch
 from grpo.system.errors import UserError
 from grpo.system.loading import not_finite
-from grpo.training.checkpoints import PlainCheckpoints, usable
+from grpo.training.checkpoints import PlainCheckpoints, fault_of
 from grpo.training.module import GRPOModule
 from grpo.training.preflight.learning import backward
 
@@ -26,7 +26,8 @@ def replay(config: DictConfig) -> None:
 
     Raises UserError if `config.replay` is no update that a run has written.
     """
-    saved = PlainCheckpoints().load_checkpoint(usable(Path(config.replay)))
+    file = Path(config.replay)
+    saved = PlainCheckpoints().load_checkpoint(file) if fault_of(file) is None else {}
     if "weights" not in saved:
         raise UserError(f"replay={config.replay} is no skipped update: give RUN/skipped/UPDATE.ckpt")
     trainer = instantiate(config.trainer)(callbacks=[], logger=[])

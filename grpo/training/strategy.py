@@ -100,9 +100,14 @@ class _Launcher(_SubprocessScriptLauncher):
         self.siblings = siblings
 
     def launch(self, function: Callable, *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
-        """Start the other ranks, unless this is one of them, and call the function."""
+        """Start the other ranks, unless this is one of them, and call the function. Raises UserError if they can never come."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
+            if self.num_nodes > 1 and "MASTER_ADDR" not in os.environ:
+                line = f"trainer.num_nodes={self.num_nodes} needs a process on each machine"
+                raise UserError(f"{line}: python -m grpo.launch starts them (docs/scale.md)")
+            if self.num_processes > (most := max(8, os.cpu_count() or 1)):
+                raise UserError(f"trainer.devices={self.num_processes} are too many processes here: at most {most}")
             os.environ[FIRST] = str(os.getpid())
             self._call_children_scripts()
         elif first := os.environ.get(FIRST):

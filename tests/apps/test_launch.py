@@ -104,6 +104,7 @@ def test_services_of_compose_have_devices_of_their_own():
         ("compose", ["experiment=qwen32b_split", *ONE_MACHINE, "engine.sync=nccl"], "set engine.sync=disk"),
         ("compose", [], "needs deployment.image=IMAGE"),
         ("slurm", ["deployment.server_nodes=-1"], "deployment.server_nodes=-1 must be"),
+        ("slurm", ["deployment.port=0"], "deployment.port=0 must be"),
     ],
 )
 def test_a_mistake_gets_one_line(kind, overrides, line):

@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT, TEST_PATH, compose_config
 from test_train import VARIED, Varied, rows, state
 
-from grpo.apps.cli import one_line_errors
+from grpo.apps.cli import explain, one_line_errors
 from grpo.apps.resuming import has_checkpoint, is_over
 from grpo.runs.runs import Run
 from grpo.system.errors import StopError, UserError
@@ -219,3 +219,18 @@ def test_a_run_that_no_longer_improves_ends_early_and_well(smoke, tmp_path, capl
     with pytest.raises(SystemExit) as ended:
         train(compose_config(*smoke(*more, f"ckpt_path={tmp_path}")))
     assert ended.value.code == 0 and Run(tmp_path).manifest["status"] == "finished" and len(rows(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    ("monitor", "every", "line"),
+    [
+        ("accuracy", 1, "monitor=accuracy is no metric"),
+        ("eval/acuracy", 1, "monitor=eval/acuracy is not measured here: choose eval/accuracy, "),
+        ("eval/accuracy", 0, "would never end this run, which evaluates nothing: set eval.every"),
+    ],
+)
+def test_a_run_that_could_never_end_early_is_refused(smoke, monitor, every, line):
+    more = ("callbacks=[early_stopping]", f"callbacks.early_stopping.monitor={monitor}", f"eval.every={every}")
+    with pytest.raises(Exception) as refusal:
+        train(compose_config(*smoke(*more)))
+    assert line in explain(refusal.value, "train")

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from grpo.system.errors import StopError, UserError
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.checkpoints import PlainCheckpoints
+from grpo.training.trainer import make_trainer
 from tasks.gsm8k import GSM8K
 from train import train
 
@@ -437,6 +439,29 @@ def test_the_command_line_prints_that_one_line(smoke, tmp_path):
 
 def test_a_bug_keeps_its_traceback():
     assert explain(KeyError("ours"), "train") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"devices": 1000}, "trainer.devices=1000 are too many processes"),
+        ({"num_nodes": 2}, "trainer.num_nodes=2 needs a"),
+    ],
+)
+def test_processes_that_never_come_are_refused(given, line, monkeypatch):
+    for name in ("MASTER_ADDR", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    trainer = make_trainer([], [], "cpu", **given)
+    trainer.strategy._configure_launcher()
+    with pytest.raises(UserError, match=line):
+        trainer.strategy.launcher.launch(print)
+
+
+def test_a_lack_of_memory_is_one_line():
+    for give in (lambda: torch.empty(10**15), lambda: np.empty(10**15)):
+        with pytest.raises((RuntimeError, MemoryError)) as lack:
+            give()
+        assert re.match("not enough memory: .*llocate.*docs/memory.md", explain(lack.value, "train"))
 
 
 def test_means_of_a_run_are_numbers(smoke, tmp_path):

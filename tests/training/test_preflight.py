@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.samples import Samples
 from grpo.training.forecast import Part
 from grpo.training.plan import RunPlan, duration, plan_of
-from grpo.training.preflight import CHECKS, data
+from grpo.training.preflight import CHECKS, data, sampling
 from grpo.training.preflight import probe as probing
 from grpo.training.preflight.probe import Probe
 from train import train
@@ -117,7 +118,7 @@ def test_answers_that_never_end(probe, monkeypatch):
     found = preflight.outcome(CHECKS["prompts differ, answers end"], probe)
     assert (
         found.result == "FAIL"
-        and "32 of 32 answers cut short, 2 tokens each" in found.compared
+        and "32 of 32 answers cut short, 2 tokens each of at most 2" in found.compared
         and "max_tokens" in found.remedy
     )
     found = preflight.outcome(CHECKS["there is something to learn"], probe)
@@ -170,6 +171,14 @@ def test_a_probe_without_signal_asks_more_rows(probe, monkeypatch):
         CHECKS["there is something to learn"], Probe(probe.module, probe.rollouts, probe.examples, probe.precision)
     )
     assert found.result == "PASS" and "of 25 groups have signal" in found.compared
+
+
+def test_signal_without_right_answers_is_not_called_fit(probe, monkeypatch):
+    monkeypatch.setattr(
+        probe.rollouts.task, "score_group", lambda row, said: [Reward(float(i), False) for i in range(len(said))]
+    )
+    found = preflight.outcome(CHECKS["there is something to learn"], probe)
+    assert found.result == "PASS" and "0% solved, pass@4 0%, 8 of 8 groups have signal: no answer is" in found.compared
 
 
 def test_a_reward_that_is_always_the_same(probe, monkeypatch):
@@ -242,6 +251,17 @@ def test_an_engine_that_draws_otherwise_than_it_says(probe, monkeypatch, change)
     assert len(probe.tokens)  # sampled before the fault is there
     monkeypatch.setattr(probe.rollouts.engine, "sample", other)
     assert failed(probe) == {"draws follow the probabilities"}
+
+
+def test_a_slow_engine_draws_as_often_as_it_can_in_four_seconds(probe, monkeypatch):
+    """A draw takes 25 ms: 100 draws show that, and 60 more fill the four seconds, or a little more."""
+    sample, counts = probe.sample, []
+    monkeypatch.setattr(sampling, "time", SimpleNamespace(perf_counter=lambda: sum(counts) * 0.025))
+    monkeypatch.setattr(
+        probe, "sample", lambda prompts, *a, **k: counts.append(len(prompts)) or sample(prompts, *a, **k)
+    )
+    found = preflight.outcome(CHECKS["draws follow the probabilities"], probe)
+    assert counts == [100, 61] and found.result == "PASS" and found.compared.startswith("161 draws")
 
 
 def test_an_engine_that_keeps_old_weights(probe, monkeypatch):

@@ -2,14 +2,17 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import CONTEXT, PROMPTS, gap, gap_now, model_folder, steps
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm.engine import VLLMEngine
+from grpo.engines.weights import checksum
 from grpo.system.errors import UserError
 
 pytestmark = pytest.mark.vllm
@@ -101,3 +104,18 @@ def test_arguments_that_vllm_refuses_are_told_in_one_line(tmp_path, args, line):
 def test_sleep_is_refused_without_a_gpu(tmp_path):
     with pytest.raises(UserError, match=r"engine\.sleeps=false"):
         VLLMEngine(str(tmp_path), sleeps=True)
+
+
+def test_a_file_with_other_weights_than_the_trainer_wrote_is_refused(tmp_path):
+    from grpo.engines.vllm.transfer import Bucket, Transfer  # imports vllm
+
+    loaded, file = [], tmp_path / "weights.safetensors"
+    weights = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
+    worker = SimpleNamespace(model=SimpleNamespace(load_weights=loaded.append))
+    bucket = Bucket(file=str(file), checksum=checksum(weights.items()))
+    save_file(weights, file)
+    Transfer.receive_weights(worker, bucket)
+    save_file(weights | {"b": torch.tensor([3.5])}, file)
+    with pytest.raises(ValueError, match="does not hold the weights that the trainer wrote"):
+        Transfer.receive_weights(worker, bucket)
+    assert len(loaded) == 1

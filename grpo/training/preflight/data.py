@@ -32,6 +32,7 @@ def prompts(probe: Probe) -> Checked:
     cut = sum(sample.trajectory.truncated for sample in probe.samples)
     length = sum(sample.length for sample in probe.samples) / len(probe.samples)
     text += f"; {cut} of {len(probe.samples)} answers cut short, {length:.0f} tokens each"
+    text += f" of at most {probe.rollouts.plan.sampling.max_tokens}"
     remedy = (
         "the policy never ends an answer: raise max_tokens, or set rollout.sampling.stop_ids or the model's end token"
     )
@@ -103,7 +104,8 @@ def signal(probe: Probe) -> Checked:
     passed = sum(map(any, right)) / count
     text = f"{solved:.0%} solved, pass@{size} {passed:.0%}, {live} of {count} groups have signal"
     if live:
-        return Checked("PASS", f"{text}: fit for GRPO")
+        fit = "fit for GRPO" if solved else "no answer is right, so only other parts of the reward can rise at first"
+        return Checked("PASS", f"{text}: {fit}")
     values = {sample.reward.value for sample in samples if sample.reward.known}
     outcomes = {sample.reward.outcome for sample in samples}
     causes = [

@@ -9,9 +9,8 @@ from scipy.stats import chi2
 from grpo.system.distributed import full, part_of
 from grpo.training.preflight.probe import Checked, Probe, judged
 
-DRAWS = 500  # at once
-MOST_DRAWS = 2000
-PATIENCE = 4.0  # seconds after which a slow engine draws no more
+FIRST_DRAWS, DRAWS, MOST_DRAWS = 100, 500, 2000  # the first ones show the engine's speed; at once; in all
+PATIENCE = 4.0  # seconds: a slow engine draws only as often as it can meanwhile
 RARE = 1e-6  # a p-value below it is a fault, not chance
 ENGINE = "an engine option, generation_config.json or a proxy changes the sampling: remove it"
 
@@ -26,7 +25,7 @@ def logprobs(probe: Probe) -> Checked:
 
 
 def draws(probe: Probe) -> Checked:
-    """Draws follow the probabilities that the engine reports: Pearson's chi-square of DRAWS to MOST_DRAWS draws at one place.
+    """Draws follow the probabilities that the engine reports: Pearson's chi-square of at most MOST_DRAWS draws at one place.
 
     The place is the one with the highest entropy, where a filter, a penalty or another temperature changes most.
     """
@@ -35,8 +34,10 @@ def draws(probe: Probe) -> Checked:
     prompt, completion = tokens.sequences()[row]
     first, reported, begun = [], [], time.perf_counter()
     with probe.rollouts.sampling():  # each device for itself, as often as it can
-        while len(first) < MOST_DRAWS and time.perf_counter() - begun < PATIENCE:
-            drawn = probe.sample([[*prompt, *completion[:at]]] * DRAWS, max_tokens=1, others=len(first))
+        while len(first) < MOST_DRAWS and (spent := time.perf_counter() - begun) < PATIENCE:
+            fit = 1 + int(len(first) * (PATIENCE / spent - 1)) if first else FIRST_DRAWS
+            count = min(fit, DRAWS, MOST_DRAWS - len(first))
+            drawn = probe.sample([[*prompt, *completion[:at]]] * count, max_tokens=1, others=len(first))
             first += drawn.ids[:, -drawn.completion_width].tolist()
             reported += drawn.rollout_logprobs[:, 0].tolist()
     ids, where, counts = np.unique(first, return_index=True, return_counts=True)
