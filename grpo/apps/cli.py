@@ -111,6 +111,9 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
         near = nearest(key[1], known_keys(config_name, arguments))
         hint = f"did you mean {near}?" if near else "--help lists them"
         return f"there is no key {key[1]!r}; {hint} (+{key[1]}=... adds a new key)"
+    deleted = re.search(r"Could not delete from config. '([^']+)' does not exist", str(error))
+    if deleted and deleted[1] in known_keys(config_name, arguments):
+        return f"~{deleted[1]}: its value is null, and Hydra deletes no null: give {deleted[1]}=0 ~{deleted[1]}"
     if "Config group override must be" in str(error):
         named = [a for a in arguments if (CONF / a.partition("=")[0]).is_dir()]
         wrong = [a for a in named if not (CONF / f"{a.replace('=', '/')}.yaml").is_file()]

@@ -322,7 +322,14 @@ def told(*overrides: str, name: str = "train") -> str:
         (["adapter=lora", "adapter.target_modules=[nothing]"], ["adapter:", "nothing"]),
         (["ckpt_path=nowhere.ckpt"], ["ckpt_path=nowhere.ckpt is no whole checkpoint"]),
         (["output_dir="], ["hydra.run.dir= is empty"]),
-        (["algo.reduce=mean"], ["algo.reduce=mean is not one of sequence, token, constant, sum"]),
+        (
+            ["algo.reduce=mean"],
+            ["algo.reduce=mean must be one of sequence, token, constant, sum or a function of yours"],
+        ),
+        (
+            ["~algo.surrogate.dual"],
+            ["is null, and Hydra deletes no null: give algo.surrogate.dual=0 ~algo.surrogate.dual"],
+        ),
         (["eval.samples=2"], ["eval.samples=2 at temperature 0"]),
         (["+rollout.colour=red"], ["rollout:", "unexpected keyword argument 'colour'"]),
         (["optim.schedule.name=wavy"], ["optim: wavy is not a valid", "linear"]),
@@ -467,7 +474,9 @@ class Halves:
 
 @pytest.mark.parametrize("varied", [True, False])
 def test_dynamic_sampling_replaces_groups_without_signal(smoke, tmp_path, varied):
-    config = compose_config(*smoke("algo.sampling_rounds=8", "rollout.prompts=6", "callbacks=[samples]"))
+    config = compose_config(
+        *smoke("algo.sampling_rounds=8", "algo.sampling_filter=reward", "rollout.prompts=6", "callbacks=[samples]")
+    )
     config.task = {"_target_": "test_train.Halves", "varied": varied}
     train(config)
     written = Run(tmp_path).samples([1]).to_dict("records")

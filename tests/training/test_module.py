@@ -202,7 +202,7 @@ def test_epochs_compare_with_the_policy_before_the_first(toy):
     module = make_module(policy, num_epochs=3, num_minibatches=2, lr=0.1, kl_coef=0.01)
     seen = []
     inner = module.update
-    module.update = lambda minibatch, means: (seen.append(minibatch), inner(minibatch, means))
+    module.update = lambda minibatch, *rest: (seen.append(minibatch), inner(minibatch, *rest))
     tokens = collate(GROUPS)
     start, _ = completion_logprobs(fresh(toy), tokens, 1.0)
     metrics = module.training_step(rollout(tokens=tokens), 0)
