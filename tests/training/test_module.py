@@ -76,6 +76,26 @@ def test_logprobs_are_those_of_a_lone_unpadded_forward(toy_model):
             torch.testing.assert_close(entropy[row, :n], exact, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
+def test_rows_without_a_completion_alone_in_a_microbatch_or_minibatch(toy, layout):
+    """An engine may end an answer before its first token. The others are learned from as if the empty ones were not cut apart."""
+    empty = [[episode((11, 12), ()), episode((11, 12), ())], [episode((14,), (24, 25)), episode((14,), (28,))]]
+    assert [values.shape for values in completion_logprobs(fresh(toy), collate(empty[:1]), 1.0, layout=layout)] == [
+        (2, 0)
+    ] * 2
+    found = []
+    for max_tokens in (1000, 1):
+        got, metrics = trained(
+            fresh(toy), rollout(groups=empty), max_tokens_per_microbatch=max_tokens, layout=layout, num_epochs=2
+        )
+        found.append(got)
+        assert metrics["loss/grad_norm"] > 0.01
+    for name in found[0]:
+        torch.testing.assert_close(found[0][name], found[1][name], atol=1e-6, rtol=0)
+    _, metrics = trained(fresh(toy), rollout(groups=empty), layout=layout, num_minibatches=2)
+    assert metrics["loss/grad_norm"] > 0.01 and metrics["loss/skipped"] == 0
+
+
 def as_given(rewards):
     """Return the rewards as advantages."""
     return rewards
