@@ -66,7 +66,7 @@ class GRPOModule(L.LightningModule):
         offload = self.optim.offload and not is_sharded(self.policy)
         optimizer = with_masters(trained, self.optim.optimizer, offload)
         self.has_masters = offload or any(p.dtype in LOW for p in trained.values())
-        return [optimizer], [self.optim.schedule(optimizer=optimizer, num_training_steps=self.num_updates)]
+        return [optimizer], [self.optim.scheduled(optimizer, self.num_updates)]
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
         """Learn from one rollout: num_epochs passes of num_minibatches updates. Returns metrics."""

@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from peft import LoraConfig
 from torch import tensor
+from transformers import get_scheduler
 
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
@@ -19,6 +21,7 @@ from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.types import Sample
+from grpo.system.errors import UserError
 from grpo.training.batch import RolloutBatch
 from grpo.training.meter import Means
 from grpo.training.module import GRPOModule
@@ -134,6 +137,17 @@ def make_module(
     module.optimizers, module.lr_schedulers = lambda: optimizers[0], lambda: schedules[0]
     module.manual_backward = lambda loss: loss.backward()
     return module
+
+
+def test_a_schedule_is_tried_with_its_warm_up_and_refused_for_what_it_does():
+    """A polynomial schedule divides by the updates after the warm-up: by 0 at the last update if there are none."""
+    schedule = partial(get_scheduler, name="polynomial", num_warmup_steps=1)
+    optim = Optimization(partial(torch.optim.SGD, lr=0.1), schedule)
+    small = optim.optimizer([("weight", torch.zeros(1, requires_grad=True))])
+    scheduled = optim.scheduled(small, num_updates=3)
+    assert scheduled.get_last_lr() == [0.0]  # it has not moved
+    with pytest.raises(UserError, match=r"optim\.schedule: division by zero .*in a run of 1 updates"):
+        optim.scheduled(small, num_updates=1)
 
 
 def rollout(number=0, rewards=ADVANTAGES, groups=GROUPS, tokens=None, **change) -> RolloutBatch:
