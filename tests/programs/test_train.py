@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
@@ -26,12 +27,14 @@ from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.renderer import TokenizerRenderer
 from grpo.env.types import Example, Reward, SingleTurn, Trajectory
-from grpo.evaluation.evaluator import Evaluator
+from grpo.evaluation.evaluator import Evaluation, Evaluator
+from grpo.evaluation.statistics import mean_interval
 from grpo.models.pretrained import Pretrained
 from grpo.runs.runs import Run
 from grpo.system.errors import StopError, UserError
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.checkpoint import Checkpoint
+from grpo.training.callbacks.evaluation import EvaluationCallback
 from grpo.training.checkpoints import PlainCheckpoints
 from tasks.gsm8k import GSM8K
 from train import train
@@ -216,6 +219,27 @@ def test_best_is_the_best_and_survives_worse(smoke, tmp_path, caplog):
     weight.data.fill_(9)
     resumed.on_train_batch_end(None, module, {}, RolloutBatch(4, metrics={"eval/accuracy": 0.25}), 0)
     assert load_file(tmp_path / "resumed" / "best" / "model.safetensors")["model.norm.weight"].unique().item() == 1
+
+
+@pytest.mark.parametrize(("later", "best"), [([0.5, math.nan, 0.0], 0), ([1.0, 1.0, 0.5], 1)])
+def test_the_policy_before_training_may_be_the_best(smoke, tmp_path, caplog, later, best):
+    """It gives way to an equal one. An accuracy of NaN is told."""
+    pretrained = Pretrained(next(o for o in smoke() if o.startswith("model.path=")).partition("=")[2])
+    module, evaluation = L.LightningModule(), EvaluationCallback(SimpleNamespace(), None, ())
+    module.policy = pretrained.model()
+    evaluation.first = [Evaluation(0, (), {"accuracy": mean_interval([1.0, 1.0], bounds=(0, 1))})]
+    checkpoint = Checkpoint(pretrained.tokenizer(), str(tmp_path), num_rollouts=3, every=0)
+    trainer = SimpleNamespace(
+        callbacks=[evaluation, checkpoint], is_global_zero=True, save_checkpoint=lambda path: None
+    )
+    checkpoint.on_train_start(trainer, module)
+    for rollout, accuracy in enumerate(later):
+        checkpoint.on_train_batch_end(
+            trainer, module, {}, RolloutBatch(rollout, metrics={"eval/accuracy": accuracy}), 0
+        )
+    assert (tmp_path / "best").resolve().name == f"policy_{best:05}"
+    assert ("rollout 2: the held-out accuracy is unknown" in caplog.text) == (best == 0)
+    assert ("no evaluation was better than the one before training (100.0 %)" in caplog.text) == (best == 0)
 
 
 def greedy(model) -> list[str]:
