@@ -369,6 +369,13 @@ def told(*overrides: str, name: str = "train") -> str:
         (["+trainer.limit_train_batches=0"], ["trainer.limit_train_batches has no effect here, or breaks the loop"]),
         (["eval.sampling.stop_ids=[3,999999]"], ["eval.sampling.stop_ids: the model has no token 999999, only 0 to"]),
         (["optim.schedule.name=reduce_lr_on_plateau"], ["optim.schedule: "]),
+        (
+            ["task=musique", "task.rewards=correct"],
+            ["the reward of this task is its own", "define score (docs/tasks.md)"],
+        ),
+        (["task=musique", "+task.rewards=[correct]"], ["the reward of this task is its own"]),
+        (["trainer.strategy=ddp"], ["trainer.strategy=ddp is a choice of the group strategy: set strategy=auto, ddp"]),
+        (["+trainer.strategy=ddp"], ["there is a key trainer.strategy already: leave out the +"]),
         (["algo=3"], ["algo=3: a group takes the name of an option, and --help lists them"]),
         (["trainer.precision=8"], ["trainer.precision=8 is not one of auto, 32-true, bf16-mixed"]),
     ],
