@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from peft import LoraConfig
 from test_module import GROUPS, episode, fresh, make_module, rollout, trained
 from torch import tensor
 
+from grpo.env.types import Reward
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
 from grpo.objectives.advantage import gdpo, group_advantages, no_baseline
@@ -22,6 +24,7 @@ from grpo.objectives.loss import clip, reinforce
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.rollouts import Rollout
 from grpo.system.errors import UserError
+from grpo.training.preflight.data import signal
 
 close = torch.testing.assert_close
 NAN = math.nan
@@ -126,6 +129,18 @@ def test_dynamic_sampling_looks_for_right_and_wrong_answers_not_at_the_penalty_o
     assert got.has_signal(dapo.sampling_filter).tolist() == [False, True]
     played = Rollout([TWO, TWO], got, rounds=1, version=0, seconds=0.0)
     assert played.best(1, "correct") == [1] and played.best(1, "reward") == [0]
+
+
+@pytest.mark.parametrize(("rounds", "found"), [(1, "PASS"), (2, "FAIL")])
+def test_preflight_knows_what_dynamic_sampling_looks_at(rounds, found):
+    """Rewards differ, and no answer is right."""
+    group = [replace(sample, reward=Reward(value, False)) for sample, value in zip(TWO, (0.0, 0.5), strict=True)]
+    plan = SimpleNamespace(
+        plan=SimpleNamespace(group_size=2), algorithm=Algorithm(no_baseline, clip, 4, sampling_rounds=rounds)
+    )
+    probe = SimpleNamespace(rollouts=plan, groups=[group], further=[], scores=scores([group]), samples=group)
+    got = signal(probe)
+    assert got.result == found and ("set algo.sampling_filter=reward" in str(got)) == (rounds == 2)
 
 
 # -- the update

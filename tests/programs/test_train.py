@@ -223,7 +223,7 @@ def test_best_is_the_best_and_survives_worse(smoke, tmp_path, caplog):
 
 @pytest.mark.parametrize(("later", "best"), [([0.5, math.nan, 0.0], 0), ([1.0, 1.0, 0.5], 1)])
 def test_the_policy_before_training_may_be_the_best(smoke, tmp_path, caplog, later, best):
-    """It gives way to an equal one. An accuracy of NaN is told."""
+    """It gives way to an equal one. An accuracy of NaN has a warning."""
     pretrained = Pretrained(next(o for o in smoke() if o.startswith("model.path=")).partition("=")[2])
     module, evaluation = L.LightningModule(), EvaluationCallback(SimpleNamespace(), None, ())
     module.policy = pretrained.model()
