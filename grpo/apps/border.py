@@ -172,6 +172,8 @@ def check_values(config: DictConfig) -> None:
     for key, names in INSTEAD.items():
         for name in node.get("trainer", {}).keys() & set(names.split()):
             raise UserError(f"trainer.{name} has no effect here, or breaks the loop: set {key} instead")
+    if isinstance(chosen := node.get("trainer", {}).get("strategy"), str):
+        raise UserError(f"trainer.strategy={chosen} is a choice of the group strategy: set strategy=auto, ddp or fsdp2")
     written = flat(OmegaConf.to_container(config))  # a value is named by its own key, not by one that refers to it
     for key, value, kind in sorted(kinds(node), key=lambda found: "${" in str(written.get(found[0]))):
         if value != "???":

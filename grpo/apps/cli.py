@@ -39,6 +39,11 @@ log = logging.getLogger(__name__)
 # The user's own setting. `run` sets HYDRA_FULL_ERROR as well, and the processes of further devices inherit that.
 FULL_ERROR = os.environ.setdefault("GRPO_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "0")) == "1"
 
+OWN_REWARD = (
+    "task.rewards: the reward of this task is its own: its other keys change it (--help), and a class of yours may inherit it "
+    "and define score (docs/tasks.md)"
+)
+
 
 def given_arguments() -> list[str]:
     """Return the arguments of the command line, with references such as ${oc.env:NAME} as they were given."""
@@ -111,9 +116,18 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     if key := re.search(r"Could not override '([^']+)'", str(error)):
         if key[1] in MOVED:
             return f"{key[1]} is {MOVED[key[1]]} now"
+        if key[1] in ("task.rewards", "task.weights"):
+            return OWN_REWARD
         near = nearest(key[1], known_keys(config_name, arguments))
         hint = f"did you mean {near}?" if near else "--help lists them"
         return f"there is no key {key[1]!r}; {hint} (+{key[1]}=... adds a new key)"
+    if there := re.search(r"An item is already at '([^']+)'", str(error)):
+        return f"there is a key {there[1]} already: leave out the +"
+    if re.search(r"unexpected keyword argument '(rewards|weights)'", str(error)):
+        return OWN_REWARD
+    deleted = re.search(r"Could not delete from config. '([^']+)' does not exist", str(error))
+    if deleted and deleted[1] in known_keys(config_name, arguments):
+        return f"~{deleted[1]}: its value is null, and Hydra deletes no null: give {deleted[1]}=0 ~{deleted[1]}"
     if "Config group override must be" in str(error):
         named = [a for a in arguments if (CONF / a.partition("=")[0]).is_dir()]
         wrong = [a for a in named if not (CONF / f"{a.replace('=', '/')}.yaml").is_file()]

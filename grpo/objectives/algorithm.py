@@ -38,7 +38,8 @@ class Algorithm:
     top_entropy: the surrogate counts only this share of the tokens, by entropy. off_policy_delta: see `off_policy_keep`.
     overlong_share: the share of max_tokens over which `overlong_penalty` falls; 0 is off.
     mask_truncated: truncated answers stay in their group's baseline, but nothing is learned from them.
-    sampling_rounds: above 1, groups with equal rewards are replaced, in at most this many rounds of sampling (DAPO).
+    sampling_rounds: above 1, groups without both right and wrong answers (sampling_filter=reward: with equal rewards) are
+    replaced, in at most this many rounds of sampling (DAPO).
     num_epochs: passes over a rollout, with num_minibatches updates each.
     """
 
@@ -57,6 +58,7 @@ class Algorithm:
     overlong_share: Share = 0.0
     mask_truncated: bool = False
     sampling_rounds: Count = 1
+    sampling_filter: Literal["correct", "reward"] = "correct"
     num_epochs: Count = 1
     num_minibatches: Count = 1
 
@@ -75,9 +77,8 @@ class Algorithm:
     @property
     def needs_old(self) -> bool:
         """Whether a pass before the first update is needed; else the first update's own log-probabilities are the old ones."""
-        if self.top_entropy < 1:
-            return True
-        return self.old_policy == "trainer" and (self.num_minibatches > 1 or self.kl.in_reward)
+        several = self.num_minibatches > 1 or self.kl.in_reward
+        return self.top_entropy < 1 or (several and self.old_policy == "trainer")
 
     @cached_property
     def skips_zero_advantages(self) -> bool:
@@ -87,7 +88,7 @@ class Algorithm:
     # -- rewards to advantages
 
     def shaped(self, scores: Scores) -> Scores:
-        """Apply the first step of shaping.py, which needs no tokens: dynamic sampling uses these rewards."""
+        """Apply the first step of shaping.py, which needs no tokens."""
         return less_overlong(scores, self.max_tokens, self.overlong_share)
 
     def credit(self, scores: Scores, tokens: TokenBatch) -> TokenBatch:
@@ -104,7 +105,8 @@ class Algorithm:
             advantages = whiten(advantages, mask, concatenated=distributed.all_gather)
         if self.mask_truncated:
             mask = mask & ~scores.truncated.flatten()[tokens.sample, None]
-        return replace(tokens, mask=mask, advantages=torch.where(mask, advantages, 0.0))
+        advantages, group = torch.where(mask, advantages, 0.0), tokens.sample // scores.rewards.shape[1]
+        return replace(tokens, mask=mask, advantages=advantages, group=group)
 
     def choose(self, tokens: TokenBatch) -> TokenBatch:
         """Add `counted`, the tokens of highest entropy, if the surrogate counts only those; needs old_entropy."""
@@ -119,14 +121,15 @@ class Algorithm:
         """Return the log-probabilities of the old policy in the ratio, [B, C]."""
         return batch.rollout_logprobs if self.old_policy == "rollout" else batch.old_logprobs
 
-    def weights(self, mask: Tensor, sample: Tensor | None = None) -> Tensor:
-        """Return w [B, C], each token's share in an update's loss. mask [B, C], sample [B]: this rank's rows of the update."""
-        return token_weights(mask, self.reduce, self.max_tokens, sample, distributed.all_sum)
+    def weights(self, mask: Tensor, sample: Tensor | None = None, count: float | None = None) -> Tensor:
+        """Return w [B, C], each token's share in an update's loss. mask, sample: this rank's rows; count: all ranks' samples."""
+        return token_weights(mask, self.reduce, self.max_tokens, sample, distributed.all_sum, count)
 
     def policy_term(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """Return l(rho, A), the numbers that the surrogate logs, and the ratio rho (None for level: none). [B, C] each."""
-        given = {name: getattr(batch, name) for name in ("rollout_logprobs", "advantages", "mask")}
-        given, rho = given | {"logprobs": logprobs}, None
+        given = {name: getattr(batch, name) for name in ("rollout_logprobs", "advantages", "mask", "sample", "group")}
+        given["counted"], rho = batch.mask if batch.counted is None else batch.counted, None
+        given["logprobs"] = logprobs
         if self.level != "none":
             old = self.old_logprobs(batch)
             log_rho = policy_log_ratio(logprobs, old, batch.mask, self.level)
@@ -164,9 +167,8 @@ class Algorithm:
             k = off_policy_keep(logprobs, batch.rollout_logprobs, batch.advantages, batch.mask, self.off_policy_delta)
             logged["off_policy_dropped"] = ~k
         if self.correction is not None:
-            f = logged["correction"] = self.correction(
-                (batch.old_logprobs - batch.rollout_logprobs) * batch.mask, batch.mask
-            )
+            log_w = (batch.old_logprobs - batch.rollout_logprobs) * batch.mask
+            f = logged["correction"] = self.correction(log_w, batch.mask)
         if self.kl.in_loss:
             target = batch.reference_logprobs if self.kl.target == "reference" else batch.rollout_logprobs
             KL = logged["kl"] = self.kl.estimate(logprobs, target)

@@ -7,11 +7,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-WITHOUT_RATIO = ("logprobs", "rollout_logprobs", "advantages", "mask")
-OFFERED = {  # values for the function of each axis
+WITHOUT_RATIO = ("logprobs", "rollout_logprobs", "advantages", "mask", "counted", "sample", "group")
+OFFERED = {  # values for the function of each axis; of level and reduce only for one of your own
     "advantage": ("rewards", "lengths", "parts"),
     "surrogate": ("ratio", "log_ratio", "old_logprobs", *WITHOUT_RATIO),
     "correction": ("log_w", "mask"),
+    "level": ("log_ratio", "mask"),
+    "reduce": ("mask", "sample", "lengths", "samples", "tokens", "count", "max_tokens", "total"),
 }
 
 
@@ -28,4 +30,5 @@ def call(function: Callable, given: Mapping[str, Any]) -> Any:
 def named(algorithm: Any, axis: str) -> str:
     """Return the key and the function of an axis, such as `algo.surrogate (clip)`."""
     function = getattr(algorithm, axis)
-    return f"algo.{axis} ({getattr(function, 'func', function).__name__})"
+    function = getattr(function, "func", function)
+    return f"algo.{axis} ({getattr(function, '__name__', type(function).__name__)})"

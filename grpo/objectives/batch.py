@@ -5,7 +5,7 @@ N prompts, G samples of each, S = N x G; B rows, P prompt tokens, C completion t
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -31,9 +31,9 @@ class Scores:
     def to(self, *args, **kwargs) -> Self:
         return self._map(lambda tensor: tensor.to(*args, **kwargs))
 
-    def has_signal(self) -> Tensor:
-        """Return whether the rewards of each group differ, [N] bool."""
-        return has_signal(self.rewards)
+    def has_signal(self, by: Literal["correct", "reward"] = "reward") -> Tensor:
+        """Return whether the rewards of each group differ, or its answers are right and wrong ones, [N] bool."""
+        return has_signal(self.rewards if by == "reward" else self.parts["correct"])
 
     def rows(self, index: list[int]) -> Self:
         """Return these groups."""
@@ -49,6 +49,7 @@ class TokenBatch:
     mask: Tensor  # [B, C] bool, True where the policy sampled the token
     rollout_logprobs: Tensor  # [B, C] float32, the engine's
     sample: Tensor  # [B] int64, the row's sample, 0 to S - 1
+    group: Tensor | None = None  # [B] int64, the row's prompt, 0 to N - 1
     advantages: Tensor | None = None  # [B, C] float32, 0 outside the mask
     old_logprobs: Tensor | None = None  # [B, C] the trainer's, before the first update on this batch
     old_entropy: Tensor | None = None  # [B, C] nats
@@ -92,7 +93,7 @@ class TokenBatch:
         left = int(used[:prompt_width].int().argmax())
         right = int(used[prompt_width:].sum())
         change = {name: getattr(self, name)[:, left : prompt_width + right] for name in ("ids", "attention_mask")}
-        for name in {f.name for f in fields(self)} - {"ids", "attention_mask", "sample"}:  # [B, C]
+        for name in {f.name for f in fields(self)} - {"ids", "attention_mask", "sample", "group"}:  # [B, C]
             if (tensor := getattr(self, name)) is not None:
                 change[name] = tensor[:, :right]
         return replace(self, **change)

@@ -6,15 +6,16 @@ but are rarely meant. None of this needs a model.
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from grpo.objectives.arguments import OFFERED, WITHOUT_RATIO, named, parameters
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
-from grpo.objectives.loss import Level, clip
-from grpo.objectives.trial import check_functions
+from grpo.objectives.loss import Level, Reduce, clip
+from grpo.objectives.trial import check_functions, kl_in_reward
+from grpo.rewards.resolve import imported
 from grpo.system.errors import UserError
-from grpo.system.ranges import require
+from grpo.system.ranges import accepts, require
 
 if TYPE_CHECKING:
     from grpo.objectives.algorithm import Algorithm
@@ -27,12 +28,16 @@ def check(a: "Algorithm") -> None:
     for name, kind in (("kl", KL), ("entropy", EntropyBonus)):
         if not isinstance(value := getattr(a, name), kind):
             raise UserError(f"algo.{name}={value} must be a grpo {kind.__name__}: coef 0 switches it off")
+    for axis, kind in (("level", Level), ("reduce", Reduce)):
+        if isinstance(value := getattr(a, axis), str) and not accepts(get_args(kind)[0], value):
+            object.__setattr__(a, axis, imported(value, f"algo.{axis}, the function"))
     for axis in OFFERED:
-        if getattr(a, axis) is not None:
+        if callable(getattr(a, axis)):
             check_parameters(a, axis)
     check_axes(a)
-    if getattr(a.surrogate, "func", a.surrogate) is clip:
-        check_clip(a.level, *(parameters(a.surrogate)[name].default for name in ("low", "high", "dual")))
+    _, high, dual = clip_bounds(a)
+    if dual is not None and dual <= 1 + (high or 0):
+        raise UserError(f"algo.surrogate.dual={dual} must be above 1 + high, 3 is usual; null is off")
 
 
 def check_parameters(a: "Algorithm", axis: str) -> None:
@@ -62,29 +67,19 @@ def check_axes(a: "Algorithm") -> None:
         )
     takes_ratio = parameters(a.surrogate).keys() & {"ratio", "log_ratio"}
     if a.level not in ("token", "none") and not takes_ratio and not with_ratio:
-        raise UserError(
-            f"algo.level={a.level} has no effect: {named(a, 'surrogate')} does not use the ratio; set algo.level=none"
-        )
+        level = named(a, "level") if callable(a.level) else f"algo.level={a.level}"
+        raise UserError(f"{level} has no effect: {named(a, 'surrogate')} does not use the ratio; set algo.level=none")
     if "rewards" not in parameters(a.advantage):
-        for name, is_on in (("overlong_share", a.overlong_share), ("kl.place=reward", a.kl.of_reward)):
+        for name, is_on in (("overlong_share", a.overlong_share), ("kl.place=reward", kl_in_reward(a))):
             if is_on:
                 raise UserError(f"algo.{name} changes the reward, but {named(a, 'advantage')} does not use it")
 
 
-def check_clip(level: Level, low: float | None, high: float | None, dual: float | None) -> None:
-    """Refuse meaningless clip bounds at this level."""
-    given, widest = f"algo.surrogate.low={low} high={high}", max(low or 0, high or 0)
-    if dual is not None and dual <= 1 + (high or 0):
-        raise UserError(f"algo.surrogate.dual={dual} must be above 1 + high, 3 is usual; null is off")
-    if level in ("sequence", "sequence_token") and widest >= 0.05:
-        raise UserError(
-            f"{given} with algo.level={level}: a mean over the tokens moves far less than a token's ratio, so these bounds "
-            "never act; GSPO's are low=3e-4 high=4e-4, or set algo.level=token"
-        )
-    if level in ("token", "sequence_sum") and 0 < widest < 0.005:
-        raise UserError(
-            f"{given} with algo.level={level}: nearly every token would be clipped; take 0.2, or algo.level=sequence"
-        )
+def clip_bounds(a: "Algorithm") -> tuple[float | None, float | None, float | None]:
+    """Return low, high and dual of `clip`; None for each if the surrogate is another function."""
+    if getattr(a.surrogate, "func", a.surrogate) is not clip:
+        return None, None, None
+    return tuple(parameters(a.surrogate)[name].default for name in ("low", "high", "dual"))
 
 
 def check_rollout(a: "Algorithm", prompts: int, group_size: int, ahead: int = 0) -> None:
@@ -115,6 +110,15 @@ def check_rollout(a: "Algorithm", prompts: int, group_size: int, ahead: int = 0)
 
 def advice(a: "Algorithm") -> Iterator[str]:
     """Yield a sentence for each setting that works but is rarely meant."""
+    low, high, _ = clip_bounds(a)
+    given, widest = f"algo.surrogate.low={low} high={high} with algo.level={a.level}", max(low or 0, high or 0)
+    if a.level in ("sequence", "sequence_token") and widest >= 0.05:
+        yield (
+            f"{given}: a mean over many tokens moves less than a token's ratio, so these bounds may seldom act; GSPO's are "
+            "low=3e-4 high=4e-4, and loss/clip_fraction_low and _high show how often they do"
+        )
+    if a.level in ("token", "sequence_sum") and 0 < widest < 0.005:
+        yield f"{given}: these bounds may clip nearly every token; 0.2 is usual, or set algo.level=sequence"
     if a.kl.coef and a.kl.estimator == "k1" and a.kl.place == "loss":
         yield (
             "algo.kl: the expected gradient of k1 in the loss is 0 (arXiv 2510.01555); k2 there, k1 with place=reward, and k1 "

@@ -76,11 +76,6 @@ class KL:
         return self.coef > 0 and self.place.startswith("reward")
 
     @property
-    def of_reward(self) -> bool:
-        """Whether the KL enters the reward itself."""
-        return self.coef > 0 and self.place == "reward"
-
-    @property
     def in_loss(self) -> bool:
         """Whether the KL is a term of the loss."""
         return self.coef > 0 and self.place.startswith("loss")

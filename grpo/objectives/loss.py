@@ -1,7 +1,7 @@
 """Parts of equation 1: the ratio, the surrogates, the weights of tokens. Pure functions of tensors; B rows, C completion tokens.
 
 A surrogate returns the token loss [B, C], or that and a dict of [B, C] to log. Its parameters name its arguments: logprobs (with
-gradient), old_logprobs, rollout_logprobs, log_ratio, ratio (at the chosen level), advantages, mask, all [B, C].
+gradient), old_logprobs, rollout_logprobs, log_ratio, ratio (at the level), advantages, mask, counted [B, C]; sample, group [B].
 """
 
 from collections.abc import Callable
@@ -10,11 +10,12 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from grpo.system.ranges import Positive, Range, SomeShare
+from grpo.objectives.arguments import call
+from grpo.system.ranges import FunctionName, Positive, Range, SomeShare
 
-Level = Literal["token", "sequence", "sequence_sum", "sequence_token", "none"]
-Reduce = Literal["sequence", "token", "constant", "sum"]
-LARGEST_LOG_RATIO = 20.0  # beyond e^20 the gradient would become inf times 0
+Level = Literal["token", "sequence", "sequence_sum", "sequence_token", "none"] | FunctionName
+Reduce = Literal["sequence", "token", "constant", "sum"] | FunctionName
+LARGEST_LOG_RATIO = 20.0  # beyond e^20 the gradient would become inf times 0; such tokens count as clipped
 
 
 def policy_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Level) -> Tensor:
@@ -24,16 +25,16 @@ def policy_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level
     sequence:       s_i = the mean of these over the row, on each of its tokens            (GSPO, arXiv 2507.18071)
     sequence_sum:   their sum: the ratio of whole answers, unstable if they are long
     sequence_token: the value of s_i, with the gradient of the token's own log rho         (GSPO-token, same paper)
+    a function:     of log_ratio, those of the tokens, and mask
     """
-    difference = (logprobs - old_logprobs) * mask
-    if level == "token":
-        log_ratio = difference
-    elif level == "sequence_sum":
-        log_ratio = difference.sum(1, keepdim=True) * mask
-    else:
-        log_ratio = difference.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1) * mask
-        if level == "sequence_token":
-            log_ratio = log_ratio.detach() + (logprobs - logprobs.detach()) * mask
+    log_ratio = (logprobs - old_logprobs) * mask
+    if callable(level):
+        log_ratio = call(level, {"log_ratio": log_ratio, "mask": mask}) * mask
+    elif level != "token":
+        count = 1 if level == "sequence_sum" else mask.sum(1, keepdim=True).clamp(min=1)
+        log_ratio = log_ratio.sum(1, keepdim=True) / count * mask
+    if level == "sequence_token":
+        log_ratio = log_ratio.detach() + (logprobs - logprobs.detach()) * mask
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
@@ -87,28 +88,31 @@ def token_weights(
     max_tokens: int,
     sample: Tensor | None = None,
     total: Callable[[Tensor], Tensor] = lambda counts: counts,
+    count: float | None = None,
 ) -> Tensor:
     """Return w, each token's share in the loss of one update. B: samples with a token in the mask; |o_i|: their tokens.
 
     sequence: 1 / (B |o_i|), the mean over a sample and then over samples   (GRPO, arXiv 2402.03300)
     token:    1 / sum |o_i|, the mean over all tokens of the update         (DAPO, arXiv 2503.14476)
-    constant: 1 / (B L_max), independent of lengths, so without length bias  (Dr.GRPO, arXiv 2503.20783)
+    constant: 1 / (S L_max), independent of lengths and masks: no length bias (Dr.GRPO, arXiv 2503.20783)
     sum:      1 / B, the sum over a sample, the mean over samples           (sequences' log-probabilities: RLOO, arXiv 2402.14740)
 
     mask: [rows, C], every row of the update, so that microbatches cannot change the loss; sample: [rows], the sample of each row
-    (None: one row each); max_tokens: L_max. total: sums a tensor over ranks. Returns [rows, C] float32, 0 outside the mask.
+    (None: one row each); max_tokens: L_max. total: sums a tensor over ranks. count: S, the samples of the update, masked or not
+    (None: those with a row). reduce may be a function of these, lengths (|o_i|, [rows, 1]), tokens (their sum) and samples (B).
+    Returns [rows, C] float32, 0 outside the mask.
     """
     mask = mask.float()
-    if sample is None:
-        sample = torch.arange(len(mask), device=mask.device)
+    sample = torch.arange(len(mask), device=mask.device) if sample is None else sample
     lengths = torch.zeros(int(sample.max()) + 1, device=mask.device).index_add(0, sample, mask.sum(dim=1))
-    samples, tokens = total(torch.stack([(lengths > 0).sum().float(), lengths.sum()]))
-    share = {
-        "sequence": 1 / (samples * lengths[sample, None]),
-        "token": 1 / tokens,
-        "constant": 1 / (samples * max_tokens),
-        "sum": 1 / samples,
-    }[reduce]
+    counts = [(lengths > 0).sum().float(), lengths.sum(), lengths.new_tensor(len(sample.unique()))]
+    samples, tokens, rows = total(torch.stack(counts))
+    count, lengths = rows if count is None else rows.new_tensor(count), lengths[sample, None]
+    given = {"mask": mask, "sample": sample, "lengths": lengths, "samples": samples, "tokens": tokens, "count": count}
+    shares = {"sequence": 1 / (samples * lengths), "token": 1 / tokens, "sum": 1 / samples}
+    shares["constant"] = 1 / (count * max_tokens)
+    own = callable(reduce)
+    share = call(reduce, given | {"max_tokens": max_tokens, "total": total}) if own else shares[reduce]
     return torch.where(mask > 0, share, 0.0)
 
 

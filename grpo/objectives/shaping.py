@@ -2,8 +2,8 @@
 
     r' = r + overlong - beta sum_t KL_t
 
-overlong  DAPO's soft punishment. It needs no tokens, so it is added as soon as a sample is scored (`Algorithm.shaped`).
-          Dynamic sampling includes it when it looks for groups whose rewards differ, and so does `rollout/reward`.
+overlong  DAPO's soft punishment. It needs no tokens, so it is added as soon as a sample is scored (`Algorithm.shaped`), and
+          `rollout/reward` includes it.
 KL        the estimate to the reference, if its place is the reward. It needs log-probabilities, so it is subtracted later
           (`Algorithm.credit`). With place: reward_to_go it stays with its token, r'_it = -beta KL_it.
 """

@@ -11,16 +11,22 @@ from torch import Tensor
 
 from grpo.objectives.arguments import call, named
 from grpo.objectives.batch import TokenBatch
+from grpo.objectives.loss import policy_log_ratio, token_weights
 from grpo.system.errors import UserError
 
 if TYPE_CHECKING:
     from grpo.objectives.algorithm import Algorithm
 
 
+def kl_in_reward(a: "Algorithm") -> bool:
+    """Return whether the KL enters the rewards of samples, not those of tokens."""
+    return a.kl.in_reward and a.kl.place == "reward"
+
+
 def check_functions(a: "Algorithm", prompts: int, group_size: int) -> None:
     """Raises UserError for a function that raises, returns no finite tensor of the right shape, or leaves nothing to learn."""
     some = partial(torch.rand, (prompts, group_size), generator=torch.Generator().manual_seed(0))
-    least = -1.0 if a.overlong_share or a.kl.of_reward else 0.0  # these make rewards negative
+    least = -1.0 if a.overlong_share or kl_in_reward(a) else 0.0  # these make rewards negative
     given = {"rewards": some() + least, "lengths": 1 + some(), "parts": defaultdict(some)}
     advantages = tried(a, "advantage", lambda: call(a.advantage, given), (prompts, group_size))
     if group_size == 1 and not advantages.any():
@@ -28,6 +34,10 @@ def check_functions(a: "Algorithm", prompts: int, group_size: int) -> None:
             "rollout.group_size=1: advantages compare the samples of a prompt, at least 2 are needed (algo=reinforce_pp takes 1)"
         )
     logprobs, batch = random_batch()
+    if callable(a.level):
+        tried(a, "level", lambda: policy_log_ratio(logprobs, batch.old_logprobs, batch.mask, a.level), (2, 3))
+    if callable(a.reduce):
+        tried(a, "reduce", lambda: token_weights(batch.mask, a.reduce, a.max_tokens), (2, 3))
     term, logged, _ = tried(a, "surrogate", lambda: a.policy_term(logprobs, batch), (2, 3))
     if a.correction is not None:
         tried(a, "correction", lambda: a.correction(torch.zeros(2, 3), batch.mask), (2, 3))
@@ -80,6 +90,7 @@ def even_batch(rows: int, tokens: int, logprob: float) -> TokenBatch:
         mask=ones.bool(),
         rollout_logprobs=old,
         sample=torch.arange(rows),
+        group=torch.zeros(rows, dtype=torch.int64),
         old_logprobs=old,
         reference_logprobs=old,
         weights=ones,

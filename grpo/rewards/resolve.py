@@ -1,4 +1,4 @@
-"""Finds a reward function by its name, and the name of a function. Imports modules of functions by name only, ours too."""
+"""Finds a function by its name, a reward function above all, and the name of one. Imports modules by name only, ours too."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -25,11 +25,8 @@ def locate(name: str) -> Function:
     shipped = _functions_in(import_module(SHIPPED), own=True)
     if name in shipped:
         name = f"{SHIPPED}.{name}"
-    colon = ":" if ":" in name else ""
-    owner, _, attribute = name.rpartition(colon or ".")
-    if name.endswith(".py"):
-        raise UserError(f"the reward function {name!r} is a file: say which of its functions, {name}:NAME")
-    if Path(name).expanduser().is_dir() or ("/" in name and not colon):
+    colon = ":" in name
+    if Path(name).expanduser().is_dir() or ("/" in name and not colon and not name.endswith(".py")):
         from grpo.rewards.reward_model import Classifier
 
         return Classifier(name)
@@ -38,16 +35,25 @@ def locate(name: str) -> Function:
         hint = f"; did you mean {near[0]}?" if near else "."
         forms = f"{', '.join(shipped)}, a dotted path, FILE.py:NAME, or the folder or hub id of a reward model"
         raise UserError(f"there is no reward function {name!r}{hint} Give one of {forms}")
+    return imported(name, "the reward function")
+
+
+def imported(name: str, what: str) -> Function:
+    """Return the function with this dotted path, or FILE.py:NAME. what: the words for it in an error. Raises UserError."""
+    colon = ":" if ":" in name else ""
+    owner, _, attribute = name.rpartition(colon or ".")
+    if name.endswith(".py"):
+        raise UserError(f"{what} {name!r} is a file: say which of its functions, {name}:NAME")
     try:
         with seen(f"the import of {owner}"):
             module = _module_of_file(Path(owner).expanduser()) if colon else import_module(owner)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         reason = f"{type(error).__name__}: {error} (its folder must be on PYTHONPATH, or say FILE.py:NAME)"
-        raise UserError(f"the reward function {name!r} cannot be imported: {reason}") from error
+        raise UserError(f"{what} {name!r} cannot be imported: {reason}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         there = ", ".join(_functions_in(module)) or "none"
-        raise UserError(f"the reward function {name!r} is not there: {module.__name__} has {there}")
+        raise UserError(f"{what} {name!r} is not there: {module.__name__} has {there}")
     return function
 
 

@@ -17,9 +17,23 @@ from typing import Any, TypeVar
 from grpo.engines.protocol import Engine, Sampling
 from grpo.env.tokens import Completion, CompletionLike, completion_of
 from grpo.system.calls import LOOK, PATIENCE, Calls, loop_threads
+from grpo.system.errors import UserError
 
 T = TypeVar("T")
 Place = tuple[int, int]  # an episode: index of its example, index of its sample
+ROUNDING = 1e-3  # of an engine's log-probability, which may come from a 16-bit number
+
+
+def received(engine: Engine, given: CompletionLike) -> Completion:
+    """Return a completion from the engine as a `Completion`. Raises UserError for a log-probability that is none."""
+    completion = completion_of(given)
+    for i, value in enumerate(completion.logprobs):
+        if not -math.inf < value <= ROUNDING:
+            words = (
+                f"the engine {type(engine).__name__} gave {value} as the log-probability of token {completion.ids[i]}"
+            )
+            raise UserError(f"{words}: it must be a finite number of at most 0, log softmax(logits / temperature)")
+    return completion
 
 
 class EngineQueue:
@@ -78,7 +92,7 @@ class EngineQueue:
         place, future = waiting.pop(i)
         with self.changed:
             self.working.add(place)  # before its coroutine resumes, which may be at once
-        answer = completion_of(completion)
+        answer = received(self.engine, completion)
         with suppress(RuntimeError):  # the episodes have ended
             future.get_loop().call_soon_threadsafe(lambda: future.done() or future.set_result(answer))
 

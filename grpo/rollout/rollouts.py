@@ -35,9 +35,9 @@ class Rollout:
     version: int
     seconds: float
 
-    def best(self, prompts: int) -> list[int]:
-        """Return the indices of the groups to learn from, in order: at most `prompts`, groups with different rewards first."""
-        order = (~self.scores.has_signal()).int().argsort(stable=True)
+    def best(self, prompts: int, by: str) -> list[int]:
+        """Return the indices of the groups to learn from, in order: at most `prompts`, those with signal `by` it first."""
+        order = (~self.scores.has_signal(by)).int().argsort(stable=True)
         return sorted(order[:prompts].tolist())
 
     def staleness(self, rollouts: int) -> float:
@@ -65,8 +65,8 @@ class Rollouts:
     sampling: Callable[[], AbstractContextManager] = nullcontext
 
     def make(self, r: int) -> Rollout:
-        """Play rollout r. With algo.sampling_rounds above 1 it plays more prompts until enough groups have different rewards or
-        until the rounds are used up (dynamic sampling, DAPO, arXiv 2503.14476); `Rollout.best` picks the groups to learn from."""
+        """Play rollout r. With algo.sampling_rounds above 1 it plays more prompts until enough groups have signal (by
+        algo.sampling_filter) or the rounds are used up (DAPO, arXiv 2503.14476); `Rollout.best` picks groups to learn from."""
         begun, version = time.perf_counter(), self.engine.version
         groups: list[Group] = []
         examples, rounds, prompts = self.loader.batch(r), 0, self.plan.prompts
@@ -75,7 +75,7 @@ class Rollouts:
                 groups += self.play(r, examples, first=len(groups))
                 rounds += 1
                 scored = self.algorithm.shaped(scores(groups))
-                live = int(scored.has_signal().sum())
+                live = int(scored.has_signal(self.algorithm.sampling_filter).sum())
                 if live >= prompts:
                     break
                 wanted = math.ceil((prompts - live) * len(groups) / max(live, 1))  # new ones may have equal rewards too

@@ -1,5 +1,6 @@
 """Writes the model card of an exported policy: a README.md in the hub's format, made from the files of the run."""
 
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -87,10 +88,11 @@ def papers(algo: str) -> list[str]:
 
 def in_words(accuracy: Estimate | None, evaluation: dict[str, Any]) -> str:
     """Return the held-out accuracy as a phrase. evaluation: the run's `eval` configuration."""
-    if accuracy is None:
-        return "not measured after this rollout"
+    if accuracy is None or not accuracy.n:
+        return "not measured after this rollout" if accuracy is None else "unknown: no answer was graded"
     how = "greedy" if evaluation["sampling"]["temperature"] == 0 else f"{evaluation['samples']} samples each"
+    interval = "" if math.isnan(accuracy.low) else f"95 % interval {accuracy.low:.1%} to {accuracy.high:.1%}, "
     return (
-        f"{accuracy.value:.1%}, 95 % interval {accuracy.low:.1%} to {accuracy.high:.1%}, on {accuracy.n} examples of the split "
+        f"{accuracy.value:.1%}, {interval}on {accuracy.n} example{'s' * (accuracy.n > 1)} of the split "
         f"`{evaluation['split']}`, {how}; the same examples choose the best policy of the run, so this is slightly optimistic"
     )

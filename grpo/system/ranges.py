@@ -7,6 +7,7 @@ Values are not converted: "3", 3.0 and true are not integers. NaN and infinity a
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -46,6 +47,10 @@ class Node:
     """The annotation of a part that is built by its own `_target_`."""
 
 
+class FunctionName:
+    """The annotation of a function, or of its name: FILE.py:NAME, or a dotted path."""
+
+
 Count = Annotated[int, Range(1)]
 Whole = Annotated[int, Range(0)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
@@ -61,6 +66,7 @@ LISTS, MAPPINGS = (list, tuple, Sequence, Iterable), (dict, Mapping)
 NOUNS = {
     bool: "true or false", int: "an integer", float: "a number", str: "a text", NoneType: "null", Any: "a value",
     Node: "a mapping with a _target_", Callable: "a mapping with a _target_",
+    FunctionName: "a function of yours, FILE.py:NAME or a dotted path",
 }  # fmt: skip
 
 
@@ -90,6 +96,9 @@ def accepts(kind: Any, value: Any) -> bool:
         return any(accepts(one, value) for one in inner)
     if origin is Literal:
         return any(type(value) is type(word) and value == word for word in inner)
+    if origin is FunctionName:
+        named = isinstance(value, str) and re.search(r"\.py:\w+$|^[^\W\d]\w*(\.\w+)+$", value)
+        return callable(value) or bool(named)
     if origin is Callable:
         return callable(value)
     if origin in (int, float):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Self
 
 from grpo.evaluation.evaluator import Evaluation
@@ -36,7 +37,4 @@ class RolloutBatches:
         self.start = 0
 
     def __iter__(self) -> Iterator[RolloutBatch]:
-        rollout = self.start
-        while True:
-            yield RolloutBatch(rollout)
-            rollout += 1
+        return map(RolloutBatch, count(self.start))

@@ -3,9 +3,11 @@
 from collections import defaultdict
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from grpo.objectives.batch import TokenBatch
+from grpo.objectives.loss import LARGEST_LOG_RATIO
 from grpo.system import distributed
 
 
@@ -52,8 +54,13 @@ class Means:
 
 
 def note_loss(means: Means, microbatch: TokenBatch, logprobs: Tensor, logged: Mapping[str, Tensor]) -> None:
-    """Add the numbers that `Algorithm.loss` logs, and log-probabilities by the sign of the advantage. All are [B, C]."""
+    """Add the numbers that `Algorithm.loss` logs, and log-probabilities by the sign of the advantage. All are [B, C]. Tokens at
+    LARGEST_LOG_RATIO, which have no gradient, count as clipped."""
     mask = microbatch.mask
+    if "ratio" in logged:
+        part = logged["ratio"].log() / LARGEST_LOG_RATIO  # 1 at the largest log-ratio, up to rounding
+        for name, cut in {"clip_fraction_low": part < -0.9999, "clip_fraction_high": part > 0.9999}.items():
+            logged = {**logged, name: torch.where(cut, 1.0, logged.get(name, cut))}
     for name, values in logged.items():
         means.add_tokens(f"loss/{name}", values, mask)
     if "ratio" in logged:

@@ -66,7 +66,7 @@ class GRPOModule(L.LightningModule):
         offload = self.optim.offload and not is_sharded(self.policy)
         optimizer = with_masters(trained, self.optim.optimizer, offload)
         self.has_masters = offload or any(p.dtype in LOW for p in trained.values())
-        return [optimizer], [self.optim.schedule(optimizer=optimizer, num_training_steps=self.num_updates)]
+        return [optimizer], [self.optim.scheduled(optimizer, self.num_updates)]
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
         """Learn from one rollout: num_epochs passes of num_minibatches updates. Returns metrics."""
@@ -81,12 +81,12 @@ class GRPOModule(L.LightningModule):
         self.compare(tokens, means)
         advantages = tokens.sample_means(tokens.advantages, shape)
         batch.advantages = advantages.tolist()
-        self.moved = False
+        self.moved, count = False, scores.rewards.numel() / self.algorithm.num_minibatches  # samples of an update
         rng = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
         with recomputing(self.policy, self.optim.gradient_checkpointing):
             for _ in range(self.algorithm.num_epochs):
                 for minibatch in self.minibatches(tokens, shape, rng):
-                    logprobs = self.update(minibatch, means)
+                    logprobs = self.update(minibatch, means, count)
                 if tokens.old_logprobs is None and self.algorithm.old_policy == "trainer":
                     tokens = replace(tokens, old_logprobs=logprobs)  # there is one minibatch, so these are all rows
         counts = {"positive": float((advantages > 0).sum()), "negative": float((advantages < 0).sum())}
@@ -182,13 +182,13 @@ class GRPOModule(L.LightningModule):
 
     # -- one update
 
-    def update(self, minibatch: TokenBatch, means: Means) -> Tensor:
-        """Make one optimizer step on the loss of a minibatch, summed over its microbatches. Returns the log-probabilities before
-        the step, [B, C]; 0 on rows that were skipped."""
+    def update(self, minibatch: TokenBatch, means: Means, count: float) -> Tensor:
+        """Make one optimizer step on the loss of a minibatch, summed over its microbatches. count: its samples on all ranks.
+        Returns the log-probabilities before the step, [B, C]; 0 on rows that were skipped."""
         alpha, noted = self.entropy.alpha, Means()
         # compare engine and trainer only under the same policy: after an update log-probabilities differ anyway
         fresh = minibatch.old_logprobs is not None or not self.moved
-        weights = self.algorithm.weights(minibatch.mask, minibatch.sample)
+        weights = self.algorithm.weights(minibatch.mask, minibatch.sample, count)
         minibatch = replace(minibatch, weights=weights * distributed.world_size())  # gradients of ranks are averaged
         found = torch.zeros_like(minibatch.rollout_logprobs)
         pieces = self.to_learn(minibatch)

@@ -12,6 +12,9 @@ from grpo.models.logprobs import Layout
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Positive, enforced
 
+LONG = 1 << 20  # updates of a run in which every warm-up ends
+MOST = 10_000  # steps of a schedule that are tried, in a tenth of a second
+
 
 @enforced("optim")
 @dataclass(frozen=True)
@@ -39,13 +42,26 @@ class Optimization:
     skipped: str = "skipped"
 
     def __post_init__(self) -> None:
-        try:  # two small tensors, to find a wrong name or value before a model is loaded
+        self.tried(LONG)  # finds a wrong name or value before a model is loaded
+
+    def tried(self, num_updates: int, steps: int = 1) -> None:
+        """Make `steps` steps of a run of num_updates on two small tensors. Raises UserError if they fail."""
+        part, hint = "optimizer", "it is built from the parameters as (name, tensor)"
+        try:
             shapes = {"weight": (1, 1), "bias": (1,)}
             optimizer = self.optimizer([(name, torch.zeros(s, requires_grad=True)) for name, s in shapes.items()])
-            schedule = self.schedule(optimizer=optimizer, num_training_steps=1)
             optimizer.step()
-            schedule.step()
+            part, hint = "schedule", f"in a run of {num_updates} updates, after each of which it steps"
+            schedule = self.schedule(optimizer=optimizer, num_training_steps=num_updates)
+            optimizer.step()  # again, because the schedule wants a step after its own start
+            for _ in range(steps):
+                schedule.step()
         except UserError:
             raise
         except Exception as error:  # an optimizer's code may raise anything
-            raise UserError(f"optim: {error} (an optimizer is built from the parameters as (name, tensor))") from error
+            raise UserError(f"optim.{part}: {error} ({hint})") from error
+
+    def scheduled(self, optimizer: Optimizer, num_updates: int) -> LRScheduler:
+        """Return the schedule of a run, which has been tried to its end. Raises UserError."""
+        self.tried(num_updates, min(num_updates, MOST))
+        return self.schedule(optimizer=optimizer, num_training_steps=num_updates)

@@ -16,6 +16,7 @@ from grpo.env.tokens import Completion, completion_of
 from grpo.env.types import Reward
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.episodes import play
+from grpo.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
@@ -100,6 +101,17 @@ def test_engines_that_break_their_word_are_told_so():
     with pytest.raises(ValueError, match="finish is one of stop, length, not 'eos'"):
         played(Odd(ANSWERS))
     assert completion_of(completion) == Completion((), (), "stop")
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan"), float("-inf")])
+def test_log_probabilities_that_are_none_are_refused_with_the_engines_name(value):
+    class Broken(foreign.Engine):
+        def answer(self, seed, most):
+            return foreign.Completion([1, 2], [1e-6, value], "stop")  # the first one is a rounding error
+
+    line = f"the engine Broken gave {value} as the log-probability of token 2: it must be a finite number of at most 0"
+    with pytest.raises(UserError, match=line):
+        played(Broken(ANSWERS))
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from peft import LoraConfig
 from test_module import GROUPS, episode, fresh, make_module, rollout, trained
 from torch import tensor
 
+from grpo.env.types import Reward
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
 from grpo.objectives.advantage import gdpo, group_advantages, no_baseline
@@ -20,7 +22,9 @@ from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip, reinforce
 from grpo.rollout.collate import collate, scores
+from grpo.rollout.rollouts import Rollout
 from grpo.system.errors import UserError
+from grpo.training.preflight.data import signal
 
 close = torch.testing.assert_close
 NAN = math.nan
@@ -77,6 +81,21 @@ def test_a_truncated_answer_stays_in_the_baseline_and_out_of_the_loss():
     close(got.advantages, tensor([[0.0, 0.0], [-0.5, 0.0]]))
     assert got.mask.tolist() == [[False, False], [True, False]]
     close(algorithm.weights(got.mask), tensor([[0.0, 0], [1.0, 0]]))  # it counts in no mean
+    constant = replace(algorithm, reduce="constant")
+    close(constant.weights(got.mask), tensor([[0.0, 0], [1 / 8, 0]]))  # but 1 / (B L_max) stays 1 / (2 x 4)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_dr_grpo_does_not_learn_faster_from_what_is_left_of_truncated_answers(toy, num_minibatches):
+    """Half of the rows is masked. The others have the weight that they have without a mask."""
+    batch = rollout(rewards=tensor([[1.0, 0.0], [0.0, -0.5]]))
+    cut = rollout(rewards=tensor([[1.0, 9.0], [9.0, -0.5]]))
+    cut.scores = replace(cut.scores, truncated=tensor([[False, True], [True, False]]))
+    settings = {"reduce": "constant", "num_minibatches": num_minibatches}
+    expected, _ = trained(fresh(toy), batch, **settings)
+    got, _ = trained(fresh(toy), cut, mask_truncated=True, **settings)
+    for name in expected:
+        close(got[name], expected[name], atol=1e-7, rtol=0)
 
 
 def test_no_reward_nothing_to_learn():
@@ -97,6 +116,31 @@ def test_overlong_answers_lose_reward():
     close(got.rewards, tensor([[0.2, 0.0]]))  # (9 - 5) / 5 of the way
     close(got.parts["overlong"], tensor([[-0.8, 0.0]]))
     assert Algorithm(no_baseline, clip, 10).shaped(long) is long
+
+
+def test_dynamic_sampling_looks_for_right_and_wrong_answers_not_at_the_penalty_of_length():
+    """The first group is all wrong with one long answer, the second is mixed."""
+    dapo = preset("algo=dapo", "max_tokens=10")
+    long = torch.full((2, 2), 4.0).index_put((tensor([0]), tensor([0])), tensor(10.0))
+    right = tensor([[0.0, 0.0], [0.0, 1.0]])
+    got = dapo.shaped(replace(scores([TWO, TWO]), rewards=right, parts={"correct": right}, last_lengths=long))
+    close(got.rewards, tensor([[-1.0, 0.0], [0.0, 1.0]]))
+    assert got.has_signal("reward").tolist() == [True, True]
+    assert got.has_signal(dapo.sampling_filter).tolist() == [False, True]
+    played = Rollout([TWO, TWO], got, rounds=1, version=0, seconds=0.0)
+    assert played.best(1, "correct") == [1] and played.best(1, "reward") == [0]
+
+
+@pytest.mark.parametrize(("rounds", "found"), [(1, "PASS"), (2, "FAIL")])
+def test_preflight_knows_what_dynamic_sampling_looks_at(rounds, found):
+    """Rewards differ, and no answer is right."""
+    group = [replace(sample, reward=Reward(value, False)) for sample, value in zip(TWO, (0.0, 0.5), strict=True)]
+    plan = SimpleNamespace(
+        plan=SimpleNamespace(group_size=2), algorithm=Algorithm(no_baseline, clip, 4, sampling_rounds=rounds)
+    )
+    probe = SimpleNamespace(rollouts=plan, groups=[group], further=[], scores=scores([group]), samples=group)
+    got = signal(probe)
+    assert got.result == found and ("set algo.sampling_filter=reward" in str(got)) == (rounds == 2)
 
 
 # -- the update

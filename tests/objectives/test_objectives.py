@@ -1,10 +1,13 @@
 """The axes of an algorithm against numbers worked by hand."""
 
 import math
+import re
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from conftest import preset
+from conftest import ROOT, preset
 from torch import tensor
 
 from grpo.objectives import importance
@@ -20,12 +23,15 @@ from grpo.objectives.advantage import (
     whiten,
 )
 from grpo.objectives.algorithm import Algorithm
+from grpo.objectives.batch import Scores
 from grpo.objectives.checks import advice
 from grpo.objectives.entropy import EntropyBonus, EntropyController, threshold
 from grpo.objectives.kl import k1, k2, k3
 from grpo.objectives.loss import cispo, clip, off_policy_keep, policy_log_ratio, reinforce, sapo, token_weights
 from grpo.objectives.shaping import overlong_penalty
+from grpo.objectives.trial import even_batch
 from grpo.system.errors import UserError
+from grpo.training.meter import Means, note_loss
 
 NAN = math.nan
 LOG2 = math.log(2)
@@ -194,6 +200,18 @@ def test_a_ratio_beyond_all_bounds_has_a_finite_gradient():
     assert torch.autograd.grad(loss.sum(), logprobs)[0].tolist() == [[0.0, 0.0, 0.0]]
 
 
+def test_a_log_ratio_beyond_20_is_counted_as_clipped():
+    batch = replace(even_batch(1, 3, -30.0), advantages=torch.ones(1, 3), mask=tensor([[True, True, False]]))
+    logprobs = tensor([[-1.0, -55.0, -1.0]], requires_grad=True)  # log-ratios 29 and -25; padding has 0
+    for surrogate in (partial(clip, low=None, high=None), partial(clip, high=30.0), sapo, reinforce):
+        loss, logged = Algorithm(group_advantages, surrogate, 4).loss(logprobs, torch.zeros(1, 3), batch)
+        note_loss(means := Means(), batch, logprobs.detach(), logged)
+        metrics = means.result()
+        assert metrics["loss/clip_fraction_high"] == metrics["loss/clip_fraction_low"] == 0.5  # one of two tokens
+        if surrogate is not reinforce:  # which does not use the ratio
+            assert not torch.autograd.grad(loss, logprobs)[0].any()
+
+
 # -- surrogates
 
 
@@ -264,9 +282,10 @@ MASK = tensor([[True, True, True, True], [True, False, False, False]])
 def test_token_weights(reduce, long, short):
     expected = tensor([[long] * 4, [short, 0.0, 0.0, 0.0]])
     close(token_weights(MASK, reduce, max_tokens=10), expected)
-    # a row without learned tokens counts nowhere
+    # a row from which nothing is learned counts nowhere but in the constant, which is 1 / (3 x 10) now, or as many as we say
     with_empty = torch.cat([MASK, torch.zeros(1, 4, dtype=torch.bool)])
-    close(token_weights(with_empty, reduce, max_tokens=10)[:2], expected)
+    close(token_weights(with_empty, reduce, max_tokens=10)[:2], expected * (2 / 3 if reduce == "constant" else 1))
+    close(token_weights(with_empty, "constant", max_tokens=10, count=5)[0], torch.full((4,), 1 / 50))
 
 
 # -- correction: two rows, w = 2 and 1/4 on the first, 1 on the second and padding after it
@@ -344,8 +363,11 @@ def test_an_entropy_controller_goes_on_from_its_state():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["algo.reduce=mean"], "algo.reduce=mean is not one of sequence, token, constant, sum"),
-        (["algo.level=row"], "algo.level=row is not one of token, sequence"),
+        (["algo.reduce=mean"], "algo.reduce=mean must be one of sequence, token, constant, sum or a function of yours"),
+        (["algo.reduce=mine.py:weights"], "algo.reduce, the function 'mine.py:weights' cannot be imported: .* no file"),
+        (["algo.reduce=grpo.objectives.loss.cispo"], r"algo.reduce \(cispo\) needs 'ratio'; available are only: mask"),
+        (["algo.level=json.dumps"], r"algo.level \(dumps\) needs 'obj'; available are only: log_ratio, mask"),
+        (["algo.level=row"], "algo.level=row must be one of token, sequence"),
         (["algo.surrogate.low=1.2"], "algo.surrogate.low=1.2 must be a number above 0 and at most 1, or null"),
         (["algo.surrogate.high=0"], "algo.surrogate.high=0 must be a number above 0, or null"),
         (["algo.surrogate.dual=1.1"], "algo.surrogate.dual=1.1 must be above 1 \\+ high"),
@@ -356,8 +378,6 @@ def test_an_entropy_controller_goes_on_from_its_state():
         (["algo.kl.sync_every=8"], "moves a reference that nothing uses"),
         (["algo.level=none"], "algo.level=none, but algo.surrogate \\(clip\\) needs the ratio"),
         (["algo.level=none", "algo/surrogate=reinforce", "algo/kl=loss_with_ratio"], "has no ratio"),
-        (["algo=gspo", "algo.surrogate.low=0.2", "algo.surrogate.high=0.2"], "GSPO's are low=3e-4 high=4e-4"),
-        (["algo=gspo", "algo.level=token"], "nearly every token would be clipped"),
         (["algo=atropos", "algo/correction=tis"], "would count it twice"),
         (["algo/correction=tis", "algo.correction.level=row"], "algo.correction.level=row is not one of"),
         (["algo.advantage.scale=row"], "algo.advantage.scale=row is not one of group, batch, none"),
@@ -390,6 +410,10 @@ def test_combinations_without_meaning_are_refused(overrides, message):
         preset(*overrides)
 
 
+def test_a_key_of_null_can_be_deleted_once_it_has_a_value():
+    assert preset("algo.surrogate.dual=0", "~algo.surrogate.dual").surrogate.keywords.keys() == {"low", "high"}
+
+
 def test_reinforce_pp_takes_groups_of_one():
     assert preset("algo=reinforce_pp", "rollout.group_size=1").whiten
 
@@ -413,6 +437,48 @@ def test_a_surrogate_that_cannot_work_is_refused(function, message):
         Algorithm(group_advantages, function, max_tokens=4).check(2, 2)
 
 
+def test_a_level_and_a_reduction_of_your_own(tmp_path):
+    """The example of docs/objectives.md: the largest log-ratio of a row at each of its tokens; 1 / (B sqrt |o_i|)."""
+    page = (ROOT / "docs" / "objectives.md").read_text().partition("## A level or a reduction of your own")[2]
+    file = tmp_path / "own_axes.py"
+    file.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    algorithm = preset(f"algo.level={file}:largest", f"algo.reduce={file}:root")
+    close(algorithm.weights(MASK), tensor([[1 / 4] * 4, [1 / 2, 0, 0, 0]]))
+    assert replace(algorithm, max_tokens=9).reduce is algorithm.reduce
+    old = tensor([[-1.0, -2, -3], [-1, 7, 7]])
+    logprobs = (old + tensor([[0.3, 0.6, 0.0], [0.5, 9, 9]])).requires_grad_()
+    got = policy_log_ratio(logprobs, old, ROWS, algorithm.level)
+    close(got, tensor([[0.6, 0.6, 0.6], [0.5, 0, 0]]))
+    batch = replace(even_batch(1, 2, -2.0), advantages=tensor([[1.0, 1.0]]))  # log-ratios 0.1 and 0.3
+    loss, logged = algorithm.loss(tensor([[-1.9, -1.7]]), torch.zeros(1, 2), batch)
+    close(logged["ratio"], torch.full((1, 2), math.exp(0.3)))
+    close(loss, tensor(-2.4))  # clipped at 1.2, weight 1 for each of two tokens
+
+
+def test_a_surrogate_may_ask_which_tokens_count_and_whose_they_are():
+    def loss(logprobs, advantages, counted, sample, group):
+        return -advantages * logprobs * counted, {
+            "sample": 0 * logprobs + sample[:, None],
+            "group": 0 * logprobs + group[:, None],
+        }
+
+    algorithm = Algorithm(no_baseline, loss, max_tokens=4)
+    algorithm.check(2, 2)
+    batch = replace(even_batch(4, 2, -1.0), group=None)
+    scored = Scores(
+        tensor([[1.0, 2], [3, 4]]), {}, torch.ones(2, 2), torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bool)
+    )
+    batch = algorithm.credit(scored, batch)
+    counted = tensor([[True, False]]).expand(4, 2)
+    whole, logged = algorithm.loss(-torch.ones(4, 2), torch.zeros(4, 2), batch)
+    assert logged["sample"][:, 0].tolist() == [0, 1, 2, 3] and logged["group"][:, 0].tolist() == [0, 0, 1, 1]
+    half, logged = algorithm.loss(
+        -torch.ones(2, 2), torch.zeros(2, 2), replace(batch, counted=counted).rows(slice(2, 4))
+    )
+    assert (whole, half) == (20.0, 7.0)  # (1 + 2 + 3 + 4) x 2 tokens, 3 + 4 for one token each
+    assert logged["sample"][:, 0].tolist() == [2, 3] and logged["group"][:, 0].tolist() == [1, 1]
+
+
 def test_an_advantage_of_the_wrong_shape_is_refused():
     with pytest.raises(UserError, match=r"algo.advantage .* must return a tensor of shape \[2, 3\], and gave \(2,\)"):
         Algorithm(lambda rewards: rewards.mean(1), clip, max_tokens=4).check(2, 3)
@@ -425,4 +491,7 @@ def test_what_is_rarely_meant_is_said():
     assert "k3 in the reward" in next(advice(preset("algo/kl=reward", "algo.kl.estimator=k3")))
     assert "there is no KL" in next(advice(preset("algo.kl.place=reward")))
     assert "learn from an older policy's samples" in next(advice(preset("algo=rloo", "algo.num_minibatches=4")))
-    assert list(advice(preset())) == list(advice(preset("algo=rloo"))) == []
+    wide, narrow = preset("algo=gspo", "algo.surrogate.low=0.1"), preset("algo=gspo", "algo.level=token")
+    assert "these bounds may seldom act" in next(advice(wide))
+    assert "may clip nearly every token" in next(advice(narrow))
+    assert list(advice(preset())) == list(advice(preset("algo=rloo"))) == list(advice(preset("algo=gspo"))) == []

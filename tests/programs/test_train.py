@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
@@ -27,12 +28,14 @@ from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.renderer import TokenizerRenderer
 from grpo.env.types import Example, Reward, SingleTurn, Trajectory
-from grpo.evaluation.evaluator import Evaluator
+from grpo.evaluation.evaluator import Evaluation, Evaluator
+from grpo.evaluation.statistics import mean_interval
 from grpo.models.pretrained import Pretrained
 from grpo.runs.runs import Run
 from grpo.system.errors import StopError, UserError
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.checkpoint import Checkpoint
+from grpo.training.callbacks.evaluation import EvaluationCallback
 from grpo.training.checkpoints import PlainCheckpoints
 from grpo.training.trainer import make_trainer
 from tasks.gsm8k import GSM8K
@@ -220,6 +223,27 @@ def test_best_is_the_best_and_survives_worse(smoke, tmp_path, caplog):
     assert load_file(tmp_path / "resumed" / "best" / "model.safetensors")["model.norm.weight"].unique().item() == 1
 
 
+@pytest.mark.parametrize(("later", "best"), [([0.5, math.nan, 0.0], 0), ([1.0, 1.0, 0.5], 1)])
+def test_the_policy_before_training_may_be_the_best(smoke, tmp_path, caplog, later, best):
+    """It gives way to an equal one. An accuracy of NaN has a warning."""
+    pretrained = Pretrained(next(o for o in smoke() if o.startswith("model.path=")).partition("=")[2])
+    module, evaluation = L.LightningModule(), EvaluationCallback(SimpleNamespace(), None, ())
+    module.policy = pretrained.model()
+    evaluation.first = [Evaluation(0, (), {"accuracy": mean_interval([1.0, 1.0], bounds=(0, 1))})]
+    checkpoint = Checkpoint(pretrained.tokenizer(), str(tmp_path), num_rollouts=3, every=0)
+    trainer = SimpleNamespace(
+        callbacks=[evaluation, checkpoint], is_global_zero=True, save_checkpoint=lambda path: None
+    )
+    checkpoint.on_train_start(trainer, module)
+    for rollout, accuracy in enumerate(later):
+        checkpoint.on_train_batch_end(
+            trainer, module, {}, RolloutBatch(rollout, metrics={"eval/accuracy": accuracy}), 0
+        )
+    assert (tmp_path / "best").resolve().name == f"policy_{best:05}"
+    assert ("rollout 2: the held-out accuracy is unknown" in caplog.text) == (best == 0)
+    assert ("no evaluation was better than the one before training (100.0 %)" in caplog.text) == (best == 0)
+
+
 def greedy(model) -> list[str]:
     """Return a model's answers to our test rows."""
     engine = TransformersEngine()
@@ -324,10 +348,18 @@ def told(*overrides: str, name: str = "train") -> str:
         (["adapter=lora", "adapter.target_modules=[nothing]"], ["adapter:", "nothing"]),
         (["ckpt_path=nowhere.ckpt"], ["ckpt_path=nowhere.ckpt is no whole checkpoint"]),
         (["output_dir="], ["hydra.run.dir= is empty"]),
-        (["algo.reduce=mean"], ["algo.reduce=mean is not one of sequence, token, constant, sum"]),
+        (
+            ["algo.reduce=mean"],
+            ["algo.reduce=mean must be one of sequence, token, constant, sum or a function of yours"],
+        ),
+        (
+            ["~algo.surrogate.dual"],
+            ["is null, and Hydra deletes no null: give algo.surrogate.dual=0 ~algo.surrogate.dual"],
+        ),
         (["eval.samples=2"], ["eval.samples=2 at temperature 0"]),
         (["+rollout.colour=red"], ["rollout:", "unexpected keyword argument 'colour'"]),
-        (["optim.schedule.name=wavy"], ["optim: wavy is not a valid", "linear"]),
+        (["optim.schedule.name=wavy"], ["optim.schedule: wavy is not a valid", "linear"]),
+        (["+optim.optimizer.colour=red"], ["optim.optimizer: ", "colour", "(it is built from the parameters"]),
         (["task.promt=chat"], ["did you mean task.prompt?"]),
         (["task.test_limt=5"], ["did you mean task.test_limit?"]),
         (["seed=abc"], ["seed=abc must be an integer of at least 0"]),
@@ -338,7 +370,14 @@ def told(*overrides: str, name: str = "train") -> str:
         ),
         (["+trainer.limit_train_batches=0"], ["trainer.limit_train_batches has no effect here, or breaks the loop"]),
         (["eval.sampling.stop_ids=[3,999999]"], ["eval.sampling.stop_ids: the model has no token 999999, only 0 to"]),
-        (["optim.schedule.name=reduce_lr_on_plateau"], ["optim:"]),
+        (["optim.schedule.name=reduce_lr_on_plateau"], ["optim.schedule: "]),
+        (
+            ["task=musique", "task.rewards=correct"],
+            ["the reward of this task is its own", "define score (docs/tasks.md)"],
+        ),
+        (["task=musique", "+task.rewards=[correct]"], ["the reward of this task is its own"]),
+        (["trainer.strategy=ddp"], ["trainer.strategy=ddp is a choice of the group strategy: set strategy=auto, ddp"]),
+        (["+trainer.strategy=ddp"], ["there is a key trainer.strategy already: leave out the +"]),
         (["algo=3"], ["algo=3: a group takes the name of an option, and --help lists them"]),
         (["trainer.precision=8"], ["trainer.precision=8 is not one of auto, 32-true, bf16-mixed"]),
     ],
@@ -491,7 +530,9 @@ class Halves:
 
 @pytest.mark.parametrize("varied", [True, False])
 def test_dynamic_sampling_replaces_groups_without_signal(smoke, tmp_path, varied):
-    config = compose_config(*smoke("algo.sampling_rounds=8", "rollout.prompts=6", "callbacks=[samples]"))
+    config = compose_config(
+        *smoke("algo.sampling_rounds=8", "algo.sampling_filter=reward", "rollout.prompts=6", "callbacks=[samples]")
+    )
     config.task = {"_target_": "test_train.Halves", "varied": varied}
     train(config)
     written = Run(tmp_path).samples([1]).to_dict("records")

@@ -184,6 +184,21 @@ def test_endless_limits_are_refused():
         Limits(step_timeout=math.inf)
 
 
+@pytest.mark.parametrize(("by", "rounds"), [("correct", 3), ("reward", 1)])
+def test_rewards_that_differ_among_wrong_answers_are_no_signal_for_dapo(parts, tmp_path, by, rounds):
+    numbers = iter(range(9))
+
+    class Ranked(Starting):
+        def score(self, example, trajectory):
+            return Reward(float(next(numbers)), correct=False)
+
+    size = ("rollout.prompts=1", "rollout.group_size=2")
+    algorithm = preset("algo=dapo", "algo.sampling_rounds=3", f"algo.sampling_filter={by}", *size)
+    plan, loader = Plan(1, 2, 1, Sampling(2)), PromptLoader([fine] * 4, 1, seed=0)
+    rollout = Rollouts(plan, Ranked(), loader, *parts, algorithm, str(tmp_path), seed=0).make(0)
+    assert (rollout.rounds, len(rollout.groups), rollout.best(1, by)) == (rounds, rounds, [0])
+
+
 def test_a_later_round_in_which_all_environments_fail_does_not_end_the_run(parts, tmp_path):
     first_round = True
 

@@ -8,7 +8,8 @@ from conftest import compose_config
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
-from grpo.runs.model_card import hub_id, papers, public
+from grpo.evaluation.statistics import mean_interval
+from grpo.runs.model_card import hub_id, in_words, papers, public
 from grpo.runs.runs import Run
 from train import train
 
@@ -53,6 +54,15 @@ def test_a_policy_that_was_not_evaluated_says_so(smoke, tmp_path):
     folder = tmp_path / "checkpoints" / "last"
     assert fact(ModelCard.load(folder / "README.md"), "held-out accuracy") == "not measured after this rollout"
     assert math.isfinite(AutoModelForCausalLM.from_pretrained(folder).model.norm.weight.sum().item())
+
+
+def test_an_accuracy_without_an_interval():
+    evaluation = {"sampling": {"temperature": 0}, "split": "test"}
+    one = in_words(mean_interval([1.0], bounds=(0, 1)), evaluation)
+    assert one.startswith("100.0%, on 1 example of the split `test`, greedy;")
+    assert in_words(mean_interval([math.nan], bounds=(0, 1)), evaluation) == "unknown: no answer was graded"
+    two = in_words(mean_interval([1.0, 1.0], bounds=(0, 1)), evaluation)
+    assert two.startswith("100.0%, 95 % interval 34.2% to 100.0%, on 2 examples")
 
 
 def test_names_of_the_hub(tmp_path, monkeypatch):

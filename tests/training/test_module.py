@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from peft import LoraConfig
 from torch import tensor
+from transformers import get_scheduler
 
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
@@ -19,6 +21,7 @@ from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.types import Sample
+from grpo.system.errors import UserError
 from grpo.training.batch import RolloutBatch
 from grpo.training.meter import Means
 from grpo.training.module import GRPOModule
@@ -76,6 +79,26 @@ def test_logprobs_are_those_of_a_lone_unpadded_forward(toy_model):
             torch.testing.assert_close(entropy[row, :n], exact, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
+def test_rows_without_a_completion_alone_in_a_microbatch_or_minibatch(toy, layout):
+    """An engine may end an answer before its first token. The others are learned from as if the empty ones were not cut apart."""
+    empty = [[episode((11, 12), ()), episode((11, 12), ())], [episode((14,), (24, 25)), episode((14,), (28,))]]
+    assert [values.shape for values in completion_logprobs(fresh(toy), collate(empty[:1]), 1.0, layout=layout)] == [
+        (2, 0)
+    ] * 2
+    found = []
+    for max_tokens in (1000, 1):
+        got, metrics = trained(
+            fresh(toy), rollout(groups=empty), max_tokens_per_microbatch=max_tokens, layout=layout, num_epochs=2
+        )
+        found.append(got)
+        assert metrics["loss/grad_norm"] > 0.01
+    for name in found[0]:
+        torch.testing.assert_close(found[0][name], found[1][name], atol=1e-6, rtol=0)
+    _, metrics = trained(fresh(toy), rollout(groups=empty), layout=layout, num_minibatches=2)
+    assert metrics["loss/grad_norm"] > 0.01 and metrics["loss/skipped"] == 0
+
+
 def as_given(rewards):
     """Return the rewards as advantages."""
     return rewards
@@ -114,6 +137,17 @@ def make_module(
     module.optimizers, module.lr_schedulers = lambda: optimizers[0], lambda: schedules[0]
     module.manual_backward = lambda loss: loss.backward()
     return module
+
+
+def test_a_schedule_is_tried_with_its_warm_up_and_refused_for_what_it_does():
+    """A polynomial schedule divides by the updates after the warm-up: by 0 at the last update if there are none."""
+    schedule = partial(get_scheduler, name="polynomial", num_warmup_steps=1)
+    optim = Optimization(partial(torch.optim.SGD, lr=0.1), schedule)
+    small = optim.optimizer([("weight", torch.zeros(1, requires_grad=True))])
+    scheduled = optim.scheduled(small, num_updates=3)
+    assert scheduled.get_last_lr() == [0.0]  # it has not moved
+    with pytest.raises(UserError, match=r"optim\.schedule: division by zero .*in a run of 1 updates"):
+        optim.scheduled(small, num_updates=1)
 
 
 def rollout(number=0, rewards=ADVANTAGES, groups=GROUPS, tokens=None, **change) -> RolloutBatch:
@@ -202,7 +236,7 @@ def test_epochs_compare_with_the_policy_before_the_first(toy):
     module = make_module(policy, num_epochs=3, num_minibatches=2, lr=0.1, kl_coef=0.01)
     seen = []
     inner = module.update
-    module.update = lambda minibatch, means: (seen.append(minibatch), inner(minibatch, means))
+    module.update = lambda minibatch, *rest: (seen.append(minibatch), inner(minibatch, *rest))
     tokens = collate(GROUPS)
     start, _ = completion_logprobs(fresh(toy), tokens, 1.0)
     metrics = module.training_step(rollout(tokens=tokens), 0)

@@ -61,6 +61,12 @@ def test_the_summary_of_a_run():
         "held out, last": "50.0% (9.5 to 90.5) after 2",
         "warnings": "loss/kl",
     }
+    fallen = cells(summary(learned, [evaluated(0, [1.0, 1.0]), *evaluations[2:], evaluated(4, [0.0, 0.0])], 10.0, []))
+    assert fallen["held out, best"] == "100.0% (34.2 to 100.0) after 0"
+    level = cells(summary(learned, [evaluated(0, [0.0, 0.0]), evaluated(2, [0.0, 0.0])], 10.0, []))
+    assert level["held out, best"].endswith(
+        "after 2"
+    )  # as `best`, the policy before training gives way to an equal one
     without = cells(summary(learned, [evaluated(0, [math.nan])], 10.0, []))
     assert "held out, first" not in without and without["warnings"] == "none"
 

@@ -1,6 +1,7 @@
 """Checkpoint: writes checkpoints to resume from, and the policy as a folder that Hugging Face libraries load."""
 
 import logging
+import math
 import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,7 @@ from grpo.system.loading import not_finite
 from grpo.system.pieces import in_pieces
 from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
+from grpo.training.callbacks.evaluation import EvaluationCallback
 from grpo.training.checkpoints import by_rollouts, link, new_folder
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,8 @@ class Checkpoint(L.Callback):
         00020.ckpt     everything that resuming needs, after 20 rollouts: the newest `keep` of them
         policy_00020   the policy (with an adapter: only the adapter), its tokenizer and a model card
         last.ckpt      a link to the newest checkpoint
-        last, best     links to the newest policy, and to the one with the best held-out accuracy, also of the resumed run
+        last, best     links to the newest policy, and to the one with the best held-out accuracy, also of the resumed run; the
+                       evaluation before training counts, and its policy gives way to an equal one
 
     Each is complete before it gets its name. If one cannot be written, because the disk is full or a weight is not finite, the
     run says so and goes on, and the one before stays.
@@ -54,15 +57,34 @@ class Checkpoint(L.Callback):
         self.exported = self.saved = -1  # the rollouts of the newest policy and checkpoint that were written
         self.measured: Estimate | None = None  # held-out accuracy of the present policy, if it was evaluated
 
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for callback in trainer.callbacks:
+            for evaluation in callback.first if isinstance(callback, EvaluationCallback) else ():
+                self.measured = evaluation.estimates["accuracy"]
+                self.compare(module, self.measured.value)
+
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         self.rollouts = batch.rollout + 1
         measured = {evaluation.rollout: evaluation.estimates["accuracy"] for evaluation in batch.evaluations}
         self.measured = measured.get(self.rollouts)
-        if (accuracy := batch.metrics.get("eval/accuracy", -1.0)) > self.best_accuracy:
-            self.best_accuracy = accuracy
-            self.export(module, "best")
+        if "eval/accuracy" in batch.metrics:
+            self.compare(module, batch.metrics["eval/accuracy"])
+        if self.rollouts == self.num_rollouts and (self.folder / "best").resolve().name == "policy_00000":
+            words = (
+                "no evaluation was better than the one before training (%.1f %%): `best` is the policy without training"
+            )
+            log.warning(words, 100 * self.best_accuracy)
         if self.rollouts == self.num_rollouts or (self.every and self.rollouts % self.every == 0):
             self.save(trainer, module)
+
+    def compare(self, module: L.LightningModule, accuracy: float) -> None:
+        """Export the present policy as `best` if its held-out accuracy is the best so far."""
+        if math.isnan(accuracy):
+            words = "rollout %d: the held-out accuracy is unknown, because no answer was graded: this policy cannot be `best`"
+            log.warning(words, self.rollouts)
+        elif accuracy > self.best_accuracy:
+            self.best_accuracy = accuracy if self.rollouts else math.nextafter(accuracy, -1.0)  # an equal one is better
+            self.export(module, "best")
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, RolloutError | StopError):  # raised between two updates, on every rank

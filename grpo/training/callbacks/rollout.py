@@ -72,7 +72,7 @@ class RolloutCallback(L.Callback):
             self.before = None
         if (not self.ahead or not self.ahead.next) and (sleep := getattr(self.engine, "sleep", None)):
             sleep()
-        kept = rollout.best(self.plan.prompts)
+        kept = rollout.best(self.plan.prompts, self.makes.algorithm.sampling_filter)
         batch.groups, batch.scores = [rollout.groups[i] for i in kept], rollout.scores.rows(kept)
         mine = distributed.balanced([sum(sample.length for sample in group) for group in batch.groups])
         tokens = collate([batch.groups[i] for i in mine], [i * self.plan.group_size for i in mine])

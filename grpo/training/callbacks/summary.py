@@ -44,7 +44,8 @@ def summary(
     table.add_row("tokens/s", f"{tokens / busy:,.0f}")
     table.add_row("memory, at most", f"{memory / 2**30:.2f} GiB")
     if known := [evaluation for evaluation in evaluations if evaluation.estimates["accuracy"].n]:
-        best = max(known[1:] or known, key=lambda evaluation: evaluation.estimates["accuracy"].value)
+        # after training first, so that the policy before it gives way to an equal one
+        best = max([*known[1:], known[0]], key=lambda evaluation: evaluation.estimates["accuracy"].value)
         for name, evaluation in (("first", known[0]), ("best", best), ("last", known[-1])):
             table.add_row(f"held out, {name}", accuracy(evaluation))
     table.add_row("warnings", ", ".join(warned) or "none")

@@ -92,12 +92,14 @@ def rewards(probe: Probe) -> Checked:
 
 
 def signal(probe: Probe) -> Checked:
-    """Rewards differ within groups. If they do not in the groups of the probe, more groups are asked."""
+    """Rewards differ within groups (or what algo.sampling_filter asks for). If not in the probe, more groups are asked."""
     size, groups = probe.rollouts.plan.group_size, probe.groups
-    live = int(probe.scores.has_signal().sum())
+    algorithm = probe.rollouts.algorithm
+    by = algorithm.sampling_filter if algorithm.sampling_rounds > 1 else "reward"
+    live = int(probe.scores.has_signal(by).sum())
     if not live and probe.further:
         groups = groups + probe.further
-        live = int(scores(groups).has_signal().sum())
+        live = int(scores(groups).has_signal(by).sum())
     samples, count = [sample for group in groups for sample in group], len(groups)
     right = [[bool(sample.reward.correct) for sample in group] for group in groups]
     solved = sum(map(sum, right)) / max(1, len(samples))
@@ -112,6 +114,7 @@ def signal(probe: Probe) -> Checked:
         (not values, "no sample has a reward: the grader fails or runs out of time"),
         (all(sample.trajectory.truncated for sample in samples), "all answers are cut short: raise max_tokens"),
         (outcomes == {"no_answer"}, "no answer is where the reward looks: prompt for that form, or reward it"),
+        (by == "correct" and scores(groups).has_signal().any(), "only rewards differ: set algo.sampling_filter=reward"),
         (solved == 1, "all answers are right: take harder problems"),
         (solved == 0, "no answer is right: take easier problems, a better model, or more samples per prompt"),
         (True, f"rewards differ between prompts only: {sorted(values)[:3]}"),

@@ -28,7 +28,7 @@ def all_weights(probe: Probe) -> Checked:
 def mask(probe: Probe) -> Checked:
     """The mask has every sampled token once, end tokens included, and nothing else; microbatches have every row once."""
     tokens = probe.tokens
-    placed = tokens.ids[:, -tokens.completion_width :]
+    placed = tokens.ids[:, tokens.ids.shape[1] - tokens.completion_width :]
     wrong = 0
     for s, sample in enumerate(probe.samples):
         rows = tokens.sample == s

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
-from grpo.env.tokens import Turn, completion_of
+from grpo.env.tokens import Turn
 from grpo.env.types import Example
 from grpo.models.logprobs import completion_logprobs
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.rollout.collate import collate, scores
+from grpo.rollout.engine_queue import received
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Group, Sample
 from grpo.system.distributed import computes_in, one_pass
@@ -130,7 +131,8 @@ class Probe:
         plain = Sampling(max_tokens or own.max_tokens, own.temperature, stop_ids=own.stop_ids)
         with self.rollouts.sampling():
             completions = self.rollouts.engine.sample(prompts, plain, seeds)
-        turns = [Turn(tuple(p), completion_of(c)) for p, c in zip(prompts, completions, strict=True)]
+        engine = self.rollouts.engine
+        turns = [Turn(tuple(p), received(engine, c)) for p, c in zip(prompts, completions, strict=True)]
         return collate([[SimpleNamespace(turns=(turn,)) for turn in turns]]).to(self.module.device)
 
     @cached_property
