@@ -30,6 +30,7 @@ from grpo.system.errors import UserError
 from grpo.system.files import write_text
 from grpo.system.secrets import guard_logs, hidden, learn, masked_argument, masked_values
 from grpo.system.settings import flat
+from grpo.system.stop import leave_early, take
 
 if TYPE_CHECKING:  # --help needs no torch
     from grpo.models.pretrained import Pretrained
@@ -66,6 +67,8 @@ def run(main: Callable[[], object], config_name: str) -> None:
             print(USAGE, described(config_name, given.overrides), sep="\n\n")
         else:
             witness.watch()
+            if config_name == "train" and not given.multirun:
+                take(leave_early)  # until the training begins
             main()
 
 

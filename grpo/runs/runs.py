@@ -21,7 +21,7 @@ from grpo.system.metrics import TIMES
 from grpo.system.settings import flat
 
 VERDICTS = {"accuracy": "correct", "accuracy_lenient": "correct_lenient"}  # metric -> its column in tables of samples
-SAME = ("seed", "ckpt_path", "output_dir", "optim.skipped", "trainer.default_root_dir")  # keys that may differ between runs of one arm
+SAME = ("seed", "ckpt_path", "output_dir", "optim.skipped", "trainer.default_root_dir")  # keys that may differ
 SHOWN = ("callbacks", "logger")  # groups that may differ, too
 Rollouts = Collection[int] | None  # wanted rollouts; None: all
 

@@ -13,11 +13,13 @@ import torch
 from conftest import ROOT, TEST_PATH, compose_config
 from test_train import VARIED, Varied, rows, state
 
+from grpo.apps import cli
 from grpo.apps.cli import one_line_errors
 from grpo.apps.resuming import has_checkpoint, is_over
 from grpo.runs.runs import Run
+from grpo.system import witness
 from grpo.system.errors import StopError, UserError
-from grpo.system.stop import Stop, seconds_of
+from grpo.system.stop import SIGNALS, Stop, seconds_of
 from train import train
 
 SETTINGS = (
@@ -133,13 +135,24 @@ def test_the_time_of_a_run_ends_between_two_updates():
     Stop("100-00:00:00").check()
 
 
-def test_a_second_signal_ends_the_process():
+@pytest.mark.parametrize("kind", SIGNALS)
+def test_a_signal_before_training_ends_with_the_same_code(kind, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    monkeypatch.setattr(witness, "watch", lambda: None)
+    with Stop().during(), pytest.raises(SystemExit) as ended:
+        cli.run(lambda: os.kill(os.getpid(), kind), "train")
+    assert ended.value.code == 75 and capsys.readouterr().err.startswith(f"stopped by {kind.name}; ")
+
+
+def test_a_second_signal_ends_the_process_and_the_first_one_a_fork():
     program = (
         "import os, signal\nfrom grpo.system.stop import Stop\nstop = Stop()\nstop.listen()\n"
+        "if child := os.fork():\n    os.kill(child, signal.SIGINT)\n    print(os.waitpid(child, 0)[1], stop.why)\n"
+        "else:\n    signal.pause()\n"
         "os.kill(os.getpid(), signal.SIGTERM)\nprint(stop.why, flush=True)\nos.kill(os.getpid(), signal.SIGTERM)\nprint('on')"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGTERM and done.stdout == "SIGTERM\n"
+    assert done.returncode == -signal.SIGTERM and done.stdout == "2 None\nSIGTERM\n"
 
 
 @pytest.mark.slow
