@@ -31,7 +31,7 @@ from grpo.system.errors import UserError
 from grpo.system.files import FULL, write_text
 from grpo.system.secrets import guard_logs, hidden, learn, masked_argument, masked_values
 from grpo.system.settings import flat
-from grpo.system.stop import leave_early, take
+from grpo.system.stop import leave_early, on_signals
 
 if TYPE_CHECKING:  # --help needs no torch
     from grpo.models.pretrained import Pretrained
@@ -69,7 +69,7 @@ def run(main: Callable[[], object], config_name: str) -> None:
         else:
             witness.watch()
             if config_name == "train" and not given.multirun:
-                take(leave_early)  # until the training begins
+                on_signals(leave_early)  # until the training begins
             main()
 
 

@@ -35,7 +35,7 @@ class Stop:
 
     def listen(self) -> None:
         """Take the signals."""
-        take(self.asked)
+        on_signals(self.asked)
 
     @contextmanager
     def during(self) -> Iterator[None]:
@@ -91,7 +91,7 @@ def leave_early(number: int, frame: FrameType | None) -> None:
     sys.exit(StopError.exit_code)
 
 
-def take(action: Callable[[int, FrameType | None], None]) -> None:
+def on_signals(action: Callable[[int, FrameType | None], None]) -> None:
     """Let the signals call a function. Ignored ones stay ignored, as SIGHUP with nohup. A fork of this process ends by them."""
     process = os.getpid()
 
