@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,9 +28,10 @@ from grpo.apps.sweep import sweep
 from grpo.env.types import Task
 from grpo.system import witness
 from grpo.system.errors import UserError
-from grpo.system.files import write_text
+from grpo.system.files import FULL, write_text
 from grpo.system.secrets import guard_logs, hidden, learn, masked_argument, masked_values
 from grpo.system.settings import flat
+from grpo.system.stop import leave_early, on_signals
 
 if TYPE_CHECKING:  # --help needs no torch
     from grpo.models.pretrained import Pretrained
@@ -71,6 +73,8 @@ def run(main: Callable[[], object], config_name: str) -> None:
             print(USAGE, described(config_name, given.overrides), sep="\n\n")
         else:
             witness.watch()
+            if config_name == "train" and not given.multirun:
+                on_signals(leave_early)  # until the training begins
             main()
 
 
@@ -110,7 +114,7 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     if lacking := next((str(cause) for cause in causes if lacks_memory(cause)), None):
         least = "python train.py debug=forecast shows what a run needs, docs/memory.md how to need less"
         return f"not enough memory: {' '.join(lacking.split())[:200]}; {least}"
-    wanted = isinstance(error, OSError) and f"hydra.run.dir={error.filename}" in arguments
+    wanted = isinstance(error, OSError) and (f"hydra.run.dir={error.filename}" in arguments or error.errno in FULL)
     if wanted or (isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError)):
         return f"the output folder cannot be written: {error}; set hydra.run.dir=FOLDER"
     if key := re.search(r"Could not override '([^']+)'", str(error)):
@@ -273,7 +277,9 @@ def completed(parts: Mapping[str, Any], *missing: object) -> list[Any]:
 
 def quiet() -> None:
     """Silence messages of libraries that a user cannot act on: advertising, and advice for other kinds of setups."""
-    logging.raiseExceptions = False  # a log file on a full disk is no reason for a traceback
+    # a full disk is no reason for a traceback of a log file, or of the thread of TensorBoard
+    logging.raiseExceptions = False
+    threading.excepthook = lambda its: getattr(its.exc_value, "errno", 0) in FULL or threading.__excepthook__(its)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers reads it, too
     for name in ("lightning.pytorch", "lightning.fabric", "httpx", "httpx2", "huggingface_hub", "alembic"):

@@ -80,9 +80,10 @@ def is_over(config: DictConfig) -> bool:
 
     folder, wanted = Path(config.output_dir), config.rollout.num_rollouts
     found = Run(folder).manifest
-    if found.get("status") == "finished":
-        return found.get("rollouts", 0) >= wanted
-    newest = max(numbered(folder / "checkpoints", ".ckpt"), default=0)
+    kept = numbered(folder / "checkpoints", ".ckpt")
+    if found.get("status") == "finished":  # without its last checkpoint, if the disk was full
+        return min(found.get("rollouts", 0), max(kept, default=wanted)) >= wanted
+    newest = max(kept, default=0)
     if over := bool(found) and newest >= wanted:
         from grpo.runs.manifest import save_manifest  # imports torch
 

@@ -4,16 +4,16 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import psutil
 
-from grpo.system import distributed
 from grpo.system.errors import StopError, UserError
 
 log = logging.getLogger(__name__)
@@ -34,10 +34,8 @@ class Stop:
         self.last = self.longest = 0.0  # the age of the process at the last `check`, and the longest time between two
 
     def listen(self) -> None:
-        """Take the signals. Ignored ones stay ignored, as SIGHUP with nohup."""
-        for kind, handler in handlers().items():
-            if handler != signal.SIG_IGN:
-                signal.signal(kind, self.asked)
+        """Take the signals."""
+        on_signals(self.asked)
 
     @contextmanager
     def during(self) -> Iterator[None]:
@@ -64,6 +62,8 @@ class Stop:
 
     def check(self) -> None:
         """Raise StopError on all devices if one of them should end. Called between two updates."""
+        from grpo.system import distributed  # imports torch
+
         age = time.time() - psutil.Process().create_time()
         self.longest = max(self.longest, age - self.last) if self.last else 0.0
         self.last = age
@@ -75,11 +75,35 @@ class Stop:
     @contextmanager
     def allowed(self) -> Iterator[None]:
         """Let a signal raise StopError within a `with` block. With several devices it waits: the others could not follow."""
+        from grpo.system import distributed  # imports torch
+
         self.at_once = distributed.world_size() == 1
         try:
             yield
         finally:
             self.at_once = False
+
+
+def leave_early(number: int, frame: FrameType | None) -> None:
+    """End the process before a run has something to save. No StopError: libraries catch exceptions where they import others."""
+    signal.signal(number, signal.SIG_DFL)
+    print(StopError(signal.Signals(number).name), file=sys.stderr, flush=True)
+    sys.exit(StopError.exit_code)
+
+
+def on_signals(action: Callable[[int, FrameType | None], None]) -> None:
+    """Let the signals call a function. Ignored ones stay ignored, as SIGHUP with nohup. A fork of this process ends by them."""
+    process = os.getpid()
+
+    def act(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:
+            return action(number, frame)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    for kind, handler in handlers().items():
+        if handler != signal.SIG_IGN:
+            signal.signal(kind, act)
 
 
 def handlers() -> dict[signal.Signals, Any]:

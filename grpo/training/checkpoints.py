@@ -83,7 +83,10 @@ class PlainCheckpoints(CheckpointIO):
             broken = not_finite((name, part) for kind, name, part in all_parts if kind == "state_dict")
             joined = RowsInFiles if lazily else torch.cat
             whole = {name: parts[0] if len(parts) == 1 else joined(parts) for name, parts in tensors.items()}
-            found = from_plain(json.loads((path / STATE).read_text()), whole)
+            try:
+                found = from_plain(json.loads((path / STATE).read_text()), whole)
+            except (KeyError, ValueError, TypeError, AttributeError, ImportError) as error:
+                raise UserError(f"{path} was written by another version: {error}") from error
         if broken:
             raise UserError(f"{path} has {len(broken)} weights that are not finite, the first is {broken[0]}")
         return found

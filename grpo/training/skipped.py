@@ -1,6 +1,7 @@
 """Updates that were skipped because their gradient is not finite: they are counted, and written so that they can be repeated."""
 
 import logging
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ class Skipped:
     def note(self, module: "GRPOModule", minibatch: TokenBatch) -> None:
         """Write an update before which the policy is as it is now. Raises UserError if it is one too many."""
         self.row += 1
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")  # the schedule steps all the same
         rank = f".rank{distributed.rank()}" if distributed.rank() else ""
         path = self.folder / f"{module.updates:06d}{rank}.ckpt"
         rollout = module.updates // module.algorithm.updates_per_rollout + 1

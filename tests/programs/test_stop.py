@@ -13,11 +13,13 @@ import torch
 from conftest import ROOT, TEST_PATH, compose_config
 from test_train import VARIED, Varied, rows, state
 
+from grpo.apps import cli
 from grpo.apps.cli import explain, one_line_errors
 from grpo.apps.resuming import has_checkpoint, is_over
 from grpo.runs.runs import Run
+from grpo.system import witness
 from grpo.system.errors import StopError, UserError
-from grpo.system.stop import Stop, seconds_of
+from grpo.system.stop import SIGNALS, Stop, seconds_of
 from train import train
 
 SETTINGS = (
@@ -107,7 +109,8 @@ def test_a_finished_run_needs_nothing_and_an_unfinished_one_without_a_checkpoint
     assert not is_over(config) and not has_checkpoint(tmp_path)
     (tmp_path / "checkpoints" / "00002.ckpt").mkdir(parents=True)
     assert has_checkpoint(tmp_path)
-    for status, rollouts, over in (("interrupted", 2, False), ("finished", 4, True), ("finished", 3, False)):
+    # there is a checkpoint of rollout 2: the last one could not be written
+    for status, rollouts, over in (("interrupted", 2, False), ("finished", 4, False), ("finished", 3, False)):
         (tmp_path / "manifest.json").write_text(json.dumps({"status": status, "rollouts": rollouts}))
         assert is_over(config) == over
     (tmp_path / "checkpoints" / "00004.ckpt").mkdir()
@@ -133,13 +136,26 @@ def test_the_time_of_a_run_ends_between_two_updates():
     Stop("100-00:00:00").check()
 
 
-def test_a_second_signal_ends_the_process():
+@pytest.mark.parametrize("kind", SIGNALS)
+def test_a_signal_before_training_ends_with_the_same_code(kind, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    monkeypatch.setattr(witness, "watch", lambda: None)
+    with Stop().during(), pytest.raises(SystemExit) as ended:
+        cli.run(lambda: os.kill(os.getpid(), kind), "train")
+    assert ended.value.code == 75 and capsys.readouterr().err.startswith(f"stopped by {kind.name}; ")
+
+
+def test_a_second_signal_ends_the_process_and_the_first_one_a_fork():
     program = (
-        "import os, signal\nfrom grpo.system.stop import Stop\nstop = Stop()\nstop.listen()\n"
+        "import os, signal, time\nfrom grpo.system.stop import Stop\nstop = Stop()\nstop.listen()\n"
+        "if child := os.fork():\n    while not (done := os.waitpid(child, os.WNOHANG))[0]:\n"
+        "        os.kill(child, signal.SIGINT)  # again: a fork forgets a signal that comes while it starts\n"
+        "        time.sleep(0.01)\n    print(done[1], stop.why)\n"
+        "while not child:\n    time.sleep(0.01)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\nprint(stop.why, flush=True)\nos.kill(os.getpid(), signal.SIGTERM)\nprint('on')"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGTERM and done.stdout == "SIGTERM\n"
+    assert done.returncode == -signal.SIGTERM and done.stdout == "2 None\nSIGTERM\n"
 
 
 @pytest.mark.slow

@@ -165,6 +165,14 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
         PlainCheckpoints().load_checkpoint(tmp_path / "00001.ckpt")
 
 
+def test_a_checkpoint_of_another_version_is_told(tmp_path):
+    PlainCheckpoints().save_checkpoint({"weight": torch.ones(2)}, tmp_path / "00001.ckpt")
+    for state in ('{"$tensor": "gone"}', '{"$is": "grpo.gone.X"}', '{"$is": "os.system"}', '{"$items": 3}', "{"):
+        (tmp_path / "00001.ckpt" / "state.json").write_text(state)
+        with pytest.raises(UserError, match="was written by another version"):
+            PlainCheckpoints().load_checkpoint(tmp_path / "00001.ckpt")
+
+
 def test_nothing_to_resume_is_told(tmp_path):
     for given in (tmp_path, tmp_path / "last.ckpt", tmp_path / "gone"):
         with pytest.raises(UserError, match="is no whole checkpoint: give the folder of a run"):

@@ -15,6 +15,7 @@ from grpo.system.errors import UserError
 from train import train
 
 
+@pytest.mark.filterwarnings("error:Detected call of")
 def test_skipped_updates_in_a_row_end_the_run(toy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     policy = fresh(toy)
