@@ -147,7 +147,7 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy, ending, done
 
 
 def test_what_a_run_leaves(smoke, tmp_path, capsys):
-    accuracy = train(
+    accuracy, _ = train(
         compose_config(
             *smoke(
                 "callbacks=default", "callbacks.samples.token_logprobs=true", "rollout.num_rollouts=3", "eval.every=2"

@@ -307,7 +307,7 @@ def test_asking_without_training(smoke, toy, tmp_path, caplog, monkeypatch):
             (bare / file.name).write_bytes(file.read_bytes())
     caplog.set_level("INFO")
     settings = smoke(f"model.path={bare}", "forecast=only", "optim=sgd")
-    assert train(compose_config(*settings)) is None
+    assert train(compose_config(*settings)) == (None, None)
     [line] = [line for line in caplog.messages if line.startswith("memory:")]
     assert "in an update" in line and "of " in line and "on cpu: so far" in line
     assert all(f", {name} " in line for name in ("weights", "gradients", "activations", "cache"))
