@@ -1,5 +1,6 @@
 """docs/parity.md has a line for every row, and its keys, files and tests exist."""
 
+import functools
 import re
 from contextlib import suppress
 from importlib import import_module
@@ -24,9 +25,14 @@ OPTIONS = (
 )
 
 
-def exists(word: str, configs: list) -> bool:
+@functools.cache
+def configs() -> list:
+    return [compose_config("output_dir=.", *chosen.split()) for chosen in OPTIONS]
+
+
+def exists(word: str) -> bool:
     """Return whether a dotted word is a key, a file, or an object of a module of ours."""
-    if any(OmegaConf.select(config, word, default=configs) is not configs for config in configs):
+    if any(OmegaConf.select(config, word, default=LINES) is not LINES for config in configs()):
         return True
     module, _, name = word.rpartition(".")
     for room in ("", "grpo.", "grpo.rewards."):
@@ -50,11 +56,10 @@ def test_what_a_line_names_exists(line):
         if name:
             sources = [TESTS[file]] if file else TESTS.values()
             assert any(re.search(rf"def {name}{'' if more else chr(92) + 'b'}", source) for source in sources), name
-    configs = [compose_config("output_dir=.", *chosen.split()) for chosen in OPTIONS]
     words = re.findall(r"`([^`]+)`", here)
     outside = ("hydra.run.dir", "engine.sample", "metrics.csv")  # Hydra's key, a Protocol's method, a file of a run
     dotted = [word for word in words if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", word) and word not in outside]
-    assert not [word for word in dotted if not exists(word, configs)]
+    assert not [word for word in dotted if not exists(word)]
     for word in words:
         if re.fullmatch(r"[a-z_./]+=[\w./]+( [a-z_./]+=[\w./]+)*", word) and "..." not in word:
             named = {"engine.launch": ["engine=vllm_server"], "engine.sleeps": ["engine=vllm"]}

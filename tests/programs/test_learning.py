@@ -97,11 +97,11 @@ def test_gsm8k_goes_the_same_way(tmp_path):
 
 def test_a_sweep_runs_every_combination(tmp_path):
     command(
-        "train.py", "-m", "algo=grpo,dr_grpo", "seed=0,1", "debug=smoke", "task=gsm8k", f"task.path={EXAMPLES}",
+        "train.py", "-m", "algo=grpo,dr_grpo", "debug=smoke", "task=gsm8k", f"task.path={EXAMPLES}",
         "max_tokens=8", f"hydra.sweep.dir={tmp_path}",
     )  # fmt: skip
-    assert [len(Run(tmp_path / str(job)).metrics) for job in range(4)] == [3] * 4
+    assert [len(Run(tmp_path / str(job)).metrics) for job in range(2)] == [3] * 2
     assert (
-        len({(tmp_path / str(job) / "config.yaml").read_text().replace(f"{tmp_path}/{job}", "") for job in range(4)})
-        == 4
+        len({(tmp_path / str(job) / "config.yaml").read_text().replace(f"{tmp_path}/{job}", "") for job in range(2)})
+        == 2
     )

@@ -71,8 +71,7 @@ def two_ranks(smoke, tmp_path, phase: str, rank: int, number: int, *more: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("phase", ["evaluation", "rollout", "update"])
+@pytest.mark.parametrize(("phase", "rank"), [("evaluation", 0), ("rollout", 1), ("update", 1)])
 def test_a_dead_rank_is_named(smoke, tmp_path, phase, rank):
     code, said, pid, seconds = two_ranks(smoke, tmp_path, phase, rank, signal.SIGKILL)
     how = " with signal 9" if rank else ""
