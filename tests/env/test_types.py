@@ -128,6 +128,7 @@ def mypy(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_the_slots_and_what_is_in_them_type_check(mypy):
     assert mypy() == ""  # the files that pyproject.toml names
 

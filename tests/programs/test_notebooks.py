@@ -123,6 +123,7 @@ def outputs(toy, tmp_path_factory):
             "model=path",
             f"model.path={toy}",
             "debug=smoke",
+            "preflight=off",
             "callbacks=[health,samples,checkpoint]",
             f"callbacks.samples.token_logprobs={'false' if job == 3 else 'true'}",
             "rollout={prompts: 4, group_size: 4, num_rollouts: 3}",
@@ -157,6 +158,7 @@ def answers(run, after):
     }
 
 
+@pytest.mark.slow
 def test_01_tells_of_the_newest_run(outputs, tmp_path):
     run = outputs / "sweep" / "3"
     said, learning, evaluations, change, health, curves, time = execute(
@@ -186,6 +188,7 @@ def test_01_tells_of_the_newest_run(outputs, tmp_path):
     assert rows(time["html"][0])[-1][:2] == ["time/update", f"{spent:.1f}"]
 
 
+@pytest.mark.slow
 def test_02_shows_samples_groups_changes_and_tokens(outputs, tmp_path):
     run = outputs / "sweep" / "0"
     cells = execute("02_rollouts", outputs.parent / "notebooks", tmp_path, GRPO_RUN=str(run))
@@ -216,11 +219,13 @@ def test_02_shows_samples_groups_changes_and_tokens(outputs, tmp_path):
     assert spans == pytest.approx(np.exp(least_sure["rollout_logprobs"]), abs=6e-4)
 
 
+@pytest.mark.slow
 def test_02_says_how_to_keep_tokens_and_goes_on(outputs, tmp_path):
     *_, tokens = execute("02_rollouts", outputs.parent / "notebooks", tmp_path)  # the newest run has none
     assert "callbacks.samples.token_logprobs=true" in tokens["text"] and not tokens["html"]
 
 
+@pytest.mark.slow
 def test_03_compares_the_arms_of_what_finished(outputs, tmp_path):
     sweep = outputs / "sweep"
     said, jobs, curves, comparison, words, effect = execute("03_sweep", outputs.parent / "notebooks", tmp_path)
@@ -244,6 +249,7 @@ def test_03_compares_the_arms_of_what_finished(outputs, tmp_path):
     assert "only 2 seeds: an interval reaches 12.7 standard errors" in words["text"]
 
 
+@pytest.mark.slow
 def test_04_draws_every_preset(tmp_path):
     names, *figures = execute("04_objective", ROOT / "notebooks", tmp_path)
     assert set(names["text"].strip("'").split(", ")) == {file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml")}

@@ -166,7 +166,7 @@ def test_a_task_and_a_reward_from_outside_the_repository(toy, tmp_path, monkeypa
     (outside / "my_rewards.py").write_text(
         "def vowels(completions, **_):\n    return [t.count('e') for t in completions]\n"
     )
-    model = ("model=path", f"model.path={toy}", "debug=smoke", "trainer=cpu", "callbacks=[samples]")
+    model = ("model=path", f"model.path={toy}", "debug=smoke", "preflight=off", "trainer=cpu", "callbacks=[samples]")
     monkeypatch.syspath_prepend(outside)
     found = f"hydra.searchpath=[file://{outside}/conf]"
     train(compose_config("task=short", found, *model, f"output_dir={tmp_path}/a"))

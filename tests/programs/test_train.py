@@ -91,7 +91,7 @@ ASKED = f"+callbacks.asked={{_target_: test_stop.Asked, update: 10, number: {int
 @pytest.mark.parametrize(
     ("policy", "ending", "done"),
     [
-        ("adapter=none", CRASH, 2),
+        pytest.param("adapter=none", CRASH, 2, marks=pytest.mark.slow),
         ("adapter=lora", ASKED, 3),
         pytest.param("model.dtype=bfloat16", CRASH, 2, marks=pytest.mark.slow),
     ],

@@ -428,6 +428,7 @@ def metrics_of(folder):
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "tokens/s", "memory/"))} for row in table]
 
 
+@pytest.mark.slow
 def test_a_run_of_several_turns_resumes_bit_exactly(smoke, tmp_path):
     def run(name, rollouts, *more):
         folder = tmp_path / name

@@ -127,6 +127,7 @@ class Quiet(Logger):
     log_hyperparams = log_metrics
 
 
+@pytest.mark.slow
 def test_no_file_of_a_run_has_a_secret(smoke, tmp_path):
     """A run with twelve planted secrets, its report, its model card and TensorBoard. To resume it they are given again."""
     folder = tmp_path / "run"
