@@ -45,6 +45,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_program_elsewhere_trains_what_the_command_line_trains(smoke, toy, tmp_path):
     """The program's file has the name of ours, and its folder is not the project's."""
     (tmp_path / "elsewhere").mkdir()

@@ -233,6 +233,7 @@ def test_a_key_that_moved_is_told_and_is_no_change(tmp_path):
     assert changes(config, tmp_path) == ["rollout.prompts=16 (was 4)"]
 
 
+@pytest.mark.slow
 def test_a_mistake_and_a_sweep_s_parent_start_quickly(tmp_path):
     mistake = command("train.py", "-m", "seed=0,1", "trainer.devices=2", f"hydra.sweep.dir={tmp_path}/sweep")
     assert "error: trainer.devices=2: a job of a sweep uses one device" in mistake.stderr

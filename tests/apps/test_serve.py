@@ -350,6 +350,7 @@ def test_a_model_without_weights_ends_the_command_with_a_line(toy, tmp_path):
         main(["model=path", f"model.path={tmp_path / 'bare'}", "engine=transformers", "port=0", "device=cpu"])
 
 
+@pytest.mark.slow
 def test_the_command_starts_answers_and_ends(toy):
     arguments = ["model=path", f"model.path={toy}", "engine=transformers", "port=0", "device=cpu"]
     command = [sys.executable, "-m", "grpo.serve", *arguments]

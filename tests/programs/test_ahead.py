@@ -138,7 +138,8 @@ def test_for_a_policy_that_stays_as_it_is_it_changes_nothing(run, tmp_path):
     assert written[0].equals(written[1]) and len(written[0]) == 36
 
 
-@pytest.mark.parametrize("adapter", ["none", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_a_crashed_run_resumes_bit_exactly(run, tmp_path, adapter):
     """5 rollouts in one run equal 3, a crash and the rest: the checkpoint has the rollout that was ahead."""
     settings = [

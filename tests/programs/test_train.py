@@ -460,6 +460,7 @@ def test_a_group_of_another_program_is_told():
     assert "there is no key 'algo'" in told("algo=dapo", "optim=sgd", name="eval")
 
 
+@pytest.mark.slow
 def test_the_command_line_prints_that_one_line(smoke, tmp_path):
     (tmp_path / "file").touch()
     for arguments, message in [

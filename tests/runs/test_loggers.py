@@ -53,6 +53,7 @@ def numbers(run: Run) -> dict[tuple[str, int], float]:
     }
 
 
+@pytest.mark.slow
 def test_all_loggers_get_the_same_numbers_settings_and_texts(smoke, tmp_path, caplog):
     from mlflow import MlflowClient
 
@@ -177,6 +178,7 @@ class Break(L.Callback):
             self.file.mkdir()
 
 
+@pytest.mark.slow
 def test_a_logger_that_fails_on_the_way_is_left_out(smoke, tmp_path, caplog):
     database = tmp_path / "mlflow.db"
     broken = f"+callbacks.broken={{_target_: test_loggers.Break, file: {database}}}"

@@ -19,6 +19,7 @@ from grpo.training.callbacks.report import Report
 from train import train
 
 CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.slow
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 SCREENSHOTS = os.environ.get("GRPO_SCREENSHOTS")  # a folder for pictures of the pages
 

@@ -38,6 +38,7 @@ def run(smoke, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_crashed_run_goes_on_in_its_own_folder(run, tmp_path):
     settings = ["rollout.num_rollouts=6", "eval.every=2", "callbacks.checkpoint.every=2"]
     whole = run("whole", *settings)
