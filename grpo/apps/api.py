@@ -68,14 +68,18 @@ def train(
         run = grpo.train("tiny", rewards=[f], algo="dr_grpo", rollout={"num_rollouts": 20}, **{"algo/kl": "loss"})
 
     model: an option, a folder, a hub id, or a transformers model; `tokenizer` belongs to the latter. task: an option or a Task.
-    rewards: names or functions, one or a list. dataset: rows with a column `prompt`, as dictionaries or a datasets.Dataset, or
-    such rows for each split; the run's folder keeps them. callbacks: options of the group, or callbacks besides the default ones.
-    output_dir: the run's folder. settings: other keys; `optimizer` and `schedule` are short for `optim.optimizer` and
-    `optim.schedule`. Raises UserError for a mistake.
+    rewards: names or functions, one or a list; each has weight 1 unless `task.weights` is set. dataset: rows with a column
+    `prompt`, as dictionaries or a datasets.Dataset, or such rows for each split; the run's folder keeps them. callbacks: options
+    of the group, or callbacks besides the default ones. output_dir: the run's folder. settings: other keys; `optimizer` and
+    `schedule` are short for `optim.optimizer` and `optim.schedule`. Raises UserError for a mistake.
     """
     quiet()
     given = {"model": model, "task": task, "rewards": rewards, "algo": algo}
     given = {key: value for key, value in given.items() if value is not None} | settings
+    if rewards is not None and task is not None and not is_plain(task):
+        raise UserError("rewards=... belongs to a task by its name; a task that is an object has its own score")
+    if rewards is not None:
+        given = {"task.weights": None} | given
     folder = Path(output_dir or timed_folder("python"))
     if dataset is not None:
         given = {"task": "jsonl", "task.path": save_rows(dataset, folder)} | given
@@ -93,7 +97,12 @@ def train(
         raise UserError("tokenizer=... belongs to a model that is an object too; a model by its name has its own")
     words.append(f"output_dir={literal(folder)}")
     with in_one_line("train", words):
-        config = announced(placed(composed("train", words), objects), words)
+        config = placed(composed("train", words), objects)
+        if output_dir is None and config.trainer.devices * config.trainer.num_nodes > 1:
+            raise UserError(
+                "on several devices each process runs this program: give output_dir, so that they share a folder"
+            )
+        config = announced(config, words)
         policy = None if config is None else script("train").train(placed(config, objects), words)[1]
     return TrainedRun(folder, policy, objects)
 

@@ -92,9 +92,7 @@ class EngineQueue:
         place, future = waiting.pop(i)
         with self.changed:
             self.working.add(place)  # before its coroutine resumes, which may be at once
-        learned = (
-            self.sampling.temperature > 0
-        )  # only evaluations are greedy; there the alarms find weights of NaN first
+        learned = self.sampling.temperature > 0  # evaluations are greedy; the alarms find weights of NaN first there
         answer = received(self.engine, completion) if learned else completion_of(completion)
         with suppress(RuntimeError):  # the episodes have ended
             future.get_loop().call_soon_threadsafe(lambda: future.done() or future.set_result(answer))

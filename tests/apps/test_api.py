@@ -38,7 +38,7 @@ if __name__ == "__main__":
     run = grpo.train(
         {toy!r}, task="gsm8k", rewards=varied, algo="dr_grpo", output_dir="run", max_tokens=8, debug="smoke", forecast=False,
         preflight="off", callbacks="checkpoint", rollout={{"num_rollouts": 3, "sampling": {{"temperature": 0.9}}}},
-        **{{"task.path": {rows!r}, "task.weights": None, "algo/kl": "loss", "optim.optimizer.lr": 1e-3}},
+        **{{"task.path": {rows!r}, "algo/kl": "loss", "optim.optimizer.lr": 1e-3}},
     )
     assert run.status == grpo.load_run("run").status == "finished" and len(run.metrics) == 4
     print(run.model.num_parameters(), "parameters in", run.folder)
@@ -123,6 +123,10 @@ def test_a_mistake_is_one_line():
         grpo.train("tiny", rolout={"prompts": 4})
     with pytest.raises(UserError, match=r"algo has no option 'gpro'; options: .*grpo"):
         grpo.train("tiny", algo="gpro")
+    with pytest.raises(UserError, match="a task that is an object has its own score"):
+        grpo.train("tiny", search_agent.Countries(), rewards="correct")
+    with pytest.raises(UserError, match="on several devices each process runs this program: give output_dir"):
+        grpo.train("tiny", trainer={"devices": 2})
     with pytest.raises(UserError, match="belongs to a model that is an object"):
         grpo.train("tiny", tokenizer=object())
 
