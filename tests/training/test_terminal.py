@@ -12,8 +12,9 @@ from rich.console import Console
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.statistics import mean_interval
 from grpo.runs.runs import Run
+from grpo.system.errors import UserError
 from grpo.training.callbacks.summary import summary
-from grpo.training.callbacks.terminal import status
+from grpo.training.callbacks.terminal import Terminal, status
 from train import train
 
 ROLLOUT = {
@@ -34,6 +35,11 @@ def test_the_line_of_a_rollout():
     line = "reward 0.50  solved 25%  groups 75%  held out 40%  1,234 tok/s  1:01:01 left"
     assert status(ROLLOUT, 0.4, 3661.2) == line
     assert status(ROLLOUT, None, 0).endswith("groups 75%  1,234 tok/s  0:00:00 left")
+    more = {"loss/grad_norm": 0.51239, "loss/clip_fraction_high": 0.031}
+    line = status(ROLLOUT | more, None, 0, [*more, "loss/kl"])  # this run has no KL
+    assert "groups 75%  grad_norm 0.5124  clip_fraction_high 3.1%  1,234 tok/s" in line
+    with pytest.raises(UserError, match=r"callbacks\.terminal\.columns: rollout/rewrad is no metric"):
+        Terminal("run", 80, columns=["rollout/rewrad"])
 
 
 def evaluated(rollouts: int, shares: list[float]) -> Evaluation:
@@ -137,8 +143,6 @@ def test_a_run_that_is_stopped_says_how_to_go_on(smoke, tmp_path, capsys, interr
 
 def test_a_bar_on_a_real_terminal():
     """The whole line fits into 120 columns."""
-    from grpo.training.callbacks.terminal import Terminal
-
     terminal = Terminal("run", 80)
     console = Console(width=120, force_terminal=True, record=True)
     terminal.progress.update(terminal.bar, completed=40, status=status(ROLLOUT, 0.4, 3661))

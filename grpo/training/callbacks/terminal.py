@@ -16,7 +16,8 @@ from rich.text import Text
 from grpo.evaluation.display import history, results_line
 from grpo.evaluation.evaluator import Evaluation
 from grpo.rollout.types import Sample
-from grpo.system.errors import StopError
+from grpo.system.errors import StopError, UserError
+from grpo.system.metrics import about, written
 from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.evaluation import EvaluationCallback
@@ -24,12 +25,13 @@ from grpo.training.callbacks.health import Health
 from grpo.training.callbacks.summary import clock, summary
 
 
-def status(metrics: Mapping[str, float], accuracy: float | None, left: float) -> str:
-    """Return the line of a rollout. accuracy: the latest held-out accuracy. left: the remaining seconds."""
+def status(metrics: Mapping[str, float], accuracy: float | None, left: float, columns: Sequence[str] = ()) -> str:
+    """Return the line of a rollout. accuracy: the latest held-out one. left: the remaining seconds. columns: more metrics."""
     held_out = "" if accuracy is None else f"held out {accuracy:.0%}  "
+    more = "".join(f"{name.rpartition('/')[2]} {written(name, metrics[name])}  " for name in columns if name in metrics)
     return (
-        f"reward {metrics['rollout/reward']:.2f}  solved {metrics['rollout/solve_rate']:.0%}  "
-        f"groups {metrics['rollout/effective_groups']:.0%}  {held_out}{metrics['tokens/s']:,.0f} tok/s  {clock(left)} left"
+        f"reward {metrics['rollout/reward']:.2f}  solved {metrics['rollout/solve_rate']:.0%}  groups "
+        f"{metrics['rollout/effective_groups']:.0%}  {held_out}{more}{metrics['tokens/s']:,.0f} tok/s  {clock(left)} left"
     )
 
 
@@ -55,19 +57,27 @@ class Terminal(L.Callback):
 
     folder: the run's folder. num_rollouts: length of the progress bar. samples: completions shown at the start and at the end.
     samples_every: rollouts between further completions; 0: none in between. every: if the output is not a terminal, rollouts
-    between two lines; 0: none.
+    between two lines; 0: none. columns: more metrics in the line of a rollout; one that the rollout lacks is left out.
     """
 
     def __init__(
-        self, folder: str, num_rollouts: Count, samples: Whole = 2, samples_every: Whole = 0, every: Whole = 10
+        self,
+        folder: str,
+        num_rollouts: Count,
+        samples: Whole = 2,
+        samples_every: Whole = 0,
+        every: Whole = 10,
+        columns: Sequence[str] = (),
     ) -> None:
+        if unknown := [name for name in columns if about(name) is None]:
+            raise UserError(f"callbacks.terminal.columns: {unknown[0]} is no metric: docs/algorithms.md lists them")
         self.folder, self.num_rollouts = Path(folder), num_rollouts
-        self.samples, self.samples_every, self.every = samples, samples_every, every
+        self.samples, self.samples_every, self.every, self.columns = samples, samples_every, every, columns
         self.console = Console()
         self.learned: list[Mapping[str, float]] = []  # metrics of this process's rollouts
         self.evaluations: dict[int, Evaluation] = {}  # by rollouts learned from, without their samples
-        columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
-        self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
+        parts = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
+        self.progress = Progress(*parts, console=self.console, transient=True, disable=not self.console.is_terminal)
         self.bar = self.progress.add_task("", total=num_rollouts, status="first rollout ...")
         self.last: RolloutBatch | None = None
         self.begun = time.perf_counter()
@@ -100,7 +110,8 @@ class Terminal(L.Callback):
         rollout = batch.rollout + 1
         accuracy = [evaluation.metrics["eval/accuracy"] for evaluation in self.evaluations.values()]
         each = (time.perf_counter() - self.begun) / len(self.learned)
-        line = status(batch.metrics, accuracy[-1] if accuracy else None, each * (self.num_rollouts - rollout))
+        left = each * (self.num_rollouts - rollout)
+        line = status(batch.metrics, accuracy[-1] if accuracy else None, left, self.columns)
         self.progress.update(self.bar, completed=rollout, status=line)
         due = self.every and (rollout % self.every == 0 or rollout == self.num_rollouts)
         if due and not self.console.is_terminal:
