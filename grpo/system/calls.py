@@ -148,9 +148,17 @@ class Calls:
         if not LOOK / 2 < now - before < PATIENCE:  # the last check is too old or too recent
             return set()
         worked = sum(busy[thread] - busy_before[thread] for thread in busy.keys() & busy_before.keys())
-        idle = worked < (now - before) / 10
+        idle = worked < (now - before) / 10 and not any(map(_is_runnable, busy))
         old = {key: open[key] for key in keys if key in open and now - open[key].since > PATIENCE}
         return {key for key, call in old.items() if idle or computed.get(call, 0.0) > PATIENCE}
+
+
+def _is_runnable(thread: int) -> bool:
+    """Return whether a thread runs or waits for a core now: on a very busy machine one may wait longer than LOOK."""
+    try:
+        return Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+    except OSError:  # it has ended
+        return False
 
 
 def _times(thread: int) -> tuple[float, float] | None:
