@@ -129,10 +129,11 @@ def composed(group: str, option: str) -> DictConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [option for group, option in OPTIONS if group == "algo"])
-def test_every_preset_moves_along_every_axis(name):
-    """The chosen option replaces the preset's completely, or one line explains why they cannot be combined."""
-    for chosen in side_by_side({group: 0 for group, _ in AXES}):
+@pytest.mark.parametrize(("i", "name"), enumerate(option for group, option in OPTIONS if group == "algo"))
+def test_every_preset_moves_along_every_axis(i, name):
+    """The chosen option replaces the preset's completely, or one line explains why they cannot be combined. Each preset meets a
+    third of the options."""
+    for chosen in side_by_side({group: 0 for group, _ in AXES})[i % 3 :: 3]:
         config = compose_config(f"algo={name}", *chosen, "output_dir=.").algo
         for group, option in (one.split("=") for one in chosen):
             axis = group.removeprefix("algo/")

@@ -225,10 +225,9 @@ def test_a_sweep_that_is_killed_is_gone_on_with(smoke, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local"])
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_other_launchers_run_jobs_and_tell_failures(smoke, tmp_path, launcher):
-    if launcher != "basic":
-        pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
+    pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
     command = sweep_command(smoke, tmp_path, "rollout.group_size=1,2", f"hydra/launcher={launcher}")
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 1 and "error: rollout.group_size=1: advantages compare" in done.stderr.splitlines()[-1]
