@@ -32,9 +32,10 @@ from tasks.gsm8k import GSM8K
 SEED = 0
 
 
-def main(model: str, data: str, rollouts: int = 200, prompts: int = 16, max_tokens: int = 512, lr=1e-6, **task) -> None:
+def main(
+    model, data, rollouts=200, prompts=16, max_tokens=512, lr=1e-6, folder="outputs/gsm8k_by_hand", **task
+) -> None:
     """Train, and write metrics.csv and the policy. task: further arguments of GSM8K."""
-    folder = "outputs/gsm8k_by_hand"
     L.seed_everything(SEED)
     pretrained, task = Pretrained(model), GSM8K(data, **task)
     plan = Plan(prompts, group_size=8, num_rollouts=rollouts, sampling=Sampling(max_tokens))

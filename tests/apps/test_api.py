@@ -144,16 +144,16 @@ def test_a_value_is_the_same_behind_hydras_grammar(value):
 # -- examples/
 
 
-def test_gsm8k_by_hand_is_the_command_lines_run(smoke, toy, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_gsm8k_by_hand_is_the_command_lines_run(smoke, toy, tmp_path, capsys):
     sizes = {"rollouts": 2, "prompts": 2, "max_tokens": 8, "lr": 1e-3}
-    gsm8k.main(str(toy), str(EXAMPLES), **sizes, rewards=(varied_lengths,), weights=None)
+    by_hand = tmp_path / "by_hand"
+    gsm8k.main(str(toy), str(EXAMPLES), **sizes, folder=str(by_hand), rewards=(varied_lengths,), weights=None)
     said = ["algo=dr_grpo", "rollout.group_size=8", "eval.every=10", "eval.limit=200", "callbacks=[checkpoint]"]
     said += ["task.rewards=test_api.varied_lengths", "task.weights=null", "optim.schedule.name=constant"]
     train(
         compose_config(*smoke(*said, "rollout.prompts=2", "rollout.num_rollouts=2", f"output_dir={tmp_path / 'line'}"))
     )
-    by_hand = AutoModelForCausalLM.from_pretrained("outputs/gsm8k_by_hand/policy").state_dict()
+    by_hand = AutoModelForCausalLM.from_pretrained(by_hand / "policy").state_dict()
     line = {name.removeprefix("policy."): weight for name, weight in state(tmp_path / "line")["state_dict"].items()}
     assert by_hand.keys() == line.keys() and all(torch.equal(weight, line[name]) for name, weight in by_hand.items())
     assert rows(tmp_path / "line")[1]["loss/grad_norm"] > 0 and "held-out accuracy" in capsys.readouterr().out

@@ -230,6 +230,7 @@ def test_a_model_made_anew_is_as_good_as_the_shipped_one(tmp_path):
     assert abs(anew[0] - shipped[0]) < 0.15 and min(anew[10], shipped[10]) > 0.55
 
 
+@pytest.mark.slow
 def test_a_model_made_anew_takes_the_place_of_the_old_one(tmp_path):
     for steps in (1, 2):
         brief(clean_steps=steps, anew=str(tmp_path / "model"))
@@ -261,6 +262,7 @@ def test_two_at_once_make_it_once(tmp_path, capfd):
     assert told.count("warm-starting") == 1 and told.count(f"{tmp_path}/tiny-") == 3  # the maker says it twice
 
 
+@pytest.mark.slow
 def test_another_recipe_is_another_model(folder, tmp_path):
     name = folder.rpartition("/")[2]
     assert name not in brief(seed=1, cache=str(tmp_path))

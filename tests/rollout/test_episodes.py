@@ -450,6 +450,7 @@ def test_a_run_of_several_turns_resumes_bit_exactly(smoke, tmp_path):
     assert all(torch.equal(value, policies[1][name]) for name, value in policies[0].items())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_past_environments_that_fail_and_its_samples_say_so(smoke, tmp_path):
     names = ["raises", "answers", "endless", "twice"]
     train(run_of(smoke, "Troubled", "callbacks=default", "rollout.prompts=4", "rollout.num_rollouts=2", names=names))

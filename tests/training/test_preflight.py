@@ -320,7 +320,8 @@ def test_equal_rows_have_a_gradient_to_compare(probe):
     assert preflight.outcome(CHECKS["the gradient ignores microbatches"], probe).result == "PASS"
 
 
-@pytest.mark.parametrize("adapter", [pytest.param("none", marks=pytest.mark.slow), "lora"])
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_a_run_is_the_same_with_and_without(smoke, tmp_path, adapter):
     for mode in ("off", "warn"):
         train(
