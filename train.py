@@ -36,7 +36,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
 
     quiet()  # again, because importing lightning sets its log levels
     first = rank_zero_only.rank == 0  # with several devices each has a process that runs this file
-    check_run(config, first)
+    check_run(config, first, overrides)
     L.seed_everything(config.seed, verbose=False)
 
     plan, algorithm, evaluator, optim = map(instantiate, (config.rollout, config.algo, config.eval, config.optim))

@@ -5,7 +5,6 @@ would build: a model, a task, a reward function, an engine, callbacks, an optimi
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -19,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from grpo.apps.cli import announced, explain, quiet
-from grpo.apps.composing import CONF, composed, options
+from grpo.apps.composing import CONF, composed, literal, options
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
+from grpo.system.settings import flat
 
 if TYPE_CHECKING:  # `import grpo` needs no torch
     from torch import nn
@@ -131,7 +131,7 @@ def evaluate(run: Any = None, *, output_dir: str | PathLike | None = None, **set
 def split(given: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Return the arguments of the command line with these values, and the objects that no argument can name, by key."""
     words, objects = [], {}
-    for key, value in (leaf for name in given for leaf in leaves(SHORT.get(name, name), given[name])):
+    for key, value in flat({SHORT.get(name, name): value for name, value in given.items()}).items():
         if not is_plain(value):
             objects[key] = value
             words += [f"{key}={EMPTY[key]}"] if key in EMPTY else []
@@ -144,29 +144,11 @@ def split(given: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     return words, objects
 
 
-def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of a value, or of those in a dictionary."""
-    if isinstance(value, Mapping):
-        for name, below in value.items():
-            yield from leaves(f"{key}.{name}", below)
-    else:
-        yield key, value
-
-
 def is_plain(value: Any) -> bool:
     """Return whether a configuration can hold a value."""
     if isinstance(value, list | tuple):
         return all(map(is_plain, value))
     return value is None or isinstance(value, bool | int | float | str | PathLike)
-
-
-def literal(value: Any) -> str:
-    """Return a value in Hydra's grammar."""
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(literal, value))}]"
-    if isinstance(value, str | PathLike):
-        return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), str(value)) + "'"
-    return "null" if value is None else str(value).lower()
 
 
 def placed(config: DictConfig, objects: Mapping[str, Any], new: Mapping[str, Any] | None = None) -> DictConfig:

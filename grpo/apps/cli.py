@@ -191,17 +191,18 @@ def make_task(overrides: Sequence[str], path: str) -> Task:
     return instantiate(config)
 
 
-def check_run(config: DictConfig, first: bool) -> None:
+def check_run(config: DictConfig, first: bool, overrides: Sequence[str]) -> None:
     """Check all values, the output folder and a resumed checkpoint before anything is created. Raises UserError.
 
-    first: whether this is the first of the run's processes, which owns the output folder.
+    first: whether this is the first of the run's processes, which owns the output folder. overrides: the arguments; those of a
+    Python program name the folder.
     """
     check_values(config)
     keep_secrets(config)
     folder = Path(config.output_dir).resolve()
     given = config.ckpt_path and Path(config.ckpt_path).resolve()
     processes = config.trainer.num_nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ
-    if processes and not any(word.startswith("hydra.run.dir=") for word in sys.argv):
+    if processes and not any(word.startswith(("hydra.run.dir=", "output_dir=")) for word in [*sys.argv, *overrides]):
         raise UserError("each process would make a folder of its own: set hydra.run.dir to one that all of them see")
     in_place = given and folder in (given, *given.parents)
     if first and (folder / "config.yaml").exists() and not in_place and not config.resume.auto:

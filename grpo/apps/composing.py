@@ -1,7 +1,10 @@
 """Composes the configuration of a command line from conf/ without running anything."""
 
+import re
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -20,3 +23,12 @@ def composed(config_name: str, overrides: Sequence[str], return_hydra_config: bo
 def options(group: str) -> list[str]:
     """Return the options of a group. `base` is not an option: it has the values that the options share."""
     return sorted(file.stem for file in (CONF / group).glob("*.yaml") if file.stem != "base")
+
+
+def literal(value: Any) -> str:
+    """Return a value in Hydra's grammar."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(literal, value))}]"
+    if isinstance(value, str | PathLike):
+        return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), str(value)) + "'"
+    return "null" if value is None else str(value).lower()

@@ -10,7 +10,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
-from grpo.apps.composing import composed
+from grpo.apps.composing import composed, literal
 from grpo.moved import today
 from grpo.system.errors import UserError
 from grpo.system.files import write_text
@@ -53,11 +53,11 @@ def continued(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
         return config
     before, saved = overrides_of(folder), saved_config(folder)
     try:
-        then = composed("train", [*before, f"output_dir='{saved.output_dir}'"])
+        then = composed("train", [*before, f"output_dir={literal(saved.output_dir)}"])
     except HydraException as error:
         log.warning("the arguments of that run have no meaning today, those of this command alone are used: %s", error)
         return config
-    now = composed("train", [*joined(before, overrides), f"output_dir='{config.output_dir}'"])
+    now = composed("train", [*joined(before, overrides), f"output_dir={literal(config.output_dir)}"])
     merged = OmegaConf.create(changed(resolved(saved), resolved(then), resolved(now)))
     for key in OWN:
         merged[key] = config[key]

@@ -16,10 +16,8 @@ class PromptLoader:
 
     def __init__(self, examples: Sequence[Example], size: int, seed: int) -> None:
         if len(examples) < size:
-            fix = "lower it or raise the task's limit"
-            raise UserError(
-                f"rollout.prompts={size} is more than the {len(examples)} training examples there are: {fix}"
-            )
+            more = f"rollout.prompts={size} is more than the {len(examples)} training examples there are"
+            raise UserError(f"{more}: lower it or raise the task's limit")
         self.examples, self.size, self.seed = examples, size, seed
 
     def places(self, rollout: int) -> list[int]:

@@ -90,9 +90,8 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
         return found
 
     async def all_rows() -> list[list[dict[str, Any]]]:
-        calls = Calls(
-            THREADS, f"claims of {type(task).__name__}"
-        )  # threads: each waits for a process that does algebra
+        # each thread waits for a process that does algebra
+        calls = Calls(THREADS, f"claims of {type(task).__name__}")
 
         async def row(sample: Sample) -> dict[str, Any]:
             claim = None

@@ -39,7 +39,7 @@ def completion_logprobs(
     with attending(model):
         states = model.get_decoder()(input_ids=plan.ids, position_ids=plan.positions, use_cache=False, plan=plan)
     hidden = states.last_hidden_state[0].index_select(0, places)
-    targets = batch.ids[:, batch.ids.shape[1] - batch.completion_width :][batch.mask]
+    targets = batch.ids[:, batch.prompt_width :][batch.mask]
     values = by_chunks(model, hidden, targets, temperature, entropy_gradient)
     nothing = torch.zeros_like(batch.rollout_logprobs)
     return tuple(nothing.masked_scatter(batch.mask, of_tokens) for of_tokens in values)
@@ -68,7 +68,7 @@ def padded(model: nn.Module, batch: TokenBatch, temperature: float, entropy_grad
         use_cache=False,
         logits_to_keep=kept,
     ).logits[:, :-1]  # [B, C, V]
-    return of_logits(logits, batch.ids[:, batch.ids.shape[1] - width :], temperature, entropy_gradient)
+    return of_logits(logits, batch.ids[:, batch.prompt_width :], temperature, entropy_gradient)
 
 
 def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, Tensor]:

@@ -65,6 +65,11 @@ class TokenBatch:
         """C, the completion tokens of the longest row."""
         return self.mask.shape[1]
 
+    @property
+    def prompt_width(self) -> int:
+        """P, the prompt tokens of the longest row."""
+        return self.ids.shape[1] - self.completion_width
+
     def _map(self, function) -> Self:
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{name: function(t) for name, t in tensors.items() if t is not None})
@@ -79,20 +84,18 @@ class TokenBatch:
 
     def sequences(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Return each row's ids without padding: those of the prompt, and those after it."""
-        prompt_width = self.ids.shape[1] - self.completion_width
-        lengths = torch.stack([part.sum(1) for part in self.attention_mask.tensor_split([prompt_width], dim=1)], dim=1)
+        width = self.prompt_width
+        lengths = torch.stack([part.sum(1) for part in self.attention_mask.tensor_split([width], dim=1)], dim=1)
         return [
-            (tuple(ids[prompt_width - prompt : prompt_width]), tuple(ids[prompt_width : prompt_width + own]))
+            (tuple(ids[width - prompt : width]), tuple(ids[width : width + own]))
             for ids, (prompt, own) in zip(self.ids.tolist(), lengths.tolist(), strict=True)
         ]
 
     def trimmed(self) -> Self:
         """Drop the columns in which every row is padding."""
-        prompt_width = self.ids.shape[1] - self.completion_width
-        used = self.attention_mask.any(dim=0)
-        left = int(used[:prompt_width].int().argmax())
-        right = int(used[prompt_width:].sum())
-        change = {name: getattr(self, name)[:, left : prompt_width + right] for name in ("ids", "attention_mask")}
+        width, used = self.prompt_width, self.attention_mask.any(dim=0)
+        left, right = int(used[:width].int().argmax()), int(used[width:].sum())
+        change = {name: getattr(self, name)[:, left : width + right] for name in ("ids", "attention_mask")}
         for name in {f.name for f in fields(self)} - {"ids", "attention_mask", "sample", "group"}:  # [B, C]
             if (tensor := getattr(self, name)) is not None:
                 change[name] = tensor[:, :right]

@@ -29,10 +29,9 @@ def received(engine: Engine, given: CompletionLike) -> Completion:
     completion = completion_of(given)
     for i, value in enumerate(completion.logprobs):
         if not -math.inf < value <= ROUNDING:
-            words = (
-                f"the engine {type(engine).__name__} gave {value} as the log-probability of token {completion.ids[i]}"
-            )
-            raise UserError(f"{words}: it must be a finite number of at most 0, log softmax(logits / temperature)")
+            said = f"{value} as the log-probability of token {completion.ids[i]}"
+            must = "it must be a finite number of at most 0, log softmax(logits / temperature)"
+            raise UserError(f"the engine {type(engine).__name__} gave {said}: {must}")
     return completion
 
 

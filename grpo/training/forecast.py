@@ -9,7 +9,7 @@ import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -37,6 +37,7 @@ from grpo.rollout.types import Plan
 from grpo.system import memory
 from grpo.system.errors import UserError
 from grpo.system.memory import storage_of
+from grpo.training.optimization import learned_by
 from grpo.training.strategy import shards
 
 log = logging.getLogger(__name__)
@@ -85,8 +86,12 @@ class Sizes:
 
     def needed(self, precision: str, ranks: int) -> int:
         """Return the most bytes that one of these ranks holds on its device without sharding; 0 if unknown."""
-        here = [part for part in self.parts(precision, ranks) or () if not part.host]
-        return max(sum(part.size or 0 for part in here if part.phase in ("", phase)) for phase in PHASES)
+        return largest_phase([part for part in self.parts(precision, ranks) or () if not part.host])
+
+
+def largest_phase(parts: Sequence[Part]) -> int:
+    """Return the most bytes that these parts take in a phase; unknown ones count as 0."""
+    return max(sum(part.size or 0 for part in parts if part.phase in ("", phase)) for phase in PHASES)
 
 
 def forecast(sizes: Sizes, trainer: L.Trainer) -> list[Part]:
@@ -135,18 +140,16 @@ def parts_of(
     policy, optim = module.policy, module.optim
     [optimizer], _ = module.configure_optimizers()
     own = [*policy.parameters(), *policy.buffers()]
-    learned = [p for group in optimizer.param_groups for p in group["params"]]  # the float32 masters, if there are any
+    learned = learned_by(optimizer)  # the float32 masters, if there are any
     for p in learned:
         p.grad = torch.zeros_like(p)
     gradients = [p.grad for p in learned]
     copies = module.reference.own() if module.reference else []
     there = [*own, *learned, *gradients, *copies]
     mixed = precision == "bf16-mixed"
-    passes, beside = module, there
-    if (
-        low_shards := sharded and mixed and policy.dtype.itemsize == 4
-    ):  # gathered in 16 bits, so autocast copies no weight
-        passes, beside = in_16_bits(make_module, pretrained)
+    # layers that are gathered in 16 bits, so autocast copies no weight
+    low_shards = sharded and mixed and policy.dtype.itemsize == 4
+    passes, beside = in_16_bits(make_module, pretrained) if low_shards else (module, there)
     one_pass = partial(in_a_pass, passes, plan, prompt_tokens, beside)
     casts = partial(torch.autocast, "cpu", torch.bfloat16, enabled=mixed and not low_shards)
     with casts():
@@ -156,14 +159,11 @@ def parts_of(
     if not optim.offload:  # a step begins when the activations are gone
         stepping = max(0, stepping - (passing.total() if passing else 0))
     shared, lora = hasattr(engine, "shared_bytes"), "adapter=lora"  # shared: vLLM already holds the weights
-    weights, masters, buckets = 0 if shared else bytes_of(own), bytes_of([*own, *learned]) - bytes_of(own), 0
-    of_device = 1
+    weights, masters = 0 if shared else bytes_of(own), bytes_of([*own, *learned]) - bytes_of(own)
     if sharded:
-        of_device = devices
         weights, masters = bytes_of(p for p in own if not p.requires_grad) + bytes_of(learned), 0
-        gathered = in_a_layer(passes.policy)
-    elif devices > 1:
-        buckets = bytes_of(p for p in own if p.requires_grad)
+    buckets = bytes_of(p for p in own if p.requires_grad) if devices > 1 and not sharded else 0
+    of_device = devices if sharded else 1
     parts = [
         Part("weights", weights // of_device, "" if policy.dtype.itemsize == 2 else "model.dtype=bfloat16"),
         Part("masters", masters, lora, host=optim.offload),
@@ -172,7 +172,9 @@ def parts_of(
         Part("gradients", bytes_of(gradients) // of_device, lora, "update", optim.offload),
         Part("step", stepping // of_device, "optim=adamw", "update", optim.offload),
         Part("buckets", buckets, lora),  # of gradients, in DistributedDataParallel
-        Part("gathered", gathered if sharded else 0, "", "update"),  # layers that are whole while they compute
+        Part(
+            "gathered", in_a_layer(passes.policy) if sharded else 0, "", "update"
+        ),  # layers that are whole while they compute
         *(Part(name, passing and passing[name], FEWER_TOKENS, "update") for name in ("activations", "logits")),
     ]
     if not isinstance(engine, TransformersEngine):

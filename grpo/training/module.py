@@ -26,7 +26,7 @@ from grpo.system.seeds import SHUFFLE, derive_seed
 from grpo.training.batch import RolloutBatch
 from grpo.training.checkpoints import check_shapes
 from grpo.training.meter import Means, note_engine, note_loss
-from grpo.training.optimization import Optimization
+from grpo.training.optimization import Optimization, learned_by
 from grpo.training.skipped import Skipped
 
 
@@ -155,9 +155,8 @@ class GRPOModule(L.LightningModule):
 
     def microbatches(self, tokens: TokenBatch, rows: Tensor) -> list[tuple[Tensor, TokenBatch]]:
         """Cut these rows into pieces that go through the model at once. Returns the indices and the rows of each piece."""
-        pieces = (
-            microbatches(tokens.rows(rows), self.layout[0], self.optim.max_tokens_per_microbatch) if len(rows) else []
-        )
+        most = self.optim.max_tokens_per_microbatch
+        pieces = microbatches(tokens.rows(rows), self.layout[0], most) if len(rows) else []
         found = [(rows[piece], tokens.rows(rows[piece])) for piece in pieces]
         if is_sharded(self.policy):  # all ranks make the same number of passes
             missing = max(distributed.all_gather([len(found)])) - len(found)
@@ -223,7 +222,7 @@ class GRPOModule(L.LightningModule):
     def step(self, minibatch: TokenBatch, means: Means) -> bool:
         """Clip the gradient, then step the optimizer and the schedule. Returns False if the gradient is not finite: no step."""
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
-        learned = [p for group in optimizer.param_groups for p in group["params"]]  # the masters, if there are any
+        learned = learned_by(optimizer)  # the masters, if there are any
         if self.has_masters and distributed.world_size() > 1:  # DistributedDataParallel does not see their gradients
             for p in learned:
                 p.grad = (distributed.all_sum(p.grad.to(self.device)) / distributed.world_size()).to(p.device)

@@ -65,3 +65,8 @@ class Optimization:
         """Return the schedule of a run, which has been tried to its end. Raises UserError."""
         self.tried(num_updates, min(num_updates, MOST))
         return self.schedule(optimizer=optimizer, num_training_steps=num_updates)
+
+
+def learned_by(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]

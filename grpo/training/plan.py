@@ -12,7 +12,7 @@ from grpo.rollout.samples_table import records, write
 from grpo.system import distributed
 from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.samples import Samples
-from grpo.training.forecast import PHASES, Part, human
+from grpo.training.forecast import Part, human, largest_phase
 from grpo.training.preflight import learning
 from grpo.training.preflight.probe import Probe
 
@@ -89,7 +89,7 @@ def plan_of(
         passes=plan.num_rollouts * plan.prompts / len(train),
         evaluations=-(-plan.num_rollouts // every) + evaluator.on_start if every else 0,
         problems=len(evaluator.chosen(held_out)) if every else 0,
-        memory=max(sum(p.size or 0 for p in here if p.phase in ("", phase)) for phase in PHASES),
+        memory=largest_phase(here),
         disk=sum(checkpoint_bytes(probe, parts, c.keep) for c in callbacks if isinstance(c, Checkpoint)),
         devices=distributed.world_size(),
     )

@@ -29,6 +29,7 @@ from grpo.system.distributed import local, part_of
 from grpo.system.errors import UserError
 from grpo.training.checkpoints import PlainCheckpoints
 from grpo.training.module import GRPOModule
+from grpo.training.optimization import learned_by
 from grpo.training.strategy import Watched
 
 RIGHT = (Adam, AdamW, SGD)  # treat each number by itself, so that a part of a parameter learns as the whole one
@@ -127,11 +128,6 @@ class Sharded(Watched, ModelParallelStrategy):
 def backend() -> str:
     """Return the libraries that carry messages: offloaded gradients are on the CPU."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-
-
-def learned_by(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer, in order."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def same_shape(saved: Any, parameter: Tensor) -> bool:

@@ -17,7 +17,9 @@ from test_train import rows, state
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
-from grpo.apps.api import literal, split
+from grpo.apps.api import split
+from grpo.apps.cli import check_run
+from grpo.apps.composing import literal
 from grpo.apps.demo_model import make_model, make_tokenizer
 from grpo.env.messages import Message, ToolCall
 from grpo.env.types import Action
@@ -129,6 +131,14 @@ def test_a_mistake_is_one_line():
         grpo.train("tiny", trainer={"devices": 2})
     with pytest.raises(UserError, match="belongs to a model that is an object"):
         grpo.train("tiny", tokenizer=object())
+
+
+def test_under_torchrun_a_program_names_its_folder_as_the_command_line_does(smoke, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    config = compose_config(*smoke())
+    check_run(config, True, [f"output_dir={config.output_dir}"])
+    with pytest.raises(UserError, match=r"each process would make a folder of its own: set hydra\.run\.dir"):
+        check_run(config, True, [])
 
 
 @pytest.mark.parametrize(

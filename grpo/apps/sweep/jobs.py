@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo.apps.composing import literal
 from grpo.apps.resuming import has_checkpoint
 
 
@@ -73,7 +74,7 @@ class Job:
         """
         if has_checkpoint(self.folder) and self.share() < 1:  # train.py refuses a checkpoint after the last rollout
             others = [override for override in self.overrides if not override.startswith("ckpt_path=")]
-            return [*others, f"ckpt_path={quoted(self.folder)}"]
+            return [*others, f"ckpt_path={literal(self.folder)}"]
         if self.folder.exists() and self.rollouts is not None:  # an evaluation resumes from the files in its folder
             stopped = self.folder.parent / "stopped" / self.folder.name
             shutil.rmtree(stopped, ignore_errors=True)
@@ -85,10 +86,3 @@ class Job:
         """Return the last line that the job printed."""
         text = self.output.read_text(errors="replace").strip() if self.output.exists() else ""
         return (text or "no output").splitlines()[-1].strip()[:300]
-
-
-def quoted(path: Path) -> str:
-    """Return a path as the value of an override, quoted if Hydra needs it."""
-    text = str(path)
-    plain = all(c.isalnum() or c in "/._-" for c in text)
-    return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

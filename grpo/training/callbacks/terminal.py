@@ -156,7 +156,6 @@ class Terminal(L.Callback):
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         self.progress.stop()
-        if (self.folder / "checkpoints" / "last.ckpt").exists() and not isinstance(
-            exception, StopError
-        ):  # it says itself how to continue
+        asked = isinstance(exception, StopError)  # it says itself how to continue
+        if not asked and (self.folder / "checkpoints" / "last.ckpt").exists():
             self.line(f"stopped by {type(exception).__name__}; to resume: python train.py ckpt_path={self.folder}")

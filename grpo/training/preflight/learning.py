@@ -12,6 +12,7 @@ from grpo.system import distributed
 from grpo.system.distributed import full, is_sharded
 from grpo.system.loading import not_finite
 from grpo.training.module import GRPOModule
+from grpo.training.optimization import learned_by
 from grpo.training.preflight.probe import Checked, Probe, judged
 
 SLICE = 1 << 16
@@ -28,7 +29,7 @@ def all_weights(probe: Probe) -> Checked:
 def mask(probe: Probe) -> Checked:
     """The mask has every sampled token once, end tokens included, and nothing else; microbatches have every row once."""
     tokens = probe.tokens
-    placed = tokens.ids[:, tokens.ids.shape[1] - tokens.completion_width :]
+    placed = tokens.ids[:, tokens.prompt_width :]
     wrong = 0
     for s, sample in enumerate(probe.samples):
         rows = tokens.sample == s
@@ -127,7 +128,7 @@ def gradient_bound(probe: Probe) -> float:
 def gradient_of(probe: Probe, tokens: TokenBatch, pieces: int) -> Tensor:
     """Return the gradient of the loss of these rows as one vector, at most SLICE numbers per parameter. Leaves none behind."""
     [optimizer] = probe.module.trainer.optimizers
-    learned = [p for group in optimizer.param_groups for p in group["params"]]
+    learned = learned_by(optimizer)
     for rows in torch.arange(len(tokens)).tensor_split(pieces):
         backward(probe.module, tokens.rows(rows.to(tokens.ids.device)))
     flat = [full(p.grad.detach()).flatten() for p in learned if p.grad is not None]

@@ -38,7 +38,7 @@ def draws(probe: Probe) -> Checked:
             fit = 1 + int(len(first) * (PATIENCE / spent - 1)) if first else FIRST_DRAWS
             count = min(fit, DRAWS, MOST_DRAWS - len(first))
             drawn = probe.sample([[*prompt, *completion[:at]]] * count, max_tokens=1, others=len(first))
-            first += drawn.ids[:, -drawn.completion_width].tolist()
+            first += drawn.ids[:, drawn.prompt_width].tolist()
             reported += drawn.rollout_logprobs[:, 0].tolist()
     ids, where, counts = np.unique(first, return_index=True, return_counts=True)
     shares, total = np.exp(reported)[where], len(first)
