@@ -19,7 +19,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 
 from grpo.apps.border import check_values
-from grpo.apps.sweep.jobs import Job, quoted
+from grpo.apps.composing import literal
+from grpo.apps.sweep.jobs import Job
 from grpo.apps.sweep.sweep import Sweep, places
 from grpo.system.errors import UserError
 
@@ -46,7 +47,7 @@ class Processes(Launcher):
             raise UserError("eval.every=0: a search maximises held-out accuracy, so set eval.every to 1 or more")
         folder = Path(config.hydra.sweep.dir)
         again = [argument for argument in sys.argv if not argument.startswith("hydra.sweep.dir=")]
-        again = shlex.join(["python", *again, f"hydra.sweep.dir={quoted(folder)}"])
+        again = shlex.join(["python", *again, f"hydra.sweep.dir={literal(folder)}"])
         self.sweep = Sweep(folder, self.command, places(self.jobs, devices(), os.environ), again)
         for number, job in enumerate(self.sweep.known()):
             before = parsed(job)
@@ -94,7 +95,7 @@ class Processes(Launcher):
         return [
             *(sys.executable, sys.argv[0]),
             *(f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None),
-            *(*overrides, *hydra, "hydra.mode=RUN", f"hydra.run.dir={quoted(job.folder)}"),
+            *(*overrides, *hydra, "hydra.mode=RUN", f"hydra.run.dir={literal(job.folder)}"),
         ]
 
 

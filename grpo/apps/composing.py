@@ -26,9 +26,11 @@ def options(group: str) -> list[str]:
 
 
 def literal(value: Any) -> str:
-    """Return a value in Hydra's grammar."""
+    """Return a value in Hydra's grammar. A Path is quoted only if it must be."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(literal, value))}]"
+    if isinstance(value, PathLike) and re.fullmatch(r"[\w.-]*/[\w./-]+", str(value), re.ASCII):
+        return str(value)
     if isinstance(value, str | PathLike):
         return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), str(value)) + "'"
     return "null" if value is None else str(value).lower()

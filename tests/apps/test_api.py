@@ -143,7 +143,22 @@ def test_under_torchrun_a_program_names_its_folder_as_the_command_line_does(smok
 
 @pytest.mark.parametrize(
     "value",
-    ["", "it's", "a\\", "\\'", 'say "no"', "a, b=[c]", "null", "1e-3", 1e-05, -2, True, None, ["a'b", [1, None]]],
+    [
+        "",
+        "1/2",
+        "it's",
+        "a\\",
+        "\\'",
+        'say "no"',
+        "a, b=[c]",
+        "null",
+        "1e-3",
+        1e-05,
+        -2,
+        True,
+        None,
+        ["a'b", [1, None]],
+    ],
 )
 def test_a_value_is_the_same_behind_hydras_grammar(value):
     [word], _ = split({"key": value})
