@@ -122,7 +122,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
             todo = [places for places in evaluator.batches(len(examples)) if not card.has(places)]
             bar.begin(card)
             for places in todo:
-                groups = evaluator.play(task, engine, renderer, config.seed, examples, places)
+                groups = evaluator.one_batch(task, engine, renderer, config.seed, examples, places)
                 card.add(places, groups, columns(task, groups, evaluator.by))
                 bar.show(card)
             speed = card.speed

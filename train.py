@@ -21,7 +21,6 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     import lightning as L  # imported here, so that --help, a mistyped key and the parent of a sweep need no torch
     from lightning.pytorch.utilities import rank_zero_only
 
-    from grpo.data.prompts import PromptLoader
     from grpo.models.policy import with_adapter
     from grpo.rollout.prompt_limit import longest_prompt
     from grpo.rollout.rollouts import Rollouts
@@ -31,7 +30,6 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     from grpo.training.callbacks.preflight import PreflightCallback
     from grpo.training.callbacks.rollout import RolloutCallback
     from grpo.training.forecast import Sizes, forecast
-    from grpo.training.module import GRPOModule
     from grpo.training.strategy import shards
 
     quiet()  # again, because importing lightning sets its log levels
@@ -51,17 +49,18 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     tokenizer = pretrained.tokenizer()
     renderer = instantiate(config.renderer)(tokenizer, prompt_limit.kept)
     examples = {split: prompt_limit.fitting(task, split, renderer) for split in splits}
-    loader = PromptLoader(examples["train"], plan.prompts, config.seed)
-    engine, loggers = instantiate(config.engine), instantiate(config.logger)
-    rollouts = Rollouts(plan, task, loader, engine, renderer, algorithm, config.output_dir, config.seed)
+    loader = instantiate(config.loader)(examples["train"], plan.prompts, config.seed)
+    engine, loggers, play = map(instantiate, (config.engine, config.logger, config.play))
+    rollouts = Rollouts(plan, task, loader, engine, renderer, algorithm, config.output_dir, config.seed, play)
     rollout = RolloutCallback(rollouts, Stop(config.max_time))
     evaluation = EvaluationCallback(rollout, evaluator, examples.get(evaluator.split, ()))
     preflight = PreflightCallback(config.preflight, rollout, evaluator, examples)
     callbacks = [rollout, preflight, evaluation, *completed(instantiate(config.callbacks), tokenizer)]  # in this order
 
-    def module(model) -> GRPOModule:
+    def module(model) -> L.LightningModule:
         policy = with_adapter(model, instantiate(config.adapter))
-        return GRPOModule(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, config.seed)
+        make = instantiate(config.module)
+        return make(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, config.seed)
 
     sizes = Sizes(module, pretrained, plan, engine, lambda: longest_prompt(task, examples["train"], renderer))
     trainer = instantiate(config.trainer)(callbacks=callbacks, logger=[*loggers.values()], needs=sizes.needed)

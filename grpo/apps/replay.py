@@ -37,7 +37,8 @@ def replay(config: DictConfig) -> None:
         if name in saved["weights"]:
             p.data.copy_(saved["weights"][name])
     plan, algorithm, optim = map(instantiate, (config.rollout, config.algo, config.optim))
-    module = GRPOModule(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, config.seed)
+    make = instantiate(config.module)
+    module: GRPOModule = make(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, config.seed)
     module.entropy.load_state_dict(saved["entropy"])
     tokens = saved["tokens"].to(trainer.strategy.root_device)
     with trainer.precision_plugin.forward_context():

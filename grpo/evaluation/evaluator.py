@@ -15,7 +15,7 @@ from grpo.env.renderer import Renderer
 from grpo.env.types import Example, Split, Task
 from grpo.evaluation.metrics import columns, estimates
 from grpo.evaluation.statistics import Estimate
-from grpo.rollout.episodes import play
+from grpo.rollout.episodes import Play, play
 from grpo.rollout.samples_table import records
 from grpo.rollout.types import Group, Limits
 from grpo.system.errors import RewardError, RolloutError, UserError
@@ -51,6 +51,7 @@ class Evaluator:
     One sample is usually greedy (temperature 0); pass@k needs several samples and a temperature above 0.
     every: rollouts between two evaluations during training; 0: none. on_start: also evaluate before the first rollout.
     batch: number of examples played together; None: all. by: columns of the examples; each of their values gets its own result.
+    play: who plays the episodes.
     """
 
     sampling: Sampling
@@ -62,6 +63,7 @@ class Evaluator:
     limits: Limits = field(default_factory=Limits)
     batch: Count | None = None
     by: Sequence[str] = ()
+    play: Play = play
 
     def __post_init__(self) -> None:
         if self.samples > 1 and self.sampling.temperature == 0:
@@ -78,7 +80,7 @@ class Evaluator:
         size = self.batch or count
         return [range(first, min(first + size, count)) for first in range(0, count, size)]
 
-    def play(
+    def one_batch(
         self, task: Task, engine: Engine, renderer: Renderer, seed: int, examples: Sequence[Example], places: range
     ) -> list[Group]:
         """Play the examples at these indices. Seeds depend on the index among all examples, not on the batch, so batches change
@@ -89,7 +91,7 @@ class Evaluator:
             return derive_seed(seed, EVALUATION, places.start + p, *path)
 
         try:
-            return play(task, batch, self.samples, engine, renderer, self.sampling, seeds, self.limits)
+            return self.play(task, batch, self.samples, engine, renderer, self.sampling, seeds, self.limits)
         except RolloutError as error:
             if isinstance(error, RewardError) or places.start == 0:
                 raise
@@ -110,6 +112,8 @@ class Evaluator:
         """
         examples = self.chosen(task.examples(self.split) if examples is None else examples)
         batches = self.batches(len(examples))
-        groups = [group for places in batches for group in self.play(task, engine, renderer, seed, examples, places)]
+        groups = [
+            group for places in batches for group in self.one_batch(task, engine, renderer, seed, examples, places)
+        ]
         more = columns(task, groups, self.by)
         return Evaluation(rollout, groups, estimates(pd.DataFrame(records(groups, **more))), more)

@@ -7,7 +7,7 @@ Every episode is a coroutine; one event loop, in its own thread, runs them all. 
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from grpo.engines.protocol import Engine, Sampling
 from grpo.env.messages import message_of
@@ -25,6 +25,22 @@ THREADS = 64  # threads for environments
 ENVIRONMENT = 1 << 31  # used instead of the turn for the seed of the environment itself
 
 Episode = tuple[Trajectory, tuple[Turn, ...]]  # an episode as messages and as tokens
+
+
+class Play(Protocol):
+    """The slot `play`: plays `group_size` episodes of each example and scores them. `play` below is the default."""
+
+    def __call__(
+        self,
+        task: Task,
+        examples: Sequence[Example],
+        group_size: int,
+        engine: Engine,
+        renderer: Renderer,
+        sampling: Sampling,
+        seed: Callable[..., int],
+        limits: Limits,
+    ) -> list[Group]: ...
 
 
 async def episode(

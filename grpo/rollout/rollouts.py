@@ -7,14 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo.data.prompts import PromptLoader
+from grpo.data.prompts import Loader
 from grpo.engines.protocol import Engine
 from grpo.env.renderer import Renderer
 from grpo.env.types import Example, Task
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import Scores
 from grpo.rollout.collate import scores
-from grpo.rollout.episodes import play
+from grpo.rollout.episodes import Play, play
 from grpo.rollout.samples_table import on_disk
 from grpo.rollout.types import Group, Plan
 from grpo.system.distributed import in_play
@@ -56,12 +56,13 @@ class Rollouts:
 
     plan: Plan
     task: Task
-    loader: PromptLoader
+    loader: Loader
     engine: Engine
     renderer: Renderer
     algorithm: Algorithm
     folder: str
     seed: int
+    play: Play = play
     sampling: Callable[[], AbstractContextManager] = nullcontext
 
     def make(self, r: int) -> Rollout:
@@ -72,7 +73,7 @@ class Rollouts:
         examples, rounds, prompts = self.loader.batch(r), 0, self.plan.prompts
         with in_play(), self.sampling(), on_disk(Path(self.folder, "rollouts", f"{r + 1:06d}.failed.parquet")):
             while examples and rounds < self.algorithm.sampling_rounds:
-                groups += self.play(r, examples, first=len(groups))
+                groups += self.one_round(r, examples, first=len(groups))
                 rounds += 1
                 scored = self.algorithm.shaped(scores(groups))
                 live = int(scored.has_signal(self.algorithm.sampling_filter).sum())
@@ -82,7 +83,7 @@ class Rollouts:
                 examples = self.loader.more(r, min(wanted, prompts), skip=len(groups) - prompts)
         return Rollout(groups, scored, rounds, version, time.perf_counter() - begun)
 
-    def play(self, r: int, examples: list[Example], first: int) -> list[Group]:
+    def one_round(self, r: int, examples: list[Example], first: int) -> list[Group]:
         """Play one round of rollout r. first: the number of groups that earlier rounds have played."""
 
         def seeds(p: int, *path: int) -> int:
@@ -90,7 +91,7 @@ class Rollouts:
 
         size, sampling, limits = self.plan.group_size, self.plan.sampling, self.plan.limits
         try:
-            return play(self.task, examples, size, self.engine, self.renderer, sampling, seeds, limits)
+            return self.play(self.task, examples, size, self.engine, self.renderer, sampling, seeds, limits)
         except RolloutError as error:
             if isinstance(error, RewardError) or not first:
                 raise

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 
@@ -24,13 +23,13 @@ from grpo.system import distributed
 from grpo.system.distributed import full, is_sharded, one_pass
 from grpo.system.seeds import SHUFFLE, derive_seed
 from grpo.training.batch import RolloutBatch
-from grpo.training.checkpoints import check_shapes
 from grpo.training.meter import Means, note_engine, note_loss
-from grpo.training.optimization import Optimization, learned_by
+from grpo.training.module_state import ModuleState
+from grpo.training.optimization import Optimization, TokensAtOnce, learned_by
 from grpo.training.skipped import Skipped
 
 
-class GRPOModule(L.LightningModule):
+class GRPOModule(ModuleState):
     """Learns from rollouts. policy: the model to train. temperature: of sampling. num_rollouts: length of the whole run."""
 
     def __init__(
@@ -53,6 +52,7 @@ class GRPOModule(L.LightningModule):
         self.num_updates = num_rollouts * algorithm.updates_per_rollout
         self.updates = 0  # updates so far
         self.moved = False  # whether the policy has changed since the rollout
+        self.at_once = TokensAtOnce(optim.max_tokens_per_microbatch)
         self.skipped = Skipped(optim.skipped, optim.max_skipped)
         self.entropy = EntropyController(algorithm.entropy)
 
@@ -155,8 +155,7 @@ class GRPOModule(L.LightningModule):
 
     def microbatches(self, tokens: TokenBatch, rows: Tensor) -> list[tuple[Tensor, TokenBatch]]:
         """Cut these rows into pieces that go through the model at once. Returns the indices and the rows of each piece."""
-        most = self.optim.max_tokens_per_microbatch
-        pieces = microbatches(tokens.rows(rows), self.layout[0], most) if len(rows) else []
+        pieces = microbatches(tokens.rows(rows), self.layout[0], self.at_once.most) if len(rows) else []
         found = [(rows[piece], tokens.rows(rows[piece])) for piece in pieces]
         if is_sharded(self.policy):  # all ranks make the same number of passes
             missing = max(distributed.all_gather([len(found)])) - len(found)
@@ -184,13 +183,25 @@ class GRPOModule(L.LightningModule):
     def update(self, minibatch: TokenBatch, means: Means, count: float) -> Tensor:
         """Make one optimizer step on the loss of a minibatch, summed over its microbatches. count: its samples on all ranks.
         Returns the log-probabilities before the step, [B, C]; 0 on rows that were skipped."""
-        alpha, noted = self.entropy.alpha, Means()
-        # compare engine and trainer only under the same policy: after an update log-probabilities differ anyway
-        fresh = minibatch.old_logprobs is not None or not self.moved
         weights = self.algorithm.weights(minibatch.mask, minibatch.sample, count)
         minibatch = replace(minibatch, weights=weights * distributed.world_size())  # gradients of ranks are averaged
-        found = torch.zeros_like(minibatch.rollout_logprobs)
-        pieces = self.to_learn(minibatch)
+        alpha, zero = self.entropy.alpha, self.optimizers().zero_grad
+        found, noted = self.at_once.fitting(lambda: self.gradients(minibatch, alpha), zero, minibatch.ids.shape[1])
+        if stepped := self.step(minibatch, noted):
+            means.take(noted)
+        means.add("loss/skipped", not stepped)
+        if stepped and self.algorithm.entropy.active:
+            means.add("loss/entropy_coef", alpha)
+            self.entropy.update(noted.result().get("loss/entropy"))
+        if (kl := self.algorithm.kl).sync_every and self.updates % kl.sync_every == 0:
+            self.reference.move(kl.sync_alpha)
+        return found
+
+    def gradients(self, minibatch: TokenBatch, alpha: float) -> tuple[Tensor, Means]:
+        """Add the gradients of a minibatch. Returns the log-probabilities, [B, C], and metrics. alpha: weight of the entropy."""
+        # compare engine and trainer only under the same policy: after an update log-probabilities differ anyway
+        fresh = minibatch.old_logprobs is not None or not self.moved
+        found, noted, pieces = torch.zeros_like(minibatch.rollout_logprobs), Means(), self.to_learn(minibatch)
         for i, (rows, microbatch) in enumerate(pieces):
             logprobs, entropy = self.forward_pass(self.policy, microbatch, self.algorithm.entropy.active)
             found[rows, : microbatch.completion_width] = logprobs.detach()
@@ -203,15 +214,7 @@ class GRPOModule(L.LightningModule):
                 note_engine(noted, microbatch)
             if not self.moved:
                 noted.add_tokens("loss/first_kl", logged["approx_kl"], microbatch.mask)
-        if stepped := self.step(minibatch, noted):
-            means.take(noted)
-        means.add("loss/skipped", not stepped)
-        if stepped and self.algorithm.entropy.active:
-            means.add("loss/entropy_coef", alpha)
-            self.entropy.update(noted.result().get("loss/entropy"))
-        if (kl := self.algorithm.kl).sync_every and self.updates % kl.sync_every == 0:
-            self.reference.move(kl.sync_alpha)
-        return found
+        return found, noted
 
     def backward_here(self, loss: Tensor, last: bool) -> None:
         """Add the gradients of a microbatch. Ranks sum them in the last microbatch; with float32 masters, in `step`."""
@@ -238,27 +241,3 @@ class GRPOModule(L.LightningModule):
         schedule.step()
         self.updates += 1
         return finite
-
-    # -- checkpoints: a run resumes only with the model that it started with
-
-    def on_save_checkpoint(self, checkpoint: dict) -> None:
-        checkpoint["policy_shapes"] = self.policy_shapes()
-        checkpoint["progress"] = {"updates": self.updates} | self.entropy.state_dict()
-        if self.reference is not None and self.reference.moves:
-            checkpoint["reference"] = self.reference.weights
-        named = self.policy.named_parameters(remove_duplicate=False)  # tied weights under both names
-        frozen = {f"policy.{name}" for name, parameter in named if not parameter.requires_grad}
-        for name in frozen & checkpoint["state_dict"].keys():  # with an adapter the base is not saved again
-            del checkpoint["state_dict"][name]
-
-    def on_load_checkpoint(self, checkpoint: dict) -> None:
-        check_shapes(checkpoint["policy_shapes"], self.policy_shapes())
-        if progress := checkpoint.get("progress"):
-            self.updates = progress["updates"]
-            self.entropy.load_state_dict(progress)
-        if self.reference is not None and self.reference.moves and "reference" in checkpoint:
-            self.reference.load(checkpoint["reference"])
-
-    def policy_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor of the policy, by name."""
-        return {name: tuple(tensor.shape) for name, tensor in self.policy.state_dict().items()}

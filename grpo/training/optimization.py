@@ -1,7 +1,9 @@
 """Settings of the optimization: the optimizer, its schedule, and limits of the update's memory."""
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -9,9 +11,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from grpo.models.logprobs import Layout
+from grpo.system import distributed
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Positive, enforced
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 LONG = 1 << 20  # updates of a run in which every warm-up ends
 MOST = 10_000  # steps of a schedule that are tried, in a tenth of a second
 
@@ -70,3 +76,27 @@ class Optimization:
 def learned_by(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@dataclass
+class TokensAtOnce:
+    """The limit of tokens that go through the model at once. Mutable: `most` is halved when memory runs out."""
+
+    most: int
+
+    def fitting(self, gradients: Callable[[], T], zero_grad: Callable[[], None], longest: int) -> T:
+        """Return gradients(). If memory runs out, drop what it added and call it again, with half as many tokens at once.
+
+        longest: tokens of the longest row, which is never cut. Raises torch.OutOfMemoryError if less does not help, and with
+        several devices, where the others have gone on.
+        """
+        while True:
+            try:
+                return gradients()
+            except torch.OutOfMemoryError:
+                if self.most <= longest or distributed.world_size() > 1:
+                    raise
+            zero_grad()
+            torch.cuda.empty_cache()
+            self.most = max(longest, self.most // 2)
+            log.warning("out of memory: from now on optim.max_tokens_per_microbatch=%d", self.most)

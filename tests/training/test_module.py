@@ -184,6 +184,30 @@ def test_first_update_follows_the_policy_gradient_worked_by_autograd(toy):
     assert metrics["loss/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
+def test_after_a_lack_of_memory_the_update_is_made_in_smaller_pieces(toy, caplog):
+    """Four rows have 5 tokens each. The second pass of two rows finds no memory, when the first has added its gradient."""
+
+    def without_memory(policy, most, passes):
+        def check(module, args, kwargs):
+            passes.append(kwargs["input_ids"].numel())
+            if len(passes) > 1 and passes[-1] > most:
+                raise torch.OutOfMemoryError("no memory")
+
+        policy.register_forward_pre_hook(check, with_kwargs=True)
+        return policy
+
+    rows = rollout(groups=[[episode((11, 12, 13), (i, i + 1)) for i in (20, 23)] for _ in range(2)])
+    expected, _ = trained(fresh(toy), rows, max_tokens_per_microbatch=5, layout="padded")
+    passes = []
+    policy = without_memory(fresh(toy), 5, passes)
+    got, metrics = trained(policy, rows, max_tokens_per_microbatch=10, layout="padded")
+    assert passes == [10, 10, 5, 5, 5, 5]
+    assert all(torch.equal(got[name], expected[name]) for name in expected) and metrics["loss/skipped"] == 0
+    assert "out of memory: from now on optim.max_tokens_per_microbatch=5" in caplog.text
+    with pytest.raises(torch.OutOfMemoryError):
+        trained(without_memory(fresh(toy), 4, []), rows, max_tokens_per_microbatch=10, layout="padded")
+
+
 def test_what_padding_predicts_cannot_reach_the_loss(toy):
     """The model is so confident that padding tokens have log-probabilities below -100, for which exp overflows."""
     policy = fresh(toy)

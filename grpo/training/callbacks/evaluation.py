@@ -69,6 +69,7 @@ class EvaluationCallback(L.Callback):
 
 def record(trainer: L.Trainer, metrics: dict[str, float], step: int) -> None:
     """Send metrics to all loggers. step: the number of rollouts learned from."""
+    metrics = {name: float(value) for name, value in metrics.items()}
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=step)
     # monitors (early stopping, a sweep's objective) read the latest values here

@@ -16,9 +16,10 @@ from grpo.evaluation.evaluator import Evaluator
 from grpo.system import distributed
 from grpo.system.errors import PreflightError, UserError, told
 from grpo.system.ranges import require
-from grpo.system.seeds import random_states, set_random_states
+from grpo.system.states import everything, set_everything
 from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.forecast import Part
+from grpo.training.module import GRPOModule
 from grpo.training.plan import RunPlan, plan_of
 from grpo.training.preflight import CHECKS
 from grpo.training.preflight.probe import Checked, Probe
@@ -62,7 +63,9 @@ class PreflightCallback(L.Callback):
             return
         probe = Probe(module, self.rollout.makes, self.examples, trainer.precision)
         checks = {} if self.mode == "off" else CHECKS
-        random = random_states()
+        if checks and not isinstance(module, GRPOModule):
+            raise UserError(f"preflight={self.mode} knows only GRPOModule and its subclasses: set preflight=off")
+        before = everything(self.rollout.objects)
         if checks:
             self.rollout.sync()
         with trainer.precision_plugin.forward_context():
@@ -70,7 +73,7 @@ class PreflightCallback(L.Callback):
                 self.verdicts[name] = agreed(outcome(check, probe))
             self.plan = plan_of(probe, self.evaluator, trainer.callbacks, self.parts, timed=bool(checks))
         self.rounding = vars(probe).get("bound")
-        set_random_states(random)
+        set_everything(self.rollout.objects, before)
         self.show()
         self.judge()
 

@@ -79,7 +79,7 @@ class Probe:
         """Play rows, with seeds that no rollout of the run has. Returns the groups and the seconds. first: their first place."""
         begun = time.perf_counter()
         with self.rollouts.sampling():
-            groups = self.rollouts.play(self.rollouts.plan.num_rollouts, rows, first)
+            groups = self.rollouts.one_round(self.rollouts.plan.num_rollouts, rows, first)
         return groups, time.perf_counter() - begun
 
     def rollout_seconds(self) -> float:

@@ -1,0 +1,31 @@
+"""The module's part of a checkpoint. A run resumes only with the model that it started with."""
+
+import lightning as L
+
+from grpo.training.checkpoints import check_shapes
+
+
+class ModuleState(L.LightningModule):
+    """Saves and loads what GRPOModule has besides the weights: its progress, and a reference that moves."""
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        checkpoint["policy_shapes"] = self.policy_shapes()
+        checkpoint["progress"] = {"updates": self.updates} | self.entropy.state_dict()
+        if self.reference is not None and self.reference.moves:
+            checkpoint["reference"] = self.reference.weights
+        named = self.policy.named_parameters(remove_duplicate=False)  # tied weights under both names
+        frozen = {f"policy.{name}" for name, parameter in named if not parameter.requires_grad}
+        for name in frozen & checkpoint["state_dict"].keys():  # with an adapter the base is not saved again
+            del checkpoint["state_dict"][name]
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        check_shapes(checkpoint["policy_shapes"], self.policy_shapes())
+        if progress := checkpoint.get("progress"):
+            self.updates = progress["updates"]
+            self.entropy.load_state_dict(progress)
+        if self.reference is not None and self.reference.moves and "reference" in checkpoint:
+            self.reference.load(checkpoint["reference"])
+
+    def policy_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor of the policy, by name."""
+        return {name: tuple(tensor.shape) for name, tensor in self.policy.state_dict().items()}
