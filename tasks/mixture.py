@@ -5,8 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from grpo.data.dataset import Made
+from grpo.env.intake import build
 from grpo.env.scoring import score_group
-from grpo.env.types import Claim, Env, Example, Reward, Split, Task, Trajectory, build
+from grpo.env.types import Claim, Env, Example, Reward, Split, Task, Trajectory
 from grpo.system.errors import UserError
 from grpo.system.ranges import Positive, enforced
 from grpo.system.states import set_states, states_of
@@ -55,13 +56,15 @@ class Mixture:
 
         return Made(len(order), row)
 
-    def build(self, example: Example, seed: int = 0) -> Env:
-        return build(self.tasks[example["source"]], example["example"], seed)
+    def build(self, example: Example, seed: int = 0, group_seed: int = 0) -> Env:
+        return build(self.tasks[example["source"]], example["example"], seed, group_seed)
 
-    def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
+    def score_group(
+        self, example: Example, trajectories: Sequence[Trajectory], envs: Sequence[Env] = ()
+    ) -> list[Reward]:
         source = example["source"]
         found = []
-        for reward in score_group(self.tasks[source], example["example"], trajectories):
+        for reward in score_group(self.tasks[source], example["example"], trajectories, envs):
             own = {"correct": float(reward.correct), "reward": reward.value} if reward.known else {}
             parts = {f"{source}/{name}": value for name, value in {**reward.parts, **own}.items()}
             found.append(replace(reward, parts=parts))

@@ -1,13 +1,16 @@
 """Gets the rewards of one example's samples from its task, and checks them."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+from grpo.env.intake import asked_for, reward_of
 from grpo.env.types import Example, Reward, Task, Trajectory
 from grpo.system.calls import awaited
 from grpo.system.errors import RewardError
 
 LARGEST = 1e18  # of a reward: in float32 the variance of larger ones is infinite
+UNKNOWN = Reward(math.nan, False)
 
 
 def scores_groups(task: Task) -> bool:
@@ -15,26 +18,32 @@ def scores_groups(task: Task) -> bool:
     for owner in type(task).__mro__:
         if "score_group" in vars(owner) or "score" in vars(owner):
             return "score_group" in vars(owner)
-    return False
+    return not hasattr(task, "score")
 
 
-def score_group(task: Task, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
-    """A task's rewards for samples of one example, by `score_group` or one after the other by `score`. Raises RewardError where
-    that is no `Reward` of numbers."""
-    if scores_groups(task):
-        given = list(awaited(task.score_group(example, trajectories)))
+def score_group(
+    task: Task, example: Example, trajectories: Sequence[Trajectory], envs: Sequence[Any] = ()
+) -> list[Reward]:
+    """A task's rewards for samples of one example, by `score_group`, one after the other by `score`, or those that the
+    environments gave. envs: the environments, for a method that names them. Raises RewardError where that is no `Reward`."""
+    envs = envs or [None] * len(trajectories)
+    if not scores_groups(task):
+        pairs = zip(trajectories, envs, strict=True)
+        given = [
+            awaited(task.score(example, trajectory, **asked_for(task.score, env=env))) for trajectory, env in pairs
+        ]
+    elif hasattr(task, "score_group"):
+        given = list(awaited(task.score_group(example, trajectories, **asked_for(task.score_group, envs=envs))))
     else:
-        given = [awaited(task.score(example, trajectory)) for trajectory in trajectories]
+        given = [trajectory.reward or UNKNOWN for trajectory in trajectories]
     if len(given) != len(trajectories):
         raise RewardError(f"{place_of(task)} gave {len(given)} rewards for {len(trajectories)} samples")
     return [_checked(task, i, reward) for i, reward in enumerate(given)]
 
 
 def _checked(task: Task, i: int, reward: Any) -> Reward:
-    """The same in Python's own numbers, which can be written as JSON; NaN is an unknown reward."""
     try:
-        parts = {name: float(value) for name, value in reward.parts.items()}
-        plain = Reward(float(reward.value), bool(reward.correct), parts, getattr(reward, "outcome", None))
+        plain = reward_of(reward)
     except (AttributeError, TypeError, ValueError):
         words = f"{place_of(task)} gave {reward!r}: it must give a grpo.env.types.Reward of numbers"
         raise RewardError(words, i) from None

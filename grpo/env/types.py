@@ -1,15 +1,14 @@
 """Reinforcement learning in message space: states, actions, trajectories, rewards. No tokens, no tensors.
 
 The slots (`Env`, `EnvBuilder`, `RewardModel`, `Task`) are Protocols: a class fits by its shape and inherits nothing. So are the
-records that come out of them (`StateLike`, `RewardLike`); `state_of` makes ours of them.
+records that come out of them (`StateLike`, `RewardLike`); env/scoring.py makes ours of them.
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from inspect import signature
 from typing import Any, Literal, Protocol
 
-from grpo.env.messages import Message, MessageLike, ToolSpec, message_of, shown, tool_of
+from grpo.env.messages import Message, MessageLike, ToolSpec
 
 Example = Mapping[str, Any]  # one row of a dataset, with whatever columns its task needs
 Split = Literal["train", "validation", "test"]
@@ -52,13 +51,14 @@ class Trajectory:
     """One episode, oldest step first. There is none where the environment did not even start.
 
     last: the state that the policy would have answered next, if the episode ended before that. error: of an environment
-    that failed, in one line.
+    that failed, in one line. reward: the one that the environment itself gave.
     """
 
     steps: tuple[Step, ...]
     end: End = "answered"
     last: State | None = None
     error: str | None = None
+    reward: "Reward | None" = None
 
     @property
     def answer(self) -> str:
@@ -133,17 +133,18 @@ class RewardLike(Protocol):
 
 
 class Env(Protocol):
-    """One episode of one example. Single-use: built, started once, stepped until it returns None or a limit is met.
+    """One episode of one example. Single-use: built, started once, stepped until the episode ends or a limit is met.
 
-    Both methods are called in threads, those of many environments at once, and may be coroutines. One that raises or takes
-    longer than `step_timeout` ends its episode, and no other.
+    The methods are called in threads, those of many environments at once, and may be coroutines. One that raises or takes
+    longer than `step_timeout` ends its episode, and no other. Two are optional: `outcome()` returns the reward of an episode,
+    however it ended (None: there is none), and `close()` is called when the episode has been scored, whatever went wrong.
     """
 
     def start(self) -> StateLike | Awaitable[StateLike]:
         """Returns the first state."""
 
-    def step(self, action: Action) -> StateLike | Awaitable[StateLike | None] | None:
-        """The next state, or None when the episode is over."""
+    def step(self, action: Action) -> StateLike | RewardLike | Awaitable[StateLike | RewardLike | None] | None:
+        """The next state; when the episode is over, its reward, or None."""
 
 
 class EnvBuilder(Protocol):
@@ -151,11 +152,12 @@ class EnvBuilder(Protocol):
 
     def build(self, example: Example) -> Env:
         """A fresh environment. A `build` with a parameter `seed` gets one, for whatever is left to chance: another one for each
-        sample, and the same one when a run is resumed."""
+        sample, and the same one when a run is resumed. `group_seed` is the same for all samples of an example in a rollout."""
 
 
 class RewardModel(Protocol):
-    """Scores one episode. Called in threads, several at once; may be a coroutine."""
+    """Scores one episode. Called in threads, several at once; may be a coroutine. With a parameter `env` (`envs` of
+    `score_group`) it gets the environment in its final state."""
 
     def score(self, example: Example, trajectory: Trajectory) -> RewardLike | Awaitable[RewardLike]:
         """Returns the reward of one episode."""
@@ -172,8 +174,9 @@ class GroupRewardModel(Protocol):
 
 class Task(EnvBuilder, RewardModel, Protocol):
     """A dataset, the environment that poses each row of it, and the reward for what comes back: `score`, or `score_group`
-    (if a class defines one and inherits the other, its own is used). A method `claims(example, trajectory) -> Claim | None` is
-    optional, and for evaluations: None where answers are nothing that the task reads."""
+    (if a class defines one and inherits the other, its own is used), or neither: then environments give the rewards. A method
+    `claims(example, trajectory) -> Claim | None` is optional, and for evaluations: None where answers are nothing that the task
+    reads."""
 
     def examples(self, split: Split) -> Sequence[Example]:
         """The rows of a split, read once and cheap to index. Raises UserError where there are none."""
@@ -190,20 +193,3 @@ class SingleTurn:
 
     def step(self, action: Action) -> State | None:
         return None
-
-
-def build(builder: EnvBuilder, example: Example, seed: int) -> Env:
-    """Builds a fresh environment, and passes the seed if `build` has a parameter for it."""
-    if "seed" in signature(builder.build).parameters:
-        return builder.build(example, seed=seed)  # type: ignore[call-arg]
-    return builder.build(example)
-
-
-def state_of(given: Any) -> State:
-    """Converts the result of an environment to a State. Raises TypeError or ValueError where it is none."""
-    if not hasattr(given, "messages"):
-        raise TypeError(f"the environment gave {shown(given)}, not a state with messages")
-    messages = tuple(map(message_of, given.messages))
-    if not messages:
-        raise ValueError("the environment gave a state without a message")
-    return State(messages, tuple(map(tool_of, getattr(given, "tools", ()))))

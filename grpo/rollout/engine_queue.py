@@ -20,6 +20,7 @@ from grpo.system.calls import LOOK, PATIENCE, Calls, loop_threads
 from grpo.system.errors import UserError
 
 T = TypeVar("T")
+CLOSING = 5  # seconds in which environments may close after an error
 Place = tuple[int, int]  # an episode: index of its example, index of its sample
 ROUNDING = 1e-3  # of an engine's log-probability, which may come from a 16-bit number
 
@@ -137,5 +138,6 @@ def beside(work: Callable[[], Coroutine[Any, Any, T]], serve: Callable[[threadin
     except BaseException:
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(cancel)
+        thread.join(CLOSING)
         raise
     return result.result()

@@ -7,14 +7,15 @@ Every episode is a coroutine; one event loop, in its own thread, runs them all. 
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from grpo.engines.protocol import Engine, Sampling
 from grpo.env.messages import message_of
 from grpo.env.renderer import Renderer
 from grpo.env.tokens import Turn
-from grpo.env.types import Action, End, Env, Example, State, Step, Task, Trajectory, build, state_of
-from grpo.rollout.engine_queue import EngineQueue, Place, beside
+from grpo.env.types import Action, End, Example, Reward, State, Step, Task, Trajectory
+from grpo.rollout.engine_queue import EngineQueue, beside
+from grpo.rollout.environment import Environment
 from grpo.rollout.rewarding import UNKNOWN, Scorer
 from grpo.rollout.types import Group, Limits, Sample
 from grpo.system import distributed
@@ -45,62 +46,53 @@ class Play(Protocol):
 
 async def episode(
     engine: EngineQueue,
-    environments: Calls,
+    env: Environment,
     task: Task,
     example: Example,
     renderer: Renderer,
-    limits: Limits,
-    place: Place,
-    seed: Callable[[int], int],
+    max_turns: int,
+    seed: Callable[..., int],
 ) -> Episode:
-    """Play one episode: build the environment, then prompt, completion and step in turn, until it ends.
+    """Play one episode: start the environment, then prompt, completion and step in turn, until it ends.
 
-    place: index of the example, index of the sample. seed: from the turn to a seed.
+    seed: from (index of the sample, turn) to a seed.
     """
     steps: list[Step] = []
     turns: list[Turn] = []
-    env: Env
+    _, s = env.place
 
-    def begin() -> Any:
-        nonlocal env
-        env = build(task, example, seed(ENVIRONMENT))
-        return env.start()
+    async def ended(end: End, last: State | None = None) -> Episode:
+        reward = state if isinstance(state, Reward) else await env.outcome()
+        if isinstance(reward, BaseException):
+            return failed(reward)
+        return Trajectory(tuple(steps), end, last, reward=reward), tuple(turns)
 
-    async def environment(function: Callable[..., Any], *args: Any) -> State | BaseException | None:
-        """Call the environment. Returns the next state, None if the episode is over, or the exception if it failed."""
-        given = await environments.run(place, limits.step_timeout, function, *args)
-        if isinstance(given, BaseException) or (given is None and steps):
-            return given
-        try:
-            return state_of(given)
-        except Exception as error:
-            return error
-
-    def ended(end: End, last: State | None = None, error: str | None = None) -> Episode:
-        return Trajectory(tuple(steps), end, last, error), tuple(turns)
+    def failed(error: BaseException, last: State | None = None) -> Episode:
+        end = "env_timeout" if isinstance(error, TimeoutError) else "env_error"
+        return Trajectory(tuple(steps), end, last, told(error)), tuple(turns)
 
     cut_short = False
-    state = await environment(begin)
+    state = await env.start(task, example, seed(s, ENVIRONMENT), seed(ENVIRONMENT, ENVIRONMENT))
     while isinstance(state, State):
-        if len(steps) >= limits.max_turns:
-            return ended("truncated" if cut_short else "out_of_turns", state)
+        if len(steps) >= max_turns:
+            return await ended("truncated" if cut_short else "out_of_turns", state)
         try:
             prompt = tuple(renderer.prompt_ids(state.messages, state.tools, turns[-1].ids if turns else ()))
         except UserError as error:
             if not turns:  # every other episode would fail in the same way
                 raise
-            return ended("env_error", state, str(error))
+            return failed(error, state)
         if turns and len(prompt) > engine.room:  # the conversation no longer fits the model's context
-            return ended("truncated", state)
-        completion = await engine.sample(place, prompt, seed(len(turns)))
+            return await ended("truncated", state)
+        completion = await engine.sample(env.place, prompt, seed(s, len(turns)))
         cut_short = completion.finish == "length"
         action = Action(message_of(renderer.parse(completion.ids, state.tools)), cut_short, len(completion.ids))
         steps.append(Step(state, action))
         turns.append(Turn(prompt, completion))
-        state = await environment(env.step, action)
-    if state is None:
-        return ended("truncated" if cut_short else "answered")
-    return ended("env_timeout" if isinstance(state, TimeoutError) else "env_error", error=told(state))
+        state = await env.step(action)
+    if isinstance(state, BaseException):
+        return failed(state)
+    return await ended("truncated" if cut_short else "answered")
 
 
 def play(
@@ -126,16 +118,20 @@ def play(
     queue = EngineQueue(engine, sampling, environments, [(p, s) for p in mine for s in range(group_size)])
     errors: dict[int, RewardError] = {}
 
-    async def one(p: int, s: int) -> Episode:
+    async def one(p: int, env: Environment) -> Episode:
         try:
-            return await episode(queue, environments, task, examples[p], renderer, limits, (p, s), partial(seed, p, s))
+            return await episode(queue, env, task, examples[p], renderer, limits.max_turns, partial(seed, p))
         finally:
-            queue.over((p, s))
+            queue.over(env.place)
 
     async def group(p: int) -> Group:
-        played = await asyncio.gather(*(one(p, s) for s in range(group_size)))
-        known = [s for s, (trajectory, _) in enumerate(played) if not trajectory.failed]
-        given, error = await score(examples[p], [played[s][0] for s in known])
+        envs = [Environment(environments, (p, s), limits.step_timeout) for s in range(group_size)]
+        try:
+            played = await asyncio.gather(*(one(p, env) for env in envs))
+            known = [s for s, (trajectory, _) in enumerate(played) if not trajectory.failed]
+            given, error = await score(examples[p], [played[s][0] for s in known], [envs[s].env for s in known])
+        finally:
+            await asyncio.gather(*(env.close() for env in envs))
         if error is not None:
             error.sample = None if error.sample is None else known[error.sample]
             errors[p] = error

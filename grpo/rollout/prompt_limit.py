@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from grpo.data.dataset import picked
+from grpo.env.intake import build, state_of
 from grpo.env.renderer import Renderer
-from grpo.env.types import Example, Split, Task, build, state_of
+from grpo.env.types import Example, Split, Task
 from grpo.system.calls import awaited
 from grpo.system.deadline import deadline
 from grpo.system.errors import UserError
@@ -23,7 +24,9 @@ def prompt_tokens(task: Task, example: Example, renderer: Renderer) -> int:
     """Return the number of tokens of the example's first prompt; 0 if its environment fails, which `play` will report."""
     try:
         with deadline(START, f"the start of an environment of {type(task).__name__}", "give its calls time limits"):
-            state = state_of(awaited(build(task, example, 0).start()))
+            env = build(task, example)
+            state = state_of(awaited(env.start()))
+            awaited(getattr(env, "close", lambda: None)())
     except UserError:
         raise
     except Exception:

@@ -5,14 +5,14 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
+from typing import Any
 
-from grpo.env.scoring import place_of, score_group, scores_groups
+from grpo.env.scoring import UNKNOWN, place_of, score_group, scores_groups
 from grpo.env.types import Example, Reward, Task, Trajectory
 from grpo.system.calls import Calls
 from grpo.system.errors import RewardError, told
 
 THREADS = 16
-UNKNOWN = Reward(math.nan, False)
 TIMED_OUT = Reward(math.nan, False, outcome="timeout")
 
 
@@ -28,29 +28,33 @@ class Scorer:
         self.hung, self.answered = 0, False
 
     async def __call__(
-        self, example: Example, trajectories: Sequence[Trajectory]
+        self, example: Example, trajectories: Sequence[Trajectory], envs: Sequence[Any] = ()
     ) -> tuple[list[Reward], RewardError | None]:
         """Return a reward for each trajectory, UNKNOWN if its call failed, and the first failure, whose `sample` is the index of
-        its trajectory."""
+        its trajectory. envs: their environments."""
         if not trajectories:
             return [], None
         together = scores_groups(self.task)
-        asked = [trajectories] if together else [[trajectory] for trajectory in trajectories]
-        each = await asyncio.gather(*(self.call(example, some) for some in asked))
+        envs = envs or [None] * len(trajectories)
+        alone = [([trajectory], [env]) for trajectory, env in zip(trajectories, envs, strict=True)]
+        asked = [(trajectories, envs)] if together else alone
+        each = await asyncio.gather(*(self.call(example, *some) for some in asked))
         failed = {place: given for place, given in enumerate(each) if isinstance(given, RewardError)}
-        given = [[UNKNOWN] * len(some) if place in failed else each[place] for place, some in enumerate(asked)]
+        given = [[UNKNOWN] * len(some) if place in failed else each[place] for place, (some, _) in enumerate(asked)]
         failure = None
         if failed:
             place, failure = next(iter(failed.items()))
             if not together:
                 failure.sample = place
             elif failure.sample is None:
-                failure.sample = await self.culprit(example, trajectories)
+                failure.sample = await self.culprit(example, alone)
         return list(chain.from_iterable(given)), failure
 
-    async def call(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward] | RewardError:
+    async def call(
+        self, example: Example, trajectories: Sequence[Trajectory], envs: Sequence[Any]
+    ) -> list[Reward] | RewardError:
         """Make one call of the task's reward. Returns the rewards, or the error."""
-        given = await self.calls.run(object(), self.timeout, score_group, self.task, example, trajectories)
+        given = await self.calls.run(object(), self.timeout, score_group, self.task, example, trajectories, envs)
         if isinstance(given, TimeoutError):
             self.hung += 1
             if self.answered or self.hung < THREADS or self.calls.closed:
@@ -65,11 +69,11 @@ class Scorer:
         self.answered = True
         return given
 
-    async def culprit(self, example: Example, trajectories: Sequence[Trajectory]) -> int | None:
+    async def culprit(self, example: Example, alone: Sequence[tuple[list[Trajectory], list[Any]]]) -> int | None:
         """Return the index of a sample that also fails when scored alone; None if none is found within the timeout."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.timeout):
-                for place, trajectory in enumerate(trajectories):
-                    if isinstance(await self.call(example, [trajectory]), RewardError):
+                for place, one in enumerate(alone):
+                    if isinstance(await self.call(example, *one), RewardError):
                         return place
         return None

@@ -6,10 +6,10 @@ import pytest
 from conftest import EXAMPLES, REAL_DATA, compose_config
 from hydra.utils import instantiate
 
+from grpo.env.intake import build as build_env
 from grpo.env.messages import Message, ToolCall
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Action, Example, Reward, Step, Trajectory
-from grpo.env.types import build as build_env
 from grpo.system.errors import UserError
 from tasks.musique import NOTHING, Musique, Paragraph, em, f1, normalised, question_of, search_of
 

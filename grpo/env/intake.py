@@ -1,0 +1,40 @@
+"""Takes what users' environments and rewards give, and makes our records of it."""
+
+from inspect import signature
+from typing import Any
+
+from grpo.env.messages import message_of, shown, tool_of
+from grpo.env.types import Env, EnvBuilder, Example, Reward, State
+
+
+def asked_for(function: Any, **offered: Any) -> dict[str, Any]:
+    """Return those of the offered arguments that a function names."""
+    return {name: value for name, value in offered.items() if name in signature(function).parameters}
+
+
+def build(builder: EnvBuilder, example: Example, seed: int = 0, group_seed: int = 0) -> Env:
+    """Build a fresh environment, and pass the seeds for which `build` has a parameter."""
+    return builder.build(example, **asked_for(builder.build, seed=seed, group_seed=group_seed))
+
+
+def state_of(given: Any) -> State:
+    """Return the result of an environment as a State. Raises TypeError or ValueError if it is none."""
+    if not hasattr(given, "messages"):
+        raise TypeError(f"the environment gave {shown(given)}, not a state with messages")
+    messages = tuple(map(message_of, given.messages))
+    if not messages:
+        raise ValueError("the environment gave a state without a message")
+    return State(messages, tuple(map(tool_of, getattr(given, "tools", ()))))
+
+
+def reward_of(given: Any) -> Reward:
+    """Return a reward in Python's own numbers, which can be written as JSON. Raises an exception if it is none."""
+    parts = {name: float(value) for name, value in given.parts.items()}
+    return Reward(float(given.value), bool(given.correct), parts, getattr(given, "outcome", None))
+
+
+def next_of(given: Any) -> State | Reward | None:
+    """Return what `step` gave: the next state, the reward with which the episode ends, or None if it ends without one."""
+    if given is None:
+        return None
+    return reward_of(given) if hasattr(given, "value") else state_of(given)
