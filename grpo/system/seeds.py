@@ -1,13 +1,16 @@
 """Seeds as paths: every draw of a run has a seed that does not depend on the order of the draws."""
 
 import random
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 TRAIN, EVALUATION, SHUFFLE = range(3)  # second in the path of a seed: its purpose
+_alone = threading.Lock()
 
 
 def derive_seed(*path: int) -> int:
@@ -29,3 +32,15 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state_all(states["cuda"])
+
+
+@contextmanager
+def own_randomness() -> Iterator[None]:
+    """Keep code that seeds Python's or NumPy's global generators to itself: one thread at a time, and their states come back."""
+    with _alone:
+        before = random.getstate(), np.random.get_state()
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])

@@ -1,6 +1,7 @@
 """Environments that give their own reward, are closed, share a seed in their group, and are seen by the score."""
 
 import math
+import random
 import threading
 import time
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from grpo.env.types import Action, Reward, State
 from grpo.rollout.episodes import play
 from grpo.rollout.prompt_limit import prompt_tokens
 from grpo.rollout.types import Limits
+from grpo.system.seeds import own_randomness
 
 ASK = State((Message("user", "Which number?"),))
 
@@ -147,3 +149,22 @@ def test_a_close_that_fails_harms_nothing(parts, caplog):
         group[0].reward.value == 0.25
         and "an environment could not be closed: OSError: no such container" in caplog.text
     )
+
+
+def test_a_library_that_seeds_the_global_generators_disturbs_nobody():
+    random.seed(1)
+    expected = [random.random() for _ in range(4)]
+    random.seed(1)
+    drawn = []
+
+    def library():
+        with own_randomness():
+            random.seed(5)
+            drawn.append(random.random())
+
+    for value in expected:
+        threads = [threading.Thread(target=library) for _ in range(8)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert random.random() == value
+    assert len(drawn) == 32 and set(drawn) == {random.Random(5).random()}
