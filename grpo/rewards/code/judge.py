@@ -134,6 +134,7 @@ class Peer:
                 _print(error)
             names = [kind.__name__ for kind in type(error).__mro__]
             reply = encode(("raised", names, _text(error)), self)
+        flush()  # the process may be killed after its last answer
         self.send(reply)
 
     def serve(self) -> None:
@@ -141,7 +142,6 @@ class Peer:
         while True:
             _, operation, args, named = self.receive()
             self.answer(operation, args, named)
-            flush()  # the process is killed in the end
 
     def lend(self, value: Any) -> int:
         """Keep an object for the other end, and return its number."""

@@ -1,10 +1,10 @@
-"""The child's side of the sandbox: confines its own process, then runs the program that it is given.
+"""The child's side of the sandbox: confines its own process, then runs the program and its tests.
 
 `sandbox` starts it on a bare interpreter (no site-packages, no inherited environment), so it imports only the standard
 library, and little of it, since every program pays for every import. In the order of `confine`: an unprivileged user if it
 was root, no capabilities, resource limits, Landlock (which files), then seccomp (which system calls).
 
-With tests, the process forks before it reads anything but its arguments: itself it becomes the judge, its child the candidate
+The process forks before it reads anything but its arguments: itself it becomes the judge, its child the candidate
 (see `judge`). The judge alone has the pipe to the parent and standard input, and it may kill the candidate, and nothing else.
 """
 
@@ -14,12 +14,9 @@ import os
 import resource
 import struct
 import sys
-import types
 
 MARK = b"\n"  # ends the line with the measures in force; the program starts after it
-OUT_OF_MEMORY = b"memory"
 REFUSED = b"refused "
-SECRET_BYTES = 32
 OWN_USERS = 2_000_000_000  # plus the process id: a user of its own, so that its thread limit counts only its threads
 NOBODY = 65534  # for containers whose user namespace has no such large ids
 
@@ -106,7 +103,6 @@ def seccomp_filter(machine: str, pid: int, child: int | None = None) -> list[tup
 
 
 libc = ctypes.CDLL(None, use_errno=True)
-libc.malloc.restype = ctypes.c_void_p
 
 
 def checked(what: str, function, *arguments) -> int:
@@ -239,53 +235,21 @@ def confine(folder: str, parent: int, seconds: float, memory_mb: int, disk_mb: i
 
 
 def main() -> None:
-    """Confine this process, then run the program from standard input, or the judge of a program."""
+    """Confine this process, then run the program and the tests from standard input."""
     folder, *numbers = sys.argv[1:]
-    status, unconfined, parent, judged, memory_mb, disk_mb, threads = map(int, numbers[:-1])
+    status, unconfined, parent, memory_mb, disk_mb, threads = map(int, numbers[:-1])
     seconds = float(numbers[-1])
     os.set_inheritable(status, False)
     sys.argv = [""]
     try:
-        in_force = confine(folder, parent, seconds, memory_mb, disk_mb, threads + 2 * judged)
-        if not judged:
-            seccomp(seccomp_filter(os.uname().machine, os.getpid()))
+        in_force = confine(folder, parent, seconds, memory_mb, disk_mb, threads + 2)
     except OSError as error:
         if not unconfined:
             os.write(status, REFUSED + str(error).encode() + MARK)
             os._exit(1)
         limit_resources(seconds, memory_mb, disk_mb, None)
         in_force = ["limits"]
-    (run_both if judged else run_alone)(status, in_force)
-
-
-def run_alone(status: int, in_force: list[str]) -> None:
-    """Run the program. It passes if it comes to its last line."""
-    from judge import flush
-
-    # in no Python object, which a search of frames or the garbage collector would find
-    secret = libc.malloc(SECRET_BYTES)
-    checked("standard input", libc.read, 0, ctypes.c_void_p(secret), SECRET_BYTES)
-    with open(0, "rb") as file:  # closes it
-        program = file.read()
-    os.open(os.devnull, os.O_RDONLY)  # takes its place as number 0
-    write, leave = os.write, os._exit  # the program may replace functions of modules
-    module = sys.modules["__main__"] = types.ModuleType("__main__")
-    write(status, ", ".join(in_force).encode() + MARK)
-    ended = b""
-    try:
-        exec(compile(program, "<program>", "exec", dont_inherit=True), module.__dict__)
-        ended = ctypes.string_at(secret, SECRET_BYTES)
-    except MemoryError:
-        ended = OUT_OF_MEMORY
-    except BaseException as error:  # SystemExit too: an early exit is not the end
-        try:
-            trace = error.__traceback__.tb_next  # without the frame of this file
-            sys.__excepthook__(type(error), error.with_traceback(trace), trace)
-        except BaseException:  # the program's own exception may fail at being printed
-            pass
-    flush()
-    write(status, ended)
-    leave(ended in (b"", OUT_OF_MEMORY))  # no clean-up: threads and exit handlers of the program would come first
+    run_both(status, in_force)
 
 
 def run_both(status: int, in_force: list[str]) -> None:
