@@ -109,11 +109,9 @@ def draw(rng: random.Random, steps: int, largest: int = LARGEST) -> Problem:
     told, sums = [f"{name} has {value} {words['things']}."], []
     question = "How many {things} does {name} have?"
     while steps:
-        event, n, each = rng.choice(EVENTS), rng.randint(2, most), None
-        amount = n
-        if event.lines == 2:
-            each = rng.randint(2, most)
-            amount = n * each
+        event, n = rng.choice(EVENTS), rng.randint(2, most)
+        each = rng.randint(2, most) if event.lines == 2 else None
+        amount = n * (each or 1)
         result = OPERATORS[event.operator](value, amount)
         divides = event.operator != "/" or value % amount == 0
         if event.lines > steps or (event.question and steps > 1) or not (divides and 2 <= result <= largest):

@@ -61,12 +61,10 @@ class MessageLike(Protocol):
     @property
     def role(self) -> str:
         """`system`, `user`, `assistant` or `tool`."""
-        ...
 
     @property
     def content(self) -> str:
         """The text."""
-        ...
 
 
 def shown(value: Any, most: int = 80) -> str:

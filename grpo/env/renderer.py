@@ -26,11 +26,9 @@ class Renderer(Protocol):
         conversation, as text, begins with their text: what was sampled is never tokenized again. Else (a template that strips
         thinking from history, a call spelled differently, an environment that rewrites history) all is rendered anew.
         """
-        ...
 
     def parse(self, ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> MessageLike:
         """The policy's message; with tools, also its calls of them."""
-        ...
 
 
 class TokenizerRenderer:

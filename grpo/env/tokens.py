@@ -38,17 +38,14 @@ class CompletionLike(Protocol):
     @property
     def ids(self) -> Sequence[int]:
         """The sampled token ids."""
-        ...
 
     @property
     def logprobs(self) -> Sequence[float]:
         """The engine's log-probability of each token."""
-        ...
 
     @property
     def finish(self) -> Finish:
         """The reason why the completion ended."""
-        ...
 
 
 def completion_of(given: CompletionLike) -> Completion:

@@ -114,7 +114,6 @@ class StateLike(Protocol):
     @property
     def messages(self) -> Sequence[MessageLike | Mapping[str, Any]]:
         """The conversation so far."""
-        ...
 
 
 class RewardLike(Protocol):
@@ -123,17 +122,14 @@ class RewardLike(Protocol):
     @property
     def value(self) -> float:
         """The number that is learned from; NaN if unknown."""
-        ...
 
     @property
     def correct(self) -> bool:
         """Whether accuracy counts the answer as right."""
-        ...
 
     @property
     def parts(self) -> Mapping[str, float]:
         """Named numbers to log."""
-        ...
 
 
 class Env(Protocol):
@@ -145,11 +141,9 @@ class Env(Protocol):
 
     def start(self) -> StateLike | Awaitable[StateLike]:
         """Returns the first state."""
-        ...
 
     def step(self, action: Action) -> StateLike | Awaitable[StateLike | None] | None:
         """The next state, or None when the episode is over."""
-        ...
 
 
 class EnvBuilder(Protocol):
@@ -158,7 +152,6 @@ class EnvBuilder(Protocol):
     def build(self, example: Example) -> Env:
         """A fresh environment. A `build` with a parameter `seed` gets one, for whatever is left to chance: another one for each
         sample, and the same one when a run is resumed."""
-        ...
 
 
 class RewardModel(Protocol):
@@ -166,27 +159,16 @@ class RewardModel(Protocol):
 
     def score(self, example: Example, trajectory: Trajectory) -> RewardLike | Awaitable[RewardLike]:
         """Returns the reward of one episode."""
-        ...
-
-
-class GroupRewardModel(Protocol):
-    """Scores the samples of an example together, so that it can compare them. Else as RewardModel."""
-
-    def score_group(
-        self, example: Example, trajectories: Sequence[Trajectory]
-    ) -> Sequence[RewardLike] | Awaitable[Sequence[RewardLike]]:
-        """Returns a reward for each sample, in order."""
-        ...
 
 
 class Task(EnvBuilder, RewardModel, Protocol):
-    """A dataset, the environment that poses each row of it, and the reward for what comes back: `score`, or `score_group`
-    (if a class defines one and inherits the other, its own is used). A method `claims(example, trajectory) -> Claim | None` is
+    """A dataset, the environment that poses each row of it, and the reward for what comes back: `score`, or `score_group`, which
+    compares the samples of an example: `score_group(example, trajectories) -> Sequence[RewardLike]`, one for each, in order. If a
+    class defines one and inherits the other, its own is used. A method `claims(example, trajectory) -> Claim | None` is
     optional, and for evaluations: None where answers are nothing that the task reads."""
 
     def examples(self, split: Split) -> Sequence[Example]:
         """The rows of a split, read once and cheap to index. Raises UserError where there are none."""
-        ...
 
 
 @dataclass
