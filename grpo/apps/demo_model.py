@@ -31,7 +31,6 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils import logging
 
 from grpo.apps.composing import composed
 from grpo.env.messages import Message
@@ -269,16 +268,12 @@ def tiny_folder(
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: dict[str, Any], folder: Path) -> None:
     """Write model, tokenizer and recipe as a Hugging Face folder."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # it would show the one shard
     with replacing(folder) as unfinished:
         model.to(torch.bfloat16).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         write_json(unfinished / "recipe.json", recipe)
         if folder.exists():
             shutil.rmtree(folder)
-    if shown:
-        logging.enable_progress_bar()
 
 
 def main() -> None:

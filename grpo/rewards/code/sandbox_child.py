@@ -20,31 +20,8 @@ REFUSED = b"refused "
 OWN_USERS = 2_000_000_000  # plus the process id: a user of its own, so that its thread limit counts only its threads
 NOBODY = 65534  # for containers whose user namespace has no such large ids
 
-# System calls that a program may make, with their numbers on x86_64 and aarch64 (-: none). All others fail as on a kernel
-# that does not know them, so that libraries fall back. Left out on purpose: calls that make a process (fork, execve), that
-# reach another process (ptrace, setpgid), the network (socket, connect) or the kernel (bpf, io_uring, keyctl, mount,
-# unshare), that use what no limit counts (memfd_create, shmget, fallocate), or that change attributes of files, which
-# Landlock does not restrict (chmod, chown, utimensat, setxattr, truncate by name).
-CALLS = """
-read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69, pwritev 296 70, lseek 8 62,
-close 3 57, close_range 436 436, dup 32 23, dup2 33 -, dup3 292 24, pipe 22 -, pipe2 293 59, creat 85 -, ftruncate 77 46,
-stat 4 -, fstat 5 80, lstat 6 -, newfstatat 262 79, statx 332 291, access 21 -, faccessat 269 48, faccessat2 439 439,
-readlink 89 -, readlinkat 267 78, getcwd 79 17, chdir 80 49, fchdir 81 50, getdents 78 -, getdents64 217 61, statfs 137 43,
-fstatfs 138 44, mkdir 83 -, mkdirat 258 34, rmdir 84 -, unlink 87 -, unlinkat 263 35, rename 82 -, renameat 264 38,
-renameat2 316 276, fsync 74 82, fdatasync 75 83, fadvise64 221 223, flock 73 32, umask 95 166,
-copy_file_range 326 285, sendfile 40 71, poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72, epoll_create 213 -,
-epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, epoll_pwait2 441 441, eventfd2 290 19,
-recvfrom 45 207, shutdown 48 210, mmap 9 222, mprotect 10 226, munmap 11 215, mremap 25 216, madvise 28 233, msync 26 227,
-brk 12 214, membarrier 324 283, futex 202 98, set_robust_list 273 99, set_tid_address 218 96, rseq 334 293,
-arch_prctl 158 -, exit 60 93, exit_group 231 94, restart_syscall 219 128, sched_yield 24 124, sched_getaffinity 204 123,
-getcpu 309 168, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigsuspend 130 133,
-rt_sigtimedwait 128 137, rt_sigpending 127 136, sigaltstack 131 132, pause 34 -, alarm 37 -, getitimer 36 102,
-setitimer 38 103, nanosleep 35 101, clock_nanosleep 230 115, clock_gettime 228 113, clock_getres 229 114,
-gettimeofday 96 169, time 201 -, times 100 153, getrusage 98 165, getrlimit 97 163, sysinfo 99 179, uname 63 160,
-getrandom 318 278, getpid 39 172, gettid 186 178, getppid 110 173, getuid 102 174, geteuid 107 175, getgid 104 176,
-getegid 108 177, getresuid 118 148, getresgid 120 150, getgroups 115 158, getpgrp 111 -, getpgid 121 155, getsid 124 156,
-getpriority 140 141
-"""
+with open(os.path.join(os.path.dirname(__file__), "system_calls.txt")) as _table:
+    CALLS = [line.split() for line in _table if line[0] != "#"]  # name, number on x86_64 and on aarch64
 # Further calls are allowed if 32-bit words of their arguments (word 2i is the low half of argument i), under a mask, have
 # one of some values.
 THREAD, NEW_NAMESPACES = 0x10000, 0x7E020000
@@ -85,9 +62,8 @@ def seccomp_filter(machine: str, pid: int, child: int | None = None) -> list[tup
     """Return BPF instructions (code, jump if true, jump if false, operand) that allow CALLS and the conditional ones."""
     column = list(AUDIT_ARCH).index(machine)
     code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    for call in CALLS.split(","):
-        number = call.split()[1 + column]
-        if number != "-":
+    for call in CALLS:
+        if (number := call[1 + column]) != "-":
             code += [(EQUAL, 0, 1, int(number)), (RETURN, 0, 0, ALLOW)]
     for numbers, conditions in conditional(pid, child).items():
         if numbers[column] is None:
