@@ -54,9 +54,7 @@ class Math(RowTask):
         if split not in self.kept:
             self.kept[split] = rows_where(lambda row: level(row) in self.levels, rows, ("problem", "level"))
         if not self.kept[split]:
-            raise UserError(
-                f"task.levels={list(self.levels)} leaves none of the {len(rows)} rows of the split {split!r}"
-            )
+            raise UserError(f"task.levels={list(self.levels)} leaves none of the {len(rows)} rows of split {split!r}")
         return self.kept[split]
 
     def messages(self, example: Example) -> tuple[Message, ...]:

@@ -146,10 +146,8 @@ def worked_answers(
     """
     rng = random.Random(f"worked answers {seed}")
     problems = (draw_from("train", rng, steps) for _ in range(count))
-    return [
-        State((Message("user", problem.question), Message("assistant", problem.worked(rng, hasty, slips)[0])))
-        for problem in problems
-    ]
+    said = ((problem.question, problem.worked(rng, hasty, slips)[0]) for problem in problems)
+    return [State((Message("user", question), Message("assistant", answer))) for question, answer in said]
 
 
 class Wordmath(RowTask):

@@ -38,11 +38,8 @@ def described(config_name: str, overrides: Sequence[str] = ()) -> str:
             lines += row(f"  {mark} {option}", first_line(CONF / group / f"{option}.yaml"), 28)
     lines += ["", "The keys of this command line:", ""]
     phrases |= {g.replace("/", "."): phrase for g, phrase in groups.items()}
-    ranges = {
-        key: f" ({text})".replace(" ", HARD).replace(HARD, " ", 1)
-        for key, _, kind in kinds(keys)
-        if (text := compact(kind))
-    }
+    texts = ((key, compact(kind).replace(" ", HARD)) for key, _, kind in kinds(keys))
+    ranges = {key: f" ({text})" for key, text in texts if text}
     lines += tree(keys, {key: (phrase + ranges.get(key, "")).lstrip() for key, phrase in phrases.items()})
     return "\n".join(lines).replace(HARD, " ")
 

@@ -17,16 +17,8 @@ from grpo.env.messages import Message, ToolCall, ToolSpec, shown
 from grpo.env.tools import TYPES
 
 # tokens that a reader needs to see; a tokenizer may count them among its special ones
-MARKERS = [
-    "<tool_call>",
-    "</tool_call>",
-    "<|python_tag|>",
-    "[TOOL_CALLS]",
-    "[CALL_ID]",
-    "[ARGS]",
-    "<think>",
-    "</think>",
-]
+SPELLED = "<tool_call> </tool_call> <|python_tag|> [TOOL_CALLS] [CALL_ID] [ARGS] <think> </think>"
+MARKERS = tuple(SPELLED.split())
 BEGINNINGS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "{")  # of a message that is a call
 DEPTH = 32  # of nested JSON: whoever writes it again does so by recursion
 

@@ -13,9 +13,8 @@ from grpo.env.messages import Message, MessageLike, ToolSpec, message_of, shown,
 
 Example = Mapping[str, Any]  # one row of a dataset, with whatever columns its task needs
 Split = Literal["train", "validation", "test"]
-Outcome = Literal[
-    "right", "wrong", "no_answer", "timeout", "error"
-]  # of grading; timeout and error leave the answer ungraded
+# of grading; the last two leave the answer ungraded
+Outcome = Literal["right", "wrong", "no_answer", "timeout", "error"]
 
 # How an episode ended: the environment was content; the limit of turns came first; the limit of tokens did, of one answer or of
 # the model's context; the environment raised; or took too long. In the last two there is no reward, it never becomes a 0.

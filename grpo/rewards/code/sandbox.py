@@ -160,8 +160,7 @@ def _start(folder: str, status: int, limits: ProgramLimits, unconfined: bool, **
 
 def _watch(process: subprocess.Popen, heard: int, folder: str, limits: ProgramLimits) -> tuple[Ending | None, bytes]:
     """Wait for the end. Returns "timeout" or "disk" if that limit was exceeded, else None; and the child's output on the pipe."""
-    said, listening = b"", True
-    deadline, started = time.monotonic() + START_SECONDS, False
+    said, started, deadline = b"", False, time.monotonic() + START_SECONDS
     poll = select.poll()
     poll.register(heard, select.POLLIN)
     while True:
@@ -172,13 +171,8 @@ def _watch(process: subprocess.Popen, heard: int, folder: str, limits: ProgramLi
             return "timeout", said
         if _exceeds(folder, limits.disk_mb << 20):
             return "disk", said
-        if not listening:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(wait)
-        elif poll.poll(math.ceil(wait * 1000)):
-            chunk = os.read(heard, 4096)
-            listening = bool(chunk)
-            said = (said + chunk)[:4096]
+        if poll.poll(math.ceil(wait * 1000)):  # at once when the judge has closed the pipe, which it does at its end
+            said = (said + os.read(heard, 4096))[:4096]
             if not started and sandbox_child.MARK in said:
                 deadline, started = time.monotonic() + limits.seconds, True
 
