@@ -37,11 +37,12 @@ PROMPTS = {
 
 
 def answer(text: str) -> str | None:
-    """Return the expression that a completion claims: the last <answer>, else the last box; up to any `=`."""
+    """Return the expression that a completion claims: the last <answer>, else the last box; up to any `=`, and with * and / for
+    the signs that schools use."""
     text = text.rpartition("</think>")[2]
     tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     found = tagged[-1] if tagged else boxed(text)
-    return (found or "").partition("=")[0].strip() or None
+    return (found or "").partition("=")[0].strip().translate({0xD7: "*", 0xF7: "/"}) or None
 
 
 def solved(
@@ -51,11 +52,10 @@ def solved(
     found = []
     for completion, given, wanted in zip(completions, numbers, target, strict=True):
         expression = answer(text_of(completion))
-        plain = _plain(expression)
         right = (
-            _is_expression(plain)
-            and value(plain) == int(wanted)
-            and sorted(map(int, re.findall("[0-9]+", plain))) == sorted(map(int, given))
+            _is_expression(expression)
+            and value(expression) == int(wanted)
+            and sorted(map(int, re.findall("[0-9]+", expression))) == sorted(map(int, given))
         )
         outcome = "no_answer" if expression is None else "right" if right else "wrong"
         found.append(Reward(float(right), right, outcome=outcome))
@@ -64,15 +64,11 @@ def solved(
 
 def form(completions: Sequence[Any], **columns: Any) -> list[float]:
     """1 for an expression that `answer` finds, whatever its numbers and its value."""
-    return [float(_is_expression(_plain(answer(text_of(completion))))) for completion in completions]
+    return [float(_is_expression(answer(text_of(completion)))) for completion in completions]
 
 
-def _plain(expression: str | None) -> str:
-    return (expression or "").translate({0xD7: "*", 0xF7: "/"})  # the signs that schools use
-
-
-def _is_expression(plain: str) -> bool:
-    return len(plain) <= LONGEST and EXPRESSION.fullmatch(plain) is not None
+def _is_expression(text: str | None) -> bool:
+    return text is not None and len(text) <= LONGEST and EXPRESSION.fullmatch(text) is not None
 
 
 def draw(rng: random.Random, count: int, largest: int) -> Example:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from grpo.data.dataset import Dataset, picked
+from grpo.data.dataset import Dataset, rows_where
 from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Split, Trajectory
 from grpo.rewards.math.answers import boxed
@@ -44,20 +44,18 @@ class Math(RowTask):
     ) -> None:
         self.stop = NEXT_QUESTION if prompt in AS_TEXT else None
         self.template, self.levels = chosen(PROMPTS, prompt), levels
-        self.places: dict[Split, list[int]] = {}  # indices of the rows of these levels
+        self.kept: dict[Split, Sequence[Example]] = {}
         super().__init__(Dataset(path, ("problem", "solution"), "math", **rows), rewards, weights, solved)
 
     def examples(self, split: Split) -> Sequence[Example]:
         rows = super().examples(split)
         if self.levels is None:
             return rows
-        if split not in self.places:
-            self.places[split] = [i for i, row in enumerate(rows) if level(row) in self.levels]
-        if not self.places[split]:
-            raise UserError(
-                f"task.levels={list(self.levels)} leaves none of the {len(rows)} rows of the split {split!r}"
-            )
-        return picked(rows, self.places[split])
+        if split not in self.kept:
+            self.kept[split] = rows_where(lambda row: level(row) in self.levels, rows, ("problem", "level"))
+        if not self.kept[split]:
+            raise UserError(f"task.levels={list(self.levels)} leaves none of the {len(rows)} rows of split {split!r}")
+        return self.kept[split]
 
     def messages(self, example: Example) -> tuple[Message, ...]:
         return self.template(example["problem"])

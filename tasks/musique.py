@@ -7,11 +7,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from grpo.data.dataset import Dataset, picked
+from grpo.data.dataset import Dataset, rows_where
 from grpo.env.messages import Message
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Example, Reward, Split, Trajectory
@@ -70,9 +70,7 @@ def question_of(row: Example) -> Question:
 
     def paragraph(given: Mapping[str, Any]) -> Paragraph:
         if not isinstance(given, Mapping):
-            raise UserError(
-                f"the paragraph {str(given)[:80]!r} must be a mapping with title, and text (or paragraph_text)"
-            )
+            raise UserError(f"the paragraph {str(given)[:80]!r} must be a mapping with title and text")
         title, text = given.get("title"), one_of(given, "text", "paragraph_text")
         if title is None or text is None:
             raise UserError(f"a paragraph has {', '.join(given)}: it needs title, and text (or paragraph_text)")
@@ -192,9 +190,7 @@ class Musique:
     ) -> None:
         hops = [hops] if isinstance(hops, int) else hops
         if hops is not None and not hops:
-            raise UserError(
-                f"task.hops={list(hops)} must be some of {', '.join(map(str, get_args(Hops)))}, or null for all"
-            )
+            raise UserError(f"task.hops={list(hops)} must be some of 2, 3, 4, or null for all")
         self.k, self.match, self.hops = k, match, hops
         self.repeat_penalty, self.call_penalty, self.free_searches = repeat_penalty, call_penalty, free_searches
         self.data = Dataset(path, ("question", "answer"), "musique", **rows)
@@ -206,20 +202,16 @@ class Musique:
             if not question_of(rows[0]).paragraphs:
                 has = f"a row has {', '.join(rows[0])} and needs question, answer, paragraphs"
                 raise UserError(f"{self.data.path}, {split}: no `paragraphs` to search; {has}")
-            places = self.places(rows)
-            if not places:
+            found = rows_where(self.wants, rows, ("question", "id", "hops", "answerable"))
+            if not found:
                 only = "" if self.hops is None else f" with task.hops={list(self.hops)}"
                 raise UserError(f"none of the {len(rows)} rows of the split {split!r} is an answerable question{only}")
-            self.kept[split] = picked(rows, places)
+            self.kept[split] = found
         return self.kept[split]
 
-    def places(self, rows: Sequence[Example]) -> list[int]:
-        """Return the indices of the answerable questions with these numbers of hops."""
-        if not isinstance(rows, list):  # a table: the twenty paragraphs of each row need not be read for this
-            short = ("question", "id", "hops", "answerable")
-            rows = rows.select_columns([name for name in rows.column_names if name in short])
-        answerable = (i for i, row in enumerate(rows) if row.get("answerable") is not False)
-        return [i for i in answerable if self.hops is None or hops(rows[i]) in self.hops]
+    def wants(self, row: Example) -> bool:
+        """Return whether a row is an answerable question with one of these numbers of hops."""
+        return row.get("answerable") is not False and (self.hops is None or hops(row) in self.hops)
 
     def build(self, example: Example) -> ToolEnv:
         question = question_of(example)

@@ -109,11 +109,9 @@ def draw(rng: random.Random, steps: int, largest: int = LARGEST) -> Problem:
     told, sums = [f"{name} has {value} {words['things']}."], []
     question = "How many {things} does {name} have?"
     while steps:
-        event, n, each = rng.choice(EVENTS), rng.randint(2, most), None
-        amount = n
-        if event.lines == 2:
-            each = rng.randint(2, most)
-            amount = n * each
+        event, n = rng.choice(EVENTS), rng.randint(2, most)
+        each = rng.randint(2, most) if event.lines == 2 else None
+        amount = n * (each or 1)
         result = OPERATORS[event.operator](value, amount)
         divides = event.operator != "/" or value % amount == 0
         if event.lines > steps or (event.question and steps > 1) or not (divides and 2 <= result <= largest):
@@ -148,10 +146,8 @@ def worked_answers(
     """
     rng = random.Random(f"worked answers {seed}")
     problems = (draw_from("train", rng, steps) for _ in range(count))
-    return [
-        State((Message("user", problem.question), Message("assistant", problem.worked(rng, hasty, slips)[0])))
-        for problem in problems
-    ]
+    said = ((problem.question, problem.worked(rng, hasty, slips)[0]) for problem in problems)
+    return [State((Message("user", question), Message("assistant", answer))) for question, answer in said]
 
 
 class Wordmath(RowTask):

@@ -31,7 +31,6 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils import logging
 
 from grpo.apps.composing import composed
 from grpo.env.messages import Message
@@ -62,9 +61,8 @@ def make_tokenizer(texts: list[str], tools: bool = False) -> PreTrainedTokenizer
     """
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(CALL_PIECES + PIECES if tools else PIECES), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, in_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=1024,
@@ -120,17 +118,16 @@ def texts(conversations: list[State]) -> list[list[str]]:
 
 def tokenize(tokenizer: PreTrainedTokenizerFast, conversations: list[State]) -> list[Row]:
     """Return one row per conversation. The model learns the assistant's messages and their end tokens."""
-    rendered = [
-        tokenizer.apply_chat_template(
-            [message.as_dict() for message in conversation.messages],
-            tools=[tool.as_dict() for tool in conversation.tools] or None,
-            tokenize=False,
-        )
-        for conversation in conversations
-    ]
+
+    def rendered(conversation: State) -> str:
+        messages = [message.as_dict() for message in conversation.messages]
+        tools = [tool.as_dict() for tool in conversation.tools] or None
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+
     begins, ends = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
     rows = []
-    for ids in tokenizer(rendered, add_special_tokens=False).input_ids if rendered else ():
+    said = list(map(rendered, conversations))
+    for ids in tokenizer(said, add_special_tokens=False).input_ids if said else ():
         learned, inside = [], False
         for i in ids:
             learned.append(inside)
@@ -269,16 +266,12 @@ def tiny_folder(
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: dict[str, Any], folder: Path) -> None:
     """Write model, tokenizer and recipe as a Hugging Face folder."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # it would show the one shard
     with replacing(folder) as unfinished:
         model.to(torch.bfloat16).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         write_json(unfinished / "recipe.json", recipe)
         if folder.exists():
             shutil.rmtree(folder)
-    if shown:
-        logging.enable_progress_bar()
 
 
 def main() -> None:

@@ -20,22 +20,7 @@ WIDTH = 100
 HARD = "\xa0"  # a space at which no line ends
 OURS = ("_target_", "_partial_", "_convert_", "hydra")  # keys that --cfg shows and --help leaves out
 
-USAGE = """\
-Group Relative Policy Optimization of language models.
-
-  python train.py                              learn word problems on a CPU (wordmath, tiny)
-  python train.py task=gsm8k model=llama1b     GSM8K on a GPU
-  python train.py task=gsm8k task.path=FOLDER  your own rows: train.jsonl and test.jsonl in a folder
-  python train.py algo=dr_grpo rollout.num_rollouts=100 optim.optimizer.lr=5e-5
-  python train.py algo=gspo algo/kl=loss       a preset, changed on one axis (docs/algorithms.md)
-  python train.py -m algo=grpo,dr_grpo seed=0,1         a sweep: every combination
-  python train.py ckpt_path=RUN                resume a run, with its own settings
-  python eval.py run=RUN eval.samples=8 eval.sampling.temperature=1
-  python eval.py run=RUN hydra.run.dir=FOLDER  repeated: resumes an interrupted evaluation
-  python eval.py compare=RUN_A,RUN_B           two runs on the same problems: interval, p-value
-
-GROUP=OPTION chooses a file of conf/, KEY.KEY=VALUE sets one value; all of them are listed below.
-The same as YAML, with the class of each part: python train.py --cfg job --resolve"""
+USAGE = Path(__file__).with_name("usage.txt").read_text(encoding="utf-8").rstrip()
 
 
 def described(config_name: str, overrides: Sequence[str] = ()) -> str:
@@ -53,11 +38,8 @@ def described(config_name: str, overrides: Sequence[str] = ()) -> str:
             lines += row(f"  {mark} {option}", first_line(CONF / group / f"{option}.yaml"), 28)
     lines += ["", "The keys of this command line:", ""]
     phrases |= {g.replace("/", "."): phrase for g, phrase in groups.items()}
-    ranges = {
-        key: f" ({text})".replace(" ", HARD).replace(HARD, " ", 1)
-        for key, _, kind in kinds(keys)
-        if (text := compact(kind))
-    }
+    texts = ((key, compact(kind).replace(" ", HARD)) for key, _, kind in kinds(keys))
+    ranges = {key: f" ({text})" for key, text in texts if text}
     lines += tree(keys, {key: (phrase + ranges.get(key, "")).lstrip() for key, phrase in phrases.items()})
     return "\n".join(lines).replace(HARD, " ")
 

@@ -255,6 +255,12 @@ def picked(rows: Sequence[Example], places: Sequence[int]) -> Sequence[Example]:
     return Made(len(places), lambda i: rows[places[i]])
 
 
+def rows_where(test: Callable[[Example], bool], rows: Sequence[Example], columns: Sequence[str]) -> Sequence[Example]:
+    """Return the rows that pass the test. columns: the test reads no others, and one of them is there."""
+    short = rows if isinstance(rows, list) else rows.select_columns([c for c in rows.column_names if c in columns])
+    return picked(rows, [i for i, row in enumerate(short) if test(row)])
+
+
 def fingerprint(example: Example) -> str:
     """Return 12 hex digits that an example has in every run: a hash of its columns, in any order."""
 

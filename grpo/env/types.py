@@ -12,9 +12,8 @@ from grpo.env.messages import Message, MessageLike, ToolSpec
 
 Example = Mapping[str, Any]  # one row of a dataset, with whatever columns its task needs
 Split = Literal["train", "validation", "test"]
-Outcome = Literal[
-    "right", "wrong", "no_answer", "timeout", "error"
-]  # of grading; timeout and error leave the answer ungraded
+# of grading; the last two leave the answer ungraded
+Outcome = Literal["right", "wrong", "no_answer", "timeout", "error"]
 
 # How an episode ended: the environment was content; the limit of turns came first; the limit of tokens did, of one answer or of
 # the model's context; the environment raised; or took too long. In the last two there is no reward, it never becomes a 0.
@@ -163,18 +162,10 @@ class RewardModel(Protocol):
         """Returns the reward of one episode."""
 
 
-class GroupRewardModel(Protocol):
-    """Scores the samples of an example together, so that it can compare them. Else as RewardModel."""
-
-    def score_group(
-        self, example: Example, trajectories: Sequence[Trajectory]
-    ) -> Sequence[RewardLike] | Awaitable[Sequence[RewardLike]]:
-        """Returns a reward for each sample, in order."""
-
-
 class Task(EnvBuilder, RewardModel, Protocol):
-    """A dataset, the environment that poses each row of it, and the reward for what comes back: `score`, or `score_group`
-    (if a class defines one and inherits the other, its own is used), or neither: then environments give the rewards. A method
+    """A dataset, the environment that poses each row of it, and the reward for what comes back: `score`, or `score_group`, which
+    compares the samples of an example: `score_group(example, trajectories) -> Sequence[RewardLike]`, one for each, in order. If a
+    class defines one and inherits the other, its own is used. With neither, environments give the rewards. A method
     `claims(example, trajectory) -> Claim | None` is optional, and for evaluations: None where answers are nothing that the task
     reads."""
 

@@ -166,19 +166,14 @@ class Normalised:
 
     def __call__(self, **columns: Any) -> Any:
         values = self.function(**columns)
-        return self._later(values) if inspect.isawaitable(values) else self._scaled(values)
+        return self._later(values) if inspect.isawaitable(values) else list(map(self._scaled, values))
 
-    async def _later(self, values: Any) -> list[float | None]:
-        return self._scaled(await values)
+    async def _later(self, values: Any) -> list[float | Reward | None]:
+        return list(map(self._scaled, await values))
 
-    def _scaled(self, values: Sequence[float | Reward | None]) -> list[float | Reward | None]:
-        width = (self.high - self.low) or math.inf
-
-        def scaled(value: float | Reward | None) -> float | Reward | None:
-            if isinstance(value, Reward):
-                return replace(value, value=scaled(value.value))
-            if value is None or math.isnan(value):
-                return value
-            return (min(max(value, self.low), self.high) - self.low) / width
-
-        return [scaled(value) for value in values]
+    def _scaled(self, value: float | Reward | None) -> float | Reward | None:
+        if isinstance(value, Reward):
+            return replace(value, value=self._scaled(value.value))
+        if value is None or math.isnan(value):
+            return value
+        return (min(max(value, self.low), self.high) - self.low) / ((self.high - self.low) or math.inf)

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -46,7 +46,9 @@ def imported(name: str, what: str) -> Function:
         raise UserError(f"{what} {name!r} is a file: say which of its functions, {name}:NAME")
     try:
         with seen(f"the import of {owner}"):
-            module = _module_of_file(Path(owner).expanduser()) if colon else import_module(owner)
+            if colon and not Path(owner).expanduser().is_file():
+                raise FileNotFoundError(f"there is no file {owner}")
+            module = _module_of_file(Path(owner).expanduser().resolve()) if colon else import_module(owner)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         reason = f"{type(error).__name__}: {error} (its folder must be on PYTHONPATH, or say FILE.py:NAME)"
         raise UserError(f"{what} {name!r} cannot be imported: {reason}") from error
@@ -63,20 +65,14 @@ def _functions_in(module: ModuleType, own: bool = False) -> list[str]:
     return [name for name, value in public.items() if not own or value.__module__ == module.__name__]
 
 
+@cache
 def _module_of_file(file: Path) -> ModuleType:
     """Run a file as a module, once for all functions in it."""
-    if not file.is_file():
-        raise FileNotFoundError(f"there is no file {file}")
-    if (path := file.resolve()) not in _FILES:
-        spec = spec_from_file_location(file.stem, file)
-        module = module_from_spec(spec)
-        sys.modules.setdefault(file.stem, module)  # before it runs, since a dataclass in it looks there
-        spec.loader.exec_module(module)
-        _FILES[path] = module
-    return _FILES[path]
-
-
-_FILES: dict[Path, ModuleType] = {}
+    spec = spec_from_file_location(file.stem, file)
+    module = module_from_spec(spec)
+    sys.modules.setdefault(file.stem, module)  # before it runs, since a dataclass in it looks there
+    spec.loader.exec_module(module)
+    return module
 
 
 def reward_name(function: Function) -> str:

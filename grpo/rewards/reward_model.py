@@ -62,7 +62,5 @@ class Classifier:
         if isinstance(prompt, str):
             return prompt + completion
         if self.tokenizer.chat_template is None:
-            raise UserError(
-                f"the reward model {self.path} has no chat template for the task's prompts, which are conversations"
-            )
+            raise UserError(f"the reward model {self.path} has no chat template, and the prompts are conversations")
         return self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)

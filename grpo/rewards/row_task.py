@@ -26,7 +26,6 @@ class Rows(Protocol):
 
     def split(self, split: Split) -> Sequence[Example]:
         """Return the rows of a split."""
-        ...
 
 
 class RowTask:

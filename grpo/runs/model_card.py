@@ -49,12 +49,11 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None) -> None:
         "revision of the code": (run.manifest.get("git") or {}).get("revision"),
         "versions": ", ".join(f"{name} {number}" for name, number in run.manifest.get("versions", {}).items()),
     }
+    model = Path(base).name if isinstance(base, str) else options.get("model", "a model")
     card = ModelCard.from_template(
         data,
         template_path=TEMPLATE,
-        title=as_cell(
-            f"{Path(base).name if isinstance(base, str) else options.get('model', 'a model')}, {algo}, {task}"
-        ),
+        title=as_cell(f"{model}, {algo}, {task}"),
         facts={name: as_cell(fact) for name, fact in facts.items()},
         adapter=adapter,
         command=shlex.join(["python", *run.manifest.get("command", ["train.py"])]).replace("```", "` ` `"),

@@ -62,9 +62,7 @@ def metrics(runs: Sequence[Run], names: Sequence[str]) -> Figure:
     """Draw `draw_curves` of each metric that at least one run has logged, with one legend if there are several arms."""
     shown = [name for name in names if any(len(run.curve(name)) for run in runs)]
     if not shown:
-        raise UserError(
-            f"the runs have none of the metrics {', '.join(names)}; valid names are the columns of metrics.csv"
-        )
+        raise UserError(f"the runs have none of the metrics {', '.join(names)}: take columns of metrics.csv")
     figure, grid = panels(len(shown), width=3, height=2.4)
     for name, axes in zip(shown, grid, strict=True):
         draw_curves(runs, name, axes, title=name, ylabel="")
@@ -96,9 +94,8 @@ def stack(table: pd.DataFrame, axes: Axes, **labels) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Plot metrics of runs: the mean over seeds and its 95 % interval.")
     parser.add_argument("runs", nargs="+", help="folders of runs or sweeps")
-    parser.add_argument(
-        "--metrics", nargs="+", default=["eval/accuracy", "rollout/length"], help="columns of metrics.csv"
-    )
+    shown = ["eval/accuracy", "rollout/length"]
+    parser.add_argument("--metrics", nargs="+", default=shown, help="columns of metrics.csv")
     parser.add_argument("--out", default="curve.png", help="file of the picture")
     given = parser.parse_args()
     try:

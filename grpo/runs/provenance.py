@@ -70,9 +70,7 @@ def patch() -> str:
 def git(folder: Path, *arguments: str) -> str | None:
     """Return the output of git; None outside of a checkout, without git and, with a warning, after GIT seconds."""
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, errors="replace", timeout=GIT
-        )
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, errors="replace", timeout=GIT)
     except subprocess.TimeoutExpired:
         log.warning("git %s did not end within %g s in %s: the run is recorded without it", arguments[0], GIT, folder)
         return None

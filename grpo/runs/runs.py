@@ -209,11 +209,8 @@ def arms(runs: Iterable[Run]) -> dict[str, list[Run]]:
     overridden = any(run.overrides for run in runs)
     settings = [run.overrides if overridden else flat(run.config) for run in runs]
     known = [one for one in settings if one]  # a run that failed early may have no settings
-    keys = [
-        name
-        for name in dict.fromkeys(name for one in known for name in one)
-        if not name.startswith(SHOWN) and name not in SAME and len({str(one.get(name)) for one in known}) > 1
-    ]
+    names = dict.fromkeys(name for one in known for name in one if not name.startswith(SHOWN) and name not in SAME)
+    keys = [name for name in names if len({str(one.get(name)) for one in known}) > 1]
     found: dict[str, list[Run]] = {}
     for run, one in zip(runs, settings, strict=True):
         label = ", ".join(f"{key}={one[key]}" for key in keys if key in one)
@@ -238,12 +235,8 @@ def table(runs: Iterable[Run]) -> pd.DataFrame:
 
 def curves(runs: Iterable[Run], metric: str) -> pd.DataFrame:
     """Return every logged value of a metric as a table with the columns arm, seed, rollouts, value."""
-    values = [
-        (label, run.seed, rollouts, value)
-        for label, members in arms(runs).items()
-        for run in members
-        for rollouts, value in run.curve(metric).items()
-    ]
+    every = [(label, run) for label, members in arms(runs).items() for run in members]
+    values = [(label, run.seed, *point) for label, run in every for point in run.curve(metric).items()]
     return pd.DataFrame(values, columns=["arm", "seed", "rollouts", "value"])
 
 

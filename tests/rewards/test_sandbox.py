@@ -154,7 +154,7 @@ thread.start(); thread.join()
 assert sys.stdin.read() == "" and sys.argv == [""] and __name__ == "__main__" and os.listdir() == []
 print(sorted(os.environ))
 """)
-    assert result.passed and result.status == 0, result.stderr
+    assert result.passed, result.stderr
     assert result.stdout == "thread\n['HOME', 'LANG', 'PATH', 'PYTHONHASHSEED', 'TMPDIR']\n"
 
 
@@ -164,13 +164,13 @@ def test_the_parents_files_are_not_inherited(tmp_path):
         result = run_program(
             "import os\nfor n in range(4096):\n    try: os.fstat(n); print(n, end=' ')\n    except OSError: pass"
         )
-    assert len(result.stdout.split()) == 4 and result.stdout.startswith("0 1 2 ")  # and the pipe to the parent
+    assert len(result.stdout.split()) == 5 and result.stdout.startswith("0 1 2 ")  # and two pipes to the judge
 
 
 def test_only_the_end_of_the_text_is_passing():
     for early in ("import sys; sys.exit(0)", "import os; os._exit(0)", "raise SystemExit", "exit(0)"):
         assert run_program(early + "\nassert False").ending == "failed"
-    assert run_program("import os\nos.kill(os.getpid(), 9)").status == -signal.SIGKILL
+    assert run_program("import os\nos.kill(os.getpid(), 9)").ending == "failed"
     guess = (
         "import os\nfor n in range(4096):\n    try: os.write(n, b'passed' * 10)\n    except OSError: pass\nos._exit(0)"
     )
@@ -218,11 +218,12 @@ def test_endless_loops():
         "while True: pass",
         "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntry: os.setsid()\nexcept OSError: pass\n"
         "try: os.fork()\nexcept OSError: pass\nwhile True: time.sleep(1)",
-        "import os\nos.closerange(0, 64)\nwhile True: pass",
         "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
     ):
         result = run_program(program, ProgramLimits(seconds=0.5))
-        assert (result.ending, result.status) == ("timeout", -signal.SIGKILL) and 0.5 <= result.seconds < 5
+        assert result.ending == "timeout" and 0.5 <= result.seconds < 5
+    deaf = run_program("import os\nos.closerange(0, 64)\nwhile True: pass", ProgramLimits(seconds=60))
+    assert deaf.ending == "failed" and deaf.seconds < 50  # it cannot answer
 
 
 def test_memory_and_recursion():
@@ -426,10 +427,10 @@ run_program("import time; time.sleep(600)", ProgramLimits(seconds=600))
 """
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     deadline = time.monotonic() + 30
-    while not running(here) and time.monotonic() < deadline:
+    while len(running(here)) < 2 and time.monotonic() < deadline:  # judge and candidate
         time.sleep(0.05)
     time.sleep(0.3)
-    assert len(running(here)) == 1
+    assert len(running(here)) == 2
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + 5

@@ -79,9 +79,8 @@ class Sweep:
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(
-                f"another sweep or its last jobs are still running in {folder}: wait, or set hydra.sweep.dir"
-            ) from None
+            line = f"another sweep or its last jobs are still running in {folder}: wait, or set hydra.sweep.dir"
+            raise UserError(line) from None
         SWEEPS.append(self)
 
     def known(self) -> list[list[str]]:
@@ -197,9 +196,8 @@ class Sweep:
             page = write_report(self.folder)
             self.console.print(f"written to {page}; as a table: python eval.py compare={self.folder}")
         except Exception as error:
-            self.console.print(
-                f"no report.html ({type(error).__name__}: {error}); to retry: python -m grpo.report {self.folder}"
-            )
+            reason = f"{type(error).__name__}: {error}"
+            self.console.print(f"no report.html ({reason}); to retry: python -m grpo.report {self.folder}")
 
     def table(self) -> Table:
         """Return a table with a row for each job: overrides, status, accuracy, minutes."""

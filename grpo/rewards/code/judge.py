@@ -31,9 +31,8 @@ if TYPE_CHECKING:  # importing them would double the start of each process
 PASSED, FAILED, OUT_OF_MEMORY, CANNOT_TRAVEL = b"passed", b"failed", b"memory", b"untestable"
 LARGEST = 16 << 20  # bytes of one message
 DEEPEST = 100  # containers inside one another
-NAMED = {
-    kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, object)
-}
+_NAMED = (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, object)
+NAMED = {kind.__name__: kind for kind in _NAMED}
 CONTAINERS = {b"l": list, b"t": tuple, b"e": set, b"z": frozenset, b"d": dict}
 REBUILT: dict[str, Callable[[Any], tuple]] = {  # type -> the arguments that make an equal value
     "builtins.range": lambda x: (x.start, x.stop, x.step),
@@ -100,9 +99,7 @@ class Peer:
     exportable: whether an object that is no plain data may be lent to the other end.
     """
 
-    def __init__(
-        self, source: int, sink: int, operations: dict[str, Callable], exportable: Callable[[Any], bool]
-    ) -> None:
+    def __init__(self, source: int, sink: int, operations: dict[str, Callable], exportable: Callable) -> None:
         self.source, self.sink, self.operations, self.exportable = source, sink, operations, exportable
         self.lent: dict[int, Any] = {}
         self.marks: set[str] = set()
@@ -134,6 +131,7 @@ class Peer:
                 _print(error)
             names = [kind.__name__ for kind in type(error).__mro__]
             reply = encode(("raised", names, _text(error)), self)
+        flush()  # the process may be killed after its last answer
         self.send(reply)
 
     def serve(self) -> None:
@@ -141,7 +139,6 @@ class Peer:
         while True:
             _, operation, args, named = self.receive()
             self.answer(operation, args, named)
-            flush()  # the process is killed in the end
 
     def lend(self, value: Any) -> int:
         """Keep an object for the other end, and return its number."""
@@ -316,12 +313,8 @@ def run_candidate(source: int, sink: int) -> None:
             return module.__dict__.get(name, getattr(builtins, name, None))
         raise NameError(f"name {name!r} is not defined")
 
-    peer = Peer(
-        source,
-        sink,
-        {**OPERATIONS, "call": _call, "get": getattr, "set": setattr, "run": run, "find": find},
-        lambda _: True,
-    )
+    operations = {**OPERATIONS, "call": _call, "get": getattr, "set": setattr, "run": run, "find": find}
+    peer = Peer(source, sink, operations, lambda _: True)
     marked = set()
 
     def watch(event: str, _: tuple) -> None:

@@ -3,17 +3,13 @@
 The process itself is in `sandbox_child`; this file watches it. `run_program` may be called from many threads at once: the
 child is started without running Python between fork and exec, and no state is shared.
 
-With `tests`, "passed" means that the tests ran to their last line, in a second process that never runs the program (`judge`).
-
-Without them it means that the program itself ran to its last line: only then does the child write a secret, new for each run, to
-a pipe. An early exit, by sys.exit(0) or os._exit(0), does not pass. But a program that must not be trusted can find the secret in
-its own memory (no Python object holds it, but someone who knows this source finds it with ctypes), so never grade one this way.
+"passed" means that the program and its tests ran to their last line, the tests in a second process that never runs the program
+(`judge`). An early exit, by sys.exit(0) or os._exit(0), does not pass. Without tests, a hostile program can forge its last line.
 """
 
 import contextlib
 import math
 import os
-import secrets
 import select
 import shutil
 import signal
@@ -66,8 +62,8 @@ class UnitTests:
     setup runs before the names are bound, code afterwards.
     """
 
-    code: str
-    names: tuple[str, ...]
+    code: str = ""
+    names: tuple[str, ...] = ()
     setup: str = ""
 
 
@@ -76,7 +72,6 @@ class Result:
     """The outcome of a program: how it ended, and its output."""
 
     ending: Ending
-    status: int  # of the process, the judge if there are tests; minus the signal that ended it
     stdout: str  # the last `ProgramLimits.output` bytes
     stderr: str
     seconds: float  # total, with start and clean-up
@@ -85,7 +80,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether the tests passed; without tests, whether the program ran to its last line."""
+        """Whether the program and its tests ran to their last line."""
         return self.ending == "passed"
 
 
@@ -98,28 +93,24 @@ def run_program(
     Raises UserError if the platform cannot confine it (not Linux, or no Landlock), unless `unconfined` accepts limits of time,
     memory and file size alone; a process that the program started and moved out of its group then survives it.
     """
-    limits, marks = limits or ProgramLimits(), []
+    limits, tests, marks = limits or ProgramLimits(), tests or UnitTests(), []
     began = time.monotonic()
-    token = secrets.token_bytes(sandbox_child.SECRET_BYTES)
     with contextlib.ExitStack() as stack:
         folder = tempfile.mkdtemp(prefix="grpo-sandbox-")
         stack.callback(_remove, folder)
         stdin, stdout, stderr = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
-        if tests:
-            stdin.write(judge.encode((program, tests.setup, list(tests.names), tests.code)))
-        else:
-            stdin.write(token + program.encode(errors="surrogatepass"))
+        stdin.write(judge.encode((program, tests.setup, list(tests.names), tests.code)))
         stdin.seek(0)
         heard, status = os.pipe()
         stack.callback(os.close, heard)
         try:
-            process = _start(folder, status, limits, unconfined, bool(tests), stdin=stdin, stdout=stdout, stderr=stderr)
+            process = _start(folder, status, limits, unconfined, stdin=stdin, stdout=stdout, stderr=stderr)
         finally:
             os.close(status)
         try:
             ending, said = _watch(process, heard, folder, limits)
         finally:
-            _kill(process, group=unconfined, gently=bool(tests))
+            _kill(process, group=unconfined)
         first, started, last = said.partition(sandbox_child.MARK)
         if first.startswith(sandbox_child.REFUSED):
             reason = first.removeprefix(sandbox_child.REFUSED).decode(errors="replace")
@@ -132,15 +123,12 @@ def run_program(
         elif ending is None and process.returncode == -signal.SIGXCPU:
             ending = "timeout"
         elif ending is None:
-            if tests:
-                ending, *marks = last.decode().split(" ")
-            else:
-                ending = {token: "passed", sandbox_child.OUT_OF_MEMORY: "memory"}.get(last)
+            ending, *marks = last.decode().split(" ")
             ending = ending or "failed"
         out, err = _tail(stdout, limits.output), _tail(stderr, limits.output)
     confinement = tuple(first.decode(errors="replace").split(", ")) if started else ()
     seconds = time.monotonic() - began
-    return Result(ending, process.returncode, out, err, seconds, confinement, tuple(marks))
+    return Result(ending, out, err, seconds, confinement, tuple(marks))
 
 
 @cache
@@ -149,11 +137,9 @@ def confinement() -> tuple[str, ...]:
     return run_program("").confinement
 
 
-def _start(
-    folder: str, status: int, limits: ProgramLimits, unconfined: bool, judged: bool, **files: IO
-) -> subprocess.Popen:
+def _start(folder: str, status: int, limits: ProgramLimits, unconfined: bool, **files: IO) -> subprocess.Popen:
     amounts = limits.memory_mb, limits.disk_mb, limits.threads, float(limits.seconds)
-    numbers = status, int(unconfined), os.getpid(), int(judged), *amounts
+    numbers = status, int(unconfined), os.getpid(), *amounts
     interpreter = "-sSPB", "-c", _LAUNCH
     return subprocess.Popen(
         # -s -S -P -B: no site-packages, no other folder to import from, no bytecode written; the environment is ours
@@ -174,8 +160,7 @@ def _start(
 
 def _watch(process: subprocess.Popen, heard: int, folder: str, limits: ProgramLimits) -> tuple[Ending | None, bytes]:
     """Wait for the end. Returns "timeout" or "disk" if that limit was exceeded, else None; and the child's output on the pipe."""
-    said, listening = b"", True
-    deadline, started = time.monotonic() + START_SECONDS, False
+    said, started, deadline = b"", False, time.monotonic() + START_SECONDS
     poll = select.poll()
     poll.register(heard, select.POLLIN)
     while True:
@@ -186,13 +171,8 @@ def _watch(process: subprocess.Popen, heard: int, folder: str, limits: ProgramLi
             return "timeout", said
         if _exceeds(folder, limits.disk_mb << 20):
             return "disk", said
-        if not listening:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(wait)
-        elif poll.poll(math.ceil(wait * 1000)):
-            chunk = os.read(heard, 4096)
-            listening = bool(chunk)
-            said = (said + chunk)[:4096]
+        if poll.poll(math.ceil(wait * 1000)):  # at once when the judge has closed the pipe, which it does at its end
+            said = (said + os.read(heard, 4096))[:4096]
             if not started and sandbox_child.MARK in said:
                 deadline, started = time.monotonic() + limits.seconds, True
 
@@ -219,12 +199,12 @@ def _exceeds(folder: str, limit: int) -> bool:
     return False
 
 
-def _kill(process: subprocess.Popen, group: bool, gently: bool) -> None:
+def _kill(process: subprocess.Popen, group: bool) -> None:
     """Kill the process and wait for it. If that was done before, its id may be another's, and is used only if `group`.
 
-    gently: a judge first gets the time to end its candidate, which would stay behind as a zombie if no process adopts orphans.
+    The judge first gets the time to end its candidate, which would stay behind as a zombie if no process adopts orphans.
     """
-    if gently and process.poll() is None:
+    if process.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
             process.terminate()
             process.wait(1)

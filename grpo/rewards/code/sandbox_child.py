@@ -1,10 +1,10 @@
-"""The child's side of the sandbox: confines its own process, then runs the program that it is given.
+"""The child's side of the sandbox: confines its own process, then runs the program and its tests.
 
 `sandbox` starts it on a bare interpreter (no site-packages, no inherited environment), so it imports only the standard
 library, and little of it, since every program pays for every import. In the order of `confine`: an unprivileged user if it
 was root, no capabilities, resource limits, Landlock (which files), then seccomp (which system calls).
 
-With tests, the process forks before it reads anything but its arguments: itself it becomes the judge, its child the candidate
+The process forks before it reads anything but its arguments: itself it becomes the judge, its child the candidate
 (see `judge`). The judge alone has the pipe to the parent and standard input, and it may kill the candidate, and nothing else.
 """
 
@@ -14,40 +14,14 @@ import os
 import resource
 import struct
 import sys
-import types
 
 MARK = b"\n"  # ends the line with the measures in force; the program starts after it
-OUT_OF_MEMORY = b"memory"
 REFUSED = b"refused "
-SECRET_BYTES = 32
 OWN_USERS = 2_000_000_000  # plus the process id: a user of its own, so that its thread limit counts only its threads
 NOBODY = 65534  # for containers whose user namespace has no such large ids
 
-# System calls that a program may make, with their numbers on x86_64 and aarch64 (-: none). All others fail as on a kernel
-# that does not know them, so that libraries fall back. Left out on purpose: calls that make a process (fork, execve), that
-# reach another process (ptrace, setpgid), the network (socket, connect) or the kernel (bpf, io_uring, keyctl, mount,
-# unshare), that use what no limit counts (memfd_create, shmget, fallocate), or that change attributes of files, which
-# Landlock does not restrict (chmod, chown, utimensat, setxattr, truncate by name).
-CALLS = """
-read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69, pwritev 296 70, lseek 8 62,
-close 3 57, close_range 436 436, dup 32 23, dup2 33 -, dup3 292 24, pipe 22 -, pipe2 293 59, creat 85 -, ftruncate 77 46,
-stat 4 -, fstat 5 80, lstat 6 -, newfstatat 262 79, statx 332 291, access 21 -, faccessat 269 48, faccessat2 439 439,
-readlink 89 -, readlinkat 267 78, getcwd 79 17, chdir 80 49, fchdir 81 50, getdents 78 -, getdents64 217 61, statfs 137 43,
-fstatfs 138 44, mkdir 83 -, mkdirat 258 34, rmdir 84 -, unlink 87 -, unlinkat 263 35, rename 82 -, renameat 264 38,
-renameat2 316 276, fsync 74 82, fdatasync 75 83, fadvise64 221 223, flock 73 32, umask 95 166,
-copy_file_range 326 285, sendfile 40 71, poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72, epoll_create 213 -,
-epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, epoll_pwait2 441 441, eventfd2 290 19,
-recvfrom 45 207, shutdown 48 210, mmap 9 222, mprotect 10 226, munmap 11 215, mremap 25 216, madvise 28 233, msync 26 227,
-brk 12 214, membarrier 324 283, futex 202 98, set_robust_list 273 99, set_tid_address 218 96, rseq 334 293,
-arch_prctl 158 -, exit 60 93, exit_group 231 94, restart_syscall 219 128, sched_yield 24 124, sched_getaffinity 204 123,
-getcpu 309 168, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigsuspend 130 133,
-rt_sigtimedwait 128 137, rt_sigpending 127 136, sigaltstack 131 132, pause 34 -, alarm 37 -, getitimer 36 102,
-setitimer 38 103, nanosleep 35 101, clock_nanosleep 230 115, clock_gettime 228 113, clock_getres 229 114,
-gettimeofday 96 169, time 201 -, times 100 153, getrusage 98 165, getrlimit 97 163, sysinfo 99 179, uname 63 160,
-getrandom 318 278, getpid 39 172, gettid 186 178, getppid 110 173, getuid 102 174, geteuid 107 175, getgid 104 176,
-getegid 108 177, getresuid 118 148, getresgid 120 150, getgroups 115 158, getpgrp 111 -, getpgid 121 155, getsid 124 156,
-getpriority 140 141
-"""
+with open(os.path.join(os.path.dirname(__file__), "system_calls.txt")) as _table:
+    CALLS = [line.split() for line in _table if line[0] != "#"]  # name, number on x86_64 and on aarch64
 # Further calls are allowed if 32-bit words of their arguments (word 2i is the low half of argument i), under a mask, have
 # one of some values.
 THREAD, NEW_NAMESPACES = 0x10000, 0x7E020000
@@ -88,9 +62,8 @@ def seccomp_filter(machine: str, pid: int, child: int | None = None) -> list[tup
     """Return BPF instructions (code, jump if true, jump if false, operand) that allow CALLS and the conditional ones."""
     column = list(AUDIT_ARCH).index(machine)
     code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    for call in CALLS.split(","):
-        number = call.split()[1 + column]
-        if number != "-":
+    for call in CALLS:
+        if (number := call[1 + column]) != "-":
             code += [(EQUAL, 0, 1, int(number)), (RETURN, 0, 0, ALLOW)]
     for numbers, conditions in conditional(pid, child).items():
         if numbers[column] is None:
@@ -106,7 +79,6 @@ def seccomp_filter(machine: str, pid: int, child: int | None = None) -> list[tup
 
 
 libc = ctypes.CDLL(None, use_errno=True)
-libc.malloc.restype = ctypes.c_void_p
 
 
 def checked(what: str, function, *arguments) -> int:
@@ -239,53 +211,21 @@ def confine(folder: str, parent: int, seconds: float, memory_mb: int, disk_mb: i
 
 
 def main() -> None:
-    """Confine this process, then run the program from standard input, or the judge of a program."""
+    """Confine this process, then run the program and the tests from standard input."""
     folder, *numbers = sys.argv[1:]
-    status, unconfined, parent, judged, memory_mb, disk_mb, threads = map(int, numbers[:-1])
+    status, unconfined, parent, memory_mb, disk_mb, threads = map(int, numbers[:-1])
     seconds = float(numbers[-1])
     os.set_inheritable(status, False)
     sys.argv = [""]
     try:
-        in_force = confine(folder, parent, seconds, memory_mb, disk_mb, threads + 2 * judged)
-        if not judged:
-            seccomp(seccomp_filter(os.uname().machine, os.getpid()))
+        in_force = confine(folder, parent, seconds, memory_mb, disk_mb, threads + 2)
     except OSError as error:
         if not unconfined:
             os.write(status, REFUSED + str(error).encode() + MARK)
             os._exit(1)
         limit_resources(seconds, memory_mb, disk_mb, None)
         in_force = ["limits"]
-    (run_both if judged else run_alone)(status, in_force)
-
-
-def run_alone(status: int, in_force: list[str]) -> None:
-    """Run the program. It passes if it comes to its last line."""
-    from judge import flush
-
-    # in no Python object, which a search of frames or the garbage collector would find
-    secret = libc.malloc(SECRET_BYTES)
-    checked("standard input", libc.read, 0, ctypes.c_void_p(secret), SECRET_BYTES)
-    with open(0, "rb") as file:  # closes it
-        program = file.read()
-    os.open(os.devnull, os.O_RDONLY)  # takes its place as number 0
-    write, leave = os.write, os._exit  # the program may replace functions of modules
-    module = sys.modules["__main__"] = types.ModuleType("__main__")
-    write(status, ", ".join(in_force).encode() + MARK)
-    ended = b""
-    try:
-        exec(compile(program, "<program>", "exec", dont_inherit=True), module.__dict__)
-        ended = ctypes.string_at(secret, SECRET_BYTES)
-    except MemoryError:
-        ended = OUT_OF_MEMORY
-    except BaseException as error:  # SystemExit too: an early exit is not the end
-        try:
-            trace = error.__traceback__.tb_next  # without the frame of this file
-            sys.__excepthook__(type(error), error.with_traceback(trace), trace)
-        except BaseException:  # the program's own exception may fail at being printed
-            pass
-    flush()
-    write(status, ended)
-    leave(ended in (b"", OUT_OF_MEMORY))  # no clean-up: threads and exit handlers of the program would come first
+    run_both(status, in_force)
 
 
 def run_both(status: int, in_force: list[str]) -> None:

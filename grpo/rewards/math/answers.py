@@ -17,7 +17,6 @@ MAX_NESTING = 10  # of brackets, where algebra is needed
 
 # <|im_end|> and its like
 _SPECIAL = re.compile(r"<[|｜][^<>\s]{1,40}[|｜]>|</?(?:s|answer)>|<(?:eos|pad|end_of_turn)>|\[/?INST\]")
-_BOX = re.compile(r"\\f?box")
 _BRACE = re.compile(r"\\f?box(?:ed)?(?:\s*\{| *(-?[0-9][0-9.,/]{0,99}))|\\\\(?![a-z])|\\[{}]|[{}]")
 _HASHES = re.compile(r"(?<!#)####+([^\n#]+)")
 
@@ -27,27 +26,19 @@ def boxed(text: str) -> str | None:
 
     Empty, unclosed and overlong boxes do not count. `\\boxed 7` is TeX too, and occurs in MATH.
     """
-    answer, latest, position = None, -1, 0
-    while box := _BOX.search(text, position):
-        opened: list[tuple[int, bool]] = []
-        recent = box.end()
-        for match in _BRACE.finditer(text, box.start()):
-            if match.start() - recent > MAX_LENGTH:  # no box that is still open will be short enough
-                position = match.start()
-                break
-            if match[1]:
-                answer, latest = match[1], match.start()
-            elif match[0] == "}" and opened:
-                start, is_box = opened.pop()
-                if is_box and start > latest:
-                    latest = start
-                    if match.start() - start <= MAX_LENGTH:
-                        answer = text[start : match.start()].strip() or answer
-            elif match[0][-1] == "{" and match[0] != "\\{":
-                opened.append((match.end(), match[0] != "{"))
-                recent = match.end() if match[0] != "{" else recent
-        else:
-            break
+    answer, latest = None, -1
+    opened: list[tuple[int, bool]] = []  # the braces that are open, and whether each is a box
+    for match in _BRACE.finditer(text):
+        if match[1]:
+            answer, latest = match[1], match.start()
+        elif match[0] == "}" and opened:
+            start, is_box = opened.pop()
+            if is_box and start > latest:
+                latest = start
+                if match.start() - start <= MAX_LENGTH:
+                    answer = text[start : match.start()].strip() or answer
+        elif match[0][-1] == "{" and match[0] != "\\{":
+            opened.append((match.end(), match[0] != "{"))
     return answer
 
 

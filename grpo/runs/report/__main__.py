@@ -7,9 +7,8 @@ from grpo.runs.report import SAMPLES, write_report
 from grpo.system.errors import UserError
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo.report", description="Write a run or a sweep as one HTML page for a browser."
-    )
+    words = "Write a run or a sweep as one HTML page for a browser."
+    parser = argparse.ArgumentParser(prog="python -m grpo.report", description=words)
     parser.add_argument("folder", help="folder of a run or of a sweep")
     parser.add_argument("--out", help="path of the page (default: FOLDER/report.html)")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="largest number of samples in the page of a run")

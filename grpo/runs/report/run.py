@@ -22,6 +22,7 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
     """Return the data for the page of a run. samples: the largest number of samples."""
     ended_early = run.status in ("failed", "interrupted", "stopped")
     metrics = pd.DataFrame() if ended_early and not run.measured else run.metrics.dropna(axis="columns", how="all")
+    logged = {at: row.dropna() for at, row in metrics.iterrows()}
     intervals = accuracy_intervals(run)
     return {
         "kind": "run",
@@ -32,12 +33,7 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
         "numbers": numbers(run, intervals),
         "metrics": {"x": list(metrics.index), "y": {name: metrics[name].to_numpy() for name in metrics}},
         "intervals": {"eval/accuracy": [intervals.get(at) for at in metrics.index]},
-        "warnings": [
-            vars(warning)
-            for warning in warnings_of(
-                {at: row.dropna() for at, row in metrics.iterrows()}, run.manifest.get("rounding")
-            )
-        ],
+        "warnings": [vars(warning) for warning in warnings_of(logged, run.manifest.get("rounding"))],
         "overrides": run.manifest.get("overrides") or [f"{key}={value}" for key, value in run.overrides.items()],
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
         **embedded(run, samples),
@@ -54,7 +50,7 @@ def run_title(run: Run) -> str:
 def facts(run: Run) -> list[tuple[str, str]]:
     """Return (name, value) of what the manifest knows about the run, without empty values."""
     noted = run.manifest
-    git, hardware = noted.get("git"), noted.get("hardware", {})
+    git, hardware, checks = noted.get("git"), noted.get("hardware", {}), noted.get("preflight", {})
     found = {
         "folder": str(run.folder.resolve()),
         "started": minute(noted.get("started")),
@@ -63,10 +59,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "hardware": ", ".join(filter(None, [*hardware.get("gpus", []), hardware.get("processor")])),
         "torch": noted.get("versions", {}).get("torch"),
         "command": " ".join(noted.get("command", [])),
-        **{
-            f"preflight: {name}": f"{found['result']}: {found['compared']}"
-            for name, found in noted.get("preflight", {}).items()
-        },
+        **{f"preflight: {name}": f"{one['result']}: {one['compared']}" for name, one in checks.items()},
     }
     return [(name, value) for name, value in found.items() if value]
 

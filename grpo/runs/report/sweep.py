@@ -56,10 +56,8 @@ def bands(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, list[dict[str
         values = curves(runs, name).rename(columns={"rollouts": "x", "value": "y"})
         found[name] = []
         for label in labels:
-            mean, every = means[means["arm"] == label], values[values["arm"] == label]
-            seeds = [
-                {"label": f"seed {seed}", **one[["x", "y"]].to_dict("list")} for seed, one in every.groupby("seed")
-            ]
+            mean, every = means[means["arm"] == label], values[values["arm"] == label].groupby("seed")
+            seeds = [{"label": f"seed {seed}", **one[["x", "y"]].to_dict("list")} for seed, one in every]
             found[name].append({**mean[["x", "y", "low", "high"]].to_dict("list"), "seeds": seeds})
     return found
 
