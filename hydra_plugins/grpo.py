@@ -76,9 +76,7 @@ class Processes(Launcher):
         with suppress(InterpolationResolutionError):
             check_values(values)
         if config.trainer.devices != 1:
-            raise UserError(
-                f"trainer.devices={config.trainer.devices}: a job of a sweep uses one device; set trainer.devices=1"
-            )
+            raise UserError(f"trainer.devices={config.trainer.devices}: a job of a sweep uses one device: set it to 1")
         with open_dict(config):
             config.hydra.job.num = number = self.sweep.number(overrides)
             config.hydra.job.id = str(number)

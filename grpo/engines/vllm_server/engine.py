@@ -77,7 +77,7 @@ class VLLMServerEngine:
             raise UserError(f"engine.urls={list(urls)} must name servers, as [http://HOST:PORT], or engine.launch=true")
         if router and (launch or sync == "lora" or not router.startswith(("http://", "https://"))):
             raise UserError(
-                f"engine.router={router} must be an address as http://HOST:PORT, with engine.urls and files or NCCL"
+                f"engine.router={router} must be an address as http://HOST:PORT, beside engine.urls; not for lora"
             )
         path = base_path(path)
         config = AutoConfig.from_pretrained(path).get_text_config()
@@ -167,9 +167,7 @@ class VLLMServerEngine:
     ) -> list[Completion]:
         """Sample as `Engine.sample`. A completion that reaches the end of the context ends there, with finish "length"."""
         if self._fleet.label is None:
-            raise UserError(
-                "the vLLM servers have no weights of this run yet: call load_weights before the first sample"
-            )
+            raise UserError("the vLLM servers have no weights of this run: call load_weights before the first sample")
         params = params_of(prompts, sampling, self._eos, self.context)
         requests = [
             {"token_ids": list(prompt), "sampling_params": params | {"seed": seed}}

@@ -41,9 +41,7 @@ def mask(probe: Probe) -> Checked:
     every = torch.arange(len(tokens), device=tokens.ids.device)
     cut = torch.cat([rows for rows, _ in probe.module.microbatches(tokens, every)]).sort().values
     count = sum(sample.length for sample in probe.samples)
-    text = (
-        f"{count} sampled tokens, {int(tokens.mask.sum())} in the mask; {wrong} of {len(probe.samples)} samples differ"
-    )
+    text = f"{count} sampled tokens, {int(tokens.mask.sum())} masked; {wrong} of {len(probe.samples)} samples differ"
     return judged(not wrong and torch.equal(cut, every), text, "the loss would score other tokens: please report this")
 
 
@@ -53,19 +51,16 @@ def first_pass(probe: Probe) -> Checked:
     few, bound = probe.few, probe.bound
     one, two = probe.trainer(few)[0], probe.trainer(few)[0]
     noise = float((one - two).abs().max())
+    text = f"two passes differ by {noise:.1e} nats"
     if noise > bound:
-        return Checked(
-            "FAIL", f"two passes differ by {noise:.1e} nats", "something in the policy is random: set dropout to 0"
-        )
+        return Checked("FAIL", text, "something in the policy is random: set dropout to 0")
     if probe.module.reference is None:
-        return Checked("PASS", f"two passes differ by {noise:.1e} nats; this run has no reference")
+        return Checked("PASS", f"{text}; this run has no reference")
     few = replace(few, advantages=few.mask.float())
     frozen = probe.module.freeze(few)
     away = float((frozen.reference_logprobs - one)[few.mask].abs().mean())
-    text = f"two passes differ by {noise:.1e} nats, policy and reference by {away:.1e}, bound {bound:.1e}"
-    return judged(
-        away <= bound, text, "the reference is not the policy at the start: look at model.path, adapter and dtype"
-    )
+    text += f", policy and reference by {away:.1e}, bound {bound:.1e}"
+    return judged(away <= bound, text, "the reference is not the policy: look at model.path, adapter and dtype")
 
 
 def gradient(probe: Probe) -> Checked:
@@ -87,9 +82,7 @@ def gradient(probe: Probe) -> Checked:
     bound = gradient_bound(probe)
     worst = max(apart, key=apart.get)
     text = f"cut into 1, 3 and {len(few)}, and padded: at most {apart[worst]:.1e} apart ({worst}), bound {bound:.1e}"
-    remedy = (
-        f"optim.layout={chosen[0]} or the loss depends on the microbatches: set optim.layout=padded, or mend the loss"
-    )
+    remedy = f"optim.layout={chosen[0]} or the loss depends on microbatches: set optim.layout=padded, or mend the loss"
     return judged(apart[worst] <= bound, text, remedy)
 
 
