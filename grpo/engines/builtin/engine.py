@@ -6,14 +6,14 @@ batch and waiting ones join it. Works wherever the model works: CPU, MPS, one GP
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from grpo.engines.builtin.agreement import cache_for
 from grpo.engines.builtin.sampler import Draws
-from grpo.engines.protocol import Sampling
+from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.env.tokens import Completion
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, enforced
@@ -54,11 +54,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        done: Callable[[int, Completion], None] | None = None,
+        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], done: Done | None = None
     ) -> list[Completion]:
         if sampling.guided:
             raise UserError("sampling.guided: the built-in engine does not support guided sampling: set engine=vllm")

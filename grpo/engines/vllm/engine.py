@@ -8,7 +8,7 @@ With several ranks vLLM is built once they have met: without their process group
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
 
-from grpo.engines.protocol import Sampling
+from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, params_of
 from grpo.engines.weights import buckets, checkpoint, eos_token_ids
 from grpo.env.tokens import Completion
@@ -124,11 +124,7 @@ class VLLMEngine:
         self._llm.finish_weight_update()
 
     def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        done: Callable[[int, Completion], None] | None = None,
+        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], done: Done | None = None
     ) -> list[Completion]:
         """Sample as `Engine.sample`. A completion that reaches the end of the context ends there, with finish "length"."""
         if self._asleep:

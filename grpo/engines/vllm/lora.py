@@ -58,9 +58,7 @@ def args_of(args: Mapping[str, Any] | None, rank: int | None) -> dict[str, Any]:
     given = dict(args or {})
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if (given.get(name) or 1) > 1:
-            raise UserError(
-                f"engine.args.{name}={given[name]}: this engine uses the trainer's device alone: set it to 1"
-            )
+            raise UserError(f"engine.args.{name}={given[name]}: this engine uses only the trainer's device: take 1")
     if rank is None:
         return given
     import_vllm()

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from grpo.engines.protocol import Sampling
+from grpo.engines.protocol import Prompts, Sampling
 from grpo.system.errors import UserError
 
 ARGS = {  # fixed: the user's args cannot change them
@@ -21,9 +21,7 @@ GPU_SHARE = 0.4  # vLLM's share of a GPU's memory if the trainer uses the GPU to
 ALIKE = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # named as in Sampling
 
 
-def params_of(
-    prompts: Sequence[Sequence[int]], sampling: Sampling, eos: Sequence[int], context: int | None
-) -> dict[str, Any]:
+def params_of(prompts: Prompts, sampling: Sampling, eos: Sequence[int], context: int | None) -> dict[str, Any]:
     """Return the arguments of vLLM's SamplingParams without the seed; all are given, so that no default of a server applies.
 
     context: largest number of tokens of a prompt and its completion together; None if unknown. Raises UserError for values that

@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from transformers import AutoConfig
 
-from grpo.engines.protocol import Sampling
+from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.engines.vllm.settings import params_of
 from grpo.engines.vllm_server.fleet import Fleet, check_exact
 from grpo.engines.vllm_server.http import GENERATE, Lost, Refused, RemoteServer
@@ -77,7 +77,7 @@ class VLLMServerEngine:
             raise UserError(f"engine.urls={list(urls)} must name servers, as [http://HOST:PORT], or engine.launch=true")
         if router and (launch or sync == "lora" or not router.startswith(("http://", "https://"))):
             raise UserError(
-                f"engine.router={router} must be an address as http://HOST:PORT, beside engine.urls; not for lora"
+                f"engine.router={router} must be an address as http://HOST:PORT, with engine.urls, not lora"
             )
         path = base_path(path)
         config = AutoConfig.from_pretrained(path).get_text_config()
@@ -159,11 +159,7 @@ class VLLMServerEngine:
                 deque(tensors, maxlen=0)
 
     def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        done: Callable[[int, Completion], None] | None = None,
+        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], done: Done | None = None
     ) -> list[Completion]:
         """Sample as `Engine.sample`. A completion that reaches the end of the context ends there, with finish "length"."""
         if self._fleet.label is None:
@@ -175,7 +171,7 @@ class VLLMServerEngine:
         ]
         return asyncio.run(self._sample(requests, sampling, done)) if requests else []
 
-    async def _sample(self, requests: list[dict], sampling: Sampling, done: Callable | None) -> list[Completion]:
+    async def _sample(self, requests: list[dict], sampling: Sampling, done: Done | None) -> list[Completion]:
         completions: list[Completion | None] = [None] * len(requests)
         failures: Counter[int] = Counter()
         routes = Routes([request["token_ids"] for request in requests], self._homes)
