@@ -25,9 +25,8 @@ from grpo.engines.vllm.settings import params_of
 from grpo.engines.vllm_server.fleet import Fleet, check_exact
 from grpo.engines.vllm_server.http import GENERATE, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers, by_hand
-from grpo.engines.vllm_server.nccl import Nccl
 from grpo.engines.vllm_server.routing import Routes
-from grpo.engines.vllm_server.sync import Disk, Lora, Restart, adapter_tensors
+from grpo.engines.vllm_server.sync import Disk, Lora, Nccl, Restart, adapter_tensors
 from grpo.engines.weights import checkpoint, eos_token_ids
 from grpo.env.tokens import Completion
 from grpo.models.pretrained import base_path
@@ -101,7 +100,7 @@ class VLLMServerEngine:
         way = (ways | {"disk": Disk, "lora": Lora})[sync](self._folder)
         if here := self._launched:
             for server, port in zip(servers, here.ports, strict=True):
-                server.ended, server.start = partial(here.ended, server.url), partial(here.start, port)
+                server.ended, server.start = partial(here.ended, port), partial(here.start, port)
         elif launch:
             wait += START  # the first process may be starting them again
         self._fleet = Fleet(servers, way, config.vocab_size - 1, wait, advice)

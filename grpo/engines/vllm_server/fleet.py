@@ -17,8 +17,7 @@ from torch import nn
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm_server.http import GENERATE, HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START
-from grpo.engines.vllm_server.nccl import Behind
-from grpo.engines.vllm_server.sync import Lora, Named, Restart, Way
+from grpo.engines.vllm_server.sync import Behind, Lora, Named, Restart, Way
 from grpo.system import distributed
 from grpo.system.errors import UserError
 
