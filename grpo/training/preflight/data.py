@@ -45,19 +45,15 @@ def gold(probe: Probe) -> Checked:
 
     def right(row: Example, answer: str) -> bool:
         state = State(task.messages(row))
-        said = [Message("assistant", form.format(answer)) for form in FORMS]
-        return any(
-            reward.correct for reward in task.score_group(row, [Trajectory((Step(state, Action(m)),)) for m in said])
-        )
+        said = [Trajectory((Step(state, Action(Message("assistant", form.format(answer)))),)) for form in FORMS]
+        return any(reward.correct for reward in task.score_group(row, said))
 
     missed = [answer for row, answer in answers if not right(row, answer)]
     if len(missed) == len(answers):
         return Checked("SKIP", f"none of {len(answers)} right answers counts: the reward needs more than an answer")
-    others = [(row, next((a for _, a in answers if a != answer), None)) for row, answer in answers]
-    broken = [(row, damaged(answer)) for row, answer in answers]
-    fooled, deceived = (
-        sum(right(row, wrong) for row, wrong in pairs if wrong is not None) for pairs in (others, broken)
-    )
+    others = [(row, other) for row, answer in answers if (other := next((a for _, a in answers if a != answer), ""))]
+    broken = [(row, wrong) for row, answer in answers if (wrong := damaged(answer))]
+    fooled, deceived = (sum(right(row, wrong) for row, wrong in pairs) for pairs in (others, broken))
     text = f"{len(answers) - len(missed)} of {len(answers)} right answers are right"
     text += f", {fooled} answers of other rows and {deceived} damaged ones are"
     remedy = f"the right answer {missed[0][:40]!r} gets no marks: look at task.gold" if missed else ACCEPTS
