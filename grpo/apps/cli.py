@@ -41,10 +41,7 @@ log = logging.getLogger(__name__)
 # The user's own setting. `run` sets HYDRA_FULL_ERROR as well, and the processes of further devices inherit that.
 FULL_ERROR = os.environ.setdefault("GRPO_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "0")) == "1"
 
-OWN_REWARD = (
-    "task.rewards: the reward of this task is its own: its other keys change it (--help), and a class of yours may inherit it "
-    "and define score (docs/tasks.md)"
-)
+OWN_REWARD = "task.rewards: the reward of this task is its own: inherit its class and define score (docs/tasks.md)"
 
 
 def given_arguments() -> list[str]:
@@ -206,10 +203,8 @@ def check_run(config: DictConfig, first: bool, overrides: Sequence[str]) -> None
         raise UserError("each process would make a folder of its own: set hydra.run.dir to one that all of them see")
     in_place = given and folder in (given, *given.parents)
     if first and (folder / "config.yaml").exists() and not in_place and not config.resume.auto:
-        raise UserError(
-            f"{config.output_dir} already has a run: set hydra.run.dir to a new folder, or resume that run with "
-            f"ckpt_path={config.output_dir}"
-        )
+        line = f"{config.output_dir} already has a run: set hydra.run.dir to a new folder"
+        raise UserError(f"{line}, or resume that run with ckpt_path={config.output_dir}")
     check_resumed(config)
 
 

@@ -185,7 +185,5 @@ def check_bound(model: nn.Module, places: Mapping[str, Tensor]) -> None:
         for tensors in (base_parameters(model), places.items())
     )
     if moved := [name for name in now | bound if now.get(name) != bound.get(name)]:
-        raise UserError(
-            f"the policy's {moved[0]} no longer shares vLLM's memory: something (.to(), load_state_dict(assign=True), another "
-            "model) gave it other memory: change parameters in place, or set engine=vllm"
-        )
+        line = f"the policy's {moved[0]} no longer shares vLLM's memory, as after .to() or load_state_dict(assign=True)"
+        raise UserError(f"{line}: change parameters in place, or set engine=vllm")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from grpo.engines.protocol import Sampling
-from grpo.engines.vllm_server.http import GENERATE, HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
+from grpo.engines.vllm_server.http import BACKEND, GENERATE, HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START
 from grpo.engines.vllm_server.sync import Behind, Lora, Named, Restart, Way
 from grpo.system import distributed
@@ -169,8 +169,6 @@ def check_exact(server: RemoteServer, sampling: Sampling) -> None:
     filters = sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty
     wrong = {"exact": False, "raw": sampling.temperature not in (0, 1), "processed": filters != (1, 0, 0, 1)}
     if wrong[server.logprobs] or (sampling.guided and server.logprobs != "exact"):
-        raise UserError(
-            f"the vLLM server at {server.url} gives {server.logprobs} log-probabilities, which differ from the policy's with "
-            'this sampling: start it with --logprobs-mode raw_logprobs, --weight-transfer-config \'{"backend": "grpo"}\', '
-            "VLLM_USE_V2_MODEL_RUNNER=0 in its environment, and this package installed"
-        )
+        line = f"the vLLM server at {server.url} gives {server.logprobs} log-probabilities, wrong for this sampling"
+        flags = f"--logprobs-mode raw_logprobs {BACKEND}"
+        raise UserError(f"{line}: start it with VLLM_USE_V2_MODEL_RUNNER=0, {flags}, and this package installed")

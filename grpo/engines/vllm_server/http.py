@@ -21,6 +21,7 @@ LOAD_ADAPTER = "/v1/load_lora_adapter"
 MODELS, HEALTH = "/v1/models", "/health"
 CONNECT = 5.0  # seconds to open a connection
 STARTS = 3  # of a server that ends without a completion
+BACKEND = '--weight-transfer-config \'{"backend": "grpo"}\''
 DEVELOPER = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 MISSING = {  # what to do about a server that does not know a route
     GENERATE: "start it with --enable-scale-out",

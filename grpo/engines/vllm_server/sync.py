@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from grpo.engines.vllm_server.http import HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
+from grpo.engines.vllm_server.http import BACKEND, HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers
 from grpo.engines.weights import buckets, checksum
 from grpo.system import distributed
@@ -69,10 +69,7 @@ class Disk:
     checks that they hold what was written."""
 
     follows = True
-    needs = (
-        "is it the model of model.path, is engine.folder the same folder for it, and was it started with "
-        '--weight-transfer-config \'{"backend": "grpo"}\'? After weights of another shape it must be restarted'
-    )
+    needs = f"has it the model of model.path, does it see engine.folder, was it started anew and with {BACKEND}?"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -103,10 +100,7 @@ class Lora:
     """
 
     follows = False
-    needs = (
-        "is it the model of model.path, is engine.folder the same folder for it, and was it started with --enable-lora and a "
-        "--max-lora-rank (engine.args.max_lora_rank) of at least adapter.r?"
-    )
+    needs = "has it the model of model.path, does it see engine.folder, and --enable-lora --max-lora-rank of adapter.r or more?"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -161,7 +155,7 @@ class Nccl:
     """
 
     follows = True
-    needs = 'was it started with --weight-transfer-config \'{"backend": "grpo"}\', and does it reach the trainer\'s machine?'
+    needs = f"was it started with {BACKEND}, and does it reach the trainer's machine?"
 
     def __init__(self, servers: Sequence[RemoteServer]) -> None:
         self.servers = servers
