@@ -100,14 +100,12 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     arguments: the command line, which says which options of the groups are in use.
     """
     causes = list(chain(error))
-    for cause in causes:
-        if isinstance(cause, UserError):
-            return str(cause)
-    for cause in causes:
-        if isinstance(cause, MissingConfigException):
-            group, _, option = (cause.missing_cfg_file or "").rpartition("/")
-            options = ", ".join(option for option in cause.options or () if option != "base")
-            return f"{group} has no option {option!r}; options: {options}" if options else " ".join(str(cause).split())
+    if own := next((cause for cause in causes if isinstance(cause, UserError)), None):
+        return str(own)
+    if missing := next((cause for cause in causes if isinstance(cause, MissingConfigException)), None):
+        group, _, option = (missing.missing_cfg_file or "").rpartition("/")
+        options = ", ".join(option for option in missing.options or () if option != "base")
+        return f"{group} has no option {option!r}; options: {options}" if options else " ".join(str(missing).split())
     if lacking := next((str(cause) for cause in causes if lacks_memory(cause)), None):
         least = "python train.py debug=forecast shows what a run needs, docs/memory.md how to need less"
         return f"not enough memory: {' '.join(lacking.split())[:200]}; {least}"
@@ -144,9 +142,7 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
 
 def lacks_memory(error: BaseException) -> bool:
     """Return whether numpy, torch or a device had too little memory."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in ("out of memory", "can't allocate"))
-    )
+    return isinstance(error, MemoryError) or bool(re.search("out of memory|can't allocate", str(error)))
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from grpo.objectives.batch import TokenBatch
 from grpo.system import distributed
-from grpo.system.distributed import full, is_sharded
 from grpo.system.loading import not_finite
 from grpo.training.module import GRPOModule
 from grpo.training.optimization import learned_by
@@ -93,7 +92,7 @@ def devices(probe: Probe) -> Checked:
     few = objective(probe, probe.few)
     whole, mine = gradient_of(probe, few, 1), distributed.share(len(few))
     part = gradient_of(probe, few.rows(slice(mine.start, mine.stop)) if mine else few.rows(slice(0, 1)).silenced(), 1)
-    summed = is_sharded(probe.module.policy)  # the ranks have their mean already
+    summed = distributed.is_sharded(probe.module.policy)  # the ranks have their mean already
     total = part * count if summed else distributed.all_sum(part.to(few.ids.device)).cpu()
     apart = max(distributed.all_gather([float((total - whole).norm() / whole.norm().clamp(min=1e-30))]))
     bound = gradient_bound(probe)
@@ -124,7 +123,7 @@ def gradient_of(probe: Probe, tokens: TokenBatch, pieces: int) -> Tensor:
     learned = learned_by(optimizer)
     for rows in torch.arange(len(tokens)).tensor_split(pieces):
         backward(probe.module, tokens.rows(rows.to(tokens.ids.device)))
-    flat = [full(p.grad.detach()).flatten() for p in learned if p.grad is not None]
+    flat = [distributed.full(p.grad.detach()).flatten() for p in learned if p.grad is not None]
     vector = torch.cat([grad[:: math.ceil(len(grad) / SLICE)].float().cpu() for grad in flat])
     optimizer.zero_grad()
     return vector
