@@ -56,7 +56,7 @@ class VLLMEngine:
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        from grpo.engines.vllm import transfer
+        import grpo.engines.vllm.transfer  # noqa: F401 - registers itself
 
         if sleeps and current_platform.is_cpu():
             raise UserError("engine.sleeps=true frees a GPU's memory, and there is no GPU: set engine.sleeps=false")
@@ -79,8 +79,7 @@ class VLLMEngine:
             defaults |= CPU_ARGS
             _skip_compiled_ranks()
         given = {name: value for name, value in (args or {}).items() if value is not None}
-        fixed = {**ARGS, "weight_transfer_config": {"backend": transfer.BACKEND}}
-        self._new = partial(LLM, path, dtype=dtype, **defaults | given, **fixed)
+        self._new = partial(LLM, path, dtype=dtype, **defaults | given, **ARGS)
         self._llm: Any = None
         self.context: int | None = None
         self._path = path

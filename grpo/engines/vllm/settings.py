@@ -9,6 +9,7 @@ from grpo.system.errors import UserError
 ARGS = {  # fixed: the user's args cannot change them
     "generation_config": "vllm",  # otherwise the folder's generation_config.json silently changes the sampling
     "logprobs_mode": "raw_logprobs",  # made exact by grpo.engines.vllm.transfer
+    "weight_transfer_config": {"backend": "grpo"},  # that module
 }
 CPU_ARGS = {
     "enforce_eager": True,

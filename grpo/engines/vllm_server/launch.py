@@ -44,7 +44,6 @@ def command(path: str, sync: str, args: Mapping[str, Any]) -> tuple[dict[str, st
         "model": path,
         "enable_scale_out": True,  # token ids in, token ids out
         **ARGS,
-        "weight_transfer_config": {"backend": "grpo"},  # see vllm.transfer
     }
     if sync == "lora":
         flags |= {"enable_lora": True, "max_loras": 2}  # also the previous version, for completions in flight

@@ -22,7 +22,6 @@ from grpo.engines.vllm_server.launch import START, Servers
 from grpo.engines.weights import buckets, checksum
 from grpo.system import distributed
 from grpo.system.deadline import deadline
-from grpo.system.distributed import full
 from grpo.system.errors import UserError
 
 Named = tuple[str, Tensor]
@@ -36,7 +35,7 @@ def adapter_tensors(model: nn.Module) -> Iterator[Named]:
     from peft import get_peft_model_state_dict  # takes a second, and most runs have no adapter
 
     tensors = get_peft_model_state_dict(model, save_embedding_layers=False)  # otherwise peft asks the hub
-    yield from ((name, full(tensor)) for name, tensor in tensors.items())
+    yield from ((name, distributed.full(tensor)) for name, tensor in tensors.items())
 
 
 def cpu_copies(tensors: Iterable[Named]) -> dict[str, Tensor]:
@@ -100,7 +99,7 @@ class Lora:
     """
 
     follows = False
-    needs = "has it the model of model.path, does it see engine.folder, and --enable-lora --max-lora-rank of adapter.r or more?"
+    needs = "has it model.path, does it see engine.folder, --enable-lora, and engine.args.max_lora_rank of at least adapter.r?"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
