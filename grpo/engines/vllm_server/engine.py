@@ -82,7 +82,7 @@ class VLLMServerEngine:
         config = AutoConfig.from_pretrained(path).get_text_config()
         self.version: int | None = None
         self.sync, self.concurrency = sync, concurrency
-        self._router = RemoteServer(router.rstrip("/"), timeout) if router else None
+        self._router = RemoteServer(router.rstrip("/"), timeout, "is it vllm-router?") if router else None
         self._homes: dict[int, RemoteServer] = {}  # see `routing`; empty after new weights, as the servers' caches
         self._run = secrets.token_hex(4)  # tells this run's weights from another run's of the same version
         self._folder = Path(folder).resolve() / self._run
@@ -94,8 +94,8 @@ class VLLMServerEngine:
         if launch and URLS not in os.environ:
             raise UserError("engine.launch=true needs processes that Lightning itself starts: set engine.urls instead")
         urls = os.environ[URLS].split() if launch else [url.rstrip("/") for url in urls]
-        advice = "see their logs" if launch else f"start one with {by_hand(path, sync)}, or set engine.launch=true"
-        servers = [RemoteServer(url, timeout) for url in dict.fromkeys(urls)]
+        how = f"is it vLLM, started as {by_hand(path, sync)}? Or set engine.launch=true"
+        servers = [RemoteServer(url, timeout, "see its log" if launch else how) for url in dict.fromkeys(urls)]
         ways = {"nccl": lambda _: Nccl(servers), "restart": lambda folder: Restart(folder, self._launched)}
         way = (ways | {"disk": Disk, "lora": Lora})[sync](self._folder)
         if here := self._launched:
@@ -103,7 +103,7 @@ class VLLMServerEngine:
                 server.ended, server.start = partial(here.ended, port), partial(here.start, port)
         elif launch:
             wait += START  # the first process may be starting them again
-        self._fleet = Fleet(servers, way, config.vocab_size - 1, wait, advice)
+        self._fleet = Fleet(servers, way, config.vocab_size - 1, wait)
         self.in_flight = way.follows
         atexit.register(self.close)  # also if the run fails
         if sync == "restart":  # it starts the servers once there are weights

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from grpo.engines.protocol import Sampling
-from grpo.engines.vllm_server.http import BACKEND, GENERATE, HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
+from grpo.engines.vllm_server.http import GENERATE, HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START
 from grpo.engines.vllm_server.sync import Behind, Lora, Named, Restart, Way
 from grpo.system import distributed
@@ -31,14 +31,13 @@ class Fleet:
     """The servers of a run. Mutable: servers fail and come back, and the label changes.
 
     way: how weights reach a server. last_id: the largest id of the model's vocabulary. wait: seconds without any ready server
-    before an error is raised. advice: the end of that error, what to do. label: the weights that every server must hold.
+    before an error is raised. label: the weights that every server must hold.
     """
 
     servers: list[RemoteServer]
     way: Way
     last_id: int
     wait: float
-    advice: str
     label: str | None = None
     met: bool = False  # a server has taken weights
     lock: threading.RLock = field(default_factory=threading.RLock)  # one thread at a time updates servers
@@ -53,7 +52,7 @@ class Fleet:
         try:
             await asyncio.gather(*(server.answers(limit) for server in self.servers))
         except Lost as lost:
-            raise UserError(f"no vLLM server answers within {limit:g} s ({lost}): {self.advice}") from lost
+            raise UserError(f"no vLLM server answers within {limit:g} s ({lost}): {self.servers[0].advice}") from lost
         await asyncio.gather(*map(self._look, self.servers))
 
     def push(self, model: nn.Module, tensors: Iterable[Named], label: str) -> None:
@@ -97,7 +96,9 @@ class Fleet:
                 raise wrong[0]
             elif time.monotonic() - since > self.wait:
                 faults = "; ".join(str(server.fault) for server in self.servers)
-                raise UserError(f"no vLLM server was left for engine.wait={self.wait:g} s ({faults}): {self.advice}")
+                raise UserError(
+                    f"no vLLM server was left for engine.wait={self.wait:g} s ({faults}): {self.servers[0].advice}"
+                )
             await asyncio.sleep(PAUSE)
 
     async def _admit(self, server: RemoteServer) -> None:
@@ -134,7 +135,8 @@ class Fleet:
             await self.way.give(server, label)
         except Refused as refused:
             await server.ask(HEALTH, post=False)  # a dead engine refuses too, and then this raises Lost
-            line = f"the vLLM server at {server.url} refuses the weights ({refused}): {self.way.needs}"
+            needs = "it needs model.path, engine.folder, and engine.args.max_lora_rank for an adapter"
+            line = f"the vLLM server at {server.url} refuses the weights ({refused}): {needs}; {server.advice}"
             raise UserError(line) from refused
         if label not in await server.labels():
             raise Lost(f"{server.url} does not report the new weights")
@@ -170,5 +172,4 @@ def check_exact(server: RemoteServer, sampling: Sampling) -> None:
     wrong = {"exact": False, "raw": sampling.temperature not in (0, 1), "processed": filters != (1, 0, 0, 1)}
     if wrong[server.logprobs] or (sampling.guided and server.logprobs != "exact"):
         line = f"the vLLM server at {server.url} gives {server.logprobs} log-probabilities, wrong for this sampling"
-        flags = f"--logprobs-mode raw_logprobs {BACKEND}"
-        raise UserError(f"{line}: start it with VLLM_USE_V2_MODEL_RUNNER=0, {flags}, and this package installed")
+        raise UserError(f"{line}: {server.advice}")

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from grpo.engines.vllm_server.http import BACKEND, HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
+from grpo.engines.vllm_server.http import HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers
 from grpo.engines.weights import buckets, checksum
 from grpo.system import distributed
@@ -50,11 +50,10 @@ class Behind(Lost):
 class Way(Protocol):
     """A way to send weights to servers. Files go to the run's own folder, which the engine removes at the end.
 
-    follows: whether an unfinished completion continues with the new weights. needs: advice if a server refuses them.
+    follows: whether an unfinished completion continues with the new weights.
     """
 
     follows: bool
-    needs: str
 
     def write(self, model: nn.Module, tensors: Iterable[Named], label: str) -> None:
         """Prepare the weights of `model`, which are `tensors`; called once per version."""
@@ -68,7 +67,6 @@ class Disk:
     checks that they hold what was written."""
 
     follows = True
-    needs = f"has it the model of model.path, does it see engine.folder, was it started anew and with {BACKEND}?"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -99,7 +97,6 @@ class Lora:
     """
 
     follows = False
-    needs = "has it model.path, does it see engine.folder, --enable-lora, and engine.args.max_lora_rank of at least adapter.r?"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -127,7 +124,6 @@ class Restart:
     """Saves the whole model to a folder and restarts the server on it: slow, but nothing computed with old weights survives."""
 
     follows = False
-    needs = "see its log"
 
     def __init__(self, folder: Path, servers: Servers) -> None:
         self.folder, self.servers = folder, servers
@@ -154,7 +150,6 @@ class Nccl:
     """
 
     follows = True
-    needs = f"was it started with {BACKEND}, and does it reach the trainer's machine?"
 
     def __init__(self, servers: Sequence[RemoteServer]) -> None:
         self.servers = servers
@@ -193,7 +188,7 @@ class Nccl:
                 self.close()
                 refused = [server for server in there if isinstance(error, Refused) and await self._present(server)]
                 if len(refused) == len(there):
-                    raise UserError(f"the vLLM servers refuse the weights ({error}): {self.needs}") from error
+                    raise UserError(f"the vLLM servers refuse the weights ({error}): {there[0].advice}") from error
                 raise error if isinstance(error, Lost | UserError) else Lost(f"weights: {error}") from error
         self.label = label
 
