@@ -1,13 +1,13 @@
 """Maps old module names to new ones, for runs, checkpoints, configurations and commands from before the modules were moved.
 
 A checkpoint pickles the names of classes, a saved config.yaml has `_target_`s, and commands are written `python -m grpo.report`.
-Importing an old name gives the same module or class object as the new name.
+Importing an old name gives the class and function objects of the new name.
 """
 
 import sys
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_loader
 from types import ModuleType
 from typing import Any
@@ -84,25 +84,7 @@ def door(room: str) -> Any:
     return found
 
 
-class _Alias(Loader):
-    """Loads a moved module under its old name. `python -m` with the old name runs its code."""
-
-    def __init__(self, module: str) -> None:
-        self.module = module
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = import_module(self.module)
-        self.spec = module.__spec__  # the import system replaces it, and `exec_module` restores it
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.spec
-
-    def get_code(self, name: str) -> Any:
-        return find_spec(self.module).loader.get_code(self.module)
-
-
-class _Split(Loader):
+class _Loader(Loader):
     """Loads an empty module under an old name. Its attributes are looked up in the current modules."""
 
     def create_module(self, spec: ModuleSpec) -> None:
@@ -111,17 +93,18 @@ class _Split(Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__getattr__ = door(module.__name__)
 
+    def get_code(self, name: str) -> Any:
+        """Return the code of the current module, which `python -m` with the old name runs."""
+        return find_spec(module_today(name)).loader.get_code(module_today(name))
+
 
 class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not name.startswith("grpo."):
-            return None
-        if name in SPLIT and not any(PathFinder.find_spec(name, [folder]) for folder in path or ()):
-            return spec_from_loader(name, _Split())
-        if (new := module_today(name)) == name or (there := find_spec(new)) is None:
-            return None
-        package = there.submodule_search_locations is not None
-        return spec_from_loader(name, _Alias(new), origin=there.origin, is_package=package)
+        new = module_today(name)
+        if new != name and (there := find_spec(new)) is not None:
+            package = there.submodule_search_locations is not None
+            return spec_from_loader(name, _Loader(), origin=there.origin, is_package=package)
+        return spec_from_loader(name, _Loader()) if name in SPLIT else None
 
 
-sys.meta_path.insert(0, _Finder())
+sys.meta_path.append(_Finder())  # the last one: an old name that is a module today is that module

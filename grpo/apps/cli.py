@@ -41,10 +41,7 @@ log = logging.getLogger(__name__)
 # The user's own setting. `run` sets HYDRA_FULL_ERROR as well, and the processes of further devices inherit that.
 FULL_ERROR = os.environ.setdefault("GRPO_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "0")) == "1"
 
-OWN_REWARD = (
-    "task.rewards: the reward of this task is its own: its other keys change it (--help), and a class of yours may inherit it "
-    "and define score (docs/tasks.md)"
-)
+OWN_REWARD = "task.rewards: the reward of this task is its own: inherit its class and define score (docs/tasks.md)"
 
 
 def given_arguments() -> list[str]:
@@ -103,14 +100,12 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     arguments: the command line, which says which options of the groups are in use.
     """
     causes = list(chain(error))
-    for cause in causes:
-        if isinstance(cause, UserError):
-            return str(cause)
-    for cause in causes:
-        if isinstance(cause, MissingConfigException):
-            group, _, option = (cause.missing_cfg_file or "").rpartition("/")
-            options = ", ".join(option for option in cause.options or () if option != "base")
-            return f"{group} has no option {option!r}; options: {options}" if options else " ".join(str(cause).split())
+    if own := next((cause for cause in causes if isinstance(cause, UserError)), None):
+        return str(own)
+    if missing := next((cause for cause in causes if isinstance(cause, MissingConfigException)), None):
+        group, _, option = (missing.missing_cfg_file or "").rpartition("/")
+        options = ", ".join(option for option in missing.options or () if option != "base")
+        return f"{group} has no option {option!r}; options: {options}" if options else " ".join(str(missing).split())
     if lacking := next((str(cause) for cause in causes if lacks_memory(cause)), None):
         least = "python train.py debug=forecast shows what a run needs, docs/memory.md how to need less"
         return f"not enough memory: {' '.join(lacking.split())[:200]}; {least}"
@@ -147,9 +142,7 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
 
 def lacks_memory(error: BaseException) -> bool:
     """Return whether numpy, torch or a device had too little memory."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in ("out of memory", "can't allocate"))
-    )
+    return isinstance(error, MemoryError) or bool(re.search("out of memory|can't allocate", str(error)))
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -206,10 +199,8 @@ def check_run(config: DictConfig, first: bool, overrides: Sequence[str]) -> None
         raise UserError("each process would make a folder of its own: set hydra.run.dir to one that all of them see")
     in_place = given and folder in (given, *given.parents)
     if first and (folder / "config.yaml").exists() and not in_place and not config.resume.auto:
-        raise UserError(
-            f"{config.output_dir} already has a run: set hydra.run.dir to a new folder, or resume that run with "
-            f"ckpt_path={config.output_dir}"
-        )
+        line = f"{config.output_dir} already has a run: set hydra.run.dir to a new folder"
+        raise UserError(f"{line}, or resume that run with ckpt_path={config.output_dir}")
     check_resumed(config)
 
 

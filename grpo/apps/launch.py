@@ -14,9 +14,7 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from omegaconf import DictConfig, OmegaConf
 
@@ -29,7 +27,6 @@ from grpo.system.secrets import learn, masked_argument
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 KINDS = ("slurm", "torchrun", "compose")
-TEMPLATES = {"slurm": "launch.sbatch.jinja", "torchrun": "launch.torchrun.jinja"}
 FOLDER = "hydra.run.dir="
 LOADING = 900  # seconds that the trainer waits for servers, which load the model meanwhile
 
@@ -42,9 +39,7 @@ def main(arguments: Sequence[str]) -> None:
         print(__doc__)
         return
     if wrong := [flag for flag in flags if flag != "--dry-run" and not flag.startswith("--to=")]:
-        raise UserError(
-            f"{wrong[0]} is no flag of grpo.launch: it takes --dry-run and --to=KIND, then overrides of train.py"
-        )
+        raise UserError(f"{wrong[0]} is no flag: grpo.launch takes --dry-run and --to=KIND, then overrides of train.py")
     if kind not in KINDS:
         raise UserError(f"--to={kind} must be one of {', '.join(KINDS)}")
     overrides = [word for word in arguments if word not in flags]
@@ -66,9 +61,7 @@ def shared_folder(overrides: Sequence[str]) -> Path:
     given = [word.removeprefix(FOLDER) for word in overrides if word.startswith(FOLDER)]
     name = given[-1] if given else f"outputs/launched/{datetime.now():%Y-%m-%d_%H-%M-%S}"
     if not re.fullmatch(r"[\w./+-]+", str(Path(name).resolve())):
-        raise UserError(
-            f"{FOLDER}{name}: take a path of letters, digits and _ . / + - only, which is the same everywhere"
-        )
+        raise UserError(f"{FOLDER}{name}: take a path of letters, digits and _ . / + - that is the same everywhere")
     return Path(name).resolve()
 
 
@@ -88,37 +81,29 @@ def launch_file(kind: str, overrides: Sequence[str], folder: Path) -> str:
     environment, flags = server_command(config) if config.deployment.server_nodes else ({}, [])
     if flags and not any(word.startswith("engine.wait=") for word in overrides):
         words.append(f"engine.wait={LOADING}")
-    if kind == "compose":
-        return compose_file(config, words, environment, flags, folder)
-    python = "python" if deployment["setup"] else sys.executable
-    server = [*(f"{name}={value}" for name, value in environment.items()), python, "-m", *flags]
-    start = ["train.py", *words] if kind == "torchrun" else [python, "train.py", *words]
-    values = deployment | {"trainer_nodes": trainer.num_nodes, "devices": trainer.devices, "folder": folder}
-    values |= {"gpus": trainer.accelerator != "cpu", "root": shlex.quote(str(ROOT)), "server": shlex.join(server)}
-    values |= {"trainer": shlex.join(start), "torchrun": shlex.join([python, "-m", "torch.distributed.run"])}
+    python = "python" if deployment["setup"] or kind == "compose" else sys.executable
+    start = ["train.py"] if kind == "torchrun" else [python, "train.py"]
+    values = deployment | {"trainer_nodes": trainer.num_nodes, "devices": trainer.devices, "folder": str(folder)}
+    values |= {"gpus": trainer.accelerator != "cpu", "root": shlex.quote(str(ROOT)), "trainer": [*start, *words]}
+    values |= {"environment": environment, "server": [python, "-m", *flags], "python": python}
     templates = Environment(loader=FileSystemLoader(HERE), undefined=StrictUndefined, keep_trailing_newline=True)
-    return templates.get_template(TEMPLATES[kind]).render(values)
+    templates.filters["shell"] = shlex.join
+    return templates.get_template(f"launch.{kind}.jinja").render(values)
 
 
 def check_deployment(config: DictConfig, kind: str) -> None:
     """Raises UserError if trainer, engine and deployment do not fit each other."""
     nodes, remote = config.deployment.server_nodes, "urls" in config.engine
     if nodes and not remote:
-        raise UserError(
-            f"deployment.server_nodes={nodes} starts vLLM servers: set engine=vllm_server, or server_nodes=0"
-        )
+        raise UserError(f"deployment.server_nodes={nodes} starts servers: set engine=vllm_server, or server_nodes=0")
     if remote and not nodes and not config.engine.launch and not config.engine.urls:
         raise UserError("engine=vllm_server has no servers: set deployment.server_nodes, or engine.urls")
     if nodes and not isinstance(config.engine.path, str):
-        raise UserError(
-            "vLLM servers elsewhere need model.path=FOLDER_OR_HUB_ID, and this model is made by the trainer"
-        )
+        raise UserError("vLLM servers elsewhere need model.path=FOLDER_OR_HUB_ID: this model is made by the trainer")
     if kind == "compose" and config.trainer.num_nodes + nodes > 1 + bool(nodes):
         raise UserError("--to=compose is for one machine: set trainer.num_nodes=1, and deployment.server_nodes=0 or 1")
     if kind == "compose" and remote and "nccl" in config.engine.sync:
-        raise UserError(
-            f"engine.sync={config.engine.sync} needs one network of GPUs: with --to=compose set engine.sync=disk"
-        )
+        raise UserError(f"engine.sync={config.engine.sync} needs one network of GPUs: set engine.sync=disk")
     if kind == "compose" and not config.deployment.image:
         raise UserError("--to=compose needs deployment.image=IMAGE, with this project in its working directory")
 
@@ -131,29 +116,6 @@ def server_command(config: DictConfig) -> tuple[dict[str, str], list[str]]:
     args |= {"tensor_parallel_size": config.deployment.server_devices}
     environment, words = command(config.engine.path, config.engine.sync, OmegaConf.to_container(OmegaConf.create(args)))
     return environment, ["vllm.entrypoints.openai.api_server", *words]
-
-
-def compose_file(config: DictConfig, words: list[str], environment: dict, flags: list[str], folder: Path) -> str:
-    """Return a docker-compose.yaml: the trainer on the first GPUs, servers on the next ones, one folder for all."""
-    deployment, count = config.deployment, config.trainer.devices
-    gpus = config.trainer.accelerator != "cpu"
-
-    def service(command: list[str], first: int, number: int) -> dict[str, Any]:
-        ids = [str(first + i) for i in range(number)]
-        device = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
-        reserved = {"deploy": {"resources": {"reservations": {"devices": [device]}}}} if gpus else {}
-        command = [word.replace("$", "$$") for word in command]  # compose would replace $NAME
-        shared = {"image": deployment.image, "volumes": [f"{folder}:{folder}"], "ipc": "host"}
-        return {**shared, "command": command, **reserved}
-
-    names = [f"server-{i}" for i in range(deployment.server_nodes * deployment.servers_per_node)]
-    urls = [f"engine.urls=[{','.join(f'http://{name}:{deployment.port}' for name in names)}]"] if names else []
-    services = {"trainer": service(["python", "train.py", *words, *urls], 0, count) | {"restart": "on-failure"}}
-    for i, name in enumerate(names):
-        command = ["python", "-m", *flags, "--host", "0.0.0.0", "--port", str(deployment.port)]
-        own = service(command, count + i * deployment.server_devices, deployment.server_devices)
-        services[name] = own | {"environment": environment, "restart": "always"}
-    return yaml.safe_dump({"services": services}, sort_keys=False, width=1000)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Repeats an update that was skipped, and shows the tokens at which a number is not finite."""
 
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +68,9 @@ def repeated(module: GRPOModule, tokens: TokenBatch) -> tuple[float, dict[str, T
 
 def broken_places(tokens: TokenBatch, seen: dict[str, Tensor], tokenizer: Any) -> Iterator[str]:
     """Yield a line for each sampled token with a number that is not finite: its row and place, its text, and these numbers."""
-    given = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
     shape = tokens.mask.shape
-    numbers = {
-        name: x for name, x in {**given, **seen}.items() if x is not None and x.shape == shape and x.is_floating_point()
-    }
+    of_tokens = {name: x for name, x in {**vars(tokens), **seen}.items() if x is not None and x.shape == shape}
+    numbers = {name: x for name, x in of_tokens.items() if x.is_floating_point()}
     wrong = {name: ~x.isfinite() & tokens.mask for name, x in numbers.items()}
     for row, at in torch.stack([*wrong.values()]).any(0).nonzero().tolist():
         text = tokenizer.decode([int(tokens.ids[row, at - shape[1]])])

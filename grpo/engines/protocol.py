@@ -11,6 +11,8 @@ from grpo.system.ranges import Count, NonNegative, Positive, ShareBelow1, SomeSh
 if TYPE_CHECKING:  # eval.py compare= must not import torch
     from torch import nn
 
+Prompts = Sequence[Sequence[int]]  # token ids
+Done = Callable[[int, CompletionLike], None]  # see `Engine.sample`
 GUIDES = ("regex", "json", "grammar", "choice")
 
 
@@ -66,11 +68,7 @@ class Engine(Protocol):
         """
 
     def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        done: Callable[[int, CompletionLike], None] | None = None,
+        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], done: Done | None = None
     ) -> Sequence[CompletionLike]:
         """Return one completion per prompt, in order. To sample a group, repeat its prompt.
 

@@ -1,5 +1,6 @@
 """Exceptions whose text is for the user."""
 
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,10 +60,8 @@ class RewardError(RolloutError):
 
 def told(error: BaseException) -> str:
     """Return an exception in one line, with the place in the code that raised it."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    place = f" ({Path(frame.tb_frame.f_code.co_filename).name}, line {frame.tb_lineno})" if frame else ""
+    places = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
     try:
         words = " ".join(str(error).split())[:1000]
     except Exception:  # a user's class may fail here

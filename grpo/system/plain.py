@@ -75,22 +75,18 @@ def from_plain(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(plain, dict):
         return plain
     inside = {key: each if key == "$is" else from_plain(each, tensors) for key, each in plain.items()}
-    match next(iter(inside.items()), ("", None)):
-        case "$tensor", name:
-            return tensors[name]
-        case "$array", name:
-            return tensors[name].numpy()
-        case "$bytes", text:
-            return base64.b64decode(text)
-        case "$tuple", values:
-            return tuple(values)
-        case "$set", values:
-            return set(values)
-        case "$items", pairs:
-            return dict(pairs)
-        case "$is", name:
-            return dataclass_named(inside.pop("$is"))(**inside)
-    return inside
+    if "$is" in inside:
+        return dataclass_named(inside.pop("$is"))(**inside)
+    made = {
+        "$tensor": lambda name: tensors[name],
+        "$array": lambda name: tensors[name].numpy(),
+        "$bytes": base64.b64decode,
+        "$tuple": tuple,
+        "$set": set,
+        "$items": dict,
+    }
+    kind, content = next(iter(inside.items()), ("", None))
+    return made[kind](content) if kind in made else inside
 
 
 def dataclass_named(name: str) -> type:

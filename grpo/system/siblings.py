@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,18 +44,16 @@ class Sibling:
         """Return what the process does in one word, as sleeping or stopped; "ended" if it has ended, "elsewhere" if unknown."""
         if self.host != socket.gethostname():
             return "elsewhere"
-        try:
-            state = self.process.status() if self.process and self.process.is_running() else psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            state = psutil.STATUS_ZOMBIE
-        return "ended" if state == psutil.STATUS_ZOMBIE else state
+        with suppress(psutil.NoSuchProcess):
+            if self.process and self.process.is_running() and (state := self.process.status()) != psutil.STATUS_ZOMBIE:
+                return state
+        return "ended"
 
     def ending(self) -> str:
         """Return how the process ended, if this one has started it: the system says it to nobody else."""
-        try:
+        code = None
+        with suppress(psutil.TimeoutExpired):  # a zombie of another process
             code = self.process.wait(0) if self.process else None
-        except psutil.TimeoutExpired:  # a zombie of another process
-            code = None
         by = "" if code is None else f" with signal {-code:d}" if code < 0 else f" with exit code {code}"
         return f"{self} ended{by}" + (", see its message above" if code and code > 0 else "")
 

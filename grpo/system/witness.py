@@ -24,7 +24,7 @@ if names := os.pread(int(sys.argv[2]), 1000, 0).decode(errors="replace").strip()
     text += "(PYTHONFAULTHANDLER=1 shows the line), or the process was killed from outside"
     print(text % names, file=sys.stderr)
 """
-_running: dict[int, str] = {}  # by thread
+_running: dict[int, str] = {}  # by thread; empty if its call has ended
 _file: list[int] = []  # the descriptor, in a process that has a witness
 
 
@@ -49,25 +49,23 @@ def watch() -> None:
 def _ended(parent: int, leave: Callable[[int], None], status: int) -> None:
     """os._exit, which raises SystemExit in a user's function. A child that the function has forked ends as it wants."""
     here = threading.current_thread()
-    if os.getpid() == parent and (here.ident in _running or here.name == "coroutines"):
+    if os.getpid() == parent and (_running.get(here.ident) or here.name == "coroutines"):
         raise SystemExit(f"it called os._exit({status})")
-    leave(status or int(os.getpid() == parent and bool(_running)))  # a thread that such a function has started
+    leave(
+        status or int(os.getpid() == parent and any(list(_running.values())))
+    )  # a thread that such a function has started
 
 
 @contextmanager
 def seen(name: str) -> Iterator[None]:
     """Let the witness know of a call during a `with` block. Does nothing in a process without a witness."""
     me = threading.get_ident()
-    outer = _running.get(me)
-    _running[me] = name
+    outer, _running[me] = _running.get(me, ""), name
     _write()
     try:
         yield
     finally:
-        if outer:
-            _running[me] = outer
-        else:
-            del _running[me]
+        _running[me] = outer
         _write()
 
 
@@ -78,6 +76,6 @@ def forget() -> None:
 
 
 def _write() -> None:
-    names = ", ".join(dict.fromkeys(list(_running.values())))
+    names = ", ".join(dict.fromkeys(filter(None, list(_running.values()))))
     for file in _file:
         os.pwrite(file, names.encode(errors="replace")[:1000].ljust(1000), 0)

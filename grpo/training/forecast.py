@@ -79,14 +79,68 @@ class Sizes:
 
     def parts(self, precision: str, ranks: int, sharded: bool = False) -> list[Part] | None:
         """Return the parts of memory that one process will hold; None if they are unknown."""
-        settings = self.longest(), precision, ranks, sharded
-        found = known(partial(parts_of, self.make_module, self.pretrained, self.plan, self.engine, *settings))
+        found = known(self.counted, self.longest(), precision, ranks, sharded)
         memory.give_back()  # some optimizers compute with real tensors even here
         return found
 
     def needed(self, precision: str, ranks: int) -> int:
         """Return the most bytes that one of these ranks holds on its device without sharding; 0 if unknown."""
         return largest_phase([part for part in self.parts(precision, ranks) or () if not part.host])
+
+    def counted(
+        self, prompt_tokens: int, precision: str = "32-true", devices: int = 1, sharded: bool = False
+    ) -> list[Part]:
+        """Return the parts of memory that one process will hold. sharded: each of the devices has a part of every parameter."""
+        plan, engine = replace(self.plan, prompts=math.ceil(self.plan.prompts / devices)), self.engine
+        module = imagined(self.make_module, self.pretrained)
+        policy, optim = module.policy, module.optim
+        [optimizer], _ = module.configure_optimizers()
+        own = [*policy.parameters(), *policy.buffers()]
+        learned = learned_by(optimizer)  # the float32 masters, if there are any
+        gradients = with_gradients(learned)
+        copies = module.reference.own() if module.reference else []
+        passes, there = module, [*own, *learned, *gradients, *copies]
+        beside, mixed = there, precision == "bf16-mixed"
+        # layers that are gathered in 16 bits, so autocast copies no weight
+        if low_shards := sharded and mixed and policy.dtype.itemsize == 4:
+            passes = imagined(self.make_module, replace(self.pretrained, dtype="bfloat16"))
+            parameters = [*passes.policy.parameters()]
+            beside = [*parameters, *passes.policy.buffers(), *with_gradients(p for p in parameters if p.requires_grad)]
+        one_pass = partial(in_a_pass, passes, plan, prompt_tokens, beside)
+        casts = partial(torch.autocast, "cpu", torch.bfloat16, enabled=mixed and not low_shards)
+        with casts():
+            passing = known(one_pass, optim.layout) or known(one_pass, "padded")
+        optimizer_state = known(after_a_step, optimizer)
+        stepping = known(in_a_step, optimizer, there) or 0
+        if not optim.offload:  # a step begins when the activations are gone
+            stepping = max(0, stepping - (passing.total() if passing else 0))
+        shared, lora = hasattr(engine, "shared_bytes"), "adapter=lora"  # shared: vLLM already holds the weights
+        weights, masters = 0 if shared else bytes_of(own), bytes_of([*own, *learned]) - bytes_of(own)
+        if sharded:
+            weights, masters = bytes_of(p for p in own if not p.requires_grad) + bytes_of(learned), 0
+        buckets = bytes_of(p for p in own if p.requires_grad) if devices > 1 and not sharded else 0
+        gathered = in_a_layer(passes.policy) if sharded else 0  # layers that are whole while they compute
+        of_device = devices if sharded else 1
+        parts = [
+            Part("weights", weights // of_device, "" if policy.dtype.itemsize == 2 else "model.dtype=bfloat16"),
+            Part("masters", masters, lora, host=optim.offload),
+            Part("optimizer", optimizer_state and optimizer_state // of_device, "optim=adamw_8bit", host=optim.offload),
+            Part("reference", bytes_of(copies) // of_device, lora),
+            Part("gradients", bytes_of(gradients) // of_device, lora, "update", optim.offload),
+            Part("step", stepping // of_device, "optim=adamw", "update", optim.offload),
+            Part("buckets", buckets, lora),  # of gradients, in DistributedDataParallel
+            Part("gathered", gathered, "", "update"),
+            *(Part(name, passing and passing[name], FEWER_TOKENS, "update") for name in ("activations", "logits")),
+        ]
+        if not isinstance(engine, TransformersEngine):
+            return [*parts, Part("engine", None, phase="rollout")]
+        dtype = torch.bfloat16 if mixed else policy.dtype
+        with casts():
+            sampling = known(in_sampling, passes.policy, dtype, plan, prompt_tokens, beside)
+        cache = known(in_the_cache, policy.config, dtype, plan, prompt_tokens, engine.max_cache_tokens)
+        whole = bytes_of(passes.policy.parameters()) if sharded else 0
+        rest = {"cache": cache, "sampling": sampling, "whole policy": whole}
+        return [*parts, *(Part(name, size, FEWER_ROWS, "rollout") for name, size in rest.items())]
 
 
 def largest_phase(parts: Sequence[Part]) -> int:
@@ -101,102 +155,26 @@ def forecast(sizes: Sizes, trainer: L.Trainer) -> list[Part]:
     parts = sizes.parts(precision, trainer.world_size, sharded)
     if parts is None:
         log.info("memory: no forecast for this model")
+        return []
     device, cpu = trainer.strategy.root_device, torch.device("cpu")
-    for place in dict.fromkeys([device, cpu]) if parts else ():
+    parts += [LATER] if device == cpu else []
+    for place in dict.fromkeys([device, cpu]):
         here = [part for part in parts if part.size != 0 and (device == cpu or part.host == (place == cpu))]
         if not here:
             continue
-        here += [LATER] if device == cpu else []
         now, more = memory.held(place), memory.free(place) // (trainer.num_devices if place == cpu else 1)
         phases = {phase: [part for part in here if part.phase in ("", phase)] for phase in PHASES}
         most = {phase: now + sum(part.size or 0 for part in there) for phase, there in phases.items()}
         table = ", ".join(f"{part.name} {human(part.size)}" for part in [Part("so far", now), *here])
-        sizes = map(human, [*most.values(), now + more])
-        log.info("memory: %s in an update, %s in a rollout, of %s on %s: %s", *sizes, place, table)
+        amounts = map(human, [*most.values(), now + more])
+        log.info("memory: %s in an update, %s in a rollout, of %s on %s: %s", *amounts, place, table)
         for phase, there in phases.items():
             if most[phase] > now + more:
                 remediable = [part for part in there if part.size and part.remedy]
                 largest = sorted(remediable, key=lambda part: part.size, reverse=True)[:3]
                 remedies = dict.fromkeys(part.remedy for part in largest)
                 log.warning("memory: the %s may not fit; what helps most: %s", phase, ", ".join(remedies))
-    return [Part("so far", memory.held(device)), *parts, *([LATER] if device == cpu else [])] if parts else []
-
-
-def parts_of(
-    make_module: Callable[[nn.Module], L.LightningModule],
-    pretrained: Pretrained,
-    plan: Plan,
-    engine: Engine,
-    prompt_tokens: int,
-    precision: str = "32-true",
-    devices: int = 1,
-    sharded: bool = False,
-) -> list[Part]:
-    """Return the parts of memory that one process will hold. sharded: each of the devices has a part of every parameter."""
-    plan = replace(plan, prompts=math.ceil(plan.prompts / devices))
-    with torch.device("meta"):
-        module = make_module(pretrained.outline())
-    imagine(module)
-    policy, optim = module.policy, module.optim
-    [optimizer], _ = module.configure_optimizers()
-    own = [*policy.parameters(), *policy.buffers()]
-    learned = learned_by(optimizer)  # the float32 masters, if there are any
-    for p in learned:
-        p.grad = torch.zeros_like(p)
-    gradients = [p.grad for p in learned]
-    copies = module.reference.own() if module.reference else []
-    there = [*own, *learned, *gradients, *copies]
-    mixed = precision == "bf16-mixed"
-    # layers that are gathered in 16 bits, so autocast copies no weight
-    low_shards = sharded and mixed and policy.dtype.itemsize == 4
-    passes, beside = in_16_bits(make_module, pretrained) if low_shards else (module, there)
-    one_pass = partial(in_a_pass, passes, plan, prompt_tokens, beside)
-    casts = partial(torch.autocast, "cpu", torch.bfloat16, enabled=mixed and not low_shards)
-    with casts():
-        passing = known(partial(one_pass, optim.layout)) or known(partial(one_pass, "padded"))
-    optimizer_state = known(partial(after_a_step, optimizer))
-    stepping = known(partial(in_a_step, optimizer, there)) or 0
-    if not optim.offload:  # a step begins when the activations are gone
-        stepping = max(0, stepping - (passing.total() if passing else 0))
-    shared, lora = hasattr(engine, "shared_bytes"), "adapter=lora"  # shared: vLLM already holds the weights
-    weights, masters = 0 if shared else bytes_of(own), bytes_of([*own, *learned]) - bytes_of(own)
-    if sharded:
-        weights, masters = bytes_of(p for p in own if not p.requires_grad) + bytes_of(learned), 0
-    buckets = bytes_of(p for p in own if p.requires_grad) if devices > 1 and not sharded else 0
-    of_device = devices if sharded else 1
-    parts = [
-        Part("weights", weights // of_device, "" if policy.dtype.itemsize == 2 else "model.dtype=bfloat16"),
-        Part("masters", masters, lora, host=optim.offload),
-        Part("optimizer", optimizer_state and optimizer_state // of_device, "optim=adamw_8bit", host=optim.offload),
-        Part("reference", bytes_of(copies) // of_device, lora),
-        Part("gradients", bytes_of(gradients) // of_device, lora, "update", optim.offload),
-        Part("step", stepping // of_device, "optim=adamw", "update", optim.offload),
-        Part("buckets", buckets, lora),  # of gradients, in DistributedDataParallel
-        Part(
-            "gathered", in_a_layer(passes.policy) if sharded else 0, "", "update"
-        ),  # layers that are whole while they compute
-        *(Part(name, passing and passing[name], FEWER_TOKENS, "update") for name in ("activations", "logits")),
-    ]
-    if not isinstance(engine, TransformersEngine):
-        return [*parts, Part("engine", None, phase="rollout")]
-    dtype = torch.bfloat16 if mixed else policy.dtype
-    with casts():
-        sampling = known(partial(in_sampling, passes.policy, dtype, plan, prompt_tokens, beside))
-    cache = known(partial(in_the_cache, policy.config, dtype, plan, prompt_tokens, engine.max_cache_tokens))
-    whole = bytes_of(passes.policy.parameters()) if sharded else 0
-    rest = {"cache": cache, "sampling": sampling, "whole policy": whole}
-    return [*parts, *(Part(name, size, FEWER_ROWS, "rollout") for name, size in rest.items())]
-
-
-def in_16_bits(make_module: Callable, pretrained: Pretrained) -> tuple[L.LightningModule, list[Tensor]]:
-    """Return the module in bfloat16, without masters, and the tensors that exist before its passes."""
-    with torch.device("meta"):
-        module = make_module(replace(pretrained, dtype="bfloat16").outline())
-    imagine(module)
-    for p in module.policy.parameters():
-        p.grad = torch.zeros_like(p) if p.requires_grad else None
-    own = [*module.policy.parameters(), *module.policy.buffers()]
-    return module, own + [p.grad for p in own if p.grad is not None]
+    return [Part("so far", memory.held(device)), *parts]
 
 
 def in_a_layer(policy: nn.Module) -> int:
@@ -210,10 +188,10 @@ def human(size: int | None) -> str:
     return "unknown" if size is None else f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
 
 
-def known(measure: Callable[[], Any]) -> Any:
+def known(measure: Callable[..., Any], *arguments: Any) -> Any:
     """Return the measurement; None if a model or an optimizer needs values of tensors, which tensors without memory lack."""
     try:
-        return measure()
+        return measure(*arguments)
     except UserError:
         raise
     except Exception as error:  # a model's code may raise anything
@@ -221,16 +199,26 @@ def known(measure: Callable[[], Any]) -> Any:
         return None
 
 
-def imagine(module: nn.Module) -> None:
-    """Replace the module's meta tensors by CPU tensors without memory, so that kernels are chosen as for real tensors."""
-    imagined: dict[Tensor, Tensor] = {}  # tied ones stay tied
+def imagined(make_module: Callable[[nn.Module], L.LightningModule], pretrained: Pretrained) -> L.LightningModule:
+    """Return a module of CPU tensors without memory, so that kernels are chosen as for real tensors."""
+    with torch.device("meta"):
+        module = make_module(pretrained.outline())
+    there: dict[Tensor, Tensor] = {}  # tied ones stay tied
     with FakeTensorMode(allow_non_fake_inputs=True):
         for part in module.modules():
             for name, x in [*part._parameters.items(), *part._buffers.items()]:
-                if x is not None and x not in imagined:
+                if x is not None and x not in there:
                     empty = torch.empty_like(x, device="cpu")
-                    imagined[x] = nn.Parameter(empty, x.requires_grad) if name in part._parameters else empty
-                (part._parameters if name in part._parameters else part._buffers)[name] = imagined.get(x)
+                    there[x] = nn.Parameter(empty, x.requires_grad) if name in part._parameters else empty
+                (part._parameters if name in part._parameters else part._buffers)[name] = there.get(x)
+    return module
+
+
+def with_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Give each parameter a gradient, and return the gradients."""
+    for p in (parameters := list(parameters)):
+        p.grad = torch.zeros_like(p)
+    return [p.grad for p in parameters]
 
 
 def after_a_step(optimizer: Optimizer) -> int:

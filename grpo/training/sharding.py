@@ -43,7 +43,9 @@ class Sharded(Watched, ModelParallelStrategy):
     """
 
     def __init__(self, timeout: float, ranks: int, reshard: bool, pieces: bool, mixed: bool) -> None:
-        super().__init__(timeout, data_parallel_size=ranks, tensor_parallel_size=1, process_group_backend=backend())
+        # offloaded gradients are on the CPU
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        super().__init__(timeout, data_parallel_size=ranks, tensor_parallel_size=1, process_group_backend=backend)
         self.reshard, self.pieces, self.mixed = reshard, pieces, mixed
 
     def share(self, module: GRPOModule) -> None:
@@ -123,11 +125,6 @@ class Sharded(Watched, ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint; all ranks take part."""
         PlainCheckpoints().save_checkpoint(checkpoint, filepath, "pieces" if self.pieces else "whole")
-
-
-def backend() -> str:
-    """Return the libraries that carry messages: offloaded gradients are on the CPU."""
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def same_shape(saved: Any, parameter: Tensor) -> bool:

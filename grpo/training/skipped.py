@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from grpo.objectives.batch import TokenBatch
 from grpo.system import distributed
-from grpo.system.distributed import is_sharded
 from grpo.system.errors import UserError
 from grpo.training.checkpoints import PlainCheckpoints
 
@@ -35,7 +34,9 @@ class Skipped:
         rank = f".rank{distributed.rank()}" if distributed.rank() else ""
         path = self.folder / f"{module.updates:06d}{rank}.ckpt"
         rollout = module.updates // module.algorithm.updates_per_rollout + 1
-        sharded = is_sharded(module.policy)  # each rank has a part of the weights, which nothing could repeat
+        sharded = distributed.is_sharded(
+            module.policy
+        )  # each rank has a part of the weights, which nothing could repeat
         if not sharded and len(list(self.folder.glob("*.ckpt"))) < KEPT * distributed.world_size():
             saved = {
                 "updates": module.updates,

@@ -57,13 +57,10 @@ def check_devices(devices: int, prompts: int, rollouts: int) -> None:
     """Raise UserError if the engine or the number of prompts does not fit this number of devices, or if they resume apart."""
     if distributed.world_size() != devices:  # vLLM in the trainer's process creates its own process group
         line = f"the engine has made a process group of {distributed.world_size()} for the {devices} devices"
-        raise UserError(
-            f"{line}: set trainer.devices and trainer.num_nodes, also with torchrun, or engine=transformers"
-        )
+        raise UserError(f"{line}: set trainer.devices and num_nodes, also with torchrun, or engine=transformers")
     if len(found := set(distributed.all_gather([rollouts]))) > 1:
-        raise UserError(
-            f"the devices resume after {min(found)} and {max(found)} rollouts: all machines must see the same hydra.run.dir"
-        )
+        line = f"the devices resume after {min(found)} and {max(found)} rollouts"
+        raise UserError(f"{line}: all machines must see the same hydra.run.dir")
     if prompts < devices:
         raise UserError(f"rollout.prompts={prompts} is fewer than the {devices} devices: each needs a prompt, raise it")
 

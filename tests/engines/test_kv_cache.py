@@ -9,8 +9,7 @@ from cases import gap
 from test_packing import MORE, model_of
 
 from grpo.engines.builtin import kv_cache
-from grpo.engines.builtin.agreement import cache_objection
-from grpo.engines.builtin.engine import TransformersEngine
+from grpo.engines.builtin.engine import TransformersEngine, cache_objection
 from grpo.engines.builtin.kv_cache import KVCache
 from grpo.engines.builtin.padded import PaddedCache
 from grpo.engines.protocol import Sampling

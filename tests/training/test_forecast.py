@@ -32,7 +32,6 @@ from grpo.training.forecast import (
     in_a_step,
     in_the_cache,
     minibatch,
-    parts_of,
     storage_of,
 )
 from grpo.training.module import GRPOModule
@@ -137,9 +136,8 @@ class Run:
         return GRPOModule(policy, instantiate(self.config.algo), self.optim, 1.0, 10, 0)
 
     def forecast(self, prompt_tokens: int, engine=None, **settings) -> dict[str, int | None]:
-        engine = engine or TransformersEngine()
-        parts = parts_of(self.module, self.pretrained, self.plan, engine, prompt_tokens, **settings)
-        return {part.name: part.size for part in parts}
+        sizes = Sizes(self.module, self.pretrained, self.plan, engine or TransformersEngine(), lambda: prompt_tokens)
+        return {part.name: part.size for part in sizes.counted(prompt_tokens, **settings)}
 
 
 SLOW = pytest.mark.slow

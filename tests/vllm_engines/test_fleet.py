@@ -13,9 +13,9 @@ from grpo.system.errors import UserError
 
 def test_a_server_that_ends_at_once_is_started_three_times(monkeypatch, tmp_path):
     started = []
-    server = RemoteServer("http://127.0.0.1:9", 1, lambda: "it ended", lambda: started.append(1))
+    server = RemoteServer("http://127.0.0.1:9", 1, "see the log", lambda: "it ended", lambda: started.append(1))
     monkeypatch.setattr(fleet, "PAUSE", 0.01)
-    servers = Fleet([server], Disk(tmp_path), last_id=0, wait=0.05, advice="see the log", label="run-0", met=True)
+    servers = Fleet([server], Disk(tmp_path), last_id=0, wait=0.05, label="run-0", met=True)
     for times in (1, 2):
         server.starts = 0  # as after a completion
         with pytest.raises(

@@ -313,6 +313,6 @@ def test_the_end_of_a_server_is_told_with_its_reason(tmp_path, monkeypatch):
     servers._guards[port].wait(60)
     assert re.fullmatch(
         rf"the vLLM server at port {port} ended with exit code 3: ValueError: too little memory \(see {file}\)",
-        servers.ended(servers.urls[0]),
+        servers.ended(port),
     )
     servers.close()

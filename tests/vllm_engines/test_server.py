@@ -63,9 +63,9 @@ def pair(folder, tmp_path_factory):
     servers = Servers(folder, "lora", count=2, args=ARGS, logs=tmp_path_factory.mktemp("logs"))
     servers.start_all()
     try:
-        for url in servers.urls:
-            wait_for(lambda url=url: answers(url) or servers.ended(url))
-            assert servers.ended(url) is None
+        for port, url in zip(servers.ports, servers.urls, strict=True):
+            wait_for(lambda port=port, url=url: answers(url) or servers.ended(port))
+            assert servers.ended(port) is None
         yield servers
     finally:
         servers.close()
@@ -220,8 +220,8 @@ def test_a_server_that_dies_loses_nothing_and_comes_back_in_step(engine, pair, m
     disturb(model, seed=3)
     engine.load_weights(model, 1)  # one server misses it
     assert gap(model, prompts, engine.sample(prompts, sampling, seeds)) < BOUND
-    wait_for(lambda: pair.ended(url), 30)
-    assert "exit code" in pair.ended(url)
+    wait_for(lambda: pair.ended(port), 30)
+    assert "exit code" in pair.ended(port)
     pair.start(port)
     wait_for(lambda: answers(url))
     completions = engine.sample(PROMPTS * 60, sampling, range(180))
@@ -310,7 +310,7 @@ def test_two_ranks_send_and_fail_together(engine, pair, folder, tmp_path, way, s
         for rank in range(2)
     ]
     if way == "nccl":
-        wait_for(lambda: pair.ended(urls[-1]) or ranks[0].poll() is not None, 120)
+        wait_for(lambda: pair.ended(pair.ports[-1]) or ranks[0].poll() is not None, 120)
         pair.start(pair.ports[-1])
     said = [rank.communicate(timeout=200)[0].splitlines() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]

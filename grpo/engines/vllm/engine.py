@@ -8,7 +8,7 @@ With several ranks vLLM is built once they have met: without their process group
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
 
-from grpo.engines.protocol import Sampling
+from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, params_of
 from grpo.engines.weights import buckets, checkpoint, eos_token_ids
 from grpo.env.tokens import Completion
@@ -56,7 +56,7 @@ class VLLMEngine:
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        from grpo.engines.vllm import transfer
+        import grpo.engines.vllm.transfer  # noqa: F401 - registers itself
 
         if sleeps and current_platform.is_cpu():
             raise UserError("engine.sleeps=true frees a GPU's memory, and there is no GPU: set engine.sleeps=false")
@@ -79,8 +79,7 @@ class VLLMEngine:
             defaults |= CPU_ARGS
             _skip_compiled_ranks()
         given = {name: value for name, value in (args or {}).items() if value is not None}
-        fixed = {**ARGS, "weight_transfer_config": {"backend": transfer.BACKEND}}
-        self._new = partial(LLM, path, dtype=dtype, **defaults | given, **fixed)
+        self._new = partial(LLM, path, dtype=dtype, **defaults | given, **ARGS)
         self._llm: Any = None
         self.context: int | None = None
         self._path = path
@@ -124,11 +123,7 @@ class VLLMEngine:
         self._llm.finish_weight_update()
 
     def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        done: Callable[[int, Completion], None] | None = None,
+        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], done: Done | None = None
     ) -> list[Completion]:
         """Sample as `Engine.sample`. A completion that reaches the end of the context ends there, with finish "length"."""
         if self._asleep:

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from grpo.engines.protocol import Sampling
+from grpo.engines.protocol import Prompts, Sampling
 from grpo.system.errors import UserError
 
 ARGS = {  # fixed: the user's args cannot change them
     "generation_config": "vllm",  # otherwise the folder's generation_config.json silently changes the sampling
     "logprobs_mode": "raw_logprobs",  # made exact by grpo.engines.vllm.transfer
+    "weight_transfer_config": {"backend": "grpo"},  # that module
 }
 CPU_ARGS = {
     "enforce_eager": True,
@@ -21,9 +22,7 @@ GPU_SHARE = 0.4  # vLLM's share of a GPU's memory if the trainer uses the GPU to
 ALIKE = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # named as in Sampling
 
 
-def params_of(
-    prompts: Sequence[Sequence[int]], sampling: Sampling, eos: Sequence[int], context: int | None
-) -> dict[str, Any]:
+def params_of(prompts: Prompts, sampling: Sampling, eos: Sequence[int], context: int | None) -> dict[str, Any]:
     """Return the arguments of vLLM's SamplingParams without the seed; all are given, so that no default of a server applies.
 
     context: largest number of tokens of a prompt and its completion together; None if unknown. Raises UserError for values that

@@ -100,9 +100,7 @@ def bind(runner: Any, model: nn.Module) -> dict[str, Tensor]:
             both = f"{parameter.dtype} in the policy and {runner.model_config.dtype} in vLLM"
             raise UserError(f"{name} is {both}: set model.dtype (not auto), and engine.dtype to the same dtype")
         if parameter.device.type != "cpu" and parameter.device != device:
-            raise UserError(
-                f"the policy is on {parameter.device}, vLLM on {device}: they cannot share weights: set engine=vllm"
-            )
+            raise UserError(f"the policy is on {parameter.device}, vLLM on {device}: set engine=vllm")
         places[name] = view_of(engine, name, parameter.data)
     check_covered(engine, places.values())
     for name, parameter in base_parameters(model):
@@ -187,7 +185,5 @@ def check_bound(model: nn.Module, places: Mapping[str, Tensor]) -> None:
         for tensors in (base_parameters(model), places.items())
     )
     if moved := [name for name in now | bound if now.get(name) != bound.get(name)]:
-        raise UserError(
-            f"the policy's {moved[0]} no longer shares vLLM's memory: something (.to(), load_state_dict(assign=True), another "
-            "model) gave it other memory: change parameters in place, or set engine=vllm"
-        )
+        line = f"the policy's {moved[0]} no longer shares vLLM's memory, as after .to() or load_state_dict(assign=True)"
+        raise UserError(f"{line}: change parameters in place, or set engine=vllm")

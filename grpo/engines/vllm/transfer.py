@@ -95,10 +95,9 @@ class Transfer(WeightTransferEngine[Group, Bucket]):
     def finish_weight_update(self) -> None:
         """End the update: process the loaded layers as vLLM does after reading a checkpoint."""
         finalize_layerwise_reload(self.model, self.model_config)
+        # on a CPU a head tied to the embedding would keep a packed copy of the old weights
         for module in self.model.modules():
-            if isinstance(
-                module, ParallelLMHead
-            ):  # on a CPU a head tied to the embedding would keep a packed copy of the old weights
+            if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:

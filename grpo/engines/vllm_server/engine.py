@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,13 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from transformers import AutoConfig
 
-from grpo.engines.protocol import Sampling
+from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.engines.vllm.settings import params_of
 from grpo.engines.vllm_server.fleet import Fleet, check_exact
 from grpo.engines.vllm_server.http import GENERATE, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers, by_hand
-from grpo.engines.vllm_server.nccl import Nccl
 from grpo.engines.vllm_server.routing import Routes
-from grpo.engines.vllm_server.sync import Disk, Lora, Restart, adapter_tensors
+from grpo.engines.vllm_server.sync import Disk, Lora, Nccl, Restart, adapter_tensors
 from grpo.engines.weights import checkpoint, eos_token_ids
 from grpo.env.tokens import Completion
 from grpo.models.pretrained import base_path
@@ -77,13 +76,13 @@ class VLLMServerEngine:
             raise UserError(f"engine.urls={list(urls)} must name servers, as [http://HOST:PORT], or engine.launch=true")
         if router and (launch or sync == "lora" or not router.startswith(("http://", "https://"))):
             raise UserError(
-                f"engine.router={router} must be an address as http://HOST:PORT, with engine.urls and files or NCCL"
+                f"engine.router={router} must be an address as http://HOST:PORT, with engine.urls, not lora"
             )
         path = base_path(path)
         config = AutoConfig.from_pretrained(path).get_text_config()
         self.version: int | None = None
         self.sync, self.concurrency = sync, concurrency
-        self._router = RemoteServer(router.rstrip("/"), timeout) if router else None
+        self._router = RemoteServer(router.rstrip("/"), timeout, "is it vllm-router?") if router else None
         self._homes: dict[int, RemoteServer] = {}  # see `routing`; empty after new weights, as the servers' caches
         self._run = secrets.token_hex(4)  # tells this run's weights from another run's of the same version
         self._folder = Path(folder).resolve() / self._run
@@ -95,16 +94,16 @@ class VLLMServerEngine:
         if launch and URLS not in os.environ:
             raise UserError("engine.launch=true needs processes that Lightning itself starts: set engine.urls instead")
         urls = os.environ[URLS].split() if launch else [url.rstrip("/") for url in urls]
-        advice = "see their logs" if launch else f"start one with {by_hand(path, sync)}, or set engine.launch=true"
-        servers = [RemoteServer(url, timeout) for url in dict.fromkeys(urls)]
+        how = f"is it vLLM, started as {by_hand(path, sync)}? Or set engine.launch=true"
+        servers = [RemoteServer(url, timeout, "see its log" if launch else how) for url in dict.fromkeys(urls)]
         ways = {"nccl": lambda _: Nccl(servers), "restart": lambda folder: Restart(folder, self._launched)}
         way = (ways | {"disk": Disk, "lora": Lora})[sync](self._folder)
         if here := self._launched:
             for server, port in zip(servers, here.ports, strict=True):
-                server.ended, server.start = partial(here.ended, server.url), partial(here.start, port)
+                server.ended, server.start = partial(here.ended, port), partial(here.start, port)
         elif launch:
             wait += START  # the first process may be starting them again
-        self._fleet = Fleet(servers, way, config.vocab_size - 1, wait, advice)
+        self._fleet = Fleet(servers, way, config.vocab_size - 1, wait)
         self.in_flight = way.follows
         atexit.register(self.close)  # also if the run fails
         if sync == "restart":  # it starts the servers once there are weights
@@ -159,17 +158,11 @@ class VLLMServerEngine:
                 deque(tensors, maxlen=0)
 
     def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        done: Callable[[int, Completion], None] | None = None,
+        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], done: Done | None = None
     ) -> list[Completion]:
         """Sample as `Engine.sample`. A completion that reaches the end of the context ends there, with finish "length"."""
         if self._fleet.label is None:
-            raise UserError(
-                "the vLLM servers have no weights of this run yet: call load_weights before the first sample"
-            )
+            raise UserError("the vLLM servers have no weights of this run: call load_weights before the first sample")
         params = params_of(prompts, sampling, self._eos, self.context)
         requests = [
             {"token_ids": list(prompt), "sampling_params": params | {"seed": seed}}
@@ -177,7 +170,7 @@ class VLLMServerEngine:
         ]
         return asyncio.run(self._sample(requests, sampling, done)) if requests else []
 
-    async def _sample(self, requests: list[dict], sampling: Sampling, done: Callable | None) -> list[Completion]:
+    async def _sample(self, requests: list[dict], sampling: Sampling, done: Done | None) -> list[Completion]:
         completions: list[Completion | None] = [None] * len(requests)
         failures: Counter[int] = Counter()
         routes = Routes([request["token_ids"] for request in requests], self._homes)

@@ -17,8 +17,7 @@ from torch import nn
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm_server.http import GENERATE, HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START
-from grpo.engines.vllm_server.nccl import Behind
-from grpo.engines.vllm_server.sync import Lora, Named, Restart, Way
+from grpo.engines.vllm_server.sync import Behind, Lora, Named, Restart, Way
 from grpo.system import distributed
 from grpo.system.errors import UserError
 
@@ -32,14 +31,13 @@ class Fleet:
     """The servers of a run. Mutable: servers fail and come back, and the label changes.
 
     way: how weights reach a server. last_id: the largest id of the model's vocabulary. wait: seconds without any ready server
-    before an error is raised. advice: the end of that error, what to do. label: the weights that every server must hold.
+    before an error is raised. label: the weights that every server must hold.
     """
 
     servers: list[RemoteServer]
     way: Way
     last_id: int
     wait: float
-    advice: str
     label: str | None = None
     met: bool = False  # a server has taken weights
     lock: threading.RLock = field(default_factory=threading.RLock)  # one thread at a time updates servers
@@ -54,7 +52,7 @@ class Fleet:
         try:
             await asyncio.gather(*(server.answers(limit) for server in self.servers))
         except Lost as lost:
-            raise UserError(f"no vLLM server answers within {limit:g} s ({lost}): {self.advice}") from lost
+            raise UserError(f"no vLLM server answers within {limit:g} s ({lost}): {self.servers[0].advice}") from lost
         await asyncio.gather(*map(self._look, self.servers))
 
     def push(self, model: nn.Module, tensors: Iterable[Named], label: str) -> None:
@@ -98,7 +96,9 @@ class Fleet:
                 raise wrong[0]
             elif time.monotonic() - since > self.wait:
                 faults = "; ".join(str(server.fault) for server in self.servers)
-                raise UserError(f"no vLLM server was left for engine.wait={self.wait:g} s ({faults}): {self.advice}")
+                raise UserError(
+                    f"no vLLM server was left for engine.wait={self.wait:g} s ({faults}): {self.servers[0].advice}"
+                )
             await asyncio.sleep(PAUSE)
 
     async def _admit(self, server: RemoteServer) -> None:
@@ -135,7 +135,8 @@ class Fleet:
             await self.way.give(server, label)
         except Refused as refused:
             await server.ask(HEALTH, post=False)  # a dead engine refuses too, and then this raises Lost
-            line = f"the vLLM server at {server.url} refuses the weights ({refused}): {self.way.needs}"
+            needs = "it needs model.path, engine.folder, and engine.args.max_lora_rank for an adapter"
+            line = f"the vLLM server at {server.url} refuses the weights ({refused}): {needs}; {server.advice}"
             raise UserError(line) from refused
         if label not in await server.labels():
             raise Lost(f"{server.url} does not report the new weights")
@@ -170,8 +171,5 @@ def check_exact(server: RemoteServer, sampling: Sampling) -> None:
     filters = sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty
     wrong = {"exact": False, "raw": sampling.temperature not in (0, 1), "processed": filters != (1, 0, 0, 1)}
     if wrong[server.logprobs] or (sampling.guided and server.logprobs != "exact"):
-        raise UserError(
-            f"the vLLM server at {server.url} gives {server.logprobs} log-probabilities, which differ from the policy's with "
-            'this sampling: start it with --logprobs-mode raw_logprobs, --weight-transfer-config \'{"backend": "grpo"}\', '
-            "VLLM_USE_V2_MODEL_RUNNER=0 in its environment, and this package installed"
-        )
+        line = f"the vLLM server at {server.url} gives {server.logprobs} log-probabilities, wrong for this sampling"
+        raise UserError(f"{line}: {server.advice}")

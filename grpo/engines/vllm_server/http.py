@@ -21,13 +21,6 @@ LOAD_ADAPTER = "/v1/load_lora_adapter"
 MODELS, HEALTH = "/v1/models", "/health"
 CONNECT = 5.0  # seconds to open a connection
 STARTS = 3  # of a server that ends without a completion
-DEVELOPER = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
-MISSING = {  # what to do about a server that does not know a route
-    GENERATE: "start it with --enable-scale-out",
-    LOAD_ADAPTER: "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, and --enable-lora",
-    MODELS: "is it vLLM?",
-    HEALTH: "is it vLLM?",
-}
 
 
 class Lost(Exception):
@@ -52,14 +45,16 @@ def certificates() -> ssl.SSLContext:
 class RemoteServer:
     """A vLLM server. Mutable: holds its present state.
 
-    timeout: seconds for one answer. For a server that this process started: `ended` returns one line if it has ended, else None,
-    `start` starts it again, `starts` counts this since its latest completion, `loads_until` is when it must answer.
+    timeout: seconds for one answer. advice: the end of errors, how it must be started. For a server that this process started:
+    `ended` returns one line if it has ended, else None, `start` starts it again, `starts` counts this since its latest
+    completion, `loads_until` is when it must answer.
     ready: whether it may be asked for completions; fault: why not. context: its limit of tokens, None before `labels`.
     logprobs: see `fleet.logprobs_of`.
     """
 
     url: str
     timeout: float
+    advice: str
     ended: Callable[[], str | None] = lambda: None
     start: Callable[[], None] | None = None
     starts: int = 0
@@ -89,8 +84,8 @@ class RemoteServer:
             return given
         said = given.get("error") if isinstance(given, dict) else None
         if response.status_code in (403, 405) or (response.status_code == 404 and not said):
-            advice = MISSING.get(route, DEVELOPER)
-            raise UserError(f"the server at {self.url} has no {route} (it answers {response.status_code}): {advice}")
+            line = f"the server at {self.url} has no {route} (it answers {response.status_code})"
+            raise UserError(f"{line}: {self.advice}")
         words = str(said.get("message") if isinstance(said, dict) else response.text)
         if inner := re.search(r"Worker failed with error '(.*)', please check", words, re.DOTALL):
             words = inner[1] or "an assertion failed, see the server's log"

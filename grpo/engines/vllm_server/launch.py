@@ -44,7 +44,6 @@ def command(path: str, sync: str, args: Mapping[str, Any]) -> tuple[dict[str, st
         "model": path,
         "enable_scale_out": True,  # token ids in, token ids out
         **ARGS,
-        "weight_transfer_config": {"backend": "grpo"},  # see vllm.transfer
     }
     if sync == "lora":
         flags |= {"enable_lora": True, "max_loras": 2}  # also the previous version, for completions in flight
@@ -102,10 +101,6 @@ class Servers:
         """The addresses of the servers."""
         return [f"http://{HOST}:{port}" for port in self.ports]
 
-    def port_of(self, url: str) -> int:
-        """Return the port of the server at this address."""
-        return self.ports[self.urls.index(url)]
-
     def log(self, port: int) -> Path:
         """Return the log file of the server at this port."""
         return self.folder / f"server-{port}.log"
@@ -138,9 +133,8 @@ class Servers:
         for port in self.ports:
             self.start(port)
 
-    def ended(self, url: str) -> str | None:
-        """Return one line with the reason if the server at this address has ended by itself; else None."""
-        port = self.port_of(url)
+    def ended(self, port: int) -> str | None:
+        """Return one line with the reason if the server at this port has ended by itself; else None."""
         process = self._guards.get(port)
         if process is None or (code := process.poll()) is None:
             return None

@@ -1,22 +1,27 @@
-"""Ways to send new weights to vLLM servers: files, adapters, or a restart; a fourth one is in `nccl`.
+"""Ways to send new weights to vLLM servers: files, adapters, a restart, or a broadcast from the trainer's device.
 
 A label names the weights of one version of one run.
 """
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager, suppress
+import socket
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+from urllib.parse import urlsplit
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from grpo.engines.vllm_server.http import LOAD_ADAPTER, Lost, Refused, RemoteServer
+from grpo.engines.vllm_server.http import HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers
 from grpo.engines.weights import buckets, checksum
-from grpo.system.distributed import full
+from grpo.system import distributed
+from grpo.system.deadline import deadline
 from grpo.system.errors import UserError
 
 Named = tuple[str, Tensor]
@@ -30,7 +35,7 @@ def adapter_tensors(model: nn.Module) -> Iterator[Named]:
     from peft import get_peft_model_state_dict  # takes a second, and most runs have no adapter
 
     tensors = get_peft_model_state_dict(model, save_embedding_layers=False)  # otherwise peft asks the hub
-    yield from ((name, full(tensor)) for name, tensor in tensors.items())
+    yield from ((name, distributed.full(tensor)) for name, tensor in tensors.items())
 
 
 def cpu_copies(tensors: Iterable[Named]) -> dict[str, Tensor]:
@@ -38,14 +43,17 @@ def cpu_copies(tensors: Iterable[Named]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
 
 
+class Behind(Lost):
+    """A server answers, but must wait until weights are sent to all servers at once."""
+
+
 class Way(Protocol):
     """A way to send weights to servers. Files go to the run's own folder, which the engine removes at the end.
 
-    follows: whether an unfinished completion continues with the new weights. needs: advice if a server refuses them.
+    follows: whether an unfinished completion continues with the new weights.
     """
 
     follows: bool
-    needs: str
 
     def write(self, model: nn.Module, tensors: Iterable[Named], label: str) -> None:
         """Prepare the weights of `model`, which are `tensors`; called once per version."""
@@ -59,10 +67,6 @@ class Disk:
     checks that they hold what was written."""
 
     follows = True
-    needs = (
-        "is it the model of model.path, is engine.folder the same folder for it, and was it started with "
-        '--weight-transfer-config \'{"backend": "grpo"}\'? After weights of another shape it must be restarted'
-    )
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -93,10 +97,6 @@ class Lora:
     """
 
     follows = False
-    needs = (
-        "is it the model of model.path, is engine.folder the same folder for it, and was it started with --enable-lora and a "
-        "--max-lora-rank (engine.args.max_lora_rank) of at least adapter.r?"
-    )
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -124,7 +124,6 @@ class Restart:
     """Saves the whole model to a folder and restarts the server on it: slow, but nothing computed with old weights survives."""
 
     follows = False
-    needs = "see its log"
 
     def __init__(self, folder: Path, servers: Servers) -> None:
         self.folder, self.servers = folder, servers
@@ -135,11 +134,119 @@ class Restart:
         base.save_pretrained(self.folder / label, state_dict=dict(tensors))
 
     async def give(self, server: RemoteServer, label: str) -> None:
-        port = self.servers.port_of(server.url)
+        port = urlsplit(server.url).port
         await asyncio.to_thread(self.servers.stop, port)
         self.servers.start(port, str(self.folder / label))
         await server.answers(START)
         await server.ask("/update_weight_version", {"new_version": label})
+
+
+class Nccl:
+    """Sends weights to all servers at once, from the trainer's device: one process group of rank 0 and all their workers.
+
+    Each bucket is one broadcast, and the servers check it. On CPUs gloo takes NCCL's place; NCCL itself has never run, since it
+    needs two GPUs. The group is made anew if a server has come or gone. A server that was away gets no weights before the next
+    version, since the policy may be changing by then.
+    """
+
+    follows = True
+
+    def __init__(self, servers: Sequence[RemoteServer]) -> None:
+        self.servers = servers
+        self.group: Any = None
+        self.members: list[str] = []  # urls
+        self.label: str | None = None  # of the weights that all members took
+
+    def write(self, model: nn.Module, tensors: Iterable[Named], label: str) -> None:
+        """Send the weights. Raises Lost if a server is lost meanwhile; those that are left can take them again."""
+        try:
+            asyncio.run(self._send(next(model.parameters()).device, tensors, label))
+        except Refused as refused:
+            raise Lost(f"a vLLM server refuses to pause or to resume: {refused}") from refused
+
+    async def give(self, server: RemoteServer, label: str) -> None:
+        raise Behind(f"{server.url} was away when weights were sent, and gets the next ones")
+
+    async def _send(self, device: torch.device, tensors: Iterable[Named], label: str) -> None:
+        there = [server for server in self.servers if await self._present(server)]
+        if not there:
+            return
+        # with mode=keep unfinished completions wait, and continue with the new weights
+        async with AsyncExitStack() as pauses:
+            for server in there:
+                await pauses.enter_async_context(paused(server, label))
+            try:
+                await self._meet(there, device)
+                await asyncio.gather(*map(begin_update, there))
+                for bucket in buckets(tensors):
+                    flat, layout = flattened(bucket)
+                    info = {"update_info": {**layout, "checksum": checksum(bucket)}}
+                    sent = asyncio.to_thread(self._broadcast, flat.to(device), there[0].timeout)
+                    await asyncio.gather(sent, *(server.ask("/update_weights", info) for server in there))
+                await asyncio.gather(*(server.ask("/finish_weight_update") for server in there))
+            except Exception as error:  # the group cannot be used any more, and servers may wait in it
+                self.close()
+                refused = [server for server in there if isinstance(error, Refused) and await self._present(server)]
+                if len(refused) == len(there):
+                    raise UserError(f"the vLLM servers refuse the weights ({error}): {there[0].advice}") from error
+                raise error if isinstance(error, Lost | UserError) else Lost(f"weights: {error}") from error
+        self.label = label
+
+    async def _present(self, server: RemoteServer) -> bool:
+        """Return whether a server answers. One that has forgotten the last weights has been restarted and left the group."""
+        try:
+            await server.ask(HEALTH, post=False)
+            if (await server.labels())[0] != self.label:
+                self.members = []
+        except (Lost, Refused):
+            return False
+        return True
+
+    async def _meet(self, there: list[RemoteServer], device: torch.device) -> None:
+        """Make a group of this process, its rank 0, and the workers of these servers, unless there is one."""
+        if self.members == (urls := [server.url for server in there]):
+            return
+        self.close()
+        workers = [(await server.ask("/get_world_size", post=False))["world_size"] for server in there]
+        first, limit = list(accumulate(workers, initial=1)), there[0].timeout
+        kind = "nccl" if device.type == "cuda" else "gloo"
+        listener = socket.create_server((max(map(own_address, urls), key=lambda a: not a.startswith("127.")), 0))
+        address, port = listener.getsockname()
+        group = {"address": address, "port": port, "size": first[-1], "kind": kind, "timeout": limit}
+        joining = asyncio.to_thread(distributed.join_group, rank=0, listener=listener, device=device, **group)
+        invited = [
+            server.ask("/init_weight_transfer_engine", {"init_info": group | {"rank": rank}})
+            for server, rank in zip(there, first, strict=False)
+        ]
+        self.group, *_ = await asyncio.gather(joining, *invited)
+        self.members = urls
+
+    def _broadcast(self, flat: Tensor, limit: float) -> None:
+        with deadline(2 * limit, "sending weights to the vLLM servers", "see their logs, or set engine.sync=disk"):
+            self.group.broadcast(flat, 0).wait()
+            if flat.is_cuda:
+                torch.cuda.synchronize(flat.device)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self.group is not None:
+            self.group.abort()
+        self.group, self.members = None, []
+
+
+def flattened(bucket: Sequence[Named]) -> tuple[Tensor, dict[str, Any]]:
+    """Return the bytes of all tensors, one after the other, and what `Transfer.received` needs to undo it."""
+    flat = torch.cat([tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in bucket])
+    names, dtypes = [name for name, _ in bucket], [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
+    return flat, {"names": names, "dtypes": dtypes, "shapes": [list(tensor.shape) for _, tensor in bucket]}
+
+
+def own_address(url: str) -> str:
+    """Return the address of this machine in the network in which it reaches a server."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as looking:
+        looking.connect((parts.hostname, parts.port or 80))  # sends nothing
+        return looking.getsockname()[0]
 
 
 async def begin_update(server: RemoteServer) -> None:

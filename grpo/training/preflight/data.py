@@ -16,9 +16,8 @@ from grpo.training.preflight.probe import Checked, Probe, judged
 FORMS = ("\\boxed{{{}}}", "#### {}", "{}")  # ways to write an answer
 ACCEPTS = "the reward accepts wrong answers"
 WORDS = 8  # words in a row that make two texts near duplicates
-LEADING = re.compile(
-    r"^(question|problem|q|task|solve|answer|calculate)( the following)?( problem| question)?\s*\d*\s*[:.)]\s*"
-)
+VERBS = "question|problem|q|task|solve|answer|calculate"
+LEADING = re.compile(rf"^({VERBS})( the following)?( problem| question)?\s*\d*\s*[:.)]\s*")
 
 
 def prompts(probe: Probe) -> Checked:
@@ -26,16 +25,12 @@ def prompts(probe: Probe) -> Checked:
     asked = [group[0].turns[0].prompt_ids for group in probe.groups if group[0].turns]
     text = f"{len(set(asked))} different prompts of {len(probe.rows)}"
     if len(asked) > 1 and len(set(asked)) == 1:
-        return Checked(
-            "FAIL", text, "the prompts do not depend on the rows: look at the chat template and at task.prompt"
-        )
+        return Checked("FAIL", text, "prompts do not depend on the rows: look at the chat template and at task.prompt")
     cut = sum(sample.trajectory.truncated for sample in probe.samples)
     length = sum(sample.length for sample in probe.samples) / len(probe.samples)
     text += f"; {cut} of {len(probe.samples)} answers cut short, {length:.0f} tokens each"
     text += f" of at most {probe.rollouts.plan.sampling.max_tokens}"
-    remedy = (
-        "the policy never ends an answer: raise max_tokens, or set rollout.sampling.stop_ids or the model's end token"
-    )
+    remedy = "the policy never ends an answer: raise max_tokens, or set rollout.sampling.stop_ids or its end token"
     return judged(cut < len(probe.samples), text, remedy)
 
 
@@ -50,22 +45,15 @@ def gold(probe: Probe) -> Checked:
 
     def right(row: Example, answer: str) -> bool:
         state = State(task.messages(row))
-        said = [Message("assistant", form.format(answer)) for form in FORMS]
-        return any(
-            reward.correct for reward in task.score_group(row, [Trajectory((Step(state, Action(m)),)) for m in said])
-        )
+        said = [Trajectory((Step(state, Action(Message("assistant", form.format(answer)))),)) for form in FORMS]
+        return any(reward.correct for reward in task.score_group(row, said))
 
     missed = [answer for row, answer in answers if not right(row, answer)]
     if len(missed) == len(answers):
-        return Checked(
-            "SKIP",
-            f"none of {len(answers)} right answers counts by itself: the reward needs more than an answer",
-        )
-    others = [(row, next((a for _, a in answers if a != answer), None)) for row, answer in answers]
-    broken = [(row, damaged(answer)) for row, answer in answers]
-    fooled, deceived = (
-        sum(right(row, wrong) for row, wrong in pairs if wrong is not None) for pairs in (others, broken)
-    )
+        return Checked("SKIP", f"none of {len(answers)} right answers counts: the reward needs more than an answer")
+    others = [(row, other) for row, answer in answers if (other := next((a for _, a in answers if a != answer), ""))]
+    broken = [(row, wrong) for row, answer in answers if (wrong := damaged(answer))]
+    fooled, deceived = (sum(right(row, wrong) for row, wrong in pairs) for pairs in (others, broken))
     text = f"{len(answers) - len(missed)} of {len(answers)} right answers are right"
     text += f", {fooled} answers of other rows and {deceived} damaged ones are"
     remedy = f"the right answer {missed[0][:40]!r} gets no marks: look at task.gold" if missed else ACCEPTS

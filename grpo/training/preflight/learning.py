@@ -9,7 +9,6 @@ from torch import Tensor
 
 from grpo.objectives.batch import TokenBatch
 from grpo.system import distributed
-from grpo.system.distributed import full, is_sharded
 from grpo.system.loading import not_finite
 from grpo.training.module import GRPOModule
 from grpo.training.optimization import learned_by
@@ -41,9 +40,7 @@ def mask(probe: Probe) -> Checked:
     every = torch.arange(len(tokens), device=tokens.ids.device)
     cut = torch.cat([rows for rows, _ in probe.module.microbatches(tokens, every)]).sort().values
     count = sum(sample.length for sample in probe.samples)
-    text = (
-        f"{count} sampled tokens, {int(tokens.mask.sum())} in the mask; {wrong} of {len(probe.samples)} samples differ"
-    )
+    text = f"{count} sampled tokens, {int(tokens.mask.sum())} masked; {wrong} of {len(probe.samples)} samples differ"
     return judged(not wrong and torch.equal(cut, every), text, "the loss would score other tokens: please report this")
 
 
@@ -53,19 +50,16 @@ def first_pass(probe: Probe) -> Checked:
     few, bound = probe.few, probe.bound
     one, two = probe.trainer(few)[0], probe.trainer(few)[0]
     noise = float((one - two).abs().max())
+    text = f"two passes differ by {noise:.1e} nats"
     if noise > bound:
-        return Checked(
-            "FAIL", f"two passes differ by {noise:.1e} nats", "something in the policy is random: set dropout to 0"
-        )
+        return Checked("FAIL", text, "something in the policy is random: set dropout to 0")
     if probe.module.reference is None:
-        return Checked("PASS", f"two passes differ by {noise:.1e} nats; this run has no reference")
+        return Checked("PASS", f"{text}; this run has no reference")
     few = replace(few, advantages=few.mask.float())
     frozen = probe.module.freeze(few)
     away = float((frozen.reference_logprobs - one)[few.mask].abs().mean())
-    text = f"two passes differ by {noise:.1e} nats, policy and reference by {away:.1e}, bound {bound:.1e}"
-    return judged(
-        away <= bound, text, "the reference is not the policy at the start: look at model.path, adapter and dtype"
-    )
+    text += f", policy and reference by {away:.1e}, bound {bound:.1e}"
+    return judged(away <= bound, text, "the reference is not the policy: look at model.path, adapter and dtype")
 
 
 def gradient(probe: Probe) -> Checked:
@@ -87,9 +81,7 @@ def gradient(probe: Probe) -> Checked:
     bound = gradient_bound(probe)
     worst = max(apart, key=apart.get)
     text = f"cut into 1, 3 and {len(few)}, and padded: at most {apart[worst]:.1e} apart ({worst}), bound {bound:.1e}"
-    remedy = (
-        f"optim.layout={chosen[0]} or the loss depends on the microbatches: set optim.layout=padded, or mend the loss"
-    )
+    remedy = f"optim.layout={chosen[0]} or the loss depends on microbatches: set optim.layout=padded, or mend the loss"
     return judged(apart[worst] <= bound, text, remedy)
 
 
@@ -100,7 +92,7 @@ def devices(probe: Probe) -> Checked:
     few = objective(probe, probe.few)
     whole, mine = gradient_of(probe, few, 1), distributed.share(len(few))
     part = gradient_of(probe, few.rows(slice(mine.start, mine.stop)) if mine else few.rows(slice(0, 1)).silenced(), 1)
-    summed = is_sharded(probe.module.policy)  # the ranks have their mean already
+    summed = distributed.is_sharded(probe.module.policy)  # the ranks have their mean already
     total = part * count if summed else distributed.all_sum(part.to(few.ids.device)).cpu()
     apart = max(distributed.all_gather([float((total - whole).norm() / whole.norm().clamp(min=1e-30))]))
     bound = gradient_bound(probe)
@@ -131,7 +123,7 @@ def gradient_of(probe: Probe, tokens: TokenBatch, pieces: int) -> Tensor:
     learned = learned_by(optimizer)
     for rows in torch.arange(len(tokens)).tensor_split(pieces):
         backward(probe.module, tokens.rows(rows.to(tokens.ids.device)))
-    flat = [full(p.grad.detach()).flatten() for p in learned if p.grad is not None]
+    flat = [distributed.full(p.grad.detach()).flatten() for p in learned if p.grad is not None]
     vector = torch.cat([grad[:: math.ceil(len(grad) / SLICE)].float().cpu() for grad in flat])
     optimizer.zero_grad()
     return vector

@@ -5,7 +5,9 @@ import time
 import numpy as np
 import torch
 from scipy.stats import chi2
+from torch import Tensor
 
+from grpo.objectives.batch import TokenBatch
 from grpo.system.distributed import full, part_of
 from grpo.training.preflight.probe import Checked, Probe, judged
 
@@ -17,11 +19,15 @@ ENGINE = "an engine option, generation_config.json or a proxy changes the sampli
 
 def logprobs(probe: Probe) -> Checked:
     """The engine's log-probabilities of the tokens that it sampled equal the trainer's, except for rounding."""
-    mask, bound = probe.tokens.mask, probe.bound
-    gaps = (probe.tokens.rollout_logprobs - probe.passed[0])[mask].abs()
-    text = f"mean gap {gaps.mean():.1e} nats over {len(gaps)} tokens, bound {bound:.1e}"
+    gap = mean_gap(probe.tokens.rollout_logprobs, probe.passed[0], probe.tokens)
+    text = f"mean gap {gap:.1e} nats over {int(probe.tokens.mask.sum())} tokens, bound {probe.bound:.1e}"
     remedy = "engine and trainer compute different numbers: look at temperature, dtype, the chat template's ids and the weights"
-    return judged(bool(gaps.mean() <= bound), text, remedy)
+    return judged(gap <= probe.bound, text, remedy)
+
+
+def mean_gap(one: Tensor, two: Tensor, tokens: TokenBatch) -> float:
+    """Return the mean difference of the log-probabilities of sampled tokens. one, two: [B, C]."""
+    return float((one - two)[tokens.mask].abs().mean())
 
 
 def draws(probe: Probe) -> Checked:
@@ -78,16 +84,10 @@ def moved_by(probe: Probe, share: float, version: int) -> Checked:
         new = probe.trainer(moved)[0]
     old = probe.trainer(moved)[0]
     again = probe.sample(prompts)
-    gaps = [
-        float((a - b)[tokens.mask].abs().mean())
-        for a, b, tokens in [
-            (moved.rollout_logprobs, new, moved),
-            (old, new, moved),
-            (again.rollout_logprobs, probe.trainer(again)[0], again),
-        ]
-    ]
-    text = f"{len(chosen)} kinds of weights moved by {gaps[1]:.1e} nats: gap {gaps[0]:.1e}, restored {gaps[2]:.1e}"
-    if gaps[1] < 8 * bound and gaps[0] > gaps[1] / 4:
+    shift, gap = mean_gap(old, new, moved), mean_gap(moved.rollout_logprobs, new, moved)
+    restored = mean_gap(again.rollout_logprobs, probe.trainer(again)[0], again)
+    text = f"{len(chosen)} kinds of weights moved by {shift:.1e} nats: gap {gap:.1e}, restored {restored:.1e}"
+    if shift < 8 * bound and gap > shift / 4:
         return Checked("SKIP", f"{text}; rounding hides a change of this size")
     remedy = "the engine keeps old weights or an old cache: set engine=transformers, and report this with the engine's version"
-    return judged(max(gaps[0], gaps[2]) <= 4 * bound, text, remedy)
+    return judged(max(gap, restored) <= 4 * bound, text, remedy)
