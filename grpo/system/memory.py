@@ -33,8 +33,10 @@ def give_back() -> None:
 
 def glibc() -> ctypes.CDLL | None:
     """Return the process's C library; None if it is not glibc."""
-    libc = ctypes.CDLL(None)
-    return libc if hasattr(libc, "malloc_trim") else None
+    with suppress(OSError, TypeError):  # Windows
+        libc = ctypes.CDLL(None)
+        return libc if hasattr(libc, "malloc_trim") else None
+    return None
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -51,9 +51,8 @@ def _ended(parent: int, leave: Callable[[int], None], status: int) -> None:
     here = threading.current_thread()
     if os.getpid() == parent and (_running.get(here.ident) or here.name == "coroutines"):
         raise SystemExit(f"it called os._exit({status})")
-    leave(
-        status or int(os.getpid() == parent and any(list(_running.values())))
-    )  # a thread that such a function has started
+    of_a_call = os.getpid() == parent and any(list(_running.values()))  # a thread that such a function has started
+    leave(status or int(of_a_call))
 
 
 @contextmanager
