@@ -19,6 +19,7 @@ from typing import Annotated, Any
 from grpo.env.messages import Message, ToolCall, shown
 from grpo.env.tools import ToolEnv, ToolError, spec_of
 from grpo.env.types import Example, State, Trajectory
+from grpo.rewards.combined import Weights
 from grpo.rewards.math.arithmetic import value
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import with_answer
@@ -78,7 +79,7 @@ class Calculator(Wordmath):
         steps: tuple[Steps, Steps] = (2, 3),
         largest: Annotated[int, Range(LARGEST)] = LARGEST,
         rewards: Functions = ("correct",),
-        weights: Sequence[float] | None = None,
+        weights: Weights = None,
         **others: Any,
     ) -> None:
         super().__init__(steps, largest=largest, rewards=rewards, weights=weights, **others)

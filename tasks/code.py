@@ -8,7 +8,7 @@ from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Split, Trajectory
 from grpo.rewards.code import sandbox
 from grpo.rewards.code.programs import code_verdict
-from grpo.rewards.combined import text_of
+from grpo.rewards.combined import Weights, text_of
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask, chosen, with_answer
 from grpo.system.errors import UserError
@@ -73,7 +73,7 @@ class Code(RowTask):
         path: str,
         prompt: str = "chat",
         rewards: Functions = "tasks.code.passes",
-        weights: Sequence[float] | None = None,
+        weights: Weights = None,
         solved: float = 1.0,
         **rows: Any,
     ) -> None:

@@ -8,12 +8,13 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from grpo.data.dataset import Made, side
 from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Split
-from grpo.rewards.combined import text_of
+from grpo.rewards.combined import Weights, text_of
 from grpo.rewards.math.answers import boxed
 from grpo.rewards.math.arithmetic import value
 from grpo.rewards.resolve import Functions
@@ -87,13 +88,14 @@ class Countdown(RowTask):
     """numbers: how many numbers are given, one of these; largest: the largest of them."""
 
     gold_column = "target"
+    usual_weights = MappingProxyType({"form": 0.1})
 
     @enforced("task")
     def __init__(
         self,
         prompt: str = "chat",
         rewards: Functions = (solved, form),
-        weights: Sequence[float] | None = (1.0, 0.1),
+        weights: Weights = None,
         numbers: Sequence[Annotated[int, Range(2, 6)]] = (3, 4),
         largest: Annotated[int, Range(10)] = 99,
         sizes: Mapping[Split, Whole] | None = None,

@@ -1,11 +1,12 @@
 """GSM8K: grade-school word problems with a number for an answer (arXiv 2110.14168)."""
 
-from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 from grpo.data.dataset import Dataset
 from grpo.env.messages import Message
 from grpo.env.types import Example
+from grpo.rewards.combined import Weights
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import AS_TEXT, NEXT_QUESTION, RowTask, chosen, templates
 
@@ -20,12 +21,14 @@ class GSM8K(RowTask):
     """path: a hub id, a file, or a folder with train.jsonl and test.jsonl; rows have `question`, and an `answer` that ends in
     `#### 18`. rows: further arguments of `Dataset`."""
 
+    usual_weights = MappingProxyType({"format": 0.1})
+
     def __init__(
         self,
         path: str = "openai/gsm8k",
         prompt: str = "one_shot",
         rewards: Functions = ("correct", "format"),
-        weights: Sequence[float] | None = (1.0, 0.1),
+        weights: Weights = None,
         solved: float = 1.0,
         config: str | None = "main",
         **rows: Any,

@@ -1,11 +1,11 @@
 """Any file or dataset with a column of prompts, and any reward: a task that needs no code."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from grpo.data.dataset import Dataset
 from grpo.env.messages import Message
 from grpo.env.types import Example
+from grpo.rewards.combined import Weights
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask
 from grpo.system.errors import UserError
@@ -21,7 +21,7 @@ class Jsonl(RowTask):
         self,
         path: str,
         rewards: Functions,
-        weights: Sequence[float] | None = None,
+        weights: Weights = None,
         solved: float = 1.0,
         prompt: str = "prompt",
         gold: str | None = None,

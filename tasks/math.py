@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from grpo.data.dataset import Dataset, rows_where
 from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Split, Trajectory
+from grpo.rewards.combined import Weights
 from grpo.rewards.math.answers import boxed
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import AS_TEXT, NEXT_QUESTION, RowTask, chosen, templates
@@ -32,12 +34,14 @@ class Math(RowTask):
     arguments of `Dataset`.
     """
 
+    usual_weights = MappingProxyType({"format": 0.1})
+
     def __init__(
         self,
         path: str,
         prompt: str = "chat",
         rewards: Functions = ("correct", "format"),
-        weights: Sequence[float] | None = (1.0, 0.1),
+        weights: Weights = None,
         solved: float = 1.0,
         levels: Sequence[Literal[1, 2, 3, 4, 5]] | None = None,
         **rows: Any,

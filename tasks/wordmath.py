@@ -15,11 +15,13 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Annotated
 
 from grpo.data.dataset import Made, key_of
 from grpo.env.messages import Message
 from grpo.env.types import Example, Split, State
+from grpo.rewards.combined import Weights
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask
 from grpo.system.errors import UserError
@@ -154,6 +156,8 @@ class Wordmath(RowTask):
     """steps: the fewest and the most lines of a worked answer, inclusive. largest: the limit of all numbers in a problem and its
     working. There are as many validation rows as test rows."""
 
+    usual_weights = MappingProxyType({"format": 0.0})
+
     @enforced("task")
     def __init__(
         self,
@@ -163,7 +167,7 @@ class Wordmath(RowTask):
         seed: Whole = 0,
         largest: Annotated[int, Range(LARGEST)] = LARGEST,
         rewards: Functions = ("correct", "format"),
-        weights: Sequence[float] | None = (1.0, 0.0),
+        weights: Weights = None,
     ) -> None:
         if steps[0] > steps[1]:
             raise UserError(f"task.steps={list(steps)} must be [fewest, most] with 2 <= fewest <= most <= {MOST_STEPS}")

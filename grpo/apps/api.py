@@ -68,7 +68,7 @@ def train(
         run = grpo.train("tiny", rewards=[f], algo="dr_grpo", rollout={"num_rollouts": 20}, **{"algo/kl": "loss"})
 
     model: an option, a folder, a hub id, or a transformers model; `tokenizer` belongs to the latter. task: an option or a Task.
-    rewards: names or functions, one or a list; each has weight 1 unless `task.weights` is set. dataset: rows with a column
+    rewards: names or functions, one or a list, with `task.weights`. dataset: rows with a column
     `prompt`, as dictionaries or a datasets.Dataset, or such rows for each split; the run's folder keeps them. callbacks: options
     of the group, or callbacks besides the default ones. output_dir: the run's folder. settings: other keys; `optimizer` and
     `schedule` are short for `optim.optimizer` and `optim.schedule`. Raises UserError for a mistake.
@@ -78,8 +78,6 @@ def train(
     given = {key: value for key, value in given.items() if value is not None} | settings
     if rewards is not None and task is not None and not is_plain(task):
         raise UserError("rewards=... belongs to a task by its name; a task that is an object has its own score")
-    if rewards is not None:
-        given = {"task.weights": None} | given
     folder = Path(output_dir or timed_folder("python"))
     if dataset is not None:
         given = {"task": "jsonl", "task.path": save_rows(dataset, folder)} | given

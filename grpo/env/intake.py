@@ -30,7 +30,8 @@ def state_of(given: Any) -> State:
 def reward_of(given: Any) -> Reward:
     """Return a reward in Python's own numbers, which can be written as JSON. Raises an exception if it is none."""
     parts = {name: float(value) for name, value in given.parts.items()}
-    return Reward(float(given.value), bool(given.correct), parts, getattr(given, "outcome", None))
+    outcome, extra = getattr(given, "outcome", None), getattr(given, "extra", {})
+    return Reward(float(given.value), bool(given.correct), parts, outcome, extra)
 
 
 def next_of(given: Any) -> State | Reward | None:

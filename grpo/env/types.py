@@ -30,11 +30,11 @@ class State:
 
 @dataclass(frozen=True)
 class Action:
-    """The policy's message, whether the limit of tokens cut it short, and how many tokens it took."""
+    """The policy's message, whether the limit of tokens cut it short, and the ids of its tokens if they are known."""
 
     message: Message
     truncated: bool = False
-    length: int = 0
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ class Reward:
     correct: bool  # what accuracy counts
     parts: Mapping[str, float] = field(default_factory=dict)  # named numbers that get logged
     outcome: Outcome | None = None  # None where nothing was graded; the shares of the last three get logged
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further columns of the table of samples
 
     @property
     def known(self) -> bool:

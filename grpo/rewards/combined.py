@@ -5,7 +5,7 @@
 
 A function gets the samples of one prompt, so it may compare siblings. Its arguments are lists of equal length, among them every
 column of the example, repeated for each sample. It returns for each sample a number, None if it does not apply, or a `Reward`
-with more information (whether the answer is right, named parts). It may be a coroutine.
+with more information (whether the answer is right, named parts). It may be a coroutine. docs/rewards.md has all arguments.
 """
 
 import asyncio
@@ -15,17 +15,20 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set, Sized
+from dataclasses import replace
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from grpo.env.messages import Message
 from grpo.env.scoring import LARGEST
-from grpo.env.types import Example, Reward, Trajectory
+from grpo.env.types import Env, Example, Reward, Trajectory
 from grpo.rewards.resolve import Function, Functions, locate, reward_name
 from grpo.system.calls import awaited
 from grpo.system.errors import RewardError, UserError, told
+from grpo.system.progress import progress
 from grpo.system.witness import seen
 
 log = logging.getLogger(__name__)
@@ -42,26 +45,66 @@ PROCESS = {  # settings of the whole process, each with how to read and to write
 }
 
 
+Weights = Mapping[str, float] | Sequence[float] | None
+
+
+def weights_of(names: Sequence[str], given: Weights, usual: Mapping[str, float]) -> list[float]:
+    """Return the weight of each function. Raises UserError for a name or a number of weights that does not fit."""
+    if given is None or isinstance(given, Mapping):
+        if unknown := [name for name in given or () if name not in names]:
+            raise UserError(f"task.weights names {unknown[0]!r}, but the rewards are {', '.join(names)}")
+        weights = dict(usual) | dict(given or {})
+        return [float(weights.get(name, 1.0)) for name in names]
+    if len(given) != len(names):
+        fix = f"task.weights={list(given)} for {', '.join(names)}; or by name, {{{names[0]}: 1}}"
+        raise UserError(
+            f"number of reward weights ({len(given)}) must match number of reward functions ({len(names)}): {fix}"
+        )
+    return list(map(float, given))
+
+
+class Logged:
+    """Values for each of `count` samples that reward functions log, by name."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.values: dict[str, list] = {}
+
+    def all(self, name: str, value: float) -> None:
+        """Log one number for all samples of the group."""
+        self.values[name] = [float(value)] * self.count
+
+    def each(self, name: str, values: Sequence[Any]) -> None:
+        """Log a value for each sample."""
+        self.values[name] = list(values)
+
+    def of(self, i: int) -> dict[str, Any]:
+        """Return the values of sample i."""
+        return {name: values[i] for name, values in self.values.items()}
+
+
 class Rewards:
     """Reward functions and their weights. The reward is the weighted sum over the functions that apply.
 
-    functions: callables, or texts for `locate`. weights: one for each, null for 1 each; with weight 0 a function is only logged.
-    solved: if no function decides whether an answer is right, it is right from this reward on.
+    functions: callables, or texts for `locate`. weights: by function, or one for each; `usual` has those of functions that are
+    not named, else 1. With weight 0 a function is only logged. solved: if no function decides whether an answer is right, it is
+    right from this reward on.
     """
 
-    def __init__(self, functions: Functions, weights: Sequence[float] | None = None, solved: float = 1.0) -> None:
+    def __init__(
+        self,
+        functions: Functions,
+        weights: Weights = None,
+        solved: float = 1.0,
+        usual: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         listed = [functions] if isinstance(functions, str) or callable(functions) else list(functions)
         if not listed:
             raise UserError("task.rewards is empty: name at least one reward function")
         self.functions = [locate(one) if isinstance(one, str) else one for one in listed]
         self.names = [reward_name(function) for function in self.functions]
         self.wanted = [_wanted(function) for function in self.functions]
-        self.weights = [1.0] * len(listed) if weights is None else [float(weight) for weight in weights]
-        self.solved = solved
-        if len(self.weights) != len(listed):
-            sizes = f"({len(self.weights)}) must match number of reward functions ({len(listed)})"
-            fix = f"task.weights={self.weights} for {', '.join(self.names)}; task.weights=null is 1 for each"
-            raise UserError(f"number of reward weights {sizes}: {fix}")
+        self.weights, self.solved = weights_of(self.names, weights, usual), solved
         if twice := [name for name in self.names if self.names.count(name) > 1]:
             raise UserError(f"two reward functions are called {twice[0]!r}: their parts could not be distinguished")
         self.warned = False
@@ -77,27 +120,41 @@ class Rewards:
                     lacks = f"{parameter.name!r}, which is no column of {where} ({', '.join(sorted(given))})"
                     raise UserError(f"the reward function {name!r} needs {lacks} and has no default value")
 
-    def score(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        """Return a reward for each of the trajectories, which are samples of one example.
+    def score(
+        self,
+        example: Example,
+        trajectories: Sequence[Trajectory],
+        envs: Sequence[Env] = (),
+        conversational: bool = False,
+    ) -> list[Reward]:
+        """Return a reward for each of the trajectories, which are samples of one example. envs, conversational: see `as_lists`.
 
         Parts: each function's value, by the function's name, before weights; the parts of a `Reward` if it returned one. Two
         parts with the same name raise RewardError. The reward is NaN if any function returns a NaN `Reward`, or if no function
         with a weight applies; the log warns of the latter once.
         """
-        given = self._called(as_lists(example, trajectories))
+        logged, extra = Logged(len(trajectories)), Logged(len(trajectories))
+        state = {"progress": progress(), "trainer_state": progress(), "log_metric": logged.all, "log_extra": extra.each}
+        lists = as_lists(example, trajectories, conversational) | ({"environments": list(envs)} if envs else {})
+        given = self._called(lists, state)
         rewards = [self._combined([values[i] for values in given]) for i in range(len(trajectories))]
+        rewards = [
+            replace(reward, parts=reward.parts | logged.of(i), extra=extra.of(i)) for i, reward in enumerate(rewards)
+        ]
         if not self.warned and any(not reward.known and reward.outcome is None for reward in rewards):
             self.warned = True
             words = "no reward function (%s) applies to a sample: it has no advantage and teaches nothing. Columns: %s"
             log.warning(words, ", ".join(self.names), ", ".join(example))
         return rewards
 
-    def _called(self, arguments: Mapping[str, list]) -> list[list[float | Reward | None]]:
-        """Return the values of every function; coroutines run at the same time."""
+    def _called(self, arguments: Mapping[str, list], state: Mapping[str, Any]) -> list[list[float | Reward | None]]:
+        """Return the values of every function; coroutines run at the same time. state: arguments for those who name them."""
         given: list[Any] = []
         count = len(arguments["completions"])
         for function, name, wanted in zip(self.functions, self.names, self.wanted, strict=True):
             own = {one: [*arguments[one]] for one in wanted or arguments if one in arguments}
+            named = {one.name for one in _parameters(function)} - own.keys()
+            own |= {one: state[one] for one in named & state.keys()}
             with seen(f"the reward function {name!r}"):
                 try:
                     given.append(function(**own))
@@ -179,7 +236,8 @@ async def _side_by_side(given: Sequence[Any]) -> list[Any]:
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_ALWAYS = {"prompts", "completions", "truncated", "lengths"}  # available in every task
+_LISTS = {"prompts", "completions", "completion_ids", "truncated", "lengths", "outcomes", "environments"}
+_ALWAYS = _LISTS | {"progress", "trainer_state", "log_metric", "log_extra"}  # available in every task
 
 
 def _parameters(function: Function) -> list[inspect.Parameter]:
@@ -196,14 +254,15 @@ def _wanted(function: Function) -> list[str]:
     return [] if any(one.kind is one.VAR_KEYWORD for one in parameters) else [one.name for one in parameters]
 
 
-def as_lists(example: Example, trajectories: Sequence[Trajectory]) -> dict[str, list]:
+def as_lists(example: Example, trajectories: Sequence[Trajectory], conversational: bool = False) -> dict[str, list]:
     """Return prompts, completions and the other arguments of reward functions: one list each, with one value per sample.
 
-    In conversations (the example's `prompt` is a list of messages), prompts are lists of messages, and completions the messages
-    after them, with a prefill joined to its continuation. Otherwise both are texts. Further arguments: `truncated` (the token
-    limit cut the answer short), `lengths` (sampled tokens, if known), and every column of the example.
+    In conversations (the example's `prompt` is a list of messages, or `conversational`), prompts are lists of messages, and
+    completions the messages after them, with a prefill joined to its continuation. Otherwise both are texts. Further arguments:
+    `truncated` (the token limit cut the answer short), `outcomes` (the rewards that environments gave), every column of the
+    example, and if they are known `completion_ids` (the sampled tokens) and `lengths` (their numbers).
     """
-    conversational = isinstance(example.get("prompt"), (list, tuple)) or any(len(t.steps) > 1 for t in trajectories)
+    conversational = conversational or isinstance(example.get("prompt"), (list, tuple))
     prompts, completions = [], []
     for trajectory in trajectories:
         start = list(trajectory.steps[0].state.messages)
@@ -220,8 +279,9 @@ def as_lists(example: Example, trajectories: Sequence[Trajectory]) -> dict[str, 
         completions.append([message.as_dict() for message in later])
     rest = {name: [value] * len(trajectories) for name, value in example.items()}
     known = {"prompts": prompts, "completions": completions, "truncated": [t.truncated for t in trajectories]}
-    lengths = [sum(step.action.length for step in trajectory.steps) for trajectory in trajectories]
-    return rest | known | ({"lengths": lengths} if all(lengths) else {})
+    known["outcomes"] = [t.reward for t in trajectories]
+    ids = [[token for step in trajectory.steps for token in step.action.ids] for trajectory in trajectories]
+    return rest | known | ({"completion_ids": ids, "lengths": list(map(len, ids))} if all(ids) else {})
 
 
 def text_of(completion: str | Sequence[Mapping[str, str]]) -> str:

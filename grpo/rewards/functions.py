@@ -97,6 +97,11 @@ def near_length(completions: Completions, target: Whole = 20, **columns: Any) ->
     return [-float(abs(target - len(text_of(completion)))) for completion in completions]
 
 
+def environment(outcomes):
+    """Return the rewards that the environments gave; a sample whose environment gave none has no value here."""
+    return outcomes
+
+
 def unique_letters(completions: Completions, **columns: Any) -> list[float]:
     """The number of different characters: a reward that any model can raise, in any language."""
     return [float(len(set(text_of(completion)))) for completion in completions]

@@ -5,11 +5,12 @@ Most tasks are of this kind. Other tasks need nothing from here: see `env.types.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from grpo.env.messages import Message
-from grpo.env.types import Claim, Example, Reward, SingleTurn, Split, Trajectory
-from grpo.rewards.combined import Rewards, as_lists, text_of
+from grpo.env.types import Claim, Env, Example, Reward, SingleTurn, Split, Trajectory
+from grpo.rewards.combined import Rewards, Weights, as_lists, text_of
 from grpo.rewards.functions import correct
 from grpo.rewards.math.answers import extract_answer, loose_answer
 from grpo.rewards.math.grading import verdict
@@ -35,16 +36,19 @@ class RowTask:
     """
 
     gold_column: str | None = "answer"
+    usual_weights: Mapping[str, float] = MappingProxyType(
+        {}
+    )  # by function, where task.weights names none; 1 for others
     stop: str | None = None  # the text with which a base model starts to invent the next question
 
     def __init__(
         self,
         data: Rows,
         rewards: Functions,
-        weights: Sequence[float] | None = None,
+        weights: Weights = None,
         solved: float = 1.0,
     ) -> None:
-        self.data, self.rewards = data, Rewards(rewards, weights, solved)
+        self.data, self.rewards = data, Rewards(rewards, weights, solved, self.usual_weights)
 
     def messages(self, example: Example) -> tuple[Message, ...]:
         """Return the messages that pose a row's question."""
@@ -74,8 +78,16 @@ class RowTask:
         """Return the trajectory with only the graded part of its text."""
         return trajectory if self.stop is None else with_answer(trajectory, trajectory.answer.partition(self.stop)[0])
 
-    def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        return self.rewards.score(self.columns(example), [self.heard(trajectory) for trajectory in trajectories])
+    @property
+    def several_turns(self) -> bool:
+        """Whether episodes may have several turns: a subclass has environments of its own."""
+        return type(self).build is not RowTask.build
+
+    def score_group(
+        self, example: Example, trajectories: Sequence[Trajectory], envs: Sequence[Env] = ()
+    ) -> list[Reward]:
+        heard = [self.heard(trajectory) for trajectory in trajectories]
+        return self.rewards.score(self.columns(example), heard, envs, self.several_turns)
 
     def score(self, example: Example, trajectory: Trajectory) -> Reward:
         return self.score_group(example, [trajectory])[0]
@@ -92,7 +104,7 @@ class RowTask:
         if not any(getattr(function, "func", function) is correct for function in self.rewards.functions):
             return None
         columns = self.columns(example)
-        text = text_of(as_lists(columns, [self.heard(trajectory)])["completions"][0])
+        text = text_of(as_lists(columns, [self.heard(trajectory)], self.several_turns)["completions"][0])
         gold = columns.get("gold")
         lenient = None if gold is None else verdict(loose_answer(text), str(gold)) == "right"
         return Claim(extract_answer(text), lenient)
@@ -102,7 +114,7 @@ def with_answer(trajectory: Trajectory, text: str) -> Trajectory:
     """Return the trajectory with another text in its last action."""
     *before, last = trajectory.steps
     message = replace(last.action.message, content=text)
-    return Trajectory((*before, replace(last, action=replace(last.action, message=message))))
+    return replace(trajectory, steps=(*before, replace(last, action=replace(last.action, message=message))))
 
 
 AS_TEXT = ("zero_shot", "one_shot")  # the templates below that a base model continues

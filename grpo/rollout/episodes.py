@@ -86,7 +86,7 @@ async def episode(
             return await ended("truncated", state)
         completion = await engine.sample(env.place, prompt, seed(s, len(turns)))
         cut_short = completion.finish == "length"
-        action = Action(message_of(renderer.parse(completion.ids, state.tools)), cut_short, len(completion.ids))
+        action = Action(message_of(renderer.parse(completion.ids, state.tools)), cut_short, completion.ids)
         steps.append(Step(state, action))
         turns.append(Turn(prompt, completion))
         state = await env.step(action)

@@ -19,6 +19,7 @@ from grpo.rollout.samples_table import on_disk
 from grpo.rollout.types import Group, Plan
 from grpo.system.distributed import in_play
 from grpo.system.errors import RewardError, RolloutError
+from grpo.system.progress import set_progress
 from grpo.system.seeds import TRAIN, derive_seed
 
 
@@ -68,6 +69,7 @@ class Rollouts:
     def make(self, r: int) -> Rollout:
         """Play rollout r. With algo.sampling_rounds above 1 it plays more prompts until enough groups have signal (by
         algo.sampling_filter) or the rounds are used up (DAPO, arXiv 2503.14476); `Rollout.best` picks groups to learn from."""
+        set_progress(r, self.plan.num_rollouts)
         begun, version = time.perf_counter(), self.engine.version
         groups: list[Group] = []
         examples, rounds, prompts = self.loader.batch(r), 0, self.plan.prompts

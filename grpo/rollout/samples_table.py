@@ -36,11 +36,17 @@ def records(groups: Iterable[Group], **columns: Iterable[Iterable[Any]]) -> Iter
                 "correct": sample.reward.correct,
                 "outcome": sample.reward.outcome,
                 **{f"reward/{name}": value for name, value in sample.reward.parts.items()},
+                **{f"extra/{name}": text(value) for name, value in sample.reward.extra.items()},
                 **{name: values[p][s] for name, values in columns.items()},
                 "tokens": sample.length,
                 "turns": len(sample.turns),
                 "truncated": trajectory.truncated,
             }
+
+
+def text(value: Any) -> str:
+    """Return a value as text: a text as it is, other values as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def json_text(value: Any) -> str:

@@ -12,14 +12,16 @@ from grpo.apps.border import arguments, check_values
 from grpo.system.errors import UserError
 from grpo.system.ranges import accepts
 
+WEIGHTS = {"task.weights", "task.sources.gsm8k.task.weights", "task.sources.countdown.task.weights"}
 UNUSED = {f"task.sources.{name}.max_tokens" for name in ("gsm8k", "countdown")}  # a mixture's own limit counts
 ALLOWED = {  # the leaves that take these values, on purpose
     "nan": UNUSED,
     "inf": UNUSED,
     "-inf": UNUSED,
     "-1": UNUSED | {"task.solved", "algo.advantage.weights.correct", "algo.advantage.weights.format"},
-    "a list": UNUSED | {"task.weights", "task.sources.gsm8k.task.weights", "task.sources.countdown.task.weights"},
+    "a list": UNUSED | WEIGHTS,
     "a mapping": UNUSED
+    | WEIGHTS
     | {"callbacks", "logger", "renderer.template_args", "rollout.sampling.guided", "eval.sampling.guided"},
 }
 
@@ -65,7 +67,10 @@ def refused(*overrides: str, name: str = "train") -> str:
         ("rollout.num_rollouts=inf", "rollout.num_rollouts=inf must be an integer of at least 1"),
         ("optim.max_grad_norm=-1", "optim.max_grad_norm=-1 must be a number above 0, or null"),
         ("optim.max_grad_norm=0", "optim.max_grad_norm=0 must be a number above 0, or null"),
-        ("task.weights=[nan,0]", "task.weights=[nan, 0] must be a list, each item a number, or null"),
+        (
+            "task.weights=[nan,0]",
+            "task.weights=[nan, 0] must be a mapping, each value a number or a list, each item a number, or null",
+        ),
         ("callbacks.checkpoint.every=abc", "callbacks.checkpoint.every=abc must be an integer of at least 0"),
         ("optim.optimizer.lr=nan", "optim.optimizer.lr=nan must be a number of at least 0, or null"),
         ("algo.whiten=1", "algo.whiten=1 must be true or false"),

@@ -363,7 +363,7 @@ def test_an_evaluation_reads_a_run_with_the_runs_renderer(tmp_path):
     best.mkdir(parents=True)
     (best / "config.json").touch()
     trained = compose_config(
-        "renderer.tool_calls=hermes", "+renderer.template_args.enable_thinking=false", "output_dir=."
+        "renderer.tool_calls=hermes", "renderer.template_args={enable_thinking: false}", "output_dir=."
     )
     OmegaConf.save(trained, tmp_path / "config.yaml", resolve=True)
     for overrides, form in [((), "hermes"), (("task=gsm8k",), "hermes"), (("renderer.tool_calls=mistral",), "mistral")]:

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -23,12 +24,16 @@ from grpo.rewards import functions
 from grpo.rewards.combined import Rewards, as_lists
 from grpo.rewards.resolve import locate
 from grpo.rewards.reward_model import Classifier
+from grpo.rewards.row_task import RowTask
+from grpo.rollout.samples_table import records
+from grpo.rollout.types import Sample
 from grpo.system.errors import RewardError, UserError
+from grpo.system.progress import set_progress
 
 
 def said(text: str, *before: Message, length: int = 0, truncated: bool = False) -> Trajectory:
     messages = before or (Message("user", "2 + 2?"),)
-    return Trajectory((Step(State(messages), Action(Message("assistant", text), truncated, length)),))
+    return Trajectory((Step(State(messages), Action(Message("assistant", text), truncated, tuple(range(length)))),))
 
 
 def letters(completions, **columns):
@@ -62,6 +67,8 @@ def test_a_function_gets_lists_with_every_column(monkeypatch):
         "level": [3, 3],
         "truncated": [True, False],
         "lengths": [2, 1],
+        "completion_ids": [[0, 1], [0]],
+        "outcomes": [None, None],
     }
     assert [r.value for r in Rewards(no_kwargs).score({"level": 7, "other": 1}, [said("a"), said("b")])] == [7, 7]
 
@@ -77,7 +84,7 @@ def test_conversations_are_lists_of_messages_and_a_prefill_is_joined():
         Step(first, Action(Message("assistant", "a"))),
         Step(State((*first.messages, Message("assistant", "a"), second)), Action(Message("assistant", "b"))),
     )
-    given = as_lists({}, [Trajectory(steps)])
+    given = as_lists({}, [Trajectory(steps)], conversational=True)
     assert [m["content"] for m in given["completions"][0]] == ["a", "t", "b"] and len(given["prompts"][0]) == 1
 
 
@@ -229,12 +236,71 @@ def test_a_coroutine_that_exits_is_told():
         raise SystemExit(0)
 
     with pytest.raises(RewardError, match="leaves' raised SystemExit: 0"):
-        Rewards(leaves)._called({"completions": ["a"]})
+        Rewards(leaves).score({}, [said("a")])
+
+
+def test_the_rest_of_trls_contract():
+    """TRL's functions name what they need of: the tokens, how far the training is, and ways to log."""
+
+    def full(completions, completion_ids, trainer_state, log_metric, log_extra, **kwargs):
+        assert "progress" not in kwargs and "environments" not in kwargs
+        log_metric("longest", max(map(len, completion_ids)))
+        log_extra("seen", completions)
+        return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
+    def ramp(completions, progress):
+        return [progress.share] * len(completions)
+
+    set_progress(3, 12)
+    try:
+        one, two = Rewards([full, ramp]).score({}, [said("ab", length=2), said("c", length=1)])
+    finally:
+        set_progress(0, 1)
+    assert (one.value, two.value) == (0.5, 0.5) and dict(one.parts) == {"full": 0.25, "ramp": 0.25, "longest": 2.0}
+    assert (one.extra, two.extra) == ({"seen": "ab"}, {"seen": "c"}) and two.parts["longest"] == 2.0
+    [row, _] = records([[Sample({}, said("ab"), (), reward) for reward in (one, two)]])
+    assert (row["extra/seen"], row["reward/longest"]) == ("ab", 2.0)
+
+
+def test_an_environments_own_reward_is_one_of_the_functions():
+    won, silent = (replace(said("a"), reward=reward) for reward in (Reward(2.0, True, {"moves": 3}), None))
+    first, second = Rewards(["environment", letters]).score({}, [won, silent])
+    assert (first.value, first.correct, first.parts) == (3.0, True, {"moves": 3, "letters": 1.0})
+    assert (second.value, second.parts) == (1.0, {"letters": 1.0})
+
+    def turns(environments):
+        return [float(env) for env in environments]
+
+    assert [r.value for r in Rewards(turns).score({}, [won, silent], envs=[4, 5])] == [4.0, 5.0]
+
+
+def test_the_form_of_a_completion_does_not_depend_on_siblings():
+    class Talk(RowTask):
+        def build(self, example):
+            return None
+
+    class Ask(RowTask):
+        def messages(self, example):
+            return (Message("user", "2 + 2?"),)
+
+    kinds = []
+
+    def kind(completions, **columns):
+        kinds.extend(type(completion) for completion in completions)
+        return [0.0] * len(completions)
+
+    for task in (Talk(None, kind), Ask(None, kind)):
+        task.score({}, said("4"))
+    assert kinds == [list, str]
 
 
 def test_weights_that_do_not_match_and_names_that_clash():
     with pytest.raises(UserError, match=r"number of reward weights \(1\) must match number of reward functions \(2\)"):
         Rewards([letters, later], [1.0])
+    with pytest.raises(UserError, match=r"task\.weights names 'leters', but the rewards are letters, later"):
+        Rewards([letters, later], {"leters": 1.0})
+    assert Rewards([letters, later, no_kwargs], {"later": 0.5}, 1.0, {"letters": 0.1}).weights == [0.1, 0.5, 1.0]
+    assert Rewards([letters, later], None, 1.0, {"letters": 0.1, "format": 0.0}).weights == [0.1, 1.0]
     with pytest.raises(UserError, match="two reward functions are called 'letters'"):
         Rewards([letters, partial(letters, per=2)])
     with pytest.raises(UserError, match="rewards is empty"):

@@ -1,0 +1,40 @@
+"""How far the run is. Rewards that name `progress` get it, and in TRL's form as `trainer_state`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Progress:
+    """rollout: the number of the rollout that is being sampled, from 0; it stays where it was during evaluations.
+    num_rollouts: of the whole run."""
+
+    rollout: int = 0
+    num_rollouts: int = 1
+
+    @property
+    def share(self) -> float:
+        """The share of the run that lies behind, from 0 up to 1."""
+        return self.rollout / self.num_rollouts
+
+    @property
+    def global_step(self) -> int:
+        """TRL's name of `rollout`."""
+        return self.rollout
+
+    @property
+    def max_steps(self) -> int:
+        """TRL's name of `num_rollouts`."""
+        return self.num_rollouts
+
+
+_now = [Progress()]  # one rollout is sampled at a time
+
+
+def progress() -> Progress:
+    """Return how far the run is."""
+    return _now[0]
+
+
+def set_progress(rollout: int, num_rollouts: int) -> None:
+    """Note that this rollout is being sampled."""
+    _now[0] = Progress(rollout, num_rollouts)
