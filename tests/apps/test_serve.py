@@ -348,7 +348,7 @@ def test_the_paths_of_the_server_of_older_trl(server, toy_model):
     answer = requests.post(f"{server.url}/update_named_param/", json=named)
     assert answer.status_code == 501 and "POST /reload_weights" in line_of(answer.json())
     assert "at least one" in server.refused("/generate/", {"n": 2})
-    assert "no models of images" in server.refused("/generate/", {"prompts": ["12"], "images": ["x"]})
+    assert "no field 'images'" in server.refused("/generate/", {"prompts": ["12"], "images": ["x"]})
     assert "set engine=vllm" in server.refused("/generate/", {"prompts": ["12"], "guided_decoding_regex": "a+"})
 
 

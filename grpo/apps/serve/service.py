@@ -28,8 +28,6 @@ REFUSED = {  # field -> the only value that is accepted, and the reason
     "prompt_logprobs": (None, "engines return log-probabilities of sampled tokens only, not of the prompt"),
     "presence_penalty": (0, "use repetition_penalty instead"),
     "frequency_penalty": (0, "use repetition_penalty instead"),
-    "images": ([], "there are no models of images"),
-    "truncate_prompt_tokens": (None, "send prompts that fit"),
 }
 
 

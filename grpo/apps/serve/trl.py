@@ -33,11 +33,9 @@ class Several(Asked):
     def in_our_words(cls, given: Any) -> Any:
         """Replace TRL's names of fields by ours."""
         if isinstance(given, dict):
-            given = given | (given.get("generation_kwargs") or {})
-            for name in ("guided_decoding_regex", "structured_outputs_regex"):
-                if regex := given.pop(name, None):
-                    given["guided"] = {"regex": regex}
-            given.pop("generation_kwargs", None)
+            given = {**given, **(given.get("generation_kwargs") or {}), "generation_kwargs": None}
+            regex = [given.pop(name, None) for name in ("guided_decoding_regex", "structured_outputs_regex")]
+            given |= next(({"guided": {"regex": one}} for one in regex if one), {})
         return given
 
 

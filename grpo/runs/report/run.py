@@ -35,7 +35,7 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
         "warnings": [
             vars(warning)
             for warning in warnings_of(
-                {at: row.dropna() for at, row in metrics.iterrows()}, run.manifest.get("rounding")
+                {at: row.dropna() for at, row in metrics.iterrows()}, intervals, run.manifest.get("rounding")
             )
         ],
         "overrides": run.manifest.get("overrides") or [f"{key}={value}" for key, value in run.overrides.items()],
