@@ -336,7 +336,7 @@ def test_the_paths_of_the_server_of_older_trl(server, toy_model):
     assert requests.get(f"{server.url}/health/").json() == {"status": "ok"}
     assert requests.get(f"{server.url}/get_tensor_parallel_size/").json()["tensor_parallel_size"] == 1
     assert requests.post(f"{server.url}/reset_prefix_cache/").status_code == 200
-    asked = {**TRL, "images": None, "generation_kwargs": {"seed": 3}, "structured_outputs_regex": None}
+    asked = {**TRL, "images": None, "generation_kwargs": {}, "seed": 3, "structured_outputs_regex": None}
     answer = server("/generate/", {"prompts": ["12", [1, 2]], "logprobs": 0, **asked})
     of_trl(answer, toy_model, [[22, 23], [1, 2]])
     plain = server("/generate/", {"prompts": ["12", [1, 2]], "guided_decoding_regex": None, **asked})
@@ -347,7 +347,7 @@ def test_the_paths_of_the_server_of_older_trl(server, toy_model):
     named = {"name": "w", "dtype": "torch.float32", "shape": [1]}
     answer = requests.post(f"{server.url}/update_named_param/", json=named)
     assert answer.status_code == 501 and "POST /reload_weights" in line_of(answer.json())
-    assert "at least one" in server.refused("/generate/", {"n": 2})
+    assert "at least one" in server.refused("/generate/", {"prompts": []})
     assert "no field 'images'" in server.refused("/generate/", {"prompts": ["12"], "images": ["x"]})
     assert "set engine=vllm" in server.refused("/generate/", {"prompts": ["12"], "guided_decoding_regex": "a+"})
 

@@ -6,8 +6,8 @@ trainer of TRL cannot send its weights here, because an engine takes whole model
 
 from typing import Any
 
-from fastapi import APIRouter, Depends
-from pydantic import Field, model_validator
+from fastapi import APIRouter, Depends, Request
+from pydantic import AliasChoices, Field
 from starlette.exceptions import HTTPException
 
 from grpo.apps.serve.service import Asked, Service
@@ -25,18 +25,7 @@ SENDING = (  # of TRL's own server, then of vLLM's
 class Several(Asked):
     """A request of /generate/ (prompts: texts or token ids) or /chat/ (messages: conversations), with n samples of each."""
 
-    prompts: list[Any] = Field([])
-    messages: list[Any] = Field([])
-
-    @model_validator(mode="before")
-    @classmethod
-    def in_our_words(cls, given: Any) -> Any:
-        """Replace TRL's names of fields by ours."""
-        if isinstance(given, dict):
-            given = {**given, **(given.get("generation_kwargs") or {}), "generation_kwargs": None}
-            regex = [given.pop(name, None) for name in ("guided_decoding_regex", "structured_outputs_regex")]
-            given |= next(({"guided": {"regex": one}} for one in regex if one), {})
-        return given
+    prompts: list[Any] = Field(validation_alias=AliasChoices("prompts", "messages"))
 
 
 def trl_router(service: Service) -> APIRouter:
@@ -45,10 +34,10 @@ def trl_router(service: Service) -> APIRouter:
 
     @router.post("/generate/", dependencies=[Depends(service.place, scope="function")])
     @router.post("/chat/", dependencies=[Depends(service.place, scope="function")])
-    async def generate(asked: Several) -> dict[str, Any]:
+    async def generate(asked: Several, request: Request) -> dict[str, Any]:
         """A client that asks for `logprobs` gets a list of the likeliest tokens at each place, here only of the sampled one."""
-        read = service.chat_ids if asked.messages else service.prompt_ids
-        prompts = await service.read(read, asked.messages or asked.prompts, asked)
+        read = service.chat_ids if request.url.path == "/chat/" else service.prompt_ids
+        prompts = await service.read(read, asked.prompts, asked)
         found = await service.sample(prompts, asked)
         ids, logprobs = [completion.ids for completion in found], [completion.logprobs for completion in found]
         answer = {"prompt_ids": prompts, "completion_ids": ids}
