@@ -46,7 +46,7 @@ def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
     conversations = any(map(is_conversation, samples))
     values: dict[str, list[float]] = {}
     for sample in samples:
-        ours = {"length": sample.length, "truncated": sample.trajectory.truncated, "repeated": repeated(sample)}
+        ours = {"length": sample.length, "truncated": sample.trajectory.truncated, "repeated": share_repeated(sample)}
         ours |= {name: sample.reward.outcome == name for name in graded}
         ours |= conversation(sample.trajectory) if conversations else {}
         parts = {name_of_part(name): value for name, value in sample.reward.parts.items()}
@@ -56,7 +56,7 @@ def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
     return {name: float(np.mean(values[name])) for name in ordered}
 
 
-def repeated(sample: Sample) -> float:
+def share_repeated(sample: Sample) -> float:
     """Return the share of an answer's runs of four tokens that came before in the same answer; 0 if it has none."""
     answers = [turn.completion.ids for turn in sample.turns]
     fours = sum(max(len(ids) - 3, 0) for ids in answers)

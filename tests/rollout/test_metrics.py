@@ -17,7 +17,7 @@ from grpo.evaluation.evaluator import Evaluator
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import scores
 from grpo.rollout.episodes import play
-from grpo.rollout.metrics import repeated, rollout_metrics, sample_means
+from grpo.rollout.metrics import rollout_metrics, sample_means, share_repeated
 from grpo.rollout.types import Plan, Sample
 from grpo.system.errors import UserError
 from grpo.system.seeds import derive_seed
@@ -147,7 +147,7 @@ def test_answers_that_repeat_themselves():
         return replace(graded(1.0, True, {}), turns=given)
 
     samples = [said((1, 2, 3, 4, 1, 2, 3, 4)), said((7,) * 6), said((1, 2, 3)), said((1, 2, 3, 4), (1, 2, 3, 4))]
-    assert [repeated(sample) for sample in samples] == pytest.approx([1 / 5, 2 / 3, 0, 0])
+    assert [share_repeated(sample) for sample in samples] == pytest.approx([1 / 5, 2 / 3, 0, 0])
     assert sample_means(samples)["repeated"] == pytest.approx((1 / 5 + 2 / 3) / 4)
 
 
