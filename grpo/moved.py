@@ -30,7 +30,7 @@ _ROOMS = {
     "runs": "manifest card=model_card loggers trackers comparison plots anatomy show=html report",
     "training": "module trainer forecast callbacks",
     "apps.sweep": "sweep jobs",
-    "apps": "cli launch tiny=demo_model serve rewards.__main__=profile_rewards",
+    "apps": "cli launch prefetch tiny=demo_model serve rewards.__main__=profile_rewards",
 }
 MODULES = {  # old name: new name
     f"grpo.{old}": f"grpo.{room}.{new or old.rpartition('.')[2]}"

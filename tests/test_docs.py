@@ -23,7 +23,7 @@ PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
 BY_NAME = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 PROGRAMS = ("python ", "make ", "pip install", "accelerate ", "vllm ")
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-CONFIGS = {"train.py": "train", "eval.py": "eval", "grpo.serve": "serve"}
+CONFIGS = {"train.py": "train", "eval.py": "eval", "grpo.serve": "serve", "grpo.prefetch": "train"}
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.S | re.M)
 
 

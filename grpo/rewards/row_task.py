@@ -86,6 +86,7 @@ class RowTask:
     def score_group(
         self, example: Example, trajectories: Sequence[Trajectory], envs: Sequence[Env] = ()
     ) -> list[Reward]:
+        """Return a reward for each of the samples of an example. envs: their environments."""
         heard = [self.heard(trajectory) for trajectory in trajectories]
         return self.rewards.score(self.columns(example), heard, envs, self.several_turns)
 

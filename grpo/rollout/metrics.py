@@ -39,14 +39,14 @@ def rollout_metrics(groups: Sequence[Group], scored: "Scores") -> dict[str, floa
 
 
 def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return means over the samples: length in tokens; the share truncated; the shares no_answer, timeout and error if anything
-    was graded; the counts of `conversation` if there are several turns or tools; each part of the reward, over the samples that
-    have it."""
+    """Return means over the samples: length in tokens; the shares truncated and repeated; the shares no_answer, timeout and error
+    if anything was graded; the counts of `conversation` if there are several turns or tools; each part of the reward, over the
+    samples that have it."""
     graded = ("no_answer", "timeout", "error") if any(sample.reward.outcome for sample in samples) else ()
     conversations = any(map(is_conversation, samples))
     values: dict[str, list[float]] = {}
     for sample in samples:
-        ours = {"length": sample.length, "truncated": sample.trajectory.truncated}
+        ours = {"length": sample.length, "truncated": sample.trajectory.truncated, "repeated": share_repeated(sample)}
         ours |= {name: sample.reward.outcome == name for name in graded}
         ours |= conversation(sample.trajectory) if conversations else {}
         parts = {name_of_part(name): value for name, value in sample.reward.parts.items()}
@@ -54,6 +54,14 @@ def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
             values.setdefault(name, []).append(value)
     ordered = [*ours, *sorted(values.keys() - ours.keys())]
     return {name: float(np.mean(values[name])) for name in ordered}
+
+
+def share_repeated(sample: Sample) -> float:
+    """Return the share of an answer's runs of four tokens that came before in the same answer; 0 if it has none."""
+    answers = [turn.completion.ids for turn in sample.turns]
+    fours = sum(max(len(ids) - 3, 0) for ids in answers)
+    distinct = sum(len({*zip(ids, ids[1:], ids[2:], ids[3:], strict=False)}) for ids in answers)
+    return 1 - distinct / fours if fours else 0.0
 
 
 def is_conversation(sample: Sample) -> bool:

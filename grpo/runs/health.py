@@ -9,6 +9,8 @@ from statistics import mean, median
 from grpo.system.metrics import WATCHED, Metric
 
 WINDOW = 10  # rollouts of a median, and of a mean
+Metrics = Mapping[str, float]
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,9 @@ class Watch:
 
     rounding: the difference of log-probabilities that rounding explains, in nats, as the preflight measured it. None: unknown.
     silent: metrics to ignore or already reported. unwell: consecutive rollouts out of range, by metric. recent: the last values
-    of metrics that may jump. falling: the (value, reward) of this window of rollouts. best: the best means of such a window.
-    floor: the low bounds that follow from it, until the next window is full.
+    of metrics that may jump. falling: the (value, reward) of this window of rollouts. best: the best means of such a window, and
+    for eval/accuracy the best value and the low end of its interval. floor: the low bounds that follow from it, until the next
+    window is full.
     """
 
     rounding: float | None = None
@@ -41,15 +44,14 @@ class Watch:
     best: dict[str, tuple[float, float]] = field(default_factory=dict)
     floor: dict[str, float] = field(default_factory=dict)
 
-    def findings(self, rollout: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
-        """Yield the new findings in the metrics of the next rollout."""
-        older = metrics.get("rollout/staleness", 0) > 0
+    def findings(self, rollout: int, metrics: Metrics, interval: Interval | None = None) -> Iterator[Finding]:
+        """Yield the new findings in the metrics of the next rollout. interval: of eval/accuracy."""
         for metric in WATCHED:
             value = metrics.get(metric.name)
-            if value is None:
+            if value is None or (metric.name == "eval/accuracy" and math.isnan(value)):
                 self.unwell[metric.name] = 0
                 continue
-            metric = self.bounded(metric, value, metrics.get("rollout/reward", 0.0), older)
+            metric = self.bounded(metric, value, metrics, interval)
             if metric.low <= value <= metric.high:
                 self.unwell[metric.name] = 0
                 continue
@@ -60,8 +62,15 @@ class Watch:
                 bound = f"above {metric.high:g}" if value > metric.high else f"below {metric.low:g}"
                 yield Finding(rollout, metric.name, value, f"{bound}: {metric.advice}", stops)
 
-    def bounded(self, metric: Metric, value: float, reward: float, older: bool) -> Metric:
-        """Return the metric with the bounds of this run and rollout. older: the samples are of older weights."""
+    def bounded(self, metric: Metric, value: float, metrics: Metrics, interval: Interval | None) -> Metric:
+        """Return the metric with the bounds of this run and rollout."""
+        if metric.name == "eval/accuracy" and interval:
+            best = tuple(self.best.get(metric.name, (0.0, 0.0)))  # a checkpoint makes it a list
+            _, low = self.best[metric.name] = max(best, (value, interval[0]))
+            return replace(metric, low=round(low, 3)) if interval[1] < low else metric
+        if metric.per:
+            return replace(metric, low=metric.low * metrics.get(metric.per, math.inf))
+        older = metrics.get("rollout/staleness", 0) > 0
         if older and metric.stale:
             return replace(metric, high=metric.stale)
         if metric.name == "rollout/logprob_gap" and self.rounding:
@@ -74,7 +83,7 @@ class Watch:
             self.recent[metric.name] = [*before, value][-WINDOW:]
             return replace(metric, high=high)
         if metric.falls < math.inf:
-            self.follow(metric, value, reward)
+            self.follow(metric, value, metrics.get("rollout/reward", 0.0))
             return replace(metric, low=self.floor.get(metric.name, metric.low))
         return metric
 
@@ -92,7 +101,10 @@ class Watch:
             self.floor[metric.name] = best - metric.falls if exploited else metric.low
 
 
-def warnings_of(metrics: Mapping[int, Mapping[str, float]], rounding: float | None = None) -> list[Finding]:
-    """Return all findings of a run, at most one for each metric. metrics: by the number of rollouts learned from."""
+def warnings_of(
+    metrics: Mapping[int, Metrics], intervals: Mapping[int, Interval], rounding: float | None
+) -> list[Finding]:
+    """Return all findings of a run, at most one for each metric. metrics: by the number of rollouts learned from. intervals: of
+    eval/accuracy."""
     watch = Watch(rounding)
-    return [finding for rollout, row in metrics.items() for finding in watch.findings(rollout, row)]
+    return [found for at, row in metrics.items() for found in watch.findings(at, row, intervals.get(at))]

@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
@@ -19,6 +20,7 @@ from typing import Any
 
 from grpo.system.witness import seen
 
+SPENT: Counter[str] = Counter()  # seconds in which any call of a kind was open, in this process
 PATIENCE = 0.5  # seconds after which a call may count as slow, see Calls.slow
 LOOK = 0.05  # seconds between two checks of what threads do
 
@@ -71,13 +73,14 @@ class Calls:
         self.slots = asyncio.Semaphore(threads)
         self.waiting: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self.open: dict[Hashable, _Call] = {}
-        self.threads = self.free = 0
+        self.threads = self.free = self.begun = 0
         self.closed = False
         self.looked: tuple[float, dict[int, float]] = (0.0, {})
 
     async def run(self, key: Hashable, seconds: float, function: Callable[..., Any], *args: Any) -> Any:
         """Call function(*args), and await its result if that is a coroutine. Returns the result or the exception: a TimeoutError
         if it takes longer than `seconds`, counted from its start. key: identifies the call while it is open."""
+        self.begun = self.begun if self.open else time.monotonic()
         self.open[key] = call = _Call(partial(function, *args))
         timeout = TimeoutError(f"it took longer than {seconds:g} s")
         try:
@@ -94,6 +97,8 @@ class Calls:
             return given
         finally:
             del self.open[key]
+            if not self.open:
+                SPENT[self.what] += time.monotonic() - self.begun
 
     def _hand_out(self, call: _Call) -> None:
         if self.closed:

@@ -20,10 +20,10 @@ class Metric:
 
     A run is healthy while low <= value <= high. advice: the meaning of a value outside, and what to do; without it there are
     no warnings. after: a warning comes after this many rollouts in a row outside. stale: `high` for samples of older weights,
-    if it differs. jump: `high` is also this many times the median of the last rollouts. falls: it is too low if it is so far
-    below its best mean of several rollouts, while the reward is higher. stop: a value whose size is above it ends the run,
-    unless alarms=warn. charted: the report shows it by default. part: a part of the reward, so users may use its name. fault:
-    counts failures, and is not shown while it is 0.
+    if it differs. per: low and high are multiples of this metric. jump: `high` is also this many times the median of the last
+    rollouts. falls: it is too low if it is so far below its best mean of several rollouts, while the reward is higher. stop: a
+    value whose size is above it ends the run, unless alarms=warn. charted: the report shows it by default. part: a part of the
+    reward, so users may use its name. fault: counts failures, and is not shown while it is 0.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Metric:
     advice: str = ""
     after: int = 1
     stale: float | None = None
+    per: str = ""
     jump: float = math.inf
     falls: float = math.inf
     stop: float = math.inf
@@ -53,7 +54,8 @@ SLOWER = "lower optim.optimizer.lr, algo.num_epochs or algo.num_minibatches"
 
 GROUPS: dict[str, tuple[Metric, ...]] = {
     "Reward and accuracy": (
-        Metric("eval/accuracy", "share", "Right samples of a held-out problem, mean over problems.", charted=True),
+        Metric("eval/accuracy", "share", "Right samples of a held-out problem, mean over problems.", charted=True,
+               advice="it is far below its best, whose policy is in checkpoints/best: lower optim.optimizer.lr"),
         Metric("rollout/reward", "reward", "Mean over the samples whose reward is known, with the penalty for overlong "
                "answers, before any KL.", -1e6, 1e6, "no reward is so large: a reward function is broken, see rollouts/",
                stop=1e6, charted=True),
@@ -83,15 +85,21 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/discarded_groups", "count", "Groups that dynamic sampling replaced."),
         Metric("rollout/advantages_positive", "count", "Samples with a positive advantage."),
         Metric("rollout/advantages_negative", "count", "Samples with a negative advantage."),
+        Metric("rollout/advantages_mean", "number", "Mean advantage of the samples; one that is not learned from has 0."),
+        Metric("rollout/advantages_std", "number", "Standard deviation of the samples' advantages."),
         Metric("data/prompts", "count", "Prompts that were drawn since the run began."),
         Metric("data/epoch", "number", "Passes over the training examples since the run began."),
     ),
     "Completions": (
-        Metric("rollout/length", "tokens", "Sampled tokens of a sample.", charted=True),
+        Metric("rollout/length", "tokens", "Sampled tokens of a sample.", jump=3, charted=True,
+               advice="answers have become far longer: read some in rollouts/, see algo.overlong_share and max_tokens"),
         Metric("eval/length", "tokens", "Sampled tokens of a sample.", charted=True),
         *both("truncated", "share", "Samples that the limit of tokens cut short.", 0, 0.5,
               "most answers are cut short: raise max_tokens, or see algo.mask_truncated and algo.overlong_share",
               charted=True),
+        Metric("rollout/repeated", "share", "Runs of four tokens that came before in the same answer.", 0, 0.5,
+              "answers mostly repeat themselves, as in a collapse: read some in rollouts/, or lower optim.optimizer.lr",
+              after=3),  # 0.3 in solutions by people, even of letters; 0.97 in a loop
         *both("no_answer", "share", "Graded samples without an answer.", 0, 0.5,
               "most answers are not where the reward looks (box, ####): prompt for that, reward it, or raise max_tokens",
               after=3, charted=True, fault=True),
@@ -122,7 +130,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
                charted=True),
         Metric("loss/skipped", "share", "Updates that were skipped because their gradient is not finite.", high=0.0,
                advice="an update was skipped: python train.py replay=RUN/skipped/UPDATE.ckpt shows the tokens"),
-        Metric("loss/entropy", "nats", "Entropy of the policy's next token.", charted=True),
+        Metric("loss/entropy", "nats", "Entropy of the policy's next token.", 1e-3, after=3, charted=True,
+               advice="samples hardly differ any more: raise algo.surrogate.high or algo.entropy.coef"),
         Metric("loss/ratio", "number", "Probability under the policy over that under the old policy, at algo.level.", 0.8, 1.2,
                f"the policy moves far within one rollout: {SLOWER}", charted=True),
         Metric("loss/ratio_min", "number", "The smallest ratio of any token."),
@@ -145,9 +154,13 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/logprob_gap_max", "nats", "The largest such difference of any token."),
         Metric("rollout/rollout_logprobs", "nats", "Mean log-probability of the sampled tokens by the engine."),
         Metric("rollout/old_logprobs", "nats", "Mean log-probability of the sampled tokens by the trainer, before the update."),
+        Metric("rollout/rollout_logprobs_std", "nats", "Standard deviation of the engine's, over tokens."),
+        Metric("rollout/old_logprobs_std", "nats", "Standard deviation of the trainer's, over tokens."),
         Metric("rollout/staleness", "count", "Age of the weights that sampled, in rollouts, mean over tokens.", 0, 1,
                "the engine does not take new weights: its weights are several rollouts old, but rollout.ahead=1 explains one"),
-        Metric("loss/policy", "number", "The surrogate's loss of a token, before correction, KL and entropy bonus."),
+        Metric("loss/policy", "number", "The surrogate's loss of a token, before correction, KL and entropy bonus.", -5,
+               per="rollout/advantages_std", advice=f"the policy flees from bad answers without an end: {SLOWER}"),
+        Metric("loss/policy_epoch_K", "number", "The same in pass K over the rollout, with algo.num_epochs above 1."),
         Metric("loss/logprobs_positive", "nats", "Mean log-probability of the tokens with a positive advantage."),
         Metric("loss/logprobs_negative", "nats", "Mean log-probability of the tokens with a negative advantage."),
         Metric("loss/entropy_coef", "number", "Coefficient of the entropy bonus."),
@@ -178,7 +191,8 @@ def _pattern(metric: Metric) -> re.Pattern:
 
 
 # patterns that fit any name come last
-_PATTERNS = [(_pattern(metric), metric) for metric in sorted(METRICS, key=lambda metric: metric.name.endswith("/NAME"))]
+_ORDERED = sorted(METRICS, key=lambda metric: (metric.name.endswith("/NAME"), "NAME" in metric.name))
+_PATTERNS = [(_pattern(metric), metric) for metric in _ORDERED]
 
 
 @cache
@@ -189,7 +203,8 @@ def about(name: str) -> Metric | None:
 
 def is_taken(part: str) -> bool:
     """Return whether rollout/PART or eval/PART is a metric of ours, which a part of the reward must not hide."""
-    return any(not entry.part for first in ("rollout", "eval") if (entry := about(f"{first}/{part}")))
+    own_std = any(metric.name == f"rollout/{part}_std" for metric in METRICS)
+    return own_std or any(not entry.part for first in ("rollout", "eval") if (entry := about(f"{first}/{part}")))
 
 
 def name_of_part(part: str) -> str:
@@ -238,9 +253,14 @@ def _healthy(metric: Metric) -> str:
         return ""
     if metric.jump < math.inf:
         return f"at most {metric.jump:g} times its median"
+    if metric.per:
+        return f"at least {metric.low:g} times `{metric.per}`"
+    if metric.name == "eval/accuracy":
+        return "its interval reaches that of the best one"
     if metric.falls < math.inf:
         return f"not {metric.falls:g} below its best while the reward is higher"
     within = f"{metric.low:g} to {metric.high:g}" if metric.low > 0 else f"at most {metric.high:g}"
+    within = within.replace(" to inf", " or more")
     late = f", {metric.after} rollouts in a row" if metric.after > 1 else ""
     stale = f" ({metric.stale:g} with samples of older weights)" if metric.stale else ""
     return f"{'above 0' if 0 < metric.low < 1e-6 else within}{stale}{late}"

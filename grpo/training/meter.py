@@ -1,5 +1,6 @@
 """The metrics of a rollout's updates: means over tokens, and extremes, independent of microbatches and ranks."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -12,7 +13,8 @@ from grpo.system import distributed
 
 
 class Means:
-    """Running means by name, each with its own count, and extremes, whose names end in _min or _max."""
+    """Running means by name, each with its own count, and extremes, whose names end in _min or _max. A mean NAME^2 of squares
+    becomes NAME_std, the standard deviation."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = defaultdict(float)
@@ -37,6 +39,13 @@ class Means:
         """Update an extreme with one value. name: ends in _min or _max."""
         self.extremes[name] = (min if name.endswith("_min") else max)(value, self.extremes.get(name, value))
 
+    def end_epoch(self, epoch: int, epochs: int) -> None:
+        """Add loss/policy_epoch_K, the loss of the tokens since the last epoch ended, if there are several. epoch: from 0."""
+        if epochs > 1:
+            before = [f"loss/policy_epoch_{k}" for k in range(1, epoch + 1)]
+            total, count = (of["loss/policy"] - sum(of[name] for name in before) for of in (self.sums, self.counts))
+            self.add(f"loss/policy_epoch_{epoch + 1}", total, count)
+
     def take(self, other: "Means") -> None:
         """Add all values of other means."""
         for name, value in other.sums.items():
@@ -45,11 +54,13 @@ class Means:
             self.keep(name, value)
 
     def result(self) -> dict[str, float]:
-        """Return all means and extremes over all ranks. A mean without values is left out."""
+        """Return all means, standard deviations and extremes over all ranks. A mean without values is left out."""
         merged = Means()
         for other in distributed.all_gather([self]):
             merged.take(other)
         means = {name: total / merged.counts[name] for name, total in merged.sums.items() if merged.counts[name]}
+        for name in [name for name in means if f"{name}^2" in means]:
+            means[f"{name}_std"] = math.sqrt(max(means.pop(f"{name}^2") - means[name] ** 2, 0.0))
         return means | merged.extremes
 
 
@@ -77,3 +88,11 @@ def note_engine(means: Means, microbatch: TokenBatch) -> None:
     means.add_extreme("rollout/logprob_gap_max", gap[microbatch.mask])
     for side in ("rollout_logprobs", "old_logprobs"):
         means.add_tokens(f"rollout/{side}", getattr(microbatch, side), microbatch.mask)
+        means.add_tokens(f"rollout/{side}^2", getattr(microbatch, side).square(), microbatch.mask)
+
+
+def of_advantages(advantages: Tensor) -> dict[str, float]:
+    """Return the metrics of the advantages [N, G] of all ranks' samples. Samples that nothing is learned from have 0."""
+    found = {"positive": (advantages > 0).sum(), "negative": (advantages < 0).sum()}
+    found |= {"mean": advantages.mean(), "std": advantages.std(correction=0)}
+    return {f"rollout/advantages_{name}": float(value) for name, value in found.items()}

@@ -23,7 +23,7 @@ from grpo.system import distributed
 from grpo.system.distributed import full, is_sharded, one_pass
 from grpo.system.seeds import SHUFFLE, derive_seed
 from grpo.training.batch import RolloutBatch
-from grpo.training.meter import Means, note_engine, note_loss
+from grpo.training.meter import Means, note_engine, note_loss, of_advantages
 from grpo.training.module_state import ModuleState
 from grpo.training.optimization import Optimization, TokensAtOnce, learned_by
 from grpo.training.skipped import Skipped
@@ -84,13 +84,13 @@ class GRPOModule(ModuleState):
         self.moved, count = False, scores.rewards.numel() / self.algorithm.num_minibatches  # samples of an update
         rng = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
         with recomputing(self.policy, self.optim.gradient_checkpointing):
-            for _ in range(self.algorithm.num_epochs):
+            for epoch in range(self.algorithm.num_epochs):
                 for minibatch in self.minibatches(tokens, shape, rng):
                     logprobs = self.update(minibatch, means, count)
+                means.end_epoch(epoch, self.algorithm.num_epochs)
                 if tokens.old_logprobs is None and self.algorithm.old_policy == "trainer":
                     tokens = replace(tokens, old_logprobs=logprobs)  # there is one minibatch, so these are all rows
-        counts = {"positive": float((advantages > 0).sum()), "negative": float((advantages < 0).sum())}
-        return means.result() | {f"rollout/advantages_{sign}": count for sign, count in counts.items()}
+        return means.result() | of_advantages(advantages)
 
     # -- before the updates
 

@@ -270,6 +270,88 @@ def test_paused_requests_wait_and_see_the_weights_that_came_meanwhile(own, other
     assert own("/is_paused") == {"is_paused": False}
 
 
+class Sleeping(TransformersEngine):
+    """The built-in engine, which frees its weights in its sleep, as vLLM does on a GPU."""
+
+    def sleep(self) -> None:
+        self.version = None
+
+
+def test_an_engine_that_slept_has_its_weights_again(toy, toy_model):
+    with served(toy, Sleeping) as client:
+        client.ready()
+        told = client("/info")
+        assert told["requests"] == {"running": 0, "waiting": 0} and told["model"] == str(toy)
+        assert [told[name] for name in ("version", "dtype", "max_model_len", "engine")] == [
+            0,
+            "float32",
+            4096,
+            "Sleeping",
+        ]
+        for _ in range(2):  # the second one changes nothing
+            assert client("/sleep", {}) == {"status": "sleeping"} and client("/is_sleeping") == {"is_sleeping": True}
+        assert client("/health") == {"status": "ok"} and client("/info")["max_model_len"] is None
+        client("/resume", {})
+        assert "POST /wake_up" in client.refused("/generate", {"prompt": "12"}, 503)
+        assert client("/wake_up", {}) == {"status": "awake"} and client("/is_sleeping") == {"is_sleeping": False}
+        assert ids(client.generate(**GREEDY)) == greedy(toy_model)
+        assert client("/version") == {"version": 1} == {"version": client("/info")["version"]}
+
+
+TRL = {"n": 2, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 5}
+
+
+def of_trl(answer: dict, model, prompts: list[list[int]]) -> None:
+    """Check ids and log-probabilities, [samples][tokens][1] each, of two samples of each prompt."""
+    assert answer["prompt_ids"] == prompts
+    rows = zip(answer["completion_ids"], answer["logprobs"], answer["logprob_token_ids"], strict=True)
+    for i, (found, values, likeliest) in enumerate(rows):
+        expected = logprobs(model, prompts[i // 2], found, 0.7)
+        assert [value for (value,) in values] == pytest.approx(expected, abs=1e-5)
+        assert likeliest == [[token] for token in found]
+    assert i == 2 * len(prompts) - 1
+
+
+def test_the_client_of_trl(server, toy_model, monkeypatch):
+    """TRL's own client, which needs vLLM only to send weights. Only its question whether vLLM is installed is answered for it."""
+    client = pytest.importorskip("trl.generation.vllm_client")
+    monkeypatch.setattr(client, "is_vllm_available", lambda: True)
+    theirs = client.VLLMClient(server.url)
+    assert theirs.model == server("/info")["model"] and theirs.get_world_size() == 1
+    of_trl(theirs.generate(["12", "1"], **TRL), toy_model, [[22, 23], [22]])
+    of_trl(theirs.generate([PROMPT], **TRL), toy_model, [PROMPT])
+    conversations = [[{"role": "user", "content": text}] for text in ("12 + 7?", "coins")]
+    asked = server("/generate", {"messages": conversations, "max_tokens": 1})["prompt_token_ids"]
+    of_trl(theirs.chat(conversations, **TRL), toy_model, asked)
+    theirs.reset_prefix_cache()
+    with pytest.raises(Exception, match=r"501.*reads weights from a folder.*POST /reload_weights"):
+        theirs.init_communicator()
+    with pytest.raises(Exception, match=r"501.*engine=vllm_server"):
+        theirs._start_weight_update()
+
+
+def test_the_paths_of_the_server_of_older_trl(server, toy_model):
+    import requests  # as its client, it follows the redirection from /health/ to /health
+
+    assert requests.get(f"{server.url}/health/").json() == {"status": "ok"}
+    assert requests.get(f"{server.url}/get_tensor_parallel_size/").json()["tensor_parallel_size"] == 1
+    assert requests.post(f"{server.url}/reset_prefix_cache/").status_code == 200
+    asked = {**TRL, "images": None, "generation_kwargs": {}, "seed": 3, "structured_outputs_regex": None}
+    answer = server("/generate/", {"prompts": ["12", [1, 2]], "logprobs": 0, **asked})
+    of_trl(answer, toy_model, [[22, 23], [1, 2]])
+    plain = server("/generate/", {"prompts": ["12", [1, 2]], "guided_decoding_regex": None, **asked})
+    assert plain["completion_ids"] == answer["completion_ids"] and "logprob_token_ids" not in plain
+    assert [[[p] for p in row] for row in plain["logprobs"]] == answer["logprobs"]
+    chat = server("/chat/", {"messages": [[{"role": "user", "content": "coins"}]], "logprobs": 0, **asked})
+    of_trl(chat, toy_model, chat["prompt_ids"])
+    named = {"name": "w", "dtype": "torch.float32", "shape": [1]}
+    answer = requests.post(f"{server.url}/update_named_param/", json=named)
+    assert answer.status_code == 501 and "POST /reload_weights" in line_of(answer.json())
+    assert "at least one" in server.refused("/generate/", {"prompts": []})
+    assert "no field 'images'" in server.refused("/generate/", {"prompts": ["12"], "images": ["x"]})
+    assert "set engine=vllm" in server.refused("/generate/", {"prompts": ["12"], "guided_decoding_regex": "a+"})
+
+
 def test_a_call_comes_before_requests_that_wait(toy_model):
     order, begun, gate = [], threading.Event(), threading.Event()
 

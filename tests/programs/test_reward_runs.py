@@ -118,7 +118,9 @@ def test_a_function_that_leaves_the_process_fails_the_run():
     """With exit code 0 the run would seem to have finished."""
     code = "import os\nfrom grpo.system import witness\nfrom grpo.rewards.combined import Rewards\n"
     code += "from grpo.env.types import Trajectory\nwitness.watch()\ndef mine(completions): os._exit(0)\n"
-    code += "try: Rewards(mine)._called({'completions': ['a']}, {})\nexcept Exception as error: print(error, flush=True)\n"
+    code += (
+        "try: Rewards(mine)._called({'completions': ['a']}, {})\nexcept Exception as error: print(error, flush=True)\n"
+    )
     code += "if not os.fork(): os._exit(0)\nassert os.wait()[1] == 0\nos._exit(7)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("the reward function 'mine' raised SystemExit: it called os._exit(0)")

@@ -1,6 +1,7 @@
 """Episodes: single-use environments in parallel, several turns, seeds, metrics; evaluation on top of them."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from grpo.evaluation.evaluator import Evaluator
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import scores
 from grpo.rollout.episodes import play
-from grpo.rollout.metrics import rollout_metrics, sample_means
+from grpo.rollout.metrics import rollout_metrics, sample_means, share_repeated
 from grpo.rollout.types import Plan, Sample
 from grpo.system.errors import UserError
 from grpo.system.seeds import derive_seed
@@ -136,6 +137,18 @@ def test_a_grader_that_fails_is_counted_and_spoils_no_mean():
         math.sqrt(2) / 3
     )
     assert got["rollout/effective_groups"] == 0.5 and got["rollout/tokens"] == 8.0
+
+
+def test_answers_that_repeat_themselves():
+    """The runs of four are 1234 2341 3412 4123 1234, and 7777 three times: 1 and 2 of them came before."""
+
+    def said(*turns: tuple[int, ...]) -> Sample:
+        given = tuple(Turn((0,), Completion(ids, (-1.0,) * len(ids), "stop")) for ids in turns)
+        return replace(graded(1.0, True, {}), turns=given)
+
+    samples = [said((1, 2, 3, 4, 1, 2, 3, 4)), said((7,) * 6), said((1, 2, 3)), said((1, 2, 3, 4), (1, 2, 3, 4))]
+    assert [share_repeated(sample) for sample in samples] == pytest.approx([1 / 5, 2 / 3, 0, 0])
+    assert sample_means(samples)["repeated"] == pytest.approx((1 / 5 + 2 / 3) / 4)
 
 
 def test_parts_that_are_called_like_our_metrics_are_logged_beside_them():

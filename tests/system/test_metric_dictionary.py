@@ -24,7 +24,7 @@ class Graded(GSM8K):
 def test_every_metric_of_a_run_is_in_the_dictionary_and_every_entry_is_of_some_run(smoke, tmp_path):
     sampling = ("eval.samples=4", "eval.sampling.temperature=1", "algo.sampling_rounds=2", "algo.overlong_share=0.5")
     losses = ("algo/kl=loss", "algo/correction=tis", "algo.entropy.coef=0.01", "algo.off_policy_delta=0.1")
-    config = compose_config(*smoke(*sampling, *losses, "algo.num_minibatches=2", "logger=csv"))
+    config = compose_config(*smoke(*sampling, *losses, "algo.num_minibatches=2", "algo.num_epochs=2", "logger=csv"))
     config.task = {"_target_": "test_metric_dictionary.Graded", "path": str(EXAMPLES)}
     train(config)
     logged = pd.read_csv(tmp_path / "metrics.csv", index_col="step")
@@ -43,6 +43,7 @@ def test_every_metric_of_a_run_is_in_the_dictionary_and_every_entry_is_of_some_r
         "eval/NAME_iqm",
         "loss/NAME",
     }  # rollout.ahead, comparisons, a user's surrogate
+    assert {name for name in logged if "epoch_" in name} == {"loss/policy_epoch_1", "loss/policy_epoch_2"}
     entries = {metric.name for metric in METRICS if not metric.part}
     assert entries - {about(name).name for name in logged} == elsewhere
     assert (logged["rollout/reward/turns"].dropna() == 7).all() and (logged["eval/reward/turns"].dropna() == 7).all()
@@ -95,7 +96,16 @@ def test_a_name_of_no_metric():
         ),
         *(
             (name, f"reward/{name}")
-            for name in ("reward", "pass@2", "brevity_std", "rounds", "logprob_gap_max", "samples")
+            for name in (
+                "advantages",
+                "repeated",
+                "reward",
+                "pass@2",
+                "brevity_std",
+                "rounds",
+                "logprob_gap_max",
+                "samples",
+            )
         ),
         *(
             (name, name)

@@ -14,6 +14,7 @@ from grpo.env.messages import Message
 from grpo.env.scoring import score_group
 from grpo.env.types import Action, Example, State, Step, Trajectory
 from grpo.rewards.math.answers import extract_answer
+from grpo.runs.runs import Run
 from grpo.system.errors import UserError
 from tasks import countdown, gsm8k
 from tasks.code import Code, chat
@@ -24,6 +25,7 @@ from tasks.math import Math
 from tasks.mixture import Mixture, interleaved, shares
 from tasks.musique import question_of
 from tasks.wordmath import Wordmath
+from train import train
 
 real = pytest.mark.skipif(not REAL_DATA.is_dir(), reason="no real rows on this machine")
 
@@ -201,6 +203,23 @@ def test_tldr_wants_a_length(tmp_path):
     rewards = task.score_group(task.examples("train")[0], [said("x" * n) for n in (200, 190, 100, 0)])
     assert [r.value for r in rewards] == pytest.approx([0, -0.1, -1, -2])
     assert [r.correct for r in rewards] == [True, True, False, False]
+
+
+def test_the_experiment_of_trl_wants_20_characters(smoke, tmp_path):
+    """The toy model's answers of 8 tokens are shorter or longer than that, whatever it says."""
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    for name in ("train", "test"):
+        write(rows / f"{name}.jsonl", [{"prompt": f"A long {name} story, part {i}."} for i in range(4)])
+    given = [one for one in smoke() if not one.startswith("task")]
+    config = compose_config("experiment=tldr_length", *given, f"task.path={rows}", "callbacks=[samples]", "logger=csv")
+    rewards = instantiate(config.task).score_group({"prompt": ""}, [said("x" * n) for n in (20, 25, 14, 0)])
+    assert [(r.value, r.correct) for r in rewards] == [(0, True), (-5, True), (-6, False), (-20, False)]
+    train(config)
+    run = Run(tmp_path)
+    answers = run.samples(columns=["rollout", "completion", "reward"])
+    assert list(answers["reward"]) == [-abs(20 - len(text)) for text in answers["completion"]]
+    assert run.metrics["rollout/reward"].iloc[-1] == pytest.approx(answers["reward"][answers["rollout"] == 2].mean())
 
 
 # -- code

@@ -1,5 +1,7 @@
 """Warnings: given at the bounds that they name, once, and not again after the run is resumed."""
 
+import json
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import lightning as L
@@ -7,6 +9,9 @@ import pytest
 import torch
 from conftest import compose_config
 
+from grpo.evaluation.evaluator import Evaluation
+from grpo.evaluation.statistics import mean_interval
+from grpo.runs.health import warnings_of
 from grpo.system.errors import AlarmError
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.health import Health
@@ -14,11 +19,12 @@ from grpo.training.checkpoints import PlainCheckpoints
 from train import train
 
 
-def said(health: Health, caplog, *values: dict[str, float]) -> list[str]:
+def said(health: Health, caplog, *values: dict[str, float], evaluations: Sequence[Evaluation] = ()) -> list[str]:
     caplog.clear()
     trainer, module = SimpleNamespace(optimizers=[]), SimpleNamespace(policy=torch.nn.Linear(2, 2))
     for rollout, metrics in enumerate(values):
-        health.on_train_batch_end(trainer, module, {}, RolloutBatch(rollout, metrics=metrics), 0)
+        batch = RolloutBatch(rollout, metrics=metrics, evaluations=list(evaluations))
+        health.on_train_batch_end(trainer, module, {}, batch, 0)
     return [record.getMessage() for record in caplog.records]
 
 
@@ -83,6 +89,68 @@ def test_a_gradient_that_jumps(caplog):
     health, usual = Health(), [{"loss/grad_norm": norm} for norm in (1.0, 0.0, *[2.0] * 8, 3.0)]
     assert said(health, caplog, *usual, {"loss/grad_norm": 40.0}) == []
     assert "is 41, above 40: the gradient has jumped" in said(health, caplog, {"loss/grad_norm": 41.0})[0]
+
+
+def evaluated(rollout: int, right: int) -> Evaluation:
+    """An evaluation of a hundred problems."""
+    return Evaluation(rollout, (), {"accuracy": mean_interval([1.0] * right + [0.0] * (100 - right), bounds=(0, 1))})
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["the first is the best", "the second is the best"])
+def test_a_held_out_accuracy_that_falls(caplog, first):
+    """Wilson's intervals: 80 of 100 is 71.1 to 86.7 %, 69 is 59.4 to 77.2 %, 60 is 50.2 to 69.1 %. The run is resumed."""
+    health, resumed = Health(), Health()
+    begin = [evaluated(0, 80), evaluated(1, 69)] if first else [evaluated(0, 69), evaluated(1, 80)]
+    assert said(health, caplog, begin[1].metrics, evaluations=begin) == []
+    resumed.load_state_dict(json.loads(json.dumps(health.state_dict())))
+    evaluations = [evaluated(2, 69), evaluated(3, 60)]
+    assert said(resumed, caplog, evaluations[0].metrics, evaluations=evaluations[:1]) == []
+    (line,) = said(resumed, caplog, evaluations[1].metrics, evaluations=evaluations[1:])
+    assert "eval/accuracy is 0.6, below 0.711: it is far below its best" in line
+    assert said(resumed, caplog, evaluations[1].metrics, evaluations=evaluations[1:]) == []
+
+    each = [*begin, *evaluations]
+    intervals = {one.rollout: one.estimates["accuracy"][1:3] for one in each}
+    (found,) = warnings_of({one.rollout: one.metrics for one in each}, intervals, None)  # as the report finds it
+    assert (found.rollout, found.metric, found.value) == (3, "eval/accuracy", 0.6)
+
+
+def test_an_accuracy_without_an_interval_is_left_alone(caplog):
+    unknown = Evaluation(1, (), {"accuracy": mean_interval([], bounds=(0, 1))})
+    single = [Evaluation(at, (), {"accuracy": mean_interval([value])}) for at, value in ((0, 1.0), (2, 0.0))]
+    for one in (single[0], unknown, single[1]):
+        assert said(Health(), caplog, one.metrics, evaluations=[one]) == []
+    assert said(Health(), caplog, single[1].metrics, evaluations=single) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "well", "unwell", "words"),
+    [
+        ("rollout/repeated", 0.5, 0.51, "above 0.5: answers mostly repeat themselves"),
+        ("loss/entropy", 0.001, 0.0009, "below 0.001: samples hardly differ"),
+    ],
+)
+def test_a_policy_that_collapses_is_reported_after_three_rollouts(metric, well, unwell, words, caplog):
+    assert said(Health(), caplog, *[{metric: unwell}] * 2, {metric: well}, *[{metric: unwell}] * 2) == []
+    health, resumed = Health(), Health()
+    assert said(health, caplog, *[{metric: unwell}] * 2) == []
+    resumed.load_state_dict(health.state_dict())
+    assert len(said(resumed, caplog, {metric: unwell})) == 1
+    (line,) = said(Health(), caplog, *[{metric: unwell}] * 4)
+    assert line.startswith(f"rollout 3: {metric} is {unwell:.3g}, {words}")
+
+
+def test_a_loss_far_below_what_the_advantages_explain(caplog):
+    """With a standard deviation of 0.9 the bound is -4.5. A run of an older version has no such number, and no warning."""
+    spread = {"rollout/advantages_std": 0.9}
+    assert said(Health(), caplog, {"loss/policy": -4.5} | spread, {"loss/policy": -9.0}) == []
+    assert "is -4.6, below -4.5: the policy flees" in said(Health(), caplog, {"loss/policy": -4.6} | spread)[0]
+
+
+def test_answers_that_become_far_longer(caplog):
+    health, usual = Health(), [{"rollout/length": length} for length in (*[100.0] * 5, *[120.0] * 5)]
+    assert said(health, caplog, *usual, {"rollout/length": 330.0}) == []  # three times the median of 110
+    assert "is 361, above 360: answers have become far longer" in said(health, caplog, {"rollout/length": 361.0})[0]
 
 
 @pytest.mark.parametrize(("solved", "reward", "warned"), [(0.3, 1.2, True), (0.4, 1.2, False), (0.3, 0.9, False)])

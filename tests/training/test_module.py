@@ -276,6 +276,15 @@ def test_epochs_compare_with_the_policy_before_the_first(toy):
     for epoch in range(3):  # every epoch sees every row once
         assert sorted(unpadded(seen[2 * epoch]) + unpadded(seen[2 * epoch + 1])) == sorted(row_of)
     assert metrics["loss/approx_kl"] > 1e-4 and metrics["loss/clip_fraction_high"] > 0
+    losses = [metrics[f"loss/policy_epoch_{k}"] for k in (1, 2, 3)]  # of equally many tokens; the policy learns
+    assert sum(losses) / 3 == pytest.approx(metrics["loss/policy"]) and losses[2] < losses[0] - 1e-3
+    known = torch.cat([base[: int(mask.sum())] for base, mask in zip(start.detach(), tokens.mask, strict=True)])
+    assert metrics["rollout/old_logprobs"] == pytest.approx(float(known.mean()), abs=1e-5)
+    assert metrics["rollout/old_logprobs_std"] == pytest.approx(float(known.std(correction=0)), abs=1e-4)
+    assert metrics["rollout/rollout_logprobs_std"] == pytest.approx(0, abs=1e-4)  # each is -0.5
+    # 1, -1, 0.5 and -0.5
+    assert (metrics["rollout/advantages_mean"], metrics["rollout/advantages_positive"]) == (0.0, 2.0)
+    assert metrics["rollout/advantages_std"] == pytest.approx(math.sqrt(2.5 / 4))
     assert metrics["lr"] == pytest.approx(
         0.1 * (1 + 23 / 24 + 22 / 24 + 21 / 24 + 20 / 24 + 19 / 24) / 6
     )  # linear over 24
@@ -318,3 +327,17 @@ def test_means_weigh_by_what_they_count():
     means.add("x", 6.0, 3)
     means.add("x", 2.0, 1)
     assert means.result() == {"x": 2.0}
+    means.add("x^2", 4.0 + 4.0 + 4.0 + 8.0, 4)
+    assert means.result() == {"x": 2.0, "x_std": 1.0}  # 20 / 4 - 2^2
+
+
+def test_the_loss_of_an_epoch_is_that_of_its_tokens():
+    means, alone = Means(), Means()
+    for epoch, (total, count) in enumerate([(6.0, 3), (2.0, 1), (0.0, 0)]):
+        means.add("loss/policy", total, count)
+        means.end_epoch(epoch, 3)
+    found = {"loss/policy": 2.0, "loss/policy_epoch_1": 2.0, "loss/policy_epoch_2": 2.0}
+    assert means.result() == found  # in the third every update was skipped
+    alone.add("loss/policy", 6.0, 3)
+    alone.end_epoch(0, 1)
+    assert alone.result() == {"loss/policy": 2.0}

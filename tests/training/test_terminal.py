@@ -50,7 +50,7 @@ def test_the_summary_of_a_run():
     """Two rollouts of 300 tokens, 3 s each; the evaluation before training belongs to no rollout's row."""
     learned = [ROLLOUT, ROLLOUT | {"time/eval": 1.5}]
     evaluations = [evaluated(0, [0.0, 0.0, math.nan]), evaluated(1, [1.0, 1.0]), evaluated(2, [1.0, 0.0])]
-    told = cells(summary(learned, evaluations, 10.0, ["loss/kl"]))
+    told = cells(summary(learned, evaluations, 10.0, ["loss/kl"], 0.5, {"Task.score": 2.0}))
     assert told == {
         "rollouts": "2",
         "time": "0:00:10, 5 s a rollout",
@@ -58,7 +58,9 @@ def test_the_summary_of_a_run():
         "  update": "0:00:02, 20%",
         "  sync": "0:00:00, 0%",
         "  eval": "0:00:03, 30%",
-        "  rest": "0:00:01, 10%",
+        "  checkpoint": "0:00:00, 5%",
+        "  rest": "0:00:00, 5%",
+        "beside: Task.score": "0:00:02, 20%",
         "tokens/s": "100",
         "memory, at most": "2.00 GiB",
         # Wilson's interval of 0 and 2 of 2: 1.96^2 / (2 + 1.96^2) = 0.658
@@ -67,13 +69,16 @@ def test_the_summary_of_a_run():
         "held out, last": "50.0% (9.5 to 90.5) after 2",
         "warnings": "loss/kl",
     }
-    fallen = cells(summary(learned, [evaluated(0, [1.0, 1.0]), *evaluations[2:], evaluated(4, [0.0, 0.0])], 10.0, []))
+    short = (10.0, [], 0.0, {})
+    fallen = cells(summary(learned, [evaluated(0, [1.0, 1.0]), *evaluations[2:], evaluated(4, [0.0, 0.0])], *short))
     assert fallen["held out, best"] == "100.0% (34.2 to 100.0) after 0"
-    level = cells(summary(learned, [evaluated(0, [0.0, 0.0]), evaluated(2, [0.0, 0.0])], 10.0, []))
+    level = cells(summary(learned, [evaluated(0, [0.0, 0.0]), evaluated(2, [0.0, 0.0])], *short))
     assert level["held out, best"].endswith(
         "after 2"
     )  # as `best`, the policy before training gives way to an equal one
-    without = cells(summary(learned, [evaluated(0, [math.nan])], 10.0, []))
+    ahead = [row | {"time/played": 3.5} for row in learned]
+    without = cells(summary(ahead, [evaluated(0, [math.nan])], *short))
+    assert without["beside: rollouts ahead"] == "0:00:07, 70%" and "beside: Task.score" not in without
     assert "held out, first" not in without and without["warnings"] == "none"
 
 
@@ -83,13 +88,26 @@ def cells(table) -> dict[str, str]:
 
 
 def test_completions_at_an_interval_and_the_paths_at_the_end(smoke, tmp_path, capsys):
+    columns = {
+        "loss/policy": "policy -?0",
+        "loss/policy_epoch_2": "policy_epoch_2 -?0",
+        "loss/grad_norm": "grad_norm [0-9]",
+    }
+    columns |= {"loss/kl": "kl [0-9]", "loss/clip_fraction_high": "clip_fraction_high [0-9.]+%"}
+    columns |= {"rollout/advantages_std": "advantages_std 0", "rollout/old_logprobs_std": "old_logprobs_std [0-9]"}
     showing = ("callbacks=[terminal,health,checkpoint]", "callbacks.terminal.samples=1", "callbacks.terminal.every=2")
+    showing += (f"callbacks.terminal.columns=[{','.join(columns)}]", "algo/kl=loss", "algo.num_epochs=2")
     train(
         compose_config(*smoke(*showing, "callbacks.terminal.samples_every=2", "rollout.num_rollouts=5", "eval.every=5"))
     )
     said = capsys.readouterr().out
     assert [f"╭─ rollout {rollout}: reward" in said for rollout in range(1, 6)] == [True, True, False, True, True]
     assert [f"rollout {rollout}/5  reward" in said for rollout in range(1, 6)] == [False, True, False, True, True]
+    assert re.search("groups .*" + "  ".join(columns.values()), said)
+    beside = re.findall(r"│ (beside: [\w. ]+?) +│ 0:00:00, (\d+)%", said)
+    assert [name for name, _ in beside] == [
+        f"beside: {name}" for name in ("an environment of GSM8K", "GSM8K.score_group", "claims of GSM8K")
+    ]
     assert said.index("after 0 rollouts") < said.index("rollout 1: reward")
     assert "held out 0%" in said and "0:00:00 left" in said
     assert "rollout/truncated" in said.rpartition("the run")[2]  # the name of the warning's metric
@@ -103,7 +121,7 @@ def test_the_evaluation_before_training_is_a_part_of_the_time(smoke, capsys):
     evaluated = ("eval.every=2", "eval.samples=64", "eval.sampling.temperature=1")
     train(compose_config(*smoke("callbacks=[terminal]", *evaluated)))
     shares = re.findall(r"│   \w.* (\d+)%", capsys.readouterr().out.rpartition("the run")[2])
-    assert len(shares) == 5 and abs(sum(map(int, shares)) - 100) <= 3
+    assert len(shares) == 6 and abs(sum(map(int, shares)) - 100) <= 3
 
 
 class Interrupt(L.Callback):

@@ -7,6 +7,7 @@
 - gate: slow connections, strangers, large bodies, clients that left
 - api: our endpoints
 - openai: the endpoints of OpenAI's API
+- trl: the endpoints that clients of TRL expect
 - refusals: errors in OpenAI's form
 - metrics: numbers for Prometheus
 """

@@ -20,6 +20,8 @@ from grpo.apps.serve.gate import Gate, TimedConnection
 from grpo.apps.serve.refusals import refuse
 from grpo.apps.serve.served_weights import Adapter
 from grpo.apps.serve.service import Asked, Service
+from grpo.apps.serve.trl import trl_router
+from grpo.engines.protocol import Engine
 from grpo.env.tokens import Completion
 from grpo.system.errors import UserError
 
@@ -56,6 +58,7 @@ def make_app(service: Service) -> FastAPI:
     queued = [Depends(service.place, scope="function")]
     refuse(app)
     app.include_router(openai.router(service))
+    app.include_router(trl_router(service))
 
     async def changed(function: Callable, *arguments: Any) -> int:
         """Change the weights, even if the client leaves, and return their version. Requests for samples wait meanwhile."""
@@ -69,7 +72,8 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        batching.check_ready()
+        if not batching.asleep:
+            batching.check_ready()
         return {"status": "ok"}
 
     @app.get("/metrics")
@@ -162,6 +166,36 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/is_paused")
     async def is_paused() -> dict[str, bool]:
         return {"is_paused": batching.paused}
+
+    @app.post("/sleep")
+    @app.post("/wake_up")
+    async def sleep(request: Request) -> dict[str, str]:
+        """Free the memory that the engine can spare, and refuse requests; or read weights that it freed again, and resume."""
+        asleep = request.url.path == "/sleep"
+
+        def switch(engine: Engine) -> None:
+            if asleep:
+                getattr(engine, "sleep", lambda: None)()
+            elif engine.version is None:
+                weights.read(engine)
+            batching.asleep = asleep
+
+        await asyncio.shield(asyncio.wrap_future(batching.pause(asleep, switch)))
+        return {"status": "sleeping" if asleep else "awake"}
+
+    @app.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        return {"is_sleeping": batching.asleep}
+
+    @app.get("/info")
+    async def info() -> dict[str, Any]:
+        engine, pretrained = batching.engine, weights.pretrained
+        return {
+            **{"model": pretrained.path, "version": weights.version, "dtype": pretrained.dtype},
+            "max_model_len": engine.context if engine and engine.version is not None else None,
+            "engine": type(engine).__name__,
+            "requests": {"running": len(batching.running), "waiting": len(batching.waiting)},
+        }
 
     return app
 

@@ -63,11 +63,12 @@ class Batching:
     """A queue of requests and calls before one engine, which runs in a thread of its own.
 
     make_engine: called first in that thread. If it raises, every later `call` raises the same.
-    waiting, running: the requests that wait, and those that are sampled now.
+    waiting, running: the requests that wait, and those that are sampled now. paused: nothing is sampled. asleep: the engine may
+    have freed its weights; set by a function that `pause` calls.
     """
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
-        self.paused = self.stopped = False
+        self.paused = self.asleep = self.stopped = False
         self.waiting: list[SampleRequest] = []
         self.running: list[SampleRequest] = []
         self._calls: deque[Callable[[Engine], Any]] = deque()
@@ -82,8 +83,10 @@ class Batching:
         return self._made.result() if self._made.done() and not self._made.exception() else None
 
     def check_ready(self) -> None:
-        """Raise Unavailable unless the engine has weights."""
+        """Raise Unavailable unless the engine has weights and is awake."""
         self._check_not_stopped()
+        if self.asleep:
+            raise Unavailable("the engine sleeps: POST /wake_up wakes it")
         if self.engine is None or self.engine.version is None:
             raise Unavailable("the engine has no weights yet: try again later")
 
@@ -108,10 +111,12 @@ class Batching:
             self._calls.append(function)
             return self._thread.submit(lambda: self._run(self._calls.popleft()))
 
-    def pause(self, paused: bool) -> Future:
-        """Pause or resume sampling. The Future is done when no batch is running; then requests wait, and calls still run."""
+    def pause(self, paused: bool, function: Callable[[Engine], Any] = lambda engine: None) -> Future:
+        """Pause or resume sampling, after function(engine). The Future is done when no batch is running; then requests wait, and
+        calls still run."""
 
         def switch(engine: Engine) -> None:
+            function(engine)
             self.paused = paused
             for _ in self.waiting:
                 self._thread.submit(self._run, self._sample_next)
@@ -152,7 +157,7 @@ class Batching:
             self._thread.submit(self._run, self._sample_next)
             return
         with self._lock:
-            if self.paused or not self.waiting:
+            if self.paused or self.asleep or not self.waiting:
                 return
             sampling = min(self.waiting, key=lambda request: request.due).sampling
             batch = [request for request in self.waiting if request.sampling == sampling]

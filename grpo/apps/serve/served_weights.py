@@ -41,7 +41,7 @@ class ServedWeights:
         self.pretrained, self.device = pretrained, device
         self.folders = [Path(folder).resolve() for folder in (pretrained.path, *folders)]
         self.adapter: Adapter | None = None
-        self.load_count = 0
+        self.load_count, self.version = 0, -1  # an engine that sleeps may lose the version with its weights
         self._shapes: dict[str, torch.Size] = {}
 
     def allowed(self, path: str) -> str:
@@ -82,10 +82,9 @@ class ServedWeights:
 
     def _give(self, engine: Engine, pretrained: Pretrained, adapter: Adapter | None) -> int:
         model = self._model(pretrained, adapter)
-        version = 0 if engine.version is None else engine.version + 1
-        engine.load_weights(model.to(self.device), version)
-        self.pretrained, self.adapter = pretrained, adapter
-        return version
+        engine.load_weights(model.to(self.device), self.version + 1)
+        self.pretrained, self.adapter, self.version = pretrained, adapter, self.version + 1
+        return self.version
 
     def _model(self, pretrained: Pretrained, adapter: Adapter | None) -> nn.Module:
         path = pretrained.path

@@ -28,7 +28,10 @@ REFUSED = {  # field -> the only value that is accepted, and the reason
     "prompt_logprobs": (None, "engines return log-probabilities of sampled tokens only, not of the prompt"),
     "presence_penalty": (0, "use repetition_penalty instead"),
     "frequency_penalty": (0, "use repetition_penalty instead"),
+    "generation_kwargs": ({}, "give its entries beside the other fields"),
 }
+
+REGEX = ("structured_outputs_regex", "guided_decoding_regex")  # TRL's names
 
 
 class Asked(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
@@ -48,7 +51,7 @@ class Asked(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop_token_ids: list[int] = Field([], max_length=1000, validation_alias=AliasChoices("stop_token_ids", "stop_ids"))
-    guided: dict[str, Any] | None = Field(None, validation_alias=AliasChoices("guided", "structured_outputs"))
+    guided: dict[str, Any] | None = Field(None, validation_alias=AliasChoices("guided", "structured_outputs", *REGEX))
     seed: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=1)
     model: str | None = None  # ignored: the server has one model
@@ -63,6 +66,7 @@ class Asked(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
         for name, (neutral, why) in REFUSED.items():
             if given.get(name) not in (None, neutral):
                 raise UserError(f"{name}={shown(given[name])}: {why}")
+        given = {name: {"regex": value} if name in REGEX and value else value for name, value in given.items()}
         return {name: value for name, value in given.items() if value is not None and name not in REFUSED}
 
     def sampling(self) -> Sampling:

@@ -33,7 +33,7 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
         "numbers": numbers(run, intervals),
         "metrics": {"x": list(metrics.index), "y": {name: metrics[name].to_numpy() for name in metrics}},
         "intervals": {"eval/accuracy": [intervals.get(at) for at in metrics.index]},
-        "warnings": [vars(warning) for warning in warnings_of(logged, run.manifest.get("rounding"))],
+        "warnings": [vars(warning) for warning in warnings_of(logged, intervals, run.manifest.get("rounding"))],
         "overrides": run.manifest.get("overrides") or [f"{key}={value}" for key, value in run.overrides.items()],
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
         **embedded(run, samples),

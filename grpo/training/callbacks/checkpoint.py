@@ -3,6 +3,7 @@
 import logging
 import math
 import shutil
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -52,7 +53,7 @@ class Checkpoint(L.Callback):
     ) -> None:
         self.folder, self.num_rollouts, self.every, self.keep = Path(folder), num_rollouts, every, keep
         self.tokenizer = tokenizer
-        self.best_accuracy = -1.0
+        self.best_accuracy, self.seconds = -1.0, 0.0  # seconds: spent in the training loop
         self.rollouts = 0  # rollouts learned from
         self.exported = self.saved = -1  # the rollouts of the newest policy and checkpoint that were written
         self.measured: Estimate | None = None  # held-out accuracy of the present policy, if it was evaluated
@@ -64,7 +65,7 @@ class Checkpoint(L.Callback):
                 self.compare(module, self.measured.value)
 
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
-        self.rollouts = batch.rollout + 1
+        self.rollouts, begun = batch.rollout + 1, time.perf_counter()
         measured = {evaluation.rollout: evaluation.estimates["accuracy"] for evaluation in batch.evaluations}
         self.measured = measured.get(self.rollouts)
         if "eval/accuracy" in batch.metrics:
@@ -76,6 +77,7 @@ class Checkpoint(L.Callback):
             log.warning(words, 100 * self.best_accuracy)
         if self.rollouts == self.num_rollouts or (self.every and self.rollouts % self.every == 0):
             self.save(trainer, module)
+        self.seconds += time.perf_counter() - begun
 
     def compare(self, module: L.LightningModule, accuracy: float) -> None:
         """Export the present policy as `best` if its held-out accuracy is the best so far."""

@@ -45,7 +45,10 @@ class Health(L.Callback):
                 self.watch.rounding = callback.rounding
 
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
-        for found in self.watch.findings(batch.rollout + 1, batch.metrics):
+        intervals = {evaluation.rollout: evaluation.estimates["accuracy"][1:3] for evaluation in batch.evaluations}
+        rows = {evaluation.rollout: evaluation.metrics for evaluation in batch.evaluations}
+        rows |= {batch.rollout + 1: batch.metrics}
+        for found in (found for at, row in rows.items() for found in self.watch.findings(at, row, intervals.get(at))):
             line = f"rollout {found.rollout}: {found.metric} is {found.value:.3g}, {found.words}"
             self.alarm(line) if found.stops and found.metric not in self.ignored else warn(line)
         if wrong := not_finite(chain(learned(module), states(trainer))):
@@ -65,7 +68,7 @@ class Health(L.Callback):
         return sorted(self.watch.silent - self.ignored)
 
     def state_dict(self) -> dict:
-        return asdict(self.watch) | {"silent": sorted(self.watch.silent)}
+        return asdict(self.watch) | {"silent": sorted(self.watch.silent), "unwell": dict(self.watch.unwell)}
 
     def load_state_dict(self, state: dict) -> None:
         self.watch = Watch(

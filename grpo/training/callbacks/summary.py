@@ -23,15 +23,22 @@ def accuracy(evaluation: Evaluation) -> str:
 
 
 def summary(
-    learned: Sequence[Mapping[str, float]], evaluations: Sequence[Evaluation], seconds: float, warned: Sequence[str]
+    learned: Sequence[Mapping[str, float]],
+    evaluations: Sequence[Evaluation],
+    seconds: float,
+    warned: Sequence[str],
+    checkpoint: float,
+    calls: Mapping[str, float],
 ) -> Table:
     """Return the table of a run.
 
-    learned: the metrics of each rollout. seconds: duration of the whole run. warned: the metrics that had a warning.
+    learned: the metrics of each rollout. seconds: duration of the whole run. warned: the metrics that had a warning. checkpoint:
+    seconds of writing checkpoints. calls: seconds of environments and rewards, by their names, which other parts include.
     Accuracies are on the held-out examples, with a 95 % confidence interval for other examples of the same kind.
     """
     rows = [*learned, *(evaluation.metrics for evaluation in evaluations if evaluation.rollout == 0)]
     spent = {name.removeprefix("time/"): sum(row.get(name, 0.0) for row in rows) for name in TIMES}
+    spent["checkpoint"] = checkpoint
     spent["rest"] = max(0.0, seconds - sum(spent.values()))
     tokens = sum(metrics["rollout/tokens"] for metrics in learned)
     busy = sum(spent[name] for name in ("rollout", "update", "sync"))
@@ -41,6 +48,10 @@ def summary(
     table.add_row("time", f"{clock(seconds)}, {seconds / len(learned):.3g} s a rollout")
     for name, part in spent.items():
         table.add_row(f"  {name}", f"{clock(part)}, {part / seconds:.0%}")
+    if played := sum(row.get("time/played", 0.0) for row in learned):
+        calls = {"rollouts ahead": played, **calls}
+    for name, part in calls.items():
+        table.add_row(f"beside: {name}", f"{clock(part)}, {part / seconds:.0%}")
     table.add_row("tokens/s", f"{tokens / busy:,.0f}")
     table.add_row("memory, at most", f"{memory / 2**30:.2f} GiB")
     if known := [evaluation for evaluation in evaluations if evaluation.estimates["accuracy"].n]:

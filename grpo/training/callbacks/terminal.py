@@ -16,10 +16,12 @@ from rich.text import Text
 from grpo.evaluation.display import history, results_line
 from grpo.evaluation.evaluator import Evaluation
 from grpo.rollout.types import Sample
+from grpo.system.calls import SPENT
 from grpo.system.errors import StopError, UserError
 from grpo.system.metrics import about, written
 from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
+from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.evaluation import EvaluationCallback
 from grpo.training.callbacks.health import Health
 from grpo.training.callbacks.summary import clock, summary
@@ -86,6 +88,7 @@ class Terminal(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Start the clock before on_train_start, in which the policy is evaluated, since that is part of the run's time."""
         self.begun = time.perf_counter()
+        SPENT.clear()
         self.progress.start()
 
     @rank_zero_only
@@ -147,7 +150,9 @@ class Terminal(L.Callback):
         if self.learned:
             healths = [callback for callback in trainer.callbacks if isinstance(callback, Health)]
             warned = [name for health in healths for name in health.warned()]
-            self.console.print(summary(self.learned, evaluations, time.perf_counter() - self.begun, warned))
+            saving = sum(callback.seconds for callback in trainer.callbacks if isinstance(callback, Checkpoint))
+            seconds = time.perf_counter() - self.begun
+            self.console.print(summary(self.learned, evaluations, seconds, warned, saving, SPENT))
         left = [name for name in LEFT if (self.folder / name).exists()]
         self.line(f"written to {self.folder}: {', '.join(left)}")
         if "checkpoints/best" in left:

@@ -1,0 +1,81 @@
+"""grpo.prefetch: everything that a run reads is there afterwards, without network."""
+
+import http.server
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import EXAMPLES, ROOT
+
+from grpo.apps.prefetch import main
+from grpo.system.errors import UserError
+
+TASK = ["task=gsm8k", f"task.path={EXAMPLES}", "model=path"]
+
+
+def test_what_is_on_this_machine_needs_no_hub(toy, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HOME", "/cache")
+    main([*TASK, f"model.path={toy}", "task.train_limit=2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["train: 2 examples", "test: 3 examples", f"model: {toy}"]
+    command = f"HF_HOME=/cache HF_HUB_OFFLINE=1 python train.py {' '.join(TASK)} model.path={toy} task.train_limit=2"
+    assert lines[3:] == [f"without network: {command}"]
+
+
+@pytest.mark.parametrize("missing", [["model.path=org/nothing"], ["model.path=x", "task.path=org/nothing"]])
+def test_what_the_hub_does_not_give_is_one_line(missing):
+    """Tests run with HF_HUB_OFFLINE=1, as without network."""
+    with pytest.raises(UserError, match=r"path=org/nothing is n.* hub") as error:
+        main([*TASK, *missing])
+    assert "\n" not in str(error.value)
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Serves the files of one folder as the model org/toy."""
+
+    folder: Path
+
+    def do_GET(self) -> None:
+        file = self.folder / self.path.removeprefix("/org/toy/resolve/main/")
+        there = self.path.startswith("/org/toy/resolve/main/") and file.is_file()
+        body = file.read_bytes() if there else b"{}"
+        self.send_response(200 if there else 404)
+        for name, value in {
+            "ETag": f'"{file.name}"' if there else None,
+            "X-Repo-Commit": "1" * 40,
+            "X-Error-Code": None if there else "EntryNotFound",
+            "Content-Length": len(body),
+        }.items():
+            if value is not None:
+                self.send_header(name, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args: object) -> None: ...
+
+
+@pytest.mark.slow
+def test_a_model_of_a_hub_is_there_without_network(toy, tmp_path):
+    """A small hub on the loopback address; afterwards it is gone, and the same command reads the cache."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("OfToy", (Hub,), {"folder": toy}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    command = [sys.executable, "-m", "grpo.prefetch", *TASK, "model.path=org/toy"]
+    common = os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+
+    def run(offline: str) -> subprocess.CompletedProcess:
+        given = common | {"HF_HUB_OFFLINE": offline}
+        return subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=300)
+
+    fetched = run("0")
+    assert fetched.returncode == 0, fetched.stderr
+    assert fetched.stdout.endswith(f"HF_HUB_OFFLINE=1 python train.py {' '.join(TASK)} model.path=org/toy\n")
+    server.shutdown()
+    server.server_close()
+    after = run("1")
+    assert (after.returncode, after.stdout) == (0, fetched.stdout), after.stderr
