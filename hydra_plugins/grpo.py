@@ -55,10 +55,8 @@ class Processes(Launcher):
                 was, now = before.get(key), overrides.get(key)
                 if not (was and now and (key in self.swept or text(was) == text(now))):
                     theirs, ours = (o.input_line if o else f"no {key}" for o in (was, now))
-                    raise UserError(
-                        f"{folder} has another sweep: its job {number} has {theirs}, this one {ours}; set "
-                        "hydra.sweep.dir to a new folder"
-                    )
+                    line = f"{folder} has another sweep: its job {number} has {theirs}, this one {ours}"
+                    raise UserError(f"{line}; set hydra.sweep.dir to a new folder")
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs and return their accuracies; a failed job returns None, because an exception would stop the sweeper."""
@@ -76,9 +74,7 @@ class Processes(Launcher):
         with suppress(InterpolationResolutionError):
             check_values(values)
         if config.trainer.devices != 1:
-            raise UserError(
-                f"trainer.devices={config.trainer.devices}: a job of a sweep uses one device; set trainer.devices=1"
-            )
+            raise UserError(f"trainer.devices={config.trainer.devices}: a job of a sweep uses one device: set 1")
         with open_dict(config):
             config.hydra.job.num = number = self.sweep.number(overrides)
             config.hydra.job.id = str(number)

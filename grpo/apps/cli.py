@@ -206,10 +206,8 @@ def check_run(config: DictConfig, first: bool, overrides: Sequence[str]) -> None
         raise UserError("each process would make a folder of its own: set hydra.run.dir to one that all of them see")
     in_place = given and folder in (given, *given.parents)
     if first and (folder / "config.yaml").exists() and not in_place and not config.resume.auto:
-        raise UserError(
-            f"{config.output_dir} already has a run: set hydra.run.dir to a new folder, or resume that run with "
-            f"ckpt_path={config.output_dir}"
-        )
+        line = f"{config.output_dir} already has a run: set hydra.run.dir to a new folder, or resume that run"
+        raise UserError(f"{line} with ckpt_path={config.output_dir}")
     check_resumed(config)
 
 

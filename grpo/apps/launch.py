@@ -42,9 +42,7 @@ def main(arguments: Sequence[str]) -> None:
         print(__doc__)
         return
     if wrong := [flag for flag in flags if flag != "--dry-run" and not flag.startswith("--to=")]:
-        raise UserError(
-            f"{wrong[0]} is no flag of grpo.launch: it takes --dry-run and --to=KIND, then overrides of train.py"
-        )
+        raise UserError(f"{wrong[0]} is no flag of grpo.launch: take --dry-run, --to=KIND and overrides of train.py")
     if kind not in KINDS:
         raise UserError(f"--to={kind} must be one of {', '.join(KINDS)}")
     overrides = [word for word in arguments if word not in flags]
@@ -66,9 +64,7 @@ def shared_folder(overrides: Sequence[str]) -> Path:
     given = [word.removeprefix(FOLDER) for word in overrides if word.startswith(FOLDER)]
     name = given[-1] if given else f"outputs/launched/{datetime.now():%Y-%m-%d_%H-%M-%S}"
     if not re.fullmatch(r"[\w./+-]+", str(Path(name).resolve())):
-        raise UserError(
-            f"{FOLDER}{name}: take a path of letters, digits and _ . / + - only, which is the same everywhere"
-        )
+        raise UserError(f"{FOLDER}{name}: take a path of letters, digits and _ . / + -, the same everywhere")
     return Path(name).resolve()
 
 
@@ -104,21 +100,15 @@ def check_deployment(config: DictConfig, kind: str) -> None:
     """Raises UserError if trainer, engine and deployment do not fit each other."""
     nodes, remote = config.deployment.server_nodes, "urls" in config.engine
     if nodes and not remote:
-        raise UserError(
-            f"deployment.server_nodes={nodes} starts vLLM servers: set engine=vllm_server, or server_nodes=0"
-        )
+        raise UserError(f"deployment.server_nodes={nodes} starts servers: set engine=vllm_server, or server_nodes=0")
     if remote and not nodes and not config.engine.launch and not config.engine.urls:
         raise UserError("engine=vllm_server has no servers: set deployment.server_nodes, or engine.urls")
     if nodes and not isinstance(config.engine.path, str):
-        raise UserError(
-            "vLLM servers elsewhere need model.path=FOLDER_OR_HUB_ID, and this model is made by the trainer"
-        )
+        raise UserError("vLLM servers elsewhere need model.path=FOLDER_OR_HUB_ID, this model is made by the trainer")
     if kind == "compose" and config.trainer.num_nodes + nodes > 1 + bool(nodes):
         raise UserError("--to=compose is for one machine: set trainer.num_nodes=1, and deployment.server_nodes=0 or 1")
     if kind == "compose" and remote and "nccl" in config.engine.sync:
-        raise UserError(
-            f"engine.sync={config.engine.sync} needs one network of GPUs: with --to=compose set engine.sync=disk"
-        )
+        raise UserError(f"engine.sync={config.engine.sync} needs one network: with --to=compose set engine.sync=disk")
     if kind == "compose" and not config.deployment.image:
         raise UserError("--to=compose needs deployment.image=IMAGE, with this project in its working directory")
 

@@ -211,9 +211,8 @@ def check_resumed(config: DictConfig) -> None:
     saved = saved_config(folder) if changed else config
     guarded = [line for line in changed if line.startswith(GUARDED) and not is_shown(line, config, saved)]
     if guarded and config.resume.changes != "allow":
-        raise UserError(
-            f"the run to resume had other settings: {', '.join(guarded[:5])}; leave them out, or set resume.changes=allow"
-        )
+        line = f"the run to resume had other settings: {', '.join(guarded[:5])}"
+        raise UserError(f"{line}; leave them out, or set resume.changes=allow")
     if changed:
         log.warning("resuming with other values: %s", ", ".join(changed))
 

@@ -56,9 +56,7 @@ class Stop:
         self.why = signal.Signals(number).name
         if self.at_once:
             raise StopError(self.why)
-        log.warning(
-            "%s: the run ends when this update and its evaluation are complete, or at once on a second signal", self.why
-        )
+        log.warning("%s: the run ends after this update and its evaluation, or at once on a second signal", self.why)
 
     def check(self) -> None:
         """Raise StopError on all devices if one of them should end. Called between two updates."""

@@ -58,9 +58,7 @@ def args_of(args: Mapping[str, Any] | None, rank: int | None) -> dict[str, Any]:
     given = dict(args or {})
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if (given.get(name) or 1) > 1:
-            raise UserError(
-                f"engine.args.{name}={given[name]}: this engine uses only the trainer's device: set it to 1"
-            )
+            raise UserError(f"engine.args.{name}={given[name]}: this engine uses only the trainer's device: set 1")
     if rank is None:
         return given
     import_vllm()
@@ -145,6 +143,4 @@ def swap(llm: Any, adapter: Any) -> Any:
 def refused(why: str) -> UserError:
     """Return the error about an adapter that vLLM cannot serve."""
     why = " ".join(why.split()).rstrip(".")
-    return UserError(
-        f"vLLM cannot serve this adapter: {why}; engine=vllm merges most kinds, engine=transformers takes any"
-    )
+    return UserError(f"vLLM cannot serve this adapter: {why}; engine=vllm merges most, engine=transformers takes any")

@@ -167,9 +167,7 @@ class VLLMServerEngine:
     ) -> list[Completion]:
         """Sample as `Engine.sample`. A completion that reaches the end of the context ends there, with finish "length"."""
         if self._fleet.label is None:
-            raise UserError(
-                "the vLLM servers have no weights of this run yet: call load_weights before the first sample"
-            )
+            raise UserError("the vLLM servers have no weights of this run yet: call load_weights before sample")
         params = params_of(prompts, sampling, self._eos, self.context)
         requests = [
             {"token_ids": list(prompt), "sampling_params": params | {"seed": seed}}
