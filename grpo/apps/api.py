@@ -97,9 +97,7 @@ def train(
     with in_one_line("train", words):
         config = placed(composed("train", words), objects)
         if output_dir is None and config.trainer.devices * config.trainer.num_nodes > 1:
-            raise UserError(
-                "on several devices each process runs this program: give output_dir, so that they share a folder"
-            )
+            raise UserError("on several devices each process runs this program: give output_dir, which all share")
         config = announced(config, words)
         policy = None if config is None else script("train").train(placed(config, objects), words)[1]
     return TrainedRun(folder, policy, objects)
@@ -166,9 +164,7 @@ def placed(config: DictConfig, objects: Mapping[str, Any], new: Mapping[str, Any
 def given(key: str, type: str) -> Any:
     """Return the object that a call of this module was given. Raises UserError in another program, which does not have it."""
     if key not in _objects:
-        raise UserError(
-            f"{key} was an object of a Python program ({type}): give it again, to grpo.train or grpo.evaluate"
-        )
+        raise UserError(f"{key} was an object of a Python program ({type}): give it again to train or evaluate")
     return _objects[key]
 
 

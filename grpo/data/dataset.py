@@ -203,9 +203,7 @@ class Dataset:
                 name = glob.escape(str(file))  # it may have * or [
                 return load_dataset(kind, data_files=name, split="train", streaming=self.streaming, **more)
         if self.path.startswith((".", "/", "~")) or self.path.count("/") != 1:
-            raise UserError(
-                f"task.path={self.path} does not exist: give a folder, a file, or a dataset's id on the hub"
-            )
+            raise UserError(f"task.path={self.path} does not exist: give a folder, a file or a dataset's id on the hub")
         try:
             return load_dataset(self.path, self.config, split=name, streaming=self.streaming)
         except Exception as error:  # a network may raise anything

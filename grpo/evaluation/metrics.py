@@ -75,8 +75,12 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
     by/NAME: the example's column NAME. eval/NAME: counts of a conversation.
     """
     claims, failures = getattr(task, "claims", None), []
+    calls = Calls(THREADS, f"claims of {type(task).__name__}")  # each thread waits for a process that does algebra
 
-    def of(sample: Sample, claim: Claim | BaseException | None) -> dict[str, Any]:
+    async def row(sample: Sample) -> dict[str, Any]:
+        claim: Claim | BaseException | None = None
+        if claims and sample.trajectory.steps:
+            claim = await calls.run(object(), TIMEOUT, claims, sample.example, sample.trajectory)
         found: dict[str, Any] = values_of(sample.example, by)
         if isinstance(claim, BaseException):  # the user's code failed or hangs; the evaluation works without it
             failures.append(told(claim))
@@ -90,15 +94,6 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
         return found
 
     async def all_rows() -> list[list[dict[str, Any]]]:
-        # each thread waits for a process that does algebra
-        calls = Calls(THREADS, f"claims of {type(task).__name__}")
-
-        async def row(sample: Sample) -> dict[str, Any]:
-            claim = None
-            if claims and sample.trajectory.steps:
-                claim = await calls.run(object(), TIMEOUT, claims, sample.example, sample.trajectory)
-            return of(sample, claim)
-
         try:
             return await asyncio.gather(*(asyncio.gather(*map(row, group)) for group in groups))
         finally:

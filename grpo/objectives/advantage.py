@@ -83,9 +83,7 @@ def gdpo(parts: Mapping[str, Tensor], weights: Mapping[str, float], eps: NonNega
     try:
         scaled = torch.stack([weight * group_advantages(parts[name], eps=eps) for name, weight in weights.items()])
     except KeyError as error:
-        raise UserError(
-            f"algo.advantage.weights: the reward has no part {error}; there are {', '.join(parts)}"
-        ) from error
+        raise UserError(f"algo.advantage.weights: no part {error}; there are {', '.join(parts)}") from error
     summed = torch.where(scaled.isnan().all(dim=0), torch.nan, scaled.nansum(dim=0))
     centred = torch.where((scaled.nan_to_num(0.0) == 0).all(dim=0), summed, summed - summed.nanmean())
     return centred / (std(summed, None, 1) + eps)

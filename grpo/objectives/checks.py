@@ -49,9 +49,8 @@ def check_parameters(a: "Algorithm", axis: str) -> None:
         if parameter.default is not parameter.empty or parameter.kind == parameter.VAR_KEYWORD or name in offered:
             continue
         if name in OFFERED[axis]:
-            raise UserError(
-                f"algo.level=none, but {named(a, axis)} needs the {name}: take algo/surrogate=reinforce, or algo.level=token"
-            )
+            fix = "take algo/surrogate=reinforce, or algo.level=token"
+            raise UserError(f"algo.level=none, but {named(a, axis)} needs the {name}: {fix}")
         raise UserError(f"{named(a, axis)} needs {name!r}; available are only: {', '.join(offered)}")
 
 
@@ -61,10 +60,8 @@ def check_axes(a: "Algorithm") -> None:
     if a.level == "none" and a.kl.in_loss and with_ratio:
         raise UserError("algo.kl.place=loss_with_ratio, but algo.level=none has no ratio: set algo.kl.place=loss")
     if a.old_policy == "rollout" and a.correction is not None:
-        raise UserError(
-            "algo.old_policy=rollout puts the engine's mismatch into the ratio, and algo.correction would count it twice: set "
-            "algo/correction=none or algo.old_policy=trainer"
-        )
+        line = "algo.old_policy=rollout puts the engine's mismatch into the ratio, and algo.correction would count it twice"
+        raise UserError(f"{line}: set algo/correction=none or algo.old_policy=trainer")
     takes_ratio = parameters(a.surrogate).keys() & {"ratio", "log_ratio"}
     if a.level not in ("token", "none") and not takes_ratio and not with_ratio:
         level = named(a, "level") if callable(a.level) else f"algo.level={a.level}"
@@ -92,17 +89,13 @@ def check_rollout(a: "Algorithm", prompts: int, group_size: int, ahead: int = 0)
     knows_age = a.correction is not None or "rollout_logprobs" in takes or (compares and a.old_policy == "rollout")
     if ahead and not knows_age:
         bypass = "algo.old_policy=rollout (the ratio compares with the policy that sampled) or " if compares else ""
-        raise UserError(
-            f"rollout.ahead={ahead}: the samples are older than the policy, and this objective treats them as the policy's "
-            f"own: set {bypass}algo/correction=tis (which weights them by the change of their probability)"
-        )
+        line = f"rollout.ahead={ahead}: the samples are older than the policy, and this objective takes them as its own"
+        raise UserError(f"{line}: set {bypass}algo/correction=tis (weights by the change of their probability)")
     rows = prompts * group_size
     if rows % a.num_minibatches:
         valid = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
-        raise UserError(
-            f"algo.num_minibatches={a.num_minibatches} does not divide the {rows} rows of a rollout ({prompts} prompts x "
-            f"{group_size} samples); valid values: {valid}"
-        )
+        size = f"{rows} rows of a rollout ({prompts} prompts x {group_size} samples)"
+        raise UserError(f"algo.num_minibatches={a.num_minibatches} does not divide the {size}; valid values: {valid}")
     if group_size == 1 and a.sampling_rounds > 1:
         raise UserError("rollout.group_size=1: dynamic sampling would discard every group; set algo.sampling_rounds=1")
     check_functions(a, prompts, group_size)
@@ -113,23 +106,17 @@ def advice(a: "Algorithm") -> Iterator[str]:
     low, high, _ = clip_bounds(a)
     given, widest = f"algo.surrogate.low={low} high={high} with algo.level={a.level}", max(low or 0, high or 0)
     if a.level in ("sequence", "sequence_token") and widest >= 0.05:
-        yield (
-            f"{given}: a mean over many tokens moves less than a token's ratio, so these bounds may seldom act; GSPO's are "
-            "low=3e-4 high=4e-4, and loss/clip_fraction_low and _high show how often they do"
-        )
+        line = "a mean over many tokens moves less than a token's ratio, so these bounds may seldom act"
+        yield f"{given}: {line}; GSPO's are low=3e-4 high=4e-4, see loss/clip_fraction_low and _high"
     if a.level in ("token", "sequence_sum") and 0 < widest < 0.005:
         yield f"{given}: these bounds may clip nearly every token; 0.2 is usual, or set algo.level=sequence"
     if a.kl.coef and a.kl.estimator == "k1" and a.kl.place == "loss":
-        yield (
-            "algo.kl: the expected gradient of k1 in the loss is 0 (arXiv 2510.01555); k2 there, k1 with place=reward, and k1 "
-            "or k3 with place=loss_with_ratio pull towards the reference"
-        )
+        others = "k2 there, k1 with place=reward, and k1 or k3 with place=loss_with_ratio pull towards the reference"
+        yield f"algo.kl: the expected gradient of k1 in the loss is 0 (arXiv 2510.01555); {others}"
     if a.kl.in_reward and a.kl.estimator != "k1":
         yield f"algo.kl: {a.kl.estimator} in the reward does not have the gradient of the KL, k1 does"
     if not a.kl.coef and (a.kl.place, a.kl.estimator, a.kl.target) != ("loss", "k3", "reference"):
         yield "algo.kl.coef=0: there is no KL, and the other keys of algo.kl do nothing"
     if a.level == "none" and a.updates_per_rollout > 1:
-        yield (
-            f"algo.level=none with {a.updates_per_rollout} updates a rollout: all but the first learn from an older policy's "
-            "samples as if they were their own; algo/surrogate=clip algo.level=token weights them"
-        )
+        line = f"{a.updates_per_rollout} updates a rollout: all but the first learn from an older policy's samples as their own"
+        yield f"algo.level=none with {line}; algo/surrogate=clip algo.level=token weights them"

@@ -24,9 +24,8 @@ def weight(log_w: Tensor, mask: Tensor, level: Level) -> Tensor:
 def check_bounds(low: float, high: float) -> None:
     """Refuse bounds that do not contain 1, or are negative."""
     if not 0 <= low <= 1 <= high:
-        raise UserError(
-            f"algo.correction: low={low} high={high}, need 0 <= low <= 1 <= high: the ratio is 1 when engine and trainer agree"
-        )
+        why = "the ratio is 1 when engine and trainer agree"
+        raise UserError(f"algo.correction: low={low} high={high}, need 0 <= low <= 1 <= high: {why}")
 
 
 def truncated(log_w: Tensor, mask: Tensor, level: Level = "token", high: Positive = 2.0) -> Tensor:

@@ -60,10 +60,8 @@ class KL:
         if self.in_reward and self.target == "rollout":
             raise UserError(f"algo.kl.place={self.place} with target=rollout: no KL to penalise; set target=reference")
         if self.sync_every and not self.needs_reference:
-            raise UserError(
-                "algo.kl.sync_every moves a reference that nothing uses: set coef above 0 and target=reference, or "
-                "sync_every=0"
-            )
+            fix = "set coef above 0 and target=reference, or sync_every=0"
+            raise UserError(f"algo.kl.sync_every moves a reference that nothing uses: {fix}")
 
     @property
     def needs_reference(self) -> bool:

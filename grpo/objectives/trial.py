@@ -30,9 +30,8 @@ def check_functions(a: "Algorithm", prompts: int, group_size: int) -> None:
     given = {"rewards": some() + least, "lengths": 1 + some(), "parts": defaultdict(some)}
     advantages = tried(a, "advantage", lambda: call(a.advantage, given), (prompts, group_size))
     if group_size == 1 and not advantages.any():
-        raise UserError(
-            "rollout.group_size=1: advantages compare the samples of a prompt, at least 2 are needed (algo=reinforce_pp takes 1)"
-        )
+        least = "at least 2 are needed (algo=reinforce_pp takes 1)"
+        raise UserError(f"rollout.group_size=1: advantages compare the samples of a prompt, {least}")
     logprobs, batch = random_batch()
     if callable(a.level):
         tried(a, "level", lambda: policy_log_ratio(logprobs, batch.old_logprobs, batch.mask, a.level), (2, 3))

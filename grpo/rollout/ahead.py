@@ -52,9 +52,7 @@ class Ahead:
         try:
             return {"ahead": (self.plan, rollout)} if rollout and to_plain(rollout, Tensors(), "rollout") else {}
         except TypeError as error:
-            log.warning(
-                "the checkpoint has no rollout ahead, a resumed run plays it again with newer weights: %s", error
-            )
+            log.warning("the checkpoint has no rollout ahead, it is played again with newer weights: %s", error)
             return {}
 
     def load_state_dict(self, state: dict) -> None:
@@ -90,7 +88,5 @@ class Background:
 def check_engine(engine: Engine, ahead: int) -> None:
     """Raise UserError if rollout.ahead=1 is set and the engine has no weights of its own."""
     if ahead and not getattr(engine, "apart", False):
-        raise UserError(
-            "rollout.ahead=1 needs an engine with its own copy of the weights: set engine=vllm or engine=vllm_server; the "
-            "built-in one and vllm_shared sample from the weights that the update changes"
-        )
+        line = "rollout.ahead=1 needs an engine with its own copy of the weights: set engine=vllm or engine=vllm_server"
+        raise UserError(f"{line}; the built-in one and vllm_shared sample from the weights that the update changes")

@@ -58,9 +58,7 @@ class PromptLimit:
         """Return the limit, with max_tokens set, for a model with this context, of which an answer may take `answer` tokens."""
         room = context - answer
         if room < 1:
-            raise UserError(
-                f"max_tokens={answer} leaves no room for a prompt in the model's context of {context}: lower it"
-            )
+            raise UserError(f"max_tokens={answer} leaves no room for a prompt in the context of {context}: lower it")
         if self.max_tokens is not None and self.max_tokens <= room:
             return replace(self, why=f"prompt_limit.max_tokens={self.max_tokens}")
         why = f"max_tokens={answer} leaves {room} of the model's context of {context}"
@@ -84,20 +82,14 @@ class PromptLimit:
         for i in range(min(len(examples), most) if refuse and self.by_context else len(examples)):
             lengths.append(prompt_tokens(task, examples[i], renderer))
             if refuse and lengths[i] > self.max_tokens:
-                raise UserError(
-                    f"the prompt of {split} example {i + 1} has {lengths[i]} tokens, and {self.why}: lower max_tokens, choose "
-                    "another model, or set prompt_limit.too_long to drop or truncate"
-                )
+                line = f"the prompt of {split} example {i + 1} has {lengths[i]} tokens, and {self.why}"
+                raise UserError(f"{line}: lower max_tokens, or set prompt_limit.too_long to drop or truncate")
         fits = [i for i, length in enumerate(lengths) if length <= self.max_tokens]
         if refuse or len(fits) == len(examples):
             return examples
         if not fits:
-            raise UserError(
-                f"prompt_limit.max_tokens={self.max_tokens} removes all {len(examples)} examples of the split {split!r}; the "
-                f"longest has {max(lengths)} tokens: raise it"
-            )
-        longer = len(examples) - len(fits)
-        log.info(
-            "%s: %d of %d prompts are longer than %d tokens and left out", split, longer, len(examples), self.max_tokens
-        )
+            line = f"prompt_limit.max_tokens={self.max_tokens} removes all {len(examples)} examples of the split"
+            raise UserError(f"{line} {split!r}; the longest has {max(lengths)} tokens: raise it")
+        left_out = f"{len(examples) - len(fits)} of {len(examples)} prompts"
+        log.info("%s: %s are longer than %d tokens and left out", split, left_out, self.max_tokens)
         return picked(examples, fits)

@@ -74,10 +74,8 @@ def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -
     for metric in VERDICTS:
         if not all(metric in table and table.loc[items, metric].notna().all() for table in every):
             continue
-        scores = {
-            letter: np.array([table.loc[items, metric] for table in measured[name]])  # [runs, items]
-            for letter, name in letters.items()
-        }
+        tables = {letter: [table.loc[items, metric] for table in measured[name]] for letter, name in letters.items()}
+        scores = {letter: np.array(rows) for letter, rows in tables.items()}  # [runs, items]
         for letter, arm in scores.items():
             described[letter] |= as_json({metric: arm_interval(arm)})
             if len(arm) > 1:

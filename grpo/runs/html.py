@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from html import escape
 from pathlib import Path
@@ -52,12 +52,14 @@ def difference(before: str, after: str) -> str:
     return "".join(found)
 
 
-def pieces(ids: Sequence[int], policy: Path | None) -> list[str]:
-    """Return the text of each token, or its id as text if policy is None. policy: a folder with tokenizer.json."""
-    if policy is None:
-        return [f"<{token}>" for token in ids]
-    tokenizer = Tokenizer.from_file(str(policy / "tokenizer.json"))
-    return [tokenizer.decode([int(token)], skip_special_tokens=False) for token in ids]
+def pieces(ids: Iterable[int], policy: Path | None) -> list[str]:
+    """Return the text of each token, or its id as text if there is no tokenizer. policy: a folder with tokenizer.json."""
+    file = policy and policy / "tokenizer.json"
+    if not (file and file.is_file()):
+        return [f"⟨{token}⟩" for token in ids]
+    tokenizer, ids = Tokenizer.from_file(str(file)), list(map(int, ids))
+    texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in set(ids)}
+    return [texts[token] for token in ids]
 
 
 def tokens(texts: Sequence[str], logprobs: Sequence[float]) -> str:

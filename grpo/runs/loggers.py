@@ -29,34 +29,29 @@ class MetricsTable(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if self.rows is None:
             self.rows = [row for row in self.read() if int(row["step"]) < step]
-        row = {"step": step, **metrics}
-        self.rows.append(row)
-        known = self.names if len(self.rows) > 1 and row.keys() <= set(self.names) else []
-        self.names = []  # until the row is written
-        with surviving(str(self.file)):
-            self.names = self.append(row, known) if known else self.rewrite()
+        self.rows.append({"step": step, **metrics})
+        self.write()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Write the rows that a full disk did not take."""
         if self.rows and not self.names:
-            with surviving(str(self.file)):
-                self.rewrite()
+            self.write()
 
-    def append(self, row: Mapping[str, Any], names: list[str]) -> list[str]:
-        """Add a row to the file. Returns its columns."""
-        with self.file.open("a", newline="", encoding="utf-8") as out:
-            csv.DictWriter(out, names).writerow(row)
-        return names
-
-    def rewrite(self) -> list[str]:
-        """Write all rows. Returns their columns."""
-        names = ["step", *sorted({name for row in self.rows for name in row} - {"step"})]
-        with replacing(self.file) as new, new.open("w", newline="", encoding="utf-8") as out:
-            writer = csv.DictWriter(out, names)
-            writer.writeheader()
-            writer.writerows(self.rows)
-        return names
+    def write(self) -> None:
+        """Add the last row to the file, or write all rows if there is a new column or the file lacks one of them."""
+        names, self.names = self.names, []  # until it is written
+        with surviving(str(self.file)):
+            if self.rows[-1].keys() <= set(names):
+                with self.file.open("a", newline="", encoding="utf-8") as out:
+                    csv.DictWriter(out, names).writerow(self.rows[-1])
+            else:
+                names = ["step", *sorted({name for row in self.rows for name in row} - {"step"})]
+                with replacing(self.file) as new, new.open("w", newline="", encoding="utf-8") as out:
+                    writer = csv.DictWriter(out, names)
+                    writer.writeheader()
+                    writer.writerows(self.rows)
+            self.names = names
 
     def read(self) -> list[dict[str, str]]:
         """Return the rows on disk; an empty list if there is no file."""

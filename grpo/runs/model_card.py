@@ -91,7 +91,6 @@ def in_words(accuracy: Estimate | None, evaluation: dict[str, Any]) -> str:
         return "not measured after this rollout" if accuracy is None else "unknown: no answer was graded"
     how = "greedy" if evaluation["sampling"]["temperature"] == 0 else f"{evaluation['samples']} samples each"
     interval = "" if math.isnan(accuracy.low) else f"95 % interval {accuracy.low:.1%} to {accuracy.high:.1%}, "
-    return (
-        f"{accuracy.value:.1%}, {interval}on {accuracy.n} example{'s' * (accuracy.n > 1)} of the split "
-        f"`{evaluation['split']}`, {how}; the same examples choose the best policy of the run, so this is slightly optimistic"
-    )
+    which = f"{accuracy.n} example{'s' * (accuracy.n > 1)} of the split `{evaluation['split']}`, {how}"
+    bias = "the same examples choose the best policy of the run, so this is slightly optimistic"
+    return f"{accuracy.value:.1%}, {interval}on {which}; {bias}"

@@ -163,7 +163,6 @@ class MLflow(Tracker):
     uri: address of a server, or sqlite:///FILE with the artifacts beside the file. None takes the environment's
         MLFLOW_TRACKING_URI, which may hold a password and is saved nowhere, or else LOCAL.
     experiment: name of the experiment.
-    tags: tags of the run.
     """
 
     advice = "pip install mlflow, and check that the server of logger.mlflow.uri runs"
@@ -175,12 +174,11 @@ class MLflow(Tracker):
         experiment: str = "grpo",
         group: str | None = None,
         name: str | None = None,
-        tags: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(folder, group, name)
         self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or LOCAL
         self.experiment_name = experiment
-        self.tags = ({"group": self.group} if self.group else {}) | dict(tags or {})
+        self.tags = {"group": self.group} if self.group else {}
 
     def start(self, settings: Mapping[str, Any]) -> None:
         # so that an unreachable server delays a run by seconds, not by minutes
@@ -200,8 +198,7 @@ class MLflow(Tracker):
         experiment = there.experiment_id if there else self.client.create_experiment(self.experiment_name, artifacts)
         self.run_id = self.client.create_run(experiment, run_name=self.run_name, tags=self.tags).info.run_id
         params = [Param(allowed(name), str(value)[:6000]) for name, value in settings.items()]
-        for first in range(0, len(params), 100):  # MLflow refuses more in one call
-            self.client.log_batch(self.run_id, params=params[first : first + 100])
+        self.client.log_batch(self.run_id, params=params)
 
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric

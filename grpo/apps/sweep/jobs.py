@@ -37,10 +37,8 @@ class Job:
     @property
     def manifest(self) -> Mapping[str, Any]:
         """manifest.json of the run; {} if there is none yet."""
-        try:
-            return json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
+        file = self.folder / "manifest.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     @property
     def accuracy(self) -> float | None:

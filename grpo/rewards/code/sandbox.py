@@ -114,10 +114,8 @@ def run_program(
         first, started, last = said.partition(sandbox_child.MARK)
         if first.startswith(sandbox_child.REFUSED):
             reason = first.removeprefix(sandbox_child.REFUSED).decode(errors="replace")
-            raise UserError(
-                f"a program cannot be confined here ({reason}): use Linux with Landlock, in a container that permits it, "
-                "or accept limits of time, memory and file size alone with unconfined=True"
-            )
+            line = f"a program cannot be confined here ({reason}): use Linux with Landlock, in a container that permits"
+            raise UserError(f"{line} it, or accept limits of time, memory and file size alone with unconfined=True")
         if not started:
             ending = "unstarted"
         elif ending is None and process.returncode == -signal.SIGXCPU:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import yaml
 from grpo.evaluation.metrics import solved
 from grpo.evaluation.statistics import mean_interval
 from grpo.runs.health import warnings_of
+from grpo.runs.html import pieces
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
 
@@ -171,19 +172,9 @@ def shorter(value: Any) -> Any:
 
 
 def add_pieces(run: Run, steps: Sequence[dict[str, Any]]) -> None:
-    """Add `pieces` (the text of each sampled token) and `logprobs` to samples whose tokens were saved.
-
-    The text of a token comes from the tokenizer of the saved policy; without one its id is shown.
-    """
+    """Add `pieces` (the text of each sampled token, see `html.pieces`) and `logprobs` to samples whose tokens were saved."""
     kept = [sample for step in steps for sample in step["samples"] if "token_ids" in sample]
-    text = {}
-    if kept and run.policy:
-        from transformers import AutoTokenizer  # a slow import
-
-        ids = sorted({int(token) for sample in kept for token in sample["token_ids"]})
-        with suppress(OSError, ValueError):  # a folder without a tokenizer
-            tokenizer = AutoTokenizer.from_pretrained(run.policy)
-            text = dict(zip(ids, tokenizer.batch_decode([[token] for token in ids]), strict=True))
+    texts = iter(pieces((token for sample in kept for token in sample["token_ids"]), run.policy))
     for sample in kept:
-        sample["pieces"] = [text.get(int(token), f"⟨{token}⟩") for token in sample.pop("token_ids")]
+        sample["pieces"] = list(islice(texts, len(sample.pop("token_ids"))))
         sample["logprobs"] = np.round(sample.pop("rollout_logprobs"), 3)
