@@ -42,7 +42,7 @@ def seconds(work: Callable[[], None]) -> float:
 def main(folder: str) -> None:
     task = GSM8K(folder)
     rows = [(row, said(row["answer"])) for row in task.examples("test")]
-    grading.ALGEBRA.start()
+    grading.verdict("x+1", "1+x")  # starts a worker
 
     def one_by_one() -> None:
         for row, trajectory in rows:

@@ -28,6 +28,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 KINDS = ("slurm", "torchrun", "compose")
 FOLDER = "hydra.run.dir="
+SERVER = "vllm.entrypoints.openai.api_server"
 LOADING = 900  # seconds that the trainer waits for servers, which load the model meanwhile
 
 
@@ -85,7 +86,7 @@ def launch_file(kind: str, overrides: Sequence[str], folder: Path) -> str:
     start = ["train.py"] if kind == "torchrun" else [python, "train.py"]
     values = deployment | {"trainer_nodes": trainer.num_nodes, "devices": trainer.devices, "folder": str(folder)}
     values |= {"gpus": trainer.accelerator != "cpu", "root": shlex.quote(str(ROOT)), "trainer": [*start, *words]}
-    values |= {"environment": environment, "server": [python, "-m", *flags], "python": python}
+    values |= {"environment": environment, "server": [python, "-m", SERVER, *flags], "python": python}
     templates = Environment(loader=FileSystemLoader(HERE), undefined=StrictUndefined, keep_trailing_newline=True)
     templates.filters["shell"] = shlex.join
     return templates.get_template(f"launch.{kind}.jinja").render(values)
@@ -109,13 +110,13 @@ def check_deployment(config: DictConfig, kind: str) -> None:
 
 
 def server_command(config: DictConfig) -> tuple[dict[str, str], list[str]]:
-    """Return the environment of a vLLM server and its module with flags, all but its address."""
+    """Return the environment of a vLLM server and its flags, all but its address."""
     from grpo.engines.vllm_server.launch import command  # imports torch
 
-    args = {name: value for name, value in config.engine.args.items() if value is not None}
-    args |= {"tensor_parallel_size": config.deployment.server_devices}
-    environment, words = command(config.engine.path, config.engine.sync, OmegaConf.to_container(OmegaConf.create(args)))
-    return environment, ["vllm.entrypoints.openai.api_server", *words]
+    given = OmegaConf.to_container(config.engine.args, resolve=True)
+    args = {name: value for name, value in given.items() if value is not None}
+    args["tensor_parallel_size"] = config.deployment.server_devices
+    return command(config.engine.path, config.engine.sync, args)
 
 
 if __name__ == "__main__":

@@ -58,12 +58,6 @@ class Workers:
             raise WorkerError(answer["error"])
         return answer["result"]
 
-    def start(self) -> None:
-        """Start all workers and wait until they are warm: for measurements."""
-        threads, all_there = self._open(), threading.Barrier(self.size)
-        for started in [threads.submit(lambda: (all_there.wait(), self._own())) for _ in range(self.size)]:
-            started.result()
-
     def _open(self) -> ThreadPoolExecutor:
         """Return a pool with a thread for each worker. The thread starts its worker and lives as long as the process, because
         Linux sends a child its death signal when the thread that started it ends. A fork has no threads, and makes a new pool."""

@@ -42,8 +42,7 @@ class Strategy:
         if self.kind != "auto":
             return self
         wanted = needs()
-        kind = "ddp" if wanted <= there else "fsdp2"
-        fits = "fits" if kind == "ddp" else "does not fit"
+        kind, fits = ("ddp", "fits") if wanted <= there else ("fsdp2", "does not fit")
         log.info("strategy=%s: the whole policy needs %.1f GB, which %s %.1f GB", kind, wanted / 1e9, fits, there / 1e9)
         return replace(self, kind=kind)
 

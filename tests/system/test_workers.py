@@ -71,10 +71,12 @@ ORPHANS = """
 import os, signal, threading, time
 from grpo.system.workers import Workers
 pool = Workers("time.sleep", 2, 30.0, 2**30, (0,))
-pool.start()
+pool.call(0)
 threading.Thread(target=pool.call, args=(25,), daemon=True).start()
 threading.Thread(target=pool.call, args=(25,), daemon=True).start()
-time.sleep(1)  # both are asleep
+while len(pool.workers) < 2:
+    time.sleep(0.1)
+time.sleep(1)  # both are asleep, if the second one is warm
 print(*(worker.process.pid for worker in pool.workers.values()), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

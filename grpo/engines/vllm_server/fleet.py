@@ -135,9 +135,9 @@ class Fleet:
             await self.way.give(server, label)
         except Refused as refused:
             await server.ask(HEALTH, post=False)  # a dead engine refuses too, and then this raises Lost
-            needs = "it needs model.path, engine.folder, and engine.args.max_lora_rank for an adapter"
-            line = f"the vLLM server at {server.url} refuses the weights ({refused}): {needs}; {server.advice}"
-            raise UserError(line) from refused
+            line = f"the vLLM server at {server.url} refuses the weights ({refused}): is it the model of model.path"
+            needs = "does it see engine.folder, is engine.args.max_lora_rank enough for an adapter"
+            raise UserError(f"{line}, {needs}, {server.advice}") from refused
         if label not in await server.labels():
             raise Lost(f"{server.url} does not report the new weights")
 

@@ -31,21 +31,19 @@ log = logging.getLogger(__name__)
 HOST = "127.0.0.1"  # a server with these routes lets anyone change its weights
 START = 900.0  # seconds for a server to load, even a large model from a slow disk; if it dies, that is noticed at once
 ERROR = re.compile(r"(?:^|\] )\s*(Value error, .+|[\w.]+(?:: error|Error): .+)")  # an error in a log
-ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",  # the routes for weights
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `transfer.exact_logprobs` patches the old model runner
-}
 
 
 def command(path: str, sync: str, args: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """Return the environment variables and the flags for a server that this client can use. args: more flags, by name."""
-    environment = ENVIRONMENT | ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if sync == "lora" else {})
+    # the routes for weights; `transfer.exact_logprobs` patches the old model runner
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     flags: dict[str, Any] = {
         "model": path,
         "enable_scale_out": True,  # token ids in, token ids out
         **ARGS,
     }
     if sync == "lora":
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         flags |= {"enable_lora": True, "max_loras": 2}  # also the previous version, for completions in flight
     words = []
     for name, value in {**flags, **args}.items():

@@ -112,8 +112,7 @@ class Lora:
 
     async def give(self, server: RemoteServer, label: str) -> None:
         if (other := (await server.labels())[0]) != "default":
-            line = f"the server at {server.url} holds weights of another run ({other}), not the adapter's base"
-            raise UserError(f"{line}: restart it")
+            raise UserError(f"{server.url} holds weights of another run ({other}), not the adapter's base: restart it")
         await server.ask(LOAD_ADAPTER, {"lora_name": label, "lora_path": str(self.folder / label)})
         for old in self.labels[:-2]:  # a request with the previous name may still be on its way
             with suppress(Refused):  # it is already unloaded
