@@ -57,9 +57,8 @@ def checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             layer.merge()
             yield f"{owner}.{leaf}", layer.get_base_layer().state_dict()[leaf]
         elif "lora_" not in name:
-            holder, _, leaf = name.rpartition(".")
-            layer = base.get_submodule(holder)
-            yield name, layer.values() if leaf == "weight" and isinstance(layer, Quantized) else whole(tensor)
+            layer = base.get_submodule(name.rpartition(".")[0])
+            yield name, layer.values() if isinstance(layer, Quantized) and name.endswith(".weight") else whole(tensor)
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:

@@ -42,9 +42,8 @@ class VLLMLoraEngine(VLLMEngine):
         adapter = adapter_of(model, self._llm)
         base = [(p.data, p._version) for _, p in base_parameters(model)]
         if [(t.data_ptr(), written) for t, written in base] != [(t.data_ptr(), written) for t, written in self._base]:
-            coded = {each.weight: each for each in model.modules() if isinstance(each, Quantized)}
-            named = base_parameters(model)
-            self._copy((name, coded[p].values() if p in coded else p.data) for name, p in named)
+            coded = {each.weight: each.values for each in model.modules() if isinstance(each, Quantized)}
+            self._copy((name, coded.get(p, p.detach)()) for name, p in base_parameters(model))
             self._base = base
         self._lora_request = swap(self._llm, adapter)
 
