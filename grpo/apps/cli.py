@@ -216,7 +216,8 @@ def keep_secrets(config: DictConfig) -> None:
 
 def check_model(pretrained: "Pretrained", config: DictConfig) -> None:
     """Raises UserError if the model cannot take the new adapter, or does not have the ids of stop_ids and of its end tokens."""
-    pretrained.check_takes(config.get("adapter"))
+    if "adapter" in config:  # of a run that trains
+        pretrained.check_takes(config.adapter)
     text = pretrained.config().get_text_config()
     last, ends = text.vocab_size - 1, text.eos_token_id
     if never := [token for token in (ends if isinstance(ends, list) else [ends or 0]) if token > last]:

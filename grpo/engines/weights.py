@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from grpo.models.quantized import Quantized, dequantize
 from grpo.system.distributed import full, is_sharded
 from grpo.system.errors import UserError
 from grpo.system.pieces import in_pieces
@@ -52,11 +53,12 @@ def checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if adapted:
             part = base.get_submodule(owner)
             known = {id(p): nn.Parameter(whole(p), False) for p in part.parameters()} if is_sharded(model) else {}
-            layer = deepcopy(part, known)
+            layer = dequantize(deepcopy(part, known))
             layer.merge()
             yield f"{owner}.{leaf}", layer.get_base_layer().state_dict()[leaf]
         elif "lora_" not in name:
-            yield name, whole(tensor)
+            layer = base.get_submodule(name.rpartition(".")[0])
+            yield name, layer.values() if isinstance(layer, Quantized) and name.endswith(".weight") else whole(tensor)
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:

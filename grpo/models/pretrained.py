@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from grpo.models.quantized import Bits, dequantize, quantize
 from grpo.system.errors import UserError
 from grpo.system.loading import STRICT, finite, fully_loaded
 from grpo.system.ranges import enforced
@@ -28,13 +29,14 @@ class Pretrained:
     """A model by folder or hub id (path), and how to load it. The folder of a PEFT adapter names its base.
 
     dtype: of the parameters. 16-bit parameters are trained through float32 masters (master_weights.py); the loss is not scaled,
-    so small gradients become 0 in float16. chat_template: None for the tokenizer's, a file with another one, or "none" for
-    prompts of plain text, for a base model.
+    so small gradients become 0 in float16. quantization: of the base of an adapter. chat_template: None for the tokenizer's, a
+    file with another one, or "none" for prompts of plain text, for a base model.
     """
 
     path: str
     revision: str | None = None
     dtype: Dtype = "float32"
+    quantization: Bits | None = None
     attn_implementation: str | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None
@@ -56,7 +58,12 @@ class Pretrained:
         return None if base == self.path else replace(self, path=base, revision=None)
 
     def check_takes(self, adapter: object) -> None:
-        """Raises UserError if this is an adapter and would get a new one. adapter: the new one or its factory, or None."""
+        """Raises UserError if this is an adapter and would get a new one, or is quantized and would learn without one.
+
+        adapter: the new one or its factory, or None.
+        """
+        if self.quantization and not adapter:
+            raise UserError(f"model.quantization={self.quantization} is for a base that is frozen: set adapter=lora")
         if adapter and self.base():
             line = f"model.path={self.path} is an adapter, and a new one on it would be saved without it"
             raise UserError(f"{line}: adapter=none trains it merged into its base")
@@ -102,9 +109,10 @@ class Pretrained:
         """Return the same modules as `model`, with random weights. Reads no file of weights."""
         config = self.config()
         dtype = config.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
-        return AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=self.attn_implementation, trust_remote_code=self.trust_remote_code
         ).eval()
+        return quantize(model, self.quantization) if self.quantization else model
 
     def model(self, mapped: bool = False) -> nn.Module:
         """Return the model in evaluation mode, in which it is trained too: dropout would make trainer and engine disagree.
@@ -115,10 +123,12 @@ class Pretrained:
         if base := self.base():
             from peft import PeftModel  # takes seconds to import
 
-            model = base.model()
+            model = dequantize(base.model())  # the base that the adapter has learned on
             with read_by_peft(self.path):
                 merged = PeftModel.from_pretrained(model, self.path).merge_and_unload()
             return finite(f"the adapter model.path={self.path}", merged).requires_grad_(True).eval()
+        if mapped and self.quantization:
+            raise UserError("strategy=fsdp2 does not shard a quantized base: set strategy=ddp")
         dtype = "auto" if self.dtype == "auto" or mapped else getattr(torch, self.dtype)
         loaded = self._load(AutoModelForCausalLM, dtype=dtype, attn_implementation=self.attn_implementation, **STRICT)
         model = fully_loaded(f"model.path={self.path}", loaded).eval()
@@ -128,7 +138,7 @@ class Pretrained:
         if mapped:
             model.config.get_text_config().dtype = model.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
             model.is_mapped = True
-        return model
+        return quantize(model, self.quantization) if self.quantization else model
 
 
 @dataclass(frozen=True)
@@ -148,6 +158,8 @@ class InMemory(Pretrained):
         return super().tokenizer() if self.given_tokenizer is None else self.given_tokenizer
 
     def model(self, mapped: bool = False) -> nn.Module:
+        if self.quantization or hasattr(self.given, "quantization_method"):
+            raise UserError("model: an object has plain weights: give its name, and model.quantization")
         return self.given.requires_grad_(True).eval()
 
 

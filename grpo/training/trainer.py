@@ -31,6 +31,8 @@ def make_trainer(
     devices: Annotated[int, Range(1, 1024)] = 1,
     num_nodes: Annotated[int, Range(1, 1024)] = 1,
     precision: Precision = "auto",
+    matmul_precision: Literal["highest", "high"] = "highest",
+    deterministic: bool | Literal["warn"] = False,
     strategy: Strategy | None = None,
     needs: Callable[[str, int], int] = lambda precision, ranks: 0,
     timeout: Seconds = 3600.0,
@@ -41,6 +43,7 @@ def make_trainer(
     """Return the Trainer.
 
     accelerator: auto, cpu, cuda or mps. precision: auto is bf16-mixed on a GPU, else 32-true.
+    matmul_precision: of products of float32 matrices; high is TF32. deterministic: see lightning.Trainer.
     devices: each of several devices samples and learns from its share of every rollout; the gradient equals that of a single
     device. num_nodes: machines, each with so many devices. Where torchrun has started this process, it knows both numbers.
     strategy: what the devices share. needs: the bytes of one device without sharding. timeout: seconds that a device waits for
@@ -55,6 +58,9 @@ def make_trainer(
         raise UserError(f"trainer.accelerator={accelerator} is not available here: choose {usable}")
     if precision == "auto":
         precision = "bf16-mixed" if accelerator in ("auto", "cuda") and there["cuda"] else "32-true"
+    if matmul_precision == "high" and not (there["cuda"] and accelerator in ("auto", "cuda")):
+        raise UserError("trainer.matmul_precision=high is TF32, which only a GPU has: set it to highest")
+    torch.set_float32_matmul_precision(matmul_precision)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         devices, num_nodes = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
     ranks, shared = devices * num_nodes, "auto"
@@ -74,6 +80,7 @@ def make_trainer(
         trainer = L.Trainer(
             accelerator=accelerator,
             precision=precision,
+            deterministic=deterministic,
             devices=devices,
             num_nodes=num_nodes,
             strategy=shared,

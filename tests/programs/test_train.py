@@ -92,7 +92,8 @@ ASKED = f"+callbacks.asked={{_target_: test_stop.Asked, update: 10, number: {int
     ("policy", "ending", "done"),
     [
         pytest.param("adapter=none", CRASH, 2, marks=pytest.mark.slow),
-        ("adapter=lora", ASKED, 3),
+        pytest.param("adapter=lora", ASKED, 3, marks=pytest.mark.slow),
+        ("adapter=lora model.quantization=4bit", ASKED, 3),
         pytest.param("model.dtype=bfloat16", CRASH, 2, marks=pytest.mark.slow),
     ],
 )
@@ -112,7 +113,7 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy, ending, done
             "algo.entropy={coef: 0.01, target: 9.0}",
             "algo.sampling_rounds=2",
             "optim.schedule.name=linear",
-            policy,
+            *policy.split(),
             f"output_dir={tmp_path / folder}",
         ]
         config = compose_config(*smoke(*settings, *more))
@@ -495,6 +496,15 @@ def test_processes_that_never_come_are_refused(given, line, monkeypatch):
     trainer.strategy._configure_launcher()
     with pytest.raises(UserError, match=line):
         trainer.strategy.launcher.launch(print)
+
+
+def test_numbers_of_products_and_of_repeated_runs():
+    for deterministic in (True, "warn", False):
+        make_trainer([], [], "cpu", deterministic=deterministic)
+        assert torch.are_deterministic_algorithms_enabled() == bool(deterministic)
+    assert torch.get_float32_matmul_precision() == "highest"
+    with pytest.raises(UserError, match="matmul_precision=high is TF32, which only a GPU has"):
+        make_trainer([], [], "cpu", matmul_precision="high")
 
 
 def test_a_lack_of_memory_is_one_line():

@@ -213,6 +213,17 @@ def test_weights_masters_gradients_and_optimizer_to_the_byte(toy, option, policy
     assert bool(foreseen["masters"]) == (policy in ("model.dtype=bfloat16", "optim.offload=true"))
 
 
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_a_quantized_base_to_the_byte(toy, bits):
+    settings = [*SIZES["small"][0], "adapter=lora", "optim.max_tokens_per_microbatch=100000"]
+    run, plain = Run(str(toy), *settings, f"model.quantization={bits}"), Run(str(toy), *settings)
+    foreseen = run.forecast(30)
+    policy = run.module(run.pretrained.model()).policy
+    assert foreseen["weights"] == bytes_of([*policy.parameters(), *policy.buffers()])
+    assert foreseen["weights"] < 0.5 * plain.forecast(30)["weights"]
+    assert foreseen["activations"] + foreseen["logits"] == really(run, 30)[0]
+
+
 def test_temporary_tensors_of_a_step():
     """AdamW in plain torch makes the root of the second moment, and divides it into another tensor. The fused one makes none."""
     for fused, expected in ((False, 2 * 4 * 1000), (True, 0)):

@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm.engine import VLLMEngine
 from grpo.engines.vllm.lora import VLLMLoraEngine, runner
-from grpo.engines.vllm.shared import VLLMSharedEngine
+from grpo.engines.vllm.shared import VLLMSharedEngine, bind
+from grpo.engines.vllm_server.sync import adapter_tensors
 from grpo.models.policy import Reference
+from grpo.models.quantized import quantize
 from grpo.system.errors import UserError
 from train import train
 
@@ -329,6 +331,15 @@ def test_adapters_at_both_ends_and_of_an_init_that_changes_the_base(lora, family
     model = adapted(policy(folder), **config)
     engine.load_weights(model, str(config))
     assert gap_now(engine, model) < 1e-5
+
+
+def test_a_quantized_base_is_copied_or_refused(lora):
+    engine, folder = lora("llama_tied")
+    model = adapted(quantize(policy(folder), "8bit"))
+    engine.load_weights(model, 0)
+    assert gap_now(engine, model) < 1e-5
+    refused("engine=vllm_shared does not take a quantized base: set engine=vllm", bind, None, model)
+    refused("engine.sync=lora does not take a quantized base: set engine.sync=disk", next, adapter_tensors(model))
 
 
 def test_a_base_that_was_written_to_is_copied_again(lora, monkeypatch):

@@ -9,6 +9,7 @@ from cases import CONTEXT, disturb, gap, next_logits
 
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm.engine import VLLMEngine, checkpoint, eos_token_ids
+from grpo.models.quantized import quantize
 from grpo.system.errors import UserError
 
 pytestmark = pytest.mark.vllm
@@ -155,6 +156,12 @@ def test_an_adapter_is_merged_for_the_engine_alone(engine, model):
     completions = engine.sample(PROMPTS, Sampling(max_tokens=16), seeds=[1, 2, 3])
     assert gap(adapted, PROMPTS, completions) < 1e-5
     assert gap(adapted, PROMPTS, plain) > 0.01  # the adapter makes a difference
+
+
+def test_a_quantized_base_reaches_the_engine_as_it_is_in_the_trainer(engine, model):
+    policy = peft.get_peft_model(quantize(model, "8bit"), peft.LoraConfig(r=4, init_lora_weights=False))
+    engine.load_weights(policy, next(new_version))
+    assert gap(policy, PROMPTS, engine.sample(PROMPTS, Sampling(max_tokens=16), seeds=[1, 2, 3])) < 1e-5
 
 
 def test_adapted_weights_keep_the_names_of_the_base_model(model):

@@ -9,6 +9,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from grpo.engines.vllm.engine import VLLMEngine, import_vllm
+from grpo.models.quantized import Quantized
 from grpo.system.distributed import is_sharded
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count
@@ -41,7 +42,8 @@ class VLLMLoraEngine(VLLMEngine):
         adapter = adapter_of(model, self._llm)
         base = [(p.data, p._version) for _, p in base_parameters(model)]
         if [(t.data_ptr(), written) for t, written in base] != [(t.data_ptr(), written) for t, written in self._base]:
-            self._copy((name, p.data) for name, p in base_parameters(model))
+            coded = {each.weight: each.values for each in model.modules() if isinstance(each, Quantized)}
+            self._copy((name, coded.get(p, p.detach)()) for name, p in base_parameters(model))
             self._base = base
         self._lora_request = swap(self._llm, adapter)
 

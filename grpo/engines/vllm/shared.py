@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo.engines.vllm.engine import VLLMEngine, import_vllm
 from grpo.engines.vllm.lora import adapter_of, args_of, base_parameters, runner, swap
+from grpo.models.quantized import refuse_quantized
 from grpo.system.errors import UserError
 from grpo.system.memory import storage_of
 from grpo.system.ranges import Count
@@ -91,6 +92,7 @@ def bind(runner: Any, model: nn.Module) -> dict[str, Tensor]:
     Everything is checked before anything is bound. A policy on the CPU moves to vLLM's device. Raises UserError if the two cannot
     share weights.
     """
+    refuse_quantized(model, "engine=vllm_shared", "engine=vllm")
     engine: nn.Module = runner.get_model()
     check_plain(engine, runner.model_config)
     device = next(engine.parameters()).device

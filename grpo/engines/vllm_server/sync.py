@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from grpo.engines.vllm_server.http import HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers
 from grpo.engines.weights import buckets, checksum
+from grpo.models.quantized import refuse_quantized
 from grpo.system import distributed
 from grpo.system.deadline import deadline
 from grpo.system.errors import UserError
@@ -32,6 +33,7 @@ def adapter_tensors(model: nn.Module) -> Iterator[Named]:
     """Yield names and tensors as in the adapter's checkpoint. All ranks gather them together if the model is sharded."""
     if not hasattr(model, "peft_config"):
         raise UserError("engine.sync=lora needs a policy with an adapter: set adapter=lora, or engine.sync=disk")
+    refuse_quantized(model, "engine.sync=lora", "engine.sync=disk")
     from peft import get_peft_model_state_dict  # takes a second, and most runs have no adapter
 
     tensors = get_peft_model_state_dict(model, save_embedding_layers=False)  # otherwise peft asks the hub
