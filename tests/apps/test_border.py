@@ -20,7 +20,8 @@ ALLOWED = {  # the leaves that take these values, on purpose
     "-1": UNUSED | {"task.solved", "algo.advantage.weights.correct", "algo.advantage.weights.format"},
     "a list": UNUSED | {"task.weights", "task.sources.gsm8k.task.weights", "task.sources.countdown.task.weights"},
     "a mapping": UNUSED
-    | {"callbacks", "logger", "renderer.template_args", "rollout.sampling.guided", "eval.sampling.guided"},
+    | {"callbacks", "logger", "renderer.template_args", "rollout.sampling.guided", "eval.sampling.guided"}
+    | {"optim.schedule.scheduler_specific_kwargs"},
 }
 
 

@@ -241,8 +241,8 @@ def test_a_run_that_no_longer_improves_ends_early_and_well(smoke, tmp_path, capl
 @pytest.mark.parametrize(
     ("monitor", "every", "line"),
     [
-        ("accuracy", 1, "monitor=accuracy is no metric"),
-        ("eval/acuracy", 1, "monitor=eval/acuracy is not measured here: choose eval/accuracy, "),
+        ("accuracy", 1, "monitor=accuracy is no metric; similar: eval/accuracy, "),
+        ("eval/acuracy", 1, "monitor=eval/acuracy is no metric of this run; similar: eval/accuracy, "),
         ("eval/accuracy", 0, "would never end this run, which evaluates nothing: set eval.every"),
     ],
 )
