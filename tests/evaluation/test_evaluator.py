@@ -306,6 +306,12 @@ def test_names_of_sets_that_would_be_mistaken_are_refused(name):
         Evaluator(Sampling(6), sets={"easy": {"max_tokens": 3}})
 
 
+def test_sets_are_for_training(tmp_path):
+    sets = "eval.sets={easy: {task: {_target_: tasks.wordmath.Wordmath}}}"
+    with pytest.raises(UserError, match=r"eval\.sets is for evaluations during training"):
+        eval_script.evaluate(compose_config(sets, f"output_dir={tmp_path}", name="eval"))
+
+
 def test_a_set_called_like_a_source_of_the_mixture_is_refused(parts):
     task = Mixture({"shop": {"task": GSM8K(str(EXAMPLES))}})
     evaluator = Evaluator(Sampling(4, temperature=0.0), limit=1, sets={"shop": {"task": GSM8K(str(EXAMPLES))}})

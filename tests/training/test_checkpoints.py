@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import resource
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -14,10 +15,12 @@ from omegaconf import OmegaConf
 from test_train import VARIED, Varied
 from transformers import AutoModelForCausalLM
 
-from grpo.apps.resuming import check_resumed
+from grpo.apps.resuming import check_resumed, is_over
 from grpo.data.dataset import fingerprint
 from grpo.data.prompts import PromptLoader
 from grpo.env.messages import Message
+from grpo.evaluation.evaluator import Evaluation
+from grpo.evaluation.statistics import mean_interval
 from grpo.rollout.types import Limits
 from grpo.runs.report.run import accuracy_intervals
 from grpo.runs.runs import Run
@@ -25,6 +28,8 @@ from grpo.system.errors import UserError
 from grpo.system.files import replacing, surviving
 from grpo.system.plain import Tensors, from_plain, to_plain
 from grpo.system.seeds import random_states, set_random_states
+from grpo.training.callbacks.checkpoint import Checkpoint
+from grpo.training.callbacks.evaluation import EvaluationCallback
 from grpo.training.checkpoints import PlainCheckpoints, fault_of, link, new_folder, usable
 from train import train
 
@@ -77,6 +82,7 @@ def two(toy, tmp_path_factory):
     """The folder of a run with checkpoints after one and after two rollouts."""
     folder = tmp_path_factory.mktemp("two") / "run"
     config = compose_config(*of_two(toy), "eval.every=0", f"output_dir={folder}")
+    del config.data_seed  # as in the configuration of a run of an older version
     config.task = VARIED
     train(config)
     return folder
@@ -204,13 +210,32 @@ def test_a_checkpoint_without_the_optimizer_is_smaller_and_resumes_with_a_line(c
     assert (tmp_path / "checkpoints" / "best").resolve().name == (chosen / "checkpoints" / "best").resolve().name
 
 
+def test_a_run_with_more_passes_is_not_over(chosen):
+    for epochs, over in ((1.5, True), (2, False)):
+        config = compose_config(f"rollout.epochs={epochs}", "rollout.num_rollouts=3", f"output_dir={chosen}")
+        assert is_over(config) == over
+
+
+def test_a_metric_that_the_run_does_not_measure_chooses_no_best(tmp_path):
+    """Refused when the callback is made, or after the evaluation before training."""
+    with pytest.raises(
+        UserError, match=r"callbacks\.checkpoint\.monitor=evl/accuracy is no metric; similar: eval/accuracy, "
+    ):
+        Checkpoint(None, str(tmp_path), 3, monitor="evl/accuracy")
+    evaluation = EvaluationCallback(None, None, {})
+    evaluation.first = [Evaluation(0, (), {"accuracy": mean_interval([1.0], bounds=(0, 1))})]
+    checkpoint = Checkpoint(None, str(tmp_path), 3, monitor="eval/acuracy")
+    with pytest.raises(UserError, match="eval/acuracy is no metric of this run; similar: eval/accuracy; "):
+        checkpoint.on_train_start(SimpleNamespace(callbacks=[evaluation, checkpoint]), None)
+
+
 def test_the_order_of_prompts_has_a_seed_of_its_own(chosen, two):
     """The two runs have the seed 0; in one of them the prompts have the seed 5."""
     for folder, seed in ((chosen, 5), (two, 0)):
         rows = Varied(str(EXAMPLES)).examples("train")
         loader = PromptLoader(rows, 2, seed)
         saved = Run(folder)
-        assert saved.seed == 0 and saved.config["data_seed"] == seed
+        assert saved.seed == 0 and saved.config.get("data_seed", 0) == seed
         drawn = saved.samples().groupby("rollout")["item"].unique()
         assert [list(items) for items in drawn] == [[fingerprint(row) for row in loader.batch(r)] for r in range(3)]
 
