@@ -96,6 +96,8 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
         console.print(f"this evaluation had finished before, in {folder}", soft_wrap=True)
         return found["eval/accuracy"]["value"]
     evaluator = instantiate(config.eval)
+    if evaluator.sets:
+        raise UserError("eval.sets is for evaluations during training: evaluate each set by itself, with task=")
     trainer = instantiate(config.trainer)(callbacks=[], logger=[])
     if trainer.num_devices > 1:
         raise UserError(f"trainer.devices={trainer.num_devices}: an evaluation runs on one device")

@@ -7,7 +7,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from grpo.apps.cli import announced, check_model, check_run, completed, given_arguments, one_line_errors, quiet, run
-from grpo.apps.resuming import save_config
+from grpo.apps.resuming import save_config, sized
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -29,6 +29,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     from grpo.training.callbacks.evaluation import EvaluationCallback
     from grpo.training.callbacks.preflight import PreflightCallback
     from grpo.training.callbacks.rollout import RolloutCallback
+    from grpo.training.callbacks.tokens import Tokens
     from grpo.training.forecast import Sizes, forecast
     from grpo.training.strategy import shards
 
@@ -40,22 +41,21 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     plan, algorithm, evaluator, optim = map(instantiate, (config.rollout, config.algo, config.eval, config.optim))
     algorithm.check(plan.prompts, plan.group_size, plan.ahead)
     prompt_limit, task = instantiate(config.prompt_limit), instantiate(config.task)
-    splits = ("train", evaluator.split) if evaluator.every else ("train",)
-    for split in splits:
-        task.examples(split)
+    sources = evaluator.loaded(task)
     pretrained = instantiate(config.model)
     check_model(pretrained, config)
     prompt_limit = prompt_limit.within(pretrained.context(), config.max_tokens)
     tokenizer = pretrained.tokenizer()
     renderer = instantiate(config.renderer)(tokenizer, prompt_limit.kept)
-    examples = {split: prompt_limit.fitting(task, split, renderer) for split in splits}
-    loader = instantiate(config.loader)(examples["train"], plan.prompts, config.seed)
+    examples = {name: prompt_limit.fitting(*source, renderer) for name, source in sources.items()}
+    plan = sized(plan, config, len(examples["train"]))
+    loader = instantiate(config.loader)(examples["train"], plan.prompts, config.get("data_seed", config.seed))
     engine, loggers, play = map(instantiate, (config.engine, config.logger, config.play))
     rollouts = Rollouts(plan, task, loader, engine, renderer, algorithm, config.output_dir, config.seed, play)
     rollout = RolloutCallback(rollouts, Stop(config.max_time))
-    evaluation = EvaluationCallback(rollout, evaluator, examples.get(evaluator.split, ()))
+    evaluation = EvaluationCallback(rollout, evaluator, examples)
     preflight = PreflightCallback(config.preflight, rollout, evaluator, examples)
-    callbacks = [rollout, preflight, evaluation, *completed(instantiate(config.callbacks), tokenizer)]  # in this order
+    callbacks = [rollout, preflight, Tokens(), evaluation, *completed(instantiate(config.callbacks), tokenizer)]
 
     def module(model) -> L.LightningModule:
         policy = with_adapter(model, instantiate(config.adapter))

@@ -48,7 +48,7 @@ def main(
     made = Rollouts(plan, task, loader, TransformersEngine(), renderer, algorithm, folder, SEED)
     rollout = RolloutCallback(made)
     evaluator = Evaluator(Sampling(max_tokens, temperature=0))
-    evaluation = EvaluationCallback(rollout, evaluator, evaluator.chosen(task.examples("test")))
+    evaluation = EvaluationCallback(rollout, evaluator, {"test": task.examples("test")})
     module = GRPOModule(pretrained.model(), algorithm, optim, plan.sampling.temperature, plan.num_rollouts, SEED)
     make_trainer([rollout, evaluation], [MetricsTable(f"{folder}/metrics.csv")]).fit(module, rollout.batches)
     module.policy.save_pretrained(f"{folder}/policy")

@@ -22,7 +22,7 @@ from grpo.system.settings import flat
 
 NO_DROPOUT = r.Range(0, 0, why=": the policy stays in evaluation mode, in which dropout has no effect")
 KEYS = [  # types, and the keys that have them
-    (r.Seed, "seed"),
+    (r.Seed, "seed data_seed"),
     (bool | Literal["only"], "forecast"),
     (Literal["on", "warn", "off", "only"], "preflight"),
     (Literal["stop", "warn"], "alarms"),
@@ -43,6 +43,7 @@ KEYS = [  # types, and the keys that have them
     (Annotated[float, NO_DROPOUT], "adapter.lora_dropout"),
     (str | list[str], "adapter.target_modules"),
     (Literal["CAUSAL_LM"], "adapter.task_type"),
+    (dict[str, Any] | None, "optim.schedule.scheduler_specific_kwargs"),
     (r.NonNegative | None, "optim.optimizer.lr"),
     (r.NonNegative, "optim.optimizer.weight_decay"),
     (r.ShareBelow1, "optim.optimizer.momentum"),

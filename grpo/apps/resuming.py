@@ -1,7 +1,9 @@
 """Resuming a run: its own configuration with the command line on top, and a line for each change that matters."""
 
 import logging
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from omegaconf.resolvers import oc
 
 from grpo.apps.composing import composed, literal
 from grpo.moved import today
+from grpo.rollout.types import Plan
 from grpo.system.errors import UserError
 from grpo.system.files import write_text
 from grpo.system.secrets import MASK, masked_values
@@ -81,6 +84,8 @@ def is_over(config: DictConfig) -> bool:
     folder, wanted = Path(config.output_dir), config.rollout.num_rollouts
     found = Run(folder).manifest
     kept = numbered(folder / "checkpoints", ".ckpt")
+    if config.rollout.get("epochs") != ((Run(folder).config or {}).get("rollout") or {}).get("epochs"):
+        return False  # the number of rollouts is not known yet
     if found.get("status") == "finished":  # without its last checkpoint, if the disk was full
         return min(found.get("rollouts", 0), max(kept, default=wanted)) >= wanted
     newest = max(kept, default=0)
@@ -89,6 +94,13 @@ def is_over(config: DictConfig) -> bool:
 
         save_manifest(str(folder), found | {"status": "finished", "rollouts": newest, "error": None})
     return over
+
+
+def sized(plan: Plan, config: DictConfig, rows: int) -> Plan:
+    """Return the plan, with rollout.num_rollouts for rollout.epochs passes over so many rows, in the configuration too."""
+    if plan.epochs:
+        config.rollout.num_rollouts = math.ceil(plan.epochs * rows / plan.prompts)
+    return replace(plan, num_rollouts=config.rollout.num_rollouts)
 
 
 def folder_of(checkpoint: Path) -> Path:

@@ -1,6 +1,8 @@
 """Shows evaluations in the terminal: one line per evaluation, and a table of all of them."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
 from rich.table import Column, Table
 
@@ -17,8 +19,11 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, tit
 
 
 def results_line(metrics: Mapping[str, float]) -> str:
-    """Return the results among the metrics in one line."""
-    return "  ".join(f"{name} {value:.3g}" for name, value in metrics.items() if is_result(name, value))
+    """Return the results among the metrics in one line, and in a line of its own for each of eval.sets."""
+    starts = [name.removesuffix("accuracy") for name in metrics if re.fullmatch("eval/.+/accuracy", name)]
+    shown = [(name, f"{name} {value:.3g}") for name, value in metrics.items() if is_result(name, value)]
+    lines = groupby(shown, key=lambda pair: next(filter(pair[0].startswith, starts), ""))
+    return "\n  ".join("  ".join(text for _, text in line) for _, line in lines)
 
 
 def history(evaluations: Sequence[tuple[int, Mapping[str, float]]]) -> Table:

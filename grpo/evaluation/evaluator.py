@@ -6,7 +6,7 @@ A metric is averaged over the samples of each problem, then over problems. Its i
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, get_args
 
 import pandas as pd
 
@@ -50,8 +50,10 @@ class Evaluator:
 
     One sample is usually greedy (temperature 0); pass@k needs several samples and a temperature above 0.
     every: rollouts between two evaluations during training; 0: none. on_start: also evaluate before the first rollout.
+    delay: no other evaluation before that many rollouts, but that of the last rollout.
     batch: number of examples played together; None: all. by: columns of the examples; each of their values gets its own result.
     play: who plays the episodes.
+    sets: further tasks by name, {NAME: {task: ...}}, whose metrics are NAME/accuracy and so on. Other keys of a set are ignored.
     """
 
     sampling: Sampling
@@ -64,12 +66,36 @@ class Evaluator:
     batch: Count | None = None
     by: Sequence[str] = ()
     play: Play = play
+    delay: Whole = 0
+    sets: Mapping[str, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         if self.samples > 1 and self.sampling.temperature == 0:
             raise UserError(
                 f"eval.samples={self.samples} at temperature 0: all samples are equal, set eval.sampling.temperature=1"
             )
+        for name, each in (self.sets or {}).items():
+            if "task" not in each or "/" in name or name in get_args(Split):
+                words = "needs a task and a name of its own, without /, as +task@eval.sets.NAME=gsm8k gives it"
+                raise UserError(f"eval.sets.{name} {words}")
+
+    def due(self, rollouts: int, of: int) -> bool:
+        """Return whether to evaluate after `rollouts` rollouts of a run of `of`."""
+        if not self.every or not rollouts:
+            return bool(self.every and self.on_start)
+        return rollouts == of or (rollouts % self.every == 0 and rollouts >= self.delay)
+
+    def sources(self, task: Task) -> dict[str, tuple[Task, Split]]:
+        """Return the tasks to evaluate on and their splits, by name: the run's own by that of the split, and each set."""
+        others = {name: (each["task"], self.split) for name, each in (self.sets or {}).items()}
+        return {self.split: (task, self.split)} | others
+
+    def loaded(self, task: Task) -> dict[str, tuple[Task, Split]]:
+        """Return the training rows and, with evaluations, `sources`, after their rows were read, which shows mistakes in them."""
+        found = {"train": (task, "train")} | (self.sources(task) if self.every else {})
+        for source, split in found.values():
+            source.examples(split)
+        return found
 
     def chosen(self, examples: Sequence[Example]) -> list[Example]:
         """Return the examples to evaluate on: the first `limit`."""
@@ -104,16 +130,35 @@ class Evaluator:
         renderer: Renderer,
         seed: int,
         rollout: int = 0,
-        examples: Sequence | None = None,
+        examples: Mapping[str, Sequence[Example]] | None = None,
     ) -> Evaluation:
         """Evaluate the policy that `engine` holds.
 
-        examples: to use instead of those of the task's split. rollout: the number of rollouts learned from so far.
+        examples: to use instead of those of the tasks, by the names of `sources`. rollout: the number of rollouts learned from.
+        Raises UserError if a metric of a set has the name of another metric.
         """
-        examples = self.chosen(task.examples(self.split) if examples is None else examples)
-        batches = self.batches(len(examples))
-        groups = [
-            group for places in batches for group in self.one_batch(task, engine, renderer, seed, examples, places)
-        ]
-        more = columns(task, groups, self.by)
-        return Evaluation(rollout, groups, estimates(pd.DataFrame(records(groups, **more))), more)
+        parts, found = [], {}
+        for name, (source, split) in self.sources(task).items():
+            rows = self.chosen(examples[name] if examples else source.examples(split))
+            batches = self.batches(len(rows))
+            groups = [
+                group for places in batches for group in self.one_batch(source, engine, renderer, seed, rows, places)
+            ]
+            more, own = columns(source, groups, self.by), name == self.split
+            these = estimates(pd.DataFrame(records(groups, **more)))
+            these = these if own else {f"{name}/{metric}": estimate for metric, estimate in these.items()}
+            if twice := found.keys() & these.keys():
+                raise UserError(f"eval.sets.{name}: eval/{min(twice)} is another metric already: rename the set")
+            found |= these
+            if self.sets:
+                more["set"] = [[None if own else name] * len(group) for group in groups]
+            parts.append((groups, more))
+        groups = [group for groups, _ in parts for group in groups]
+        return Evaluation(rollout, groups, found, in_one(parts))
+
+
+def in_one(parts: Sequence[tuple[Sequence[Group], Mapping[str, list[list[Any]]]]]) -> dict[str, list[list[Any]]]:
+    """Return the columns of several (groups, columns) as those of all groups, with None where a part lacks a column."""
+    names = dict.fromkeys(name for _, more in parts for name in more)
+    empty = [[[None] * len(group) for group in groups] for groups, _ in parts]
+    return {n: [row for (_, more), none in zip(parts, empty, strict=True) for row in more.get(n, none)] for n in names}

@@ -7,7 +7,7 @@ from grpo.engines.protocol import Sampling
 from grpo.env.tokens import Turn
 from grpo.env.types import Example, Reward, Trajectory
 from grpo.system.errors import UserError
-from grpo.system.ranges import Count, Seconds, enforced
+from grpo.system.ranges import Count, Positive, Seconds, enforced
 
 TIMEOUT = 120.0  # default limit of one call of a reward, in seconds
 
@@ -49,7 +49,8 @@ class Limits:
 class Plan:
     """The size of a run: `num_rollouts` rollouts of `prompts` prompts with `group_size` samples each.
 
-    ahead: 1 plays each rollout while the policy learns from the one before, so with older weights.
+    ahead: 1 plays each rollout while the policy learns from the one before, so with older weights. epochs: passes over the
+    training examples, from which train.py computes num_rollouts; None: it is as given.
     """
 
     prompts: Count
@@ -58,6 +59,7 @@ class Plan:
     sampling: Sampling
     limits: Limits = field(default_factory=Limits)
     ahead: Literal[0, 1] = 0
+    epochs: Positive | None = None
 
     def __post_init__(self) -> None:
         if self.sampling.temperature == 0:

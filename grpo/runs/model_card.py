@@ -12,16 +12,18 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from grpo.evaluation.statistics import Estimate
 from grpo.runs.runs import Run
+from grpo.system.metrics import written
 
 PRESETS = Path(__file__).parents[2] / "conf" / "algo"
 TEMPLATE = str(Path(__file__).with_name("model_card.md.jinja"))
 
 
-def write_card(policy: Path, rollouts: int, accuracy: Estimate | None) -> None:
+def write_card(policy: Path, rollouts: int, accuracy: Estimate | None, monitor: str, mode: str, value: float) -> None:
     """Write README.md into the folder of an exported policy. It replaces peft's card but keeps the tags and the base model of it.
 
     policy: the exported folder, RUN/checkpoints/NAME.
     accuracy: held-out accuracy of exactly this policy; None if it was not evaluated.
+    monitor, mode: the metric that chooses the best policy of the run, and its direction. value: that of this policy, or NaN.
     """
     run = Run(policy.parents[1])
     config, options = run.config, run.choices or run.overrides
@@ -44,7 +46,8 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None) -> None:
         "task": ", ".join(f"`{name}`" for name in (task, source) if isinstance(name, str)),
         "algorithm": ", ".join([f"`{algo}`", *numbers]),
         "rollouts learned from": f"{rollouts}, each of {size}",
-        "held-out accuracy": in_words(accuracy, config["eval"]),
+        "held-out accuracy": in_words(accuracy, config["eval"], monitor),
+        "best policy of the run": f"chosen by `{monitor}` ({mode}), here {written(monitor, value)}",
         "seed": config["seed"],
         "revision of the code": (run.manifest.get("git") or {}).get("revision"),
         "versions": ", ".join(f"{name} {number}" for name, number in run.manifest.get("versions", {}).items()),
@@ -85,12 +88,12 @@ def papers(algo: str) -> list[str]:
     return list(dict.fromkeys(["2402.03300", *named]))
 
 
-def in_words(accuracy: Estimate | None, evaluation: dict[str, Any]) -> str:
-    """Return the held-out accuracy as a phrase. evaluation: the run's `eval` configuration."""
+def in_words(accuracy: Estimate | None, evaluation: dict[str, Any], monitor: str = "eval/accuracy") -> str:
+    """Return the held-out accuracy as a phrase. evaluation: the run's `eval` configuration. monitor: what chooses `best`."""
     if accuracy is None or not accuracy.n:
         return "not measured after this rollout" if accuracy is None else "unknown: no answer was graded"
     how = "greedy" if evaluation["sampling"]["temperature"] == 0 else f"{evaluation['samples']} samples each"
     interval = "" if math.isnan(accuracy.low) else f"95 % interval {accuracy.low:.1%} to {accuracy.high:.1%}, "
     which = f"{accuracy.n} example{'s' * (accuracy.n > 1)} of the split `{evaluation['split']}`, {how}"
-    bias = "the same examples choose the best policy of the run, so this is slightly optimistic"
-    return f"{accuracy.value:.1%}, {interval}on {which}; {bias}"
+    bias = "; the same examples choose the best policy of the run, so this is slightly optimistic"
+    return f"{accuracy.value:.1%}, {interval}on {which}{bias if monitor == 'eval/accuracy' else ''}"

@@ -22,7 +22,7 @@ from grpo.system.settings import flat
 
 VERDICTS = {"accuracy": "correct", "accuracy_lenient": "correct_lenient"}  # metric -> its column in tables of samples
 # keys that may differ between runs of one arm
-SAME = ("seed", "ckpt_path", "output_dir", "optim.skipped", "trainer.default_root_dir")
+SAME = ("seed", "data_seed", "ckpt_path", "output_dir", "optim.skipped", "trainer.default_root_dir")
 SHOWN = ("callbacks", "logger")  # groups that may differ, too
 Rollouts = Collection[int] | None  # wanted rollouts; None: all
 
@@ -140,7 +140,9 @@ class Run:
         if not self.evaluated and not (self.folder / "samples.parquet").is_file():
             return None
         wanted = self.evaluated[-1:] if after is None else [after]
-        samples = self.evaluations(wanted, ["item", "reward", *VERDICTS.values()])
+        samples = self.evaluations(wanted, ["item", "reward", "set", *VERDICTS.values()])
+        if "set" in samples:  # one of eval.sets
+            samples = samples[samples["set"].isna()]
         known = samples["reward"].notna()
         right = {name: samples[column].astype(float) for name, column in VERDICTS.items() if column in samples}
         return pd.DataFrame(right).where(known).groupby(samples["item"]).mean()

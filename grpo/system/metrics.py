@@ -6,10 +6,14 @@ docs/algorithms.md.
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from itertools import groupby
 from typing import Literal
+
+from grpo.system.errors import UserError
 
 Unit = Literal["share", "reward", "count", "tokens", "nats", "number", "tokens/s", "seconds", "bytes", "text"]
 
@@ -88,6 +92,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/advantages_mean", "number", "Mean advantage of the samples; one that is not learned from has 0."),
         Metric("rollout/advantages_std", "number", "Standard deviation of the samples' advantages."),
         Metric("data/prompts", "count", "Prompts that were drawn since the run began."),
+        Metric("data/tokens", "tokens", "Tokens that were sampled since the run began, without evaluations."),
+        Metric("data/tokens_learned", "tokens", "Tokens among them in groups that an update learned from."),
         Metric("data/epoch", "number", "Passes over the training examples since the run began."),
     ),
     "Completions": (
@@ -197,14 +203,35 @@ _PATTERNS = [(_pattern(metric), metric) for metric in _ORDERED]
 
 @cache
 def about(name: str) -> Metric | None:
-    """Return the entry of a metric; None if it has none."""
+    """Return the entry of a metric; None if it has none. eval/SET/NAME, of one of several sets, has that of eval/NAME."""
+    entry = _entry(name)
+    return (
+        entry and _entry(re.sub("^eval/(?!reward/)[^/]+/", "eval/", name))
+        if entry and entry.name == "eval/NAME"
+        else entry
+    )
+
+
+@cache
+def _entry(name: str) -> Metric | None:
     return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
+
+
+def require_metric(key: str, name: str, measured: Iterable[str] = ()) -> None:
+    """Raise UserError, with the nearest names, if the value `name` of a key is no metric, or none of those `measured`. Names of
+    another kind (eval/, loss/ ...) in `measured` do not count."""
+    here = [each for each in measured if each.partition("/")[0] == name.partition("/")[0]]
+    if name not in here if here else about(name) is None:
+        near = get_close_matches(name, here or [metric.name for metric in METRICS], cutoff=0.3)
+        similar = f"; similar: {', '.join(near)}" if near else ""
+        whose = " of this run" if here else ""
+        raise UserError(f"{key}={name} is no metric{whose}{similar}; docs/algorithms.md lists all")
 
 
 def is_taken(part: str) -> bool:
     """Return whether rollout/PART or eval/PART is a metric of ours, which a part of the reward must not hide."""
     own_std = any(metric.name == f"rollout/{part}_std" for metric in METRICS)
-    return own_std or any(not entry.part for first in ("rollout", "eval") if (entry := about(f"{first}/{part}")))
+    return own_std or any(not entry.part for first in ("rollout", "eval") if (entry := _entry(f"{first}/{part}")))
 
 
 def name_of_part(part: str) -> str:

@@ -87,6 +87,10 @@ class PlainCheckpoints(CheckpointIO):
                 found = from_plain(json.loads((path / STATE).read_text()), whole)
             except (KeyError, ValueError, TypeError, AttributeError, ImportError) as error:
                 raise UserError(f"{path} was written by another version: {error}") from error
+        if distributed.rank() == 0 and not found.get("optimizer_states", True):
+            log.warning(
+                "%s has no state of the optimizer, which begins anew: the run is not the same as without a stop", path
+            )
         if broken:
             raise UserError(f"{path} has {len(broken)} weights that are not finite, the first is {broken[0]}")
         return found

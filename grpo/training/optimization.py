@@ -1,6 +1,7 @@
 """Settings of the optimization: the optimizer, its schedule, and limits of the update's memory."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from grpo.models.logprobs import Layout
 from grpo.system import distributed
 from grpo.system.errors import UserError
-from grpo.system.ranges import Count, Positive, enforced
+from grpo.system.ranges import Count, Positive, Share, enforced
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class Optimization:
 
     optimizer: from named parameters to an Optimizer.
     schedule: called with optimizer and num_training_steps (the updates of the run); returns an LRScheduler.
+    warmup_ratio: the share of the updates in which the learning rate rises; None: the schedule's num_warmup_steps.
     max_tokens_per_microbatch: tokens that go through the model at once, which affects memory only; a row is never cut.
     max_grad_norm: larger gradients are scaled down to it; None: no clipping.
     layout: how tokens are packed, see `grpo.models.logprobs`; results are the same.
@@ -46,6 +48,7 @@ class Optimization:
     offload: bool = False
     max_skipped: Count = 3
     skipped: str = "skipped"
+    warmup_ratio: Share | None = None
 
     def __post_init__(self) -> None:
         self.tried(LONG)  # finds a wrong name or value before a model is loaded
@@ -58,7 +61,7 @@ class Optimization:
             optimizer = self.optimizer([(name, torch.zeros(s, requires_grad=True)) for name, s in shapes.items()])
             optimizer.step()
             part, hint = "schedule", f"in a run of {num_updates} updates, after each of which it steps"
-            schedule = self.schedule(optimizer=optimizer, num_training_steps=num_updates)
+            schedule = self.built(optimizer, num_updates)
             optimizer.step()  # again, because the schedule wants a step after its own start
             for _ in range(steps):
                 schedule.step()
@@ -70,7 +73,12 @@ class Optimization:
     def scheduled(self, optimizer: Optimizer, num_updates: int) -> LRScheduler:
         """Return the schedule of a run, which has been tried to its end. Raises UserError."""
         self.tried(num_updates, min(num_updates, MOST))
-        return self.schedule(optimizer=optimizer, num_training_steps=num_updates)
+        return self.built(optimizer, num_updates)
+
+    def built(self, optimizer: Optimizer, num_updates: int) -> LRScheduler:
+        """Return the schedule of a run."""
+        rises = {} if self.warmup_ratio is None else {"num_warmup_steps": math.ceil(self.warmup_ratio * num_updates)}
+        return self.schedule(optimizer=optimizer, num_training_steps=num_updates, **rises)
 
 
 def learned_by(optimizer: Optimizer) -> list[Tensor]:

@@ -76,9 +76,10 @@ def plan_of(
     probe: Probe, evaluator: Evaluator, callbacks: Sequence[L.Callback], parts: Sequence[Part], timed: bool
 ) -> RunPlan:
     """Return the plan of a run. parts: of the memory forecast. timed: play and learn from the probe, to know times and sizes."""
-    plan, algorithm, every = probe.rollouts.plan, probe.rollouts.algorithm, evaluator.every
+    plan, algorithm = probe.rollouts.plan, probe.rollouts.algorithm
     here = [part for part in parts if not part.host or probe.module.device.type == "cpu"]
-    train, held_out = probe.examples["train"], probe.examples.get(evaluator.split, ())
+    train = probe.examples["train"]
+    held_out = [probe.examples[name] for name in evaluator.sources(probe.rollouts.task) if evaluator.every]
     sized = RunPlan(
         rollouts=plan.num_rollouts,
         samples=plan.prompts * plan.group_size,
@@ -87,10 +88,10 @@ def plan_of(
         tokens_per_microbatch=probe.module.optim.max_tokens_per_microbatch,
         rows=len(train),
         passes=plan.num_rollouts * plan.prompts / len(train),
-        evaluations=-(-plan.num_rollouts // every) + evaluator.on_start if every else 0,
-        problems=len(evaluator.chosen(held_out)) if every else 0,
+        evaluations=sum(evaluator.due(r, plan.num_rollouts) for r in range(plan.num_rollouts + 1)),
+        problems=sum(len(evaluator.chosen(rows)) for rows in held_out),
         memory=largest_phase(here),
-        disk=sum(checkpoint_bytes(probe, parts, c.keep) for c in callbacks if isinstance(c, Checkpoint)),
+        disk=sum(checkpoint_bytes(probe, parts, c) for c in callbacks if isinstance(c, Checkpoint)),
         devices=distributed.world_size(),
     )
     if not timed:
@@ -116,9 +117,12 @@ def table_bytes(probe: Probe) -> int:
         return file.stat().st_size
 
 
-def checkpoint_bytes(probe: Probe, parts: Sequence[Part], keep: int) -> int:
-    """Return the size of checkpoints/: those to resume from and the one that is being written, and three times the policy."""
+def checkpoint_bytes(probe: Probe, parts: Sequence[Part], writes: Checkpoint) -> int:
+    """Return the size of checkpoints/: those to resume from and the one that is being written, and policies: last, best, the one
+    that is being written, and the history."""
     trained = sum(p.nbytes for p in probe.module.policy.parameters() if p.requires_grad)
     state = sum(part.size or 0 for part in parts if part.name in ("masters", "optimizer"))
     pieces = distributed.world_size() if distributed.is_sharded(probe.module.policy) else 1
-    return (keep + 1) * (trained + state * pieces) + 3 * trained
+    steps = writes.num_rollouts // writes.history if writes.history else 0
+    state = 0 if writes.only_model else state * pieces
+    return (writes.keep + 1) * (trained + state) + (3 + min(steps, writes.history_keep or steps)) * trained

@@ -111,7 +111,7 @@ class Sharded(Watched, ModelParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Take this rank's parts of the optimizers' states."""
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):  # or none
             learned = learned_by(optimizer)
             states = {
                 i: {name: part_of(x, learned[i]) if same_shape(x, learned[i]) else x for name, x in values.items()}

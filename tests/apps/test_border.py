@@ -22,7 +22,8 @@ ALLOWED = {  # the leaves that take these values, on purpose
     "a list": UNUSED | WEIGHTS,
     "a mapping": UNUSED
     | WEIGHTS
-    | {"callbacks", "logger", "renderer.template_args", "rollout.sampling.guided", "eval.sampling.guided"},
+    | {"callbacks", "logger", "renderer.template_args", "rollout.sampling.guided", "eval.sampling.guided"}
+    | {"optim.schedule.scheduler_specific_kwargs"},
 }
 
 

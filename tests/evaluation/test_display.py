@@ -15,3 +15,5 @@ def test_a_table_of_evaluations_with_other_metrics_each():
 def test_a_line_leaves_out_the_time_and_what_never_went_wrong():
     metrics = {"eval/accuracy": 0.125, "eval/timeout": 0.0, "eval/error": 0.25, "time/eval": 3.0}
     assert results_line(metrics) == "eval/accuracy 0.125  eval/error 0.25"
+    metrics |= {"eval/words/accuracy": 0.5, "eval/words/length": 3.0}
+    assert results_line(metrics).split("\n")[1:] == ["  eval/words/accuracy 0.5  eval/words/length 3"]

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import pandas as pd
 import pytest
@@ -274,6 +275,59 @@ def test_batches_change_nothing_but_the_last_bits(parts):
     assert ids[None] == ids[1] == ids[4] and of[None].metrics == of[1].metrics == of[4].metrics
     assert len({str(group) for group in ids[1]}) == 6  # seeds depend on the index among all examples
     assert Evaluator(Sampling(1, temperature=0.0), batch=4).batches(6) == [range(0, 4), range(4, 6)]
+
+
+def test_sets_are_evaluated_as_they_would_be_alone(parts):
+    """Two sets beside the task: one with the same task, and one whose samples have another column."""
+    sampling = Sampling(6, temperature=1.0)
+    alone = Evaluator(sampling, limit=3)
+    own, other = alone(Wordmath(), *parts, seed=3), alone(GSM8K(str(EXAMPLES)), *parts, seed=3)
+    sets = {"same": {"task": Wordmath(), "max_tokens": 7}, "shop": {"task": GSM8K(str(EXAMPLES))}}
+    several = replace(alone, sets=sets, by=("steps",))
+    found = several(Wordmath(), *parts, seed=3)
+    assert found.estimates == {
+        **own.estimates,
+        **{f"same/{name}": estimate for name, estimate in own.estimates.items()},
+        **{f"shop/{name}": estimate for name, estimate in other.estimates.items()},
+    }
+    assert found.columns["set"] == [[None]] * 3 + [["same"]] * 3 + [["shop"]] * 3 and len(found.groups) == 9
+    table = frame(found.groups, **found.columns)
+    assert table["by/steps"].notna().tolist() == [True] * 6 + [False] * 3
+    assert list(alone.loaded(Wordmath())) == ["train", "test"] and "set" not in own.columns
+    few = {name: [source.examples(split)[0]] for name, (source, split) in several.sources(Wordmath()).items()}
+    assert several(Wordmath(), *parts, seed=3, examples=few).estimates["shop/accuracy"].n == 1
+
+
+@pytest.mark.parametrize("name", ["a/b", "train", "test"])
+def test_names_of_sets_that_would_be_mistaken_are_refused(name):
+    with pytest.raises(UserError, match=rf"eval\.sets\.{name} needs a task and a name of its own"):
+        Evaluator(Sampling(6), sets={name: {"task": Wordmath()}})
+    with pytest.raises(UserError, match=r"eval\.sets\.easy needs a task"):
+        Evaluator(Sampling(6), sets={"easy": {"max_tokens": 3}})
+
+
+def test_sets_are_for_training(tmp_path):
+    sets = "eval.sets={easy: {task: {_target_: tasks.wordmath.Wordmath}}}"
+    with pytest.raises(UserError, match=r"eval\.sets is for evaluations during training"):
+        eval_script.evaluate(compose_config(sets, f"output_dir={tmp_path}", name="eval"))
+
+
+def test_a_set_called_like_a_source_of_the_mixture_is_refused(parts):
+    task = Mixture({"shop": {"task": GSM8K(str(EXAMPLES))}})
+    evaluator = Evaluator(Sampling(4, temperature=0.0), limit=1, sets={"shop": {"task": GSM8K(str(EXAMPLES))}})
+    with pytest.raises(UserError, match=r"eval\.sets\.shop: eval/shop/\w+ is another metric already"):
+        evaluator(task, *parts, seed=0)
+
+
+def test_when_a_run_is_evaluated():
+    """Each third of 10 rollouts and the last; with a delay of 7 not the first two of them, and the last in any case."""
+    every = partial(Evaluator, Sampling(4), every=3)
+    due = [
+        [r for r in range(11) if evaluator.due(r, 10)]
+        for evaluator in (every(), every(delay=7), every(on_start=False, delay=99))
+    ]
+    assert due == [[0, 3, 6, 9, 10], [0, 9, 10], [10]]
+    assert not any(Evaluator(Sampling(4), every=0).due(r, 10) for r in range(11))
 
 
 class Breaks:

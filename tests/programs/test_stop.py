@@ -238,11 +238,19 @@ def test_a_run_that_no_longer_improves_ends_early_and_well(smoke, tmp_path, capl
     assert ended.value.code == 0 and Run(tmp_path).manifest["status"] == "finished" and len(rows(tmp_path)) == 4
 
 
+def test_a_run_may_end_by_a_metric_of_rollouts(smoke, tmp_path):
+    """No length is shorter than the first by a million tokens, so the run ends after two more rollouts, without evaluations."""
+    more = ("monitor=rollout/length", "mode=min", "min_delta=1e6", "patience=2")
+    more = ("callbacks=[early_stopping]", *(f"callbacks.early_stopping.{each}" for each in more), "eval.every=0")
+    train(compose_config(*smoke(*more, "rollout.num_rollouts=9")))
+    assert Run(tmp_path).manifest["rollouts"] == 3
+
+
 @pytest.mark.parametrize(
     ("monitor", "every", "line"),
     [
-        ("accuracy", 1, "monitor=accuracy is no metric"),
-        ("eval/acuracy", 1, "monitor=eval/acuracy is not measured here: choose eval/accuracy, "),
+        ("accuracy", 1, "monitor=accuracy is no metric; similar: eval/accuracy, "),
+        ("eval/acuracy", 1, "monitor=eval/acuracy is no metric of this run; similar: eval/accuracy, "),
         ("eval/accuracy", 0, "would never end this run, which evaluates nothing: set eval.every"),
     ],
 )

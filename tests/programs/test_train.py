@@ -241,8 +241,8 @@ def test_the_policy_before_training_may_be_the_best(smoke, tmp_path, caplog, lat
             trainer, module, {}, RolloutBatch(rollout, metrics={"eval/accuracy": accuracy}), 0
         )
     assert (tmp_path / "best").resolve().name == f"policy_{best:05}"
-    assert ("rollout 2: the held-out accuracy is unknown" in caplog.text) == (best == 0)
-    assert ("no evaluation was better than the one before training (100.0 %)" in caplog.text) == (best == 0)
+    assert ("rollout 2: eval/accuracy is unknown" in caplog.text) == (best == 0)
+    assert ("nothing was better than before training (max eval/accuracy, 100.0%)" in caplog.text) == (best == 0)
 
 
 def greedy(model) -> list[str]:

@@ -6,7 +6,19 @@ from conftest import EXAMPLES, ROOT, compose_config
 
 from grpo.env.types import Reward, Trajectory
 from grpo.rollout.metrics import conversation
-from grpo.system.metrics import GROUPS, METRICS, TIMES, about, is_result, is_taken, metric_table, name_of_part, written
+from grpo.system.errors import UserError
+from grpo.system.metrics import (
+    GROUPS,
+    METRICS,
+    TIMES,
+    about,
+    is_result,
+    is_taken,
+    metric_table,
+    name_of_part,
+    require_metric,
+    written,
+)
 from tasks.gsm8k import GSM8K
 from train import train
 
@@ -76,6 +88,8 @@ def test_names_are_told_apart_and_a_sentence_each():
         ("rollout/format_std", "rollout/NAME_std"),
         ("eval/brevity", "eval/NAME"),
         ("eval/truncated/x", "eval/NAME"),
+        ("eval/math/pass@8", "eval/pass@K"),  # of one of eval.sets
+        ("eval/reward/length", "eval/NAME"),
         ("loss/mine", "loss/NAME"),
     ],
 )
@@ -85,6 +99,19 @@ def test_families_of_names(name, entry):
 
 def test_a_name_of_no_metric():
     assert about("epoch") is None
+    require_metric("key", "eval/brevity")  # it may be a part of the reward
+    require_metric("key", "eval/brevity", ["loss/kl", "eval/brevity"])
+    require_metric("key", "eval/brevity", ["loss/kl"])  # nothing was evaluated yet
+    for name, measured, line in [
+        ("epoch", (), "key=epoch is no metric; similar: data/epoch, "),
+        (
+            "eval/brevety",
+            ["eval/accuracy", "eval/brevity", "loss/kl"],
+            "of this run; similar: eval/brevity, eval/accuracy;",
+        ),
+    ]:
+        with pytest.raises(UserError, match=line):
+            require_metric("key", name, measured)
 
 
 @pytest.mark.parametrize(

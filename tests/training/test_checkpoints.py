@@ -4,21 +4,32 @@ import json
 import os
 import pickle
 import resource
+from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from conftest import compose_config
+from conftest import EXAMPLES, compose_config
 from omegaconf import OmegaConf
-from test_train import VARIED
+from test_train import VARIED, Varied
+from transformers import AutoModelForCausalLM
 
-from grpo.apps.resuming import check_resumed
+from grpo.apps.resuming import check_resumed, is_over
+from grpo.data.dataset import fingerprint
+from grpo.data.prompts import PromptLoader
 from grpo.env.messages import Message
+from grpo.evaluation.evaluator import Evaluation
+from grpo.evaluation.statistics import mean_interval
 from grpo.rollout.types import Limits
+from grpo.runs.report.run import accuracy_intervals
+from grpo.runs.runs import Run
 from grpo.system.errors import UserError
 from grpo.system.files import replacing, surviving
 from grpo.system.plain import Tensors, from_plain, to_plain
 from grpo.system.seeds import random_states, set_random_states
+from grpo.training.callbacks.checkpoint import Checkpoint
+from grpo.training.callbacks.evaluation import EvaluationCallback
 from grpo.training.checkpoints import PlainCheckpoints, fault_of, link, new_folder, usable
 from train import train
 
@@ -70,25 +81,42 @@ def test_code_does_not_travel():
 def two(toy, tmp_path_factory):
     """The folder of a run with checkpoints after one and after two rollouts."""
     folder = tmp_path_factory.mktemp("two") / "run"
+    config = compose_config(*of_two(toy), "eval.every=0", f"output_dir={folder}")
+    del config.data_seed  # as in the configuration of a run of an older version
+    config.task = VARIED
+    train(config)
+    return folder
+
+
+CHOSEN = (
+    "rollout.epochs=1.5",
+    "data_seed=5",
+    "eval.every=1",
+    "callbacks.checkpoint.monitor=eval/seen/length",
+    "callbacks.checkpoint.mode=min",
+    "callbacks.checkpoint.history=1",
+    "callbacks.checkpoint.history_keep=2",
+    "callbacks.checkpoint.only_model=true",
+    "callbacks.checkpoint.keep=1",
+)
+
+
+def of_two(toy) -> list[str]:
     settings = [
         "task=gsm8k",
         "model=path",
         f"model.path={toy}",
         "debug=smoke",
-        "callbacks=[checkpoint]",
+        "callbacks=[checkpoint,samples]",
         "forecast=false",
     ]
     settings += [
         "callbacks.checkpoint.every=1",
         "rollout.num_rollouts=3",
         "preflight=off",
-        "eval.every=0",
         "max_tokens=8",
     ]
-    config = compose_config(*settings, f"output_dir={folder}")
-    config.task = VARIED
-    train(config)
-    return folder
+    return settings
 
 
 def test_the_newest_stay_and_links_name_them(two):
@@ -105,6 +133,111 @@ def test_the_newest_stay_and_links_name_them(two):
     ).readlink().name == "policy_00003"
     for given in (two, folder / "last.ckpt", folder / "00003.ckpt"):
         assert usable(given).resolve() == (folder / "00003.ckpt").resolve()
+
+
+@pytest.fixture(scope="module")
+def chosen(two, toy, tmp_path_factory):
+    """The folder of a run of 1.5 passes over 4 rows, so of 3 rollouts, with most of what a checkpoint may have."""
+    folder = tmp_path_factory.mktemp("chosen") / "run"
+    config = compose_config(*of_two(toy), *CHOSEN, f"output_dir={folder}")
+    config.task = VARIED
+    config.eval.sets = {"seen": {"task": VARIED | {"splits": {"train": "train", "test": "train"}}}}
+    train(config)
+    return folder
+
+
+def test_the_best_is_chosen_by_the_metric_and_its_direction(chosen):
+    """checkpoints/best is the shortest on a set of its own, and the card and the table of the run say so."""
+    run, folder = Run(chosen), chosen / "checkpoints"
+    lengths = run.curve("eval/seen/length")
+    assert lengths.tolist() == [part["tokens"].mean() for _, part in seen(run).groupby("rollout")]
+    best = min(lengths.index, key=lambda at: (lengths[at], at == 0))  # the policy before training gives way
+    assert (folder / "best").resolve().name == f"policy_{best:05}"
+    card = (folder / "best" / "README.md").read_text()
+    assert f"| best policy of the run | chosen by `eval/seen/length` (min), here {lengths[best]:.4g} |" in card
+    assert "slightly optimistic" not in card
+    assert run.config["rollout"]["num_rollouts"] == 3 == run.manifest["rollouts"]
+    assert {name: rows["rows"] for name, rows in run.manifest["data"].items()} == {"train": 4, "test": 3, "seen": 4}
+
+
+def seen(run: Run) -> pd.DataFrame:
+    """Return the samples of the set."""
+    samples = run.evaluations()
+    return samples[samples["set"] == "seen"]
+
+
+def test_readers_of_a_run_tell_its_sets_apart(chosen):
+    run = Run(chosen)
+    assert len(run.verdicts()) == 3 and run.evaluations([0])["set"].isna().sum() == 3 and len(seen(run)) == 4 * 4
+    intervals = accuracy_intervals(run)
+    assert set(intervals) == {"eval/accuracy", "eval/seen/accuracy"} and set(intervals["eval/accuracy"]) == {0, 1, 2, 3}
+    values = seen(run).groupby("rollout")["correct"].mean()
+    assert run.curve("eval/seen/accuracy").tolist() == values.tolist()
+
+
+def test_the_history_stays_and_loads(chosen):
+    folder = chosen / "checkpoints"
+    assert {path.name: path.readlink().name for path in folder.glob("step_*")} == {
+        "step_000002": "policy_00002",
+        "step_000003": "policy_00003",
+    }
+    assert AutoModelForCausalLM.from_pretrained(folder / "step_000002").num_parameters() > 0
+    assert "| rollouts learned from | 2, " in (folder / "step_000002" / "README.md").read_text()
+
+
+def test_a_checkpoint_without_the_optimizer_is_smaller_and_resumes_with_a_line(chosen, two, toy, tmp_path, caplog):
+    """AdamW has two moments for each weight. A resumed run has the same weights and counts; its tokens are summed over both."""
+    sizes = [(run / "checkpoints" / "00003.ckpt" / "tensors.safetensors").stat().st_size for run in (chosen, two)]
+    assert sizes[1] / sizes[0] == pytest.approx(3, abs=0.1)
+    config = compose_config(
+        *of_two(toy),
+        *CHOSEN,
+        f"output_dir={tmp_path}",
+        f"ckpt_path={chosen}",
+        "rollout.epochs=2",
+        "resume.changes=allow",
+    )
+    config.task = VARIED
+    config.eval.every = 0
+    train(config)
+    assert "00003.ckpt has no state of the optimizer, which begins anew" in caplog.text
+    before, after = Run(chosen), Run(tmp_path)
+    assert list(after.metrics.index) == [4]
+    sampled = [before.curve("data/tokens"), after.curve("data/tokens")]
+    new = pd.concat([before.curve("rollout/tokens"), after.curve("rollout/tokens")])
+    assert [*sampled[0], *sampled[1]] == new.cumsum().tolist()
+    assert after.curve("data/tokens_learned").tolist() == sampled[1].tolist()  # no group was left out
+    assert (tmp_path / "checkpoints" / "best").resolve().name == (chosen / "checkpoints" / "best").resolve().name
+
+
+def test_a_run_with_more_passes_is_not_over(chosen):
+    for epochs, over in ((1.5, True), (2, False)):
+        config = compose_config(f"rollout.epochs={epochs}", "rollout.num_rollouts=3", f"output_dir={chosen}")
+        assert is_over(config) == over
+
+
+def test_a_metric_that_the_run_does_not_measure_chooses_no_best(tmp_path):
+    """Refused when the callback is made, or after the evaluation before training."""
+    with pytest.raises(
+        UserError, match=r"callbacks\.checkpoint\.monitor=evl/accuracy is no metric; similar: eval/accuracy, "
+    ):
+        Checkpoint(None, str(tmp_path), 3, monitor="evl/accuracy")
+    evaluation = EvaluationCallback(None, None, {})
+    evaluation.first = [Evaluation(0, (), {"accuracy": mean_interval([1.0], bounds=(0, 1))})]
+    checkpoint = Checkpoint(None, str(tmp_path), 3, monitor="eval/acuracy")
+    with pytest.raises(UserError, match="eval/acuracy is no metric of this run; similar: eval/accuracy; "):
+        checkpoint.on_train_start(SimpleNamespace(callbacks=[evaluation, checkpoint]), None)
+
+
+def test_the_order_of_prompts_has_a_seed_of_its_own(chosen, two):
+    """The two runs have the seed 0; in one of them the prompts have the seed 5."""
+    for folder, seed in ((chosen, 5), (two, 0)):
+        rows = Varied(str(EXAMPLES)).examples("train")
+        loader = PromptLoader(rows, 2, seed)
+        saved = Run(folder)
+        assert saved.seed == 0 and saved.config.get("data_seed", 0) == seed
+        drawn = saved.samples().groupby("rollout")["item"].unique()
+        assert [list(items) for items in drawn] == [[fingerprint(row) for row in loader.batch(r)] for r in range(3)]
 
 
 def cut(data: bytes) -> bytes:

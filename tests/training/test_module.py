@@ -150,6 +150,20 @@ def test_a_schedule_is_tried_with_its_warm_up_and_refused_for_what_it_does():
         optim.scheduled(small, num_updates=1)
 
 
+@pytest.mark.parametrize(("share", "rates"), [(None, [0.0, 0.1, 0.1]), (0.5, [0.0, 0.1 / 2, 0.1])])
+def test_the_warm_up_is_a_share_of_the_updates(share, rates):
+    """Half of 3 updates are 2, in which the rate rises from 0 to 0.1; without a share it is the schedule's own 1."""
+    schedule = partial(get_scheduler, name="constant_with_warmup", num_warmup_steps=1)
+    optim = Optimization(partial(torch.optim.SGD, lr=0.1), schedule, warmup_ratio=share)
+    optimizer = optim.optimizer([("weight", torch.zeros(1, requires_grad=True))])
+    scheduled, found = optim.scheduled(optimizer, num_updates=3), []
+    for _ in range(3):
+        found += scheduled.get_last_lr()
+        optimizer.step()
+        scheduled.step()
+    assert found == pytest.approx(rates)
+
+
 def rollout(number=0, rewards=ADVANTAGES, groups=GROUPS, tokens=None, **change) -> RolloutBatch:
     """Return the module's batch for a rollout with these groups and rewards."""
     return RolloutBatch(

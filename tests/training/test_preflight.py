@@ -21,7 +21,7 @@ from grpo.training.callbacks import preflight
 from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.samples import Samples
 from grpo.training.forecast import Part
-from grpo.training.plan import RunPlan, duration, plan_of
+from grpo.training.plan import RunPlan, checkpoint_bytes, duration, plan_of
 from grpo.training.preflight import CHECKS, data, sampling
 from grpo.training.preflight import probe as probing
 from grpo.training.preflight.probe import Probe
@@ -93,6 +93,9 @@ def test_the_plan_of_that_run(checked, probe):
     assert given.memory == 21 and given.evaluations == given.problems == given.evaluation_time == 0
     tables = given.disk - (6 * trained + 3 * 10)
     assert tables == pytest.approx(40 * 2 * 20_000, rel=0.9)
+    # the newest two and one that is being written, without the optimizer; last, best, one that is being written, and 3 of 4 steps
+    lean = Checkpoint(None, "", 20, history=5, history_keep=3, only_model=True)
+    assert checkpoint_bytes(probe, parts, lean) == (3 + 3 + 3) * trained
     assert [duration(s) for s in (59, 90, 7200, 200_000)] == ["59 s", "1.5 min", "2.0 h", "2.3 days"]
 
 

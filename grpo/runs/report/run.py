@@ -25,16 +25,17 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
     metrics = pd.DataFrame() if ended_early and not run.measured else run.metrics.dropna(axis="columns", how="all")
     logged = {at: row.dropna() for at, row in metrics.iterrows()}
     intervals = accuracy_intervals(run)
+    held_out = intervals.get("eval/accuracy", {})
     return {
         "kind": "run",
         "name": run_title(run),
         "status": run.status,
         "error": run.manifest.get("error"),
         "facts": facts(run),
-        "numbers": numbers(run, intervals),
+        "numbers": numbers(run, held_out),
         "metrics": {"x": list(metrics.index), "y": {name: metrics[name].to_numpy() for name in metrics}},
-        "intervals": {"eval/accuracy": [intervals.get(at) for at in metrics.index]},
-        "warnings": [vars(warning) for warning in warnings_of(logged, intervals, run.manifest.get("rounding"))],
+        "intervals": {name: [ends.get(at) for at in metrics.index] for name, ends in intervals.items()},
+        "warnings": [vars(warning) for warning in warnings_of(logged, held_out, run.manifest.get("rounding"))],
         "overrides": run.manifest.get("overrides") or [f"{key}={value}" for key, value in run.overrides.items()],
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
         **embedded(run, samples),
@@ -92,13 +93,19 @@ def numbers(run: Run, intervals: Mapping[int, tuple[float, float]]) -> list[dict
             for label, value, note in cards]  # fmt: skip
 
 
-def accuracy_intervals(run: Run) -> dict[int, tuple[float, float]]:
-    """Return the 95 % interval of each evaluation's accuracy over problems, by rollouts; none for a single problem."""
+def accuracy_intervals(run: Run) -> dict[str, dict[int, tuple[float, float]]]:
+    """Return the 95 % intervals of accuracy over problems, by metric (one for each of eval.sets) and rollouts; none for a single
+    problem."""
     if not run.evaluated:
         return {}
-    samples = run.evaluations(columns=["rollout", "prompt_index", "correct", "reward"])
-    found = {at: mean_interval(solved(part), bounds=(0, 1)) for at, part in samples.groupby("rollout")}
-    return {at: (low, high) for at, (_, low, high, problems) in found.items() if problems > 1}
+    samples = run.evaluations(columns=["rollout", "set", "prompt_index", "correct", "reward"])
+    sets = samples["set"].fillna("") + "/" if "set" in samples else "/"
+    found: dict[str, dict[int, tuple[float, float]]] = {}
+    for (name, at), part in samples.assign(set=sets).groupby(["set", "rollout"]):
+        _, low, high, problems = mean_interval(solved(part), bounds=(0, 1))
+        if problems > 1:
+            found.setdefault(f"eval/{name.lstrip('/')}accuracy", {})[at] = (low, high)
+    return found
 
 
 # -- samples

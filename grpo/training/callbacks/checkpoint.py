@@ -5,8 +5,9 @@ import math
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
@@ -22,6 +23,7 @@ from grpo.system.distributed import full, is_sharded
 from grpo.system.errors import RolloutError, StopError
 from grpo.system.files import surviving, write_json
 from grpo.system.loading import not_finite
+from grpo.system.metrics import require_metric, written
 from grpo.system.pieces import in_pieces
 from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
@@ -30,6 +32,7 @@ from grpo.training.checkpoints import by_rollouts, link, new_folder
 
 log = logging.getLogger(__name__)
 
+MONITOR = "callbacks.checkpoint.monitor"
 PIECE = 4 << 30  # bytes of a sharded policy that the first rank's CPU holds at once
 
 
@@ -41,19 +44,38 @@ class Checkpoint(L.Callback):
         00020.ckpt     everything that resuming needs, after 20 rollouts: the newest `keep` of them
         policy_00020   the policy (with an adapter: only the adapter), its tokenizer and a model card
         last.ckpt      a link to the newest checkpoint
-        last, best     links to the newest policy, and to the one with the best held-out accuracy, also of the resumed run; the
-                       evaluation before training counts, and its policy gives way to an equal one
+        last, best     links to the newest policy, and to the best one, also of the resumed run; the evaluation before training
+                       counts, and its policy gives way to an equal one
+        step_000020    with `history`: a link to the policy after each multiple of so many rollouts, the newest `history_keep`
+
+    monitor, mode: the metric that chooses `best`, and its direction. A metric of rollouts is of the policy before the update.
+    only_model: checkpoints have no state of the optimizer, which begins anew in a resumed run.
 
     Each is complete before it gets its name. If one cannot be written, because the disk is full or a weight is not finite, the
     run says so and goes on, and the one before stays.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, folder: str, num_rollouts: Count, every: Whole = 10, keep: Count = 2
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        folder: str,
+        num_rollouts: Count,
+        every: Whole = 10,
+        keep: Count = 2,
+        monitor: str = "eval/accuracy",
+        mode: Literal["max", "min"] = "max",
+        history: Whole = 0,
+        history_keep: Count | None = None,
+        only_model: bool = False,
     ) -> None:
+        require_metric(MONITOR, monitor)
         self.folder, self.num_rollouts, self.every, self.keep = Path(folder), num_rollouts, every, keep
-        self.tokenizer = tokenizer
-        self.best_accuracy, self.seconds = -1.0, 0.0  # seconds: spent in the training loop
+        self.history, self.history_keep, self.only_model = history, history_keep, only_model
+        self.tokenizer, self.monitor, self.mode = tokenizer, monitor, mode
+        self.sign = 1 if mode == "max" else -1
+        self.best_value = -self.sign * math.inf  # of the monitored metric; infinite as long as none is known
+        self.value = math.nan  # of the present policy
+        self.seconds = 0.0  # spent in the training loop
         self.rollouts = 0  # rollouts learned from
         self.exported = self.saved = -1  # the rollouts of the newest policy and checkpoint that were written
         self.measured: Estimate | None = None  # held-out accuracy of the present policy, if it was evaluated
@@ -62,31 +84,40 @@ class Checkpoint(L.Callback):
         for callback in trainer.callbacks:
             for evaluation in callback.first if isinstance(callback, EvaluationCallback) else ():
                 self.measured = evaluation.estimates["accuracy"]
-                self.compare(module, self.measured.value)
+                self.compare(module, evaluation.metrics)
 
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         self.rollouts, begun = batch.rollout + 1, time.perf_counter()
         measured = {evaluation.rollout: evaluation.estimates["accuracy"] for evaluation in batch.evaluations}
         self.measured = measured.get(self.rollouts)
-        if "eval/accuracy" in batch.metrics:
-            self.compare(module, batch.metrics["eval/accuracy"])
+        self.compare(module, batch.metrics)
         if self.rollouts == self.num_rollouts and (self.folder / "best").resolve().name == "policy_00000":
-            words = (
-                "no evaluation was better than the one before training (%.1f %%): `best` is the policy without training"
+            log.warning(
+                "nothing was better than before training (%s): `best` is the policy without training", self.chosen
             )
-            log.warning(words, 100 * self.best_accuracy)
+        if self.history and self.rollouts % self.history == 0:
+            self.export(module, f"step_{self.rollouts:06}")
         if self.rollouts == self.num_rollouts or (self.every and self.rollouts % self.every == 0):
             self.save(trainer, module)
         self.seconds += time.perf_counter() - begun
 
-    def compare(self, module: L.LightningModule, accuracy: float) -> None:
-        """Export the present policy as `best` if its held-out accuracy is the best so far."""
-        if math.isnan(accuracy):
-            words = "rollout %d: the held-out accuracy is unknown, because no answer was graded: this policy cannot be `best`"
-            log.warning(words, self.rollouts)
-        elif accuracy > self.best_accuracy:
-            self.best_accuracy = accuracy if self.rollouts else math.nextafter(accuracy, -1.0)  # an equal one is better
+    def compare(self, module: L.LightningModule, metrics: Mapping[str, float]) -> None:
+        """Export the present policy as `best` if its metric is the best so far. Raises UserError if there is no such metric."""
+        if math.isinf(self.best_value):
+            require_metric(MONITOR, self.monitor, metrics)
+        self.value = metrics.get(self.monitor, math.nan)
+        if self.monitor in metrics and math.isnan(self.value):
+            log.warning("rollout %d: %s is unknown: this policy cannot be `best`", self.rollouts, self.monitor)
+        elif self.sign * self.value > self.sign * self.best_value:
+            # so that a policy equal to the one before training is better
+            self.best_value = self.value if self.rollouts else math.nextafter(self.value, -self.sign * math.inf)
             self.export(module, "best")
+
+    @property
+    def chosen(self) -> str | None:
+        """The metric that chooses `best`, and its value there, as text; None if there is no `best`."""
+        known = math.isfinite(self.best_value)
+        return f"{self.mode} {self.monitor}, {written(self.monitor, self.best_value)}" if known else None
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, RolloutError | StopError):  # raised between two updates, on every rank
@@ -124,21 +155,30 @@ class Checkpoint(L.Callback):
                     write_policy(module.policy, folder, pieces)
                     self.tokenizer.save_pretrained(folder)
                     if (self.folder.parent / "config.yaml").exists():
-                        write_card(folder, self.rollouts, self.measured)
+                        write_card(folder, self.rollouts, self.measured, self.monitor, self.mode, self.value)
                 self.exported = self.rollouts
             link(self.folder / name, policy)
-            kept = [(self.folder / each).resolve() for each in ("last", "best")]
+            steps = [step for step in sorted(self.folder.glob("step_*[0-9]")) if int(step.name[5:]) <= self.rollouts]
+            steps = steps[-(self.history_keep or len(steps)) :]
+            for old in set(self.folder.glob("step_*[0-9]")) - set(steps):  # too old, or of a course that was abandoned
+                old.unlink()
+            kept = [each.resolve() for each in (self.folder / "last", self.folder / "best", *steps)]
             remove(old for old in self.folder.glob("policy_*") if old.resolve() not in kept)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self.only_model:
+            checkpoint["optimizer_states"] = []
 
     def state_dict(self) -> dict:
         best = str((self.folder / "best").resolve())
-        return {"rollouts": self.rollouts, "best_accuracy": self.best_accuracy, "best": best}
+        monitored = {"monitor": [self.monitor, self.mode], "best_value": self.best_value}
+        return {"rollouts": self.rollouts, "best": best, **monitored}
 
     def load_state_dict(self, state: dict) -> None:
         self.rollouts, best = state.get("rollouts", 0), Path(state["best"])
-        if not best.is_dir():  # it was deleted, and the search for the best starts again
-            return
-        self.best_accuracy = state["best_accuracy"]
+        if not best.is_dir() or state.get("monitor", ["eval/accuracy", "max"]) != [self.monitor, self.mode]:
+            return  # it was deleted, or is the best by another metric: the search for the best starts again
+        self.best_value = state["best_value"] if "best_value" in state else state["best_accuracy"]
         if best.parent != self.folder.resolve() and distributed.rank() == 0:  # the run resumes in another folder
             policy = self.folder / (best.name if best.name.startswith("policy_") else "policy_resumed")
             with new_folder(policy) as folder:

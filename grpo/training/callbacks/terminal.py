@@ -17,8 +17,8 @@ from grpo.evaluation.display import history, results_line
 from grpo.evaluation.evaluator import Evaluation
 from grpo.rollout.types import Sample
 from grpo.system.calls import SPENT
-from grpo.system.errors import StopError, UserError
-from grpo.system.metrics import about, written
+from grpo.system.errors import StopError
+from grpo.system.metrics import require_metric, written
 from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.checkpoint import Checkpoint
@@ -71,8 +71,8 @@ class Terminal(L.Callback):
         every: Whole = 10,
         columns: Sequence[str] = (),
     ) -> None:
-        if unknown := [name for name in columns if about(name) is None]:
-            raise UserError(f"callbacks.terminal.columns: {unknown[0]} is no metric: docs/algorithms.md lists them")
+        for name in columns:
+            require_metric("callbacks.terminal.columns", name)
         self.folder, self.num_rollouts = Path(folder), num_rollouts
         self.samples, self.samples_every, self.every, self.columns = samples, samples_every, every, columns
         self.console = Console()
@@ -150,9 +150,12 @@ class Terminal(L.Callback):
         if self.learned:
             healths = [callback for callback in trainer.callbacks if isinstance(callback, Health)]
             warned = [name for health in healths for name in health.warned()]
-            saving = sum(callback.seconds for callback in trainer.callbacks if isinstance(callback, Checkpoint))
-            seconds = time.perf_counter() - self.begun
-            self.console.print(summary(self.learned, evaluations, seconds, warned, saving, SPENT))
+            saving = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
+            seconds, saved = time.perf_counter() - self.begun, sum(callback.seconds for callback in saving)
+            table = summary(self.learned, evaluations, seconds, warned, saved, SPENT)
+            for chosen in (callback.chosen for callback in saving if callback.chosen):
+                table.add_row("checkpoints/best", chosen)
+            self.console.print(table)
         left = [name for name in LEFT if (self.folder / name).exists()]
         self.line(f"written to {self.folder}: {', '.join(left)}")
         if "checkpoints/best" in left:
