@@ -1,4 +1,4 @@
-"""What shows each row of docs/parity.md: a command that a user types, and what has to be true afterwards.
+"""The command that shows each row of docs/parity.md, as a user types it, and the facts that have to hold afterwards.
 
 tests/programs/test_parity_commands.py runs the commands in a folder that has the files beside this one, `data` (rows as GSM8K's),
 `toy` and `served` (a random model) and `judge` (a random reward model).
@@ -21,7 +21,7 @@ import grpo
 
 @dataclass
 class Left:
-    """What commands left in the terminal. out: both streams. codes: the exit code of each."""
+    """The terminal after the commands. out: both streams. codes: the exit code of each."""
 
     out: str
     codes: list[int]
