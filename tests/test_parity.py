@@ -1,11 +1,13 @@
 """docs/parity.md has a line for every row, and its keys, files and tests exist."""
 
 import functools
+import itertools
 import re
 from contextlib import suppress
 from importlib import import_module
 
 import pytest
+import table
 from conftest import ROOT, compose_config
 from omegaconf import OmegaConf
 
@@ -64,3 +66,29 @@ def test_what_a_line_names_exists(line):
         if re.fullmatch(r"[a-z_./]+=[\w./]+( [a-z_./]+=[\w./]+)*", word) and "..." not in word:
             named = {"engine.launch": ["engine=vllm_server"], "engine.sleeps": ["engine=vllm"]}
             compose_config("output_dir=.", *named.get(word.partition("=")[0], []), *word.split())
+
+
+def rows(*tables) -> set[str]:
+    return {row for ids in itertools.chain(*tables) for row in ids.split()}
+
+
+def test_every_row_is_shown_in_one_way_and_the_page_counts_them():
+    missing = rows(table.OPEN)
+    kinds = {
+        "work": rows(*(command.shows for command in table.WORKS.values())) - missing,
+        "are refused by design": rows(table.REFUSED),
+        "need vLLM": rows(table.VLLM),
+        "need a GPU": rows(table.GPU),
+        "are open": missing,
+    }
+    listed = [row for ids, *_ in LINES for row in ids.split()]
+    assert sorted(row for of_kind in kinds.values() for row in of_kind) == sorted(listed)
+    for kind, of_kind in kinds.items():
+        assert f"| {len(of_kind)} {kind} |" in PAGE, f"{len(of_kind)} rows {kind}"
+    assert (
+        f"a part of the row is missing: {', '.join(sorted(missing, key=lambda row: ('RTAM'.index(row[0]), row)))} |"
+        in PAGE
+    )
+    for test in table.VLLM.values():
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in TESTS[file] and "pytestmark = pytest.mark.vllm" in TESTS[file], test

@@ -1,9 +1,11 @@
 """The Python API: equal to the command line, also from a program elsewhere, and with objects in place of options."""
 
 import os
+import re
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import gsm8k
 import lightning as L
@@ -11,6 +13,7 @@ import pytest
 import search_agent
 import torch
 from conftest import EXAMPLES, ROOT, compose_config
+from datasets import Dataset
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from peft import LoraConfig, PeftModel
 from test_train import rows, state
@@ -113,6 +116,29 @@ def test_objects_take_the_place_of_options(toy, tmp_path, capsys):
     }
     with pytest.raises(UserError, match=r"task\.rewards was an object of a Python program .*: give it again"):
         grpo.evaluate(tmp_path / "run", output_dir=tmp_path / "again")
+
+
+def test_the_script_of_trls_readme(tmp_path):
+    """As docs/python.md has it, with two rows of that dataset's form in place of the hub's, and the demo's model."""
+    block = re.search(r"```py\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.S)[1]
+    questions = ("Sam has 10 coins. Sam finds 5 coins. How many coins does Sam have?", "What is 3 + 4?")
+    prompts = [[{"role": "user", "content": question}] for question in questions]
+    trained = []
+
+    def load_dataset(name, split):
+        assert (name, split) == ("trl-lib/DeepMath-103K", "train")
+        return Dataset.from_dict({"prompt": prompts, "solution": ["$15$", "$7$"]})
+
+    def small(model, **given):
+        assert model == "Qwen/Qwen2.5-0.5B-Instruct"
+        quick = {"debug": "smoke", "preflight": "off", "forecast": False, "max_tokens": 24, "eval": {"every": 0}}
+        rows = {"task.held_out.test": 0, "task.splits.test": None, "callbacks": "samples"}
+        trained.append(grpo.train("tiny", **given, **quick, **rows, output_dir=tmp_path / "run"))
+
+    exec(block, {"load_dataset": load_dataset, "grpo": SimpleNamespace(train=small)})
+    samples = trained[0].samples()
+    assert len(samples) == 8 and samples["reward"].isin([0, 1]).all()
+    assert samples["reward"].equals(samples["correct"].astype(float))
 
 
 def base_weights(model):

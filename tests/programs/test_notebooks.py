@@ -161,11 +161,21 @@ def answers(run, after):
 @pytest.mark.slow
 def test_01_tells_of_the_newest_run(outputs, tmp_path):
     run = outputs / "sweep" / "3"
-    said, learning, evaluations, change, health, curves, time = execute(
-        "01_run", outputs.parent / "notebooks", tmp_path
-    )
+    cells = execute("01_run", outputs.parent / "notebooks", tmp_path, GRPO_BESIDE=str(outputs / "sweep" / "0"))
+    said, _, parts, evaluations, change, several, levels, health, _, moves, time, _, beside, points = cells
     assert "sweep/3, finished, 3 of 3 rollouts\noverrides: algo=dr_grpo seed=1" in said["text"]
-    assert [cell["images"] for cell in (learning, evaluations, change, health, curves, time)] == [1, 1, 0, 0, 1, 1]
+    assert [cell["images"] for cell in cells] == [0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0]
+    for cell, setting in (
+        (parts, "task.rewards=[correct,format]"),
+        (several, "eval.samples=4 eval.sampling.temperature=1"),
+        (levels, "eval.by=[level]"),
+        (moves, "algo/kl=loss adds one"),
+        (moves, "algo.num_epochs=2"),
+    ):
+        assert setting in cell["text"]
+    assert "algo=grpo: " in beside["text"] and "sweep/0\nalgo=dr_grpo: " in beside["text"]
+    difference = 100 * (last_accuracy(run) - last_accuracy(outputs / "sweep" / "0"))
+    assert f"to this run {difference:+.1f} points" in points["text"] and "on 3 problems" in points["text"]
 
     values, lows = (column(evaluations["html"][0], name) for name in ("value", "low"))
     measured = {row["step"]: float(row["eval/accuracy"]) for row in metrics(run)}
@@ -186,6 +196,22 @@ def test_01_tells_of_the_newest_run(outputs, tmp_path):
     assert column(health["html"][0], "rollouts outside")["rollout/truncated"] == str(truncated)
     spent = sum(float(row["time/update"] or 0) for row in metrics(run))
     assert rows(time["html"][0])[-1][:2] == ["time/update", f"{spent:.1f}"]
+
+
+@pytest.mark.slow
+def test_01_shows_parts_samples_levels_and_the_kl(tmp_path):
+    """A run that has them: two parts of the reward, two samples of a problem, steps, a KL, two updates. No other run is there."""
+    settings = (
+        "task.rewards=[correct,format] task.weights=[1,0.1] eval.samples=2 eval.sampling.temperature=1 algo/kl=loss"
+    )
+    folder = tmp_path / "project" / "outputs" / "run"
+    settings += f" algo.num_epochs=2 debug=smoke preflight=off forecast=false callbacks=samples output_dir={folder}"
+    train(compose_config(*settings.split()))
+    cells = execute("01_run", folder.parents[1] / "notebooks", tmp_path)
+    assert [cell["images"] for cell in cells] == [0, 1, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 0, 0]
+    assert "There is no other run" in cells[12]["text"] and not any(
+        cells[i]["text"].startswith("No ") for i in range(12)
+    )
 
 
 @pytest.mark.slow

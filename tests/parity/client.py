@@ -1,0 +1,60 @@
+"""Asks a server: python client.py PORT."""
+
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+
+def ask(path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{sys.argv[1]}{path}", data, {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def greedy():
+    asked = {"messages": [[{"role": "user", "content": "12 + 7?"}]], "max_tokens": 8, "temperature": 0}
+    answer = ask("/generate", asked)
+    assert (
+        len(answer["completion_token_ids"][0]) == len(answer["old_log_probs"][0]) <= 8
+        and len(answer["completion"]) == 1
+    )
+    return answer["completion_token_ids"][0]
+
+
+for _ in range(600):
+    try:
+        if ask("/health_generate") == {"status": "ok"}:
+            break
+    except urllib.error.URLError:
+        pass
+    time.sleep(0.1)
+print("health", ask("/health")["status"], ask("/health_generate")["status"])
+first = greedy()
+
+model = AutoModelForCausalLM.from_pretrained("served")
+adapted = get_peft_model(
+    model, LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"], task_type="CAUSAL_LM")
+)
+adapted.save_pretrained("served/adapter")
+print("adapters", ask("/lora/status")["loaded"] if "loaded" in ask("/lora/status") else ask("/lora/status"))
+print("missing", ask("/lora/load", {"adapter_path": "served/none", "adapter_name": "none"}))
+print("loaded", ask("/lora/load", {"adapter_path": "served/adapter", "adapter_name": "mine"}), ask("/lora/status"))
+print("adapter changes the answer", greedy() != first)
+print("unloaded", ask("/lora/unload", {}), "as before", greedy() == first)
+
+plain = AutoModelForCausalLM.from_pretrained("served")
+for parameter in plain.parameters():
+    parameter.data.neg_()
+plain.save_pretrained("served")
+print("reloaded", ask("/reload_weights", {}), "changed", greedy() != first)
