@@ -30,7 +30,7 @@ def state_of(given: Any) -> State:
 def reward_of(given: Any) -> Reward:
     """Return a reward in Python's own numbers, which can be written as JSON. Raises an exception if it is none."""
     parts = {name: float(value) for name, value in given.parts.items()}
-    outcome, extra = getattr(given, "outcome", None), getattr(given, "extra", {})
+    outcome, extra = getattr(given, "outcome", None), getattr(given, "extra", None)
     return Reward(float(given.value), bool(given.correct), parts, outcome, extra)
 
 

@@ -90,7 +90,7 @@ class Reward:
     correct: bool  # what accuracy counts
     parts: Mapping[str, float] = field(default_factory=dict)  # named numbers that get logged
     outcome: Outcome | None = None  # None where nothing was graded; the shares of the last three get logged
-    extra: Mapping[str, Any] = field(default_factory=dict)  # further columns of the table of samples
+    extra: Mapping[str, Any] | None = None  # further columns of the table of samples
 
     @property
     def known(self) -> bool:

@@ -139,7 +139,8 @@ class Rewards:
         given = self._called(lists, state)
         rewards = [self._combined([values[i] for values in given]) for i in range(len(trajectories))]
         rewards = [
-            replace(reward, parts=reward.parts | logged.of(i), extra=extra.of(i)) for i, reward in enumerate(rewards)
+            replace(reward, parts=reward.parts | logged.of(i), extra=extra.of(i) or None)
+            for i, reward in enumerate(rewards)
         ]
         if not self.warned and any(not reward.known and reward.outcome is None for reward in rewards):
             self.warned = True

@@ -36,7 +36,7 @@ def records(groups: Iterable[Group], **columns: Iterable[Iterable[Any]]) -> Iter
                 "correct": sample.reward.correct,
                 "outcome": sample.reward.outcome,
                 **{f"reward/{name}": value for name, value in sample.reward.parts.items()},
-                **{f"extra/{name}": text(value) for name, value in sample.reward.extra.items()},
+                **{f"extra/{name}": text(value) for name, value in (sample.reward.extra or {}).items()},
                 **{name: values[p][s] for name, values in columns.items()},
                 "tokens": sample.length,
                 "turns": len(sample.turns),

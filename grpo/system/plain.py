@@ -76,7 +76,8 @@ def from_plain(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
         return plain
     inside = {key: each if key == "$is" else from_plain(each, tensors) for key, each in plain.items()}
     if "$is" in inside:
-        return dataclass_named(inside.pop("$is"))(**inside)
+        kind = dataclass_named(inside.pop("$is"))
+        return kind(**{name: inside[name] for name in kind.__dataclass_fields__ if name in inside})
     made = {
         "$tensor": lambda name: tensors[name],
         "$array": lambda name: tensors[name].numpy(),
