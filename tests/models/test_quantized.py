@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from cases import PROMPTS, disturb, gap_now
 from test_packing import SIZES, agree, batch_of, model_of
 from torch import nn
@@ -16,6 +15,8 @@ from grpo.models.policy import with_adapter
 from grpo.models.pretrained import InMemory, Pretrained
 from grpo.models.quantized import Quantized, quantize
 from grpo.system.errors import UserError
+
+functional = pytest.importorskip("bitsandbytes.functional")  # the environment of vLLM lacks it
 
 IDS = torch.tensor([PROMPTS[1]])
 
@@ -52,8 +53,10 @@ def test_4_bits_are_those_of_bitsandbytes(dtype):
     torch.manual_seed(0)
     linear = nn.Linear(128, 150, dtype=dtype)  # 300 scales: two scales of scales
     layer = Quantized(linear, "4bit")
-    codes, state = quantize_4bit(linear.weight.data, blocksize=64, compress_statistics=True, quant_type="nf4")
-    assert torch.equal(layer.weight, codes) and torch.equal(layer.values(), dequantize_4bit(codes, state))
+    codes, state = functional.quantize_4bit(
+        linear.weight.data, blocksize=64, compress_statistics=True, quant_type="nf4"
+    )
+    assert torch.equal(layer.weight, codes) and torch.equal(layer.values(), functional.dequantize_4bit(codes, state))
 
 
 def test_the_bytes_that_a_weight_takes():
