@@ -30,8 +30,8 @@ def state_of(given: Any) -> State:
 def reward_of(given: Any) -> Reward:
     """Return a reward in Python's own numbers, which can be written as JSON. Raises an exception if it is none."""
     parts = {name: float(value) for name, value in given.parts.items()}
-    outcome, extra = getattr(given, "outcome", None), getattr(given, "extra", None)
-    return Reward(float(given.value), bool(given.correct), parts, outcome, extra)
+    more = {name: getattr(given, name) for name in ("outcome", "advantage", "extra") if hasattr(given, name)}
+    return Reward(float(given.value), bool(given.correct), parts, **more)
 
 
 def next_of(given: Any) -> State | Reward | None:

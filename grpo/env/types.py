@@ -4,6 +4,7 @@ The slots (`Env`, `EnvBuilder`, `RewardModel`, `Task`) are Protocols: a class fi
 records that come out of them (`StateLike`, `RewardLike`); env/scoring.py makes ours of them.
 """
 
+import math
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -90,6 +91,7 @@ class Reward:
     correct: bool  # what accuracy counts
     parts: Mapping[str, float] = field(default_factory=dict)  # named numbers that get logged
     outcome: Outcome | None = None  # None where nothing was graded; the shares of the last three get logged
+    advantage: float = math.nan  # in place of the estimator's, if it is a number
     extra: Mapping[str, Any] | None = None  # further columns of the table of samples
 
     @property

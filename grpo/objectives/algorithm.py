@@ -96,7 +96,10 @@ class Algorithm:
         from `shaped`. With the KL in the reward, tokens must have reference_logprobs and old_logprobs."""
         rewards, token_rewards = less_kl(scores.rewards, self.kl, self.old_logprobs(tokens), tokens)
         given = {"rewards": rewards, "lengths": scores.lengths, "parts": scores.parts}
-        of_rows = call(self.advantage, given).flatten()[tokens.sample, None]  # [B, 1]
+        of_samples = call(self.advantage, given)  # [N, G]
+        if scores.given is not None:
+            of_samples = torch.where(scores.given.isnan() | of_samples.isnan(), of_samples, scores.given)
+        of_rows = of_samples.flatten()[tokens.sample, None]  # [B, 1]
         mask = tokens.mask & ~of_rows.isnan()
         advantages = torch.where(mask, of_rows, 0.0)  # [B, C]
         if token_rewards is not None:

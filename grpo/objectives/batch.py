@@ -23,10 +23,12 @@ class Scores:
     lengths: Tensor  # [N, G] float32, sampled tokens
     last_lengths: Tensor  # [N, G] float32, those of the last turn, which a limit may cut short; 0 without a turn
     truncated: Tensor  # [N, G] bool
+    given: Tensor | None = None  # [N, G] float32, advantages that environments gave; NaN where the estimator's count
 
     def _map(self, function) -> Self:
-        tensors = {f.name: function(getattr(self, f.name)) for f in fields(self) if f.name != "parts"}
-        return replace(self, parts={name: function(part) for name, part in self.parts.items()}, **tensors)
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "parts"}
+        changed = {name: function(tensor) for name, tensor in tensors.items() if tensor is not None}
+        return replace(self, parts={name: function(part) for name, part in self.parts.items()}, **changed)
 
     def to(self, *args, **kwargs) -> Self:
         return self._map(lambda tensor: tensor.to(*args, **kwargs))

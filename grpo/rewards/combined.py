@@ -195,7 +195,7 @@ class Rewards:
             return Reward(math.nan, False, parts)
         if graded is None:
             return Reward(total, total >= self.solved, parts)
-        return Reward(total, graded.correct, parts, graded.outcome)
+        return Reward(total, graded.correct, parts, graded.outcome, graded.advantage)
 
 
 def _checked(name: str, values: Any, count: int) -> list[float | Reward | None]:

@@ -56,4 +56,5 @@ def scores(groups: Sequence[Group]) -> Scores:
         lengths=tensor(lambda sample: sample.length),
         last_lengths=tensor(last),
         truncated=tensor(lambda sample: sample.trajectory.truncated).bool(),
+        given=tensor(lambda sample: sample.reward.advantage),
     )

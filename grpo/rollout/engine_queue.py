@@ -26,8 +26,13 @@ ROUNDING = 1e-3  # of an engine's log-probability, which may come from a 16-bit 
 
 
 def received(engine: Engine, given: CompletionLike) -> Completion:
-    """Return a completion from the engine as a `Completion`. Raises UserError for a log-probability that is none."""
-    completion = completion_of(given)
+    """Return a completion from the engine as a `Completion`. Raises UserError for log-probabilities that are none, or too few."""
+    try:
+        completion = completion_of(given)
+    except ValueError as error:
+        raise UserError(
+            f"the engine {type(engine).__name__} gave {error}: training needs one for each token"
+        ) from error
     for i, value in enumerate(completion.logprobs):
         if not -math.inf < value <= ROUNDING:
             said = f"{value} as the log-probability of token {completion.ids[i]}"

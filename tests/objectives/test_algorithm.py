@@ -98,6 +98,14 @@ def test_dr_grpo_does_not_learn_faster_from_what_is_left_of_truncated_answers(to
         close(got[name], expected[name], atol=1e-7, rtol=0)
 
 
+def test_an_advantage_that_the_environment_gives_takes_the_place_of_the_estimators():
+    algorithm = Algorithm(lambda rewards: rewards - rewards.mean(), clip, 4)
+    got = algorithm.credit(scored([1.0, 0.0], given=tensor([[NAN, 2.0]])), TOKENS)
+    close(got.advantages, tensor([[0.5, 0.5], [2.0, 0.0]]))
+    unknown = Algorithm(group_advantages, clip, 4).credit(scored([1.0, NAN], given=tensor([[0.0, 2.0]])), TOKENS)
+    assert unknown.mask.tolist() == [[True, True], [False, False]] and not unknown.advantages.any()
+
+
 def test_no_reward_nothing_to_learn():
     got = Algorithm(group_advantages, clip, 4).credit(scored([1.0, NAN]), TOKENS)
     assert got.mask.tolist() == [[True, True], [False, False]] and not got.advantages.any()

@@ -58,3 +58,12 @@ for parameter in plain.parameters():
     parameter.data.neg_()
 plain.save_pretrained("served")
 print("reloaded", ask("/reload_weights", {}), "changed", greedy() != first)
+
+asked = {"prompts": ["12 + 7?"], "n": 2, "max_tokens": 4}
+print("as TRL", [len(ask("/generate/", asked)["completion_ids"]), ask("/get_world_size/")["world_size"]])
+print("weights", ask("/update_named_param", {"name": "a", "dtype": "float32", "shape": [1]}))
+print("info", ask("/info"))
+ask("/sleep", {})
+print("asleep", ask("/is_sleeping")["is_sleeping"])
+ask("/wake_up", {})
+print("awake", ask("/is_sleeping")["is_sleeping"])

@@ -13,6 +13,7 @@ class Reward:
     value: float
     correct: bool
     parts: dict[str, float] = field(default_factory=dict)
+    advantage: float = 0.25
 
 
 class Env:

@@ -148,6 +148,10 @@ WORKS = {
                 word in read("demo/checkpoints/best/README.md") for word in ("tags:", "wordmath", "torch")
             ),
             "A20": lambda left: left.has("log-probabilities agree           │ PASS"),
+            "A24 M11": lambda _: all(
+                min(values("demo", f"rollout/{name}_std")) > 0
+                for name in ("advantages", "rollout_logprobs", "old_logprobs")
+            ),
             "A25": lambda left: left.out.count("  policy -") == left.out.count("  grad_norm ") >= 2,
             "A28": lambda left: left.has("the run", "│   rollout", "│   update", "│   sync", "memory, at most"),
         },
@@ -163,13 +167,16 @@ WORKS = {
     "resumed": Command(  # two rollouts and then one are the three of the demo above
         [
             f"python train.py {DEMO} rollout.num_rollouts=2 callbacks=[samples,checkpoint] forecast=false preflight=off"
-            " hydra.run.dir=half",
+            " callbacks.checkpoint.history=1 hydra.run.dir=half",
             "python train.py ckpt_path=half rollout.num_rollouts=3 hydra.run.dir=whole",
         ],
         {
             "T32": lambda _: (
                 values("whole", "loss/grad_norm")[-1] == values("demo", "loss/grad_norm")[-1]
                 and values("whole", "eval/accuracy")[-1] == values("demo", "eval/accuracy")[-1]
+            ),
+            "A33": lambda _: (
+                moved("half", "half/checkpoints/step_000001") > moved("half", "half/checkpoints/step_000002") == 0
             ),
         },
         after=("demo",),
@@ -223,6 +230,7 @@ WORKS = {
             "R04": lambda _: all(messages[0]["content"].startswith("turn 1 ") for messages in first_messages("echo")),
             "R11": lambda left: left.codes[1] == 0,  # the layer of messages needs no tokens and no tensors
             "R26": lambda left: left.has("prompts ["),
+            "A17": lambda _: set(samples("echo")["advantage"]) == {0.25},  # the environment's own
             "T26": lambda left: left.out.count("weights of version") == 2,  # for two rollouts, of eight updates
         },
     ),
@@ -303,6 +311,9 @@ WORKS = {
                 max(values("epochs", "loss/clip_fraction_low")) > 0
                 and not any(values("epochs", "loss/clip_fraction_high"))
             ),
+            "M05": lambda _: (
+                len({*values("epochs", "loss/policy_epoch_1"), *values("epochs", "loss/policy_epoch_4")}) == 4
+            ),
             "T15 M06": lambda _: (
                 max(values("epochs", "loss/first_kl")) < 1e-6 < max(values("epochs", "loss/approx_kl"))
             ),
@@ -351,6 +362,19 @@ WORKS = {
                 and set(pd.read_parquet("penalty/samples.parquet")["completion"])
                 != set(pd.read_parquet("top_k/samples.parquet")["completion"].str[:5])
             ),
+        },
+    ),
+    "held-out sets by name": Command(
+        [
+            "python train.py debug=smoke preflight=off forecast=false logger=csv callbacks=none rollout.num_rollouts=3"
+            " eval.every=1 eval.limit=2 eval.on_start=false eval.delay=2 +task@eval.sets.sums=wordmath hydra.run.dir=sets"
+        ],
+        {
+            "T31": lambda _: (
+                metrics("sets")["eval/sums/accuracy"].dropna().index.tolist()
+                == metrics("sets")["eval/accuracy"].dropna().index.tolist()
+                == [2, 3]
+            )
         },
     ),
     "long prompts": Command(
@@ -457,6 +481,8 @@ WORKS = {
             "M02": lambda left: left.has("changed True"),
             "M19": lambda left: left.has("health ok ok"),
             "A37": lambda left: left.has("missing 404", "adapter changes the answer True", "as before True"),
+            "A36": lambda left: left.has("asleep True", "awake False", "max_model_len"),
+            "T24": lambda left: left.has("as TRL [2, 1]", "weights 501"),
             "A39": lambda left: left.has("is held by", "choose another"),
         },
         ends=(0, 1),
@@ -521,12 +547,6 @@ GPU = {  # what the commands would be
     "M04": "python train.py engine=vllm_server engine.launch=true engine.devices=[1]",
 }
 OPEN = {  # a part of the row is missing; the commands above show the rest, if there is any
-    "T24": "the paths of TRL's server",
-    "T31": "several sets beside each other, and a delay of the first evaluation",
-    "A17": "an environment's own advantages",
     "A18": "a temperature for each sample or group; there is one for a run",
-    "A24 M11": "standard deviations",
-    "A33": "a folder for each step",
-    "A35 A36": "streaming, sleep, wake, info",
-    "M05": "the loss of each epoch; the mean over the epochs is logged",
+    "A35": "streaming",
 }
