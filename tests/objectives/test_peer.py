@@ -159,6 +159,8 @@ CASES = {
     "clip higher": (["algo.surrogate.high=0.28"], {"epsilon_high": 0.28}),
     "delta": (["algo.surrogate.dual=1.3"], {"delta": 1.3}),
     "bnpo": (["algo=bnpo"], {"loss_type": "bnpo"}),
+    "defaults": (["algo=trl_default"], {"loss_type": "dapo", "use_vllm": True}),
+    "defaults, kl": (["algo=trl_default", "algo/kl=loss_with_ratio"], {"loss_type": "dapo", "use_vllm": True, "beta": 0.04}),
     "dr_grpo": (["algo=dr_grpo"], {"loss_type": "dr_grpo", "scale_rewards": "none"}),
     "dapo": (["algo=dapo"], {"loss_type": "dapo", "epsilon_high": 0.28}),
     "lite_ppo": (["algo=lite_ppo"], {"loss_type": "dapo", "scale_rewards": "batch"}),
