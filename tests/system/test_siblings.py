@@ -101,8 +101,8 @@ def test_a_stopped_rank_is_named_and_killed(smoke, tmp_path):
 @pytest.fixture
 def other(monkeypatch):
     """The process of another rank, which this one has started."""
-    for name in ("LOOK", "CONFIRM"):
-        monkeypatch.setattr(siblings, name, 0.02)
+    monkeypatch.setattr(siblings, "LOOK", 0.02)
+    monkeypatch.setattr(siblings, "CONFIRM", 0.2)
     monkeypatch.setattr(siblings, "GRACE", 10**6)  # the tests go on after the error
     process, before = subprocess.Popen(["sleep", "60"]), signal.getsignal(siblings.WAKE)
     yield process
