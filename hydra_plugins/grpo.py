@@ -113,6 +113,7 @@ def devices() -> list[str]:
     try:
         count = int(subprocess.run([sys.executable, "-c", ask], stdout=subprocess.PIPE, check=True, timeout=ASK).stdout)
     except subprocess.TimeoutExpired:
-        raise UserError(f"torch did not count the GPUs within {ASK:g} s: set hydra.launcher.jobs") from None
+        line = f"torch did not count this machine's GPUs within {ASK:g} s"
+        raise UserError(f"{line}: see whether nvidia-smi answers, or set hydra.launcher.jobs") from None
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [name.strip() for name in named.split(",")][:count] if named else [str(i) for i in range(count)]

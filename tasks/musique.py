@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -70,7 +70,9 @@ def question_of(row: Example) -> Question:
 
     def paragraph(given: Mapping[str, Any]) -> Paragraph:
         if not isinstance(given, Mapping):
-            raise UserError(f"the paragraph {str(given)[:80]!r} must be a mapping with title and text")
+            raise UserError(
+                f"the paragraph {str(given)[:80]!r} must be a mapping with title and text or paragraph_text"
+            )
         title, text = given.get("title"), one_of(given, "text", "paragraph_text")
         if title is None or text is None:
             raise UserError(f"a paragraph has {', '.join(given)}: it needs title, and text (or paragraph_text)")
@@ -190,7 +192,8 @@ class Musique:
     ) -> None:
         hops = [hops] if isinstance(hops, int) else hops
         if hops is not None and not hops:
-            raise UserError(f"task.hops={list(hops)} must be some of 2, 3, 4, or null for all")
+            some = ", ".join(map(str, get_args(Hops)))
+            raise UserError(f"task.hops={list(hops)} must be some of {some}, or null for all")
         self.k, self.match, self.hops = k, match, hops
         self.repeat_penalty, self.call_penalty, self.free_searches = repeat_penalty, call_penalty, free_searches
         self.data = Dataset(path, ("question", "answer"), "musique", **rows)

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 # The user's own setting. `run` sets HYDRA_FULL_ERROR as well, and the processes of further devices inherit that.
 FULL_ERROR = os.environ.setdefault("GRPO_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "0")) == "1"
 
-OWN_REWARD = "task.rewards: the reward of this task is its own: inherit its class and define score (docs/tasks.md)"
+OWN_REWARD = "task.rewards: the reward of this task is its own: see its keys (--help), or define score (docs/tasks.md)"
 
 
 def given_arguments() -> list[str]:
@@ -142,7 +142,8 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
 
 def lacks_memory(error: BaseException) -> bool:
     """Return whether numpy, torch or a device had too little memory."""
-    return isinstance(error, MemoryError) or bool(re.search("out of memory|can't allocate", str(error)))
+    said = isinstance(error, RuntimeError) and re.search("out of memory|can't allocate", str(error))
+    return isinstance(error, MemoryError) or bool(said)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from grpo.apps.cli import make_task, one_line_errors, quiet
+from grpo.env.intake import first_state
 from grpo.env.messages import Message
 from grpo.env.types import Action, Example, State, Step, Task, Trajectory
 from grpo.rewards.combined import text_of
@@ -55,7 +56,7 @@ async def profiled(score: Scorer, row: dict) -> tuple[dict, RewardError | None]:
     """Return the row with its outcome, reward and milliseconds, and the error if the task could not score it."""
     example = with_gold(score.task, row)
     try:
-        state = score.task.build(example).start()
+        state = first_state(score.task, example)
     except Exception:  # most rewards do not need the question
         state = State(())
     trajectory = Trajectory((Step(state, Action(Message("assistant", text_of(row["completion"])))),))

@@ -82,9 +82,10 @@ def is_over(config: DictConfig) -> bool:
     from grpo.runs.runs import Run, numbered  # imports pandas
 
     folder, wanted = Path(config.output_dir), config.rollout.num_rollouts
-    found = Run(folder).manifest
+    run = Run(folder)
+    found = run.manifest
     kept = numbered(folder / "checkpoints", ".ckpt")
-    if config.rollout.get("epochs") != ((Run(folder).config or {}).get("rollout") or {}).get("epochs"):
+    if config.rollout.get("epochs") != ((run.config or {}).get("rollout") or {}).get("epochs"):
         return False  # the number of rollouts is not known yet
     if found.get("status") == "finished":  # without its last checkpoint, if the disk was full
         return min(found.get("rollouts", 0), max(kept, default=wanted)) >= wanted

@@ -13,7 +13,7 @@ class Loader(Protocol):
     """The slot `loader`, made with (examples, size, seed). With `state_dict` and `load_state_dict` it is resumed as it was."""
 
     def batch(self, rollout: int) -> list[Example]:
-        """Return the examples of a rollout."""
+        """Return the examples of a rollout, the same ones each time that they are asked for."""
 
     def more(self, rollout: int, count: int, skip: int) -> list[Example]:
         """Return at most `count` further examples for a rollout, after `skip` that it has already got here."""
@@ -43,13 +43,16 @@ class PromptLoader:
         return [int(orders[epoch][i]) for epoch, i in places]
 
     def batch(self, rollout: int) -> list[Example]:
+        """Return the examples of a rollout."""
         return [self.examples[i] for i in self.places(rollout)]
 
     def progress(self, rollouts: int) -> dict[str, float]:
-        prompts = rollouts * self.size  # those left out of an update, too
+        """Return metrics after this many rollouts: prompts, even those left out of an update, and passes over the examples."""
+        prompts = rollouts * self.size
         return {"data/prompts": float(prompts), "data/epoch": prompts / len(self.examples)}
 
     def more(self, rollout: int, count: int, skip: int) -> list[Example]:
+        """Return `count` further examples for a rollout, or all that are left: in an order of its own, after the first `skip`."""
         order = np.random.default_rng([self.seed, rollout, len(self.examples)]).permutation(len(self.examples))
         others = [int(i) for i in order[~np.isin(order, self.places(rollout))]]
         return [self.examples[i] for i in others[skip : skip + count]]

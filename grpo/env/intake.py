@@ -5,6 +5,7 @@ from typing import Any
 
 from grpo.env.messages import message_of, shown, tool_of
 from grpo.env.types import Env, EnvBuilder, Example, Reward, State
+from grpo.system.calls import awaited
 
 
 def asked_for(function: Any, **offered: Any) -> dict[str, Any]:
@@ -15,6 +16,20 @@ def asked_for(function: Any, **offered: Any) -> dict[str, Any]:
 def build(builder: EnvBuilder, example: Example, seed: int = 0, group_seed: int = 0) -> Env:
     """Build a fresh environment, and pass the seeds for which `build` has a parameter."""
     return builder.build(example, **asked_for(builder.build, seed=seed, group_seed=group_seed))
+
+
+def close_env(env: Env | None) -> Any:
+    """Close an environment, if it can be closed. Returns what its `close` gives, which may be a coroutine."""
+    return getattr(env, "close", lambda: None)()
+
+
+def first_state(builder: EnvBuilder, example: Example) -> State:
+    """Return the state with which an environment of the example starts, and close the environment."""
+    env = build(builder, example)
+    try:
+        return state_of(awaited(env.start()))
+    finally:
+        awaited(close_env(env))
 
 
 def state_of(given: Any) -> State:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import replace
 from itertools import islice
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,26 +61,6 @@ def weights_of(names: Sequence[str], given: Weights, usual: Mapping[str, float])
             f"number of reward weights ({len(given)}) must match number of reward functions ({len(names)}): {fix}"
         )
     return list(map(float, given))
-
-
-class Logged:
-    """Values for each of `count` samples that reward functions log, by name."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.values: dict[str, list] = {}
-
-    def all(self, name: str, value: float) -> None:
-        """Log one number for all samples of the group."""
-        self.values[name] = [float(value)] * self.count
-
-    def each(self, name: str, values: Sequence[Any]) -> None:
-        """Log a value for each sample."""
-        self.values[name] = list(values)
-
-    def of(self, i: int) -> dict[str, Any]:
-        """Return the values of sample i."""
-        return {name: values[i] for name, values in self.values.items()}
 
 
 class Rewards:
@@ -133,15 +113,25 @@ class Rewards:
         parts with the same name raise RewardError. The reward is NaN if any function returns a NaN `Reward`, or if no function
         with a weight applies; the log warns of the latter once.
         """
-        logged, extra = Logged(len(trajectories)), Logged(len(trajectories))
-        state = {"progress": progress(), "trainer_state": progress(), "log_metric": logged.all, "log_extra": extra.each}
+        now, metrics, columns = progress(), {}, {}
+
+        def log_metric(name: str, value: float) -> None:
+            metrics[name] = float(value)
+
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            columns[column] = [
+                value for _, value in zip(trajectories, values, strict=True)
+            ]  # raises if some are missing
+
+        trainer = SimpleNamespace(global_step=now.rollout, max_steps=now.num_rollouts)
+        state = {"progress": now, "trainer_state": trainer, "log_metric": log_metric, "log_extra": log_extra}
         lists = as_lists(example, trajectories, conversational) | ({"environments": list(envs)} if envs else {})
         given = self._called(lists, state)
-        rewards = [self._combined([values[i] for values in given]) for i in range(len(trajectories))]
-        rewards = [
-            replace(reward, parts=reward.parts | logged.of(i), extra=extra.of(i) or None)
-            for i, reward in enumerate(rewards)
-        ]
+        rewards = []
+        for i in range(len(trajectories)):
+            reward = self._combined([values[i] for values in given])
+            extra = {name: values[i] for name, values in columns.items()}
+            rewards.append(replace(reward, parts=reward.parts | metrics, extra=extra or None))
         if not self.warned and any(not reward.known and reward.outcome is None for reward in rewards):
             self.warned = True
             words = "no reward function (%s) applies to a sample: it has no advantage and teaches nothing. Columns: %s"

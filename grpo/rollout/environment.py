@@ -4,9 +4,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from grpo.env.intake import build, next_of, reward_of, state_of
+from grpo.env.intake import build, close_env, next_of, reward_of, state_of
 from grpo.env.types import Action, Env, Example, Reward, State, Task
-from grpo.system.calls import Calls
+from grpo.system.calls import Calls, awaited
 from grpo.system.errors import told
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Environment:
         def begin() -> Any:
             self.env = build(task, example, seed, group_seed)
             if self.closed:  # it was built after its time
-                self._close()
+                return awaited(close_env(self.env))
             return self.env.start()
 
         return await self._call(begin, state_of)
@@ -46,12 +46,9 @@ class Environment:
         """Close the environment, if it can be closed."""
         self.closed = True
         if hasattr(self.env, "close"):
-            failed = await self.calls.run(self.place, self.timeout, self._close)
+            failed = await self.calls.run(self.place, self.timeout, close_env, self.env)
             if isinstance(failed, BaseException):
                 log.warning("an environment could not be closed: %s", told(failed))
-
-    def _close(self) -> Any:
-        return getattr(self.env, "close", lambda: None)()
 
     async def _call(self, function: Callable[..., Any], read: Callable[[Any], Next], *args: Any) -> Next:
         given = await self.calls.run(self.place, self.timeout, function, *args)

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from grpo.data.dataset import picked
-from grpo.env.intake import build, state_of
+from grpo.env.intake import first_state
 from grpo.env.renderer import Renderer
 from grpo.env.types import Example, Split, Task
-from grpo.system.calls import awaited
 from grpo.system.deadline import deadline
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, enforced
@@ -24,9 +23,7 @@ def prompt_tokens(task: Task, example: Example, renderer: Renderer) -> int:
     """Return the number of tokens of the example's first prompt; 0 if its environment fails, which `play` will report."""
     try:
         with deadline(START, f"the start of an environment of {type(task).__name__}", "give its calls time limits"):
-            env = build(task, example)
-            state = state_of(awaited(env.start()))
-            awaited(getattr(env, "close", lambda: None)())
+            state = first_state(task, example)
     except UserError:
         raise
     except Exception:

@@ -205,11 +205,9 @@ _PATTERNS = [(_pattern(metric), metric) for metric in _ORDERED]
 def about(name: str) -> Metric | None:
     """Return the entry of a metric; None if it has none. eval/SET/NAME, of one of several sets, has that of eval/NAME."""
     entry = _entry(name)
-    return (
-        entry and _entry(re.sub("^eval/(?!reward/)[^/]+/", "eval/", name))
-        if entry and entry.name == "eval/NAME"
-        else entry
-    )
+    if entry and entry.name == "eval/NAME":
+        return _entry(re.sub("^eval/(?!reward/)[^/]+/", "eval/", name))
+    return entry
 
 
 @cache

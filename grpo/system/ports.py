@@ -22,7 +22,8 @@ def check_port(host: str, port: int) -> None:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             reason = error.strerror or error
-            raise UserError(f"host={host} port={port}: no program can listen there: {reason}") from error
+            line = f"host={host} port={port}: no program can listen there ({reason})"
+            raise UserError(f"{line}: choose others") from error
         raise UserError(f"port={port} is held by {holder(port)}: choose another port, or end that process") from error
 
 

@@ -1,4 +1,4 @@
-"""How far the run is. Rewards that name `progress` get it, and in TRL's form as `trainer_state`."""
+"""How far the run is. Rewards that name `progress` get it."""
 
 from dataclasses import dataclass
 
@@ -15,16 +15,6 @@ class Progress:
     def share(self) -> float:
         """The share of the run that lies behind, from 0 up to 1."""
         return self.rollout / self.num_rollouts
-
-    @property
-    def global_step(self) -> int:
-        """TRL's name of `rollout`."""
-        return self.rollout
-
-    @property
-    def max_steps(self) -> int:
-        """TRL's name of `num_rollouts`."""
-        return self.num_rollouts
 
 
 _now = [Progress()]  # one rollout is sampled at a time

@@ -262,6 +262,15 @@ def test_the_rest_of_trls_contract():
     assert (row["extra/seen"], row["reward/longest"]) == ("ab", 2.0)
 
 
+def test_a_column_that_is_too_short_is_refused_with_its_function():
+    def short(completions, log_extra):
+        log_extra(column="seen", values=completions[:1])
+        return [0.0] * len(completions)
+
+    with pytest.raises(RewardError, match="short' raised ValueError"):
+        Rewards(short).score({}, [said("a"), said("b")])
+
+
 def test_an_environments_own_reward_is_one_of_the_functions():
     won, silent = (replace(said("a"), reward=reward) for reward in (Reward(2.0, True, {"moves": 3}), None))
     first, second = Rewards(["environment", letters]).score({}, [won, silent])

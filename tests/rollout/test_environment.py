@@ -116,10 +116,14 @@ def test_environments_are_closed_when_the_run_ends_in_the_middle(parts):
 
 
 def test_an_environment_that_is_built_too_late_is_closed_at_once(parts):
+    class Late(Game):
+        async def close(self):
+            self.closed.append(self)
+
     class Slow(Games):
         def build(self, example, seed, group_seed):
             time.sleep(0.6)
-            return super().build(example, seed, group_seed)
+            return Late(example, (seed, group_seed), self.closed)
 
     task = Slow([])
     with pytest.raises(Exception, match="the environment failed in all 2 episodes"):
@@ -133,6 +137,17 @@ def test_an_environment_that_is_built_too_late_is_closed_at_once(parts):
 def test_the_look_at_prompts_closes_its_environments(parts):
     task = Games([])
     assert prompt_tokens(task, {"kind": "silent"}, parts[1]) > 0 and len(task.closed) == 1
+
+    class Broken(Game):
+        def start(self):
+            raise OSError("no display")
+
+    class Breaks(Games):
+        def build(self, example, seed, group_seed):
+            return Broken(example, (seed, group_seed), self.closed)
+
+    task = Breaks([])
+    assert prompt_tokens(task, {"kind": "silent"}, parts[1]) == 0 and len(task.closed) == 1
 
 
 def test_a_close_that_fails_harms_nothing(parts, caplog):

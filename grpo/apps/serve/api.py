@@ -191,7 +191,9 @@ def make_app(service: Service) -> FastAPI:
     async def info() -> dict[str, Any]:
         engine, pretrained = batching.engine, weights.pretrained
         return {
-            **{"model": pretrained.path, "version": weights.version, "dtype": pretrained.dtype},
+            "model": pretrained.path,
+            "version": weights.version,
+            "dtype": pretrained.dtype,
             "max_model_len": engine.context if engine and engine.version is not None else None,
             "engine": type(engine).__name__,
             "requests": {"running": len(batching.running), "waiting": len(batching.waiting)},

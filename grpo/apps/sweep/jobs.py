@@ -37,8 +37,10 @@ class Job:
     @property
     def manifest(self) -> Mapping[str, Any]:
         """manifest.json of the run; {} if there is none yet."""
-        file = self.folder / "manifest.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        try:
+            return json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
 
     @property
     def accuracy(self) -> float | None:

@@ -56,8 +56,9 @@ class EvaluationCallback(L.Callback):
         rollout.sync()
         failed = Path(makes.folder) / "evaluations" / f"{rollout.rollouts:06d}.failed.parquet"
         with makes.sampling(), on_disk(failed):
-            given = (makes.task, makes.engine, makes.renderer, makes.seed, rollout.rollouts)
-            evaluation = self.evaluator(*given, self.examples)
+            evaluation = self.evaluator(
+                makes.task, makes.engine, makes.renderer, makes.seed, rollout.rollouts, self.examples
+            )
         self.accuracy = evaluation.metrics["eval/accuracy"]
         return replace(evaluation, seconds=time.perf_counter() - begun)
 
