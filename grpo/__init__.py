@@ -52,10 +52,12 @@ system/metrics.py (every number that is logged), training/callbacks/checkpoint.p
 import logging
 from typing import TYPE_CHECKING, Any
 
-from grpo import moved  # noqa: F401 - old names of modules
-
 if TYPE_CHECKING:
     from grpo.apps.api import evaluate, load_run, train  # noqa: F401
+
+__path__ += [
+    f"{__path__[0]}/{room}" for room in ("apps", "runs")
+]  # so that their programs are `python -m grpo.serve`, ...
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it where it is, and its import advertises
 

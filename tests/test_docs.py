@@ -122,7 +122,7 @@ def test_commands_are_found_and_a_wrong_one_is_refused(tmp_path):
 @BY_NAME
 def test_every_block_of_python_runs(page, tmp_path, monkeypatch):
     """Blocks run in order, in one namespace. After a line that ends with `FILE.py`: a block is also saved as that file."""
-    shutil.copytree(ROOT / "tests" / "data" / "old_run", tmp_path / "outputs" / "wordmath" / "grpo" / "a_run")
+    shutil.copytree(ROOT / "tests" / "data" / "run", tmp_path / "outputs" / "wordmath" / "grpo" / "a_run")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     namespace = {"__name__": page.stem}

@@ -56,11 +56,11 @@ def test_every_package_that_the_code_imports_is_declared():
 
 
 def test_a_room_imports_only_from_the_rooms_above_it():
-    assert {path.stem for path in (ROOT / "grpo").iterdir()} - {"__pycache__"} == {*ROOMS, "__init__", "moved"}
+    assert {path.stem for path in (ROOT / "grpo").iterdir()} - {"__pycache__"} == {*ROOMS, "__init__"}
     for i, room in enumerate(ROOMS):
         for file in (ROOT / "grpo" / room).rglob("*.py"):
             rooms = {name.split(".")[1] for name in imports(file) if name.startswith("grpo.")}
-            assert rooms <= {*ROOMS[: i + 1], "moved"}, f"{file} imports {rooms - {*ROOMS[: i + 1]}}"
+            assert rooms <= {*ROOMS[: i + 1]}, f"{file} imports {rooms - {*ROOMS[: i + 1]}}"
             assert not any(name.startswith("tasks") for name in imports(file)), f"{file}: Hydra names tasks"
 
 

@@ -28,7 +28,7 @@ KEYS = [  # types, and the keys that have them
     (Literal["stop", "warn"], "alarms"),
     (str, "output_dir host device optim.schedule.name logger.wandb.project warm_start.worked_answers deployment.time"),
     (str | None, "ckpt_path replay run max_time api_key deployment.partition deployment.account deployment.image"),
-    (bool, "resume.auto resume.trust optim.optimizer.fused"),
+    (bool, "resume.auto optim.optimizer.fused"),
     (Literal["refuse", "allow"], "resume.changes"),
     (str | list[str] | dict[str, str | list[str]] | None, "compare"),
     (list[str], "weights_from deployment.setup"),

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo.apps.border import check_values
 from grpo.apps.composing import CONF, composed
-from grpo.apps.resuming import MOVED, check_resumed, continued, has_checkpoint, is_over, with_those_of_the_run
+from grpo.apps.resuming import check_resumed, continued, has_checkpoint, is_over, with_those_of_the_run
 from grpo.apps.sweep import sweep
 from grpo.env.types import Task
 from grpo.system import witness
@@ -113,8 +113,6 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     if wanted or (isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError)):
         return f"the output folder cannot be written: {error}; set hydra.run.dir=FOLDER"
     if key := re.search(r"Could not override '([^']+)'", str(error)):
-        if key[1] in MOVED:
-            return f"{key[1]} is {MOVED[key[1]]} now"
         if key[1] in ("task.rewards", "task.weights"):
             return OWN_REWARD
         near = nearest(key[1], known_keys(config_name, arguments))

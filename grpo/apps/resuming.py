@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from grpo.apps.composing import composed, literal
-from grpo.moved import today
 from grpo.rollout.types import Plan
 from grpo.system.errors import UserError
 from grpo.system.files import write_text
@@ -27,10 +26,6 @@ GUARDED = ("task", "model", "adapter", "algo", "callbacks")  # a change of these
 SHOWN = "grpo.training.callbacks."  # callbacks that do not change what a run learns
 LATER = "config_changes.yaml"  # beside config.yaml: a list of times, changes, and the whole configuration from then on
 MISSING = object()
-MOVED = {  # old key -> new key
-    "warm_start.worked_answers": "model.path.worked_answers._target_",
-    "warm_start.clean_steps": "model.path.clean_steps",
-}
 
 
 def with_those_of_the_run(arguments: Sequence[str]) -> list[str]:
@@ -164,16 +159,9 @@ def changes(config: DictConfig, folder: Path) -> list[str]:
     """Return the differences from the configuration of the run in a folder, each as 'key=now (was then)'."""
     now, then = flat(stored(config)), flat(stored(saved_config(folder)))
     here, there = str(now.get("output_dir")), str(then.get("output_dir"))
-    then = {key: moved(key, value, there, here) for key, value in then.items()}
-    keys = [key for key in now | then if not key.startswith((*OWN, *MOVED, "preflight"))]
+    then = {key: value.replace(there, here) if isinstance(value, str) else value for key, value in then.items()}
+    keys = [key for key in now | then if not key.startswith((*OWN, "preflight"))]
     return [f"{key}={now.get(key)} (was {then.get(key)})" for key in keys if now.get(key) != then.get(key)]
-
-
-def moved(key: str, value: Any, there: str, here: str) -> Any:
-    """Return a saved value with the present names of classes, and with this run's folder in place of that one."""
-    if not isinstance(value, str):
-        return value
-    return today(value) if key.endswith("_target_") else value.replace(there, here)
 
 
 def saved_config(folder: Path) -> DictConfig:
@@ -216,7 +204,7 @@ def check_resumed(config: DictConfig) -> None:
 
     given = Path(config.ckpt_path)
     folder = folder_of(given)
-    config.ckpt_path = str(usable(given, config.resume.trust))
+    config.ckpt_path = str(usable(given))
     changed = changes(config, folder) if (folder / "config.yaml").is_file() else []
     if other := [line for line in changed if line.startswith("optim.optimizer._target_=")]:
         fix = "resume with that one, or start from the run's policy by model=path model.path=RUN/checkpoints/last"
@@ -234,4 +222,4 @@ def is_shown(change: str, *configs: DictConfig) -> bool:
     """Return whether a change is one of a callback that only shows, saves or checks."""
     group, name, *_ = key_in(change).split(".")
     classes = [OmegaConf.select(config, f"callbacks.{name}._target_") for config in configs]
-    return group == "callbacks" and all(today(each).startswith(SHOWN) for each in classes if each)
+    return group == "callbacks" and all(each.startswith(SHOWN) for each in classes if each)

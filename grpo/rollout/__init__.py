@@ -1,5 +1,1 @@
 """Plays episodes in parallel, scores them, and turns them into tensors."""
-
-from grpo.moved import door
-
-__getattr__ = door(__name__)

@@ -16,7 +16,6 @@ from grpo.system.plain import Tensors, to_plain
 log = logging.getLogger(__name__)
 
 GRACE = 5.0  # seconds to wait for a thread that is asked to end
-Played = Rollout  # its name in older checkpoints
 
 
 class Ahead:

@@ -11,7 +11,10 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from itertools import groupby
+from pathlib import Path
 from typing import Literal
+
+import yaml
 
 from grpo.system.errors import UserError
 
@@ -47,144 +50,23 @@ class Metric:
     fault: bool = False
 
 
-def both(name: str, *values, **more) -> tuple[Metric, Metric]:
-    """Return the metric of training rollouts, and the same metric of evaluations without a range."""
-    metric = Metric(f"rollout/{name}", *values, **more)
-    return metric, replace(metric, name=f"eval/{name}", low=-math.inf, high=math.inf, advice="", charted=False)
+def grouped() -> dict[str, list[Metric]]:
+    """Return the metrics of metrics.yaml by group. An evaluation's metric in `rollout/ and eval/NAME` has no range."""
+    groups: dict[str, list[Metric]] = {}
+    for title, entries in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items():
+        groups[title] = []
+        for name, values in entries.items():
+            first, _, second = name.partition(" and ")
+            part = second.removeprefix("eval/")
+            metric = Metric(first + part, **values)
+            groups[title].append(metric)
+            if second:
+                free = {"low": -math.inf, "high": math.inf, "advice": "", "charted": False}
+                groups[title].append(replace(metric, name=second, **free))
+    return groups
 
 
-CLIPPED = "many tokens are beyond the bounds of algo.surrogate (usual at level=sequence): widen them, or lower optim.optimizer.lr"
-SLOWER = "lower optim.optimizer.lr, algo.num_epochs or algo.num_minibatches"
-
-GROUPS: dict[str, tuple[Metric, ...]] = {
-    "Reward and accuracy": (
-        Metric("eval/accuracy", "share", "Right samples of a held-out problem, mean over problems.", charted=True,
-               advice="it is far below its best, whose policy is in checkpoints/best: lower optim.optimizer.lr"),
-        Metric("rollout/reward", "reward", "Mean over the samples whose reward is known, with the penalty for overlong "
-               "answers, before any KL.", -1e6, 1e6, "no reward is so large: a reward function is broken, see rollouts/",
-               stop=1e6, charted=True),
-        Metric("rollout/solve_rate", "share", "Right samples among those whose reward is known.", falls=0.15, advice="fewer "
-               "answers are right while the reward grows: the policy exploits the reward, read the best samples in rollouts/",
-               charted=True),
-        Metric("rollout/effective_groups", "share", "Groups whose rewards differ: the others teach nothing.", 1e-9, 1,
-               "no group's rewards differ: the task may be too hard or too easy, or the reward broken; look at rollouts/",
-               after=3, charted=True),
-        Metric("eval/accuracy_lenient", "share", "As accuracy, but with the answer taken from anywhere in the text."),
-        Metric("eval/pass@K", "share", "Chance that at least one of K samples is right (arXiv 2107.03374)."),
-        Metric("eval/pass^K", "share", "Chance that all of K samples are right (arXiv 2406.12045)."),
-        Metric("eval/maj@K", "share", "Chance that the most frequent answer of K is right (arXiv 2203.11171)."),
-        Metric("eval/NAME_iqm", "share", "Interquartile mean over seeds, in comparisons only (arXiv 2108.13264)."),
-        Metric("rollout/NAME_std", "reward", "Standard deviation over samples, of the reward or of a part."),
-        *both("correct", "share", "Right samples, of one source of a mixture.", part=True),
-        *both("format", "share", "Answers in the requested form.", part=True),
-        *both("level_K", "share", "Right samples among the problems of level K.", part=True),
-        *both("hops_K", "share", "Right samples among the questions of K hops.", part=True),
-        *both("supports", "share", "Supporting paragraphs that were found.", part=True),
-        *both("tricks", "share", "Programs with the marks of a trick against their tests.", 0, 0.2, "many programs use frames, "
-              "ctypes or hooks, or define __eq__: the tests are out of their reach, but read some in rollouts/", after=3,
-              part=True, fault=True),
-        Metric("rollout/overlong", "reward", "Penalty for overlong answers, with algo.overlong_share.", part=True),
-        *both("NAME", "reward", "Any other part of the reward, mean over the samples that have it.", part=True),
-        Metric("rollout/rounds", "count", "Rounds of dynamic sampling."),
-        Metric("rollout/discarded_groups", "count", "Groups that dynamic sampling replaced."),
-        Metric("rollout/advantages_positive", "count", "Samples with a positive advantage."),
-        Metric("rollout/advantages_negative", "count", "Samples with a negative advantage."),
-        Metric("rollout/advantages_mean", "number", "Mean advantage of the samples; one that is not learned from has 0."),
-        Metric("rollout/advantages_std", "number", "Standard deviation of the samples' advantages."),
-        Metric("data/prompts", "count", "Prompts that were drawn since the run began."),
-        Metric("data/tokens", "tokens", "Tokens that were sampled since the run began, without evaluations."),
-        Metric("data/tokens_learned", "tokens", "Tokens among them in groups that an update learned from."),
-        Metric("data/epoch", "number", "Passes over the training examples since the run began."),
-    ),
-    "Completions": (
-        Metric("rollout/length", "tokens", "Sampled tokens of a sample.", jump=3, charted=True,
-               advice="answers have become far longer: read some in rollouts/, see algo.overlong_share and max_tokens"),
-        Metric("eval/length", "tokens", "Sampled tokens of a sample.", charted=True),
-        *both("truncated", "share", "Samples that the limit of tokens cut short.", 0, 0.5,
-              "most answers are cut short: raise max_tokens, or see algo.mask_truncated and algo.overlong_share",
-              charted=True),
-        Metric("rollout/repeated", "share", "Runs of four tokens that came before in the same answer.", 0, 0.5,
-              "answers mostly repeat themselves, as in a collapse: read some in rollouts/, or lower optim.optimizer.lr",
-              after=3),  # 0.3 in solutions by people, even of letters; 0.97 in a loop
-        *both("no_answer", "share", "Graded samples without an answer.", 0, 0.5,
-              "most answers are not where the reward looks (box, ####): prompt for that, reward it, or raise max_tokens",
-              after=3, charted=True, fault=True),
-        *both("timeout", "share", "Samples whose grader ran out of time: their reward is unknown.", 0, 0.02,
-              "samples without a verdict teach nothing: see outcome timeout in rollouts/, or raise score_timeout", fault=True),
-        *both("error", "share", "Samples whose grader failed: their reward is unknown.", 0, 0,
-              "the grader failed, as on a right answer that it cannot read: see reward null in rollouts/", fault=True),
-        *both("turns", "count", "Messages of the policy in an episode."),
-        *both("out_of_turns", "share", "Episodes that max_turns ended.", 0, 0.5,
-              "most episodes do not end by themselves: raise max_turns, or reward an answer", after=3, fault=True),
-        *both("env_error", "share", "Episodes whose environment raised: their reward is unknown.", 0, 0.02,
-              "environments raise, and those samples teach nothing: look for env_error in rollouts/", fault=True),
-        *both("env_timeout", "share", "Episodes whose environment took too long: their reward is unknown.", 0, 0.02,
-              "episodes that were cut off teach nothing: raise step_timeout, or see env_error in rollouts/", fault=True),
-        *both("tool_calls", "count", "Calls of tools in an episode."),
-        *both("no_tool_call", "share", "Episodes that use none of the tools they have.", 0, 0.9,
-              "the tools are hardly used: describe them in the prompt, see renderer.tool_calls and rollouts/", after=3,
-              fault=True),
-        *both("tool_failures", "count", "Calls of tools that failed, in an episode.", fault=True),
-        *both("malformed_calls", "count", "Messages of an episode whose call of a tool cannot be read.", 0, 0.5,
-              "calls of tools cannot be read: see renderer.tool_calls and rollouts/", after=3, fault=True),
-        Metric("rollout/tokens", "tokens", "Sampled tokens of the whole rollout."),
-        *both("samples", "text", "The first samples as text, in the loggers that show text."),
-    ),
-    "Policy update": (
-        Metric("loss/grad_norm", "number", "Norm of the gradient before it is clipped, mean over updates.", jump=20,
-               advice="the gradient has jumped: look for odd samples in this rollout, and at optim.max_grad_norm",
-               charted=True),
-        Metric("loss/skipped", "share", "Updates that were skipped because their gradient is not finite.", high=0.0,
-               advice="an update was skipped: python train.py replay=RUN/skipped/UPDATE.ckpt shows the tokens"),
-        Metric("loss/entropy", "nats", "Entropy of the policy's next token.", 1e-3, after=3, charted=True,
-               advice="samples hardly differ any more: raise algo.surrogate.high or algo.entropy.coef"),
-        Metric("loss/ratio", "number", "Probability under the policy over that under the old policy, at algo.level.", 0.8, 1.2,
-               f"the policy moves far within one rollout: {SLOWER}", charted=True),
-        Metric("loss/ratio_min", "number", "The smallest ratio of any token."),
-        Metric("loss/ratio_max", "number", "The largest ratio of any token."),
-        Metric("loss/clip_fraction_high", "share", "Tokens beyond the upper bound of the ratio, or at e^20.", 0, 0.3, CLIPPED,
-               charted=True),
-        Metric("loss/clip_fraction_low", "share", "Tokens beyond the lower bound of the ratio, or at e^-20.", 0, 0.3, CLIPPED),
-        Metric("loss/approx_kl", "nats", "KL between the policy and the one that the ratio compares with (estimator k3).",
-               high=0.5, advice=f"the policy has left the one that sampled: {SLOWER}", stop=10, charted=True),
-        Metric("loss/first_kl", "nats", "The same in the first update of a rollout, before the policy moves.", 0, 0.01,
-               "the policy differs from the one that sampled before its first step: the engine may hold old weights",
-               stale=0.5, stop=1.0),
-        Metric("loss/kl", "nats", "KL of algo.kl, where it is in the loss.", high=0.5, advice="the policy is far from the "
-               "target of algo.kl (0.01 to 0.1 is usual): lower optim.optimizer.lr or raise algo.kl.coef", charted=True),
-        Metric("rollout/logprob_gap", "nats", "Mean absolute difference between the log-probabilities of engine and trainer.",
-               0, 0.03, "engine and trainer disagree: the engine may hold old weights, or compute at a lower precision "
-               "(healthy in bfloat16: 0.010 to 0.018); algo/correction=tis reduces the effect",
-               stale=0.3, stop=1.0, charted=True),  # stale: the gap then includes what one rollout taught
-        Metric("lr", "number", "Learning rate, mean over updates.", charted=True),
-        Metric("rollout/logprob_gap_max", "nats", "The largest such difference of any token."),
-        Metric("rollout/rollout_logprobs", "nats", "Mean log-probability of the sampled tokens by the engine."),
-        Metric("rollout/old_logprobs", "nats", "Mean log-probability of the sampled tokens by the trainer, before the update."),
-        Metric("rollout/rollout_logprobs_std", "nats", "Standard deviation of the engine's, over tokens."),
-        Metric("rollout/old_logprobs_std", "nats", "Standard deviation of the trainer's, over tokens."),
-        Metric("rollout/staleness", "count", "Age of the weights that sampled, in rollouts, mean over tokens.", 0, 1,
-               "the engine does not take new weights: its weights are several rollouts old, but rollout.ahead=1 explains one"),
-        Metric("loss/policy", "number", "The surrogate's loss of a token, before correction, KL and entropy bonus.", -5,
-               per="rollout/advantages_std", advice=f"the policy flees from bad answers without an end: {SLOWER}"),
-        Metric("loss/policy_epoch_K", "number", "The same in pass K over the rollout, with algo.num_epochs above 1."),
-        Metric("loss/logprobs_positive", "nats", "Mean log-probability of the tokens with a positive advantage."),
-        Metric("loss/logprobs_negative", "nats", "Mean log-probability of the tokens with a negative advantage."),
-        Metric("loss/entropy_coef", "number", "Coefficient of the entropy bonus."),
-        Metric("loss/correction", "number", "Factor of algo.correction."),
-        Metric("loss/off_policy_dropped", "share", "Tokens that algo.off_policy_delta leaves out."),
-        Metric("loss/NAME", "number", "A number that a surrogate of your own logs."),
-    ),
-    "Speed and memory": (
-        Metric("tokens/s", "tokens/s", "Sampled tokens over the time of rollout, sync and update.", charted=True),
-        Metric("memory/rollout", "bytes", "Peak memory during the rollout.", charted=True),
-        Metric("memory/update", "bytes", "Peak memory during the update.", charted=True),
-        Metric("time/rollout", "seconds", "Sampling and scoring, or waiting for them with rollout.ahead=1."),
-        Metric("time/update", "seconds", "Learning from the rollout."),
-        Metric("time/sync", "seconds", "Sending the policy's weights to the engine."),
-        Metric("time/eval", "seconds", "Evaluation on held-out examples."),
-        Metric("time/played", "seconds", "Sampling and scoring during the update before, with rollout.ahead=1."),
-    ),
-}  # fmt: skip
+GROUPS = grouped()
 METRICS = tuple(metric for group in GROUPS.values() for metric in group)
 WATCHED = tuple(metric for metric in METRICS if metric.advice)
 # time/played overlaps the others

@@ -69,24 +69,20 @@ class PlainCheckpoints(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None, lazily: bool = False
     ) -> dict[str, Any]:
-        """Return a checkpoint, on the CPU. A file is one of an older version, a pickle: whoever calls this trusts it.
+        """Return a checkpoint, on the CPU.
 
         lazily: tensors in several files are RowsInFiles. Raises UserError for weights that are not finite.
         """
         path = Path(path)
-        if path.is_file():
-            found = torch.load(path, map_location="cpu", weights_only=False)
-            broken = not_finite(found.get("state_dict", {}).items())
-        else:
-            tensors = read_tensors(path)
-            all_parts = [(*name.partition(".")[::2], part) for name, parts in tensors.items() for part in parts]
-            broken = not_finite((name, part) for kind, name, part in all_parts if kind == "state_dict")
-            joined = RowsInFiles if lazily else torch.cat
-            whole = {name: parts[0] if len(parts) == 1 else joined(parts) for name, parts in tensors.items()}
-            try:
-                found = from_plain(json.loads((path / STATE).read_text()), whole)
-            except (KeyError, ValueError, TypeError, AttributeError, ImportError) as error:
-                raise UserError(f"{path} was written by another version: {error}") from error
+        tensors = read_tensors(path)
+        all_parts = [(*name.partition(".")[::2], part) for name, parts in tensors.items() for part in parts]
+        broken = not_finite((name, part) for kind, name, part in all_parts if kind == "state_dict")
+        joined = RowsInFiles if lazily else torch.cat
+        whole = {name: parts[0] if len(parts) == 1 else joined(parts) for name, parts in tensors.items()}
+        try:
+            found = from_plain(json.loads((path / STATE).read_text()), whole)
+        except (KeyError, ValueError, TypeError, AttributeError, ImportError) as error:
+            raise UserError(f"{path} was written by another version: {error}") from error
         if distributed.rank() == 0 and not found.get("optimizer_states", True):
             log.warning(
                 "%s has no state of the optimizer, which begins anew: the run is not the same as without a stop", path
@@ -193,8 +189,6 @@ def link(name: Path, folder: Path) -> None:
     new = name.with_name(f"{name.name}.new")
     new.unlink(missing_ok=True)
     new.symlink_to(folder.name)
-    if name.is_dir() and not name.is_symlink():  # a folder of an older version
-        shutil.rmtree(name)
     new.replace(name)
 
 
@@ -219,19 +213,15 @@ def fault_of(folder: Path) -> str | None:
     return f"{' and '.join(changed)} changed after it was written" if changed else None
 
 
-def usable(given: Path, trust: bool = False) -> Path:
+def usable(given: Path) -> Path:
     """Return the checkpoint to resume from: `given`, or the newest one if that is the folder of a run or its last.ckpt.
 
-    If the newest is damaged, a warning says so, and the one before is taken. trust: allow a pickle of an older version.
+    If the newest is damaged, a warning says so, and the one before is taken.
     Raises UserError if no checkpoint can be used.
     """
-    if given.is_file() and trust:
-        check_pickle(given)
-        return given
     if given.is_file():
         raise UserError(
-            f"ckpt_path={given} is a pickle, as older versions wrote them, and reading it can run code: if you trust it, set "
-            "resume.trust=true; the run then writes checkpoints without code"
+            f"ckpt_path={given} is a file: give the folder of a run, or one of its checkpoints, NUMBER.ckpt"
         )
     runs = {given / "checkpoints", given.parent} if given.name == "last.ckpt" else {given / "checkpoints"}
     newest = [path for folder in runs for path in by_rollouts(folder).values()]
@@ -244,17 +234,6 @@ def usable(given: Path, trust: bool = False) -> Path:
     if others and not newest:
         advice = f"there is also {others[0]}"
     raise UserError(f"ckpt_path={given} is no whole checkpoint: {advice}")
-
-
-def check_pickle(file: Path) -> None:
-    """Raise UserError if a file is damaged, or no checkpoint of a run. Reading it can run its code."""
-    try:
-        found = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
-    except Exception as error:  # a damaged file may raise anything
-        raise UserError(f"ckpt_path={file} is damaged or no checkpoint ({type(error).__name__})") from error
-    parts = {"state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks", "policy_shapes"}
-    if lacking := parts - (found.keys() if isinstance(found, dict) else set()):
-        raise UserError(f"ckpt_path={file} is no checkpoint of a run, it lacks {', '.join(sorted(lacking))}")
 
 
 def check_shapes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

@@ -10,15 +10,14 @@ import yaml
 from bad_inputs import GROUPS as VALUES  # benchmarks/bad_inputs.py
 from bad_inputs import side_by_side
 from conftest import ROOT, compose_config
-from hydra.errors import ConfigCompositionException, InstantiationException
+from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from grpo.apps.cli import explain, flat
+from grpo.apps.cli import flat
 from grpo.apps.composing import composed as compose_line
 from grpo.apps.composing import options
 from grpo.apps.help import OURS, WIDTH, phrases_of
-from grpo.apps.resuming import changes
 from grpo.system.errors import UserError
 
 GROUPS = (*VALUES, "recipe", "sweep", "experiment", "resume", "strategy", "deployment")
@@ -218,20 +217,6 @@ def test_a_recipe_suits_the_model_and_the_adapter_and_a_model_file_sets_the_mode
     config = compose_config("experiment=gsm8k_tiny", "output_dir=.")
     assert (config.optim.max_tokens_per_microbatch, config.rollout.num_rollouts) == (2048, 20)
     assert "optim" not in compose_config("output_dir=.", name="eval")
-
-
-def test_a_key_that_moved_is_told_and_is_no_change(tmp_path):
-    overrides = ["warm_start.clean_steps=3", "output_dir=."]
-    with pytest.raises(ConfigCompositionException) as caught:
-        compose_config(*overrides)
-    assert explain(caught.value, "train", overrides) == "warm_start.clean_steps is model.path.clean_steps now"
-    config = compose_config("output_dir=.")
-    before = OmegaConf.to_container(config, resolve=True)
-    before |= {"warm_start": {"worked_answers": "tasks.wordmath.worked_answers", "clean_steps": 700}}
-    before["rollout"] |= {"_target_": "grpo.rollout.Plan", "prompts": 4}
-    before["model"]["path"]["_target_"] = "grpo.tiny.tiny_folder"
-    OmegaConf.save(before, tmp_path / "config.yaml")
-    assert changes(config, tmp_path) == ["rollout.prompts=16 (was 4)"]
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_the_command_line_is_on_top(run):
     ],
 )
 def test_another_run_needs_a_word(run, override, named, monkeypatch):
-    monkeypatch.setattr("grpo.training.checkpoints.usable", lambda given, trust: given)
+    monkeypatch.setattr("grpo.training.checkpoints.usable", lambda given: given)
     config = resumed(run, override)
     with pytest.raises(
         UserError, match=r"the run to resume had other settings: .*set resume\.changes=allow"

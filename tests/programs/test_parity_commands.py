@@ -82,7 +82,7 @@ def folder(toy, tmp_path_factory):
         __import__(module)
     folder = tmp_path_factory.mktemp("user")
     shutil.copytree(ROOT / "tests" / "parity", folder, dirs_exist_ok=True)
-    shutil.copytree(EXAMPLES, folder / "data", ignore=shutil.ignore_patterns("old_run"))
+    shutil.copytree(EXAMPLES, folder / "data", ignore=shutil.ignore_patterns("run"))
     for name in ("toy", "served"):
         shutil.copytree(toy, folder / name)
     tokenizer = AutoTokenizer.from_pretrained(toy)

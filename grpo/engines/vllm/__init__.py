@@ -1,5 +1,1 @@
 """vLLM in this process."""
-
-from grpo.moved import door
-
-__getattr__ = door(__name__)

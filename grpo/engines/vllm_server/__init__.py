@@ -1,5 +1,1 @@
 """vLLM servers, on this or other machines."""
-
-from grpo.moved import door
-
-__getattr__ = door(__name__)

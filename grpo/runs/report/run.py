@@ -148,7 +148,7 @@ def embedded(run: Run, budget: int) -> dict[str, Any]:
     add_pieces(run, steps)
     left = f"All {total:,} samples are here." if total else "The run left no samples."
     if shown < total:
-        where = "rollouts/ and evaluations/ of the run's folder; grpo.runs.Run(FOLDER).samples() reads them"
+        where = "rollouts/ and evaluations/ of the run's folder; grpo.runs.runs.Run(FOLDER).samples() reads them"
         left = f"{shown:,} of {total:,} samples are here, evenly spread over the run. All of them are in {where}."
     steps.sort(key=lambda step: (step["kind"] != "rollout", step["rollout"]))
     return shorter({"steps": steps, "conversations": [json.loads(text) for text in conversations], "left": left})
