@@ -1,7 +1,7 @@
 """Checks every value of a configuration before anything is built: its type and range stand where it goes.
 
 They are the annotations of the class or function that a node's `_target_` names. They are read from its source without an
-import, so that a mistake and --help need no torch. TABLE has the keys that go to other libraries, and the keys of no class.
+import, so that a mistake and --help need no torch. keys.yaml has the types of keys that go to other libraries, and to no class.
 """
 
 import ast
@@ -12,66 +12,17 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from grpo.system import ranges as r
 from grpo.system.errors import UserError
 from grpo.system.settings import flat
 
-NO_DROPOUT = r.Range(0, 0, why=": the policy stays in evaluation mode, in which dropout has no effect")
-KEYS = [  # types, and the keys that have them
-    (r.Seed, "seed data_seed"),
-    (bool | Literal["only"], "forecast"),
-    (Literal["on", "warn", "off", "only"], "preflight"),
-    (Literal["stop", "warn"], "alarms"),
-    (str, "output_dir host device optim.schedule.name logger.wandb.project warm_start.worked_answers deployment.time"),
-    (str | None, "ckpt_path replay run max_time api_key deployment.partition deployment.account deployment.image"),
-    (bool, "resume.auto optim.optimizer.fused"),
-    (Literal["refuse", "allow"], "resume.changes"),
-    (str | list[str] | dict[str, str | list[str]] | None, "compare"),
-    (list[str], "weights_from deployment.setup"),
-    (r.Count, "max_tokens max_turns adapter.r"),
-    (r.Whole, "optim.schedule.num_warmup_steps warm_start.clean_steps deployment.max_restarts"),
-    (r.Whole | None, "after"),
-    (r.Seconds, "step_timeout score_timeout"),
-    (r.Port, "port"),
-    (r.Node | None, "adapter"),
-    (dict[str, Any], "callbacks logger"),
-    (r.Positive, "adapter.lora_alpha"),
-    (Annotated[float, NO_DROPOUT], "adapter.lora_dropout"),
-    (str | list[str], "adapter.target_modules"),
-    (Literal["CAUSAL_LM"], "adapter.task_type"),
-    (dict[str, Any] | None, "optim.schedule.scheduler_specific_kwargs"),
-    (r.NonNegative | None, "optim.optimizer.lr"),
-    (r.NonNegative, "optim.optimizer.weight_decay"),
-    (r.ShareBelow1, "optim.optimizer.momentum"),
-    (tuple[r.ShareBelow1, r.ShareBelow1], "optim.optimizer.betas"),
-    (bool, "optim.optimizer.scale_parameter optim.optimizer.relative_step"),
-    (r.Count | None, "engine.args.max_model_len engine.args.max_num_seqs engine.args.kv_cache_memory_bytes"),
-    (r.Count | None, "engine.args.tensor_parallel_size engine.args.max_lora_rank"),
-    (r.SomeShare | None, "engine.args.gpu_memory_utilization"),
-    (bool | None, "engine.args.enforce_eager"),
-    (Literal["online", "offline", "disabled"], "logger.wandb.mode"),
-    (Annotated[int, r.Range(0, 1024)], "deployment.server_nodes"),
-    (Annotated[int, r.Range(1, 1024)], "deployment.servers_per_node deployment.server_devices"),
-    (Annotated[int, r.Range(1, 65535)], "deployment.port"),
-]
-TABLE = {key: kind for kind, keys in KEYS for key in keys.split()}
-INSTEAD = {  # what to set -> arguments of lightning.Trainer that would break the loop, or do nothing
-    "optim.max_grad_norm": "gradient_clip_val gradient_clip_algorithm",
-    "optim.max_tokens_per_microbatch": "accumulate_grad_batches",
-    "rollout.num_rollouts": "max_epochs min_epochs max_steps min_steps max_time limit_train_batches overfit_batches",
-    "rollout.prompts": "reload_dataloaders_every_n_epochs",
-    "debug=smoke": "fast_dev_run",
-    "eval.limit": "limit_val_batches limit_test_batches limit_predict_batches",
-    "eval.every": "val_check_interval check_val_every_n_epoch",
-    "eval.on_start": "num_sanity_val_steps",
-    "callbacks": "callbacks enable_checkpointing enable_progress_bar enable_model_summary barebones log_every_n_steps",
-    "logger": "logger",
-    "trainer.devices": "use_distributed_sampler",
-}
+TABLES = yaml.safe_load(Path(__file__).with_name("keys.yaml").read_text(encoding="utf-8"))
+TYPES = {key: eval(kind, vars(r)) for kind, keys in TABLES["types"].items() for key in keys.split()}
 
 
 class Names(dict):
@@ -153,7 +104,7 @@ def kinds(node: Any, key: str = "", kind: Any = Any) -> Iterator[tuple[str, Any,
         for name, value in node.items():
             if name not in ("_target_", "_partial_", "_convert_", "_recursive_"):
                 below = f"{key}.{name}".lstrip(".")
-                yield from kinds(value, below, TABLE.get(below, given.get(name, other)))
+                yield from kinds(value, below, TYPES.get(below, given.get(name, other)))
     elif isinstance(node, list):
         for i, value in enumerate(node):
             yield from kinds(value, f"{key}[{i}]")
@@ -166,7 +117,7 @@ def check_values(config: DictConfig) -> None:
     node = OmegaConf.to_container(config, resolve=True)
     if node.get("output_dir") == "":
         raise UserError("hydra.run.dir= is empty: name a folder, or leave the key out")
-    for key, names in INSTEAD.items():
+    for key, names in TABLES["instead"].items():
         for name in node.get("trainer", {}).keys() & set(names.split()):
             raise UserError(f"trainer.{name} has no effect here, or breaks the loop: set {key} instead")
     if isinstance(chosen := node.get("trainer", {}).get("strategy"), str):
