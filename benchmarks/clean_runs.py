@@ -161,7 +161,6 @@ VLLM = {
     "vllm_server": f"{DEMO} engine=vllm_server engine.launch=true {CACHE}",
     "vllm_server, ahead": f"{DEMO} engine=vllm_server engine.launch=true {CACHE} rollout.ahead=1 algo.old_policy=rollout",
     "vllm_server, lora": f"{DEMO} engine=vllm_server engine.launch=true engine.sync=lora adapter=lora {CACHE}",
-    "vllm_restart": f"{DEMO} engine=vllm_restart {CACHE}",
     **{f"vllm, random {name}": f"{ANY}{name} engine=vllm {CACHE}" for name in ("qwen2", "qwen3", "gemma", "phi3")},
     "vllm, real gsm8k": f"{RUNS['real gsm8k']} engine=vllm {CACHE}",
 }

@@ -24,7 +24,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
 MODES = ["as TRL", "vllm", "vllm_shared", "vllm + lora merged", "vllm_lora", "vllm_shared + lora"]
-SERVED = ["vllm_server disk", "vllm_server lora", "vllm_restart"]
+SERVED = ["vllm_server disk", "vllm_server lora"]
 MODES += SERVED
 CACHE = 1 << 26
 ROUNDS = 5
@@ -42,8 +42,7 @@ def build(mode: str, folder: str, work: str):
     if mode in SERVED:
         from grpo.engines.vllm_server.engine import VLLMServerEngine
 
-        sync = mode.split()[1] if " " in mode else "restart"
-        engine = VLLMServerEngine(folder, sync=sync, launch=True, args=args, folder=work, logs=work)
+        engine = VLLMServerEngine(folder, sync=mode.split()[1], launch=True, args=args, folder=work, logs=work)
     elif mode == "vllm_lora":
         from grpo.engines.vllm.lora import VLLMLoraEngine
 
@@ -90,7 +89,7 @@ def measure(mode: str, folder: str) -> dict:
         send(policy, 0)
         gap_now(engine, policy)
         times = []
-        for version in range(1, 2 if mode == "vllm_restart" else ROUNDS + 1):
+        for version in range(1, ROUNDS + 1):
             disturb(policy, seed=version, size=0.002)
             start = time.perf_counter()
             send(policy, version)

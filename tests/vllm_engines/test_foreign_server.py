@@ -143,10 +143,9 @@ def test_nobody_there_is_told_with_the_wait_and_the_command(toy):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ({"sync": "post"}, "engine.sync=post is not one of disk, lora, nccl, restart"),
+        ({"sync": "post"}, "engine.sync=post is not one of disk, lora, nccl"),
         ({"urls": []}, r"engine.urls=\[\] must name servers.*engine.launch=true"),
         ({"urls": ["localhost:8000"]}, r"engine.urls=\['localhost:8000'\] must name servers, as \[http://HOST:PORT\]"),
-        ({"sync": "restart"}, "engine.launch=true"),
         ({"router": "host:1"}, r"engine\.router=host:1 must be an address as http://HOST:PORT"),
         ({"timeout": 0}, "engine.timeout=0 must be a number above 0"),
         pytest.param(

@@ -354,13 +354,11 @@ def test_a_start_brings_the_trainers_weights_and_leaves_nothing(pair, folder, mo
     pair.close()  # they are not needed any more, and would take CPU time
     engine = VLLMServerEngine(
         folder,
-        sync="restart",
         folder=str(tmp_path / "weights"),
         launch=True,
         args=ARGS | {"max_lora_rank": None},
         logs=tmp_path,
     )
-    assert not engine.in_flight
     disturb(model, seed=6)
     engine.load_weights(model, 1)
     assert gap_now(engine, model) < BOUND and engine.context == CONTEXT

@@ -26,7 +26,7 @@ from grpo.engines.vllm_server.fleet import Fleet, check_exact
 from grpo.engines.vllm_server.http import GENERATE, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers, by_hand
 from grpo.engines.vllm_server.routing import Routes
-from grpo.engines.vllm_server.sync import Disk, Lora, Nccl, Restart, adapter_tensors
+from grpo.engines.vllm_server.sync import Disk, Lora, Nccl, adapter_tensors
 from grpo.engines.weights import checkpoint, eos_token_ids
 from grpo.env.tokens import Completion
 from grpo.models.pretrained import base_path
@@ -34,7 +34,7 @@ from grpo.system import distributed
 from grpo.system.errors import UserError, told
 from grpo.system.ranges import Count, Port, Seconds, Whole, enforced
 
-Sync = Literal["disk", "lora", "nccl", "restart"]
+Sync = Literal["disk", "lora", "nccl"]
 ATTEMPTS = 5  # failures of one completion after which the run ends
 URLS = "GRPO_VLLM_SERVERS"  # servers that the run's first process started, for the processes of the other devices
 
@@ -70,8 +70,6 @@ class VLLMServerEngine:
         logs: str = ".",
         router: str | None = None,
     ) -> None:
-        if sync == "restart" and not launch:
-            raise UserError("engine.sync=restart starts its own servers: set engine.launch=true, or engine.sync=disk")
         if not launch and not (urls and all(url.startswith(("http://", "https://")) for url in urls)):
             raise UserError(f"engine.urls={list(urls)} must name servers, as [http://HOST:PORT], or engine.launch=true")
         if router and (launch or sync == "lora" or not router.startswith(("http://", "https://"))):
@@ -96,8 +94,7 @@ class VLLMServerEngine:
         urls = os.environ[URLS].split() if launch else [url.rstrip("/") for url in urls]
         how = f"is it vLLM, started as {by_hand(path, sync)}? Or set engine.launch=true"
         servers = [RemoteServer(url, timeout, "see its log" if launch else how) for url in dict.fromkeys(urls)]
-        ways = {"nccl": lambda _: Nccl(servers), "restart": lambda folder: Restart(folder, self._launched)}
-        way = (ways | {"disk": Disk, "lora": Lora})[sync](self._folder)
+        way = Nccl(servers) if sync == "nccl" else {"disk": Disk, "lora": Lora}[sync](self._folder)
         if here := self._launched:
             for server, port in zip(servers, here.ports, strict=True):
                 server.ended, server.start = partial(here.ended, port), partial(here.start, port)
@@ -106,8 +103,6 @@ class VLLMServerEngine:
         self._fleet = Fleet(servers, way, config.vocab_size - 1, wait)
         self.in_flight = way.follows
         atexit.register(self.close)  # also if the run fails
-        if sync == "restart":  # it starts the servers once there are weights
-            return
         try:
             if self._launched:
                 self._launched.start_all()

@@ -17,7 +17,7 @@ from torch import nn
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm_server.http import GENERATE, HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START
-from grpo.engines.vllm_server.sync import Behind, Lora, Named, Restart, Way
+from grpo.engines.vllm_server.sync import Behind, Lora, Named, Way
 from grpo.system import distributed
 from grpo.system.errors import UserError
 
@@ -103,12 +103,11 @@ class Fleet:
 
     async def _admit(self, server: RemoteServer) -> None:
         try:
-            if not isinstance(self.way, Restart):  # it starts servers that do not answer
-                if line := server.ended():
-                    server.start_again(line, START)
-                    raise Lost(line)
-                await server.ask(HEALTH, post=False)
-                server.loads_until = 0.0
+            if line := server.ended():
+                server.start_again(line, START)
+                raise Lost(line)
+            await server.ask(HEALTH, post=False)
+            server.loads_until = 0.0
             await self._bring_up_to_date(server)
             if server.fault or server.logprobs is None:
                 await server.ask("/resume")  # it may still be paused by an interrupted update
@@ -126,9 +125,8 @@ class Fleet:
 
     async def _bring_up_to_date(self, server: RemoteServer) -> None:
         label = self.label
-        with suppress(Lost):  # a server that is still to be started
-            if label in await server.labels():
-                return
+        if label in await server.labels():
+            return
         if distributed.rank():
             raise Lost(f"{server.url} does not have the newest weights yet")
         try:

@@ -103,12 +103,12 @@ class Servers:
         """Return the log file of the server at this port."""
         return self.folder / f"server-{port}.log"
 
-    def start(self, port: int, model: str | None = None) -> None:
-        """Start the server at this port, with the model at `model` or at `path`. It answers once it has loaded the model."""
+    def start(self, port: int) -> None:
+        """Start the server at this port. It answers once it has loaded the model."""
         check_port(HOST, port)
-        args = {"host": HOST, "port": port, **defaults(self.devices)} | ({"tokenizer": self.path} if model else {})
+        args = {"host": HOST, "port": port, **defaults(self.devices)}
         args |= {name: value for name, value in (self.args or {}).items() if value is not None}
-        more, words = command(model or self.path, self.sync, args)
+        more, words = command(self.path, self.sync, args)
         ours = str(Path(__file__).parents[3])  # the server must import this copy of the package
         environment = {**os.environ, **more, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # `import_vllm` may have set 0
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH")]))
@@ -143,11 +143,6 @@ class Servers:
         # pydantic's error comes below a heading; otherwise the first error caused the others
         reasons = [line for line in errors if line.startswith("Value error")] or errors or [" | ".join(said[-3:])]
         return f"the vLLM server at port {port} ended with exit code {code}: {reasons[0][:300]} (see {self.log(port)})"
-
-    def stop(self, port: int) -> None:
-        """Stop the server at this port, if it runs."""
-        if process := self._guards.pop(port, None):
-            child.stop([process])
 
     def close(self) -> None:
         """Stop all servers."""

@@ -1,4 +1,4 @@
-"""Ways to send new weights to vLLM servers: files, adapters, a restart, or a broadcast from the trainer's device.
+"""Ways to send new weights to vLLM servers: files, adapters, or a broadcast from the trainer's device.
 
 A label names the weights of one version of one run.
 """
@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from grpo.engines.vllm_server.http import HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
-from grpo.engines.vllm_server.launch import START, Servers
 from grpo.engines.weights import buckets, checksum
 from grpo.models.quantized import refuse_quantized
 from grpo.system import distributed
@@ -119,27 +118,6 @@ class Lora:
         for old in self.labels[:-2]:  # a request with the previous name may still be on its way
             with suppress(Refused):  # it is already unloaded
                 await server.ask("/v1/unload_lora_adapter", {"lora_name": old})
-
-
-class Restart:
-    """Saves the whole model to a folder and restarts the server on it: slow, but nothing computed with old weights survives."""
-
-    follows = False
-
-    def __init__(self, folder: Path, servers: Servers) -> None:
-        self.folder, self.servers = folder, servers
-
-    def write(self, model: nn.Module, tensors: Iterable[Named], label: str) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        base.save_pretrained(self.folder / label, state_dict=dict(tensors))
-
-    async def give(self, server: RemoteServer, label: str) -> None:
-        port = urlsplit(server.url).port
-        await asyncio.to_thread(self.servers.stop, port)
-        self.servers.start(port, str(self.folder / label))
-        await server.answers(START)
-        await server.ask("/update_weight_version", {"new_version": label})
 
 
 class Nccl:
