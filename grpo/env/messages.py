@@ -108,6 +108,6 @@ def tool_of(given: Any) -> ToolSpec:
         return given
     try:
         described = given["function"]
-        return ToolSpec(described["name"], described.get("description", ""), described.get("parameters", {}))
+        return ToolSpec(described["name"], described.get("description") or "", described.get("parameters") or {})
     except (TypeError, LookupError, AttributeError):
         raise TypeError(f"{shown(given)} describes no tool: see ToolSpec.as_dict, or tools.spec_of") from None

@@ -1,0 +1,364 @@
+"""A request for messages of the policy and its answer, in no API's form, and what the APIs have in common. No HTTP, no engine.
+
+`Dialect.read` makes a `Call` of a request's JSON. Whoever answers it renders the messages, samples, and gives each completion to
+`answered`. `Dialect.written` makes the JSON of the answers, and `sse` a stream of it.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from grpo.env.messages import Message, ToolCall, ToolSpec, message_of, shown
+from grpo.env.tokens import Completion
+from grpo.env.tool_parsers import Malformed, call_in
+from grpo.system.errors import UserError
+from grpo.system.ranges import Count, Whole, require
+
+Prompt = str | tuple[int, ...]
+Scores = Mapping[
+    int, float
+]  # log-probabilities of a token (first) and of the likeliest ones in its place, by their ids
+
+SETTINGS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop_ids",
+    "guided",
+)  # named as in Sampling
+SAME = {  # other names of settings
+    "stop_token_ids": "stop_ids", "structured_outputs": "guided",
+    "structured_outputs_regex": "regex", "guided_decoding_regex": "regex",
+}  # fmt: skip
+IGNORED = {  # fields that change no answer, or ask for what a server may leave out
+    "model", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options", "safety_identifier", "cache_control", "include", "max_tool_calls", "request_id", "priority",
+    "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "output_kind",
+}  # fmt: skip
+NEUTRAL: dict[str, Any] = {  # field -> the only value that is accepted
+    "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "suffix": "", "modalities": ["text"],
+    "min_tokens": 0, "ignore_eos": False, "use_beam_search": False, "length_penalty": 1, "bad_words": [],
+    "include_stop_str_in_output": False, "generation_kwargs": {}, "functions": [], "function_call": "none",
+    "background": False, "truncation": "disabled", "reasoning": {}, "thinking": {"type": "disabled"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request for messages of the policy.
+
+    messages, tools: the conversation, and the tools that the policy may call. prompts: raw prompts in place of messages.
+    stop: texts before which an answer ends. max_tokens: of an answer; None if none was given. n: answers to each prompt.
+    stream: the answer is sent as server-sent events.
+    settings: sampling settings by the names of `Sampling`, which checks them. template: variables of the chat template.
+    logprobs: how many alternatives are written with the log-probability of a token; None: no log-probabilities.
+    prompt_logprobs: the same of the prompt's tokens. echo: the answer's text begins with the prompt.
+    with_ids: write token ids. ids_as_tokens: write tokens as token_id:ID. usage: a stream ends with the numbers of tokens.
+    """
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[ToolSpec, ...] = ()
+    prompts: tuple[Prompt, ...] = ()
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    n: int = 1
+    stream: bool = False
+    seed: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    template: Mapping[str, Any] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    with_ids: bool = False
+    ids_as_tokens: bool = False
+    usage: bool = False
+
+    @property
+    def prompt(self) -> Prompt | None:
+        """The first raw prompt; None if there are messages."""
+        return self.prompts[0] if self.prompts else None
+
+    @property
+    def count(self) -> int:
+        """The number of answers: n for each prompt."""
+        return self.n * max(1, len(self.prompts))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer to a `Call`; see `answered`.
+
+    message: the policy's, cut before the stop text. completion: all that was sampled. prompt_ids: the prompt, as the policy read
+    it. decode: from ids to text, special tokens included; None: tokens are written as token_id:ID.
+    stop: the stop text that ended it. kept: the number of tokens that begin before that text; None: all.
+    scores: of each token of the prompt and of the completion, if the engine gave them; that of the first token is empty.
+    """
+
+    message: Message
+    completion: Completion
+    prompt_ids: tuple[int, ...] = ()
+    decode: Callable[[Sequence[int]], str] | None = None
+    stop: str | None = None
+    kept: int | None = None
+    scores: tuple[Scores, ...] = ()
+
+    @property
+    def finish(self) -> str:
+        """OpenAI's word for the reason why it ended: `stop`, `length` or `tool_calls`."""
+        return "tool_calls" if self.message.tool_calls else self.completion.finish
+
+    def tokens(self, call: Call) -> list[tuple[str, float | None, dict[str, float]]]:
+        """Return text, log-probability and alternatives (texts, likeliest first) of each token that the client sees.
+
+        With `call.with_ids` these are all sampled tokens, else those before the stop text. Log-probabilities are those of the
+        completion's temperature T; the alternatives' are exact too, since log p(v) - log p(w) is linear in 1 / T.
+        """
+        temperature = call.settings.get("temperature", 1.0) or 1.0
+        done, first = self.completion, len(self.prompt_ids)
+        kept = len(done.ids) if call.with_ids or self.kept is None else self.kept
+        rows = [(i, p, self.scores[first + t] if self.scores else {i: p}, temperature)
+                for t, (i, p) in enumerate(zip(done.ids[:kept], done.logprobs, strict=False))]  # fmt: skip
+        if call.echo:
+            rows = [
+                (i, scores.get(i), scores, 1.0) for i, scores in zip(self.prompt_ids, self.scores, strict=False)
+            ] + rows
+        found = []
+        for token, own, scores, scale in rows:
+            best = sorted(scores.items(), key=lambda item: -item[1])[: call.logprobs or 0]
+            likely = {self.piece(i, call): own + (value - scores[token]) / scale for i, value in best}
+            found.append((self.piece(token, call), own, likely))
+        return found
+
+    def piece(self, token: int, call: Call) -> str:
+        """Return the text of one token."""
+        return f"token_id:{token}" if call.ids_as_tokens or self.decode is None else self.decode([token])
+
+
+class Fields(dict[str, Any]):
+    """The fields of a request that may change its answer. Readers take those that they know; `check_empty` refuses the others."""
+
+    def __init__(self, body: Any) -> None:
+        if not isinstance(body, dict):
+            raise UserError("the request must be a JSON object, sent as Content-Type: application/json")
+        super().__init__({name: value for name, value in body.items() if value is not None and name not in IGNORED})
+
+    def take(self, name: str, kind: Any, default: Any = None) -> Any:
+        """Remove a field and return its value, or the default. Raises UserError if the value does not fit its annotation."""
+        if name in self:
+            require(name, self[name], kind)
+        return self.pop(name, default)
+
+    def sampling(self, stop: str = "stop", *max_tokens: str) -> dict[str, Any]:
+        """Remove the fields of sampling, and return them as arguments of `Call`. stop, max_tokens: the API's names of these."""
+        texts = self.take(stop, str | list[str], [])
+        limits = [self.take(name, Whole) for name in max_tokens or ("max_tokens",)]
+        settings = {SAME.get(name, name): self.pop(name) for name in (*SETTINGS, *SAME) if name in self}
+        if regex := settings.pop("regex", None):
+            settings["guided"] = {"regex": regex}
+        if settings.get("top_k") == -1:
+            settings["top_k"] = 0
+        return {
+            "stop": tuple(filter(None, [texts] if isinstance(texts, str) else texts)),
+            "max_tokens": next((limit for limit in limits if limit is not None), None),
+            "seed": self.take("seed", Whole),
+            "settings": settings | guided_by(self.take("response_format", dict, {"type": "text"})),
+            "stream": self.take("stream", bool, False),
+        }
+
+    def vllm(self) -> dict[str, Any]:
+        """Remove the fields that only OpenAI's older APIs and vLLM have, and return them as arguments of `Call`."""
+        return {
+            "n": self.take("n", Count, 1),
+            "with_ids": self.take("return_token_ids", bool, False),
+            "ids_as_tokens": self.take("return_tokens_as_token_ids", bool, False),
+            "prompt_logprobs": self.take("prompt_logprobs", Whole),
+            "usage": self.take("stream_options", dict, {}).get("include_usage", False),
+        }
+
+    def check_empty(self) -> None:
+        """Raise UserError if a field is left that would change the answer."""
+        for name, value in self.items():
+            if name not in NEUTRAL:
+                raise UserError(f"there is no field {name!r} here: leave it out")
+            if value != NEUTRAL[name]:
+                instead = ", or use repetition_penalty" if "penalty" in name else ""
+                raise UserError(f"{name}={shown(value)} is not supported: leave it out{instead}")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """An API: reads requests, writes answers, streams and errors.
+
+    reader: makes a Call of a request's fields, of which it removes those that it knows.
+    written(call, answers, model): the JSON of the answers, n for each prompt.
+    events(answer): the name, if the API has names, and the data of each server-sent event that tells this JSON.
+    failure(status, line): the JSON of an error.
+    """
+
+    reader: Callable[[Fields], Call]
+    written: Callable[[Call, Sequence[Answer], str], dict[str, Any]]
+    events: Callable[[dict[str, Any]], Iterator[tuple[str | None, dict[str, Any]]]]
+    failure: Callable[[int, str], dict[str, Any]]
+
+    def read(self, body: Any) -> Call:
+        """Return the request in no API's form. Raises UserError, in one line, for what cannot be read or honoured."""
+        fields = Fields(body)
+        try:
+            call = self.reader(fields)
+            fields.check_empty()
+        except (TypeError, Malformed) as error:
+            raise UserError(str(error)) from error
+        except (LookupError, AttributeError) as error:
+            raise UserError(f"a part of the request lacks what it needs: {error}") from error
+        return call
+
+
+def guided_by(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the setting `guided`, if any, of a response_format: text, json_object or json_schema."""
+    kind = given.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise UserError(f"response_format={shown(given)}: its type is text, json_object or json_schema")
+    schema = given.get("json_schema", given).get("schema") or {"type": "object"}
+    return {} if kind == "text" else {"guided": {"json": {"type": "object"} if kind == "json_object" else schema}}
+
+
+def offered_tools(tools: Iterable[ToolSpec], choice: Any) -> tuple[ToolSpec, ...]:
+    """Return the tools that the policy sees: none for `none`, the named one for a name, else all. No call is forced."""
+    word = choice.get("type") if isinstance(choice, Mapping) else choice
+    name = isinstance(choice, Mapping) and (choice.get("name") or choice.get("function", {}).get("name"))
+    if word not in (None, "none", "auto", "required", "any", "function", "tool"):
+        raise UserError(f"tool_choice={shown(choice)} is not one of none, auto, required, or a tool of the request")
+    found = () if word == "none" else tuple(tool for tool in tools if not name or tool.name == name)
+    if name and not found:
+        raise UserError(f"tool_choice names {shown(name)}, which is not among the tools")
+    return found
+
+
+def text_in(content: Any) -> str | None:
+    """Return a message's text, which may come in parts, one line each. Raises UserError for pictures, sounds and files."""
+    if content is None or isinstance(content, str):
+        return content
+    texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    if other := [part["type"] for part in texts if part["type"] not in ("text", "input_text", "output_text")]:
+        raise UserError(f"a message has a part of type {shown(other[0])}: the policy reads text only")
+    if not all(isinstance(part["text"], str) for part in texts):
+        raise UserError(f"{shown(content)}: the text of each part must be a text")
+    return "\n".join(part["text"] for part in texts)
+
+
+def messages_of(said: Sequence[tuple[dict[str, Any], str]]) -> tuple[Message, ...]:
+    """Return a conversation's messages, answers of tools in the order of their calls and with the names of these.
+
+    said: each message as `message_of` takes it, and the id of the call that it answers. Raises UserError if there is none.
+    """
+    if not said:
+        raise UserError('there is no message: give [{"role": "user", "content": "..."}, ...]')
+    found: list[Message] = []
+    messages = ((message_of(given), answers) for given, answers in said)
+    for of_tools, run in groupby(messages, lambda one: one[0].role == "tool"):
+        if of_tools:
+            calls = found[-1].tool_calls if found else ()
+            place = {call.id: i for i, call in reversed([*enumerate(calls)])}
+            run = sorted(run, key=lambda one: place.get(one[1], len(place)))
+            run = [
+                (replace(one, name=one.name or next((c.name for c in calls if c.id == i), None)), i) for one, i in run
+            ]
+        found += (one for one, _ in run)
+    return tuple(found)
+
+
+def cut(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
+    """Return a text before the first stop text in it, and that stop text; the whole text and None if it has none."""
+    places = [(text.index(word), word) for word in stop if word in text]
+    place, word = min(places, default=(len(text), None), key=lambda one: one[0])
+    return text[:place], word
+
+
+def answered(
+    call: Call,
+    prompt_ids: Sequence[int],
+    completion: Completion,
+    message: Message,
+    decode: Callable[..., str],
+    scores: Sequence[Scores] = (),
+) -> Answer:
+    """Return the answer that a completion is. message: parsed from all of it. decode: a tokenizer's."""
+    content, found = cut(message.content, call.stop)
+    kept, ids = len(completion.ids), completion.ids
+    if found:
+        place = len(cut(decode(ids, skip_special_tokens=True), call.stop)[0])
+        while kept and len(decode(ids[: kept - 1], skip_special_tokens=True)) >= place:
+            kept -= 1
+    message = replace(message, content=content)
+    return Answer(message, completion, tuple(prompt_ids), decode, found, kept, tuple(scores))
+
+
+def call_written(given: Mapping[str, Any], name: Any) -> ToolCall:
+    """Return the call that OpenAI's clients send back. name: its id. Raises Malformed for arguments that are no JSON object."""
+    return call_in({"name": given["name"], "arguments": given.get("arguments") or {}, "id": name}, "arguments")
+
+
+def arguments_of(arguments: Mapping[str, Any]) -> str:
+    """Return the arguments of a call as JSON text."""
+    return json.dumps(dict(arguments), ensure_ascii=False)
+
+
+def new_id(kind: str) -> str:
+    """Return a fresh id."""
+    return f"{kind}{uuid.uuid4().hex[:24]}"
+
+
+def written_usage(call: Call, answers: Sequence[Answer]) -> tuple[int, int]:
+    """Return the numbers of tokens of the prompts, each counted once, and of the completions."""
+    return sum(len(a.prompt_ids) for a in answers[:: call.n]), sum(len(a.completion.ids) for a in answers)
+
+
+def openai_answer(
+    kind: str, call: Call, answers: Sequence[Answer], model: str, choices: Iterable[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return what the answers of OpenAI's two older APIs have in common."""
+    read, wrote = written_usage(call, answers)
+    usage = {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
+    ends = [{"index": i, "finish_reason": answer.finish} for i, answer in enumerate(answers)]
+    return {
+        "id": new_id("chatcmpl-" if kind == "chat.completion" else "cmpl-"),
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": [end | choice for end, choice in zip(ends, choices, strict=True)],
+        **({"usage": usage} if call.usage or not call.stream else {}),
+    }
+
+
+def prompt_scores(call: Call, answer: Answer) -> list[dict[str, Any] | None]:
+    """Return the log-probabilities of the prompt's tokens in vLLM's form."""
+    return [
+        {str(i): {"logprob": value, "decoded_token": answer.piece(i, call)} for i, value in scores.items()} or None
+        for scores in answer.scores[: len(answer.prompt_ids)]
+    ]
+
+
+def openai_failure(status: int, line: str) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return {"error": {"message": line, "type": kind, "param": None, "code": None}}
+
+
+def event(kind: str, **data: Any) -> tuple[str, dict[str, Any]]:
+    """Return a named event, whose data has its name too."""
+    return kind, {"type": kind, **data}
+
+
+def sse(dialect: Dialect, answer: dict[str, Any]) -> Iterator[str]:
+    """Yield an answer as server-sent events. APIs without names of events end with [DONE]."""
+    name = None
+    for name, data in dialect.events(answer):
+        yield f"event: {name}\ndata: {json.dumps(data)}\n\n" if name else f"data: {json.dumps(data)}\n\n"
+    if name is None:
+        yield "data: [DONE]\n\n"

@@ -1,0 +1,99 @@
+"""OpenAI's chat completions, with vLLM's additions."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from grpo.env.dialects import calls
+from grpo.env.dialects.calls import Answer, Call, Dialect, Fields
+from grpo.env.messages import ToolCall, tool_of
+from grpo.system.errors import UserError
+from grpo.system.ranges import Whole
+
+
+def read_chat(fields: Fields) -> Call:
+    """Read a request. A conversation that ends with the assistant's message is continued, as `continue_final_message` asks."""
+    messages = calls.messages_of([chat_message(one) for one in fields.take("messages", list, [])])
+    tools = map(tool_of, fields.take("tools", list, []))
+    continued = messages[-1].role == "assistant"
+    for name, wanted in (("continue_final_message", continued), ("add_generation_prompt", not continued)):
+        if fields.take(name, bool, wanted) != wanted:
+            raise UserError(f"{name}={not wanted}: a last message of the assistant is continued, any other is answered")
+    wants, top = fields.take("logprobs", bool, False), fields.take("top_logprobs", Whole, 0)
+    return Call(
+        messages,
+        calls.offered_tools(tools, fields.pop("tool_choice", None)),
+        template=fields.take("chat_template_kwargs", dict, {}),
+        logprobs=top if wants else None,
+        **fields.sampling("stop", "max_completion_tokens", "max_tokens"),
+        **fields.vllm(),
+    )
+
+
+def chat_message(given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return a message as `message_of` takes it, and the id of the call that it answers."""
+    called = [calls.call_written(one["function"], one.get("id")) for one in given.get("tool_calls") or ()]
+    role = "system" if given.get("role") == "developer" else given.get("role")
+    text = calls.text_in(given.get("content"))
+    return {**given, "role": role, "content": text, "tool_calls": called, "error": None}, given.get("tool_call_id", "")
+
+
+def written_message(answer: Answer) -> dict[str, Any]:
+    """Return the policy's message in OpenAI's form."""
+    written: dict[str, Any] = {"role": "assistant", "content": answer.message.content}
+    if called := answer.message.tool_calls:
+        written |= {"content": written["content"] or None, "tool_calls": [written_call(one) for one in called]}
+    return written
+
+
+def written_call(call: ToolCall) -> dict[str, Any]:
+    """Return a call in OpenAI's form."""
+    function = {"name": call.name, "arguments": calls.arguments_of(call.arguments)}
+    return {"id": call.id or calls.new_id("call_"), "type": "function", "function": function}
+
+
+def chat_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str, Any]:
+    """Return the answers as OpenAI's chat completion."""
+    choices = []
+    for answer in answers:
+        choice: dict[str, Any] = {"message": written_message(answer), "logprobs": None}
+        if call.logprobs is not None:
+            choice["logprobs"] = {"content": chat_logprobs(call, answer)}
+        if call.with_ids:
+            choice["token_ids"] = answer.completion.ids
+        choices.append(choice)
+    found = calls.openai_answer("chat.completion", call, answers, model, choices)
+    if call.with_ids:
+        found["prompt_token_ids"] = answers[0].prompt_ids
+    if call.prompt_logprobs is not None:
+        found["prompt_logprobs"] = calls.prompt_scores(call, answers[0])
+    return found
+
+
+def chat_logprobs(call: Call, answer: Answer) -> list[dict[str, Any]]:
+    """Return the log-probability of each token, with its alternatives."""
+
+    def one(text: str, value: float | None) -> dict[str, Any]:
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+    return [
+        one(text, value) | {"top_logprobs": [one(*other) for other in top.items()]}
+        for text, value, top in answer.tokens(call)
+    ]
+
+
+def chat_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]:
+    """Yield two pieces of each choice, the whole message and its end, and then the usage, if it is wanted."""
+    piece = {**answer, "object": "chat.completion.chunk", "usage": None}
+    for choice in answer["choices"]:
+        delta = dict(choice["message"])
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+        begun = {name: value for name, value in choice.items() if name != "message"}
+        yield None, {**piece, "choices": [begun | {"delta": delta, "finish_reason": None}]}
+        end = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
+        yield None, {**piece, "choices": [end]}
+    if "usage" in answer:
+        yield None, {**piece, "choices": [], "usage": answer["usage"]}
+
+
+CHAT = Dialect(read_chat, chat_written, chat_events, calls.openai_failure)

@@ -1,0 +1,48 @@
+"""vLLM's route from token ids to token ids, /inference/v1/generate, which clients of reinforcement learning use."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from grpo.env.dialects import calls
+from grpo.env.dialects.calls import Answer, Call, Dialect, Fields
+from grpo.env.dialects.chat import chat_logprobs
+from grpo.env.dialects.completions import prompt_of
+from grpo.system.ranges import Whole
+
+
+def read_tokens(fields: Fields) -> Call:
+    """Read a request: token_ids, and sampling_params with vLLM's names."""
+    params = Fields(fields.take("sampling_params", dict, {}))
+    params |= {
+        "stream": fields.take("stream", bool, False),
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    prompt, logprobs = prompt_of(fields.pop("token_ids", None)), params.take("logprobs", Whole)
+    call = Call(prompts=(prompt,), logprobs=logprobs, **params.sampling(), **params.vllm())
+    params.check_empty()
+    return call
+
+
+def tokens_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str, Any]:
+    """Return the answers as vLLM's token ids."""
+    choices: list[dict[str, Any]] = [
+        {
+            "index": i,
+            "token_ids": answer.completion.ids,
+            "finish_reason": answer.completion.finish,
+            "logprobs": None if call.logprobs is None else {"content": chat_logprobs(call, answer)},
+        }
+        for i, answer in enumerate(answers)
+    ]
+    scored = None if call.prompt_logprobs is None else calls.prompt_scores(call, answers[0])
+    return {"request_id": calls.new_id("generate-"), "choices": choices, "prompt_logprobs": scored}
+
+
+def tokens_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]:
+    """Yield one piece of each choice."""
+    for choice in answer["choices"]:
+        yield None, {**answer, "choices": [choice]}
+
+
+TOKENS = Dialect(read_tokens, tokens_written, tokens_events, calls.openai_failure)
