@@ -1,57 +1,38 @@
-"""Evaluates plain arithmetic as people write it: an exact Fraction, or a rounded Decimal for numbers too large to write.
+"""Evaluates plain arithmetic as people write it: an exact Fraction, or HUGE for a number that nobody writes down.
 
     value("1\\frac{4}{5}")            Fraction(9, 5)
-    value("2^{2^{2^{2^{2^{2}}}}}")    Decimal("Infinity"): not 4, which is all that a comparison needs
+    value("2^{2^{2^{2^{2^{2}}}}}")    HUGE: not 4, which is all that a comparison needs
     value("x + 1")                    None
 
-No roots, no names. Linear in the text, without recursion, and no number gets more digits than the bounds below allow:
-10^{10^{10}} takes as long as 10^{10}.
+No roots, no names. Linear in the text, without recursion, and no number gets more bits than MAX_BITS: 10^{10^{10}} takes as
+long as 10^{10}.
 """
 
 import math
 import re
-from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, InvalidOperation, localcontext
+from enum import Enum
 from fractions import Fraction
 
-MAX_BITS = 4096  # of a numerator and a denominator together; 1,000 digits are 3,322
-# Larger numbers have 60 digits and an exponent of at most 10^18. Beyond that they are Infinity, and its inverse is Decimal(0).
-ROUNDED = Context(prec=60, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[InvalidOperation])
-CLOSE = Decimal("0.01")  # rounded numbers may be equal if their relative difference is at most this
+MAX_BITS = 16_384  # of a numerator and a denominator together; 1,500! has 13,700
 
-Value = Fraction | Decimal
+
+class Size(Enum):
+    """HUGE: a result for which some step had more than MAX_BITS."""
+
+    HUGE = "huge"
+
+
+HUGE = Size.HUGE
+Value = Fraction | Size
 
 
 class Undecided(ArithmeticError):
-    """Not a number, or one that rounding might change."""
+    """Not a number."""
 
 
 def same(x: Value, y: Value) -> bool | None:
-    """Return whether two numbers are equal; None if one of them is rounded and they are close."""
-    if isinstance(x, Fraction) and isinstance(y, Fraction):
-        return x == y
-    return None if not (zero(x) or zero(y)) and close(rounded(x), rounded(y)) else False
-
-
-def zero(x: Value) -> bool:
-    """Return whether x is 0. Decimal(0) is not: it stands for a number that is too small for its exponent."""
-    return isinstance(x, Fraction) and x == 0
-
-
-def whole(x: Value) -> bool:
-    """Return whether a number is exactly an integer."""
-    return isinstance(x, Fraction) and x.denominator == 1
-
-
-def close(x: Decimal, y: Decimal) -> bool:
-    """Return whether two rounded numbers may be equal."""
-    if x == y or not (x.is_finite() and y.is_finite()):
-        return x == y
-    return ROUNDED.subtract(x, y).copy_abs() <= ROUNDED.multiply(CLOSE, max(x.copy_abs(), y.copy_abs()))
-
-
-def rounded(x: Value) -> Decimal:
-    """Return x as a Decimal of 60 digits."""
-    return x if isinstance(x, Decimal) else ROUNDED.divide(x.numerator, x.denominator)
+    """Return whether two numbers are equal; None if both are HUGE."""
+    return None if x is y is HUGE else x == y
 
 
 def bits(x: Fraction) -> int:
@@ -59,68 +40,56 @@ def bits(x: Fraction) -> int:
     return x.numerator.bit_length() + x.denominator.bit_length()
 
 
-def shrunk(x: Fraction) -> Value:
-    """Return the fraction itself, or a rounded Decimal if it is too large."""
-    return x if bits(x) <= MAX_BITS else rounded(x)
+def bounded(x: Fraction) -> Value:
+    """Return the fraction itself, or HUGE if it has too many bits."""
+    return x if bits(x) <= MAX_BITS else HUGE
 
 
 def add(x: Value, y: Value) -> Value:
     """x + y."""
-    if isinstance(x, Fraction) and isinstance(y, Fraction):
-        return shrunk(x + y)
-    x, y = rounded(x), rounded(y)
-    if close(x, y.copy_negate()):
-        raise Undecided  # only rounded digits would be left
-    return ROUNDED.add(x, y)
+    return HUGE if HUGE in (x, y) else bounded(x + y)
 
 
 def negative(x: Value) -> Value:
     """-x."""
-    return -x if isinstance(x, Fraction) else x.copy_negate()
+    return HUGE if x is HUGE else -x
 
 
 def multiply(x: Value, y: Value) -> Value:
     """x y."""
-    if isinstance(x, Fraction) and isinstance(y, Fraction):
-        return shrunk(x * y)
-    return Fraction(0) if zero(x) or zero(y) else ROUNDED.multiply(rounded(x), rounded(y))
+    return HUGE if HUGE in (x, y) else bounded(x * y)
 
 
 def divide(x: Value, y: Value) -> Value:
-    """x / y. Raises Undecided for y = 0."""
-    return multiply(x, 1 / y if isinstance(y, Fraction) else ROUNDED.divide(1, y))
+    """x / y. Raises ArithmeticError for y = 0."""
+    return HUGE if HUGE in (x, y) else bounded(x / y)
 
 
 def power(x: Value, n: Value) -> Value:
-    """x^n."""
-    if (zero(n) and not zero(x)) or (isinstance(x, Fraction) and x == 1):
+    """x^n. Raises ArithmeticError for roots and 0^0."""
+    if x == 1 or (n == 0 and x != 0):
         return Fraction(1)
-    if whole(n) and isinstance(x, Fraction) and not (x == n == 0) and abs(n) * (bits(x) - 2) <= MAX_BITS:
-        return shrunk(x**n.numerator)
-    base, exponent = rounded(x).copy_abs(), rounded(n)
-    # a root, an unknown sign, or more factors than the base has correct digits
-    if (not whole(n) and (isinstance(n, Fraction) or x <= 0)) or (close(base, Decimal(1)) and exponent.adjusted() > 18):
+    if HUGE in (x, n):
+        return HUGE
+    if n.denominator != 1 or x == n == 0:
         raise Undecided
-    result = ROUNDED.power(base, exponent)
-    return result.copy_negate() if x < 0 and n % 2 else result
+    return bounded(x**n.numerator) if abs(n) * (bits(x) - 2) <= MAX_BITS else HUGE
 
 
 def factorial(n: Value) -> Value:
     """n!."""
-    if whole(n) and 0 <= n <= 500:
-        return shrunk(Fraction(math.factorial(int(n))))
-    if n <= 500 or (not whole(n) and isinstance(n, Fraction)):
+    if n is not HUGE and (n < 0 or n.denominator != 1):
         raise Undecided
-    with localcontext(ROUNDED):  # Stirling's series; the next term is 1/(360 n^3)
-        n = rounded(n)
-        return (n * (n.ln() - 1) + (Decimal(math.tau) * n).ln() / 2 + 1 / (12 * n)).exp()
+    return HUGE if n is HUGE or n > 1500 else bounded(Fraction(math.factorial(int(n))))
 
 
 def binomial(n: Value, k: Value) -> Value:
     """n over k."""
-    if whole(n) and whole(k) and 0 <= k <= n and min(k, n - k) * bits(n) <= MAX_BITS:
-        return shrunk(Fraction(math.comb(int(n), int(k))))
-    return divide(factorial(n), multiply(factorial(k), factorial(add(n, negative(k)))))
+    if HUGE in (n, k):
+        return HUGE
+    if n.denominator != 1 or k.denominator != 1 or not 0 <= k <= n:
+        raise Undecided
+    return bounded(Fraction(math.comb(int(n), int(k)))) if min(k, n - k) * bits(n) <= MAX_BITS else HUGE
 
 
 _TOKEN = re.compile(
@@ -146,7 +115,7 @@ _APPLY = {
 
 
 def value(text: str) -> Value | None:
-    """Return the value of plain arithmetic; None for anything else, and if rounding might change the value.
+    """Return the value of plain arithmetic; None for anything else.
 
     Two numbers side by side are read only if they look like a mixed number (1\\frac{4}{5}, 1 4/5).
     """
