@@ -825,11 +825,8 @@ def outcome(given: Input, number: int) -> tuple[str, str, float]:
         os.killpg(pid, signal.SIGKILL)
         status = os.waitpid(pid, 0)[1]
     said = (folder / "err").read_text(errors="replace")
-    told = [
-        line
-        for line in said.splitlines()
-        if line.startswith(("error:", "Fatal Python error", "stopped", "train.py: error", "usage:"))
-    ]
+    words = ("error:", "Fatal Python error", "stopped", "train.py: error", "usage:")
+    told = [line for line in said.splitlines() if line.startswith(words)]
     last = (told or said.strip().splitlines() or [""])[-1]
     errors = sum(line.startswith("error:") for line in told)
     if hung:
