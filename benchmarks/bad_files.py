@@ -393,7 +393,6 @@ BODIES = {  # the body of reward(completions, **columns)
     "os._exit": "os._exit(0)",
     "os._exit in a thread": "thread = threading.Thread(target=os._exit, args=(0,)); thread.start(); thread.join()",
     "os.abort": "os.abort()",
-    "os.kill": "os.kill(os.getpid(), 9)",
     "KeyboardInterrupt": "raise KeyboardInterrupt",
     "GeneratorExit": "raise GeneratorExit",
     "StopIteration": "raise StopIteration",
@@ -810,9 +809,9 @@ def outcome(given: Input, number: int) -> tuple[str, str, float]:
     if hung:
         os.killpg(pid, signal.SIGKILL)
         status = os.waitpid(pid, 0)[1]
-    time.sleep(1 if status else 0)  # the witness prints after the process
     said = (folder / "err").read_text(errors="replace")
-    told = [line for line in said.splitlines() if line.startswith(("error:", "stopped", "train.py: error", "usage:"))]
+    words = ("error:", "Fatal Python error", "stopped", "train.py: error", "usage:")
+    told = [line for line in said.splitlines() if line.startswith(words)]
     last = (told or said.strip().splitlines() or [""])[-1]
     errors = sum(line.startswith("error:") for line in told)
     if hung:

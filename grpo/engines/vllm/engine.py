@@ -1,7 +1,7 @@
 """vLLM inside the trainer's process. Knows token ids and weights; nothing of text, chat templates or rewards.
 
 One device, one process: the trainer passes its tensors directly, and every rank has its own engine. This module copies weights;
-`shared` uses one copy for both, `lora` replaces adapters.
+`shared` uses one copy for both, and `lora` replaces its adapter.
 
 With several ranks vLLM is built once they have met: without their process group it would create one with a single rank.
 """
@@ -28,7 +28,7 @@ from grpo.system import distributed
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count
 
-VERSIONS = ">=0.26,<0.33"  # this engine uses vLLM's internals; the first and the last of these versions were tried
+VERSIONS = ">=0.32,<0.33"  # this engine uses vLLM's internals
 
 
 class VLLMEngine:

@@ -1,4 +1,4 @@
-"""vLLM for a policy with a LoRA adapter: after the first load only the adapter is passed on, in memory."""
+"""A LoRA adapter of the policy in vLLM in this process, passed on in memory. The base belongs to `shared`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
@@ -6,50 +6,12 @@ from typing import Any, get_args
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
+from torch import nn
 
-from grpo.engines.vllm.engine import VLLMEngine, import_vllm
-from grpo.models.quantized import Quantized
-from grpo.system.distributed import is_sharded
+from grpo.engines.vllm.engine import import_vllm
 from grpo.system.errors import UserError
-from grpo.system.ranges import Count
 
 ADAPTER = 1  # vLLM counts adapters from 1; there is one
-
-
-class VLLMLoraEngine(VLLMEngine):
-    """Samples with vLLM in this process, from its own copy of the base model and the policy's LoRA adapter.
-
-    The frozen base is copied from the trainer at the first load, and again only if its parameters were written to. Every other
-    load passes the adapter alone, a few MB.
-
-    rank: the rank of the policy's adapter; None, for a policy without an adapter, is refused. The other arguments are those of
-    `VLLMEngine`.
-    """
-
-    def __init__(
-        self, path: str, rank: Count | None = None, args: Mapping[str, Any] | None = None, **more: Any
-    ) -> None:
-        if rank is None:
-            raise UserError("engine=vllm_lora needs a policy with an adapter: set adapter=lora, or engine=vllm")
-        super().__init__(path, args=args_of(args, rank), **more)
-        self._base: list[tuple[Tensor, int]] = []  # the copied parameters, and torch's count of writes to each
-
-    def _take(self, model: nn.Module) -> None:
-        """Copy the adapter of `model`, and its base if that has changed since the last copy."""
-        if is_sharded(model):
-            raise UserError("engine=vllm_lora does not take a sharded policy: set engine=vllm, or strategy=ddp")
-        adapter = adapter_of(model, self._llm)
-        base = [(p.data, p._version) for _, p in base_parameters(model)]
-        if [(t.data_ptr(), written) for t, written in base] != [(t.data_ptr(), written) for t, written in self._base]:
-            coded = {each.weight: each.values for each in model.modules() if isinstance(each, Quantized)}
-            self._copy((name, coded.get(p, p.detach)()) for name, p in base_parameters(model))
-            self._base = base
-        self._lora_request = swap(self._llm, adapter)
-
-    def _release(self) -> None:
-        super()._release()
-        self._base = []
 
 
 def args_of(args: Mapping[str, Any] | None, rank: int | None) -> dict[str, Any]:
@@ -85,7 +47,7 @@ def runner(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
-def adapter_of(model: nn.Module, llm: Any) -> Any:
+def adapter_of(model: PeftModel, llm: Any) -> Any:
     """Return a copy of the policy's adapter as vLLM's LoRAModel.
 
     Raises UserError for adapters that vLLM does not support, and for parts of them that vLLM would silently ignore.
@@ -93,8 +55,6 @@ def adapter_of(model: nn.Module, llm: Any) -> Any:
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
-    if not isinstance(model, PeftModel):
-        raise UserError("engine=vllm_lora needs an adapter, and the policy has none: set adapter=lora, or engine=vllm")
     worker = getattr(runner(llm), "lora_manager", None)
     if worker is None:
         raise UserError("the policy has an adapter that the engine was not built for: set engine.rank to its rank")
@@ -106,7 +66,6 @@ def adapter_of(model: nn.Module, llm: Any) -> Any:
             raise refused(f"{type(*layer.lora_variant.values()).__name__} at {name}")
     manager = worker._adapter_manager
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    mapper = getattr(mapper, "get_rename_mapper", lambda: mapper)()  # without stacking, in versions that have it
     # a plain init here: the engine's base is the trainer's, with the changes that an init (PiSSA, OLoRA) made to it
     config = model.active_peft_config.to_dict() | {"init_lora_weights": True}
     try:
@@ -120,7 +79,7 @@ def adapter_of(model: nn.Module, llm: Any) -> Any:
             device=str(worker.device),
             dtype=worker.lora_config.lora_dtype,
             model_vocab_size=worker.vocab_size,
-            weights_mapper=mapper,
+            weights_mapper=mapper and mapper.get_rename_mapper(),  # without stacking
         )
     except ValueError as error:
         raise refused(str(error)) from error

@@ -39,8 +39,6 @@ class VLLMSharedEngine(VLLMEngine):
             raise UserError(f"engine=vllm_shared needs one device, not {ranks}: set engine=vllm, or trainer.devices=1")
         with live_weights():
             super().__init__(path, args=args_of(args, rank), **more)
-        if self.sleeps and not hasattr(self._llm, "release_kv_cache_memory"):
-            raise UserError("engine.sleeps=true: this vLLM cannot free the KV cache without the weights; 0.32 can")
         self._places: dict[str, Tensor] = {}  # by name: the view of vLLM's memory for each of the policy's parameters
 
     @property

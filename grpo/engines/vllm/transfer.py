@@ -106,10 +106,6 @@ class Transfer(WeightTransferEngine[Group, Bucket]):
             self.group.abort()
         self.group = None
 
-    @staticmethod
-    def trainer_send_weights(*args, **kwargs) -> None:
-        """Do nothing: vLLM 0.26 requires this method, but here the engine classes send the weights."""
-
 
 def exact_logprobs() -> None:
     """Patch vLLM's sampler to return log softmax(logits / temperature) over the whole vocabulary, as `Engine.sample` promises.

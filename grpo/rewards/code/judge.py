@@ -43,14 +43,6 @@ REBUILT: dict[str, Callable[[Any], tuple]] = {  # type -> the arguments that mak
     "datetime.date": lambda x: (x.year, x.month, x.day),
     "datetime.timedelta": lambda x: (x.days, x.seconds, x.microseconds),
 }
-# Python's audit events that an honest program hardly causes, by the kind of trick.
-_AUDITED = {
-    "frames": "sys._getframe sys._current_frames",
-    "gc": "gc.get_objects gc.get_referrers gc.get_referents",
-    "hooks": "sys.settrace sys.setprofile sys.addaudithook",
-    "ctypes": "ctypes.dlopen ctypes.cdata ctypes.call_function",
-}
-EVENTS = {event: mark for mark, events in _AUDITED.items() for event in events.split()}
 
 
 class CannotTravelError(Exception):
@@ -102,7 +94,6 @@ class Peer:
     def __init__(self, source: int, sink: int, operations: dict[str, Callable], exportable: Callable) -> None:
         self.source, self.sink, self.operations, self.exportable = source, sink, operations, exportable
         self.lent: dict[int, Any] = {}
-        self.marks: set[str] = set()
 
     def ask(self, operation: str, /, *args: Any, **named: Any) -> Any:
         """Return the result of an operation of the other end. Raises its exception, or the built-in one nearest to it."""
@@ -111,8 +102,6 @@ class Peer:
             kind, *rest = self.receive()
             if kind == "ask":
                 self.answer(*rest)
-            elif kind == "mark":
-                self.marks.update(mark for mark in EVENTS.values() if mark == rest[0])
             elif kind == "raised":
                 raise _exception(*rest, ended=operation == "__next__")
             else:
@@ -314,27 +303,11 @@ def run_candidate(source: int, sink: int) -> None:
         raise NameError(f"name {name!r} is not defined")
 
     operations = {**OPERATIONS, "call": _call, "get": getattr, "set": setattr, "run": run, "find": find}
-    peer = Peer(source, sink, operations, lambda _: True)
-    marked = set()
-
-    def watch(event: str, _: tuple) -> None:
-        mark = EVENTS.get(event)
-        if mark is None or mark in marked or watching:
-            return
-        watching.append(event)
-        file = sys._getframe(1).f_code.co_filename
-        if mark != "frames" or (file[0] == "<" and not file.startswith("<frozen")):  # namedtuple looks at frames too
-            marked.add(mark)
-            peer.send(encode(("mark", mark)))
-        watching.clear()
-
-    watching: list[str] = []
-    sys.addaudithook(watch)
-    peer.serve()
+    Peer(source, sink, operations, lambda _: True).serve()
 
 
-def run_judge(source: int, sink: int, program: str, setup: str, names: list[str], tests: str) -> tuple[bytes, set[str]]:
-    """Run the tests with the program's `names`. setup: code of the dataset that runs first. Returns the end and the marks."""
+def run_judge(source: int, sink: int, program: str, setup: str, names: list[str], tests: str) -> bytes:
+    """Run the tests with the program's `names`. setup: code of the dataset that runs first. Returns the end."""
 
     def call(function: Any, /, *args: Any, **named: Any) -> Any:
         if not any(function is one for one in peer.lent.values()):
@@ -349,13 +322,12 @@ def run_judge(source: int, sink: int, program: str, setup: str, names: list[str]
         exec(compile(setup, "<setup>", "exec", dont_inherit=True), module.__dict__)
         module.__dict__.update({name: peer.ask("find", name) for name in names})
         exec(compile(tests, "<tests>", "exec", dont_inherit=True), module.__dict__)
-        ended = PASSED
+        return PASSED
     except MemoryError:
-        ended = OUT_OF_MEMORY
+        return OUT_OF_MEMORY
     except CannotTravelError as error:
         _print(error)
-        ended = CANNOT_TRAVEL
+        return CANNOT_TRAVEL
     except BaseException as error:
         _print(error)
-        ended = FAILED
-    return ended, peer.marks
+        return FAILED

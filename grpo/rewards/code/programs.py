@@ -97,7 +97,7 @@ def functions_of(tests: str) -> tuple[str, ...]:
 class Verdict:
     """The outcome of a completion. `result.ending` distinguishes wrong answers: "timeout" may be an endless loop.
 
-    marks: the kinds of tricks that the program may have tried (`tricks`, `judge.EVENTS`), whatever the outcome.
+    marks: the kinds of tricks that the program may have tried (see `tricks`), whatever the outcome.
     """
 
     outcome: Outcome
@@ -124,4 +124,4 @@ def code_verdict(
         return Verdict("error")
     result = run_program(program, limits, unconfined, tests)
     outcome = {"passed": "right", "unstarted": "timeout", "untestable": "error"}.get(result.ending, "wrong")
-    return Verdict(outcome, result, tuple(sorted({*result.marks, *tricks(program, tests.names)})))
+    return Verdict(outcome, result, tuple(sorted(tricks(program, tests.names))))

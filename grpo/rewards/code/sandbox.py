@@ -76,7 +76,6 @@ class Result:
     stderr: str
     seconds: float  # total, with start and clean-up
     confinement: tuple[str, ...]  # measures in force; with ("limits",) alone it could access all that its user can
-    marks: tuple[str, ...] = ()  # what it did that an honest program hardly needs, see `judge.EVENTS`
 
     @property
     def passed(self) -> bool:
@@ -93,7 +92,7 @@ def run_program(
     Raises UserError if the platform cannot confine it (not Linux, or no Landlock), unless `unconfined` accepts limits of time,
     memory and file size alone; a process that the program started and moved out of its group then survives it.
     """
-    limits, tests, marks = limits or ProgramLimits(), tests or UnitTests(), []
+    limits, tests = limits or ProgramLimits(), tests or UnitTests()
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         folder = tempfile.mkdtemp(prefix="grpo-sandbox-")
@@ -121,12 +120,11 @@ def run_program(
         elif ending is None and process.returncode == -signal.SIGXCPU:
             ending = "timeout"
         elif ending is None:
-            ending, *marks = last.decode().split(" ")
-            ending = ending or "failed"
+            ending = last.decode() or "failed"
         out, err = _tail(stdout, limits.output), _tail(stderr, limits.output)
     confinement = tuple(first.decode(errors="replace").split(", ")) if started else ()
     seconds = time.monotonic() - began
-    return Result(ending, out, err, seconds, confinement, tuple(marks))
+    return Result(ending, out, err, seconds, confinement)
 
 
 @cache
