@@ -83,6 +83,11 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         *both("tricks", "share", "Programs with the marks of a trick against their tests.", 0, 0.2, "many programs use frames, "
               "ctypes or hooks, or define __eq__: the tests are out of their reach, but read some in rollouts/", after=3,
               part=True, fault=True),
+        *both("judge_invalid", "share", "Verdicts of judge=... that failed or are no choice: their samples have no reward.", 0,
+              0.05, "the judge fails, and those samples teach nothing: see judge.url, judge.per_minute and judge.criteria",
+              stop=0.5, part=True, fault=True),
+        *both("judge_flips", "share", "Comparisons with another winner in the other order.", 0, 0.5,
+              "the judge looks at the place of a response: take another model, or clearer criteria", after=3, part=True),
         Metric("rollout/overlong", "reward", "Penalty for overlong answers, with algo.overlong_share.", part=True),
         *both("NAME", "reward", "Any other part of the reward, mean over the samples that have it.", part=True),
         Metric("rollout/rounds", "count", "Rounds of dynamic sampling."),
