@@ -27,6 +27,7 @@ GROUPS = [
     "model",
     "adapter",
     "problem",
+    "judge",
     "algo",
     "algo/advantage",
     "algo/surrogate",

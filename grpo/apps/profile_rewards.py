@@ -4,7 +4,9 @@
 
 FILE has a row for each completion, with `completion` and the input of the reward: `gold`, the right answer, or the columns of
 the task's own rows. OUT has the same rows with outcome (right, wrong, no_answer, timeout, error), reward (null if unknown) and
-ms. A sample to which no reward function applies has neither outcome nor reward.
+ms. A sample to which no reward function applies has neither outcome nor reward. Rows that follow each other with the same
+`group` are samples of one prompt, scored together. With `label`, what people say of a completion (right or wrong as true or
+false, or the reward), the summary has the agreement with them.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +25,7 @@ from grpo.apps.cli import make_task, one_line_errors, quiet
 from grpo.env.intake import first_state
 from grpo.env.messages import Message
 from grpo.env.types import Action, Example, State, Step, Task, Trajectory
+from grpo.evaluation.agreement import cohen_kappa, correlation_inside, krippendorff_alpha
 from grpo.rewards.combined import text_of
 from grpo.rewards.math.grading import verdict
 from grpo.rewards.row_task import RowTask
@@ -52,30 +56,35 @@ def with_gold(task: Task, row: dict) -> Example:
     return row | {getattr(task, "gold_column", None) or "gold": row["gold"]} if "gold" in row else row
 
 
-async def profiled(score: Scorer, row: dict) -> tuple[dict, RewardError | None]:
-    """Return the row with its outcome, reward and milliseconds, and the error if the task could not score it."""
-    example = with_gold(score.task, row)
+async def profiled(score: Scorer, rows: Sequence[dict]) -> tuple[list[dict], RewardError | None]:
+    """Return the rows of a group with outcome, reward, parts and milliseconds, and the error if the task could not score them."""
+    example = with_gold(score.task, rows[0])
     try:
         state = first_state(score.task, example)
     except Exception:  # most rewards do not need the question
         state = State(())
-    trajectory = Trajectory((Step(state, Action(Message("assistant", text_of(row["completion"])))),))
+    actions = [Action(Message("assistant", text_of(row["completion"]))) for row in rows]
     start = time.perf_counter()
-    [reward], error = await score(example, [trajectory])
-    ms = 1000 * (time.perf_counter() - start)
-    graded = reward.outcome or ("right" if reward.correct else "wrong" if reward.known else None)
-    found = {"outcome": "error" if error else graded, "reward": reward.value if reward.known else None}
-    return row | found | {"ms": round(ms, 3)} | ({"message": str(error)} if error else {}), error
+    rewards, error = await score(example, [Trajectory((Step(state, action),)) for action in actions])
+    ms = 1000 * (time.perf_counter() - start) / len(rows)
+    done = []
+    for row, reward in zip(rows, rewards, strict=True):
+        graded = reward.outcome or ("right" if reward.correct else "wrong" if reward.known else None)
+        found = {"outcome": "error" if error else graded, "reward": reward.value if reward.known else None}
+        found |= {"ms": round(ms, 3)} | ({"parts": dict(reward.parts)} if reward.parts else {})
+        done.append(row | found | ({"message": str(error)} if error else {}))
+    return done, error
 
 
 async def profile(task: Task, rows: Sequence[dict], file: Path) -> list[dict]:
     """Return the rows with outcome, reward and milliseconds. Raises UserError if a column of the task is missing."""
     score = Scorer(task, TIMEOUT)
     verdict("x+1", "1+x")  # start-up time, also that of a first call, does not count for any row
-    _, error = await profiled(score, rows[0])
+    _, error = await profiled(score, rows[:1])
     if error is not None and isinstance(error.__cause__, KeyError):
         raise UserError(f"{file}, row 1 lacks a column that the task needs ({error})")
-    return [(await profiled(score, row))[0] for row in rows]
+    groups = [[*some] for _, some in groupby(rows, lambda row: row.get("group", id(row)))]
+    return [row for group in groups for row in (await profiled(score, group))[0]]
 
 
 def report(rows: Sequence[dict], worst: int = 5) -> str:
@@ -91,7 +100,30 @@ def report(rows: Sequence[dict], worst: int = 5) -> str:
     for i in np.argsort(-ms)[:worst]:
         text = " ".join(text_of(rows[i]["completion"]).encode(errors="replace").decode().split())
         lines.append(f"  row {i + 1}: {ms[i]:.1f} ms, {rows[i]['outcome']}: {text[-80:]}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *agreement([row for row in rows if row["reward"] is not None])])
+
+
+def agreement(rows: Sequence[dict]) -> list[str]:
+    """Return lines of rows with known rewards: agreement with the labels of people, correlation with length, mean parts."""
+    lines, labelled = [], [row for row in rows if "label" in row]
+    if labelled:
+        labels = [float(row["label"]) for row in labelled]
+        said = [
+            float(row["outcome"] == "right") if {*labels} <= {0, 1} else round(row["reward"], 6) for row in labelled
+        ]
+        same, kappa = np.mean(np.equal(labels, said)), cohen_kappa(labels, said)
+        alpha = krippendorff_alpha([*zip(labels, said, strict=True)])
+        lines = [
+            f"{len(labels)} labels: agreement {same:.3f}, Cohen's kappa {kappa:.3f}, Krippendorff's alpha {alpha:.3f}"
+        ]
+    if any("label" in row or "group" in row for row in rows):
+        groups, lengths = [row.get("group") for row in rows], [len(text_of(row["completion"])) for row in rows]
+        bias = correlation_inside(groups, [row["reward"] for row in rows], lengths)
+        lines.append(f"correlation of reward and length, inside groups: {bias:.3f}")
+        names = sorted({name for row in rows for name in row.get("parts", ())})
+        means = {name: np.mean([row["parts"][name] for row in rows if name in row.get("parts", ())]) for name in names}
+        lines.append(", ".join(f"{name} {mean:.3f}" for name, mean in means.items()))
+    return lines
 
 
 def main(arguments: Sequence[str]) -> None:

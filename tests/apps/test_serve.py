@@ -26,6 +26,8 @@ from grpo.apps.serve.batching import Batching
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Engine, Sampling
 from grpo.models.pretrained import Pretrained
+from grpo.rewards.judge import Judge
+from grpo.system.calls import awaited
 from grpo.system.errors import UserError
 from grpo.system.ports import check_port
 from grpo.system.seeds import derive_seed
@@ -409,6 +411,14 @@ def test_chat_as_openai_has_it(server):
     assert choice["message"] == {"role": "assistant", "content": ours["completion"][0]}
     assert answer["usage"]["prompt_tokens"] == len(ours["prompt_token_ids"][0])
     assert "no field 'tools'" in server.refused("/v1/chat/completions", {"messages": messages, "tools": [{}]})
+
+
+def test_the_server_can_be_a_judge(server):
+    logged = {}
+    judge = Judge("any", ["?"], url=f"{server.url}/v1", request={"temperature": 0, "max_tokens": 4})
+    [reward] = awaited(judge(["2 + 2?"], ["4"], logged.__setitem__))
+    assert not reward.known and logged["judge_invalid"] == logged["judge_calls"] == 1  # a random model gives no verdict
+    assert logged["judge_tokens"] > 4
 
 
 def test_a_port_that_is_taken_names_who_has_it():

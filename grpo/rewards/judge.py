@@ -1,0 +1,273 @@
+"""A language model as a reward, behind any OpenAI chat endpoint: rubrics (arXiv 2507.17746), or comparisons inside a group.
+
+    python train.py judge=explicit judge.model=MODEL 'task.rewards=[correct,${judge}]'
+
+A verdict is a line LABEL: CHOICE. One that is missing, given twice or no choice is invalid, as is a request that fails: the
+reward is then unknown, never 0. Knows nothing of agreement with people: see evaluation/agreement.py.
+"""
+
+import asyncio
+import hashlib
+import json
+import math
+import os
+import re
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Annotated, Any, Literal
+
+import httpx2
+
+from grpo.env.types import Reward
+from grpo.rewards.combined import text_of
+from grpo.system.errors import UserError
+from grpo.system.ranges import Count, NonNegative, Range, Seconds, Whole
+
+Choices = Mapping[str, Sequence[str]]  # by label
+TASKS = {
+    "explicit": "Grade the response by each criterion.",
+    "implicit": "Grade the response by all criteria together; 1 is the worst grade.",
+    "pairwise": "Compare the two responses by all criteria together.",
+}
+UNJUDGED = Reward(math.nan, False, outcome="error")
+
+
+def without_thoughts(text: str) -> str:
+    """Return the text after the reasoning: nothing, if the reasoning never ends."""
+    return text.rpartition("</think>")[2].partition("<think>")[0].strip()
+
+
+def verdicts(text: str, asked: Choices) -> list[int] | None:
+    """Return the index of the choice for each label; None if a verdict is missing, given twice or no choice."""
+    found = []
+    for label, choices in asked.items():
+        said = re.findall(rf"^\W*{re.escape(label)}\W*:(.*)$", without_thoughts(text), re.MULTILINE | re.IGNORECASE)
+        lower = [choice.strip(" \t*_`\"'.").lower() for choice in said]
+        found += [i for i, choice in enumerate(choices) if lower == [choice.lower()]]
+    return found if len(found) == len(asked) else None
+
+
+def explicit_score(criteria: Sequence[Mapping[str, Any]], places: Sequence[int]) -> float:
+    """R = clip(sum w s / sum of the w > 0, 0, 1), s = place / (number of choices - 1). A penalty has w < 0.
+
+    places: the index of the choice for each criterion.
+    """
+    each = [one["weight"] * place / (len(one["choices"]) - 1) for one, place in zip(criteria, places, strict=True)]
+    return min(max(sum(each) / sum(one["weight"] for one in criteria if one["weight"] > 0), 0.0), 1.0)
+
+
+def as_criteria(given: Any) -> list[dict[str, Any]]:
+    """Return criteria (texts, or mappings with `text`) with a weight (1) and choices, the worst first (no, yes). Raises UserError
+    for those that cannot be graded."""
+    with suppress(TypeError, KeyError, AttributeError):
+        usual = {"weight": 1.0, "choices": ["no", "yes"]}
+        each = [usual | ({"text": one} if isinstance(one, str) else {**one}) for one in given]
+        distinct = all(len({c.lower() for c in one["choices"]}) == len(one["choices"]) > 1 for one in each)
+        if distinct and all(one["text"] for one in each) and any(one["weight"] > 0 for one in each):
+            return each
+    form = "[{text: It is polite., weight: 1, choices: [no, partly, yes]}]"
+    raise UserError(f"judge.criteria={given} must be a list as {form}: two choices or more, and a weight above 0")
+
+
+class Host:
+    """The requests of this process to one host: some at a time, with a gap from one to the next, and none before `free`."""
+
+    def __init__(self, concurrency: int, per_minute: int | None) -> None:
+        self.slots, self.gap, self.free = asyncio.Semaphore(concurrency), 60 / (per_minute or math.inf), 0.0
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for the turn of a request, and hold it."""
+        async with self.slots:
+            while (wait := self.free - time.monotonic()) > 0:
+                await asyncio.sleep(wait)
+            self.free = time.monotonic() + self.gap
+            yield
+
+
+_hosts: dict[tuple[Any, str], Host] = {}  # by event loop and host
+
+
+@dataclass
+class Judge:
+    """model: asked at `url` (null: OPENAI_BASE_URL of the environment, else OpenAI's); of several, the mean counts. key_from: the
+    variable of the environment that has the key.
+
+    criteria: see `as_criteria`, or the column that has them. mode: `explicit` gives a verdict on each, `implicit` a grade from 1
+    to `grades` on all, scaled to 0 ... 1, and `pairwise` compares each sample with the next `rounds` of its group in both
+    orders: R = (wins - losses) / matches, and who wins in one order only has a tie. reference: show `gold` to the judge.
+    temperature: null sends none. request: further fields of one. An answer without text gets 0 (or loses) without a request.
+
+    concurrency, per_minute: of the requests of this process to a host; the first judge there sets them. retries: after 429, 5xx,
+    a lost connection or `timeout` seconds; the n-th waits Retry-After, or backoff * 2^(n-1) s. cache: a file of valid verdicts;
+    null: none. prices: of a million tokens of prompts and of answers. name: of the metric, and the start of NAME_invalid, ...
+    """
+
+    model: str | list[str]
+    criteria: str | Sequence[Any] = ("The response is correct, complete and clear.",)
+    mode: Literal["explicit", "implicit", "pairwise"] = "explicit"
+    grades: Annotated[int, Range(2)] = 10
+    rounds: Count = 2
+    reference: bool = True
+    url: str | None = None
+    key_from: str = "OPENAI_API_KEY"
+    temperature: NonNegative | None = 0.0
+    request: Mapping[str, Any] | None = None
+    concurrency: Count = 16
+    per_minute: Count | None = None
+    timeout: Seconds = 60.0
+    retries: Whole = 4
+    backoff: NonNegative = 1.0
+    cache: str | None = None
+    prices: tuple[NonNegative, NonNegative] = (0.0, 0.0)
+    name: str = "judge"
+
+    def __post_init__(self) -> None:
+        self.__name__, self.models = self.name, [self.model] if isinstance(self.model, str) else self.model
+        self.fields = ({} if self.temperature is None else {"temperature": self.temperature}) | (self.request or {})
+        self.url = (self.url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1").rstrip("/")
+        if not isinstance(self.criteria, str):
+            self.criteria = as_criteria(self.criteria)
+
+    async def __call__(self, prompts: Sequence, completions: Sequence, log_metric: Any, **columns: Any) -> list:
+        prompt, [gold, *_] = prompts[0], columns.get("gold") or [None]
+        asked = prompt if isinstance(prompt, str) else "\n\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+        texts = {"The prompt": asked} | ({"A right answer": str(gold)} if self.reference and gold is not None else {})
+        criteria = as_criteria(columns[self.criteria][0]) if isinstance(self.criteria, str) else self.criteria
+        answers = [without_thoughts(text_of(completion)) for completion in completions]
+        with closing(sqlite3.connect(self.cache or ":memory:", 60, isolation_level=None)) as file:
+            file.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, answer TEXT)")
+            async with httpx2.AsyncClient(timeout=self.timeout) as http:
+                session = Session(self, http, file, texts, criteria)
+                given = await (session.compared(answers) if self.mode == "pairwise" else session.graded(answers))
+        seen = session.seen
+        read, written = seen["prompt_tokens"], seen["completion_tokens"]
+        found = {"calls": seen["sent"], "cached": seen["cached"], "tokens": read + written}
+        found["cost"] = (self.prices[0] * read + self.prices[1] * written) / 1e6
+        rates = {"invalid": "asked", "seconds": "sent", "flips": "matches", "first": "decided"}
+        found |= {name: seen[name] / seen[count] for name, count in rates.items() if seen[count]}
+        for metric, value in found.items():
+            log_metric(f"{self.name}_{metric}", value)
+        return given
+
+    async def answer(self, http: httpx2.AsyncClient, body: Mapping[str, Any], seen: Counter[str]) -> Any:
+        """Send a request, again if it fails, and return the JSON of its answer; None if there is none. Counts in `seen`. Raises
+        UserError for a wrong key, model or address."""
+        place = asyncio.get_running_loop(), httpx2.URL(self.url).host
+        host = _hosts.setdefault(place, Host(self.concurrency, self.per_minute))
+        key = os.environ.get(self.key_from)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        for attempt in range(self.retries + 1):
+            async with host.turn():
+                seen["sent"] += 1
+                response, began = None, time.monotonic()
+                with suppress(httpx2.HTTPError):
+                    response = await http.post(f"{self.url}/chat/completions", json=body, headers=headers)
+                seen["seconds"] += time.monotonic() - began
+            status = response.status_code if response is not None else 503
+            if status in (401, 403, 404):
+                fix = f"check judge.url, judge.model and the key in ${self.key_from}"
+                raise UserError(f"{self.url} answers {status}: {response.text[:200]!r}; {fix}")
+            if status != 429 and status < 500:
+                with suppress(ValueError):
+                    return response.json()
+                return None
+            try:
+                host.free = max(host.free, time.monotonic() + float(response.headers["retry-after"]))
+            except (AttributeError, KeyError, ValueError):
+                await asyncio.sleep(self.backoff * 2**attempt if attempt < self.retries else 0)
+        return None
+
+
+@dataclass
+class Session:
+    """The requests about one group. texts: by their titles, what every question shows. Mutable: `seen` counts."""
+
+    judge: Judge
+    http: httpx2.AsyncClient
+    file: sqlite3.Connection
+    texts: Mapping[str, str]
+    criteria: Sequence[Mapping[str, Any]]
+    seen: Counter[str] = field(default_factory=Counter)
+
+    async def graded(self, answers: Sequence[str]) -> list[float | Reward]:
+        """Return the scores of the answers, by each criterion or by one grade."""
+        explicit, grades = self.judge.mode == "explicit", self.judge.grades
+        labels = {str(i): one["choices"] for i, one in enumerate(self.criteria, 1)}
+        labels = labels if explicit else {"GRADE": [str(grade) for grade in range(1, grades + 1)]}
+
+        async def one(answer: str) -> float | Reward:
+            if not answer:
+                return 0.0
+            votes = enumerate(self.judge.models)
+            each = await asyncio.gather(*(self.ask(vote, labels, {"The response": answer}) for vote in votes))
+            if None in each:
+                return UNJUDGED
+            return fmean(explicit_score(self.criteria, v) if explicit else v[0] / (grades - 1) for v in each)
+
+        return await asyncio.gather(*map(one, answers))
+
+    async def compared(self, answers: Sequence[str]) -> list[float | Reward | None]:
+        """Return (wins - losses) / matches of each answer. None: it has no rival."""
+        n = len(answers)
+        near = range(1, min(self.judge.rounds, n - 1) + 1)
+        pairs = {tuple(sorted((i, (i + d) % n))) for i in range(n) for d in near}
+        matches = [(*pair, vote) for pair in sorted(pairs) for vote in enumerate(self.judge.models)]
+
+        async def won(i: int, j: int, vote: tuple[int, str]) -> int | None:
+            """1 if i wins, -1 if j does, 0 for a tie, None for an invalid verdict."""
+            if not (answers[i] and answers[j]):
+                return bool(answers[i]) - bool(answers[j])
+            orders = ({"Response A": answers[a], "Response B": answers[b]} for a, b in ((i, j), (j, i)))
+            both = await asyncio.gather(*(self.ask(vote, {"BETTER": ["tie", "A", "B"]}, order) for order in orders))
+            if None in both:
+                return None
+            [there], [back] = both  # 1 if the first response is better, 2 if the second is
+            flipped = (there, back) not in ((0, 0), (1, 2), (2, 1))
+            self.seen.update(matches=1, flips=flipped, first=(there, back).count(1), decided=bool(there) + bool(back))
+            return 0 if flipped else (0, 1, -1)[there]
+
+        found: list[list[int]] = [[] for _ in answers]
+        results = await asyncio.gather(*(won(*match) for match in matches))
+        for (i, j, _), result in zip(matches, results, strict=True):
+            if result is not None:
+                found[i].append(result)
+                found[j].append(-result)
+        return [fmean(each) if each else UNJUDGED if pairs else None for each in found]
+
+    async def ask(self, vote: tuple[int, str], asked: Choices, more: Mapping[str, str]) -> list[int] | None:
+        """Return the index of the choice for each label, from the cache or a request; None if the answer is not valid."""
+        seen, question = self.seen, self.question(asked, {**self.texts, **more})
+        body = {"model": vote[1], "messages": [{"role": "user", "content": question}], **self.judge.fields}
+        key = hashlib.sha256(json.dumps([self.judge.url, body, vote[0]], sort_keys=True).encode()).hexdigest()
+        seen["asked"] += 1
+        if row := self.file.execute("SELECT answer FROM verdicts WHERE key = ?", (key,)).fetchone():
+            seen["cached"] += 1
+            return verdicts(row[0], asked)
+        places, given = None, await self.judge.answer(self.http, body, seen)
+        with suppress(TypeError, ValueError, LookupError, AttributeError):  # the answer may be anything
+            places = verdicts(text := given["choices"][0]["message"]["content"], asked)
+            seen.update({name: int(given["usage"][name]) for name in ("prompt_tokens", "completion_tokens")})
+        if places is None:
+            seen["invalid"] += 1
+        else:
+            self.file.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, text))
+        return places
+
+    def question(self, asked: Choices, texts: Mapping[str, str]) -> str:
+        """Return a question. A text ends with a mark that its author cannot know: its own hash."""
+        weighted = self.judge.mode != "explicit"
+        parts = [TASKS[self.judge.mode]]
+        for i, one in enumerate(self.criteria, 1):
+            parts.append(f"{i}. {one['text']}" + (f" (weight {one['weight']:g})" if weighted else ""))
+        for title, text in texts.items():
+            mark = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:8]
+            parts.append(f"{title}, up to the line {mark}:\n{text}\n{mark}")
+        parts.append("End with these lines, each with one of its choices:")
+        parts.append("\n".join(f"{label}: {' | '.join(choices)}" for label, choices in asked.items()))
+        return "\n\n".join(parts).encode(errors="replace").decode()  # JSON has no half of a surrogate pair
