@@ -37,7 +37,7 @@ KEYS = [  # types, and the keys that have them
     (r.Whole | None, "after"),
     (r.Seconds, "step_timeout score_timeout"),
     (r.Port, "port"),
-    (r.Node | None, "adapter"),
+    (r.Node | None, "adapter source task"),
     (dict[str, Any], "callbacks logger"),
     (r.Positive, "adapter.lora_alpha"),
     (Annotated[float, NO_DROPOUT], "adapter.lora_dropout"),
