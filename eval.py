@@ -102,7 +102,8 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     if trainer.num_devices > 1:
         raise UserError(f"trainer.devices={trainer.num_devices}: an evaluation runs on one device")
     prompt_limit = instantiate(config.prompt_limit)
-    task = instantiate(config.task)
+    if (task := instantiate(config.task)) is None:
+        raise UserError("this run had no task, its samples came from a source: name one to evaluate on, as task=gsm8k")
     task.examples(evaluator.split)
 
     pretrained = instantiate(config.model)

@@ -22,7 +22,6 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     from lightning.pytorch.utilities import rank_zero_only
 
     from grpo.models.policy import with_adapter
-    from grpo.rollout.prompt_limit import longest_prompt
     from grpo.rollout.rollouts import Rollouts
     from grpo.runs.manifest import kept
     from grpo.system.stop import Stop
@@ -40,16 +39,17 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
 
     plan, algorithm, evaluator, optim = map(instantiate, (config.rollout, config.algo, config.eval, config.optim))
     algorithm.check(plan.prompts, plan.group_size, plan.ahead)
-    prompt_limit, task = instantiate(config.prompt_limit), instantiate(config.task)
-    sources = evaluator.loaded(task)
+    prompt_limit, task, source = map(instantiate, (config.prompt_limit, config.task, config.source))
+    splits = evaluator.loaded(task, trains=source is None)
     pretrained = instantiate(config.model)
     check_model(pretrained, config)
     prompt_limit = prompt_limit.within(pretrained.context(), config.max_tokens)
     tokenizer = pretrained.tokenizer()
     renderer = instantiate(config.renderer)(tokenizer, prompt_limit.kept)
-    examples = {name: prompt_limit.fitting(*source, renderer) for name, source in sources.items()}
+    examples = {"train": ()} | {name: prompt_limit.fitting(*split, renderer) for name, split in splits.items()}
+    source = source and source(pretrained, renderer)
     plan = sized(plan, config, len(examples["train"]))
-    loader = instantiate(config.loader)(examples["train"], plan.prompts, config.get("data_seed", config.seed))
+    loader = source or instantiate(config.loader)(examples["train"], plan.prompts, config.get("data_seed", config.seed))
     engine, loggers, play = map(instantiate, (config.engine, config.logger, config.play))
     rollouts = Rollouts(plan, task, loader, engine, renderer, algorithm, config.output_dir, config.seed, play)
     rollout = RolloutCallback(rollouts, Stop(config.max_time))
@@ -62,7 +62,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
         make = instantiate(config.module)
         return make(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, config.seed)
 
-    sizes = Sizes(module, pretrained, plan, engine, lambda: longest_prompt(task, examples["train"], renderer))
+    sizes = Sizes(module, pretrained, plan, engine, lambda: prompt_limit.longest(task, examples["train"], renderer))
     trainer = instantiate(config.trainer)(callbacks=callbacks, logger=[*loggers.values()], needs=sizes.needed)
     if config.forecast and first:
         preflight.parts = forecast(sizes, trainer)

@@ -190,6 +190,10 @@ def check_run(config: DictConfig, first: bool, overrides: Sequence[str]) -> None
     Python program name the folder.
     """
     check_values(config)
+    if config.task is None:
+        if config.source is None:
+            raise UserError("task=none is for samples that others play: give a task, or source=atropos or file")
+        config.eval.every = 0
     keep_secrets(config)
     folder = Path(config.output_dir).resolve()
     given = config.ckpt_path and Path(config.ckpt_path).resolve()

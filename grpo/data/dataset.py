@@ -278,7 +278,7 @@ def fingerprint(example: Example) -> str:
 
 def fingerprint_of_all(examples: Sequence[Example], looks: int = 1000) -> str:
     """Return the fingerprint of a split, from its size and at most `looks` of its examples, spread evenly."""
-    places = range(0, len(examples), math.ceil(len(examples) / looks))
+    places = range(0, len(examples), math.ceil(len(examples) / looks) or 1)
     return fingerprint({"rows": len(examples), "examples": [fingerprint(examples[i]) for i in places]})
 
 

@@ -90,9 +90,10 @@ class Evaluator:
         others = {name: (each["task"], self.split) for name, each in (self.sets or {}).items()}
         return {self.split: (task, self.split)} | others
 
-    def loaded(self, task: Task) -> dict[str, tuple[Task, Split]]:
-        """Return the training rows and, with evaluations, `sources`, after their rows were read, which shows mistakes in them."""
-        found = {"train": (task, "train")} | (self.sources(task) if self.every else {})
+    def loaded(self, task: Task | None, trains: bool = True) -> dict[str, tuple[Task, Split]]:
+        """Return the training rows if the run `trains` on them, and `sources` with evaluations, once their rows are read, which
+        shows mistakes in them."""
+        found = ({"train": (task, "train")} if trains else {}) | (self.sources(task) if self.every else {})
         for source, split in found.values():
             source.examples(split)
         return found

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from grpo.env.tokens import Row, rows_of_turns
 from grpo.objectives.batch import Scores, TokenBatch
+from grpo.rollout.metrics import rectangle
 from grpo.rollout.types import Group, Sample
 
 NOTHING = Row((0,), (0,), (False,), (0.0,))  # a rank needs a row even if all its environments failed at once
@@ -37,10 +38,11 @@ def collate(groups: Sequence[Group], first: Sequence[int] = ()) -> TokenBatch:
 
 
 def scores(groups: Sequence[Group]) -> Scores:
-    """Return rewards and lengths of the samples, [N, G] each. A part is NaN where the reward lacks it or is itself unknown."""
+    """Return rewards and lengths of the samples, [N, G] each. A part is NaN where the reward lacks it or is itself unknown.
+    G is the size of the largest group; the places of a smaller one that are left have unknown rewards and length 0."""
 
-    def tensor(value) -> Tensor:
-        return torch.tensor([[float(value(sample)) for sample in group] for group in groups])
+    def tensor(value, missing: float = torch.nan) -> Tensor:
+        return torch.tensor(rectangle(groups, value, missing))
 
     def part(name: str) -> Tensor:
         return tensor(lambda sample: {**sample.reward.parts, "correct": sample.reward.correct}.get(name, torch.nan))
@@ -53,8 +55,8 @@ def scores(groups: Sequence[Group]) -> Scores:
     return Scores(
         rewards=rewards,
         parts={name: part(name).masked_fill(rewards.isnan(), torch.nan) for name in names},
-        lengths=tensor(lambda sample: sample.length),
-        last_lengths=tensor(last),
-        truncated=tensor(lambda sample: sample.trajectory.truncated).bool(),
+        lengths=tensor(lambda sample: sample.length, 0),
+        last_lengths=tensor(last, 0),
+        truncated=tensor(lambda sample: sample.trajectory.truncated, 0).bool(),
         given=tensor(lambda sample: sample.reward.advantage),
     )

@@ -1,7 +1,7 @@
 """The metrics of a rollout that are known before the update."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +14,12 @@ if TYPE_CHECKING:  # reading old runs must not import torch
     from grpo.objectives.batch import Scores
 
 
+def rectangle(groups: Sequence[Group], value: Callable[[Sample], float], missing: float) -> list[list[float]]:
+    """Return a number of each sample, N rows of G; `missing` where a group has fewer samples than the largest."""
+    size = max(map(len, groups), default=0)
+    return [[*(float(value(sample)) for sample in group), *[missing] * (size - len(group))] for group in groups]
+
+
 def rollout_metrics(groups: Sequence[Group], scored: "Scores") -> dict[str, float]:
     """Return the metrics of a rollout before the update, over all samples, including those that are left out of the batch.
 
@@ -22,7 +28,7 @@ def rollout_metrics(groups: Sequence[Group], scored: "Scores") -> dict[str, floa
     samples = [sample for group in groups for sample in group]
     known = {name: values for name, values in scored.parts.items() if name != "correct"}  # the verdict, not a part
     if any("correct" in sample.reward.parts for sample in samples):
-        given = [[sample.reward.parts.get("correct", math.nan) for sample in group] for group in groups]
+        given = rectangle(groups, lambda sample: sample.reward.parts.get("correct", math.nan), math.nan)
         known["correct"] = scored.rewards.new_tensor(given).masked_fill(scored.rewards.isnan(), math.nan)
     known = {name_of_part(name): values for name, values in known.items()} | {"reward": scored.rewards}
     graded = {name: values[~values.isnan()] for name, values in known.items()}

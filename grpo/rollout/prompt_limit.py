@@ -31,12 +31,6 @@ def prompt_tokens(task: Task, example: Example, renderer: Renderer) -> int:
     return len(renderer.prompt_ids(state.messages, state.tools))
 
 
-def longest_prompt(task: Task, examples: Sequence[Example], renderer: Renderer, looks: int = 100) -> int:
-    """Return the tokens of the longest prompt among at most `looks` examples, spread evenly over all of them."""
-    places = range(0, len(examples), math.ceil(len(examples) / looks))
-    return max(prompt_tokens(task, examples[i], renderer) for i in places)
-
-
 @enforced("prompt_limit")
 @dataclass(frozen=True)
 class PromptLimit:
@@ -65,6 +59,11 @@ class PromptLimit:
     def kept(self) -> int | None:
         """The number of tokens that a renderer keeps at the end of a prompt; None: all."""
         return self.max_tokens if self.too_long == "truncate" else None
+
+    def longest(self, task: Task, examples: Sequence[Example], renderer: Renderer, looks: int = 100) -> int:
+        """Return the tokens of the longest prompt among at most `looks` examples, spread evenly; the limit if there are none."""
+        places = range(0, len(examples), math.ceil(len(examples) / looks) or 1)
+        return max((prompt_tokens(task, examples[i], renderer) for i in places), default=self.max_tokens)
 
     def fitting(self, task: Task, split: Split, renderer: Renderer, most: int = 500) -> Sequence[Example]:
         """Return the examples of a split whose prompts fit. Logs how many were dropped, or raises UserError with the first one.

@@ -37,9 +37,9 @@ class Rollout:
     seconds: float
 
     def best(self, prompts: int, by: str) -> list[int]:
-        """Return the indices of the groups to learn from, in order: at most `prompts`, those with signal `by` it first."""
+        """Return the indices of groups to learn from: all of one round, of several at most `prompts`, with signal `by` first."""
         order = (~self.scores.has_signal(by)).int().argsort(stable=True)
-        return sorted(order[:prompts].tolist())
+        return sorted(order[: prompts if self.rounds > 1 else None].tolist())
 
     def staleness(self, rollouts: int) -> float:
         """Return the age of the weights that sampled a token, in versions before `rollouts`, on average over tokens."""
@@ -56,8 +56,8 @@ class Rollouts:
     """
 
     plan: Plan
-    task: Task
-    loader: Loader
+    task: Task | None
+    loader: Loader  # or a `Source`
     engine: Engine
     renderer: Renderer
     algorithm: Algorithm
@@ -72,18 +72,26 @@ class Rollouts:
         set_progress(r, self.plan.num_rollouts)
         begun, version = time.perf_counter(), self.engine.version
         groups: list[Group] = []
-        examples, rounds, prompts = self.loader.batch(r), 0, self.plan.prompts
+        rounds, prompts = 0, self.plan.prompts
+        wanted = prompts
         with in_play(), self.sampling(), on_disk(Path(self.folder, "rollouts", f"{r + 1:06d}.failed.parquet")):
-            while examples and rounds < self.algorithm.sampling_rounds:
-                groups += self.one_round(r, examples, first=len(groups))
+            while rounds < self.algorithm.sampling_rounds and (more := self.more(r, wanted, len(groups))):
+                groups += more
                 rounds += 1
                 scored = self.algorithm.shaped(scores(groups))
                 live = int(scored.has_signal(self.algorithm.sampling_filter).sum())
                 if live >= prompts:
                     break
                 wanted = math.ceil((prompts - live) * len(groups) / max(live, 1))  # new ones may have equal rewards too
-                examples = self.loader.more(r, min(wanted, prompts), skip=len(groups) - prompts)
+                wanted = min(wanted, prompts)
         return Rollout(groups, scored, rounds, version, time.perf_counter() - begun)
+
+    def more(self, r: int, count: int, first: int) -> list[Group]:
+        """Return `count` groups of rollout r after the `first` ones, or all that are left."""
+        if hasattr(self.loader, "groups"):
+            return self.loader.groups(r, count, first, self)
+        examples = self.loader.more(r, count, skip=first - self.plan.prompts) if first else self.loader.batch(r)
+        return self.one_round(r, examples, first) if examples else []
 
     def one_round(self, r: int, examples: list[Example], first: int) -> list[Group]:
         """Play one round of rollout r. first: the number of groups that earlier rounds have played."""

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo.data.dataset import fingerprint
+from grpo.env.tokens import Row, rows_of_turns
 from grpo.rollout.types import Group, Sample
 from grpo.system.errors import RolloutError
 from grpo.system.files import replacing
@@ -55,13 +56,23 @@ def json_text(value: Any) -> str:
 
 
 def token_logprobs(groups: Iterable[Group]) -> dict[str, list]:
-    """Return columns for `records`: the sampled token ids, turn after turn, and the engine's log-probabilities of them."""
+    """Return columns for `records`: the sampled token ids, turn after turn, and the engine's log-probabilities of them; and what
+    `source=file` needs besides: rows with their prompts, and the advantage that the environment gave."""
 
     def of(sample: Sample, name: str) -> list:
         return [value for turn in sample.turns for value in getattr(turn.completion, name)]
 
     names = {"token_ids": "ids", "rollout_logprobs": "logprobs"}
-    return {column: [[of(sample, name) for sample in group] for group in groups] for column, name in names.items()}
+    columns = {column: [[of(sample, name) for sample in group] for group in groups] for column, name in names.items()}
+    columns["rows"] = [[list(map(plain_row, rows_of_turns(sample.turns))) for sample in group] for group in groups]
+    return columns | {"given_advantage": [[sample.reward.advantage for sample in group] for group in groups]}
+
+
+def plain_row(row: Row) -> dict[str, list]:
+    """Return a row in the form of rollout/source/conversion.py."""
+    read = len(row.prompt_ids)
+    sampled, logprobs = [False] * read + [*row.sampled], [0.0] * read + [*row.logprobs]
+    return {"ids": [*row.prompt_ids, *row.ids], "sampled": sampled, "logprobs": logprobs}
 
 
 def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -83,6 +94,8 @@ def on_disk(file: Path) -> Iterator[None]:
     try:
         yield
     except RolloutError as error:
+        if not error.groups:
+            raise
         from grpo.system import distributed  # imports torch
 
         if distributed.rank() == 0:

@@ -27,8 +27,8 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None, monitor: 
     """
     run = Run(policy.parents[1])
     config, options = run.config, run.choices or run.overrides
-    base, source = config["model"]["path"], config["task"].get("path")
-    task, algo = options.get("task", config["task"]["_target_"]), options.get("algo", "grpo")
+    base, source = config["model"]["path"], (config["task"] or {}).get("path")
+    task, algo = options.get("task", (config["task"] or {}).get("_target_", "none")), options.get("algo", "grpo")
     adapter = (policy / "adapter_config.json").exists()
     theirs = ModelCard.load(policy / "README.md").data if adapter else ModelCardData()
     data = ModelCardData(

@@ -81,7 +81,8 @@ class GRPOModule(ModuleState):
         self.compare(tokens, means)
         advantages = tokens.sample_means(tokens.advantages, shape)
         batch.advantages = advantages.tolist()
-        self.moved, count = False, scores.rewards.numel() / self.algorithm.num_minibatches  # samples of an update
+        samples = sum(map(len, batch.groups)) or scores.rewards.numel()
+        self.moved, count = False, samples / self.algorithm.num_minibatches  # samples of an update
         rng = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
         with recomputing(self.policy, self.optim.gradient_checkpointing):
             for epoch in range(self.algorithm.num_epochs):

@@ -44,7 +44,7 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
 
 def run_title(run: Run) -> str:
     """Return the title of a run: task, model, adapter, algorithm and seed."""
-    chosen = run.choices or {"task": run.config["task"]["_target_"].rpartition(".")[2].lower()}
+    chosen = run.choices or {"task": (run.config["task"] or {}).get("_target_", "none").rpartition(".")[2].lower()}
     parts = [chosen[group] for group in ("task", "model", "adapter", "algo") if chosen.get(group, "none") != "none"]
     return ", ".join([*parts, f"seed {run.seed}"])
 
@@ -185,3 +185,4 @@ def add_pieces(run: Run, steps: Sequence[dict[str, Any]]) -> None:
     for sample in kept:
         sample["pieces"] = list(islice(texts, len(sample.pop("token_ids"))))
         sample["logprobs"] = np.round(sample.pop("rollout_logprobs"), 3)
+        sample.pop("rows", None)  # for source=file

@@ -61,6 +61,9 @@ class PreflightCallback(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if self.rollout.rollouts and self.mode != "only":
             return
+        if hasattr(self.rollout.makes.loader, "groups"):
+            log.warning("no preflight: it plays episodes of a task, and the samples of this run come from a source")
+            return
         probe = Probe(module, self.rollout.makes, self.examples, trainer.precision)
         checks = {} if self.mode == "off" else CHECKS
         if checks and not isinstance(module, GRPOModule):

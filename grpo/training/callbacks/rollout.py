@@ -75,7 +75,7 @@ class RolloutCallback(L.Callback):
         kept = rollout.best(self.plan.prompts, self.makes.algorithm.sampling_filter)
         batch.groups, batch.scores = [rollout.groups[i] for i in kept], rollout.scores.rows(kept)
         mine = distributed.balanced([sum(sample.length for sample in group) for group in batch.groups])
-        tokens = collate([batch.groups[i] for i in mine], [i * self.plan.group_size for i in mine])
+        tokens = collate([batch.groups[i] for i in mine], [i * batch.scores.rewards.shape[1] for i in mine])
         batch.tokens = tokens.to(module.device)
         batch.metrics |= rollout_metrics(rollout.groups, rollout.scores)
         batch.metrics |= {
@@ -121,6 +121,7 @@ class RolloutCallback(L.Callback):
     def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         if self.ahead:  # in case another callback ended the run
             self.ahead.stop()
+        getattr(self.makes.loader, "close", lambda: None)()
         self.engine.close()
 
     # -- resuming

@@ -1,0 +1,1 @@
+"""Where groups of finished samples come from, if the run does not play them itself."""

@@ -1,0 +1,155 @@
+"""From what sources give to groups of samples. A maximal run of sampled tokens is a turn, all tokens before it are its prompt.
+
+A sample is a mapping: rows, a list of mappings with the fields of `SourceRow`; group, which samples of one prompt share; reward
+(null: unknown). It may have advantage (in place of the estimator's), correct (by default reward > 0), parts (numbers to log) and
+finish ("stop" or "length", of the last turn).
+"""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import fmean
+from typing import Any
+
+from grpo.engines.weights import eos_token_ids
+from grpo.env.messages import Message
+from grpo.env.renderer import Renderer
+from grpo.env.tokens import Completion, Turn
+from grpo.env.types import Action, Reward, State, Step, Trajectory
+from grpo.models.pretrained import Pretrained
+from grpo.rollout.engine_queue import ROUNDING
+from grpo.rollout.types import Group, Sample
+from grpo.system.errors import RolloutError
+
+log = logging.getLogger(__name__)
+
+Find = Callable[[tuple[int, ...], tuple[int, ...], tuple[float, ...] | None], Completion | None]
+NO_LOGPROBS = (
+    "there are no log-probabilities of the engine, which the loss needs: let the environment sample from this run by its "
+    "managed_server (--openai.server_type vllm), or send inference_logprobs with each group; in a file give logprobs in each row"
+)
+
+
+@dataclass(frozen=True)
+class SourceRow:
+    """One sequence: ids and sampled, [T]; the others, [T] or None for unknown, count where a token was sampled."""
+
+    ids: Sequence[int]
+    sampled: Sequence[bool]
+    logprobs: Sequence[float] | None = None
+    versions: Sequence[int] | None = None
+    advantages: Sequence[float] | None = None
+
+
+class Conversion:
+    """Makes samples for a model. Mutable: each remark is logged once.
+
+    find: returns a completion, by its prompt, its ids and maybe its log-probabilities, if our own engine has sampled it.
+    """
+
+    def __init__(self, pretrained: Pretrained, renderer: Renderer, find: Find = lambda *asked: None) -> None:
+        config = pretrained.config().get_text_config()
+        self.vocabulary, self.renderer, self.find = config.vocab_size, renderer, find
+        self.ends = {*eos_token_ids(pretrained.path, config.eos_token_id)}
+        self.said: set[str] = set()
+
+    def groups(self, samples: Iterable[tuple[str, Mapping[str, Any] | str]]) -> list[Group]:
+        """Return the groups of samples, which may be JSON texts, each with its place for messages. Raises RolloutError, in one
+        line, for a mistake."""
+        found: dict[Any, Group] = {}
+        for where, given in samples:
+            try:
+                given = json.loads(given) if isinstance(given, str) else given
+                found.setdefault(given["group"], []).append(self.sample(given))
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                said = (
+                    error if isinstance(error, RolloutError) else f"this is no sample ({type(error).__name__}: {error})"
+                )
+                raise RolloutError(f"{where}: {said}") from error
+        return list(found.values())
+
+    def sample(self, given: Mapping[str, Any]) -> Sample:
+        """Return one sample. Without rows it is an episode that failed before its first turn."""
+        rows, finish = [SourceRow(**row) for row in given["rows"]], given.get("finish")
+        turns = tuple(turn for row in rows for turn in self.turns(row, finish))
+        reward = math.nan if given["reward"] is None else float(given["reward"])
+        truncated = bool(turns) and turns[-1].completion.finish == "length"
+        versions = sorted({version for turn in turns for version in turn.completion.versions or ()})
+        extra: dict[str, Any] = {"versions": versions or "unknown"}
+        if truncated and not finish and (rows[-1].versions or not versions):
+            extra["finish"] = "guessed"
+            self.say("a sample has no end token and no finish reason: it counts as cut short by a limit of tokens")
+        if not versions:
+            self.say("which weights have sampled is unknown, and so is how old they are")
+        own, correct = given.get("advantage"), given.get("correct")
+        right = reward > 0 if correct is None else bool(correct)
+        advantage = self.advantage(rows) if own is None else float(own)
+        rewarded = Reward(reward, right, dict(given.get("parts") or {}), advantage=advantage, extra=extra)
+        steps = tuple(map(self.step, turns))
+        example = {"prompt": steps[0].state.messages[0].content if steps else ""}
+        return Sample(example, Trajectory(steps, "truncated" if truncated else "answered"), turns, rewarded)
+
+    def turns(self, row: SourceRow, finish: str | None) -> list[Turn]:
+        """Return the turns of one row. finish: of the last one."""
+        self.check(row)
+        found, at = [], 0
+        for sampled, tokens in groupby(map(bool, row.sampled)):
+            begin, at = at, at + len(list(tokens))
+            if sampled:
+                found.append(Turn(tuple(row.ids[:begin]), self.completion(row, begin, at, finish)))
+        return found
+
+    def completion(self, row: SourceRow, begin: int, end: int, finish: str | None) -> Completion:
+        """Return the tokens from `begin` to `end` as our engine gave them if it did, otherwise as the row has them."""
+        ids = tuple(row.ids[begin:end])
+        logprobs = None if row.logprobs is None else tuple(map(float, row.logprobs[begin:end]))
+        if known := self.find(tuple(row.ids[:begin]), ids, logprobs):
+            return known
+        if logprobs is None:
+            raise RolloutError(NO_LOGPROBS)
+        if wrong := [value for value in logprobs if not -math.inf < value <= ROUNDING]:
+            line = f"{wrong[0]} is no log-probability of a sampled token, which is at most 0"
+            raise RolloutError(f"{line} (1.0 is the placeholder of a prompt): look at the mask and the order of tokens")
+        if len(ids) > 2 and len({*logprobs}) == 1 and logprobs[0]:
+            line = f"all {len(ids)} sampled tokens have the log-probability {logprobs[0]}, which is a placeholder"
+            raise RolloutError(f"{line}: unset ATROPOS_ALLOW_DUMMY_MANAGED_SERVER, and give those of the engine")
+        goes_on = end < len(row.ids)
+        reason = "stop" if goes_on else finish or ("stop" if ids[-1] in self.ends else "length")
+        return Completion(ids, logprobs, reason, None if row.versions is None else tuple(row.versions[begin:end]))
+
+    def check(self, row: SourceRow) -> None:
+        """Raise RolloutError unless the lists of a row fit each other and the model."""
+        lengths = {name: len(values) for name, values in vars(row).items() if values is not None}
+        if len({*lengths.values()}) > 1:
+            raise RolloutError(f"the lists of a row must be equally long, not {lengths}")
+        if not any(row.sampled) or row.sampled[0]:
+            wants = "a row begins with a prompt, and the policy has sampled a token after it"
+            raise RolloutError(
+                f"the mask has {sum(map(bool, row.sampled))} of {len(row.ids)} tokens as sampled: {wants}"
+            )
+        if bad := [i for i in row.ids if type(i) is not int or not 0 <= i < self.vocabulary]:
+            line = f"{bad[0]} is no token of the model, which has 0 to {self.vocabulary - 1}"
+            raise RolloutError(f"{line}: the environment must have the tokenizer of model.path")
+
+    def advantage(self, rows: Sequence[SourceRow]) -> float:
+        """Return the mean of the advantages of a sample's tokens, which usually are the same; NaN if there are none."""
+        pairs = [pair for row in rows if row.advantages for pair in zip(row.advantages, row.sampled, strict=True)]
+        values = [float(value) for value, sampled in pairs if sampled]
+        if len({*values}) > 1:
+            self.say("the tokens of a sample have different advantages: all of them get their mean")
+        return fmean(values) if values else math.nan
+
+    def step(self, turn: Turn) -> Step:
+        """Return a turn as messages: all that the policy has read is one message, since its form is unknown."""
+        read, said = (self.renderer.parse(ids).content for ids in (turn.prompt_ids, turn.completion.ids))
+        action = Action(Message("assistant", said), turn.completion.finish == "length", turn.completion.ids)
+        return Step(State((Message("user", read),)), action)
+
+    def say(self, line: str) -> None:
+        """Log a remark, once."""
+        if line not in self.said:
+            self.said.add(line)
+            log.warning("%s", line)
