@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from grpo.engines.stop_texts import StopTexts
 from grpo.env.tokens import CompletionLike
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, NonNegative, Positive, ShareBelow1, SomeShare, Whole, enforced
@@ -23,7 +24,7 @@ class Sampling:
 
     repetition_penalty: for tokens that occur in the prompt or in the completion so far, divides positive logits and multiplies
     negative ones (arXiv 1909.05858).
-    stop_ids: tokens that end a completion, in addition to the model's own.
+    stop_ids: tokens that end a completion, in addition to the model's own. stop: texts that do.
     guided: forces the form of every completion, in engines that support it: one of `{"regex": PATTERN}`, `{"json": SCHEMA}`,
     `{"grammar": EBNF}`, `{"choice": [TEXT, ...]}`.
     """
@@ -36,6 +37,7 @@ class Sampling:
     repetition_penalty: Positive = 1.0
     stop_ids: Sequence[Whole] = ()
     guided: Mapping[str, Any] | None = None
+    stop: StopTexts | tuple[()] = ()
 
     def __post_init__(self) -> None:
         if self.guided is not None and (len(self.guided) != 1 or not self.guided.keys() <= set(GUIDES)):

@@ -1,16 +1,18 @@
 """The built-in engine: samples follow the model, log-probabilities equal the trainer's, seeds decide the samples."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from grpo.engines.auto import auto_engine
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.builtin.sampler import draw, filter_logits, penalize
 from grpo.engines.protocol import Sampling
+from grpo.engines.stop_texts import StopTexts
 from grpo.env.messages import Message
 from grpo.env.tokens import Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
@@ -187,6 +189,24 @@ def test_further_stop_ids_end_a_completion(engine):
     (free,) = engine.sample([PROMPTS[0]], Sampling(8), seeds=[0])
     (held,) = engine.sample([PROMPTS[0]], Sampling(8, stop_ids=[free.ids[3]]), seeds=[0])
     assert held.ids == free.ids[: free.ids.index(free.ids[3]) + 1] and held.finish == "stop"
+
+
+def test_stop_texts_end_a_completion_at_the_token_that_completes_them(engine, toy):
+    decode = partial(AutoTokenizer.from_pretrained(toy).decode, skip_special_tokens=True)
+    prompts, seeds = [PROMPTS[0], PROMPTS[1]] * 3, range(6)
+    free = engine.sample(prompts, Sampling(24), seeds)
+    text = decode(free[0].ids)
+    stops = StopTexts((text[5:7], "never that"), decode)
+    held = engine.sample(prompts, Sampling(24, stop=stops), seeds)
+    ended = 0
+    for before, after in zip(free, held, strict=True):
+        ends = [i for i in range(1, len(before.ids) + 1) if text[5:7] in decode(before.ids[:i])]
+        assert after.ids == before.ids[: ends[0] if ends else None]
+        assert after.logprobs == pytest.approx(before.logprobs[: len(after.ids)], abs=1e-5)
+        assert after.finish == ("stop" if ends else before.finish)
+        ended += bool(ends)
+    assert ended and text[5:7] in decode(held[0].ids) and decode(held[0].ids).index(text[5:7]) <= 5
+    assert Sampling(24, stop=stops) == Sampling(24, stop=StopTexts(stops.texts, str)) != Sampling(24)
 
 
 def test_what_cannot_be_guided_is_refused(engine):

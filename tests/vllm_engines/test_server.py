@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import httpx2
@@ -23,6 +24,7 @@ from test_train import rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.engines.protocol import Sampling
+from grpo.engines.stop_texts import StopTexts
 from grpo.engines.vllm_server import sync
 from grpo.engines.vllm_server.engine import VLLMServerEngine
 from grpo.engines.vllm_server.http import RemoteServer
@@ -131,6 +133,16 @@ def test_a_seed_decides_whichever_server_answers(engine, pair, folder, tmp_path)
         assert [c.ids for c in engine.sample(PROMPTS * 4, Sampling(24), seeds=range(12))] == [c.ids for c in together]
         engine._fleet.servers = [server, *others]
     assert len({c.ids for c in together}) == 12
+
+
+def test_stop_texts_end_a_completion_at_the_token_that_completes_them(engine, folder):
+    decode = partial(AutoTokenizer.from_pretrained(folder).decode, skip_special_tokens=True)
+    free = engine.sample(PROMPTS, Sampling(32), seeds=[1, 2, 3])
+    stop = StopTexts((decode(free[0].ids)[6:8],), decode)
+    for before, after in zip(free, engine.sample(PROMPTS, Sampling(32, stop=stop), seeds=[1, 2, 3]), strict=True):
+        ends = [i for i in range(1, len(before.ids) + 1) if stop.end(before.ids[:i])]
+        assert after.ids == before.ids[: ends[0] if ends else None]
+        assert after.finish == ("stop" if ends else before.finish)
 
 
 def test_stop_ids_context_and_callback(engine):

@@ -89,6 +89,8 @@ class TransformersEngine:
                 logits = fresh if logits is None else torch.cat([logits, fresh])
             token = draws.step(logits)
             stopped = torch.isin(token, stop_ids)
+            if stop := sampling.stop:
+                stopped |= torch.tensor([stop.end(ids) for ids in draws.tails(stop.width)], device=device)
             ended = stopped | (draws.counts == sampling.max_tokens)
             if self.unwanted:
                 ended |= torch.isin(draws.rows, torch.tensor([*self.unwanted], device=device))

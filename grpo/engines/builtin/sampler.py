@@ -100,6 +100,12 @@ class Draws:
         token = wanted.argmax(-1) if sampling.temperature == 0 else draw(filter_logits(wanted, sampling), uniform)
         return token, scaled.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
 
+    def tails(self, width: int) -> list[list[int]]:
+        """Return the last tokens of each row, at most `width` of them."""
+        columns = self.counts[:, None] - torch.arange(width, 0, -1, device=self.counts.device)  # [B, width]
+        last = self.tokens[self.rows[:, None], columns.clamp(min=0)].tolist()
+        return [ids[max(0, width - count) :] for ids, count in zip(last, self.counts.tolist(), strict=True)]
+
     def completions(self, ended: Tensor, stopped: Tensor) -> Iterator[tuple[int, Completion]]:
         """Yield sample number and completion of rows. ended: [e], the rows; stopped: [e] bool, False for "length"."""
         rows, counts = self.rows[ended], self.counts[ended].tolist()

@@ -159,9 +159,11 @@ class VLLMEngine:
         from vllm.sampling_params import StructuredOutputsParams
 
         given = {**plain, "seed": seed, "flat_logprobs": True}
-        if guided := plain["structured_outputs"]:
-            if self._llm.llm_engine.tokenizer is None:
-                raise UserError("sampling.guided needs text, and the model's folder has no tokenizer: add one to it")
+        guided = plain["structured_outputs"]
+        if (guided or "stop" in plain) and self._llm.llm_engine.tokenizer is None:
+            name = "guided" if guided else "stop"
+            raise UserError(f"sampling.{name} needs text, and the model's folder has no tokenizer: add one to it")
+        if guided:
             given["structured_outputs"] = StructuredOutputsParams(**guided)
         return SamplingParams(**given)
 
