@@ -94,7 +94,6 @@ RUNS = {
     "demo, tis": f"{DEMO} algo/correction=tis",
     "demo, dynamic sampling": f"{DEMO} algo.sampling_rounds=3",
     "demo, masks truncated": f"{DEMO} algo.mask_truncated=true max_tokens=20",
-    "demo, muon": f"{DEMO} optim=muon optim.optimizer.lr=1e-3",
     "demo, adafactor": f"{DEMO} optim=adafactor",
     "demo, sgd": f"{DEMO} optim=sgd",
     "demo, offload": f"{DEMO} optim.offload=true",

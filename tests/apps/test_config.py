@@ -78,7 +78,6 @@ def test_every_option_composes_and_binds(chosen, tmp_path):
 
 OTHER_THAN_THE_CODE = {  # values that do not suit as a constructor's default, each with the reason
     "eval/default.by": "columns of our tasks",
-    "optim/muon.adamw_for": "names of layers in the models of transformers",
     "task/tldr.target": "the length that task=tldr asks for",
     "task/tldr.solved": "a length near that target",
     "task/tldr.weights": "its rewards are counted in characters",

@@ -95,8 +95,7 @@ def test_a_job_goes_on_from_its_checkpoint_unless_it_was_the_last(tmp_path):
     (folder / "checkpoints" / "00002.ckpt").mkdir()
     (folder / "metrics.csv").write_text("step,eval/accuracy,rollout/reward\n0,0.5,\n1,,0.25\n2,,0.5\n")
     job = Job(0, folder, ["seed=1", "ckpt_path=x"], "seed=1", rollouts=4)
-    assert job.share() == 0.5
-    assert job.metrics() == {"step": "2", "eval/accuracy": "0.5", "rollout/reward": "0.5"}
+    assert job.step == 2
     assert job.arguments() == ["seed=1", f"ckpt_path='{folder}'"]
     assert Job(0, folder, ["seed=1"], "", rollouts=2).arguments() == ["seed=1"] and not folder.exists()
 
@@ -111,21 +110,12 @@ def test_places():
             places(wrong, [], {})
 
 
-def test_what_is_left_is_told(tmp_path):
+def test_how_far_a_sweep_is_is_told(tmp_path):
     sweep = make(tmp_path)
-    jobs = [("finished", 0, 0), ("failed", 0, 0), ("running", 0.25, 3), ("waiting", 0, 0)]
-    for number, (status, before, step) in enumerate(jobs):
-        job = Job(number, tmp_path / str(number), [], f"seed={number}", 4, status, before)
-        job.folder.mkdir()
-        (job.folder / "metrics.csv").write_text(f"step,rollout/reward\n{step},0.5\n")
-        sweep.jobs.append(job)
-    sweep.began = time.monotonic() - 30 * 60
-    # done in 30 minutes: 1 + 1/2 jobs; left: 1/4 + 1 jobs
-    assert sweep.total() == "1/4 done, 1 failed, 1 running, about 25 min left"
-    with sweep.console.capture() as captured:
-        sweep.console.print(sweep.picture())
-    line = "2 seed=2 ━━━━━━━━━━━━━━━ 3/4 reward 0.50"  # without colour the empty part of the bar is not drawn
-    assert captured.get().split() == [*line.split(), *sweep.total().split()]
+    sweep.jobs = [
+        Job(i, tmp_path, [], "", 4, status) for i, status in enumerate(("finished", "failed", "running", "waiting"))
+    ]
+    assert sweep.total() == "1/4 done, 1 failed, 1 running"
 
 
 AT_WORK = """if True:

@@ -9,8 +9,7 @@ from conftest import ROOT, compose_config
 from hydra.utils import instantiate
 from test_train import VARIED, rows, state, told
 from torch import nn, tensor
-from torch.optim import SGD, AdamW, Muon, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import SGD, AdamW, Optimizer
 
 from grpo.models.master_weights import with_masters
 from train import train
@@ -77,26 +76,6 @@ def test_adafactor_by_hand():
     assert sum(value.numel() for value in optimizer.state[p].values() if torch.is_tensor(value)) == 2 + 2 + 1
 
 
-def test_muon_is_torchs_for_matrices_and_adamw_for_the_rest():
-    """A schedule applies to both."""
-
-    def halved(optimizer: Optimizer) -> Optimizer:
-        schedule = LambdaLR(optimizer, lambda step: 0.5**step)
-        optimizer.register_step_post_hook(lambda *_: schedule.step())
-        return optimizer
-
-    ours, theirs = weights(), weights()
-    optimizer = maker("muon")(ours.items())
-    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
-    learn(ours, halved(optimizer))
-    plain = Muon([theirs[MATRIX]], LR, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    rest = AdamW([theirs[EMBEDDING], theirs[VECTOR]], LR, (0.9, 0.99), weight_decay=0.0, fused=True)
-    learn(theirs, halved(plain), halved(rest))
-    assert_same_steps(ours, theirs)
-    moved = (ours[MATRIX] - weights()[MATRIX]).square().mean().sqrt().item()
-    assert moved == pytest.approx(0.2 * LR * (1 + 0.5**2 + 0.25**2) ** 0.5, rel=0.3)  # of three orthogonal steps
-
-
 @NEEDED["adamw_8bit"]
 def test_adamw_in_8_bits():
     """The first step is AdamW's; then its moments are rounded. Small parameters keep full precision."""
@@ -142,7 +121,7 @@ def test_offloaded_gradients_add_up():
 
 
 SLOW = (pytest.mark.slow,)
-QUICK = ("muon", "adamw_8bit")
+QUICK = ("adafactor", "adamw_8bit")
 CASES = [
     pytest.param(*option.values, policy, marks=(*option.marks, *marks))
     for option in OPTIONS

@@ -1,6 +1,5 @@
 """The client and the launcher of vLLM servers, without vLLM: errors about unsuitable servers, played by a server written here."""
 
-import asyncio
 import json
 import os
 import re
@@ -18,7 +17,7 @@ import pytest
 from conftest import ROOT
 
 from grpo.engines.protocol import Sampling
-from grpo.engines.vllm_server import fleet, launch
+from grpo.engines.vllm_server import launch
 from grpo.engines.vllm_server.engine import VLLMServerEngine
 from grpo.system import child
 from grpo.system.errors import UserError
@@ -146,7 +145,6 @@ def test_nobody_there_is_told_with_the_wait_and_the_command(toy):
         ({"sync": "post"}, "engine.sync=post is not one of disk, lora, nccl"),
         ({"urls": []}, r"engine.urls=\[\] must name servers.*engine.launch=true"),
         ({"urls": ["localhost:8000"]}, r"engine.urls=\['localhost:8000'\] must name servers, as \[http://HOST:PORT\]"),
-        ({"router": "host:1"}, r"engine\.router=host:1 must be an address as http://HOST:PORT"),
         ({"timeout": 0}, "engine.timeout=0 must be a number above 0"),
         pytest.param(
             {"launch": True},
@@ -205,30 +203,6 @@ def test_failures_go_elsewhere_and_have_an_end(toy, toy_model, tmp_path):
         whole.generate = lambda body: (200, generated([-1.0], whole.label, finish="abort"))
         with pytest.raises(UserError, match=r"failed 5 times, .*'abort'|no vLLM server was left"):
             engine.sample([[5]], Sampling(1), [0])
-
-
-def test_a_router_gets_the_completions_while_all_servers_have_the_weights(
-    toy, toy_model, tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setattr(fleet, "PAUSE", 0.01)
-    with Foreign() as server, Foreign() as away, Foreign() as router:
-        asked = []
-        router.generate = lambda body: asked.append(body) or (200, generated([-1.0], server.label))
-        urls = [server.url, away.url]
-        engine = VLLMServerEngine(str(toy), urls, router=router.url, folder=str(tmp_path), concurrency=2, wait=5)
-        engine.load_weights(toy_model, 0)
-        assert len(engine.sample([[5]] * 6, Sampling(1), range(6))) == 6
-        assert len(asked) == 6
-        away.routes["/health"] = (503, None)
-        away.label = "default"
-        engine._fleet.servers[1].ready = False
-        assert len(engine.sample([[5]] * 6, Sampling(1), range(6))) == 6
-        assert len(asked) == 6  # the others were asked directly
-        away.routes["/health"] = (200, None)
-        router.generate = lambda body: (None, None)
-        asyncio.run(engine._fleet.keep(until_one=True))  # that one is back
-        assert len(engine.sample([[5]] * 6, Sampling(1), range(6))) == 6  # without the router, since it fails
-        assert f"until it is back: {router.url}" in caplog.text
 
 
 def test_what_a_launch_asks_for_is_checked_before_anything_starts(monkeypatch):

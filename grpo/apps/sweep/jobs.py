@@ -27,7 +27,6 @@ class Job:
     label: str
     rollouts: int | None = None
     status: str = "waiting"
-    before: float = 0.0  # share of the job that was done before this sweep started
 
     @property
     def output(self) -> Path:
@@ -53,26 +52,23 @@ class Job:
         seconds = self.manifest.get("seconds")
         return None if seconds is None else seconds / 60
 
-    def metrics(self) -> Mapping[str, str]:
-        """Return the latest value of every column of metrics.csv, as text."""
+    @property
+    def step(self) -> int:
+        """The number of rollouts that the job has learned from."""
         try:
             with (self.folder / "metrics.csv").open(newline="", encoding="utf-8") as lines:
-                return {name: value for row in csv.DictReader(lines) for name, value in row.items() if name and value}
+                return max((int(float(row["step"])) for row in csv.DictReader(lines)), default=0)
         except OSError:
-            return {}
-
-    def share(self) -> float:
-        """Return the share of its rollouts that the job has learned from, 0 to 1; 1 if it has ended."""
-        if self.status in ("finished", "failed"):
-            return 1.0
-        return min(1.0, float(self.metrics().get("step", 0)) / self.rollouts) if self.rollouts else 0.0
+            return 0
 
     def arguments(self) -> list[str]:
         """Return the arguments for the job's process. It resumes from its checkpoint if it has one.
 
         A run without a checkpoint starts anew: its folder is moved to the sweep's folder `stopped`.
         """
-        if has_checkpoint(self.folder) and self.share() < 1:  # train.py refuses a checkpoint after the last rollout
+        if (
+            has_checkpoint(self.folder) and self.step < self.rollouts
+        ):  # train.py refuses a checkpoint after the last rollout
             others = [override for override in self.overrides if not override.startswith("ckpt_path=")]
             return [*others, f"ckpt_path={literal(self.folder)}"]
         if self.folder.exists() and self.rollouts is not None:  # an evaluation resumes from the files in its folder

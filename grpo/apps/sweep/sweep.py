@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -71,7 +69,7 @@ class Sweep:
     ) -> None:
         self.folder, self.command, self.places, self.again = folder, command, places, again
         self.jobs: list[Job] = []
-        self.began: float | None = None
+        self.began = False
         self.console = Console(highlight=False, markup=False, soft_wrap=True)
         self.record = folder / "jobs.json"  # the overrides of each job, in the order of their numbers
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,15 +101,14 @@ class Sweep:
             return there
         if job.manifest.get("status") == "finished":
             job.status = "finished"
-        job.before = job.share()
         self.jobs.append(job)
         return job
 
     def run(self) -> None:
         """Run all waiting jobs and return when they have ended. A failed job does not stop the others."""
         waiting = deque(job for job in self.jobs if job.status == "waiting")
-        if self.began is None:
-            self.began = time.monotonic()
+        if not self.began:
+            self.began = True
             done = len(self.jobs) - len(waiting)
             before = f", {done} of them finished before" if done else ""
             at_once = f"{len(self.places)} at a time, in {self.folder}"
@@ -119,8 +116,7 @@ class Sweep:
             self.console.print(f"to resume it after an interruption: {self.again}")
         free = list(reversed(self.places))
         running: dict[Job, tuple[subprocess.Popen, Mapping[str, str]]] = {}
-        drawn = {"get_renderable": self.picture, "auto_refresh": self.console.is_terminal, "refresh_per_second": 1}
-        with sigterm_raises(), Live(console=self.console, transient=True, **drawn):
+        with sigterm_raises():
             try:
                 while waiting or running:
                     while waiting and free:
@@ -143,8 +139,7 @@ class Sweep:
         command = self.command(job, job.arguments())
         job.folder.mkdir(parents=True, exist_ok=True)
         job.status = "running"
-        if not self.console.is_terminal:  # a terminal shows running jobs in the live table
-            self.console.print(f"job {job.number} begins: {job.label}")
+        self.console.print(f"job {job.number} begins: {job.label}")
         with job.output.open("ab", buffering=0) as output:
             variables = [f"{name}={value}" for name, value in place.items()]
             output.write(f"$ {masked_argument(shlex.join([*variables, *command]))}\n".encode())
@@ -159,32 +154,11 @@ class Sweep:
         self.console.print(f"job {job.number} {job.status}: {job.label}: {told}; {self.total()}")
 
     def total(self) -> str:
-        """Return a line with the number of jobs by status, and an estimate of the time left."""
-        count, minutes = Counter(job.status for job in self.jobs), self.minutes_left()
+        """Return a line with the number of jobs by status."""
+        count = Counter(job.status for job in self.jobs)
         said = [f"{count['finished']}/{len(self.jobs)} done"]
         said += [f"{count[status]} {status}" for status in ("failed", "running") if count[status]]
-        said += [f"about {max(1, round(minutes))} min left"] if minutes is not None else []
         return ", ".join(said)
-
-    def minutes_left(self) -> float | None:
-        """Return an estimate of the minutes left, from the progress since this process started; None if unknown."""
-        made = sum(job.share() - job.before for job in self.jobs if job.status != "failed")
-        left = sum(1 - job.share() for job in self.jobs)
-        return (time.monotonic() - self.began) / 60 * left / made if made > 0 and left else None
-
-    def picture(self) -> Group:
-        """Return the live display: a line for each running job, and one for the whole sweep."""
-        table = Table.grid(padding=(0, 1))
-        for job in self.jobs:
-            if job.status == "running":
-                seen = job.metrics()
-                step = int(float(seen.get("step", 0)))
-                told = [f"reward {float(seen['rollout/reward']):.2f}"] if "rollout/reward" in seen else []
-                told += [f"accuracy {percent(float(seen['eval/accuracy']))}"] if "eval/accuracy" in seen else []
-                bar = ProgressBar(job.rollouts, step, width=20, pulse=not job.rollouts)
-                done = f"{step}/{job.rollouts}" if job.rollouts else ""
-                table.add_row(str(job.number), Text(job.label), bar, done, "  ".join(told))
-        return Group(table, Text(self.total()))
 
     def report(self) -> None:
         """Write report.html for the training runs of the sweep. A failure is printed, not raised."""

@@ -43,7 +43,6 @@ class VLLMServerEngine:
     """Samples from one or more vLLM servers.
 
     path: the model that is served. urls: addresses of servers that already run. sync: how weights reach them, see `Sync`.
-    router: address of a vllm-router before these servers; it gets the completions while all servers have the newest weights.
     folder: folder for weights, which every server sees under the same path; its files are removed at the end.
     concurrency: requests to one server at a time. timeout: seconds for a completion, or for a piece of weights.
     wait: seconds without a working server after which the run ends.
@@ -68,19 +67,13 @@ class VLLMServerEngine:
         devices: Sequence[Whole | str] | None = None,
         args: Mapping[str, Any] | None = None,
         logs: str = ".",
-        router: str | None = None,
     ) -> None:
         if not launch and not (urls and all(url.startswith(("http://", "https://")) for url in urls)):
             raise UserError(f"engine.urls={list(urls)} must name servers, as [http://HOST:PORT], or engine.launch=true")
-        if router and (launch or sync == "lora" or not router.startswith(("http://", "https://"))):
-            raise UserError(
-                f"engine.router={router} must be an address as http://HOST:PORT, with engine.urls, not lora"
-            )
         path = base_path(path)
         config = AutoConfig.from_pretrained(path).get_text_config()
         self.version: int | None = None
         self.sync, self.concurrency = sync, concurrency
-        self._router = RemoteServer(router.rstrip("/"), timeout, "is it vllm-router?") if router else None
         self._homes: dict[int, RemoteServer] = {}  # see `routing`; empty after new weights, as the servers' caches
         self._run = secrets.token_hex(4)  # tells this run's weights from another run's of the same version
         self._folder = Path(folder).resolve() / self._run
@@ -169,8 +162,6 @@ class VLLMServerEngine:
         completions: list[Completion | None] = [None] * len(requests)
         failures: Counter[int] = Counter()
         routes = Routes([request["token_ids"] for request in requests], self._homes)
-        if self._router:
-            self._router.ready = True  # until it fails in this call
         waiting: asyncio.Queue[None] = asyncio.Queue()  # as long as `routes`
         for _ in requests:
             waiting.put_nowait(None)
@@ -184,17 +175,15 @@ class VLLMServerEngine:
                 await waiting.get()
                 i = routes.take(server)
                 label = self._fleet.label
-                via = self._router
-                asked = via if via and via.ready and all(each.ready for each in self._fleet.servers) else server
                 if server.ready:  # checked after the label: a change of label first sets ready to False
                     try:
-                        completions[i] = await self._complete(asked, label, requests[i])
+                        completions[i] = await self._complete(server, label, requests[i])
                         server.starts = 0
                         routes.done(i, completions[i].ids, server)
                         if done is not None:
                             done(i, completions[i])
                     except Lost as lost:
-                        asked.out(lost)
+                        server.out(lost)
                         failures[i] += 1
                         if failures[i] == ATTEMPTS:
                             raise UserError(f"a completion failed {ATTEMPTS} times, the last error: {lost}") from lost

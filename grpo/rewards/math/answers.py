@@ -5,12 +5,11 @@ Knows no algebra: if algebra is needed, `equal` returns None, and `grading` asks
 # ruff: noqa: RUF001 - a part of this file replaces characters that look like others
 
 import re
-from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from grpo.rewards.math.arithmetic import Value, multiply, same, value
+from grpo.rewards.math.arithmetic import Value, same, value
 
 MAX_LENGTH = 1000  # characters of an answer worth reading; longer ones are loops, and some take minutes
 MAX_NESTING = 10  # of brackets, where algebra is needed
@@ -238,7 +237,7 @@ def _equal_amounts(ours: Reading, gold: Reading) -> bool | None:
         return None
     known = same(ours.value, gold.value)
     if known is False and ours.percent != gold.percent:
-        x, y = (multiply(r.value, Fraction(1, 100)) if r.percent else r.value for r in (ours, gold))
+        x, y = (r.value / 100 if r.percent else r.value for r in (ours, gold))
         known = same(x, y)
     return known
 
