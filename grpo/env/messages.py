@@ -1,7 +1,7 @@
 """The chat protocol: messages, tools and calls of them. Knows nothing of tokens."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -23,11 +23,11 @@ class ToolSpec:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """The policy's call of a tool. id: the one that it wrote, if any."""
+    """The policy's call of a tool. id: the one that it wrote, if any; it takes no part in comparisons."""
 
     name: str
     arguments: Mapping[str, Any]
-    id: str = ""
+    id: str = field(default="", compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         called = {"type": "function", "function": {"name": self.name, "arguments": dict(self.arguments)}}

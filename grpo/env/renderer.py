@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from inspect import signature
 from itertools import count
@@ -9,8 +10,11 @@ from typing import Any, Literal, Protocol, Self
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.env.messages import Message, MessageLike, ToolCall, ToolSpec
+from grpo.env.dialects.calls import cut
+from grpo.env.messages import Message, MessageLike, ToolCall, ToolSpec, message_of
+from grpo.env.tokens import Turn
 from grpo.env.tool_parsers import FORMS, MARKERS, WRITTEN, form_of, message_of_text
+from grpo.env.types import State, Step
 from grpo.system.errors import UserError
 from grpo.system.ranges import enforced
 
@@ -19,11 +23,11 @@ class Renderer(Protocol):
     """Converts between messages and token ids."""
 
     def prompt_ids(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), before: Sequence[int] = ()
+        self, messages: Sequence[Message] | str, tools: Sequence[ToolSpec] = (), before: Sequence[int] = ()
     ) -> Sequence[int]:
-        """The conversation as the policy reads it, up to where its next words begin.
+        """The conversation as the policy reads it, up to where its next words begin; or a text, as it is.
 
-        before: the prompt and completion ids of the turn before this one. The result begins with these very ids wherever the
+        before: the prompt and completion ids of an earlier turn. The result begins with these very ids wherever the
         conversation, as text, begins with their text: what was sampled is never tokenized again. Else (a template that strips
         thinking from history, a call spelled differently, an environment that rewrites history) all is rendered anew.
         """
@@ -72,16 +76,18 @@ class TokenizerRenderer:
             raise UserError(f"the chat template ignores its messages, {same}: set model.chat_template=FILE, or none")
 
     def prompt_ids(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), before: Sequence[int] = ()
+        self, messages: Sequence[Message] | str, tools: Sequence[ToolSpec] = (), before: Sequence[int] = ()
     ) -> tuple[int, ...]:
         if tools:
             _ = self.form  # refused before anything is rendered
-        if self.tokenizer.chat_template is None:
+        raw = isinstance(messages, str) or self.tokenizer.chat_template is None
+        if isinstance(messages, str):
+            text = messages
+        elif raw:
             text = "\n\n".join(message.content for message in messages)
         else:
             text = self._text(messages, tools)
-        # a template writes the special tokens itself
-        fresh = self._encoded(text, add_special_tokens=self.tokenizer.chat_template is None)
+        fresh = self._encoded(text, add_special_tokens=raw)  # a template writes the special tokens itself
         ids = self._extended(tuple(before), fresh) if before else fresh
         return ids if self.keep is None or len(ids) <= self.keep else fresh[-self.keep :]
 
@@ -154,6 +160,33 @@ class TokenizerRenderer:
         added = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         special = added | set(self.tokenizer.all_special_ids)
         return {i for i in special if self.tokenizer.convert_ids_to_tokens(i) not in MARKERS}
+
+
+def rendered_prompt(renderer: Renderer, state: State, steps: Sequence[Step], turns: Sequence[Turn]) -> tuple[int, ...]:
+    """Return the prompt of a state, as tokens. It begins with the very ids of the last turn, or else of the latest turn whose
+    conversation it continues (a branch, a sub-agent), if their text is the same.
+
+    steps, turns: the episode so far, as messages and as tokens. Raises UserError for a prompt that cannot be rendered.
+    """
+    if isinstance(state.prompt, tuple):
+        size = len(getattr(renderer, "tokenizer", range(1 << 31)))
+        if not state.prompt or not all(0 <= i < size for i in state.prompt):
+            raise UserError(f"a prompt of token ids has at least one, each from 0 to {size - 1}")
+        return state.prompt
+    known = [((*step.state.messages, step.action.message), turn.ids) for step, turn in zip(steps, turns, strict=True)]
+    branches = [ids for said, ids in known[:-1] if state.messages[: len(said)] == said]
+    said, prompt = state.messages if state.prompt is None else state.prompt, None
+    for before in [turns[-1].ids if turns else (), *branches[-1:]]:
+        prompt = tuple(renderer.prompt_ids(said, state.tools, before))
+        if prompt[: len(before)] == before:
+            break
+    return prompt
+
+
+def message_read(renderer: Renderer, ids: Sequence[int], state: State) -> Message:
+    """Return the policy's message in a state, cut before the first of the state's stop texts."""
+    message = message_of(renderer.parse(ids, state.tools))
+    return replace(message, content=cut(message.content, state.stop)[0]) if state.stop else message
 
 
 # a conversation to try a template with

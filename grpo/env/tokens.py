@@ -91,12 +91,14 @@ class Row:
 
 
 def rows_of_turns(turns: Sequence[Turn]) -> list[Row]:
-    """The turns of one episode, oldest first, as few rows as show the model what the policy saw: a turn joins the row before
-    it where its prompt begins with all of that row. Every sampled token is in one row, once."""
+    """The turns of one episode, oldest first, as few rows as show the model what the policy saw: a turn joins the latest row
+    with all of which its prompt begins. Every sampled token is in one row, once."""
     found: list[Row] = []
     for turn in turns:
-        if found and (longer := found[-1].extended(turn)):
-            found[-1] = longer
+        for i in reversed(range(len(found))):
+            if longer := found[i].extended(turn):
+                found[i] = longer
+                break
         else:
             done = turn.completion
             found.append(Row(turn.prompt_ids, done.ids, (True,) * len(done.ids), done.logprobs))

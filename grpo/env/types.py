@@ -23,19 +23,29 @@ End = Literal["answered", "out_of_turns", "truncated", "env_error", "env_timeout
 
 @dataclass(frozen=True)
 class State:
-    """The policy's observation: the whole conversation so far, and the tools it may call."""
+    """The policy's observation: the whole conversation so far, and the tools it may call.
+
+    prompt: a text or token ids that the policy reads as they are, in place of the messages. stop: texts before which the next
+    message ends. max_tokens: of the next message; None, or more than the run's: the run's.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
+    prompt: str | tuple[int, ...] | None = None
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class Action:
-    """The policy's message, whether the limit of tokens cut it short, and the ids of its tokens if they are known."""
+    """The policy's message, whether the limit of tokens cut it short, and if they are known the ids of its tokens, their
+    log-probabilities and the ids of the prompt."""
 
     message: Message
     truncated: bool = False
     ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -139,7 +149,8 @@ class Env(Protocol):
 
     The methods are called in threads, those of many environments at once, and may be coroutines. One that raises or takes
     longer than `step_timeout` ends its episode, and no other. Two are optional: `outcome()` returns the reward of an episode,
-    however it ended (None: there is none), and `close()` is called when the episode has been scored, whatever went wrong.
+    however it ended (None: there is none), and `close()` is called when the episode has been scored, whatever went wrong. With
+    `own_prompts = True` a first prompt that the template refuses, or that is too long, ends its episode only, not the run.
     """
 
     def start(self) -> StateLike | Awaitable[StateLike]:

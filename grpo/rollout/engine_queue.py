@@ -11,11 +11,15 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from grpo.engines.protocol import Engine, Sampling
+from grpo.engines.stop_texts import StopTexts
+from grpo.env.renderer import Renderer
 from grpo.env.tokens import Completion, CompletionLike, completion_of
+from grpo.env.types import State
 from grpo.system.calls import LOOK, PATIENCE, Calls, loop_threads
 from grpo.system.errors import UserError
 
@@ -51,19 +55,34 @@ class EngineQueue:
     def __init__(self, engine: Engine, sampling: Sampling, environments: Calls, places: Sequence[Place]) -> None:
         self.engine, self.sampling, self.environments = engine, sampling, environments
         self.room = math.inf if engine.context is None else engine.context - sampling.max_tokens  # for the prompt
-        self.asked: dict[Place, tuple[tuple[int, ...], int, asyncio.Future]] = {}
+        self.asked: dict[Place, tuple[tuple[int, ...], Sampling, int, asyncio.Future]] = {}
         self.working = set(places)  # episodes whose environment is working
         self.slow: set[Place] = set()  # working episodes that the engine does not wait for
         self.came = (0.0, 0.0)  # times of the first and the latest prompt in `asked`
         self.changed = threading.Condition()
 
-    async def sample(self, place: Place, prompt: tuple[int, ...], seed: int) -> Completion:
+    def check(self, prompt: tuple[int, ...]) -> None:
+        """Raise UserError for a prompt that leaves no room for an answer in the engine's context."""
+        if len(prompt) > self.room:
+            tokens = f"a prompt of {len(prompt)} tokens and max_tokens={self.sampling.max_tokens}"
+            limit = f"exceed the context of {self.engine.context}"
+            raise UserError(f"{tokens} {limit}: lower max_tokens, or use shorter prompts")
+
+    def sampling_in(self, state: State, renderer: Renderer) -> Sampling:
+        """Return the sampling of the next message: the run's, with the limits of the state."""
+        if not state.stop and state.max_tokens is None:
+            return self.sampling
+        stop = StopTexts(state.stop, lambda ids: renderer.parse(ids).content) if state.stop else self.sampling.stop
+        most = self.sampling.max_tokens
+        return replace(self.sampling, max_tokens=min(state.max_tokens or most, most), stop=stop)
+
+    async def sample(self, place: Place, prompt: tuple[int, ...], seed: int, sampling: Sampling) -> Completion:
         """Queue a prompt of the episode at `place`, and return its completion once the engine has sampled it."""
         future = asyncio.get_running_loop().create_future()
         with self.changed:
             now = time.monotonic()
             self.came = (self.came[0] if self.asked else now, now)
-            self.asked[place] = (prompt, seed, future)
+            self.asked[place] = (prompt, sampling, seed, future)
             self._rests(place)
         return await future
 
@@ -84,14 +103,21 @@ class EngineQueue:
         while self._wait(episodes):
             with self.changed:
                 places = sorted(self.asked)  # not in the order of arrival, which depends on threads
-                asked = [self.asked.pop(place) for place in places]
-            prompts, seeds, futures = zip(*asked, strict=True)
-            waiting = dict(enumerate(zip(places, futures, strict=True)))
-            give = partial(self._give, waiting)
-            completions = self.engine.sample(prompts, self.sampling, seeds, give)
-            for i, completion in zip(range(len(places)), completions, strict=True):
-                if i in waiting:  # the engine did not report it when it was finished
-                    give(i, completion)
+                asked = [(place, *self.asked.pop(place)) for place in places]
+            while asked:
+                sampling = asked[0][2]
+                self._sample(sampling, [one for one in asked if one[2] == sampling])
+                asked = [one for one in asked if one[2] != sampling]
+
+    def _sample(self, sampling: Sampling, asked: Sequence[tuple]) -> None:
+        """Sample the prompts (place, prompt, sampling, seed, future) that have the same sampling."""
+        places, prompts, _, seeds, futures = zip(*asked, strict=True)
+        waiting = dict(enumerate(zip(places, futures, strict=True)))
+        give = partial(self._give, waiting)
+        completions = self.engine.sample(prompts, sampling, seeds, give)
+        for i, completion in zip(range(len(places)), completions, strict=True):
+            if i in waiting:  # the engine did not report it when it was finished
+                give(i, completion)
 
     def _give(self, waiting: dict[int, tuple[Place, asyncio.Future]], i: int, completion: CompletionLike) -> None:
         place, future = waiting.pop(i)

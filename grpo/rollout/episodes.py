@@ -10,8 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from grpo.engines.protocol import Engine, Sampling
-from grpo.env.messages import message_of
-from grpo.env.renderer import Renderer
+from grpo.env.renderer import Renderer, message_read, rendered_prompt
 from grpo.env.tokens import Turn
 from grpo.env.types import Action, End, Example, Reward, State, Step, Task, Trajectory
 from grpo.rollout.engine_queue import EngineQueue, beside
@@ -77,16 +76,19 @@ async def episode(
         if len(steps) >= max_turns:
             return await ended("truncated" if cut_short else "out_of_turns", state)
         try:
-            prompt = tuple(renderer.prompt_ids(state.messages, state.tools, turns[-1].ids if turns else ()))
+            prompt = rendered_prompt(renderer, state, steps, turns)
+            if not turns:
+                engine.check(prompt)
         except UserError as error:
-            if not turns:  # every other episode would fail in the same way
+            if not turns and not env.own_prompts:  # every other episode would fail in the same way
                 raise
             return failed(error, state)
         if turns and len(prompt) > engine.room:  # the conversation no longer fits the model's context
             return await ended("truncated", state)
-        completion = await engine.sample(env.place, prompt, seed(s, len(turns)))
-        cut_short = completion.finish == "length"
-        action = Action(message_of(renderer.parse(completion.ids, state.tools)), cut_short, completion.ids)
+        sampling = engine.sampling_in(state, renderer)
+        completion = await engine.sample(env.place, prompt, seed(s, len(turns)), sampling)
+        cut_short, message = completion.finish == "length", message_read(renderer, completion.ids, state)
+        action = Action(message, cut_short, completion.ids, completion.logprobs, prompt)
         steps.append(Step(state, action))
         turns.append(Turn(prompt, completion))
         state = await env.step(action)

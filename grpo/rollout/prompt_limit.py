@@ -61,18 +61,20 @@ class PromptLimit:
         return self.max_tokens if self.too_long == "truncate" else None
 
     def longest(self, task: Task, examples: Sequence[Example], renderer: Renderer, looks: int = 100) -> int:
-        """Return the tokens of the longest prompt among at most `looks` examples, spread evenly; the limit if there are none."""
-        places = range(0, len(examples), math.ceil(len(examples) / looks) or 1)
+        """Return the tokens of the longest prompt among at most `looks` examples, or `task.looks`, spread evenly; the limit if
+        there are none."""
+        looks = getattr(task, "looks", looks)
+        places = range(0, len(examples), math.ceil(len(examples) / looks) or 1) if looks else ()
         return max((prompt_tokens(task, examples[i], renderer) for i in places), default=self.max_tokens)
 
     def fitting(self, task: Task, split: Split, renderer: Renderer, most: int = 500) -> Sequence[Example]:
         """Return the examples of a split whose prompts fit. Logs how many were dropped, or raises UserError with the first one.
 
         If the context is the limit and nothing is dropped, only the first `most` examples are checked: the engine refuses
-        others when it meets them.
+        others when it meets them. A task with `looks`, whose environments are slow to start, is not checked here.
         """
         examples = task.examples(split)
-        if self.too_long == "truncate":
+        if self.too_long == "truncate" or hasattr(task, "looks"):
             return examples
         refuse, lengths = self.too_long == "refuse", []
         for i in range(min(len(examples), most) if refuse and self.by_context else len(examples)):

@@ -17,7 +17,7 @@ from conftest import REAL_DATA
 
 from grpo.rewards.functions import correct
 from grpo.rewards.math.answers import clean, equal, extract_answer
-from grpo.rewards.math.arithmetic import HUGE, same, value
+from grpo.rewards.math.arithmetic import LARGE, same, value
 from grpo.rewards.math.grading import DEADLINE, verdict
 
 SLACK = 10.0  # seconds, for a busy machine: a killed worker has to restart
@@ -51,7 +51,8 @@ True ~ true ~ \text{true} ~ \textbf{True}
 18 ~ 18\text{ kg}\cdot\text{m} ~ 18\text{ m s}^{-1} ~ ‎18‏
 1/3 ~ 0.\bar{3} ~ 0.\dot{3}
 1000 ~ 1\;000 ~ 1\ 000 ~ 1~000
-1 ~ 1^{10^{10^{10}}} ~ (10^{10^{10}})^0
+1 ~ 1^{10^{10}} ~ (10^{10})^0
+\binom{1000}{500} ~ \binom{1000}{499}\cdot\frac{501}{500}
 \frac12 ~ \sin 30^\circ ~ \cos(60^\circ) ~ \sin{30^{\circ}}
 \tan x ~ tan x ~ tan(x) ~ \operatorname{tan} x ~ \mathrm{tan}(x)
 2\pi\ln 2 ~ 2 pi ln 2 ~ pi ln(4)
@@ -324,8 +325,6 @@ def test_one_spelling(text, plain):
         ("3!^2", 36),
         ("2(3)", 6),
         ("1^{10^{10}}", 1),
-        ("(10^{10^{10}}+1)*0", HUGE),
-        ("\\frac{1000!}{998!}", 999000),
         ("(" * 450 + "4" + ")" * 450, 4),
         ("+".join("1" * 500), 500),
         ("1/2(3)", None),
@@ -337,7 +336,8 @@ def test_one_spelling(text, plain):
         ("-", None),
         ("(1", None),
         ("\\frac{1}", None),
-        ("2^{10^{10}}x", None),
+        ("10^{10^{10}}x", None),
+        ("0.5^{-0.5}", None),
     ],
 )
 def test_plain_arithmetic(text, number):
@@ -347,23 +347,27 @@ def test_plain_arithmetic(text, number):
 @pytest.mark.parametrize(
     "text",
     [
-        "10^{10^{10}} ",
-        " 2^{1000000000} ",
-        " 100000000! ",
-        " -2^{1000000001} ",
-        " 1e-999999999 ",
-        " \\frac{10^{10^{10}}}{2} ",
-        " 9^9^9^9^9\n    ",
-        " 2^{2^{2^{2^{2^{2}}}}} ",
-        " ((10^{100})!)! ",
-        " \\binom{1000000000}{500000000} ",
-        " 2^{10^{10}}+4",
+        "2^{4096}",
+        "10^{10^{10}}",
+        "-2^{1000000001}",
+        "1e-999999999",
+        "\\frac{10^{10^{10}}}{2}",
+        "541!",
+        "\\binom{9999}{4999}",
     ],
 )
-def test_numbers_that_nobody_writes_down_are_not_four(text):
+def test_numbers_that_nobody_writes_down(text):
+    assert value(text) == LARGE
+    assert same(LARGE, Fraction(4)) is False and same(LARGE, LARGE) is None
+    assert value("2^{4094}") == 2**4094 and value("540!") == LARGE != value("530!")
+
+
+@pytest.mark.parametrize(
+    "text", ["2^{2^{2^{2^{2^{2}}}}}", "((10^{100})!)!", "\\binom{1000000000}{500000000}", "9^9^9^9^9", "2^{10^{10}}+4"]
+)
+def test_towers_are_not_four(text):
     start = time.monotonic()
-    assert value(text) is HUGE and equal(text, "4") is False
-    assert same(HUGE, HUGE) is None and same(HUGE, Fraction(4)) is False
+    assert equal(text, "4") is False and value(text) == LARGE
     assert time.monotonic() - start < 1
 
 
@@ -396,7 +400,6 @@ def test_a_million_terms_are_wrong_or_too_much():
         ("\\bar{", "\\foo{", "error"),
         ("(" * 12 + "x" + ")" * 12, "\\foo{", "error"),
         (ENDLESS, "4", "timeout"),
-        ("10^{10^{10}}-10^{10^{10}}+4", "4", "wrong"),
     ],
 )
 def test_outcomes(answer, gold, outcome):

@@ -1,29 +1,22 @@
-"""Evaluates plain arithmetic as people write it: an exact Fraction, or HUGE for a number that nobody writes down.
+"""Evaluates plain arithmetic as people write it: an exact Fraction.
 
     value("1\\frac{4}{5}")            Fraction(9, 5)
-    value("2^{2^{2^{2^{2^{2}}}}}")    HUGE: not 4, which is all that a comparison needs
+    value("2^{2^{2^{2^{2^{2}}}}}")    LARGE: not 4, which is all that a comparison needs
     value("x + 1")                    None
 
-No roots, no names. Linear in the text, without recursion, and no number gets more bits than MAX_BITS: 10^{10^{10}} takes as
-long as 10^{10}.
+No roots, no names. Linear in the text, without recursion, and no number gets more digits than the bounds below allow:
+10^{10^{10}} takes as long as 10^{10}.
 """
 
 import math
+import operator
 import re
-from enum import Enum
 from fractions import Fraction
 
-MAX_BITS = 16_384  # of a numerator and a denominator together; 1,500! has 13,700
+MAX_BITS = 4096  # of a numerator and a denominator together; 1,000 digits are 3,322
+LARGE = math.inf  # stands for an expression in which a number has more
 
-
-class Size(Enum):
-    """HUGE: a result for which some step had more than MAX_BITS."""
-
-    HUGE = "huge"
-
-
-HUGE = Size.HUGE
-Value = Fraction | Size
+Value = Fraction | float
 
 
 class Undecided(ArithmeticError):
@@ -31,8 +24,8 @@ class Undecided(ArithmeticError):
 
 
 def same(x: Value, y: Value) -> bool | None:
-    """Return whether two numbers are equal; None if both are HUGE."""
-    return None if x is y is HUGE else x == y
+    """Return whether two numbers are equal; None if both are LARGE."""
+    return None if x == y == LARGE else x == y
 
 
 def bits(x: Fraction) -> int:
@@ -40,56 +33,25 @@ def bits(x: Fraction) -> int:
     return x.numerator.bit_length() + x.denominator.bit_length()
 
 
-def bounded(x: Fraction) -> Value:
-    """Return the fraction itself, or HUGE if it has too many bits."""
-    return x if bits(x) <= MAX_BITS else HUGE
-
-
-def add(x: Value, y: Value) -> Value:
-    """x + y."""
-    return HUGE if HUGE in (x, y) else bounded(x + y)
-
-
-def negative(x: Value) -> Value:
-    """-x."""
-    return HUGE if x is HUGE else -x
-
-
-def multiply(x: Value, y: Value) -> Value:
-    """x y."""
-    return HUGE if HUGE in (x, y) else bounded(x * y)
-
-
-def divide(x: Value, y: Value) -> Value:
-    """x / y. Raises ArithmeticError for y = 0."""
-    return HUGE if HUGE in (x, y) else bounded(x / y)
-
-
-def power(x: Value, n: Value) -> Value:
-    """x^n. Raises ArithmeticError for roots and 0^0."""
-    if x == 1 or (n == 0 and x != 0):
-        return Fraction(1)
-    if HUGE in (x, n):
-        return HUGE
-    if n.denominator != 1 or x == n == 0:
+def power(x: Fraction, n: Fraction) -> Value:
+    """x^n."""
+    if n.denominator != 1 or x == n == 0:  # a root
         raise Undecided
-    return bounded(x**n.numerator) if abs(n) * (bits(x) - 2) <= MAX_BITS else HUGE
+    return LARGE if abs(n) * (bits(x) - 2) > MAX_BITS else x**n.numerator
 
 
-def factorial(n: Value) -> Value:
+def factorial(n: Fraction) -> Value:
     """n!."""
-    if n is not HUGE and (n < 0 or n.denominator != 1):
+    if n.denominator != 1 or n < 0:
         raise Undecided
-    return HUGE if n is HUGE or n > 1500 else bounded(Fraction(math.factorial(int(n))))
+    return Fraction(math.factorial(int(n))) if n <= 1000 else LARGE
 
 
-def binomial(n: Value, k: Value) -> Value:
+def binomial(n: Fraction, k: Fraction) -> Value:
     """n over k."""
-    if HUGE in (n, k):
-        return HUGE
     if n.denominator != 1 or k.denominator != 1 or not 0 <= k <= n:
         raise Undecided
-    return bounded(Fraction(math.comb(int(n), int(k)))) if min(k, n - k) * bits(n) <= MAX_BITS else HUGE
+    return Fraction(math.comb(int(n), int(k))) if min(k, n - k) * bits(n) <= 16 * MAX_BITS else LARGE
 
 
 _TOKEN = re.compile(
@@ -104,14 +66,22 @@ _SYNONYM = {"\\cdot": "*", "\\times": "*", "\\div": "/", "**": "^"}
 _CLOSES = {")": "(", "}": "{"}
 _RANK = {"+": 1, "-": 1, "*": 2, "/": 2, "negative": 3, "^": 4}
 _APPLY = {
-    "+": add,
-    "-": lambda x, y: add(x, negative(y)),
-    "*": multiply,
-    "/": divide,
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
     "^": power,
-    "\\frac": divide,
+    "\\frac": operator.truediv,
     "\\binom": binomial,
+    "!": factorial,
+    "negative": operator.neg,
 }
+
+
+def applied(sign: str, *numbers: Value) -> Value:
+    """Return the result of an operation. One with a LARGE number is LARGE."""
+    result = LARGE if LARGE in numbers else _APPLY[sign](*numbers)
+    return LARGE if result == LARGE or bits(result) > MAX_BITS else result
 
 
 def value(text: str) -> Value | None:
@@ -137,8 +107,8 @@ def _evaluate(text: str) -> Value:
 
     def apply(rank: int) -> None:
         while waiting and _RANK.get(waiting[-1], 0) >= rank:
-            operator, y = waiting.pop(), values.pop()
-            values.append(negative(y) if operator == "negative" else _APPLY[operator](values.pop(), y))
+            sign, y = waiting.pop(), values.pop()
+            values.append(applied(sign, y) if sign == "negative" else applied(sign, values.pop(), y))
 
     wants_value, position = True, 0
     while position < len(text):
@@ -151,7 +121,7 @@ def _evaluate(text: str) -> Value:
         if sign is None and wants_value:
             number = Fraction(match["number"].replace(",", "").removesuffix("."))
             if match["exponent"]:
-                number = multiply(number, power(Fraction(10), Fraction(match["exponent"])))
+                number = applied("*", number, power(Fraction(10), Fraction(match["exponent"])))
             values.append(number)
             wants_value = False
         elif not wants_value and sign == "(":  # 2(3)
@@ -173,10 +143,10 @@ def _evaluate(text: str) -> Value:
                 waiting[-1] += " 2"
                 wants_value = True
             elif waiting and waiting[-1].endswith(" 2"):
-                operator, y = waiting.pop().removesuffix(" 2"), values.pop()
-                values.append(_APPLY[operator](values.pop(), y))
+                sign, y = waiting.pop().removesuffix(" 2"), values.pop()
+                values.append(applied(sign, values.pop(), y))
         elif not wants_value and sign == "!":
-            values.append(factorial(values.pop()))
+            values.append(applied("!", values.pop()))
         elif not wants_value and sign in _RANK:
             if sign != "^":  # which is evaluated from the right
                 apply(_RANK[sign])
