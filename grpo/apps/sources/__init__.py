@@ -1,0 +1,1 @@
+"""Sources of samples that need an application: a server in this process."""

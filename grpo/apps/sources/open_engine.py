@@ -1,0 +1,141 @@
+"""The run's own engine, open to environments over HTTP while the run waits for their samples."""
+
+import logging
+import re
+import socket
+import threading
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import uvicorn
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from grpo.apps.serve.api import make_app
+from grpo.apps.serve.batching import Batching
+from grpo.apps.serve.gate import Gate
+from grpo.apps.serve.served_weights import ServedWeights
+from grpo.apps.serve.service import Service
+from grpo.engines.protocol import Done, Prompts, Sampling
+from grpo.env.renderer import TokenizerRenderer
+from grpo.env.tokens import Completion, CompletionLike, completion_of
+from grpo.models.pretrained import Pretrained
+from grpo.rollout.rollouts import Rollouts
+from grpo.system.errors import RolloutError
+from grpo.system.ports import check_port
+
+log = logging.getLogger(__name__)
+
+OPEN = re.compile(r"/|/health|/generate|/version|/.*v1/.+")  # other paths change weights, or stop the engine
+REMEMBERED = 2_000_000  # sampled tokens
+
+
+class OpenEngine:
+    """The engine of `rollouts` at http://127.0.0.1:port, for `Batching` an engine itself. Mutable: it remembers completions.
+
+    answered: completions so far. refused: the errors that environments were given.
+    """
+
+    def __init__(self, rollouts: Rollouts, pretrained: Pretrained, renderer: TokenizerRenderer, port: int) -> None:
+        self.rollouts, self.engine, self.unwanted = rollouts, rollouts.engine, set[int]()
+        self.known: dict[bytes, list[tuple[float, Completion]]] = {}
+        self.answered = self.tokens = 0
+        self.refused: dict[str, None] = {}
+        self.batching = Batching(lambda: self)
+        self.batching.paused = True
+        weights, vocabulary = ServedWeights(pretrained, "cpu"), pretrained.config().get_text_config().vocab_size
+        service = Service(self.batching, weights, renderer.tokenizer, renderer, vocabulary)
+        self.app = make_app(service)
+        check_port("127.0.0.1", port)
+        listener = socket.create_server(("127.0.0.1", port))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        gate = Gate(self.asked, service.metrics, service.limits.body)
+        self.server = uvicorn.Server(
+            uvicorn.Config(gate, ws="none", interface="asgi3", log_level="error", lifespan="off")
+        )
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]}, daemon=True)
+        self.thread.start()
+
+    async def asked(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, and log an error once: environments repeat a refused request in silence."""
+        status = 0
+
+        async def seen(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            line = message.get("body", b"").decode(errors="replace")[:500] if status >= 400 else ""
+            if line and line not in self.refused:
+                self.refused[line] = None
+                log.warning("a request of an environment was refused: %s %s", scope["path"], line)
+            await send(message)
+
+        closed = JSONResponse({"error": {"message": "the weights are those of a run that trains"}}, 404)
+        app: ASGIApp = self.app if OPEN.fullmatch(scope["path"]) else closed
+        await app(scope, receive, seen)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Answer requests inside the block; others wait. After it nothing is being sampled."""
+        self.batching.pause(False).result()
+        try:
+            yield
+        finally:
+            self.batching.pause(True).result()
+
+    def find(self, prompt: Sequence[int], ids: Sequence[int], logprobs: Sequence[float] | None) -> Completion | None:
+        """Return a completion as it was sampled, the newest one with these log-probabilities if there are several. Raises
+        RolloutError if it was sampled at another temperature than the one at which the run learns."""
+        found = [one for one in self.known.get(key_of_ids((*prompt, *ids)), ()) if one[1].ids == ids]
+        same = [one for one in found if one[1].logprobs == logprobs]
+        if not found:
+            return None
+        temperature, completion = (same or found)[-1]
+        if temperature != (learned := self.rollouts.plan.sampling.temperature):
+            line = f"it was sampled at temperature {temperature:g}, and the run learns at {learned:g}"
+            raise RolloutError(f"{line}: set rollout.sampling.temperature={temperature:g}, or that of the environment")
+        return completion
+
+    def end(self) -> None:
+        """Refuse the waiting requests, and stop the server."""
+        self.batching.stop()
+        self.server.should_exit = True
+        self.thread.join(5)
+
+    # -- as an engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def sample(self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], done: Done) -> list[Completion]:
+        """Sample, and remember each completion with the version of the weights before anybody gets it."""
+        found: dict[int, Completion] = {}
+        self.engine.unwanted = self.unwanted
+
+        def note(i: int, given: CompletionLike) -> None:
+            completion = completion_of(given)
+            versions = completion.versions or (self.engine.version,) * len(completion.ids)
+            found[i] = completion = replace(completion, versions=versions)
+            self.known.setdefault(key_of_ids((*prompts[i], *completion.ids)), []).append(
+                (sampling.temperature, completion)
+            )
+            self.answered, self.tokens = self.answered + 1, self.tokens + len(completion.ids)
+            done(i, completion)
+
+        with self.rollouts.sampling():
+            for i, given in enumerate(self.engine.sample(prompts, sampling, seeds, note)):
+                if i not in found:
+                    note(i, given)
+        while self.tokens > REMEMBERED:
+            self.tokens -= sum(len(old.ids) for _, old in self.known.pop(next(iter(self.known))))
+        return [found[i] for i in range(len(prompts))]
+
+    def close(self) -> None:
+        """Do nothing: the run closes its engine itself."""
+
+
+def key_of_ids(ids: Sequence[int]) -> bytes:
+    """Return token ids in few bytes."""
+    return array("q", ids).tobytes()
