@@ -24,7 +24,6 @@ from grpo.evaluation.statistics import (
     arm_interval,
     compare_arms,
     difference_interval,
-    iqm,
     mean_interval,
     over_seeds,
 )
@@ -145,14 +144,11 @@ def arm(seeds: int, n: int, k: int, spread: float) -> Draw:
     return draw
 
 
-def runs(n: int, tasks: int = 0) -> Draw:
-    """Scores of runs are normal: Student's t and the bootstrapped interquartile mean; with tasks only the latter."""
+def runs(n: int) -> Draw:
+    """Scores of runs are normal."""
 
-    def draw(rng: np.random.Generator) -> tuple[Estimate, Estimate | None, float]:
-        if tasks:
-            return iqm(rng.normal(size=(n, tasks))), None, 0.0
-        scores = rng.normal(size=n)
-        return over_seeds(scores), iqm(scores), 0.0
+    def draw(rng: np.random.Generator) -> tuple[Estimate, None, float]:
+        return over_seeds(rng.normal(size=n)), None, 0.0
 
     return draw
 
@@ -186,9 +182,7 @@ def cases(sets: int) -> Iterator[dict]:
         for spread, seeds, n, k in product((0.0, 0.02, 0.08), (3, 5), (50, 200), (1, 8)):
             drawn.append((what, f"seeds move it by up to {spread:g}", n, k, make(seeds, n, k, spread)))
     for n in (3, 5, 10):
-        drawn.append(("mean of runs (naive: IQM)", f"normal, {n} runs", n, 1, runs(n)))
-    for n in (3, 10):
-        drawn.append(("IQM of runs", f"10 tasks, {n} runs", n, 1, runs(n, 10)))
+        drawn.append(("mean of runs", f"normal, {n} runs", n, 1, runs(n)))
     for what, world, n, k, draw in drawn:
         yield {"what": what, "world": world, "n": n, "k": k, **covered(draw, sets)}
 

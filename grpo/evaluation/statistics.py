@@ -119,32 +119,6 @@ def arm_interval(a: ArrayLike, level: float = 0.95, bounds: Bounds = (0, 1)) -> 
     return Estimate(alone.value, *_wilson(p, m, z, bounds), n)
 
 
-def iqm(scores: ArrayLike, level: float = 0.95, seed: int = 0) -> Estimate:
-    """Return the interquartile mean, the mean of the middle half of all scores. scores: [runs] or [runs, tasks].
-
-    arXiv 2108.13264. The interval is from percentiles of 2,000 bootstrap samples, with runs drawn within each task. For three
-    runs it is far too narrow: for one task it contains the true value in three cases of four; use `over_seeds` instead. Runs with
-    NaN are left out.
-    """
-    scores = np.atleast_2d(np.asarray(scores, dtype=float).T).T  # [runs, tasks]
-    from scipy.stats import (  # imported here, since it takes half a second and most callers do not need it
-        bootstrap,
-        trim_mean,
-    )
-
-    scores = scores[~np.isnan(scores).any(axis=1)]
-    n = len(scores)
-    if n < 2:
-        return Estimate(trim_mean(scores, 0.25, axis=None) if n else np.nan, np.nan, np.nan, n)
-
-    def statistic(*tasks: np.ndarray, axis: int) -> np.ndarray:
-        return trim_mean(np.concatenate(tasks, axis=axis), 0.25, axis=axis)
-
-    options = {"n_resamples": 2000, "confidence_level": level, "method": "percentile", "rng": seed}
-    low, high = bootstrap(tuple(scores.T), statistic, **options).confidence_interval
-    return Estimate(trim_mean(scores, 0.25, axis=None), low, high, n)
-
-
 def compare_arms(a: ArrayLike, b: ArrayLike, level: float = 0.95, bounds: Bounds | None = (0, 1)) -> Comparison:
     """Compare arm b with arm a, for other seeds and other problems. a: [seeds of a, problems], b: [seeds of b, problems].
 

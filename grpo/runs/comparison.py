@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from grpo.evaluation.metrics import as_json, number_and_interval
-from grpo.evaluation.statistics import arm_interval, compare_arms, holm, iqm, over_seeds, paired
+from grpo.evaluation.statistics import arm_interval, compare_arms, holm, over_seeds, paired
 from grpo.runs.runs import SAME, VERDICTS, Run, arms, load
 from grpo.system.errors import UserError
 
@@ -78,8 +78,6 @@ def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -
         scores = {letter: np.array(rows) for letter, rows in tables.items()}  # [runs, items]
         for letter, arm in scores.items():
             described[letter] |= as_json({metric: arm_interval(arm)})
-            if len(arm) > 1:
-                described[letter] |= as_json({f"{metric}_iqm": iqm(arm.mean(axis=1))})
         (first, a), *others = scores.items()
         found = [compare_arms(a, b) if max(len(a), len(b)) > 1 else paired(a[0], b[0]) for _, b in others]
         adjusted = holm([one.p_value for one in found])

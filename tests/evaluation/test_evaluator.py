@@ -460,7 +460,7 @@ def test_seeds_in_brackets_are_one_arm(tmp_path):
     assert [found["arms"][arm]["runs"] for arm in "AB"] == [2, 2]
     means = [Run(folder).verdicts()["accuracy"].mean() for folder in seeds]
     assert found["arms"]["A"]["eval/accuracy"]["value"] == pytest.approx(sum(means[:2]) / 2)
-    assert found["arms"]["B"]["eval/accuracy_iqm"]["value"] == pytest.approx(sum(means[2:]) / 2)
+    assert found["arms"]["B"]["eval/accuracy"]["value"] == pytest.approx(sum(means[2:]) / 2)
     assert found["comparisons"][0]["test"] == "t over seeds and problems"
     with pytest.raises(UserError, match="needs two or more"):
         arms_of(seeds[:1])

@@ -21,7 +21,7 @@ from test_train import VARIED
 
 from grpo.evaluation.statistics import arm_interval
 from grpo.runs import html
-from grpo.runs.anatomy import advantages_by_solved, against_ratio, alike, weights_by_length
+from grpo.runs.anatomy import against_ratio, alike
 from train import train
 
 nbformat = pytest.importorskip("nbformat")  # missing where only vLLM is tested
@@ -279,7 +279,7 @@ def test_03_compares_the_arms_of_what_finished(outputs, tmp_path):
 def test_04_draws_every_preset(tmp_path):
     names, *figures = execute("04_objective", ROOT / "notebooks", tmp_path)
     assert set(names["text"].strip("'").split(", ")) == {file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml")}
-    assert [cell["images"] for cell in figures] == [1, 1, 1, 1, 2, 1]
+    assert [cell["images"] for cell in figures] == [1, 1, 2, 1]
 
 
 # -- the numbers that are drawn
@@ -310,20 +310,6 @@ def test_tokens_that_move_together():
     loss, gradient = against_ratio(preset("algo=ppo_sequence"), torch.tensor([1.01]), 1, together=True)
     assert loss.item() == pytest.approx(-10 * (1.01**10 - 1), abs=1e-3)
     assert gradient.item() == pytest.approx(-10 * 1.01**10, abs=1e-3)
-
-
-def test_advantages_and_weights():
-    right, wrong = advantages_by_solved(preset("algo=dr_grpo"), 8)
-    assert right.tolist() == pytest.approx([k / 8 for k in range(7, 0, -1)])
-    assert wrong.tolist() == pytest.approx([-k / 8 for k in range(1, 8)])
-    lengths = torch.tensor([1, 3])
-    for algo, weights in {
-        "grpo": [1 / 2, 1 / 6],
-        "dapo": [1 / 4] * 2,
-        "dr_grpo": [1 / 512] * 2,
-        "rloo": [1 / 2] * 2,
-    }.items():
-        assert weights_by_length(preset(f"algo={algo}", "max_tokens=256"), lengths).tolist() == pytest.approx(weights)
 
 
 def test_what_coincides_is_drawn_once():

@@ -22,7 +22,7 @@ from transformers import AutoConfig
 
 from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.engines.vllm.settings import params_of
-from grpo.engines.vllm_server.fleet import Fleet, check_exact
+from grpo.engines.vllm_server.fleet import Fleet
 from grpo.engines.vllm_server.http import GENERATE, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers, by_hand
 from grpo.engines.vllm_server.routing import Routes
@@ -156,9 +156,9 @@ class VLLMServerEngine:
             {"token_ids": list(prompt), "sampling_params": params | {"seed": seed}}
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        return asyncio.run(self._sample(requests, sampling, done)) if requests else []
+        return asyncio.run(self._sample(requests, done)) if requests else []
 
-    async def _sample(self, requests: list[dict], sampling: Sampling, done: Done | None) -> list[Completion]:
+    async def _sample(self, requests: list[dict], done: Done | None) -> list[Completion]:
         completions: list[Completion | None] = [None] * len(requests)
         failures: Counter[int] = Counter()
         routes = Routes([request["token_ids"] for request in requests], self._homes)
@@ -171,7 +171,6 @@ class VLLMServerEngine:
             while True:
                 while not server.ready:
                     await asyncio.sleep(0.1)
-                check_exact(server, sampling)
                 await waiting.get()
                 i = routes.take(server)
                 label = self._fleet.label

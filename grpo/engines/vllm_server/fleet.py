@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from grpo.engines.protocol import Sampling
 from grpo.engines.vllm_server.http import GENERATE, HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START
 from grpo.engines.vllm_server.sync import Behind, Lora, Named, Way
@@ -109,10 +108,11 @@ class Fleet:
             await server.ask(HEALTH, post=False)
             server.loads_until = 0.0
             await self._bring_up_to_date(server)
-            if server.fault or server.logprobs is None:
+            if server.fault or not server.exact:
                 await server.ask("/resume")  # it may still be paused by an interrupted update
                 await self._look(server)
-                server.logprobs = await logprobs_of(server, self.last_id)
+                await check_exact(server, self.last_id)
+                server.exact = True
         except (Lost, Refused, UserError) as error:
             # only rank 0 sends weights; if any server refuses the first ones, the run ends
             if isinstance(error, UserError) and not self.met and not distributed.rank():
@@ -147,27 +147,15 @@ class Fleet:
                 await server.ask(route, {})
 
 
-async def logprobs_of(server: RemoteServer, last_id: int) -> str:
-    """Return the kind of log-probabilities that a server gives, found by two test requests.
-
-    "exact": log softmax(logits / temperature) over the whole vocabulary. "raw": the same, always at temperature 1.
-    "processed": over the tokens that the filters leave.
-    """
+async def check_exact(server: RemoteServer, last_id: int) -> None:
+    """Raise UserError unless a server's log-probabilities are log softmax(logits / temperature) over the whole vocabulary, found
+    by two test requests: others stay as they are at temperature 1, or are -9999 for tokens that a filter excludes."""
     gaps = []
     for temperature in (1.0, 0.5):
         params = {"max_tokens": 1, "temperature": temperature, "top_k": 1, "logprobs": 5, "detokenize": False}
         given = await server.ask(GENERATE, {"token_ids": [last_id], "sampling_params": params})
         best = [token["logprob"] for token in given["choices"][0]["logprobs"]["content"][0]["top_logprobs"]]
         gaps.append(max(best) - min(best))
-    if gaps[0] > 1000:  # excluded tokens have -9999
-        return "processed"
-    return "raw" if gaps[1] < 1.5 * gaps[0] else "exact"
-
-
-def check_exact(server: RemoteServer, sampling: Sampling) -> None:
-    """Raise UserError if, with this sampling, the server's log-probabilities are not what `Engine.sample` promises."""
-    filters = sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty
-    wrong = {"exact": False, "raw": sampling.temperature not in (0, 1), "processed": filters != (1, 0, 0, 1)}
-    if wrong[server.logprobs] or (sampling.guided and server.logprobs != "exact"):
-        line = f"the vLLM server at {server.url} gives {server.logprobs} log-probabilities, wrong for this sampling"
+    if gaps[0] > 1000 or gaps[1] < 1.5 * gaps[0]:
+        line = f"the vLLM server at {server.url} gives log-probabilities of another temperature, or after filters"
         raise UserError(f"{line}: {server.advice}")

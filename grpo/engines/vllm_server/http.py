@@ -49,7 +49,7 @@ class RemoteServer:
     `ended` returns one line if it has ended, else None, `start` starts it again, `starts` counts this since its latest
     completion, `loads_until` is when it must answer.
     ready: whether it may be asked for completions; fault: why not. context: its limit of tokens, None before `labels`.
-    logprobs: see `fleet.logprobs_of`.
+    exact: see `fleet.check_exact`; False until it was checked.
     """
 
     url: str
@@ -62,7 +62,7 @@ class RemoteServer:
     ready: bool = False
     fault: Exception | None = None
     context: int | None = None
-    logprobs: str | None = None
+    exact: bool = False
 
     async def ask(self, route: str, body: dict | None = None, post: bool = True) -> Any:
         """Return the JSON of a route's answer; None if the answer is not JSON. Raises Lost, Refused, or UserError if the server
