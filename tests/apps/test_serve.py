@@ -560,3 +560,10 @@ def test_it_serves_vllm(toy, other):
             for found, positions in zip(answer["token_ids"], answer["logprobs"], strict=True):
                 values = [value for (entry,) in positions for value in entry.values()]
                 assert values == pytest.approx(logprobs(model, PROMPT, found, 0.7), abs=1e-5)
+            echo = client("/v1/completions", {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 2})
+            values = echo["choices"][0]["logprobs"]["token_logprobs"]
+            assert values[1:] == pytest.approx(logprobs(model, PROMPT[:1], PROMPT[1:]), abs=1e-5)
+        asked = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+        whole = client("/v1/completions", asked)["choices"][0]["text"]
+        (choice,) = client("/v1/completions", asked | {"stop": whole[3:5], "return_token_ids": True})["choices"]
+        assert choice["text"] == whole[: whole.index(whole[3:5])] and len(choice["token_ids"]) < 24
