@@ -25,7 +25,6 @@ from grpo.env.sessions import NoAnswer, sessions
 from grpo.env.tokens import Completion
 from grpo.env.types import Action, Env, Example, Reward, State, Trajectory
 from grpo.rewards.combined import Weights
-from grpo.rewards.functions import correct
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask
 from grpo.system import child
@@ -35,11 +34,6 @@ from grpo.system.ranges import Port
 WAITING = 64  # unanswered calls of a program
 FILE_BLOCKS = 1 << 21  # of 512 bytes: the largest file that a program may write, its stderr too
 ENDED = "this session has ended"
-
-
-def answered(completions: Sequence[Any], gold: Sequence[Any] = (), **columns: Any) -> list[Reward | None]:
-    """`correct`, for rows with an answer; None for others."""
-    return correct(completions, gold, **columns) if gold and gold[0] is not None else [None] * len(completions)
 
 
 class AgentEnv:
@@ -120,10 +114,8 @@ class AgentEnv:
 
     def last_line(self) -> str:
         """Return the last line that the program has written to stderr."""
-        with Path(self.folder, "stderr").open("rb") as errors:
-            errors.seek(max(0, errors.seek(0, os.SEEK_END) - 2000))
-            lines = errors.read().decode(errors="replace").split("\n")
-        return next((line for line in reversed(lines) if line.strip()), "nothing on stderr")
+        last = ["tail", "-n", "1", str(Path(self.folder, "stderr"))]
+        return subprocess.run(last, capture_output=True, text=True, errors="replace").stdout.strip()
 
     def close(self) -> None:
         self.task.server.open.pop(self.name, None)
@@ -138,7 +130,8 @@ def environment() -> dict[str, str]:
     """Return the variables of programs: ours, with this Python, and with the modules of this folder."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     modules = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PATH": path, "PYTHONPATH": modules, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    direct = dict.fromkeys(["NO_PROXY", "no_proxy"], ",".join(["127.0.0.1", os.environ.get("no_proxy", "")]))
+    return {**os.environ, "PATH": path, "PYTHONPATH": modules, **direct}
 
 
 class Agent(RowTask):
@@ -153,7 +146,7 @@ class Agent(RowTask):
         self,
         path: str,
         command: str | None = None,
-        rewards: Functions = "tasks.agent.answered",
+        rewards: Functions = "correct",
         weights: Weights = None,
         solved: float = 1.0,
         prompt: str = "prompt",
@@ -176,6 +169,9 @@ class Agent(RowTask):
 
     def messages(self, example: Example) -> tuple[Message, ...]:
         return (Message("user", str(example[self.prompt])),)
+
+    def check(self, row: Example, where: str) -> None:
+        self.rewards.check({*row, "gold"}, where)  # None in a row without an answer, which `correct` does not grade
 
     def build(self, example: Example, seed: int = 0) -> AgentEnv:
         return AgentEnv(self, example, seed)

@@ -84,12 +84,9 @@ class Sessions(ThreadingHTTPServer):
     def opened(self, session: Any) -> tuple[str, dict[str, str]]:
         """Return the name of a new session, and its addresses as variables of a program's environment."""
         name = secrets.token_hex(16)
-        self.open[name] = session
-        url = f"http://{HOST}:{self.server_port}/{name}"
-        keys = {"OPENAI_API_KEY": name, "ANTHROPIC_API_KEY": name}
-        return name, {
-            "OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url, "GRPO_REWARD_URL": f"{url}/reward", **keys
-        }  # fmt: skip
+        self.open[name], url = session, f"http://{HOST}:{self.server_port}/{name}"
+        addresses = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url, "GRPO_REWARD_URL": f"{url}/reward"}
+        return name, addresses | dict.fromkeys(["OPENAI_API_KEY", "ANTHROPIC_API_KEY"], name)
 
     def taken(self, key: str) -> dict[str, Any]:
         """Return what the next session tells a program from outside."""
@@ -136,6 +133,7 @@ class Handler(BaseHTTPRequestHandler):
     wbufsize, disable_nagle_algorithm = -1, True  # an answer goes in one piece, at once
 
     def do_POST(self) -> None:
+        """Answer a request, with an error in the client's own form."""
         path, status = self.path.partition("?")[0].strip("/"), 200
         try:
             text = self.server.reply(path, self.headers.get("Authorization", ""), self.body())

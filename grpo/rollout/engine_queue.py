@@ -64,9 +64,8 @@ class EngineQueue:
     def check(self, prompt: tuple[int, ...]) -> None:
         """Raise UserError for a prompt that leaves no room for an answer in the engine's context."""
         if len(prompt) > self.room:
-            tokens = f"a prompt of {len(prompt)} tokens and max_tokens={self.sampling.max_tokens}"
-            limit = f"exceed the context of {self.engine.context}"
-            raise UserError(f"{tokens} {limit}: lower max_tokens, or use shorter prompts")
+            sizes = f"{len(prompt)} tokens and max_tokens={self.sampling.max_tokens} exceed the context of {self.engine.context}"
+            raise UserError(f"a prompt of {sizes}: lower max_tokens, or use shorter prompts")
 
     def sampling_in(self, state: State, renderer: Renderer) -> Sampling:
         """Return the sampling of the next message: the run's, with the limits of the state."""

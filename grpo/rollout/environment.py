@@ -22,11 +22,6 @@ class Environment:
         self.env: Env | None = None
         self.closed = False
 
-    @property
-    def own_prompts(self) -> bool:
-        """Whether its prompts are unlike those of other episodes."""
-        return getattr(self.env, "own_prompts", False)
-
     async def start(self, task: Task, example: Example, seed: int, group_seed: int) -> Next:
         """Build and start the environment. group_seed: the one that all samples of the example have."""
 
