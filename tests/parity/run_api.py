@@ -1,6 +1,10 @@
-"""A stand-in of Atropos' run-api on the standard library, for the protocol of docs/sources.md, and an environment of it."""
+"""A stand-in of Atropos' run-api on the standard library, for the protocol of docs/sources.md, and an environment of it.
+
+python run_api.py PORT PORT_OF_THE_ENGINE
+"""
 
 import json
+import sys
 import threading
 import time
 import urllib.error
@@ -24,7 +28,7 @@ class RunApi:
     """Ready batches come out newest first; a batch has exactly `batch_size` sequences, of items in the order in which they came.
     calls: the paths that were asked, but /batch and /status."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.calls: list[str] = []
         self.forget()
         api = self
@@ -44,7 +48,7 @@ class RunApi:
             def log_message(self, *args):
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
@@ -146,3 +150,12 @@ class Environment(threading.Thread):
         }
         self.change(item, number)
         post(f"{self.api.url}/scored_data", item)
+
+
+if __name__ == "__main__":
+    served = RunApi(int(sys.argv[1]))
+    Environment(served, f"http://127.0.0.1:{sys.argv[2]}")
+    while not served.started:
+        time.sleep(0.1)
+    print(f"registered for batches of {served.config['batch_size']}", flush=True)
+    time.sleep(120)
