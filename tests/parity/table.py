@@ -487,6 +487,20 @@ WORKS = {
         },
         ends=(0, 1),
     ),
+    "a run-api": Command(
+        [
+            "python run_api.py PORT 19001&",
+            "python train.py source=atropos source.url=http://127.0.0.1:PORT source.port=19001 model=path model.path=toy "
+            "debug=smoke max_tokens=6 rollout.group_size=4 engine=transformers trainer=cpu hydra.run.dir=atropos",
+        ],
+        {
+            "A12 A13 A14 A15": lambda left: (
+                left.has("registered for batches of 8")
+                and values("atropos", "rollout/staleness")[0] == 0
+                and values("atropos", "rollout/logprob_gap")[0] < 1e-5
+            ),
+        },
+    ),
     "mistakes": Command(
         [
             "python train.py model.dtype=float8",
@@ -523,10 +537,6 @@ def prompts(left: Left) -> list[list[int]]:
 NO_BRIDGE = "python train.py +engine.vllm_config_path=vllm_bridge_config.json hydra.run.dir=bridge"
 REFUSED = {  # by design: the command ends with this line
     "A06 A07": (NO_BRIDGE, "got an unexpected keyword argument 'vllm_config_path'"),
-    "A12 A13 A14 A15": (
-        "python train.py engine=atropos",
-        "engine has no option 'atropos'; options: auto, transformers, vllm",
-    ),
 }
 VLLM = {  # the test of the vLLM suite that asserts it
     "T22": "test_server.py::test_guided_samples_match",
