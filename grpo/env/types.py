@@ -38,8 +38,7 @@ class State:
 
 @dataclass(frozen=True)
 class Action:
-    """The policy's message, whether the limit of tokens cut it short, and if they are known the ids of its tokens, their
-    log-probabilities and the ids of the prompt."""
+    """The policy's message, whether the limit of tokens cut it short, and if they are known the tokens of it and of the prompt."""
 
     message: Message
     truncated: bool = False

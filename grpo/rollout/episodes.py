@@ -80,9 +80,7 @@ async def episode(
             if not turns:
                 engine.check(prompt)
         except UserError as error:
-            if not turns and not getattr(
-                env.env, "own_prompts", False
-            ):  # every other episode would fail in the same way
+            if not turns and not getattr(env.env, "own_prompts", False):  # the others would fail in the same way
                 raise
             return failed(error, state)
         if turns and len(prompt) > engine.room:  # the conversation no longer fits the model's context
