@@ -38,8 +38,7 @@ def collate(groups: Sequence[Group], first: Sequence[int] = ()) -> TokenBatch:
 
 
 def scores(groups: Sequence[Group]) -> Scores:
-    """Return rewards and lengths of the samples, [N, G] each. A part is NaN where the reward lacks it or is itself unknown.
-    G is the size of the largest group; the places of a smaller one that are left have unknown rewards and length 0."""
+    """Return rewards and lengths, [N, G] each. NaN: a part that a reward lacks, and a reward that a smaller group lacks."""
 
     def tensor(value, missing: float = torch.nan) -> Tensor:
         return torch.tensor(rectangle(groups, value, missing))

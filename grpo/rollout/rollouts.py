@@ -75,7 +75,7 @@ class Rollouts:
         rounds, prompts = 0, self.plan.prompts
         wanted = prompts
         with in_play(), self.sampling(), on_disk(Path(self.folder, "rollouts", f"{r + 1:06d}.failed.parquet")):
-            while rounds < self.algorithm.sampling_rounds and (more := self.more(r, wanted, len(groups))):
+            while rounds < self.algorithm.sampling_rounds and (more := self.more(r, min(wanted, prompts), len(groups))):
                 groups += more
                 rounds += 1
                 scored = self.algorithm.shaped(scores(groups))
@@ -83,7 +83,6 @@ class Rollouts:
                 if live >= prompts:
                     break
                 wanted = math.ceil((prompts - live) * len(groups) / max(live, 1))  # new ones may have equal rewards too
-                wanted = min(wanted, prompts)
         return Rollout(groups, scored, rounds, version, time.perf_counter() - begun)
 
     def more(self, r: int, count: int, first: int) -> list[Group]:

@@ -20,7 +20,7 @@ from grpo.apps.composing import options
 from grpo.apps.help import OURS, WIDTH, phrases_of
 from grpo.system.errors import UserError
 
-GROUPS = (*VALUES, "recipe", "sweep", "experiment", "resume", "strategy", "deployment")
+GROUPS = (*VALUES, "recipe", "source", "sweep", "experiment", "resume", "strategy", "deployment")
 OPTIONS = [(group, option) for group in GROUPS for option in options(group)]
 
 

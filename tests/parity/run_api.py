@@ -26,7 +26,7 @@ KEYS = [
 
 class RunApi:
     """Ready batches come out newest first; a batch has exactly `batch_size` sequences, of items in the order in which they came.
-    calls: the paths that were asked, but /batch and /status."""
+    calls: the paths that a trainer asked, but /batch and /status."""
 
     def __init__(self, port: int = 0) -> None:
         self.calls: list[str] = []
@@ -60,7 +60,7 @@ class RunApi:
         self.started, self.reset, self.step = False, False, 0
 
     def answer(self, path: str, body: dict) -> tuple[int, Any]:
-        if path not in ("/batch", "/status"):
+        if path not in ("/batch", "/status", "/scored_data"):
             self.calls.append(path)
         if path == "/info":
             config = self.config or {"batch_size": -1, "max_token_len": -1}

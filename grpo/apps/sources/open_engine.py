@@ -30,7 +30,7 @@ from grpo.system.ports import check_port
 log = logging.getLogger(__name__)
 
 OPEN = re.compile(r"/|/health|/generate|/version|/.*v1/.+")  # other paths change weights, or stop the engine
-REMEMBERED = 2_000_000  # sampled tokens
+REMEMBERED = 8192  # completions
 
 
 class OpenEngine:
@@ -41,9 +41,8 @@ class OpenEngine:
 
     def __init__(self, rollouts: Rollouts, pretrained: Pretrained, renderer: TokenizerRenderer, port: int) -> None:
         self.rollouts, self.engine, self.unwanted = rollouts, rollouts.engine, set[int]()
-        self.known: dict[bytes, list[tuple[float, Completion]]] = {}
-        self.answered = self.tokens = 0
-        self.refused: dict[str, None] = {}
+        self.known: dict[bytes, dict[tuple[float, tuple[float, ...]], Completion]] = {}
+        self.answered, self.refused = 0, set[str]()
         self.batching = Batching(lambda: self)
         self.batching.paused = True
         weights, vocabulary = ServedWeights(pretrained, "cpu"), pretrained.config().get_text_config().vocab_size
@@ -68,7 +67,7 @@ class OpenEngine:
             status = message.get("status", status)
             line = message.get("body", b"").decode(errors="replace")[:500] if status >= 400 else ""
             if line and line not in self.refused:
-                self.refused[line] = None
+                self.refused.add(line)
                 log.warning("a request of an environment was refused: %s %s", scope["path"], line)
             await send(message)
 
@@ -88,15 +87,14 @@ class OpenEngine:
     def find(self, prompt: Sequence[int], ids: Sequence[int], logprobs: Sequence[float] | None) -> Completion | None:
         """Return a completion as it was sampled, the newest one with these log-probabilities if there are several. Raises
         RolloutError if it was sampled at another temperature than the one at which the run learns."""
-        found = [one for one in self.known.get(key_of_ids((*prompt, *ids)), ()) if one[1].ids == ids]
-        same = [one for one in found if one[1].logprobs == logprobs]
-        if not found:
+        if not (found := self.known.get(key_of_ids(prompt, ids))):
             return None
-        temperature, completion = (same or found)[-1]
-        if temperature != (learned := self.rollouts.plan.sampling.temperature):
-            line = f"it was sampled at temperature {temperature:g}, and the run learns at {learned:g}"
-            raise RolloutError(f"{line}: set rollout.sampling.temperature={temperature:g}, or that of the environment")
-        return completion
+        learned = self.rollouts.plan.sampling.temperature
+        own = {logprobs: completion for (temperature, logprobs), completion in found.items() if temperature == learned}
+        if not own:
+            line = f"it was sampled at temperature {next(iter(found))[0]:g}, and the run learns at {learned:g}"
+            raise RolloutError(f"{line}: set rollout.sampling.temperature, or the environment's")
+        return own.get(logprobs) or [*own.values()][-1]
 
     def end(self) -> None:
         """Refuse the waiting requests, and stop the server."""
@@ -109,33 +107,32 @@ class OpenEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def sample(self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], done: Done) -> list[Completion]:
+    def sample(
+        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], done: Done
+    ) -> Sequence[CompletionLike]:
         """Sample, and remember each completion with the version of the weights before anybody gets it."""
-        found: dict[int, Completion] = {}
         self.engine.unwanted = self.unwanted
 
         def note(i: int, given: CompletionLike) -> None:
             completion = completion_of(given)
             versions = completion.versions or (self.engine.version,) * len(completion.ids)
-            found[i] = completion = replace(completion, versions=versions)
-            self.known.setdefault(key_of_ids((*prompts[i], *completion.ids)), []).append(
-                (sampling.temperature, completion)
-            )
-            self.answered, self.tokens = self.answered + 1, self.tokens + len(completion.ids)
+            found = self.known.setdefault(key_of_ids(prompts[i], completion.ids), {})
+            found[sampling.temperature, completion.logprobs] = replace(completion, versions=versions)
             done(i, completion)
 
         with self.rollouts.sampling():
-            for i, given in enumerate(self.engine.sample(prompts, sampling, seeds, note)):
-                if i not in found:
-                    note(i, given)
-        while self.tokens > REMEMBERED:
-            self.tokens -= sum(len(old.ids) for _, old in self.known.pop(next(iter(self.known))))
-        return [found[i] for i in range(len(prompts))]
+            completions = self.engine.sample(prompts, sampling, seeds, note)
+        for i, given in enumerate(completions):  # some engines report none before all are there
+            note(i, given)
+        self.answered += len(prompts)
+        while len(self.known) > REMEMBERED:
+            del self.known[next(iter(self.known))]
+        return completions
 
     def close(self) -> None:
         """Do nothing: the run closes its engine itself."""
 
 
-def key_of_ids(ids: Sequence[int]) -> bytes:
-    """Return token ids in few bytes."""
-    return array("q", ids).tobytes()
+def key_of_ids(prompt: Sequence[int], ids: Sequence[int]) -> bytes:
+    """Return a prompt and a completion in few bytes."""
+    return array("q", (len(prompt), *prompt, *ids)).tobytes()
