@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -35,7 +35,6 @@ INSTRUCTIONS = (
     "When you know the answer, give it alone, in as few words as possible, in \\boxed{}."
 )
 NOTHING = "No paragraph matches. Try other words."
-Hops = Literal[2, 3, 4]
 _STYLED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")  # models put these around words in a box
 
 
@@ -172,8 +171,7 @@ class Musique:
     Parts: em, f1, searches, repeats; supports, the share of the supporting paragraphs that the searches showed; and em again as
     hops_2, hops_3 or hops_4.
 
-    path: a hub id, a file or a folder; rows of either form; unanswerable ones are left out. hops: the numbers of hops to keep,
-    null for all. rows: further arguments of `Dataset`.
+    path: a hub id, a file or a folder; rows of either form; unanswerable ones are left out. rows: further arguments of `Dataset`.
     """
 
     gold_column = "answer"
@@ -187,14 +185,9 @@ class Musique:
         repeat_penalty: NonNegative = 0.1,
         call_penalty: NonNegative = 0.05,
         free_searches: Whole = 4,
-        hops: Hops | Sequence[Hops] | None = None,
         **rows: Any,
     ) -> None:
-        hops = [hops] if isinstance(hops, int) else hops
-        if hops is not None and not hops:
-            some = ", ".join(map(str, get_args(Hops)))
-            raise UserError(f"task.hops={list(hops)} must be some of {some}, or null for all")
-        self.k, self.match, self.hops = k, match, hops
+        self.k, self.match = k, match
         self.repeat_penalty, self.call_penalty, self.free_searches = repeat_penalty, call_penalty, free_searches
         self.data = Dataset(path, ("question", "answer"), "musique", **rows)
         self.kept: dict[Split, Sequence[Example]] = {}
@@ -205,16 +198,11 @@ class Musique:
             if not question_of(rows[0]).paragraphs:
                 has = f"a row has {', '.join(rows[0])} and needs question, answer, paragraphs"
                 raise UserError(f"{self.data.path}, {split}: no `paragraphs` to search; {has}")
-            found = rows_where(self.wants, rows, ("question", "id", "hops", "answerable"))
+            found = rows_where(lambda row: row.get("answerable") is not False, rows, ("question", "answerable"))
             if not found:
-                only = "" if self.hops is None else f" with task.hops={list(self.hops)}"
-                raise UserError(f"none of the {len(rows)} rows of the split {split!r} is an answerable question{only}")
+                raise UserError(f"none of the {len(rows)} rows of the split {split!r} is an answerable question")
             self.kept[split] = found
         return self.kept[split]
-
-    def wants(self, row: Example) -> bool:
-        """Return whether a row is an answerable question with one of these numbers of hops."""
-        return row.get("answerable") is not False and (self.hops is None or hops(row) in self.hops)
 
     def build(self, example: Example) -> ToolEnv:
         question = question_of(example)
