@@ -53,7 +53,7 @@ def responses_written(call: Call, answers: Sequence[Answer], model: str) -> dict
     end = {"status": "incomplete" if cut_short else "completed"}
     output: list[dict[str, Any]] = []
     if message.content or not message.tool_calls:
-        logprobs = [] if call.logprobs is None else chat_logprobs(call, answer)
+        logprobs = (chat_logprobs(call, answer) or {"content": []})["content"]
         part = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": logprobs}
         output.append({"id": calls.new_id("msg_"), "type": "message", "role": "assistant", "content": [part], **end})
     for one in message.tool_calls:
