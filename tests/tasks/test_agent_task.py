@@ -492,7 +492,7 @@ def test_a_run_trains_a_program_and_evaluates_it(toy, tmp_path, monkeypatch):
         "preflight=warn",
     ]
     sizes += [
-        "callbacks=none",
+        "callbacks=samples",
         "task.command=python agent.py",
         "task.path=rows.jsonl",
         f"output_dir={tmp_path / 'run'}",
