@@ -108,6 +108,7 @@ def tool_of(given: Any) -> ToolSpec:
         return given
     try:
         described = given["function"]
-        return ToolSpec(described["name"], described.get("description") or "", described.get("parameters") or {})
-    except (TypeError, LookupError, AttributeError):
+        name, parameters = described["name"], described.get("parameters") or {}
+        return ToolSpec(str(name), str(described.get("description") or ""), dict(parameters))
+    except (TypeError, LookupError, AttributeError, ValueError):
         raise TypeError(f"{shown(given)} describes no tool: see ToolSpec.as_dict, or tools.spec_of") from None

@@ -4,8 +4,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from inspect import signature
 from itertools import count
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -55,6 +56,14 @@ class TokenizerRenderer:
         self.template_args = dict(template_args or {})
         if tokenizer.chat_template is not None:
             self._check_template()
+
+    def with_args(self, template_args: Mapping[str, Any]) -> Self:
+        """Return a renderer with further variables of the template. Raises UserError for names that are not variables."""
+        if taken := template_args.keys() & signature(self.tokenizer.apply_chat_template).parameters.keys():
+            raise UserError(
+                f"chat_template_kwargs may not have {', '.join(sorted(taken))}: give variables of the template"
+            )
+        return type(self)(self.tokenizer, self.keep, self.tool_calls, self.template_args | dict(template_args))
 
     def _check_template(self) -> None:
         """Raises UserError if two questions become the same tokens. A template that refuses a lone question is not tried."""

@@ -150,13 +150,13 @@ def test_one_that_the_engine_fails_at_harms_no_other(server):
     ("more", "words"),
     [
         ({"temperature": -1}, "sampling.temperature=-1"),
-        ({"temperature": float("nan")}, "temperature: Input should be a finite number"),
-        ({"max_tokens": "3"}, "max_tokens: Input should be a valid integer"),
+        ({"temperature": float("nan")}, "temperature=nan must be a number"),
+        ({"max_tokens": "3"}, "max_tokens=3 must be an integer"),
         ({"max_tokens": 5000}, "5 tokens and max_tokens=5000 exceed the engine's context of 4096"),
         ({"top_k": 2.5}, "top_k"),
-        ({"stop_token_ids": [True]}, "stop_token_ids.0"),
-        ({"n": 0}, "n: "),
-        ({"stop_token_ids": [1] * 1001}, "at most 1000 items"),
+        ({"stop_token_ids": [True]}, "each item an integer"),
+        ({"n": 0}, "n=0 must be"),
+        ({"stop_token_ids": [1] * 1001}, "at most 1000 stop_token_ids"),
         ({"best_off": 2}, "there is no field 'best_off' here"),
         ({"prompt": {"prompt_token_ids": []}}, "at least one"),
         ({"prompt": {"prompt_token_ids": [1, 10**9]}}, "1000000000, but token ids are integers from 0 to 281"),
@@ -165,11 +165,11 @@ def test_one_that_the_engine_fails_at_harms_no_other(server):
         ({"prompt": None}, "either messages"),
         ({"prompt": None, "messages": [[{"role": "king", "content": "x"}]]}, "needs a role (system, user"),
         ({"prompt": None, "messages": [{"role": "user", "content": "x"}]}, "is not a conversation"),
-        ({"prompt_logprobs": 0}, "not of the prompt"),
-        ({"logprobs": 5}, "logprobs: Input should be less than or equal to 1"),
-        ({"stream": True}, "streaming is not supported"),
-        ({"stop": ["\n"]}, "give stop_token_ids"),
-        ({"seed": -1}, "seed: "),
+        ({"prompt_logprobs": 0}, "no field 'prompt_logprobs'"),
+        ({"logprobs": 5}, "logprobs=5 must be an integer of at least 0 and at most 1"),
+        ({"stream": True}, "use /v1/completions"),
+        ({"stop": ["a"] * 65}, "at most 64 stop texts"),
+        ({"seed": -1}, "seed=-1 must be"),
         ({"guided": {"regex": "a+"}}, "set engine=vllm"),
     ],
     ids=str,
@@ -397,7 +397,6 @@ def test_completions_as_openai_has_them(server, toy_model):
     assert plain == [
         {"index": 0, "finish_reason": "length", "text": answer["choices"][0]["text"], "logprobs": None},
     ]
-    assert "streaming" in server.refused("/v1/completions", {"prompt": "12", "stream": True})
 
 
 def test_chat_as_openai_has_it(server):
@@ -408,7 +407,72 @@ def test_chat_as_openai_has_it(server):
     (choice,) = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": ours["completion"][0]}
     assert answer["usage"]["prompt_tokens"] == len(ours["prompt_token_ids"][0])
-    assert "no field 'tools'" in server.refused("/v1/chat/completions", {"messages": messages, "tools": [{}]})
+    assert "describes no tool" in server.refused("/v1/chat/completions", {"messages": messages, "tools": [{}]})
+    refused = server("/v1/messages", {"messages": messages, "n": 2}, 400)
+    assert (refused["type"], refused["error"]["type"]) == ("error", "invalid_request_error")
+
+
+def test_answers_end_before_a_stop_text(server):
+    asked = {"prompt": "12", "max_tokens": 24, "temperature": 0}
+    whole = server("/v1/completions", asked)["choices"][0]["text"]
+    stop = whole[3:5]
+    more = {"stop": ["never", stop], "logprobs": 0, "return_token_ids": True}
+    (choice,) = server("/v1/completions", asked | more)["choices"]
+    assert choice["text"] == whole[: whole.index(stop)] and choice["finish_reason"] == "stop"
+    (plain,) = server("/v1/completions", asked | {"stop": stop, "logprobs": 0})["choices"]
+    assert "".join(plain["logprobs"]["tokens"]).startswith(choice["text"])
+    assert len(plain["logprobs"]["tokens"]) < len(choice["token_ids"]) == len(choice["logprobs"]["tokens"]) < 24
+    assert server("/generate", asked | {"stop": stop})["text"] == [choice["text"]]
+
+
+def test_an_echo_has_the_models_log_probabilities(server, toy_model):
+    """As lm-eval asks for the likelihood of an answer."""
+    rows = [PROMPT, [22, 23]]
+    asked = {"prompt": rows, "max_tokens": 0, "echo": True, "logprobs": 2, "return_tokens_as_token_ids": True}
+    answer = server("/v1/completions", asked)
+    assert answer["usage"] == {"prompt_tokens": 7, "completion_tokens": 0, "total_tokens": 7}
+    for row, choice in zip(rows, answer["choices"], strict=True):
+        with torch.no_grad():
+            whole = toy_model(torch.tensor([row])).logits[0].log_softmax(-1)
+        found = choice["logprobs"]
+        assert found["tokens"] == [f"token_id:{i}" for i in row] and found["top_logprobs"][0] is None
+        assert found["token_logprobs"][1:] == pytest.approx(logprobs(toy_model, row[:1], row[1:]), abs=1e-5)
+        for place, top in enumerate(found["top_logprobs"][1:]):
+            best = whole[place].topk(2)
+            expected = {f"token_id:{i}": p for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)}
+            own = {f"token_id:{row[place + 1]}": whole[place, row[place + 1]].item()}
+            assert top == pytest.approx(expected | own, abs=1e-5)
+    prompted = server("/v1/completions", {"prompt": [22, 23], "max_tokens": 1, "prompt_logprobs": 0})["choices"][0]
+    (value,) = logprobs(toy_model, [22], [23])
+    assert prompted["prompt_logprobs"][1]["23"]["logprob"] == pytest.approx(value, abs=1e-5)
+
+
+def test_alternatives_of_a_sample_have_its_temperature(server, toy_model):
+    messages = [{"role": "user", "content": "12 + 7?"}]
+    asked = {"messages": messages, "max_tokens": 6, "temperature": 0.5, "logprobs": True, "top_logprobs": 3}
+    answer = server("/v1/chat/completions", asked | {"return_token_ids": True, "return_tokens_as_token_ids": True})
+    row = answer["prompt_token_ids"] + answer["choices"][0]["token_ids"]
+    with torch.no_grad():
+        whole = (toy_model(torch.tensor([row])).logits[0] / 0.5).log_softmax(-1)
+    for place, one in enumerate(answer["choices"][0]["logprobs"]["content"], start=len(answer["prompt_token_ids"]) - 1):
+        best = whole[place].topk(3)
+        assert [top["token"] for top in one["top_logprobs"]] == [f"token_id:{i}" for i in best.indices.tolist()]
+        assert [top["logprob"] for top in one["top_logprobs"]] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_models_and_the_route_of_tokens(server, toy):
+    (model,) = server("/v1/models")["data"]
+    assert (model["id"], model["max_model_len"]) == (str(toy), 4096) and server(f"/v1/models/{toy}") == model
+    assert "only" in server.refused("/v1/models/other", status=404)
+    asked = {"token_ids": [22, 23], "sampling_params": {"max_tokens": 3, "seed": 1, "logprobs": 1}}
+    (choice,) = server("/inference/v1/generate", asked)["choices"]
+    assert choice["token_ids"] == ids(server.generate([22, 23], max_tokens=3, seed=1))
+    assert [one["token"] for one in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in choice["token_ids"]]
+    counted = server("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "12 + 7?"}]})
+    chat = server("/v1/chat/completions", {"messages": [{"role": "user", "content": "12 + 7?"}], "max_tokens": 1})
+    assert counted == {"input_tokens": chat["usage"]["prompt_tokens"]}
+    template = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}
+    assert "may not have chat_template" in server.refused("/v1/chat/completions", template)
 
 
 def test_a_port_that_is_taken_names_who_has_it():
@@ -486,3 +550,10 @@ def test_it_serves_vllm(toy, other):
             for found, positions in zip(answer["token_ids"], answer["logprobs"], strict=True):
                 values = [value for (entry,) in positions for value in entry.values()]
                 assert values == pytest.approx(logprobs(model, PROMPT, found, 0.7), abs=1e-5)
+            echo = client("/v1/completions", {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 2})
+            values = echo["choices"][0]["logprobs"]["token_logprobs"]
+            assert values[1:] == pytest.approx(logprobs(model, PROMPT[:1], PROMPT[1:]), abs=1e-5)
+        asked = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+        whole = client("/v1/completions", asked)["choices"][0]["text"]
+        (choice,) = client("/v1/completions", asked | {"stop": whole[3:5], "return_token_ids": True})["choices"]
+        assert choice["text"] == whole[: whole.index(whole[3:5])] and len(choice["token_ids"]) < 24

@@ -6,8 +6,8 @@
 - limits: the largest request
 - gate: slow connections, strangers, large bodies, clients that left
 - api: our endpoints
-- openai: the endpoints of OpenAI's API
+- clients: the endpoints of OpenAI's, Anthropic's and vLLM's APIs
 - trl: the endpoints that clients of TRL expect
-- refusals: errors in OpenAI's form
+- refusals: errors in the client's form
 - metrics: numbers for Prometheus
 """

@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +15,17 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from grpo.apps.serve import openai
 from grpo.apps.serve.batching import Batching
+from grpo.apps.serve.clients import client_router
 from grpo.apps.serve.gate import Gate, TimedConnection
 from grpo.apps.serve.refusals import refuse
 from grpo.apps.serve.served_weights import Adapter
-from grpo.apps.serve.service import Asked, Service
+from grpo.apps.serve.service import Json, Service, own_call
 from grpo.apps.serve.trl import trl_router
 from grpo.engines.protocol import Engine
+from grpo.env.dialects.calls import Call, Fields
 from grpo.env.tokens import Completion
 from grpo.system.errors import UserError
-
-
-class Generate(Asked):
-    """A request for samples of several conversations or of one prompt.
-
-    messages: a list of conversations.
-    prompt: a text, or {"prompt_token_ids": [...]}.
-    max_tokens, temperature: by default 256 and 0.7 for conversations, 16 and 1 for a prompt.
-    """
-
-    messages: list[Any] | None = None
-    prompt: Any = None
 
 
 class Reload(BaseModel, extra="forbid"):
@@ -57,7 +47,7 @@ def make_app(service: Service) -> FastAPI:
     batching, weights = service.batching, service.weights
     queued = [Depends(service.place, scope="function")]
     refuse(app)
-    app.include_router(openai.router(service))
+    app.include_router(client_router(service))
     app.include_router(trl_router(service))
 
     async def changed(function: Callable, *arguments: Any) -> int:
@@ -91,21 +81,24 @@ def make_app(service: Service) -> FastAPI:
         return {"version": batching.engine.version}
 
     @app.post("/generate", dependencies=queued)
-    async def generate(asked: Generate) -> Any:
-        if (asked.messages is None) == (asked.prompt is None):
+    async def generate(body: Json = None) -> Any:
+        """Answer `messages`, a list of conversations, or `prompt`: a text, or {"prompt_token_ids": [...]}."""
+        fields = Fields(body)
+        messages, prompt = fields.take("messages", list), fields.pop("prompt", None)
+        if (messages is None) == (prompt is None):
             raise UserError("give either messages (a list of conversations) or prompt (a text or token ids)")
-        return await (one_prompt(asked) if asked.messages is None else conversations(asked))
+        call = own_call(fields)
+        return await (one_prompt(prompt, call) if messages is None else conversations(messages, call))
 
-    async def conversations(asked: Generate) -> JSONResponse:
-        defaults = {"max_tokens": 256, "temperature": 0.7}
-        asked = asked.model_copy(update={k: v for k, v in defaults.items() if k not in asked.model_fields_set})
-        prompts = await service.read(service.chat_ids, asked.messages, asked)
-        return await service.apart(of_conversations, prompts, await service.sample(prompts, asked))
+    async def conversations(messages: list, call: Call) -> JSONResponse:
+        call = replace(call, settings={"temperature": 0.7, **call.settings})
+        prompts = await service.read(service.chat_ids, messages, call.n)
+        return await service.apart(of_conversations, prompts, await service.sample(prompts, call), call)
 
-    def of_conversations(prompts: Sequence[tuple[int, ...]], completions: Sequence[Completion]) -> JSONResponse:
+    def of_conversations(prompts: Sequence[tuple], completions: Sequence[Completion], call: Call) -> JSONResponse:
         content = {
             "prompt": [service.prompt_text(prompt) for prompt in prompts],
-            "completion": [service.text(completion) for completion in completions],
+            "completion": [service.text(completion, call.stop) for completion in completions],
             "prompt_token_ids": prompts,
             "completion_token_ids": [completion.ids for completion in completions],
             "old_log_probs": [completion.logprobs for completion in completions],
@@ -113,14 +106,15 @@ def make_app(service: Service) -> FastAPI:
         }
         return JSONResponse(content)
 
-    async def one_prompt(asked: Generate) -> JSONResponse:
-        prompts = await service.read(service.prompt_ids, [asked.prompt], asked)
-        return await service.apart(of_one_prompt, *prompts, await service.sample(prompts, asked))
+    async def one_prompt(prompt: Any, call: Call) -> JSONResponse:
+        call = replace(call, max_tokens=16 if call.max_tokens is None else call.max_tokens)
+        prompts = await service.read(service.prompt_ids, [prompt], call.n)
+        return await service.apart(of_one_prompt, *prompts, await service.sample(prompts, call), call)
 
-    def of_one_prompt(prompt: tuple[int, ...], completions: Sequence[Completion]) -> JSONResponse:
+    def of_one_prompt(prompt: tuple[int, ...], completions: Sequence[Completion], call: Call) -> JSONResponse:
         """Return the answer in the form that Atropos reads from vLLM: for each token a list of one {id: log-probability}."""
         content = {
-            "text": [service.text(completion) for completion in completions],
+            "text": [service.text(completion, call.stop) for completion in completions],
             "prompt": service.prompt_text(prompt),
             "finish_reasons": [completion.finish for completion in completions],
             "logprobs": [[[{str(i): p}] for i, p in zip(c.ids, c.logprobs, strict=True)] for c in completions],

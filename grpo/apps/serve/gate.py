@@ -55,7 +55,7 @@ class Gate:
             if body is not None:
                 await self.attend(scope, body, receive, counted)
         except HTTPException as error:
-            await failure(error.status_code, error.detail, error.headers)(scope, receive, counted)
+            await failure(error.status_code, error.detail, error.headers, scope["path"])(scope, receive, counted)
         finally:
             self.metrics.answered(getattr(scope.get("route"), "path", "other"), status, monotonic() - began)
 
@@ -81,6 +81,8 @@ class Gate:
     def check_key(self, path: str, headers: Mapping[bytes, bytes]) -> None:
         """Raise HTTPException 401 unless the request has the key, or asks for /health."""
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if b"x-api-key" in headers:  # as Anthropic's clients send it
+            kind, given = b"bearer", headers[b"x-api-key"]
         right = self.key is None or (compare_digest(given, self.key) and kind.lower() == b"bearer")
         if not right and path != "/health":
             line = "this server needs its api_key: send the header Authorization: Bearer KEY"

@@ -1,4 +1,4 @@
-"""Turns every error of the server into one form, that of OpenAI's API, with one line as its message."""
+"""Turns every error of the server into the form of OpenAI's API, or Anthropic's on its paths, with one line as its message."""
 
 from collections.abc import Mapping
 
@@ -10,13 +10,15 @@ from starlette.exceptions import HTTPException
 from grpo.apps.serve.batching import Unavailable
 from grpo.apps.serve.limits import Crowded, Oversized
 from grpo.apps.serve.served_weights import Outside
+from grpo.env.dialects.anthropic import ANTHROPIC
+from grpo.env.dialects.chat import CHAT
 from grpo.system.errors import UserError, told
 
 
-def failure(status: int, line: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Return the answer to a request that failed. line: what was wrong, what is allowed, what to do."""
-    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-    return JSONResponse({"error": {"message": line, "type": kind, "param": None, "code": None}}, status, headers)
+def failure(status: int, line: str, headers: Mapping[str, str] | None = None, path: str = "") -> JSONResponse:
+    """Return the answer to a request that failed. line: what was wrong, what is allowed, what to do. path: of the request."""
+    dialect = ANTHROPIC if path.startswith("/v1/messages") else CHAT
+    return JSONResponse(dialect.failure(status, line), status, headers)
 
 
 def refuse(app: FastAPI) -> None:
@@ -36,7 +38,7 @@ def refuse(app: FastAPI) -> None:
         asked = f"{request.method} {request.scope['path'][:80]}"
         lines = {"Not Found": f"there is no {asked}", "Method Not Allowed": f"{asked} is not possible"}
         line = f"{lines[error.detail]}: GET / lists the endpoints" if error.detail in lines else error.detail
-        return failure(error.status_code, line, error.headers)
+        return failure(error.status_code, line, error.headers, request.scope["path"])
 
     answers = {
         UserError: (400, str, None),
@@ -48,4 +50,8 @@ def refuse(app: FastAPI) -> None:
         Exception: (500, told, None),
     }
     for kind, (status, words, headers) in answers.items():
-        app.exception_handler(kind)(lambda _, error, s=status, w=words, h=headers: failure(s, w(error), h))
+
+        def answer(request: Request, error: Exception, status=status, words=words, headers=headers) -> JSONResponse:
+            return failure(status, words(error), headers, request.scope["path"])
+
+        app.exception_handler(kind)(answer)

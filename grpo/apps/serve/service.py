@@ -4,10 +4,11 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AliasChoices, BaseModel, Field, model_validator
+from fastapi import Body
 from transformers import PreTrainedTokenizerBase
 
 from grpo.apps.serve.batching import Batching, Unavailable
@@ -15,71 +16,33 @@ from grpo.apps.serve.limits import Crowded, RequestLimits
 from grpo.apps.serve.metrics import ServeMetrics
 from grpo.apps.serve.served_weights import ServedWeights
 from grpo.engines.protocol import Sampling
-from grpo.env.messages import message_of, shown
+from grpo.engines.stop_texts import StopTexts
+from grpo.env.dialects.calls import Answer, Call, Fields, answered, cut
+from grpo.env.dialects.chat import CHAT
+from grpo.env.dialects.completions import prompt_of
+from grpo.env.messages import shown
 from grpo.env.renderer import Renderer
 from grpo.env.tokens import Completion
 from grpo.system.errors import UserError
+from grpo.system.ranges import Count, Range
 from grpo.system.seeds import derive_seed
 
 T = TypeVar("T")
-REFUSED = {  # field -> the only value that is accepted, and the reason
-    "stream": (False, "streaming is not supported"),
-    "stop": ([], "stop texts are not supported: give stop_token_ids"),
-    "prompt_logprobs": (None, "engines return log-probabilities of sampled tokens only, not of the prompt"),
-    "presence_penalty": (0, "use repetition_penalty instead"),
-    "frequency_penalty": (0, "use repetition_penalty instead"),
-    "generation_kwargs": ({}, "give its entries beside the other fields"),
-}
-
-REGEX = ("structured_outputs_regex", "guided_decoding_regex")  # TRL's names
+Json = Annotated[Any, Body()]  # of a request
+LIKELIEST = 20  # most alternatives of a token, as in OpenAI's API and vLLM
 
 
-class Asked(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
-    """The sampling settings of a request: `Sampling` with the field names of vLLM and OpenAI. A null field has its default.
+def own_call(fields: Fields) -> Call:
+    """Return the settings of a request of an endpoint whose answer has no alternatives of tokens and no stream.
 
-    n: samples of each prompt.
-    top_k: -1 and 0 disable it.
-    seed: sample i uses a seed made from (seed, i); without a seed each sample gets a random one.
-    logprobs: 0 or 1, because only the sampled token's log-probability is known.
+    `logprobs` may be 0 or 1: the sampled tokens' log-probabilities are always there.
     """
-
-    n: int = Field(1, ge=1)
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    stop_token_ids: list[int] = Field([], max_length=1000, validation_alias=AliasChoices("stop_token_ids", "stop_ids"))
-    guided: dict[str, Any] | None = Field(None, validation_alias=AliasChoices("guided", "structured_outputs", *REGEX))
-    seed: int | None = Field(None, ge=0)
-    logprobs: int | None = Field(None, ge=0, le=1)
-    model: str | None = None  # ignored: the server has one model
-    user: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_what_changes_nothing(cls, given: Any) -> Any:
-        """Remove null fields and the fields of REFUSED. Raises UserError if one of these has another value."""
-        if not isinstance(given, dict):
-            raise UserError("the request must be a JSON object, sent as Content-Type: application/json")
-        for name, (neutral, why) in REFUSED.items():
-            if given.get(name) not in (None, neutral):
-                raise UserError(f"{name}={shown(given[name])}: {why}")
-        given = {name: {"regex": value} if name in REGEX and value else value for name, value in given.items()}
-        return {name: value for name, value in given.items() if value is not None and name not in REFUSED}
-
-    def sampling(self) -> Sampling:
-        """Return the settings in the form of the engines."""
-        given = self.model_dump(include={one.name for one in fields(Sampling)})
-        given["top_k"] = 0 if self.top_k == -1 else self.top_k
-        return Sampling(**given, stop_ids=tuple(self.stop_token_ids))
-
-    def seeds(self, count: int) -> list[int]:
-        """Return a seed for each of `count` samples."""
-        if self.seed is None:
-            return [secrets.randbits(63) for _ in range(count)]
-        return [derive_seed(self.seed, i) for i in range(count)]
+    fields.take("logprobs", Annotated[int, Range(0, 1)])
+    call = Call(n=fields.take("n", Count, 1), **fields.sampling())
+    fields.check_empty()
+    if call.stream:
+        raise UserError("stream=True is not supported here: leave it out, or use /v1/completions")
+    return call
 
 
 @dataclass(eq=False)
@@ -112,62 +75,116 @@ class Service:
         """Call a function in the tokenizer's thread, while the event loop answers other requests."""
         return await asyncio.wrap_future(self._tokenizing.submit(function, *arguments))
 
-    async def read(self, function: Callable[[Any], tuple], given: Sequence[Any], asked: Asked) -> list[tuple[int, ...]]:
+    async def read(self, function: Callable[[Any], tuple], given: Sequence[Any], n: int) -> list[tuple[int, ...]]:
         """Return the token ids of each prompt. function: `chat_ids` or `prompt_ids`. Raises what it raises, and Oversized."""
-        self.limits.check("samples", len(given) * asked.n, "samples (prompts times n)")
+        self.limits.check("samples", len(given) * n, "samples (prompts times n)")
         return await self.apart(lambda: [function(prompt) for prompt in given])
 
     def chat_ids(self, messages: Any) -> tuple[int, ...]:
         """Return the token ids of a conversation, rendered with the chat template. Raises UserError if it is not one."""
-        if not isinstance(messages, list) or not messages:
+        if not isinstance(messages, list):
             raise UserError(
                 f'{shown(messages)} is not a conversation: give [{{"role": "user", "content": "..."}}, ...]'
             )
-        try:
-            conversation = [message_of(message) for message in messages]
-            self.limits.check("prompt", sum(len(message.content) for message in conversation), "characters of a prompt")
-            return tuple(self.renderer.prompt_ids(conversation))
-        except TypeError as error:
-            raise UserError(str(error)) from error
+        return self.rendered(CHAT.read({"messages": messages}))
+
+    def rendered(self, call: Call) -> tuple[int, ...]:
+        """Return the token ids of a call's conversation."""
+        self.limits.check("prompt", sum(len(message.content) for message in call.messages), "characters of a prompt")
+        return tuple(self.renderer_of(call).prompt_ids(call.messages, call.tools))
+
+    def renderer_of(self, call: Call) -> Renderer:
+        """Return the renderer with the call's variables of the chat template."""
+        if not call.template:
+            return self.renderer
+        if not hasattr(self.renderer, "with_args"):
+            raise UserError(f"{type(self.renderer).__name__} takes no chat_template_kwargs: leave them out")
+        return self.renderer.with_args(call.template)
 
     def prompt_ids(self, prompt: Any) -> tuple[int, ...]:
         """Return the token ids of a text, of token ids, or of vLLM's form of either. Raises UserError for anything else."""
-        if isinstance(prompt, dict) and len(prompt) == 1:
-            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        prompt = prompt_of(prompt)
         if isinstance(prompt, str):
             self.limits.check("prompt", len(prompt), "characters of a prompt")
             return tuple(self.tokenizer(prompt.encode(errors="replace").decode(), verbose=False).input_ids)
-        if not isinstance(prompt, list):
-            raise UserError(f'prompt={shown(prompt)}: give a text, or token ids as {{"prompt_token_ids": [1, 2]}}')
         if bad := [i for i in prompt if type(i) is not int or not 0 <= i < self.vocabulary]:
             last = self.vocabulary - 1
             raise UserError(f"a prompt has {shown(bad[0])}, but token ids are integers from 0 to {last}")
-        return tuple(prompt)
+        return prompt
 
-    async def sample(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Completion]:
+    def sampling(self, call: Call) -> Sampling:
+        """Return the settings of a call in the form of the engines. Without max_tokens these are 16 for raw prompts, else 256."""
+        if len(call.stop) > 64 or any(len(text) > 1000 for text in call.stop):
+            raise UserError("there are at most 64 stop texts, each of at most 1000 characters")
+        if len(call.settings.get("stop_ids", ())) > 1000:
+            raise UserError("there are at most 1000 stop_token_ids")
+        most = (16 if call.prompts else 256) if call.max_tokens is None else call.max_tokens
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        return Sampling(most, **call.settings, stop=StopTexts(call.stop, decode) if call.stop else ())
+
+    async def answers(self, call: Call) -> list[Answer]:
+        """Return n answers to each prompt of a call. Raises UserError and Unavailable."""
+        function, given = (self.prompt_ids, call.prompts) if call.prompts else (self.rendered, [call])
+        prompts = await self.read(function, given, call.n)
+        top = max(call.logprobs or 0, call.prompt_logprobs or 0)
+        scored = top or call.prompt_logprobs is not None or (call.echo and call.logprobs is not None)
+        self.batching.check_ready()
+        engine = self.batching.engine
+        if scored and not hasattr(engine, "score"):
+            line = "gives log-probabilities of sampled tokens only: ask for logprobs=0, and for none of the prompt"
+            raise UserError(f"the engine {type(engine).__name__} {line}")
+        if top > LIKELIEST:
+            raise UserError(f"{top} alternatives of a token are too many: ask for at most {LIKELIEST}")
+        each = [prompt for prompt in prompts for _ in range(call.n)]
+        if call.max_tokens == 0 and scored:
+            self.check_size(prompts, call.n, 0)
+            found = [Completion((), (), "length")] * len(each)
+        else:
+            found = await self.sample(prompts, call)
+        rows = [prompt + completion.ids for prompt, completion in zip(each, found, strict=True)]
+        scores = await asyncio.wrap_future(self.batching.call(lambda engine: engine.score(rows, top))) if scored else ()
+        return await self.apart(self.answered, call, each, found, scores or [()] * len(each))
+
+    def answered(self, call: Call, prompts: Sequence, found: Sequence[Completion], scores: Sequence) -> list[Answer]:
+        """Return the answer that each completion is."""
+        renderer = self.renderer_of(call)
+        return [
+            answered(
+                call, prompt, completion, renderer.parse(completion.ids, call.tools), self.tokenizer.decode, values
+            )
+            for prompt, completion, values in zip(prompts, found, scores, strict=True)
+        ]
+
+    async def sample(self, prompts: Sequence[Sequence[int]], call: Call) -> list[Completion]:
         """Return n completions of each prompt, in the order of the prompts. Raises UserError and Unavailable.
 
         If the task that waits for it is cancelled, the prompts leave the queue and the running batch.
         """
         self.batching.check_ready()
-        sampling, context = asked.sampling(), self.batching.engine.context
-        if not prompts or not all(prompts):
-            raise UserError("a prompt has no tokens: give at least one")
-        longest = max(map(len, prompts))
-        if context is not None and longest + sampling.max_tokens > context:
-            asked_for = f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens}"
-            raise UserError(f"{asked_for} exceed the engine's context of {context}")
-        each = [prompt for prompt in prompts for _ in range(asked.n)]
-        tokens = sum(map(len, each)) + len(each) * sampling.max_tokens
-        self.limits.check("tokens", tokens, "tokens (of the prompts and max_tokens, for each sample)")
-        completions = await asyncio.wrap_future(self.batching.sample(each, sampling, asked.seeds(len(each))))
+        sampling = self.sampling(call)
+        self.check_size(prompts, call.n, sampling.max_tokens)
+        each = [prompt for prompt in prompts for _ in range(call.n)]
+        seeds = [secrets.randbits(63) if call.seed is None else derive_seed(call.seed, i) for i in range(len(each))]
+        completions = await asyncio.wrap_future(self.batching.sample(each, sampling, seeds))
         self.metrics.tokens.labels("prompt").inc(sum(map(len, prompts)))
         self.metrics.tokens.labels("completion").inc(sum(len(completion.ids) for completion in completions))
         return completions
 
-    def text(self, completion: Completion) -> str:
-        """Return the text of a completion, as the policy's message has it."""
-        return self.renderer.parse(completion.ids).content
+    def check_size(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
+        """Raise UserError or Oversized if prompts are empty, or exceed the engine's context or the limit of tokens."""
+        context = self.batching.engine.context
+        if not prompts or not all(prompts):
+            raise UserError("a prompt has no tokens: give at least one")
+        longest = max(map(len, prompts))
+        if context is not None and longest + max_tokens > context:
+            asked_for = f"a prompt of {longest} tokens and max_tokens={max_tokens}"
+            raise UserError(f"{asked_for} exceed the engine's context of {context}")
+        tokens = n * (sum(map(len, prompts)) + len(prompts) * max_tokens)
+        self.limits.check("tokens", tokens, "tokens (of the prompts and max_tokens, for each sample)")
+
+    def text(self, completion: Completion, stop: Sequence[str] = ()) -> str:
+        """Return the text of a completion, as the policy's message has it, before the first stop text."""
+        return cut(self.renderer.parse(completion.ids).content, stop)[0]
 
     def prompt_text(self, ids: Sequence[int]) -> str:
         """Return the text of a prompt with its special tokens."""
@@ -177,4 +194,4 @@ class Service:
         """Sample one token, to check that the engine works. Raises Unavailable if sampling is paused."""
         if self.batching.paused:
             raise Unavailable("generation is paused")
-        await self.sample([(0,)], Asked(max_tokens=1, temperature=0.0))
+        await self.sample([(0,)], Call(max_tokens=1, settings={"temperature": 0.0}))

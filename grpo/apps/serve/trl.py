@@ -4,13 +4,14 @@ Older versions of TRL have a server of their own, with /generate/ and /chat/; th
 trainer of TRL cannot send its weights here, because an engine takes whole models.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import AliasChoices, Field
 from starlette.exceptions import HTTPException
 
-from grpo.apps.serve.service import Asked, Service
+from grpo.apps.serve.service import Json, Service, own_call
+from grpo.env.dialects.calls import Fields
 
 UNSENT = (
     'this server reads weights from a folder: save them and POST /reload_weights {"path": FOLDER}; servers that a trainer sends '
@@ -22,26 +23,26 @@ SENDING = (  # of TRL's own server, then of vLLM's
 )
 
 
-class Several(Asked):
-    """A request of /generate/ (prompts: texts or token ids) or /chat/ (messages: conversations), with n samples of each."""
-
-    prompts: list[Any] = Field(validation_alias=AliasChoices("prompts", "messages"))
-
-
 def trl_router(service: Service) -> APIRouter:
-    """Return the endpoints for this service."""
+    """Return the endpoints for this service.
+
+    /generate/ has prompts: texts or token ids. /chat/ has messages: conversations. Each gets n samples.
+    """
     router = APIRouter()
 
     @router.post("/generate/", dependencies=[Depends(service.place, scope="function")])
     @router.post("/chat/", dependencies=[Depends(service.place, scope="function")])
-    async def generate(asked: Several, request: Request) -> dict[str, Any]:
+    async def generate(request: Request, body: Json = None) -> dict[str, Any]:
         """A client that asks for `logprobs` gets a list of the likeliest tokens at each place, here only of the sampled one."""
-        read = service.chat_ids if request.url.path == "/chat/" else service.prompt_ids
-        prompts = await service.read(read, asked.prompts, asked)
-        found = await service.sample(prompts, asked)
+        fields, of_chat = Fields(body), request.url.path == "/chat/"
+        likely = "logprobs" in fields
+        given, call = fields.take("messages" if of_chat else "prompts", list, []), own_call(fields)
+        call = replace(call, max_tokens=16 if call.max_tokens is None else call.max_tokens)
+        prompts = await service.read(service.chat_ids if of_chat else service.prompt_ids, given, call.n)
+        found = await service.sample(prompts, call)
         ids, logprobs = [completion.ids for completion in found], [completion.logprobs for completion in found]
         answer = {"prompt_ids": prompts, "completion_ids": ids}
-        if "logprobs" not in asked.model_fields_set:
+        if not likely:
             return answer | {"logprobs": logprobs}
         likeliest = {"logprobs": logprobs, "logprob_token_ids": ids}
         return answer | {name: [[[one] for one in row] for row in rows] for name, rows in likeliest.items()}

@@ -107,6 +107,20 @@ class TransformersEngine:
             logits = cache.step(token) if len(token) else None
         return completions
 
+    @torch.inference_mode()
+    def score(self, sequences: Prompts, top: int) -> list[list[dict[int, float]]]:
+        """Score as an `Engine` may, with a plain forward pass for each sequence."""
+        scores: list[list[dict[int, float]]] = []
+        for sequence in sequences:
+            ids = torch.tensor([sequence], device=self.model.device)
+            logprobs = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)  # [T-1, V]
+            own = logprobs.gather(-1, ids[0, 1:, None])
+            best = logprobs.topk(min(top, logprobs.shape[-1]))
+            which, values = torch.cat([ids[0, 1:, None], best.indices], -1), torch.cat([own, best.values], -1)
+            rows = zip(which.tolist(), values.tolist(), strict=True)
+            scores.append([{}, *(dict(zip(*row, strict=True)) for row in rows)])
+        return scores
+
     def close(self) -> None:
         self.model = self.tried = None
 

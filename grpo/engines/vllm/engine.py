@@ -167,6 +167,18 @@ class VLLMEngine:
             given["structured_outputs"] = StructuredOutputsParams(**guided)
         return SamplingParams(**given)
 
+    def score(self, sequences: Prompts, top: int) -> list[list[dict[int, float]]]:
+        """Score as an `Engine` may: as prompts, each with a token after it."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=top, detokenize=False)
+        inputs = [{"prompt_token_ids": list(sequence)} for sequence in sequences]
+        with isolate_rng(), told_in_one_line():
+            found = self._llm.generate(inputs, params, use_tqdm=False, lora_request=self._lora_request)
+        return [
+            [{i: one.logprob for i, one in (place or {}).items()} for place in out.prompt_logprobs] for out in found
+        ]
+
     def sleep(self) -> None:
         """Free GPU memory until the next load, if `sleeps` is set."""
         if self.sleeps and not self._asleep:

@@ -28,7 +28,7 @@ def prompt_of(given: Any) -> Prompt:
     """Return a prompt: a text, token ids, or vLLM's form of either. Ids are not checked."""
     if isinstance(given, dict) and len(given) == 1:
         given = given.get("prompt_token_ids", given.get("prompt"))
-    if not isinstance(given, str | list):
+    if not isinstance(given, str | list | tuple):
         raise UserError(f'prompt={shown(given)}: give a text, or token ids as {{"prompt_token_ids": [1, 2]}}')
     return given if isinstance(given, str) else tuple(given)
 

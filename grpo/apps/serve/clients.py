@@ -1,0 +1,59 @@
+"""The endpoints that clients of OpenAI, Anthropic and vLLM call, see grpo.env.dialects, and the list of models.
+
+`model` may be any name, because the server has one model. A stream is sent when the answer is complete.
+"""
+
+from typing import Any
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from grpo.apps.serve.service import Json, Service
+from grpo.env.dialects import DIALECTS
+from grpo.env.dialects.anthropic import ANTHROPIC
+from grpo.env.dialects.calls import Dialect, sse
+
+
+def client_router(service: Service) -> APIRouter:
+    """Return the endpoints for this service."""
+    router = APIRouter(dependencies=[Depends(service.place, scope="function")])
+
+    def add(path: str, dialect: Dialect) -> None:
+        async def answer(body: Json = None) -> Response:
+            call = dialect.read(body)
+            answers = await service.answers(call)
+
+            def written() -> Response:
+                content = dialect.written(call, answers, service.weights.pretrained.path)
+                if call.stream:
+                    return Response("".join(sse(dialect, content)), media_type="text/event-stream")
+                return JSONResponse(content)
+
+            return await service.apart(written)
+
+        router.post(path)(answer)
+
+    for path, dialect in DIALECTS.items():
+        add(path, dialect)
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(body: Json = None) -> dict[str, int]:
+        return {"input_tokens": len(await service.apart(service.rendered, ANTHROPIC.read(body)))}
+
+    def described() -> dict[str, Any]:
+        path, engine = service.weights.pretrained.path, service.batching.engine
+        length = engine.context if engine and engine.version is not None else None
+        return {"id": path, "object": "model", "created": 0, "owned_by": "grpo", "max_model_len": length}
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [described()]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        if name != (found := described())["id"]:
+            raise HTTPException(404, f"there is no model {name[:80]!r}, only {found['id']}")
+        return found
+
+    return router
