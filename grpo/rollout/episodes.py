@@ -75,12 +75,13 @@ async def episode(
     while isinstance(state, State):
         if len(steps) >= max_turns:
             return await ended("truncated" if cut_short else "out_of_turns", state)
+        own = not turns and getattr(env.env, "own_prompts", False)
         try:
             prompt = rendered_prompt(renderer, state, steps, turns)
-            if not turns:
+            if own:
                 engine.check(prompt)
         except UserError as error:
-            if not turns and not getattr(env.env, "own_prompts", False):  # the others would fail in the same way
+            if not turns and not own:  # every other episode would fail in the same way
                 raise
             return failed(error, state)
         if turns and len(prompt) > engine.room:  # the conversation no longer fits the model's context

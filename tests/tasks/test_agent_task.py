@@ -1,10 +1,13 @@
 """Programs that call the policy over HTTP: their calls are turns, and what they do wrong harms only their own sample."""
 
 import json
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import psutil
@@ -23,9 +26,11 @@ from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate
 from grpo.rollout.episodes import play
 from grpo.rollout.types import Limits
+from grpo.runs.runs import Run
 from grpo.system.errors import RolloutError, UserError
 from tasks.agent import Agent
 from tasks.calculator import Calculator
+from train import train
 
 LIBRARY = """
 import json, os, socket, sys, threading, time, urllib.error, urllib.request
@@ -201,14 +206,15 @@ def test_an_answer_column_grades_where_no_reward_is_posted(tmp_path):
     rows = [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": "1 + 2?"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = Agent(str(tmp_path / "rows.jsonl"), "python -c pass", splits={"train": "train"})
+    first, second = task.examples("train")
 
-    def scored(row, text):
-        state = State(task.messages(row))
-        said = Trajectory((Step(state, Action(Message("assistant", text))),))
-        return task.score(row, said).value
+    def said(row, text, reward=None):
+        step = Step(State(task.messages(row)), Action(Message("assistant", text)))
+        return Trajectory((step,), reward=reward)
 
-    assert [scored(rows[0], "\\boxed{2}"), scored(rows[0], "\\boxed{3}")] == [1, 0]
-    assert scored(rows[1], "\\boxed{3}") != scored(rows[1], "\\boxed{3}")  # NaN
+    given = task.score_group(first, [said(first, "\\boxed{2}"), said(first, "", Reward(0.5, False)), said(first, "2")])
+    assert [reward.value for reward in given] == [1, 0.5, 0]
+    assert not task.score(second, said(second, "\\boxed{3}")).known
 
 
 HOSTILE = {
@@ -395,6 +401,56 @@ def unused_port() -> int:
         return free.getsockname()[1]
 
 
+def example_run(name: str, row: dict, tmp_path: Path, model: str, group_size: int = 2) -> list:
+    """The samples of an example's program, by one of the demo's models."""
+    trained = Pretrained(str(ROOT / "grpo/apps/demo_models" / model))
+    engine, renderer = TransformersEngine(), TokenizerRenderer(trained.tokenizer())
+    engine.load_weights(trained.model(), 0)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    command = f"python {ROOT / 'examples/agents' / name}"
+    task = Agent(str(tmp_path / "rows.jsonl"), command, splits={"train": "train"})
+    limits = Limits(max_turns=6, step_timeout=120)
+    (group,) = play(task, task.examples("train"), group_size, engine, renderer, Sampling(40), seed, limits)
+    assert not any(sample.trajectory.failed for sample in group), group[0].trajectory.error
+    return group
+
+
+@pytest.mark.slow
+def test_the_example_on_the_openai_client(tmp_path):
+    pytest.importorskip("openai")
+    row = {"prompt": "Sam has 214 coins. Sam buys 13 bags of 42 coins. How many coins does Sam have?", "answer": "760"}
+    group = example_run("openai_tools.py", row, tmp_path, "calculator", group_size=8)
+    assert max(len(sample.turns) for sample in group) > 1  # it called the calculator
+    assert all(len(rows_of_turns(sample.turns)) == 1 for sample in group)  # and its rows are exact
+    called = [m for sample in group for m in sample.trajectory.messages if m.role == "tool"]
+    assert called and all(m.name == "calculator" for m in called)
+
+
+@pytest.mark.slow
+def test_the_example_on_the_anthropic_client(tmp_path):
+    pytest.importorskip("anthropic")
+    row = {"prompt": "Sam has 14 coins. Sam buys 3 bags of 4 coins. How many coins does Sam have?", "answer": "26"}
+    for sample in example_run("anthropic_retry.py", row, tmp_path, "wordmath", group_size=4):
+        texts = [step.action.message.content for step in sample.trajectory.steps]
+        right = ["\\boxed{26}" in text for text in texts]
+        assert len(texts) == sample.reward.parts["attempts"] == len(rows_of_turns(sample.turns))
+        assert sample.reward.value == (right[-1] and 1 / len(texts)) and sample.reward.correct == right[0]
+
+
+def test_the_example_of_a_coding_agent(tmp_path, model):
+    sys.path.insert(0, str(ROOT / "examples/agents"))
+    import problems
+
+    for state in problems.worked_programs(50, 0):
+        printed = StringIO()
+        with redirect_stdout(printed):
+            exec(state.messages[1].content, {})
+        assert printed.getvalue().strip().isdigit()
+    row = {"prompt": "Sam has 14 coins. How many coins does Sam have?", "answer": "14"}
+    for sample in example_run("coder.py", row, tmp_path, "wordmath"):  # which writes no programs
+        assert sample.reward == Reward(0.0, False, {"runs": 0.0})
+
+
 @pytest.mark.slow
 def test_of_100_programs_at_once_no_token_is_lost_or_mixed(run):
     program = """
@@ -418,3 +474,31 @@ reward(reward=len(got))
     for p, group in enumerate(groups):
         for s, sample in enumerate(group):
             assert heard[str(seed(p, s, 1 << 31))] == ids_of(sample) and sample.reward.value == len(sample.turns) >= 3
+
+
+@pytest.mark.slow
+def test_a_run_trains_a_program_and_evaluates_it(toy, tmp_path, monkeypatch):
+    (tmp_path / "agent.py").write_text(LIBRARY)
+    monkeypatch.chdir(tmp_path)
+    program = 'said = text(ask(row["prompt"])); reward(reward=len(said), parts={"letters": len(set(said))})'
+    rows = [{"prompt": f"q{i}", "program": program} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = [
+        "debug=smoke",
+        "max_tokens=8",
+        "eval.limit=2",
+        "optim.optimizer.lr=1e-3",
+        "forecast=false",
+        "preflight=warn",
+    ]
+    sizes += [
+        "callbacks=samples",
+        "task.command=python agent.py",
+        "task.path=rows.jsonl",
+        f"output_dir={tmp_path / 'run'}",
+    ]
+    train(compose_config("task=agent", "model=path", f"model.path={toy}", *sizes))
+    samples = Run(tmp_path / "run").samples([2])
+    assert len(samples) == 4 and samples["reward"].tolist() == samples["completion"].str.len().tolist()
+    assert samples["reward/letters"].tolist() == [len(set(text)) for text in samples["completion"]]
+    assert set(samples["end"]) <= set(ENDED)
