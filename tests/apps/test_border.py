@@ -19,11 +19,12 @@ ALLOWED = {  # the leaves that take these values, on purpose
     "inf": UNUSED,
     "-inf": UNUSED,
     "-1": UNUSED | {"task.solved", "algo.advantage.weights.correct", "algo.advantage.weights.format"},
-    "a list": UNUSED | WEIGHTS,
+    "a list": UNUSED | WEIGHTS | {"judge.criteria"},
     "a mapping": UNUSED
     | WEIGHTS
     | {"callbacks", "logger", "renderer.template_args", "rollout.sampling.guided", "eval.sampling.guided"}
-    | {"optim.schedule.scheduler_specific_kwargs"},
+    | {"optim.schedule.scheduler_specific_kwargs", "judge.request"}
+    | {"task.config", "task.arguments", "task.settings"},
 }
 
 

@@ -1,5 +1,6 @@
 """The same rollout in TRL's own code and in ours: advantages, loss and gradient agree."""
 
+import random
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -10,8 +11,12 @@ import pytest
 import torch
 from conftest import ROOT, preset
 
+from grpo.env.types import Reward
+from grpo.models.pretrained import Pretrained
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.objectives.entropy import threshold
+from grpo.rollout.collate import collate, scores
+from grpo.training.batch import RolloutBatch
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="no trl")
 
@@ -254,3 +259,70 @@ def test_the_worked_example_of_the_documentation_is_trls_gmpo(tmp_path, monkeypa
         gradients = [torch.autograd.grad(value, case.logprobs, retain_graph=True)[0] for value in (loss, theirs)]
         torch.testing.assert_close(*gradients, atol=1e-6, rtol=0)
         assert gradients[0].abs().max() > 1e-3
+
+
+def test_trl_s_trainer_and_our_module_make_the_same_steps(toy, tmp_path, monkeypatch):
+    """algo=trl_default and GRPOConfig's defaults, on the same completions: after each rollout of two updates the weights are
+    equal. With SGD, since Adam's steps magnify rounding."""
+    from datasets import Dataset
+    from test_module import episode, make_module
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    rng, groups, weights = random.Random(0), [], []
+
+    def state(model) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    @torch.no_grad()
+    def rollouts(prompts: list[str], trainer) -> dict[str, list]:
+        """Make up completions, whose engine is a little off, and far off for one, and note them."""
+        weights.append(state(trainer.model))
+        asked = [tokenizer(prompt).input_ids for prompt in prompts]
+        said = [[rng.randrange(30, 90) for _ in range(rng.randint(2, 6))] + [tokenizer.eos_token_id] for _ in prompts]
+        logprobs = []
+        for i, (question, ids) in enumerate(zip(asked, said, strict=True)):
+            logits = trainer.model(torch.tensor([question + ids])).logits[0, len(question) - 1 : -1]
+            true = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+            logprobs.append([one - (0.9 if i == 3 else rng.gauss(0, 0.05)) for one in true])
+        made = [episode(tuple(q), tuple(a), tuple(p)) for q, a, p in zip(asked, said, logprobs, strict=True)]
+        groups.append(
+            [
+                [replace(s, reward=Reward(reward_of(s.turns[0].completion.ids), True)) for s in made[i : i + 4]]
+                for i in (0, 4)
+            ]
+        )
+        return {"prompt_ids": asked, "completion_ids": said, "logprobs": logprobs}
+
+    def reward_of(ids) -> float:
+        return float(sum(ids) % 7)
+
+    def reward(completion_ids, **columns):
+        return list(map(reward_of, completion_ids))
+
+    tokenizer = AutoTokenizer.from_pretrained(toy)
+    settings = GRPOConfig(
+        str(tmp_path), per_device_train_batch_size=8, num_generations=4, num_iterations=2, max_completion_length=8,
+        learning_rate=0.1, max_steps=8, optim="sgd", use_cpu=True, bf16=False, gradient_checkpointing=False,
+        report_to="none", save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    rows = Dataset.from_dict({"prompt": [f"How many coins are {i} coins?" for i in range(8)]})
+    model = Pretrained(str(toy)).model()
+    trainer = GRPOTrainer(model, reward, settings, rows, processing_class=tokenizer, rollout_func=rollouts)
+    trainer.use_vllm, trainer._last_loaded_step = True, -1  # the samples of vLLM are corrected
+    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+    trainer.train()
+    weights.append(state(trainer.model))
+
+    policy = Pretrained(str(toy)).model()
+    module = make_module(policy, lr=0.1, max_grad_norm=1.0, num_epochs=2)
+    module.algorithm = preset("algo=trl_default", "algo.num_epochs=2", "max_tokens=8")
+    for number, of_rollout in enumerate(groups):
+        batch = RolloutBatch(number, tokens=collate(of_rollout), scores=scores(of_rollout))
+        metrics = module.training_step(batch, 0)
+        assert metrics["loss/correction"] < 0.95  # of eight samples one is left out
+        pairs = [*zip(state(policy), weights[number], weights[number + 1], strict=True)]
+        assert max(float((now - theirs).abs().max()) for now, _, theirs in pairs) < 1e-6
+        assert max(float((theirs - before).abs().max()) for _, before, theirs in pairs) > 1e-4  # it moved
+    assert len(groups) == 4
