@@ -233,9 +233,9 @@ def offered_tools(tools: Iterable[ToolSpec], choice: Any) -> tuple[ToolSpec, ...
     return found
 
 
-def text_in(content: Any) -> str | None:
+def text_in(content: Any) -> Any:
     """Return a message's text, which may come in parts, one line each. Raises UserError for pictures, sounds and files."""
-    if content is None or isinstance(content, str):
+    if content is None or isinstance(content, str | dict):  # which `message_of` refuses
         return content
     texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     if other := [part["type"] for part in texts if part["type"] not in ("text", "input_text", "output_text")]:

@@ -22,12 +22,8 @@ def read_responses(fields: Fields) -> Call:
     tools = [tool_of({"function": tool}) for tool in fields.take("tools", list, [])]
     top = fields.take("top_logprobs", Whole)
     fields["response_format"] = fields.take("text", dict, {}).get("format", {"type": "text"})
-    return Call(
-        calls.messages_of(said),
-        calls.offered_tools(tools, fields.pop("tool_choice", None)),
-        logprobs=top,
-        **fields.sampling("stop", "max_output_tokens"),
-    )
+    tools = calls.offered_tools(tools, fields.pop("tool_choice", None))
+    return Call(calls.messages_of(said), tools, logprobs=top, **fields.sampling("stop", "max_output_tokens"))
 
 
 def add_item(said: list[tuple[dict[str, Any], str]], item: Mapping[str, Any]) -> None:
