@@ -23,11 +23,8 @@ End = Literal["answered", "out_of_turns", "truncated", "env_error", "env_timeout
 
 @dataclass(frozen=True)
 class State:
-    """The policy's observation: the whole conversation so far, and the tools it may call.
-
-    prompt: a text or token ids that the policy reads as they are, in place of the messages. stop: texts before which the next
-    message ends. max_tokens: of the next message; None, or more than the run's: the run's.
-    """
+    """The policy's observation: the conversation so far, and the tools it may call. prompt: read as it is, in place of the
+    messages. stop: texts before which the next message ends. max_tokens: of that message; None: the run's."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -38,7 +35,7 @@ class State:
 
 @dataclass(frozen=True)
 class Action:
-    """The policy's message, whether the limit of tokens cut it short, and if they are known the tokens of it and of the prompt."""
+    """The policy's message, whether the limit of tokens cut it short, and if they are known its tokens and its prompt's."""
 
     message: Message
     truncated: bool = False

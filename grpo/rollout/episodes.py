@@ -86,8 +86,7 @@ async def episode(
             return failed(error, state)
         if turns and len(prompt) > engine.room:  # the conversation no longer fits the model's context
             return await ended("truncated", state)
-        sampling = engine.sampling_in(state, renderer)
-        completion = await engine.sample(env.place, prompt, seed(s, len(turns)), sampling)
+        completion = await engine.sample(env.place, prompt, seed(s, len(turns)), engine.sampling_in(state, renderer))
         cut_short, message = completion.finish == "length", message_read(renderer, completion.ids, state)
         action = Action(message, cut_short, completion.ids, completion.logprobs, prompt)
         steps.append(Step(state, action))

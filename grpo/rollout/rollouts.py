@@ -67,8 +67,7 @@ class Rollouts:
     sampling: Callable[[], AbstractContextManager] = nullcontext
 
     def make(self, r: int) -> Rollout:
-        """Play rollout r. With algo.sampling_rounds above 1 it plays more prompts until enough groups have signal (by
-        algo.sampling_filter) or the rounds are used up (DAPO, arXiv 2503.14476); `Rollout.best` picks groups to learn from."""
+        """Play rollout r, in rounds until enough groups have signal (dynamic sampling of DAPO, arXiv 2503.14476)."""
         set_progress(r, self.plan.num_rollouts)
         begun, version = time.perf_counter(), self.engine.version
         groups: list[Group] = []
