@@ -52,7 +52,6 @@ def test_every_metric_of_a_run_is_in_the_dictionary_and_every_entry_is_of_some_r
     elsewhere |= {
         "rollout/staleness",
         "time/played",
-        "eval/NAME_iqm",
         "loss/NAME",
     }  # rollout.ahead, comparisons, a user's surrogate
     assert {name for name in logged if "epoch_" in name} == {"loss/policy_epoch_1", "loss/policy_epoch_2"}
@@ -82,7 +81,6 @@ def test_names_are_told_apart_and_a_sentence_each():
     [
         ("eval/pass@16", "eval/pass@K"),
         ("eval/pass^2", "eval/pass^K"),
-        ("eval/accuracy_iqm", "eval/NAME_iqm"),
         ("rollout/gsm8k/format", "rollout/format"),
         ("eval/words/level_5", "eval/level_K"),
         ("rollout/format_std", "rollout/NAME_std"),
