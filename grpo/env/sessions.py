@@ -40,16 +40,13 @@ class NoAnswer(UserError):
 
 def check_call(call: Call) -> None:
     """Raise NoAnswer for a call that a session cannot honour. Temperature and the like are the run's, whatever it asks for."""
-    if call.count > 1:
-        raise NoAnswer(f"{call.count} answers to one call: a session that is trained gives one, so call again")
-    if call.settings.get("guided") or call.template:
-        raise NoAnswer("a form of the answer, or variables of the chat template, are the run's to set: leave them out")
-    if call.echo or call.prompt_logprobs is not None:
-        raise NoAnswer(
-            "a session that is trained has no log-probabilities of prompts: leave out echo and prompt_logprobs"
-        )
-    if call.max_tokens == 0:
-        raise NoAnswer("max_tokens=0: an answer has at least one token")
+    reasons = {
+        "n above 1": call.count > 1, "a form of the answer": "guided" in call.settings, "chat_template_kwargs": call.template,
+        "echo or prompt_logprobs": call.echo or call.prompt_logprobs is not None, "max_tokens=0": call.max_tokens == 0,
+    }  # fmt: skip
+    for name, asked in reasons.items():
+        if asked:
+            raise NoAnswer(f"a session that is trained does not take {name}: leave it out")
 
 
 def posted(body: Any, solved: float) -> Reward | None:
