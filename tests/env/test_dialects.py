@@ -145,6 +145,7 @@ def test_a_choice_of_tools(choice, shown):
         (CHAT, {"messages": QUESTION, "n": 0}, "n=0 must be an integer of at least 1"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "reads text only"),
         (CHAT, {"messages": [{"role": "critic", "content": "x"}]}, "is no message"),
+        (CHAT, {"messages": [{"role": "user", "content": {"a": 1}}]}, "is no message"),
         (CHAT, {"messages": QUESTION, "continue_final_message": True}, "is continued, any other is answered"),
         (CHAT, {"messages": QUESTION, "tools": [TOOL], "tool_choice": {"function": {"name": "sub"}}}, "not among"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "JSON"),

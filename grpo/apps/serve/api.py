@@ -12,7 +12,6 @@ import uvicorn
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from grpo.apps.serve.batching import Batching
@@ -26,19 +25,6 @@ from grpo.engines.protocol import Engine
 from grpo.env.dialects.calls import Call, Fields
 from grpo.env.tokens import Completion
 from grpo.system.errors import UserError
-
-
-class Reload(BaseModel, extra="forbid"):
-    """A request to reload the weights. path: another folder with the same model; null reads the current folder again."""
-
-    path: str | None = None
-
-
-class Load(BaseModel, extra="forbid"):
-    """A request to serve a LoRA adapter. adapter_path: a PEFT folder. adapter_name: by default the folder's name."""
-
-    adapter_path: str
-    adapter_name: str | None = None
 
 
 def make_app(service: Service) -> FastAPI:
@@ -124,18 +110,26 @@ def make_app(service: Service) -> FastAPI:
         return JSONResponse(content)
 
     @app.post("/reload_weights")
-    async def reload_weights(asked: Reload | None = None) -> dict[str, Any]:
-        path = weights.allowed(asked.path) if asked and asked.path is not None else None
+    async def reload_weights(body: Json = None) -> dict[str, Any]:
+        """Read the weights again, from the folder `path` with the same model, or from the current one."""
+        fields = Fields(body or {})
+        path = fields.take("path", str)
+        fields.check_empty()
+        path = path and weights.allowed(path)
         version = await changed(weights.read, path)
         return {"status": "ok", "message": "Weights reloaded", "version": version}
 
     @app.post("/lora/load")
-    async def lora_load(asked: Load) -> Any:
-        path = weights.allowed(asked.adapter_path)
+    async def lora_load(body: Json = None) -> Any:
+        """Serve a LoRA adapter: `adapter_path` is a PEFT folder, `adapter_name` by default the folder's name."""
+        fields = Fields(body)
+        path, name = fields.take("adapter_path", str, ""), fields.take("adapter_name", str)
+        fields.check_empty()
+        path = weights.allowed(path)
         if not (Path(path) / "adapter_config.json").is_file():
             line = f"adapter_path={path} is not an adapter: give a PEFT folder with adapter_config.json"
             raise HTTPException(404, line)
-        adapter = Adapter(path, asked.adapter_name or Path(path).name)
+        adapter = Adapter(path, name or Path(path).name)
         version = await changed(weights.put_on, adapter)
         return {"status": "ok", "adapter_name": adapter.name, "version": version}
 

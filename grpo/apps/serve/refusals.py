@@ -24,15 +24,6 @@ def failure(status: int, line: str, headers: Mapping[str, str] | None = None, pa
 def refuse(app: FastAPI) -> None:
     """Answer every exception in the application with a `failure`."""
 
-    def of_a_field(error: RequestValidationError) -> str:
-        first = error.errors()[0]
-        kind, where = first["type"], ".".join(str(part) for part in first["loc"] if part != "body")
-        if kind == "json_invalid":
-            return "the request is not JSON"
-        if kind == "extra_forbidden":
-            return f"there is no field {where!r} here: /docs lists the fields"
-        return ": ".join(filter(None, [where, first["msg"].removeprefix("Value error, ")]))
-
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> JSONResponse:
         asked = f"{request.method} {request.scope['path'][:80]}"
@@ -42,7 +33,7 @@ def refuse(app: FastAPI) -> None:
 
     answers = {
         UserError: (400, str, None),
-        RequestValidationError: (400, of_a_field, None),
+        RequestValidationError: (400, lambda _: "the request is not JSON", None),
         Oversized: (413, str, None),
         Outside: (403, str, None),
         Crowded: (429, str, {"Retry-After": "5"}),

@@ -42,12 +42,11 @@ def anthropic_written(call: Call, answers: Sequence[Answer], model: str) -> dict
     """Return the answer as Anthropic's message."""
     (answer,) = answers
     message = answer.message
-    content: list[dict[str, Any]] = []
-    if message.content or not message.tool_calls:
-        content.append({"type": "text", "text": message.content})
-    for one in message.tool_calls:
-        used = {"id": one.id or calls.new_id("toolu_"), "name": one.name, "input": dict(one.arguments)}
-        content.append({"type": "tool_use", **used})
+    called = [
+        {"type": "tool_use", "id": one.id or calls.new_id("toolu_"), "name": one.name, "input": dict(one.arguments)}
+        for one in message.tool_calls
+    ]
+    spoken = [{"type": "text", "text": message.content}] if message.content or not called else []
     reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
     read, wrote = calls.written_usage(call, answers)
     return {
@@ -55,7 +54,7 @@ def anthropic_written(call: Call, answers: Sequence[Answer], model: str) -> dict
         "type": "message",
         "role": "assistant",
         "model": model,
-        "content": content,
+        "content": spoken + called,
         "stop_reason": "stop_sequence" if answer.stop else reasons[answer.finish],
         "stop_sequence": answer.stop,
         "usage": {"input_tokens": read, "output_tokens": wrote},

@@ -9,7 +9,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from functools import partial
+from itertools import groupby, repeat
 from typing import Any
 
 from grpo.env.messages import Message, ToolCall, ToolSpec, message_of, shown
@@ -19,9 +20,7 @@ from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Whole, require
 
 Prompt = str | tuple[int, ...]
-Scores = Mapping[
-    int, float
-]  # log-probabilities of a token (first) and of the likeliest ones in its place, by their ids
+Scores = Mapping[int, float]  # log-probabilities by ids: of a token (first), and of the likeliest ones in its place
 
 SETTINGS = (
     "temperature",
@@ -32,10 +31,8 @@ SETTINGS = (
     "stop_ids",
     "guided",
 )  # named as in Sampling
-SAME = {  # other names of settings
-    "stop_token_ids": "stop_ids", "structured_outputs": "guided",
-    "structured_outputs_regex": "regex", "guided_decoding_regex": "regex",
-}  # fmt: skip
+SAME = {"stop_token_ids": "stop_ids", "structured_outputs": "guided"}  # other names of settings
+REGEX = ("structured_outputs_regex", "guided_decoding_regex")  # TRL's names
 IGNORED = {  # fields that change no answer, or ask for what a server may leave out
     "model", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
     "prompt_cache_options", "safety_identifier", "cache_control", "include", "max_tool_calls", "request_id", "priority",
@@ -119,19 +116,16 @@ class Answer:
         With `call.with_ids` these are all sampled tokens, else those before the stop text. Log-probabilities are those of the
         completion's temperature T; the alternatives' are exact too, since log p(v) - log p(w) is linear in 1 / T.
         """
-        temperature = call.settings.get("temperature", 1.0) or 1.0
-        done, first = self.completion, len(self.prompt_ids)
+        done, scale = self.completion, call.settings.get("temperature", 1.0) or 1.0
         kept = len(done.ids) if call.with_ids or self.kept is None else self.kept
-        rows = [(i, p, self.scores[first + t] if self.scores else {i: p}, temperature)
-                for t, (i, p) in enumerate(zip(done.ids[:kept], done.logprobs, strict=False))]  # fmt: skip
+        scores = self.scores[len(self.prompt_ids) :] or [{i: p} for i, p in zip(done.ids, done.logprobs, strict=True)]
+        rows = [*zip(done.ids[:kept], done.logprobs, scores, repeat(scale), strict=False)]
         if call.echo:
-            rows = [
-                (i, scores.get(i), scores, 1.0) for i, scores in zip(self.prompt_ids, self.scores, strict=False)
-            ] + rows
+            rows = [(i, of.get(i), of, 1.0) for i, of in zip(self.prompt_ids, self.scores, strict=False)] + rows
         found = []
-        for token, own, scores, scale in rows:
-            best = sorted(scores.items(), key=lambda item: -item[1])[: call.logprobs or 0]
-            likely = {self.piece(i, call): own + (value - scores[token]) / scale for i, value in best}
+        for token, own, of, scale in rows:
+            best = sorted(of.items(), key=lambda item: -item[1])[: call.logprobs or 0]
+            likely = {self.piece(i, call): own + (value - of[token]) / scale for i, value in best}
             found.append((self.piece(token, call), own, likely))
         return found
 
@@ -159,10 +153,9 @@ class Fields(dict[str, Any]):
         texts = self.take(stop, str | list[str], [])
         limits = [self.take(name, Whole) for name in max_tokens or ("max_tokens",)]
         settings = {SAME.get(name, name): self.pop(name) for name in (*SETTINGS, *SAME) if name in self}
-        if regex := settings.pop("regex", None):
-            settings["guided"] = {"regex": regex}
-        if settings.get("top_k") == -1:
-            settings["top_k"] = 0
+        for name in self.keys() & set(REGEX):
+            settings["guided"] = {"regex": self.pop(name)}
+        settings |= {"top_k": 0} if settings.get("top_k") == -1 else {}
         return {
             "stop": tuple(filter(None, [texts] if isinstance(texts, str) else texts)),
             "max_tokens": next((limit for limit in limits if limit is not None), None),
@@ -240,15 +233,13 @@ def offered_tools(tools: Iterable[ToolSpec], choice: Any) -> tuple[ToolSpec, ...
     return found
 
 
-def text_in(content: Any) -> str | None:
+def text_in(content: Any) -> Any:
     """Return a message's text, which may come in parts, one line each. Raises UserError for pictures, sounds and files."""
-    if content is None or isinstance(content, str):
+    if content is None or isinstance(content, str | dict):  # which `message_of` refuses
         return content
     texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     if other := [part["type"] for part in texts if part["type"] not in ("text", "input_text", "output_text")]:
         raise UserError(f"a message has a part of type {shown(other[0])}: the policy reads text only")
-    if not all(isinstance(part["text"], str) for part in texts):
-        raise UserError(f"{shown(content)}: the text of each part must be a text")
     return "\n".join(part["text"] for part in texts)
 
 
@@ -262,13 +253,10 @@ def messages_of(said: Sequence[tuple[dict[str, Any], str]]) -> tuple[Message, ..
     found: list[Message] = []
     messages = ((message_of(given), answers) for given, answers in said)
     for of_tools, run in groupby(messages, lambda one: one[0].role == "tool"):
-        if of_tools:
-            calls = found[-1].tool_calls if found else ()
-            place = {call.id: i for i, call in reversed([*enumerate(calls)])}
-            run = sorted(run, key=lambda one: place.get(one[1], len(place)))
-            run = [
-                (replace(one, name=one.name or next((c.name for c in calls if c.id == i), None)), i) for one, i in run
-            ]
+        if of_tools and found:
+            calls = {call.id: (i, call.name) for i, call in enumerate(found[-1].tool_calls)}
+            run = sorted(run, key=lambda one: calls.get(one[1], (len(calls), ""))[0])
+            run = ((replace(one, name=one.name or calls.get(to, (0, None))[1]), to) for one, to in run)
         found += (one for one, _ in run)
     return tuple(found)
 
@@ -290,11 +278,10 @@ def answered(
 ) -> Answer:
     """Return the answer that a completion is. message: parsed from all of it. decode: a tokenizer's."""
     content, found = cut(message.content, call.stop)
-    kept, ids = len(completion.ids), completion.ids
-    if found:
-        place = len(cut(decode(ids, skip_special_tokens=True), call.stop)[0])
-        while kept and len(decode(ids[: kept - 1], skip_special_tokens=True)) >= place:
-            kept -= 1
+    kept, ids, read = len(completion.ids), completion.ids, partial(decode, skip_special_tokens=True)
+    place = len(cut(read(ids), call.stop)[0]) if found else 0
+    while found and kept and len(read(ids[: kept - 1])) >= place:
+        kept -= 1
     message = replace(message, content=content)
     return Answer(message, completion, tuple(prompt_ids), decode, found, kept, tuple(scores))
 
@@ -336,12 +323,11 @@ def openai_answer(
     }
 
 
-def prompt_scores(call: Call, answer: Answer) -> list[dict[str, Any] | None]:
-    """Return the log-probabilities of the prompt's tokens in vLLM's form."""
-    return [
-        {str(i): {"logprob": value, "decoded_token": answer.piece(i, call)} for i, value in scores.items()} or None
-        for scores in answer.scores[: len(answer.prompt_ids)]
-    ]
+def prompt_scores(call: Call, answer: Answer) -> dict[str, Any]:
+    """Return the field `prompt_logprobs`, if it is wanted: log-probabilities of the prompt's tokens in vLLM's form."""
+    scores = answer.scores[: len(answer.prompt_ids)]
+    rows = [{str(i): {"logprob": p, "decoded_token": answer.piece(i, call)} for i, p in of.items()} for of in scores]
+    return {} if call.prompt_logprobs is None else {"prompt_logprobs": [row or None for row in rows]}
 
 
 def openai_failure(status: int, line: str) -> dict[str, Any]:

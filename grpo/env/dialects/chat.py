@@ -1,6 +1,7 @@
 """OpenAI's chat completions, with vLLM's additions."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import starmap
 from typing import Any
 
 from grpo.env.dialects import calls
@@ -53,32 +54,27 @@ def written_call(call: ToolCall) -> dict[str, Any]:
 
 def chat_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str, Any]:
     """Return the answers as OpenAI's chat completion."""
-    choices = []
-    for answer in answers:
-        choice: dict[str, Any] = {"message": written_message(answer), "logprobs": None}
-        if call.logprobs is not None:
-            choice["logprobs"] = {"content": chat_logprobs(call, answer)}
-        if call.with_ids:
-            choice["token_ids"] = answer.completion.ids
-        choices.append(choice)
+    choices = [
+        {"message": written_message(answer), "logprobs": chat_logprobs(call, answer)}
+        | ({"token_ids": answer.completion.ids} if call.with_ids else {})
+        for answer in answers
+    ]
     found = calls.openai_answer("chat.completion", call, answers, model, choices)
     if call.with_ids:
         found["prompt_token_ids"] = answers[0].prompt_ids
-    if call.prompt_logprobs is not None:
-        found["prompt_logprobs"] = calls.prompt_scores(call, answers[0])
-    return found
+    return found | calls.prompt_scores(call, answers[0])
 
 
-def chat_logprobs(call: Call, answer: Answer) -> list[dict[str, Any]]:
-    """Return the log-probability of each token, with its alternatives."""
+def chat_logprobs(call: Call, answer: Answer) -> dict[str, Any] | None:
+    """Return the log-probability of each token, with its alternatives; None if they are not wanted."""
+    if call.logprobs is None:
+        return None
 
     def one(text: str, value: float | None) -> dict[str, Any]:
         return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
-    return [
-        one(text, value) | {"top_logprobs": [one(*other) for other in top.items()]}
-        for text, value, top in answer.tokens(call)
-    ]
+    rows = answer.tokens(call)
+    return {"content": [one(text, value) | {"top_logprobs": [*starmap(one, top.items())]} for text, value, top in rows]}
 
 
 def chat_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]:

@@ -38,20 +38,18 @@ def completions_written(call: Call, answers: Sequence[Answer], model: str) -> di
     choices = []
     for answer in answers:
         text = answer.decode(answer.prompt_ids) if call.echo and answer.decode else ""
-        choice: dict[str, Any] = {"text": text + answer.message.content, "logprobs": None}
+        choice = {"text": text + answer.message.content, "logprobs": None} | calls.prompt_scores(call, answer)
         if call.logprobs is not None:
             tokens = answer.tokens(call)
-            texts, values = [piece for piece, _, _ in tokens], [value for _, value, _ in tokens]
+            texts = [piece for piece, _, _ in tokens]
             choice["logprobs"] = {
                 "tokens": texts,
-                "token_logprobs": values,
+                "token_logprobs": [value for _, value, _ in tokens],
                 "top_logprobs": [None if value is None else {**top, piece: value} for piece, value, top in tokens],
                 "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
             }
         if call.with_ids:
             choice |= {"token_ids": answer.completion.ids, "prompt_token_ids": answer.prompt_ids}
-        if call.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = calls.prompt_scores(call, answer)
         choices.append(choice)
     return calls.openai_answer("text_completion", call, answers, model, choices)
 

@@ -22,12 +22,8 @@ def read_responses(fields: Fields) -> Call:
     tools = [tool_of({"function": tool}) for tool in fields.take("tools", list, [])]
     top = fields.take("top_logprobs", Whole)
     fields["response_format"] = fields.take("text", dict, {}).get("format", {"type": "text"})
-    return Call(
-        calls.messages_of(said),
-        calls.offered_tools(tools, fields.pop("tool_choice", None)),
-        logprobs=top,
-        **fields.sampling("stop", "max_output_tokens"),
-    )
+    tools = calls.offered_tools(tools, fields.pop("tool_choice", None))
+    return Call(calls.messages_of(said), tools, logprobs=top, **fields.sampling("stop", "max_output_tokens"))
 
 
 def add_item(said: list[tuple[dict[str, Any], str]], item: Mapping[str, Any]) -> None:
@@ -53,7 +49,7 @@ def responses_written(call: Call, answers: Sequence[Answer], model: str) -> dict
     end = {"status": "incomplete" if cut_short else "completed"}
     output: list[dict[str, Any]] = []
     if message.content or not message.tool_calls:
-        logprobs = [] if call.logprobs is None else chat_logprobs(call, answer)
+        logprobs = (chat_logprobs(call, answer) or {"content": []})["content"]
         part = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": logprobs}
         output.append({"id": calls.new_id("msg_"), "type": "message", "role": "assistant", "content": [part], **end})
     for one in message.tool_calls:

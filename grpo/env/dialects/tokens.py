@@ -26,17 +26,11 @@ def read_tokens(fields: Fields) -> Call:
 
 def tokens_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str, Any]:
     """Return the answers as vLLM's token ids."""
-    choices: list[dict[str, Any]] = [
-        {
-            "index": i,
-            "token_ids": answer.completion.ids,
-            "finish_reason": answer.completion.finish,
-            "logprobs": None if call.logprobs is None else {"content": chat_logprobs(call, answer)},
-        }
-        for i, answer in enumerate(answers)
-    ]
-    scored = None if call.prompt_logprobs is None else calls.prompt_scores(call, answers[0])
-    return {"request_id": calls.new_id("generate-"), "choices": choices, "prompt_logprobs": scored}
+    choices = [
+        {"index": i, "token_ids": a.completion.ids, "finish_reason": a.completion.finish, "logprobs": chat_logprobs(call, a)}
+        for i, a in enumerate(answers)
+    ]  # fmt: skip
+    return {"request_id": calls.new_id("generate-"), "choices": choices} | calls.prompt_scores(call, answers[0])
 
 
 def tokens_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]:
