@@ -15,8 +15,8 @@ import re
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, closing, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Annotated, Any, Literal
@@ -80,14 +80,11 @@ class Host:
     def __init__(self, concurrency: int, per_minute: int | None) -> None:
         self.slots, self.gap, self.free = asyncio.Semaphore(concurrency), 60 / (per_minute or math.inf), 0.0
 
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait for the turn of a request, and hold it."""
-        async with self.slots:
-            while (wait := self.free - time.monotonic()) > 0:
-                await asyncio.sleep(wait)
-            self.free = time.monotonic() + self.gap
-            yield
+    async def turn(self) -> None:
+        """Wait for the turn of a request that has a slot."""
+        while (wait := self.free - time.monotonic()) > 0:
+            await asyncio.sleep(wait)
+        self.free = time.monotonic() + self.gap
 
 
 _hosts: dict[tuple[Any, str], Host] = {}  # by event loop and host
@@ -163,7 +160,8 @@ class Judge:
         key = os.environ.get(self.key_from)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         for attempt in range(self.retries + 1):
-            async with host.turn():
+            async with host.slots:
+                await host.turn()
                 seen["sent"] += 1
                 response, began = None, time.monotonic()
                 with suppress(httpx2.HTTPError):
