@@ -327,7 +327,7 @@ def told(*overrides: str, name: str = "train") -> str:
             ["task=gsm9k"],
             [
                 "task has no option 'gsm9k'",
-                "calculator, code, countdown, gsm8k, jsonl, math, mixture, musique, tldr, wordmath",
+                "calculator, code, countdown, gsm8k, jsonl, math, mixture, musique, none, tldr, wordmath",
             ],
         ),
         (["algo=grppo"], ["algo has no option 'grppo'", "dr_grpo, grpo, gspo"]),

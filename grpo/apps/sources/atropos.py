@@ -1,15 +1,17 @@
 """The trainer's side of Atropos' run-api: register, wait for a batch, make groups of its items. docs/sources.md has the steps."""
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping
-from itertools import chain
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import httpx2
 
 from grpo.apps.sources.open_engine import OpenEngine
-from grpo.env.renderer import TokenizerRenderer
+from grpo.env.renderer import Renderer
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.source.conversion import Conversion
@@ -21,29 +23,27 @@ from grpo.system.ranges import Port, Seconds, enforced
 log = logging.getLogger(__name__)
 
 POLL, START = 0.25, 30.0  # seconds between two looks for a batch, and for the run-api to be there at first
-TRIES = 5  # of a registration
-SEEN = 20  # looks at a full queue without a batch, before a warning
+TRIES, SEEN = 5, 20  # of a registration; looks at a full queue without a batch, before a warning
 
 
+@enforced("source")
+@dataclass(eq=False)
 class Atropos:
-    """Gives the batches of a run-api, the newest first, as it does. Mutable: whether it is registered there.
+    """Gives the batches of a run-api at `url`, newest first. Mutable: whether it is registered there.
 
-    url: of the run-api. port: of this machine, on which environments sample from the run's engine while the run waits for a
-    batch; 0: a free one. timeout: seconds without a sign of life of an environment, after which the run ends.
+    port: of this machine, on which environments sample from the run's engine while the run waits for a batch; 0: a free one.
+    timeout: seconds without a sign of life of an environment, after which the run ends.
     """
 
-    @enforced("source")
-    def __init__(
-        self,
-        pretrained: Pretrained,
-        renderer: TokenizerRenderer,
-        url: str = "http://127.0.0.1:8000",
-        port: Port = 9001,
-        timeout: Seconds = 600.0,
-    ) -> None:
-        self.pretrained, self.renderer, self.port, self.timeout = pretrained, renderer, port, timeout
-        self.http = httpx2.Client(base_url=url.rstrip("/"), timeout=60, trust_env=False)
-        self.url, self.served, self.registered, self.again = url, None, False, False
+    pretrained: Pretrained
+    renderer: Renderer
+    url: str = "http://127.0.0.1:8000"
+    port: Port = 9001
+    timeout: Seconds = 600.0
+
+    def __post_init__(self) -> None:
+        self.http = httpx2.Client(base_url=self.url.rstrip("/"), timeout=60, trust_env=False)
+        self.served, self.registered, self.again = None, False, False
         self.metrics: dict[str, float] = {}
 
     def groups(self, r: int, count: int, first: int, rollouts: Rollouts) -> list[Group]:
@@ -55,18 +55,15 @@ class Atropos:
             self.convert = Conversion(self.pretrained, self.renderer, self.served.find)
             print(f"source=atropos: {self.advice()}", flush=True)
         with self.served.open():
-            items = self.batch(r, rollouts)
-        temperature = rollouts.plan.sampling.temperature
-        groups = self.convert.groups(
-            chain.from_iterable(samples_of(i, item, temperature) for i, item in enumerate(items))
-        )
-        turns = [turn.completion for group in groups for sample in group for turn in sample.turns]
-        ages = [r - version for completion in turns for version in completion.versions or ()]
-        self.metrics = {"rollout/staleness": sum(ages) / len(ages)} if ages else {}
+            items, hot = self.batch(r, rollouts), rollouts.plan.sampling.temperature
+        groups = self.convert.groups(one for i, item in enumerate(items) for one in samples_of(i, item, hot))
+        turns = [turn for group in groups for sample in group for turn in sample.turns]
+        age = fmean(r - version for turn in turns for version in turn.completion.versions or (math.nan,))
+        self.metrics = {} if math.isnan(age) else {"rollout/staleness": age}
         return groups
 
     def progress(self, rollouts: int) -> dict[str, float]:
-        """Return the age of the weights that sampled, over the tokens for which it is known."""
+        """Return the age of the weights that sampled, if it is known of every token."""
         return self.metrics
 
     def close(self) -> None:
@@ -107,18 +104,18 @@ class Atropos:
         while (info := self.ask("/info")) is None:
             if time.monotonic() - begun > (self.timeout if self.again else START):
                 raise RolloutError(
-                    f"Atropos API not reachable at {self.url}: start it with run-api --port N, or set source.url"
+                    f"Atropos API not reachable at {self.url}: start run-api --port N, or set source.url"
                 )
             time.sleep(POLL)
-        if self.again or info.get("batch_size") not in (-1, size):
+        if (other := info.get("batch_size") not in (-1, size)) or self.again:
             log.warning("the run-api at %s has lost this run or has another one: restart its environments", self.url)
-        if info.get("batch_size") not in (-1, size):
+        if other:
             self.ask("/reset_data")
         asked = {
             **{"wandb_group": "", "wandb_project": "", "batch_size": size, "max_token_len": self.pretrained.context()},
             **{"checkpoint_dir": f"{rollouts.folder}/checkpoints", "save_checkpoint_interval": 0, "starting_step": r},
-            "num_steps": 2
-            * rollouts.plan.num_rollouts,  # environments leave then: batches that a killed run has lost count too
+            # environments leave then, and batches that a killed run has lost count too
+            "num_steps": 2 * rollouts.plan.num_rollouts,
         }
         for attempt in range(TRIES):
             if isinstance((self.ask("/register", asked) or {}).get("uuid"), int):
@@ -144,15 +141,12 @@ def samples_of(p: int, item: Mapping[str, Any], temperature: float) -> Iterator[
     if uneven := [f"{len(values)} {name}" for name, values in lists.items() if len(values) != size]:
         raise RolloutError(f"{where}: {size} sequences of tokens, but {', '.join(uneven)}")
     for s, (ids, mask, score, advantages, logprobs, own) in enumerate(zip(*lists.values(), strict=True)):
-        place = f"{where}, sequence {s}"
+        at = f"{where}, sequence {s}"
         settings = {**(item.get("group_overrides") or {}), **(item.get("generation_params") or {}), **(own or {})}
-        if (hot := settings.get("temperature", temperature)) != temperature:
-            raise RolloutError(
-                f"{place}: it has temperature {hot:g}, the run {temperature:g}: set rollout.sampling.temperature"
-            )
+        if (own := settings.get("temperature", temperature)) != temperature:
+            raise RolloutError(f"{at}: temperature {own:g}, not {temperature:g}: set rollout.sampling.temperature")
         if shifted := [m for token, m in zip(ids, mask or (), strict=False) if m not in (-100, token)]:
-            raise RolloutError(f"{place}: the mask has {shifted[0]} where it must have -100 or the token's own id")
-        row = {"ids": ids, "sampled": [m != -100 for m in mask or ()]}
-        row |= {"logprobs": logprobs or None, "advantages": advantages or None}
-        zero = 0.0 if settings.get("set_advantage_to_zero") else None
-        yield place, {"rows": [row], "reward": score, "group": p, "advantage": zero}
+            raise RolloutError(f"{at}: the mask has {shifted[0]} where it must have -100 or the token's own id")
+        row = {"ids": ids, "sampled": [m != -100 for m in mask or ()], "advantages": advantages or None}
+        row["logprobs"], zero = logprobs or None, 0.0 if settings.get("set_advantage_to_zero") else None
+        yield at, {"rows": [row], "reward": score, "group": p, "advantage": zero}

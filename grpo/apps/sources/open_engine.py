@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from grpo.apps.serve.api import make_app
 from grpo.apps.serve.batching import Batching
@@ -20,7 +20,7 @@ from grpo.apps.serve.gate import Gate
 from grpo.apps.serve.served_weights import ServedWeights
 from grpo.apps.serve.service import Service
 from grpo.engines.protocol import Done, Prompts, Sampling
-from grpo.env.renderer import TokenizerRenderer
+from grpo.env.renderer import Renderer
 from grpo.env.tokens import Completion, CompletionLike, completion_of
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.rollouts import Rollouts
@@ -39,7 +39,7 @@ class OpenEngine:
     answered: completions so far. refused: the errors that environments were given.
     """
 
-    def __init__(self, rollouts: Rollouts, pretrained: Pretrained, renderer: TokenizerRenderer, port: int) -> None:
+    def __init__(self, rollouts: Rollouts, pretrained: Pretrained, renderer: Renderer, port: int) -> None:
         self.rollouts, self.engine, self.unwanted = rollouts, rollouts.engine, set[int]()
         self.known: dict[bytes, dict[tuple[float, tuple[float, ...]], Completion]] = {}
         self.answered, self.refused = 0, set[str]()
@@ -72,8 +72,7 @@ class OpenEngine:
             await send(message)
 
         closed = JSONResponse({"error": {"message": "the weights are those of a run that trains"}}, 404)
-        app: ASGIApp = self.app if OPEN.fullmatch(scope["path"]) else closed
-        await app(scope, receive, seen)
+        await (self.app if OPEN.fullmatch(scope["path"]) else closed)(scope, receive, seen)
 
     @contextmanager
     def open(self) -> Iterator[None]:

@@ -26,7 +26,6 @@ from grpo.system.errors import RolloutError
 
 log = logging.getLogger(__name__)
 
-Find = Callable[[tuple[int, ...], tuple[int, ...], tuple[float, ...] | None], Completion | None]
 NO_LOGPROBS = (
     "there are no log-probabilities of the engine, which the loss needs: let the environment sample from this run by its "
     "managed_server (--openai.server_type vllm), or send inference_logprobs with each group; in a file give logprobs in each row"
@@ -50,7 +49,7 @@ class Conversion:
     find: returns a completion, by its prompt, its ids and maybe its log-probabilities, if our own engine has sampled it.
     """
 
-    def __init__(self, pretrained: Pretrained, renderer: Renderer, find: Find = lambda *asked: None) -> None:
+    def __init__(self, pretrained: Pretrained, renderer: Renderer, find: Callable = lambda *asked: None) -> None:
         config = pretrained.config().get_text_config()
         self.vocabulary, self.renderer, self.find = config.vocab_size, renderer, find
         self.ends = {*eos_token_ids(pretrained.path, config.eos_token_id)}
