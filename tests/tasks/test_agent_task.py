@@ -1,6 +1,8 @@
 """Programs that call the policy over HTTP: their calls are turns, and what they do wrong harms only their own sample."""
 
 import json
+import os
+import shutil
 import sys
 import threading
 import time
@@ -435,6 +437,18 @@ def test_the_example_on_the_anthropic_client(tmp_path):
         right = ["\\boxed{26}" in text for text in texts]
         assert len(texts) == sample.reward.parts["attempts"] == len(rows_of_turns(sample.turns))
         assert sample.reward.value == (right[-1] and 1 / len(texts)) and sample.reward.correct == right[0]
+
+
+@pytest.mark.slow
+def test_the_example_on_a_harness_of_verifiers(tmp_path, monkeypatch):
+    pytest.importorskip("verifiers")
+    if not shutil.which("uv"):
+        pytest.skip("the harness is started by uv, which is not installed")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples/agents"), prepend=os.pathsep)
+    row = {"prompt": "Sam has 214 coins. Sam buys 13 bags of 42 coins. How many coins does Sam have?", "answer": "760"}
+    for sample in example_run("verifiers_harness.py", row, tmp_path, "calculator"):
+        assert sample.reward.parts == {"turns": len(sample.turns)} and len(rows_of_turns(sample.turns)) == 1
+        assert sample.reward.correct == ("\\boxed{760}" in sample.trajectory.answer)
 
 
 def test_the_example_of_a_coding_agent(tmp_path, model):
