@@ -57,9 +57,8 @@ class Atropos:
         with self.served.open():
             items = self.batch(r, rollouts)
         temperature = rollouts.plan.sampling.temperature
-        groups = self.convert.groups(
-            chain.from_iterable(samples_of(i, item, temperature) for i, item in enumerate(items))
-        )
+        samples = (samples_of(i, item, temperature) for i, item in enumerate(items))
+        groups = self.convert.groups(chain.from_iterable(samples))
         turns = [turn.completion for group in groups for sample in group for turn in sample.turns]
         ages = [r - version for completion in turns for version in completion.versions or ()]
         self.metrics = {"rollout/staleness": sum(ages) / len(ages)} if ages else {}
@@ -71,6 +70,7 @@ class Atropos:
 
     def close(self) -> None:
         """Stop the server."""
+        self.http.close()
         if self.served:
             self.served.end()
 
@@ -106,20 +106,17 @@ class Atropos:
         begun = time.monotonic()
         while (info := self.ask("/info")) is None:
             if time.monotonic() - begun > (self.timeout if self.again else START):
-                raise RolloutError(
-                    f"Atropos API not reachable at {self.url}: start it with run-api --port N, or set source.url"
-                )
+                fix = "start it with run-api --port N, or set source.url"
+                raise RolloutError(f"Atropos API not reachable at {self.url}: {fix}")
             time.sleep(POLL)
         if self.again or info.get("batch_size") not in (-1, size):
             log.warning("the run-api at %s has lost this run or has another one: restart its environments", self.url)
         if info.get("batch_size") not in (-1, size):
             self.ask("/reset_data")
-        asked = {
-            **{"wandb_group": "", "wandb_project": "", "batch_size": size, "max_token_len": self.pretrained.context()},
-            **{"checkpoint_dir": f"{rollouts.folder}/checkpoints", "save_checkpoint_interval": 0, "starting_step": r},
-            "num_steps": 2
-            * rollouts.plan.num_rollouts,  # environments leave then: batches that a killed run has lost count too
-        }
+        steps = 2 * rollouts.plan.num_rollouts  # environments leave then: batches that a killed run has lost count too
+        asked = {"batch_size": size, "max_token_len": self.pretrained.context(), "starting_step": r, "num_steps": steps}
+        asked |= {"checkpoint_dir": f"{rollouts.folder}/checkpoints", "save_checkpoint_interval": 0}
+        asked |= {"wandb_group": "", "wandb_project": ""}
         for attempt in range(TRIES):
             if isinstance((self.ask("/register", asked) or {}).get("uuid"), int):
                 self.registered = self.again = True
@@ -147,9 +144,8 @@ def samples_of(p: int, item: Mapping[str, Any], temperature: float) -> Iterator[
         place = f"{where}, sequence {s}"
         settings = {**(item.get("group_overrides") or {}), **(item.get("generation_params") or {}), **(own or {})}
         if (hot := settings.get("temperature", temperature)) != temperature:
-            raise RolloutError(
-                f"{place}: it has temperature {hot:g}, the run {temperature:g}: set rollout.sampling.temperature"
-            )
+            fix = "set rollout.sampling.temperature"
+            raise RolloutError(f"{place}: it has temperature {hot:g}, the run {temperature:g}: {fix}")
         if shifted := [m for token, m in zip(ids, mask or (), strict=False) if m not in (-100, token)]:
             raise RolloutError(f"{place}: the mask has {shifted[0]} where it must have -100 or the token's own id")
         row = {"ids": ids, "sampled": [m != -100 for m in mask or ()]}

@@ -63,7 +63,7 @@ class PreflightCallback(L.Callback):
             return
         if hasattr(self.rollout.makes.loader, "groups"):
             log.warning("no preflight: it plays episodes of a task, and the samples of this run come from a source")
-            return
+            return self.judge()
         probe = Probe(module, self.rollout.makes, self.examples, trainer.precision)
         checks = {} if self.mode == "off" else CHECKS
         if checks and not isinstance(module, GRPOModule):
