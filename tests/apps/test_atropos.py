@@ -30,7 +30,9 @@ REAL = Path(os.environ.get("GRPO_TEST_ATROPOS", sys.prefix), "bin")
 
 
 def until(true) -> None:
+    deadline = time.monotonic() + 120
     while not true():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
@@ -78,7 +80,7 @@ def test_batches_become_rollouts_with_known_versions_and_log_probabilities(parts
                 turn.completion.finish == "length"
             )
         with source.served.open():
-            until(lambda: len(api.queue) >= 4)
+            until(lambda: len(api.queue) + len(api.ready) >= 4)  # some may be a batch already
         source.served.engine.load_weights(toy_model, 1)
         ages = [rollouts.make(1) and source.metrics["rollout/staleness"] for _ in range(4)]
         assert ages[0] == 1 and ages[-1] == 0  # groups of version 0 were in the queue
