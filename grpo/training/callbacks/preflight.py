@@ -38,11 +38,7 @@ class PreflightCallback(L.Callback):
     """
 
     def __init__(
-        self,
-        mode: Mode,
-        rollout: RolloutCallback,
-        evaluator: Evaluator,
-        examples: Mapping[str, Sequence[Example]],
+        self, mode: Mode, rollout: RolloutCallback, evaluator: Evaluator, examples: Mapping[str, Sequence[Example]]
     ) -> None:
         require("preflight", mode, Mode)
         self.mode, self.rollout, self.evaluator, self.examples = mode, rollout, evaluator, examples
