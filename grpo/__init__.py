@@ -55,9 +55,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grpo.apps.api import evaluate, load_run, train  # noqa: F401
 
-__path__ += [
-    f"{__path__[0]}/{room}" for room in ("apps", "runs")
-]  # so that their programs are `python -m grpo.serve`, ...
+__path__ += [f"{__path__[0]}/{room}" for room in ("apps", "runs")]  # for their programs: `python -m grpo.serve`, ...
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it where it is, and its import advertises
 

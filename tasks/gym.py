@@ -48,7 +48,8 @@ class Gym:
 
     def chosen(self, text: str) -> int:
         """Return the action that a message names last; the first one if it names none."""
-        named = re.findall("|".join(map(re.escape, self.actions)), text)
+        longest_first = sorted(self.actions, key=len, reverse=True)  # a word may begin another one
+        named = re.findall("|".join(map(re.escape, longest_first)), text)
         return self.actions.index(named[-1]) if named else 0
 
 

@@ -52,8 +52,8 @@ class Jsonl(RowTask):
     def examples(self, split: Split) -> Sequence[Example]:
         rows = super().examples(split)
         if split == "train" and isinstance(rows[0].get(self.prompt), str):
-            raw = "is a text: a user's message, in the chat template if there is one; model.chat_template=none sends it alone"
-            log.info("task.prompt=%s %s", self.prompt, raw)
+            line = "a user's message, in the chat template if there is one; model.chat_template=none sends it alone, as TRL"
+            log.info("task.prompt=%s is a text: %s", self.prompt, line)
         return rows
 
     @property
@@ -83,9 +83,9 @@ class FactoryEnv(ToolEnv):
     read from it, as by reward functions that get `environments`, is the inner one's."""
 
     def __init__(self, messages: Sequence[Message], inner: Any, row: Mapping[str, Any], solved: float) -> None:
-        others = ("reset", "get_reward", "close")
-        names = [name for name, _ in getmembers(type(inner), isfunction) if name[0] != "_" and name not in others]
-        super().__init__(messages, [getattr(inner, name) for name in names])
+        names = {name for name, _ in getmembers(type(inner), isfunction) if name[0] != "_"}
+        tools = sorted(names - {"reset", "get_reward", "close"})
+        super().__init__(messages, [getattr(inner, name) for name in tools])
         self.inner, self.row, self.solved = inner, row, solved
 
     def __getattr__(self, name: str) -> Any:

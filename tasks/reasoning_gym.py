@@ -65,9 +65,7 @@ class ReasoningGym(RowTask):
         for place in range(i, i + self.train_size):
             if (row := self.row(self.test_size + place % self.train_size))["question"] not in self.held_out:
                 return row
-        raise UserError(
-            "every question is one of the test: lower task.test_size, or set task.config to harder questions"
-        )
+        raise UserError("every question is one of the test: lower task.test_size, or make them harder by task.config")
 
     def split(self, split: Split) -> Sequence[Example]:
         return Made(self.train_size, self.train_row) if split == "train" else list(self.held_out.values())

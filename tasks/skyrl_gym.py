@@ -22,12 +22,8 @@ class SkyRL:
         solved: float = 1.0,
         **rows: Any,
     ) -> None:
-        self.env, self.config, self.solved, self.data = (
-            env,
-            dict(settings or {}),
-            solved,
-            Dataset(path, ("prompt",), **rows),
-        )
+        self.env, self.config, self.solved = env, dict(settings or {}), solved
+        self.data = Dataset(path, ("prompt",), **rows)
 
     def examples(self, split: Split) -> Sequence[Example]:
         return self.data.split(split)

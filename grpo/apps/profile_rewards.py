@@ -44,8 +44,10 @@ def read(file: Path) -> list[dict]:
             try:
                 rows.append(json.loads(line))
                 text_of(rows[-1]["completion"])
-            except (ValueError, TypeError, LookupError) as error:
-                raise UserError(f"{file}, line {number}: not a JSON object with `completion` ({error})") from error
+                float(rows[-1].get("label", 0))
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
+                needs = "not a JSON object with `completion`, and with numbers as labels"
+                raise UserError(f"{file}, line {number}: {needs} ({error})") from error
     if not rows:
         raise UserError(f"{file} is empty: give JSON lines with `completion` and `gold`")
     return rows
@@ -108,14 +110,13 @@ def agreement(rows: Sequence[dict]) -> list[str]:
     lines, labelled = [], [row for row in rows if "label" in row]
     if labelled:
         labels = [float(row["label"]) for row in labelled]
-        said = [
-            float(row["outcome"] == "right") if {*labels} <= {0, 1} else round(row["reward"], 6) for row in labelled
-        ]
+        said = [round(row["reward"], 6) for row in labelled]
+        if {*labels} <= {0, 1}:
+            said = [float(row["outcome"] == "right") for row in labelled]
         same, kappa = np.mean(np.equal(labels, said)), cohen_kappa(labels, said)
         alpha = krippendorff_alpha([*zip(labels, said, strict=True)])
-        lines = [
-            f"{len(labels)} labels: agreement {same:.3f}, Cohen's kappa {kappa:.3f}, Krippendorff's alpha {alpha:.3f}"
-        ]
+        agree = f"agreement {same:.3f}, Cohen's kappa {kappa:.3f}, Krippendorff's alpha {alpha:.3f}"
+        lines.append(f"{len(labels)} labels: {agree}")
     if any("label" in row or "group" in row for row in rows):
         groups, lengths = [row.get("group") for row in rows], [len(text_of(row["completion"])) for row in rows]
         bias = correlation_inside(groups, [row["reward"] for row in rows], lengths)

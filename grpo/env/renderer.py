@@ -60,9 +60,7 @@ class TokenizerRenderer:
     def with_args(self, template_args: Mapping[str, Any]) -> Self:
         """Return a renderer with further variables of the template. Raises UserError for names that are not variables."""
         if taken := template_args.keys() & signature(self.tokenizer.apply_chat_template).parameters.keys():
-            raise UserError(
-                f"chat_template_kwargs may not have {', '.join(sorted(taken))}: give variables of the template"
-            )
+            raise UserError(f"chat_template_kwargs has {', '.join(sorted(taken))}: give variables of the template")
         return type(self)(self.tokenizer, self.keep, self.tool_calls, self.template_args | dict(template_args))
 
     def _check_template(self) -> None:
@@ -119,6 +117,7 @@ class TokenizerRenderer:
             raise UserError(f"the chat template refuses {reason}; {fix}") from error
 
     def _encoded(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
+        text = text.encode(errors="replace").decode()  # programs may send half of a surrogate pair
         return tuple(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
 
     def _decoded(self, ids: Sequence[int]) -> str:
@@ -170,7 +169,7 @@ def rendered_prompt(renderer: Renderer, state: State, steps: Sequence[Step], tur
     """
     if isinstance(state.prompt, tuple):
         size = len(getattr(renderer, "tokenizer", range(1 << 31)))
-        if not state.prompt or not all(0 <= i < size for i in state.prompt):
+        if not state.prompt or not all(type(i) is int and 0 <= i < size for i in state.prompt):
             raise UserError(f"a prompt of token ids has at least one, each from 0 to {size - 1}")
         return state.prompt
     known = [((*step.state.messages, step.action.message), turn.ids) for step, turn in zip(steps, turns, strict=True)]
@@ -180,6 +179,8 @@ def rendered_prompt(renderer: Renderer, state: State, steps: Sequence[Step], tur
         prompt = tuple(renderer.prompt_ids(said, state.tools, before))
         if prompt[: len(before)] == before:
             break
+    if not prompt:
+        raise UserError("a prompt has no tokens: give at least one")
     return prompt
 
 

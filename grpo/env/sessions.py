@@ -21,7 +21,7 @@ from grpo.env.dialects.calls import Call, sse
 from grpo.env.messages import shown
 from grpo.env.scoring import LARGEST
 from grpo.env.types import Reward
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, told
 from grpo.system.ports import check_port
 
 HOST = "127.0.0.1"
@@ -134,10 +134,10 @@ class Handler(BaseHTTPRequestHandler):
         path, status = self.path.partition("?")[0].strip("/"), 200
         try:
             text = self.server.reply(path, self.headers.get("Authorization", ""), self.body())
-        except UserError as error:
-            status = getattr(error, "status", 400)
+        except Exception as error:
+            status = getattr(error, "status", 400 if isinstance(error, UserError) else 500)
             dialect = DIALECTS.get(f"/{path.partition('/')[2]}", DIALECTS["/v1/chat/completions"])
-            text = json.dumps(dialect.failure(status, str(error)))
+            text = json.dumps(dialect.failure(status, told(error) if status == 500 else str(error)))
         self.send_response(status)
         self.send_header("Content-Type", "application/json" if text[0] == "{" else "text/event-stream")
         self.send_header("Content-Length", str(len(text.encode())))

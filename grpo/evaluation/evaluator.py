@@ -142,9 +142,7 @@ class Evaluator:
         for name, (source, split) in self.sources(task).items():
             rows = self.chosen(examples[name] if examples else source.examples(split))
             batches = self.batches(len(rows))
-            groups = [
-                group for places in batches for group in self.one_batch(source, engine, renderer, seed, rows, places)
-            ]
+            groups = [group for some in batches for group in self.one_batch(source, engine, renderer, seed, rows, some)]
             more, own = columns(source, groups, self.by), name == self.split
             these = estimates(pd.DataFrame(records(groups, **more)))
             these = these if own else {f"{name}/{metric}": estimate for metric, estimate in these.items()}

@@ -41,13 +41,7 @@ class RowTask:
     )  # by function, where task.weights names none; 1 for others
     stop: str | None = None  # the text with which a base model starts to invent the next question
 
-    def __init__(
-        self,
-        data: Rows,
-        rewards: Functions,
-        weights: Weights = None,
-        solved: float = 1.0,
-    ) -> None:
+    def __init__(self, data: Rows, rewards: Functions, weights: Weights = None, solved: float = 1.0) -> None:
         self.data, self.rewards = data, Rewards(rewards, weights, solved, self.usual_weights)
 
     def messages(self, example: Example) -> tuple[Message, ...]:

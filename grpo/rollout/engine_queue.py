@@ -34,9 +34,7 @@ def received(engine: Engine, given: CompletionLike) -> Completion:
     try:
         completion = completion_of(given)
     except ValueError as error:
-        raise UserError(
-            f"the engine {type(engine).__name__} gave {error}: training needs one for each token"
-        ) from error
+        raise UserError(f"the engine {type(engine).__name__} gave {error}: each token needs one") from error
     for i, value in enumerate(completion.logprobs):
         if not -math.inf < value <= ROUNDING:
             said = f"{value} as the log-probability of token {completion.ids[i]}"

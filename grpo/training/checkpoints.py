@@ -84,9 +84,7 @@ class PlainCheckpoints(CheckpointIO):
         except (KeyError, ValueError, TypeError, AttributeError, ImportError) as error:
             raise UserError(f"{path} was written by another version: {error}") from error
         if distributed.rank() == 0 and not found.get("optimizer_states", True):
-            log.warning(
-                "%s has no state of the optimizer, which begins anew: the run is not the same as without a stop", path
-            )
+            log.warning("%s has no state of the optimizer, which begins anew: the run is not as without a stop", path)
         if broken:
             raise UserError(f"{path} has {len(broken)} weights that are not finite, the first is {broken[0]}")
         return found
@@ -220,9 +218,7 @@ def usable(given: Path) -> Path:
     Raises UserError if no checkpoint can be used.
     """
     if given.is_file():
-        raise UserError(
-            f"ckpt_path={given} is a file: give the folder of a run, or one of its checkpoints, NUMBER.ckpt"
-        )
+        raise UserError(f"ckpt_path={given} is a file: give a run's folder, or one of its checkpoints, NUMBER.ckpt")
     runs = {given / "checkpoints", given.parent} if given.name == "last.ckpt" else {given / "checkpoints"}
     newest = [path for folder in runs for path in by_rollouts(folder).values()]
     for path in newest or [given]:

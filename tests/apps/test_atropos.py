@@ -30,7 +30,9 @@ REAL = Path(os.environ.get("GRPO_TEST_ATROPOS", sys.prefix), "bin")
 
 
 def until(true) -> None:
+    deadline = time.monotonic() + 120
     while not true():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
@@ -88,6 +90,10 @@ def test_batches_become_rollouts_with_known_versions_and_log_probabilities(parts
         assert source.served.answered == before and source.served.batching.paused
         with pytest.raises(OSError, match="404"):
             post(f"{source.served.url}/reload_weights", {})
+        # a sample that no environment wants any more ends early, and none of the run's own samples after it does
+        source.served.unwanted = {0}
+        source.served.sample([(1, 2)] * 2, Sampling(6), [0, 1], lambda i, completion: None)
+        assert not source.served.engine.unwanted
 
 
 def test_a_restart_of_the_run_api_and_another_batch_size(parts, toy, caplog):

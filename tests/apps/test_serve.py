@@ -166,7 +166,7 @@ def test_one_that_the_engine_fails_at_harms_no_other(server):
         ({"messages": [[]]}, "either messages"),
         ({"prompt": None}, "either messages"),
         ({"prompt": None, "messages": [[{"role": "king", "content": "x"}]]}, "needs a role (system, user"),
-        ({"prompt": None, "messages": [{"role": "user", "content": "x"}]}, "is not a conversation"),
+        ({"prompt": None, "messages": [{"role": "user", "content": "x"}]}, "is no conversation"),
         ({"prompt_logprobs": 0}, "no field 'prompt_logprobs'"),
         ({"logprobs": 5}, "logprobs=5 must be an integer of at least 0 and at most 1"),
         ({"stream": True}, "use /v1/completions"),
@@ -474,7 +474,7 @@ def test_models_and_the_route_of_tokens(server, toy):
     chat = server("/v1/chat/completions", {"messages": [{"role": "user", "content": "12 + 7?"}], "max_tokens": 1})
     assert counted == {"input_tokens": chat["usage"]["prompt_tokens"]}
     template = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}
-    assert "may not have chat_template" in server.refused("/v1/chat/completions", template)
+    assert "chat_template_kwargs has chat_template" in server.refused("/v1/chat/completions", template)
 
 
 def test_the_server_can_be_a_judge(server):

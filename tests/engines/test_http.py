@@ -14,5 +14,5 @@ def test_a_silent_server_is_lost_after_the_limit(monkeypatch):
         await http.RemoteServer(f"http://127.0.0.1:{port}", timeout=30, advice="", ended=lambda: None).answers(0.1)
 
     monkeypatch.setattr(http, "CONNECT", 0.2)
-    with pytest.raises(http.Lost, match=r"did not answer within 0.1 s: it is silent"):
+    with pytest.raises(http.Lost, match=r"did not answer within 0.1 s: silence"):
         asyncio.run(wait())

@@ -274,6 +274,16 @@ except OSError:  # the server has closed the connection before all was sent
 url = os.environ["ANTHROPIC_BASE_URL"] + "/inference/v1/generate"
 send(url, {"token_ids": [10 ** 9], "sampling_params": {"max_tokens": 4}})
 """,
+    "no numbers": """
+send(os.environ["ANTHROPIC_BASE_URL"] + "/inference/v1/generate", {"token_ids": [1.5]})
+""",
+    "no tokens": 'send(os.environ["OPENAI_BASE_URL"] + "/completions", {"prompt": [None]})',
+    "half a character": """
+answer = send(os.environ["OPENAI_BASE_URL"] + "/completions", {"prompt": "a\\ud800", "stop": ["\\ud800"]})
+assert answer["choices"], answer
+tool = {"type": "function", "function": {"name": "a\\ud800", "description": "", "parameters": {}}}
+ask("?", tools=[tool])
+""",
 }
 
 
@@ -283,7 +293,8 @@ def test_a_hostile_program_harms_only_its_own_sample(run):
     groups, noted, _ = run(*HOSTILE.values(), limits=limits)
     found = dict(zip(HOSTILE, (group[0] for group in groups), strict=True))
     failed = {name: sample.trajectory.end for name, sample in found.items() if sample.trajectory.failed}
-    of_itself = dict.fromkeys(("fails", "never calls", "too long", "odd tokens"), "env_error")
+    names = ("fails", "never calls", "too long", "odd tokens", "no numbers", "no tokens")
+    of_itself = dict.fromkeys(names, "env_error")
     assert failed == of_itself | {"never ends": "env_timeout"}
     errors = {name: sample.trajectory.error for name, sample in found.items()}
     assert "the program ended with exit code 1: KeyError: 'lost'" in errors["fails"]

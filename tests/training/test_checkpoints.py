@@ -274,7 +274,7 @@ def test_a_pickle_is_never_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "last.ckpt").write_bytes(pickle.dumps(Bomb()))
     config = compose_config("output_dir=.", f"ckpt_path={tmp_path}/last.ckpt")
-    with pytest.raises(UserError, match="is a file: give the folder of a run"):
+    with pytest.raises(UserError, match="is a file: give a run's folder"):
         check_resumed(config)
     assert not (tmp_path / "exploded").exists()
 

@@ -67,9 +67,7 @@ class Gate:
             raise HTTPException(403, line)
         own = not origin or origin.partition("://")[2] == host
         if not own or headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
-            raise HTTPException(
-                403, "a web page of another server may not use this one: send the request without a browser"
-            )
+            raise HTTPException(403, "a web page of another server may not use this one: send it without a browser")
 
     def known(self, host: str) -> bool:
         """Return whether a Host header is an IP address or a name of this machine."""

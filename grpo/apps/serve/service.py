@@ -83,9 +83,7 @@ class Service:
     def chat_ids(self, messages: Any) -> tuple[int, ...]:
         """Return the token ids of a conversation, rendered with the chat template. Raises UserError if it is not one."""
         if not isinstance(messages, list):
-            raise UserError(
-                f'{shown(messages)} is not a conversation: give [{{"role": "user", "content": "..."}}, ...]'
-            )
+            raise UserError(f'{shown(messages)} is no conversation: give [{{"role": "user", "content": "..."}}, ...]')
         return self.rendered(CHAT.read({"messages": messages}))
 
     def rendered(self, call: Call) -> tuple[int, ...]:
@@ -114,8 +112,6 @@ class Service:
 
     def sampling(self, call: Call) -> Sampling:
         """Return the settings of a call in the form of the engines. Without max_tokens these are 16 for raw prompts, else 256."""
-        if len(call.stop) > 64 or any(len(text) > 1000 for text in call.stop):
-            raise UserError("there are at most 64 stop texts, each of at most 1000 characters")
         if len(call.settings.get("stop_ids", ())) > 1000:
             raise UserError("there are at most 1000 stop_token_ids")
         most = (16 if call.prompts else 256) if call.max_tokens is None else call.max_tokens
@@ -149,10 +145,8 @@ class Service:
         """Return the answer that each completion is."""
         renderer = self.renderer_of(call)
         return [
-            answered(
-                call, prompt, completion, renderer.parse(completion.ids, call.tools), self.tokenizer.decode, values
-            )
-            for prompt, completion, values in zip(prompts, found, scores, strict=True)
+            answered(call, prompt, done, renderer.parse(done.ids, call.tools), self.tokenizer.decode, values)
+            for prompt, done, values in zip(prompts, found, scores, strict=True)
         ]
 
     async def sample(self, prompts: Sequence[Sequence[int]], call: Call) -> list[Completion]:

@@ -68,6 +68,7 @@ class Atropos:
 
     def close(self) -> None:
         """Stop the server."""
+        self.http.close()
         if self.served:
             self.served.end()
 

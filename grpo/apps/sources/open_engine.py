@@ -52,9 +52,8 @@ class OpenEngine:
         listener = socket.create_server(("127.0.0.1", port))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         gate = Gate(self.asked, service.metrics, service.limits.body)
-        self.server = uvicorn.Server(
-            uvicorn.Config(gate, ws="none", interface="asgi3", log_level="error", lifespan="off")
-        )
+        config = uvicorn.Config(gate, ws="none", interface="asgi3", log_level="error", lifespan="off")
+        self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]}, daemon=True)
         self.thread.start()
 
@@ -119,8 +118,11 @@ class OpenEngine:
             found[sampling.temperature, completion.logprobs] = replace(completion, versions=versions)
             done(i, completion)
 
-        with self.rollouts.sampling():
-            completions = self.engine.sample(prompts, sampling, seeds, note)
+        try:
+            with self.rollouts.sampling():
+                completions = self.engine.sample(prompts, sampling, seeds, note)
+        finally:
+            self.engine.unwanted = set()  # the run itself samples next
         for i, given in enumerate(completions):  # some engines report none before all are there
             note(i, given)
         self.answered += len(prompts)

@@ -66,9 +66,8 @@ class Job:
 
         A run without a checkpoint starts anew: its folder is moved to the sweep's folder `stopped`.
         """
-        if (
-            has_checkpoint(self.folder) and self.step < self.rollouts
-        ):  # train.py refuses a checkpoint after the last rollout
+        # train.py refuses a checkpoint after the last rollout
+        if has_checkpoint(self.folder) and self.step < self.rollouts:
             others = [override for override in self.overrides if not override.startswith("ckpt_path=")]
             return [*others, f"ckpt_path={literal(self.folder)}"]
         if self.folder.exists() and self.rollouts is not None:  # an evaluation resumes from the files in its folder

@@ -175,9 +175,7 @@ class VLLMEngine:
         inputs = [{"prompt_token_ids": list(sequence)} for sequence in sequences]
         with isolate_rng(), told_in_one_line():
             found = self._llm.generate(inputs, params, use_tqdm=False, lora_request=self._lora_request)
-        return [
-            [{i: one.logprob for i, one in (place or {}).items()} for place in out.prompt_logprobs] for out in found
-        ]
+        return [[{i: p.logprob for i, p in (place or {}).items()} for place in out.prompt_logprobs] for out in found]
 
     def sleep(self) -> None:
         """Free GPU memory until the next load, if `sleeps` is set."""

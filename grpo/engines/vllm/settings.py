@@ -35,13 +35,10 @@ def params_of(prompts: Prompts, sampling: Sampling, eos: Sequence[int], context:
         way_out = "raise engine.args.max_model_len (--max-model-len of a server started by hand), or drop long prompts"
         raise UserError(f"a prompt of {longest} tokens leaves no room in vLLM's context of {context}: {way_out}")
     stop = {"stop": [*sampling.stop.texts], "include_stop_str_in_output": True} if sampling.stop else {}
-    return (
-        {name: getattr(sampling, name) for name in ALIKE}
-        | stop
-        | {
-            "stop_token_ids": [*eos, *sampling.stop_ids],
-            "structured_outputs": dict(sampling.guided) if sampling.guided else None,
-            "logprobs": 0,  # only the sampled token's
-            "detokenize": bool(sampling.stop),
-        }
-    )
+    return {name: getattr(sampling, name) for name in ALIKE} | {
+        "stop_token_ids": [*eos, *sampling.stop_ids],
+        "structured_outputs": dict(sampling.guided) if sampling.guided else None,
+        "logprobs": 0,  # only the sampled token's
+        "detokenize": bool(sampling.stop),
+        **stop,
+    }

@@ -95,9 +95,7 @@ class Fleet:
                 raise wrong[0]
             elif time.monotonic() - since > self.wait:
                 faults = "; ".join(str(server.fault) for server in self.servers)
-                raise UserError(
-                    f"no vLLM server was left for engine.wait={self.wait:g} s ({faults}): {self.servers[0].advice}"
-                )
+                raise UserError(f"no vLLM server for engine.wait={self.wait:g} s ({faults}): {self.servers[0].advice}")
             await asyncio.sleep(PAUSE)
 
     async def _admit(self, server: RemoteServer) -> None:

@@ -111,9 +111,7 @@ class RemoteServer:
                 if line := self.ended():
                     raise UserError(line) from error
                 if time.monotonic() - started > limit:
-                    raise Lost(
-                        f"{self.url} did not answer within {limit:g} s: {str(error) or 'it is silent'}"
-                    ) from error
+                    raise Lost(f"{self.url} did not answer within {limit:g} s: {str(error) or 'silence'}") from error
             await asyncio.sleep(0.3)
 
     async def labels(self) -> list[str]:

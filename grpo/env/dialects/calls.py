@@ -22,15 +22,8 @@ from grpo.system.ranges import Count, Whole, require
 Prompt = str | tuple[int, ...]
 Scores = Mapping[int, float]  # log-probabilities by ids: of a token (first), and of the likeliest ones in its place
 
-SETTINGS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "stop_ids",
-    "guided",
-)  # named as in Sampling
+# named as in Sampling
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_ids", "guided")
 SAME = {"stop_token_ids": "stop_ids", "structured_outputs": "guided"}  # other names of settings
 REGEX = ("structured_outputs_regex", "guided_decoding_regex")  # TRL's names
 IGNORED = {  # fields that change no answer, or ask for what a server may leave out
@@ -151,13 +144,16 @@ class Fields(dict[str, Any]):
     def sampling(self, stop: str = "stop", *max_tokens: str) -> dict[str, Any]:
         """Remove the fields of sampling, and return them as arguments of `Call`. stop, max_tokens: the API's names of these."""
         texts = self.take(stop, str | list[str], [])
+        texts = tuple(text.encode(errors="replace").decode() for text in ([texts] if isinstance(texts, str) else texts))
+        if len(texts) > 64 or any(len(text) > 1000 for text in texts):
+            raise UserError("there are at most 64 stop texts, each of at most 1000 characters")
         limits = [self.take(name, Whole) for name in max_tokens or ("max_tokens",)]
         settings = {SAME.get(name, name): self.pop(name) for name in (*SETTINGS, *SAME) if name in self}
         for name in self.keys() & set(REGEX):
             settings["guided"] = {"regex": self.pop(name)}
         settings |= {"top_k": 0} if settings.get("top_k") == -1 else {}
         return {
-            "stop": tuple(filter(None, [texts] if isinstance(texts, str) else texts)),
+            "stop": tuple(filter(None, texts)),
             "max_tokens": next((limit for limit in limits if limit is not None), None),
             "seed": self.take("seed", Whole),
             "settings": settings | guided_by(self.take("response_format", dict, {"type": "text"})),

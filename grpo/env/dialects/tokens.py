@@ -13,11 +13,8 @@ from grpo.system.ranges import Whole
 def read_tokens(fields: Fields) -> Call:
     """Read a request: token_ids, and sampling_params with vLLM's names."""
     params = Fields(fields.take("sampling_params", dict, {}))
-    params |= {
-        "stream": fields.take("stream", bool, False),
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-    }
+    params |= {"stream": fields.take("stream", bool, False)}
+    params |= dict.fromkeys(["return_token_ids", "return_tokens_as_token_ids"], True)
     prompt, logprobs = prompt_of(fields.pop("token_ids", None)), params.take("logprobs", Whole)
     call = Call(prompts=(prompt,), logprobs=logprobs, **params.sampling(), **params.vllm())
     params.check_empty()

@@ -64,10 +64,8 @@ class Conversion:
                 given = json.loads(given) if isinstance(given, str) else given
                 found.setdefault(given["group"], []).append(self.sample(given))
             except (AttributeError, LookupError, TypeError, ValueError) as error:
-                said = (
-                    error if isinstance(error, RolloutError) else f"this is no sample ({type(error).__name__}: {error})"
-                )
-                raise RolloutError(f"{where}: {said}") from error
+                said = "" if isinstance(error, RolloutError) else f"this is no sample, {type(error).__name__}: "
+                raise RolloutError(f"{where}: {said}{error}") from error
         return list(found.values())
 
     def sample(self, given: Mapping[str, Any]) -> Sample:
@@ -125,10 +123,8 @@ class Conversion:
         if len({*lengths.values()}) > 1:
             raise RolloutError(f"the lists of a row must be equally long, not {lengths}")
         if not any(row.sampled) or row.sampled[0]:
-            wants = "a row begins with a prompt, and the policy has sampled a token after it"
-            raise RolloutError(
-                f"the mask has {sum(map(bool, row.sampled))} of {len(row.ids)} tokens as sampled: {wants}"
-            )
+            masked = f"the mask has {sum(map(bool, row.sampled))} of {len(row.ids)} tokens as sampled"
+            raise RolloutError(f"{masked}: a row begins with a prompt, and the policy has sampled a token after it")
         if bad := [i for i in row.ids if type(i) is not int or not 0 <= i < self.vocabulary]:
             line = f"{bad[0]} is no token of the model, which has 0 to {self.vocabulary - 1}"
             raise RolloutError(f"{line}: the environment must have the tokenizer of model.path")

@@ -37,16 +37,14 @@ class Recorded:
         if not self.tables:
             return [self.lines[i % len(self.lines)] for i in range(r * count, (r + 1) * count)]
         if (wanted := rollouts.plan.num_rollouts) > (there := len(self.tables)):
-            raise UserError(
-                f"source.path={self.path} has {there} recorded rollouts, not {wanted}: lower rollout.num_rollouts"
-            )
+            fix = "lower rollout.num_rollouts"
+            raise UserError(f"source.path={self.path} has {there} recorded rollouts, not {wanted}: {fix}")
         table = pq.read_table(self.tables[r])
         if "rows" not in table.column_names:
             fix = "record a run with callbacks.samples.token_logprobs=true"
             raise UserError(f"source.path={self.path} has no tokens in {self.tables[r].name}: {fix}")
-        return self.convert.groups(
-            (f"{self.tables[r]}, row {i}", of_run(row)) for i, row in enumerate(table.to_pylist())
-        )
+        rows = enumerate(table.to_pylist())
+        return self.convert.groups((f"{self.tables[r]}, row {i}", of_run(row)) for i, row in rows)
 
     def progress(self, rollouts: int) -> dict[str, float]:
         """Return no metrics."""
@@ -56,10 +54,7 @@ class Recorded:
 def of_run(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample of a run's table in the form of conversion.py."""
     parts = {name: x for name, x in row.items() if name.startswith("reward/") and x is not None}
-    return {
-        **{name: row[name] for name in ("rows", "reward", "correct")},
-        "parts": {name.removeprefix("reward/"): x for name, x in parts.items()},
-        "group": row["prompt_index"],
-        "advantage": row["given_advantage"],
-        "finish": "length" if row["truncated"] else "stop",
-    }
+    sample = {"group": row["prompt_index"], "advantage": row["given_advantage"]}
+    sample |= {"parts": {name.removeprefix("reward/"): x for name, x in parts.items()}}
+    sample |= {"finish": "length" if row["truncated"] else "stop"}
+    return sample | {name: row[name] for name in ("rows", "reward", "correct")}

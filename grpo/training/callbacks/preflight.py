@@ -38,11 +38,7 @@ class PreflightCallback(L.Callback):
     """
 
     def __init__(
-        self,
-        mode: Mode,
-        rollout: RolloutCallback,
-        evaluator: Evaluator,
-        examples: Mapping[str, Sequence[Example]],
+        self, mode: Mode, rollout: RolloutCallback, evaluator: Evaluator, examples: Mapping[str, Sequence[Example]]
     ) -> None:
         require("preflight", mode, Mode)
         self.mode, self.rollout, self.evaluator, self.examples = mode, rollout, evaluator, examples
@@ -63,7 +59,7 @@ class PreflightCallback(L.Callback):
             return
         if hasattr(self.rollout.makes.loader, "groups"):
             log.warning("no preflight: it plays episodes of a task, and the samples of this run come from a source")
-            return
+            return self.judge()
         probe = Probe(module, self.rollout.makes, self.examples, trainer.precision)
         checks = {} if self.mode == "off" else CHECKS
         if checks and not isinstance(module, GRPOModule):
