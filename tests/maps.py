@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 ENGINES = ("vllm", "vllm_server", "transformers")  # a key of an engine is a key of one of these
 CHOICES = {  # for the keys of these programs
-    "train": ("task=gsm8k", "task=jsonl adapter=lora logger=wandb", "optim=adamw_8bit"),
+    "train": ("task=gsm8k", "task=jsonl adapter=lora logger=wandb", "optim=adamw_8bit source=atropos"),
     "serve": ("",),
 }
 

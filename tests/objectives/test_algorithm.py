@@ -135,7 +135,7 @@ def test_dynamic_sampling_looks_for_right_and_wrong_answers_not_at_the_penalty_o
     close(got.rewards, tensor([[-1.0, 0.0], [0.0, 1.0]]))
     assert got.has_signal("reward").tolist() == [True, True]
     assert got.has_signal(dapo.sampling_filter).tolist() == [False, True]
-    played = Rollout([TWO, TWO], got, rounds=1, version=0, seconds=0.0)
+    played = Rollout([TWO, TWO], got, rounds=2, version=0, seconds=0.0)
     assert played.best(1, "correct") == [1] and played.best(1, "reward") == [0]
 
 

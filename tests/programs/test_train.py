@@ -327,7 +327,7 @@ def told(*overrides: str, name: str = "train") -> str:
             ["task=gsm9k"],
             [
                 "task has no option 'gsm9k'",
-                "calculator, code, countdown, gsm8k, jsonl, math, mixture, musique, none, tldr, wordmath",
+                "agent, calculator, code, countdown, gsm8k, gym, jsonl, math, mixture, musique, none, reasoning_gym, skyrl_gym, ",
             ],
         ),
         (["algo=grppo"], ["algo has no option 'grppo'", "dr_grpo, grpo, gspo"]),
