@@ -132,7 +132,9 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     if isinstance(error, InstantiationException):
         where = re.search(r"full_key: (\S+)", str(error))
         reason = f"{where[1]}: {error.__cause__}" if where and error.__cause__ else str(error)
-        return f"{' '.join(reason.split())} (a key too many, or a value of the wrong type?)"
+        lacks = any(isinstance(cause, ModuleNotFoundError) for cause in causes)
+        guess = "is it installed?" if lacks else "a key too many, or a value of the wrong type?"
+        return f"{' '.join(reason.split())} ({guess})"
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return " ".join(str(error).split())
     return None
@@ -177,7 +179,8 @@ def known_keys(config_name: str, arguments: Sequence[str]) -> list[str]:
 
 def make_task(overrides: Sequence[str], path: str) -> Task:
     """Return the task of a command line. path: the task's dataset if the configuration names none."""
-    config = composed("train", overrides).task
+    if (config := composed("train", overrides).task) is None:
+        raise UserError("task=none has no reward: name a task, or task=jsonl with task.rewards")
     if OmegaConf.is_missing(config, "path"):
         config.path = path
     return instantiate(config)

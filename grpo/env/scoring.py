@@ -29,9 +29,7 @@ def score_group(
     envs = envs or [None] * len(trajectories)
     if not scores_groups(task):
         pairs = zip(trajectories, envs, strict=True)
-        given = [
-            awaited(task.score(example, trajectory, **asked_for(task.score, env=env))) for trajectory, env in pairs
-        ]
+        given = [awaited(task.score(example, one, **asked_for(task.score, env=env))) for one, env in pairs]
     elif hasattr(task, "score_group"):
         given = list(awaited(task.score_group(example, trajectories, **asked_for(task.score_group, envs=envs))))
     else:

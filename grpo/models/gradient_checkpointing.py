@@ -15,9 +15,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers that transformers can recompute. Raises UserError if there are none."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        line = (
-            f"optim.gradient_checkpointing=true: {type(model).__name__} has no layers that transformers can recompute"
-        )
+        line = f"optim.gradient_checkpointing=true: {type(model).__name__} has no layers for transformers to recompute"
         raise UserError(f"{line}: set it to false, and lower optim.max_tokens_per_microbatch")
     return layers
 

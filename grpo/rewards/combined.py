@@ -119,9 +119,7 @@ class Rewards:
             metrics[name] = float(value)
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
-            columns[column] = [
-                value for _, value in zip(trajectories, values, strict=True)
-            ]  # raises if some are missing
+            columns[column] = [value for _, value in zip(trajectories, values, strict=True)]  # raises if some lack
 
         trainer = SimpleNamespace(global_step=now.rollout, max_steps=now.num_rollouts)
         state = {"progress": now, "trainer_state": trainer, "log_metric": log_metric, "log_extra": log_extra}

@@ -36,9 +36,7 @@ class RowTask:
     """
 
     gold_column: str | None = "answer"
-    usual_weights: Mapping[str, float] = MappingProxyType(
-        {}
-    )  # by function, where task.weights names none; 1 for others
+    usual_weights: Mapping[str, float] = MappingProxyType({})  # by function, where task.weights names none; else 1
     stop: str | None = None  # the text with which a base model starts to invent the next question
 
     def __init__(self, data: Rows, rewards: Functions, weights: Weights = None, solved: float = 1.0) -> None:

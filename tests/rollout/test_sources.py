@@ -165,6 +165,8 @@ def test_a_file_gives_its_groups_in_order_and_again(toy, recorded, tmp_path):
     run = grpo.train(str(toy), source="file", output_dir=tmp_path / "run", **settings)
     assert [len(run.samples([r])) for r in (1, 2)] == [6, 5]  # groups 0 and 1, then 2, which has two samples, and 0
     assert run.samples([2])["advantage"].round(2).tolist() == [-0.71, 0.71, -1.15, 0.58, 0.58]
+    with pytest.raises(SystemExit):  # there is nothing to check, and nothing is learned either
+        grpo.train(str(toy), source="file", output_dir=tmp_path / "only", **settings | {"preflight": "only"})
     for text, line in (
         ("", "has no samples: give a run with"),
         ("{", "line 1: this is no sample"),

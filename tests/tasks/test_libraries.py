@@ -13,6 +13,7 @@ from grpo.env.scoring import score_group
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.system.calls import awaited
 from grpo.system.errors import UserError
+from tasks.gym import Gym
 
 
 def task_of(*overrides: str):
@@ -211,3 +212,8 @@ def test_an_environment_in_trl_s_factory_form(tmp_path, caplog):
     assert (reward.value, reward.correct, reward.parts) == (0.5, True, {"counts": 7.0})
     close_env(env)
     assert env.closed and not hasattr(env, "_nothing")
+
+
+def test_a_word_that_begins_another_one_is_not_taken_for_it():
+    task = Gym("builtins.dict", actions=["1", "10", "left"])
+    assert [task.chosen(text) for text in ("1 or 10", "10, no: 1", "left", "?")] == [1, 0, 2, 0]

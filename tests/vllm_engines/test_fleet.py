@@ -18,8 +18,6 @@ def test_a_server_that_ends_at_once_is_started_three_times(monkeypatch, tmp_path
     servers = Fleet([server], Disk(tmp_path), last_id=0, wait=0.05, label="run-0", met=True)
     for times in (1, 2):
         server.starts = 0  # as after a completion
-        with pytest.raises(
-            UserError, match=r"no vLLM server was left for engine\.wait=0\.05 s \(it ended\): see the log"
-        ):
+        with pytest.raises(UserError, match=r"no vLLM server for engine\.wait=0\.05 s \(it ended\): see the log"):
             asyncio.run(servers.keep())
         assert len(started) == times * STARTS

@@ -185,7 +185,7 @@ def test_failures_go_elsewhere_and_have_an_end(toy, toy_model, tmp_path):
         assert [c.ids for c in engine.sample([[5]] * 20, Sampling(1), range(20))] == [(0,)] * 20
         assert [server.ready for server in engine._fleet.servers] == [True, False]
         whole.generate = lambda body: (200, generated([-1.0], whole.label, finish="abort"))
-        with pytest.raises(UserError, match=r"failed 5 times, .*'abort'|no vLLM server was left"):
+        with pytest.raises(UserError, match=r"failed 5 times, .*'abort'|no vLLM server for"):
             engine.sample([[5]], Sampling(1), [0])
 
 
