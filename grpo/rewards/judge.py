@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal
 
@@ -34,6 +35,7 @@ TASKS = {
     "implicit": "Grade the response by all criteria together; 1 is the worst grade.",
     "pairwise": "Compare the two responses by all criteria together.",
 }
+LONGEST_WAIT = 600.0  # seconds that a host may ask for
 UNJUDGED = Reward(math.nan, False, outcome="error")
 
 
@@ -130,6 +132,8 @@ class Judge:
         self.url = (self.url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1").rstrip("/")
         if not isinstance(self.criteria, str):
             self.criteria = as_criteria(self.criteria)
+        if self.cache:
+            Path(self.cache).parent.mkdir(parents=True, exist_ok=True)
 
     async def __call__(self, prompts: Sequence, completions: Sequence, log_metric: Any, **columns: Any) -> list:
         prompt, [gold, *_] = prompts[0], columns.get("gold") or [None]
@@ -176,7 +180,7 @@ class Judge:
                     return response.json()
                 return None
             try:
-                host.free = max(host.free, time.monotonic() + float(response.headers["retry-after"]))
+                host.free = max(host.free, time.monotonic() + min(float(response.headers["retry-after"]), LONGEST_WAIT))
             except (AttributeError, KeyError, ValueError):
                 await asyncio.sleep(self.backoff * 2**attempt if attempt < self.retries else 0)
         return None

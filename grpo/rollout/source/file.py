@@ -40,7 +40,7 @@ class Recorded:
             fix = "lower rollout.num_rollouts"
             raise UserError(f"source.path={self.path} has {there} recorded rollouts, not {wanted}: {fix}")
         table = pq.read_table(self.tables[r])
-        if "rows" not in table.column_names:
+        if "rows" not in table.column_names or not len(table):
             fix = "record a run with callbacks.samples.token_logprobs=true"
             raise UserError(f"source.path={self.path} has no tokens in {self.tables[r].name}: {fix}")
         rows = enumerate(table.to_pylist())

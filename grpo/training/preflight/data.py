@@ -115,7 +115,8 @@ def folded(text: str) -> str:
     text = unicodedata.normalize("NFKD", text).casefold().strip()
     text = re.sub(r"(?<=\d)[,_ ](?=\d{3}\b)", "", LEADING.sub("", text))
     text = re.sub(r"(\d)\.0+\b", r"\1", text)
-    return " ".join(re.findall(r"\w+", "".join(c for c in text if not unicodedata.combining(c))))
+    plain = "".join(c for c in text if not unicodedata.combining(c))
+    return " ".join(re.findall(r"\w+|[-+*/^](?=\s*[\d(])", plain))  # 4 - 5 is not 4 + 5
 
 
 def shingles(text: str) -> set[int]:
