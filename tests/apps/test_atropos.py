@@ -157,7 +157,7 @@ def test_what_environments_change_and_leave_out(parts, toy, caplog):
         url = source.served.url
         with source.served.open(), pytest.raises(OSError, match="400"):
             post(f"{url}/generate", {"prompt": {"prompt_token_ids": [1]}, "best_of": 2})
-        assert "a request of an environment was refused: /generate" in caplog.text and "best_of" in caplog.text
+        until(lambda: "a request of an environment was refused: /generate" in caplog.text and "best_of" in caplog.text)
         with source.served.open():  # an evaluation of the environment, sent as if it were a training sample
             asked = {"prompt": {"prompt_token_ids": [1, 5]}, "max_tokens": 4, "temperature": 0.5}
             ids = post(f"{url}/generate", asked)["token_ids"][0]
