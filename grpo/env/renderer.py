@@ -23,9 +23,10 @@ class Renderer(Protocol):
     """Converts between messages and token ids."""
 
     def prompt_ids(
-        self, messages: Sequence[Message] | str, tools: Sequence[ToolSpec] = (), before: Sequence[int] = ()
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), before: Sequence[int] = ()
     ) -> Sequence[int]:
-        """The conversation as the policy reads it, up to where its next words begin; or a text, as it is.
+        """The conversation as the policy reads it, up to where its next words begin. A renderer for
+        programs that send raw prompts takes a text too, as it is.
 
         before: the prompt and completion ids of an earlier turn. The result begins with these very ids wherever the
         conversation, as text, begins with their text: what was sampled is never tokenized again. Else (a template that strips
@@ -174,7 +175,8 @@ def rendered_prompt(renderer: Renderer, state: State, steps: Sequence[Step], tur
         return state.prompt
     known = [((*step.state.messages, step.action.message), turn.ids) for step, turn in zip(steps, turns, strict=True)]
     branches = [ids for said, ids in known[:-1] if state.messages[: len(said)] == said]
-    said, prompt = state.messages if state.prompt is None else state.prompt, None
+    said: Any = state.messages if state.prompt is None else state.prompt
+    prompt = None
     for before in [turns[-1].ids if turns else (), *branches[-1:]]:
         prompt = tuple(renderer.prompt_ids(said, state.tools, before))
         if prompt[: len(before)] == before:

@@ -13,15 +13,17 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo.engines.protocol import Engine, Sampling
 from grpo.engines.stop_texts import StopTexts
-from grpo.env.renderer import Renderer
 from grpo.env.tokens import Completion, CompletionLike, completion_of
 from grpo.env.types import State
 from grpo.system.calls import LOOK, PATIENCE, Calls, loop_threads
 from grpo.system.errors import UserError
+
+if TYPE_CHECKING:  # eval.py compare= must not import transformers
+    from grpo.env.renderer import Renderer
 
 T = TypeVar("T")
 CLOSING = 5  # seconds in which environments may close after an error
@@ -65,7 +67,7 @@ class EngineQueue:
             sizes = f"{len(prompt)} tokens and max_tokens={self.sampling.max_tokens} exceed the context of {self.engine.context}"
             raise UserError(f"a prompt of {sizes}: lower max_tokens, or use shorter prompts")
 
-    def sampling_in(self, state: State, renderer: Renderer) -> Sampling:
+    def sampling_in(self, state: State, renderer: "Renderer") -> Sampling:
         """Return the sampling of the next message: the run's, with the limits of the state."""
         if not state.stop and state.max_tokens is None:
             return self.sampling

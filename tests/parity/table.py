@@ -491,13 +491,13 @@ WORKS = {
         [
             "python run_api.py PORT 19001&",
             "python train.py source=atropos source.url=http://127.0.0.1:PORT source.port=19001 model=path model.path=toy "
-            "debug=smoke max_tokens=6 rollout.group_size=4 engine=transformers trainer=cpu hydra.run.dir=atropos",
+            "debug=smoke max_tokens=6 rollout.group_size=4 engine=transformers trainer=cpu hydra.run.dir=run_api",
         ],
         {
             "A12 A13 A14 A15": lambda left: (
                 left.has("registered for batches of 8")
-                and values("atropos", "rollout/staleness")[0] == 0
-                and values("atropos", "rollout/logprob_gap")[0] < 1e-5
+                and values("run_api", "rollout/staleness")[0] == 0
+                and values("run_api", "rollout/logprob_gap")[0] < 1e-5
             ),
         },
     ),
