@@ -60,7 +60,8 @@ def environment(source, api, **settings):
         yield env
     finally:
         env.over = True
-        env.join(10)
+        with source.served.open():  # answers the request that it waits for
+            env.join(10)
 
 
 def test_batches_become_rollouts_with_known_versions_and_log_probabilities(parts, toy, toy_model):

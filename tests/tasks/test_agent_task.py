@@ -1,37 +1,30 @@
 """Programs that call the policy over HTTP: their calls are turns, and what they do wrong harms only their own sample."""
 
 import json
-import os
-import shutil
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, compose_config, seed
+from conftest import compose_config, seed
 
 from grpo.apps.demo_model import make_model, make_tokenizer
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
-from grpo.env.messages import Message, ToolCall
-from grpo.env.renderer import TokenizerRenderer, rendered_prompt
+from grpo.env.messages import Message
+from grpo.env.renderer import TokenizerRenderer
 from grpo.env.sessions import NoAnswer, posted
-from grpo.env.tokens import Completion, Turn, rows_of_turns
+from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Action, Reward, State, Step, Trajectory
-from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate
 from grpo.rollout.episodes import play
 from grpo.rollout.types import Limits
 from grpo.runs.runs import Run
 from grpo.system.errors import RolloutError, UserError
 from tasks.agent import Agent
-from tasks.calculator import Calculator
 from train import train
 
 LIBRARY = """
@@ -143,55 +136,6 @@ note(main, helper, again, more)
         len(again.completion.ids),
     ]
     assert int(collate([[sample]]).mask.sum()) == sample.length
-
-
-def test_the_latest_turn_that_a_conversation_continues_gives_its_ids(model):
-    _, renderer = model
-    odd = tuple(renderer.tokenizer("12", add_special_tokens=False).input_ids)
-    assert (
-        len(odd) == 2
-    )  # a digit is a token: the text "12" could not be tokenized otherwise, so spell a word by letters
-    spelled = tuple(renderer.tokenizer(letter, add_special_tokens=False).input_ids[0] for letter in "left")
-    assert tuple(renderer.tokenizer("left", add_special_tokens=False).input_ids) != spelled
-    end = renderer.tokenizer.eos_token_id
-
-    def taken(question: str, ids: tuple[int, ...]) -> tuple[Step, Turn]:
-        state = State((Message("user", question),))
-        message = Message("assistant", "left", (ToolCall("f", {}),) if question == "called" else ())
-        turn = Turn(renderer.prompt_ids(state.messages), Completion((*ids, end), (-1.0,) * (len(ids) + 1), "stop"))
-        return Step(state, Action(message)), turn
-
-    steps, turns = zip(*(taken(question, spelled) for question in ("one", "one", "two")), strict=True)
-    after = State((Message("user", "one"), Message("assistant", "left"), Message("user", "more")))
-    prompt = rendered_prompt(renderer, after, steps, turns)
-    assert prompt[: len(turns[1].ids)] == turns[1].ids  # as it was sampled, letter by letter
-    fresh = renderer.prompt_ids(after.messages)
-    assert fresh[: len(turns[1].ids)] != turns[1].ids and renderer.tokenizer.decode(fresh) == renderer.tokenizer.decode(
-        prompt
-    )
-    assert rendered_prompt(renderer, State((Message("user", "three"),)), steps, turns) == renderer.prompt_ids(
-        (Message("user", "three"),)
-    )
-
-
-def test_other_environments_get_the_prompts_and_rows_that_they_had():
-    """Their conversations continue the last turn, or none: the rule that looks at the last turn only agrees."""
-    trained = Pretrained(str(ROOT / "grpo/apps/demo_models/calculator"))
-    engine, renderer = TransformersEngine(), TokenizerRenderer(trained.tokenizer())
-    engine.load_weights(trained.model(), 0)
-    task = Calculator(test_size=4)
-    groups = play(task, task.examples("test"), 4, engine, renderer, Sampling(32), seed, Limits(max_turns=4))
-    samples = [sample for group in groups for sample in group]
-    assert max(len(sample.turns) for sample in samples) > 2
-    for sample in samples:
-        before: tuple[int, ...] = ()
-        rows = []
-        for step, turn in zip(sample.trajectory.steps, sample.turns, strict=True):
-            assert turn.prompt_ids == renderer.prompt_ids(step.state.messages, step.state.tools, before)
-            before = turn.ids
-            longer = rows and rows[-1].extended(turn)
-            rows = [*rows[:-1], longer] if longer else [*rows, *rows_of_turns([turn])]
-        assert rows_of_turns(sample.turns) == rows
 
 
 def test_a_program_gives_the_reward_or_leaves_it_to_the_task(run):
@@ -412,68 +356,6 @@ def unused_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
-
-
-def example_run(name: str, row: dict, tmp_path: Path, model: str, group_size: int = 2) -> list:
-    """The samples of an example's program, by one of the demo's models."""
-    trained = Pretrained(str(ROOT / "grpo/apps/demo_models" / model))
-    engine, renderer = TransformersEngine(), TokenizerRenderer(trained.tokenizer())
-    engine.load_weights(trained.model(), 0)
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    command = f"python {ROOT / 'examples/agents' / name}"
-    task = Agent(str(tmp_path / "rows.jsonl"), command, splits={"train": "train"})
-    limits = Limits(max_turns=6, step_timeout=120)
-    (group,) = play(task, task.examples("train"), group_size, engine, renderer, Sampling(40), seed, limits)
-    assert not any(sample.trajectory.failed for sample in group), group[0].trajectory.error
-    return group
-
-
-@pytest.mark.slow
-def test_the_example_on_the_openai_client(tmp_path):
-    pytest.importorskip("openai")
-    row = {"prompt": "Sam has 214 coins. Sam buys 13 bags of 42 coins. How many coins does Sam have?", "answer": "760"}
-    group = example_run("openai_tools.py", row, tmp_path, "calculator", group_size=8)
-    assert max(len(sample.turns) for sample in group) > 1  # it called the calculator
-    assert all(len(rows_of_turns(sample.turns)) == 1 for sample in group)  # and its rows are exact
-    called = [m for sample in group for m in sample.trajectory.messages if m.role == "tool"]
-    assert called and all(m.name == "calculator" for m in called)
-
-
-@pytest.mark.slow
-def test_the_example_on_the_anthropic_client(tmp_path):
-    pytest.importorskip("anthropic")
-    row = {"prompt": "Sam has 14 coins. Sam buys 3 bags of 4 coins. How many coins does Sam have?", "answer": "26"}
-    for sample in example_run("anthropic_retry.py", row, tmp_path, "wordmath", group_size=4):
-        texts = [step.action.message.content for step in sample.trajectory.steps]
-        right = ["\\boxed{26}" in text for text in texts]
-        assert len(texts) == sample.reward.parts["attempts"] == len(rows_of_turns(sample.turns))
-        assert sample.reward.value == (right[-1] and 1 / len(texts)) and sample.reward.correct == right[0]
-
-
-@pytest.mark.slow
-def test_the_example_on_a_harness_of_verifiers(tmp_path, monkeypatch):
-    pytest.importorskip("verifiers")
-    if not shutil.which("uv"):
-        pytest.skip("the harness is started by uv, which is not installed")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples/agents"), prepend=os.pathsep)
-    row = {"prompt": "Sam has 214 coins. Sam buys 13 bags of 42 coins. How many coins does Sam have?", "answer": "760"}
-    for sample in example_run("verifiers_harness.py", row, tmp_path, "calculator"):
-        assert sample.reward.parts == {"turns": len(sample.turns)} and len(rows_of_turns(sample.turns)) == 1
-        assert sample.reward.correct == ("\\boxed{760}" in sample.trajectory.answer)
-
-
-def test_the_example_of_a_coding_agent(tmp_path, model):
-    sys.path.insert(0, str(ROOT / "examples/agents"))
-    import problems
-
-    for state in problems.worked_programs(50, 0):
-        printed = StringIO()
-        with redirect_stdout(printed):
-            exec(state.messages[1].content, {})
-        assert printed.getvalue().strip().isdigit()
-    row = {"prompt": "Sam has 14 coins. How many coins does Sam have?", "answer": "14"}
-    for sample in example_run("coder.py", row, tmp_path, "wordmath"):  # which writes no programs
-        assert sample.reward == Reward(0.0, False, {"runs": 0.0})
 
 
 @pytest.mark.slow
