@@ -32,7 +32,6 @@ from grpo.system.errors import UserError
 from grpo.system.ranges import Port
 
 WAITING = 64  # unanswered calls of a program
-FIRST_CALL = 600  # seconds until the first one, where no step_timeout ends the wait: before the training
 FILE_BLOCKS = 1 << 21  # of 512 bytes: the largest file that a program may write, its stderr too
 ENDED = "this session has ended"
 
@@ -57,11 +56,7 @@ class AgentEnv:
         else:
             told = {**addresses, "example": self.example, "seed": self.seed}
             self.task.server.waiting.put((self.name, told))
-        try:
-            state = await asyncio.wait_for(self.next(), FIRST_CALL)
-        except TimeoutError:
-            raise RuntimeError(f"the program has not called the model within {FIRST_CALL} s") from None
-        if state is None:
+        if (state := await self.next()) is None:
             raise RuntimeError("the program ended and never called the model; its address is in OPENAI_BASE_URL")
         return state
 

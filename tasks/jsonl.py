@@ -42,6 +42,7 @@ class Jsonl(RowTask):
             raise UserError(f"task.template={template!r} must say {{prompt}} where the prompt goes")
         self.environment = imported(environment, "task.environment") if isinstance(environment, str) else environment
         self.prompt, self.gold_column, self.template, self.system = prompt, gold, template, system
+        self.said = False  # whether the log has a line about prompts that are texts
         columns = (prompt,) if gold is None else (prompt, gold)
         super().__init__(Dataset(path, columns, **rows), rewards, weights, solved)
 
@@ -51,7 +52,8 @@ class Jsonl(RowTask):
 
     def examples(self, split: Split) -> Sequence[Example]:
         rows = super().examples(split)
-        if split == "train" and isinstance(rows[0].get(self.prompt), str):
+        if split == "train" and not self.said and isinstance(rows[0].get(self.prompt), str):
+            self.said = True
             line = "a user's message, in the chat template if there is one; model.chat_template=none sends it alone, as TRL"
             log.info("task.prompt=%s is a text: %s", self.prompt, line)
         return rows

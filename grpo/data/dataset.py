@@ -278,8 +278,14 @@ def fingerprint(example: Example) -> str:
 
 def fingerprint_of_all(examples: Sequence[Example], looks: int = 1000) -> str:
     """Return the fingerprint of a split, from its size and at most `looks` of its examples, spread evenly."""
-    places = range(0, len(examples), math.ceil(len(examples) / looks) or 1)
-    return fingerprint({"rows": len(examples), "examples": [fingerprint(examples[i]) for i in places]})
+    seen = [fingerprint(example) for example in spread(examples, looks)]
+    return fingerprint({"rows": len(examples), "examples": seen})
+
+
+def spread(examples: Sequence[Example], most: int) -> list[Example]:
+    """Return at most `most` of the examples, spread evenly over all of them."""
+    places = range(0, len(examples), math.ceil(len(examples) / most) or 1) if most else ()
+    return [examples[i] for i in places]
 
 
 def _files(path: Path, split: str) -> list[Path]:

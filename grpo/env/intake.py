@@ -1,5 +1,6 @@
 """Takes what users' environments and rewards give, and makes our records of it."""
 
+from collections.abc import Iterable
 from inspect import signature
 from typing import Any
 
@@ -11,6 +12,11 @@ from grpo.system.calls import awaited
 def asked_for(function: Any, **offered: Any) -> dict[str, Any]:
     """Return those of the offered arguments that a function names."""
     return {name: value for name, value in offered.items() if name in signature(function).parameters}
+
+
+def no_tokens(ids: Iterable[Any], size: int) -> list[Any]:
+    """Return those of the given token ids that a vocabulary of this size does not have."""
+    return [i for i in ids if type(i) is not int or not 0 <= i < size]
 
 
 def build(builder: EnvBuilder, example: Example, seed: int = 0, group_seed: int = 0) -> Env:

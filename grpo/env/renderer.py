@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, Self
 from transformers import PreTrainedTokenizerBase
 
 from grpo.env.dialects.calls import cut
+from grpo.env.intake import no_tokens
 from grpo.env.messages import Message, MessageLike, ToolCall, ToolSpec, message_of
 from grpo.env.tokens import Turn
 from grpo.env.tool_parsers import FORMS, MARKERS, WRITTEN, form_of, message_of_text
@@ -170,20 +171,26 @@ def rendered_prompt(renderer: Renderer, state: State, steps: Sequence[Step], tur
     """
     if isinstance(state.prompt, tuple):
         size = len(getattr(renderer, "tokenizer", range(1 << 31)))
-        if not state.prompt or not all(type(i) is int and 0 <= i < size for i in state.prompt):
+        if not state.prompt or no_tokens(state.prompt, size):
             raise UserError(f"a prompt of token ids has at least one, each from 0 to {size - 1}")
         return state.prompt
-    known = [((*step.state.messages, step.action.message), turn.ids) for step, turn in zip(steps, turns, strict=True)]
-    branches = [ids for said, ids in known[:-1] if state.messages[: len(said)] == said]
     said: Any = state.messages if state.prompt is None else state.prompt
-    prompt = None
-    for before in [turns[-1].ids if turns else (), *branches[-1:]]:
+    last = turns[-1].ids if turns else ()
+    prompt = tuple(renderer.prompt_ids(said, state.tools, last))
+    if prompt[: len(last)] != last and (before := continued_ids(state, steps[:-1], turns)):
         prompt = tuple(renderer.prompt_ids(said, state.tools, before))
-        if prompt[: len(before)] == before:
-            break
     if not prompt:
         raise UserError("a prompt has no tokens: give at least one")
     return prompt
+
+
+def continued_ids(state: State, steps: Sequence[Step], turns: Sequence[Turn]) -> tuple[int, ...]:
+    """Return the ids of the latest of these turns whose conversation the state continues; none if there is no such turn."""
+    for step, turn in reversed([*zip(steps, turns, strict=False)]):
+        said = (*step.state.messages, step.action.message)
+        if state.messages[: len(said)] == said:
+            return turn.ids
+    return ()
 
 
 def message_read(renderer: Renderer, ids: Sequence[int], state: State) -> Message:

@@ -41,9 +41,12 @@ class NoAnswer(UserError):
 def check_call(call: Call) -> None:
     """Raise NoAnswer for a call that a session cannot honour. Temperature and the like are the run's, whatever it asks for."""
     reasons = {
-        "n above 1": call.count > 1, "a form of the answer": "guided" in call.settings, "chat_template_kwargs": call.template,
-        "echo or prompt_logprobs": call.echo or call.prompt_logprobs is not None, "max_tokens=0": call.max_tokens == 0,
-    }  # fmt: skip
+        "n above 1": call.count > 1,
+        "a form of the answer": "guided" in call.settings,
+        "chat_template_kwargs": call.template,
+        "echo or prompt_logprobs": call.echo or call.prompt_logprobs is not None,
+        "max_tokens=0": call.max_tokens == 0,
+    }
     for name, asked in reasons.items():
         if asked:
             raise NoAnswer(f"a session that is trained does not take {name}: leave it out")

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from grpo.engines.context import check_context
 from grpo.engines.protocol import Engine, Sampling
 from grpo.engines.stop_texts import StopTexts
 from grpo.env.tokens import Completion, CompletionLike, completion_of
@@ -31,6 +32,11 @@ Place = tuple[int, int]  # an episode: index of its example, index of its sample
 ROUNDING = 1e-3  # of an engine's log-probability, which may come from a 16-bit number
 
 
+def is_logprob(value: float) -> bool:
+    """Return whether a number can be the log-probability of a sampled token."""
+    return -math.inf < value <= ROUNDING
+
+
 def received(engine: Engine, given: CompletionLike) -> Completion:
     """Return a completion from the engine as a `Completion`. Raises UserError for log-probabilities that are none, or too few."""
     try:
@@ -38,7 +44,7 @@ def received(engine: Engine, given: CompletionLike) -> Completion:
     except ValueError as error:
         raise UserError(f"the engine {type(engine).__name__} gave {error}: each token needs one") from error
     for i, value in enumerate(completion.logprobs):
-        if not -math.inf < value <= ROUNDING:
+        if not is_logprob(value):
             said = f"{value} as the log-probability of token {completion.ids[i]}"
             must = "it must be a finite number of at most 0, log softmax(logits / temperature)"
             raise UserError(f"the engine {type(engine).__name__} gave {said}: {must}")
@@ -63,9 +69,7 @@ class EngineQueue:
 
     def check(self, prompt: tuple[int, ...]) -> None:
         """Raise UserError for a prompt that leaves no room for an answer in the engine's context."""
-        if len(prompt) > self.room:
-            sizes = f"{len(prompt)} tokens and max_tokens={self.sampling.max_tokens} exceed the context of {self.engine.context}"
-            raise UserError(f"a prompt of {sizes}: lower max_tokens, or use shorter prompts")
+        check_context(len(prompt), self.sampling.max_tokens, self.engine.context)
 
     def sampling_in(self, state: State, renderer: "Renderer") -> Sampling:
         """Return the sampling of the next message: the run's, with the limits of the state."""

@@ -1,12 +1,11 @@
 """The limit of prompt lengths, and what happens to longer prompts."""
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from grpo.data.dataset import picked
+from grpo.data.dataset import picked, spread
 from grpo.env.intake import first_state
 from grpo.env.renderer import Renderer
 from grpo.env.types import Example, Split, Task
@@ -63,9 +62,8 @@ class PromptLimit:
     def longest(self, task: Task, examples: Sequence[Example], renderer: Renderer, looks: int = 100) -> int:
         """Return the tokens of the longest prompt among at most `looks` examples, or `task.looks`, spread evenly; the limit if
         there are none."""
-        looks = getattr(task, "looks", looks)
-        places = range(0, len(examples), math.ceil(len(examples) / looks) or 1) if looks else ()
-        return max((prompt_tokens(task, examples[i], renderer) for i in places), default=self.max_tokens)
+        seen = spread(examples, getattr(task, "looks", looks))
+        return max((prompt_tokens(task, example, renderer) for example in seen), default=self.max_tokens)
 
     def fitting(self, task: Task, split: Split, renderer: Renderer, most: int = 500) -> Sequence[Example]:
         """Return the examples of a split whose prompts fit. Logs how many were dropped, or raises UserError with the first one.

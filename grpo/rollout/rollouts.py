@@ -16,6 +16,7 @@ from grpo.objectives.batch import Scores
 from grpo.rollout.collate import scores
 from grpo.rollout.episodes import Play, play
 from grpo.rollout.samples_table import on_disk
+from grpo.rollout.source.protocol import is_source
 from grpo.rollout.types import Group, Plan
 from grpo.system.distributed import in_play
 from grpo.system.errors import RewardError, RolloutError
@@ -86,7 +87,7 @@ class Rollouts:
 
     def more(self, r: int, count: int, first: int) -> list[Group]:
         """Return `count` groups of rollout r after the `first` ones, or all that are left."""
-        if hasattr(self.loader, "groups"):
+        if is_source(self.loader):
             return self.loader.groups(r, count, first, self)
         examples = self.loader.more(r, count, skip=first - self.plan.prompts) if first else self.loader.batch(r)
         return self.one_round(r, examples, first) if examples else []

@@ -56,16 +56,19 @@ def json_text(value: Any) -> str:
 
 
 def token_logprobs(groups: Iterable[Group]) -> dict[str, list]:
-    """Return columns for `records`: the sampled token ids, turn after turn, and the engine's log-probabilities of them; and what
-    `source=file` needs besides: rows with their prompts, and the advantage that the environment gave."""
+    """Return columns for `records`: the sampled token ids, turn after turn, and the engine's log-probabilities of them."""
 
     def of(sample: Sample, name: str) -> list:
         return [value for turn in sample.turns for value in getattr(turn.completion, name)]
 
     names = {"token_ids": "ids", "rollout_logprobs": "logprobs"}
-    columns = {column: [[of(sample, name) for sample in group] for group in groups] for column, name in names.items()}
-    columns["rows"] = [[list(map(plain_row, rows_of_turns(sample.turns))) for sample in group] for group in groups]
-    return columns | {"given_advantage": [[sample.reward.advantage for sample in group] for group in groups]}
+    return {column: [[of(sample, name) for sample in group] for group in groups] for column, name in names.items()}
+
+
+def replayable(groups: Iterable[Group]) -> dict[str, list]:
+    """Return columns for `records` that `source=file` reads: rows with their prompts, and the advantages that were given."""
+    rows = [[list(map(plain_row, rows_of_turns(sample.turns))) for sample in group] for group in groups]
+    return {"rows": rows, "given_advantage": [[sample.reward.advantage for sample in group] for group in groups]}
 
 
 def plain_row(row: Row) -> dict[str, list]:

@@ -19,7 +19,7 @@ from grpo.apps.serve.clients import client_router
 from grpo.apps.serve.gate import Gate, TimedConnection
 from grpo.apps.serve.refusals import refuse
 from grpo.apps.serve.served_weights import Adapter
-from grpo.apps.serve.service import Json, Service, own_call
+from grpo.apps.serve.service import RAW_TOKENS, Json, Service, own_call
 from grpo.apps.serve.trl import trl_router
 from grpo.engines.protocol import Engine
 from grpo.env.dialects.calls import Call, Fields
@@ -73,7 +73,7 @@ def make_app(service: Service) -> FastAPI:
         messages, prompt = fields.take("messages", list), fields.pop("prompt", None)
         if (messages is None) == (prompt is None):
             raise UserError("give either messages (a list of conversations) or prompt (a text or token ids)")
-        call = own_call(fields)
+        call = own_call(fields, RAW_TOKENS if messages is None else None)
         return await (one_prompt(prompt, call) if messages is None else conversations(messages, call))
 
     async def conversations(messages: list, call: Call) -> JSONResponse:
@@ -93,7 +93,6 @@ def make_app(service: Service) -> FastAPI:
         return JSONResponse(content)
 
     async def one_prompt(prompt: Any, call: Call) -> JSONResponse:
-        call = replace(call, max_tokens=16 if call.max_tokens is None else call.max_tokens)
         prompts = await service.read(service.prompt_ids, [prompt], call.n)
         return await service.apart(of_one_prompt, *prompts, await service.sample(prompts, call), call)
 
@@ -177,13 +176,13 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/info")
     async def info() -> dict[str, Any]:
-        engine, pretrained = batching.engine, weights.pretrained
+        pretrained = weights.pretrained
         return {
             "model": pretrained.path,
             "version": weights.version,
             "dtype": pretrained.dtype,
-            "max_model_len": engine.context if engine and engine.version is not None else None,
-            "engine": type(engine).__name__,
+            "max_model_len": batching.context,
+            "engine": type(batching.engine).__name__,
             "requests": {"running": len(batching.running), "waiting": len(batching.waiting)},
         }
 

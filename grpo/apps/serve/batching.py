@@ -82,6 +82,11 @@ class Batching:
         """The engine; None before it is created, and if that failed."""
         return self._made.result() if self._made.done() and not self._made.exception() else None
 
+    @property
+    def context(self) -> int | None:
+        """The engine's context; None before it has weights."""
+        return self.engine.context if self.engine and self.engine.version is not None else None
+
     def check_ready(self) -> None:
         """Raise Unavailable unless the engine has weights and is awake."""
         self._check_not_stopped()

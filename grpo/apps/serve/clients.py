@@ -42,9 +42,8 @@ def client_router(service: Service) -> APIRouter:
         return {"input_tokens": len(await service.apart(service.rendered, ANTHROPIC.read(body)))}
 
     def described() -> dict[str, Any]:
-        path, engine = service.weights.pretrained.path, service.batching.engine
-        length = engine.context if engine and engine.version is not None else None
-        return {"id": path, "object": "model", "created": 0, "owned_by": "grpo", "max_model_len": length}
+        model = {"id": service.weights.pretrained.path, "object": "model", "created": 0, "owned_by": "grpo"}
+        return {**model, "max_model_len": service.batching.context}
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -20,6 +20,7 @@ from grpo.engines.stop_texts import StopTexts
 from grpo.env.dialects.calls import Answer, Call, Fields, answered, cut
 from grpo.env.dialects.chat import CHAT
 from grpo.env.dialects.completions import prompt_of
+from grpo.env.intake import no_tokens
 from grpo.env.messages import shown
 from grpo.env.renderer import Renderer
 from grpo.env.tokens import Completion
@@ -29,20 +30,22 @@ from grpo.system.seeds import derive_seed
 
 T = TypeVar("T")
 Json = Annotated[Any, Body()]  # of a request
+RAW_TOKENS = 16  # max_tokens after a raw prompt, where a request has none
 LIKELIEST = 20  # most alternatives of a token, as in OpenAI's API and vLLM
 
 
-def own_call(fields: Fields) -> Call:
+def own_call(fields: Fields, most: int | None = None) -> Call:
     """Return the settings of a request of an endpoint whose answer has no alternatives of tokens and no stream.
 
-    `logprobs` may be 0 or 1: the sampled tokens' log-probabilities are always there.
+    most: max_tokens, where the request has none; None: that of conversations. `logprobs` may be 0 or 1, since the sampled
+    tokens have theirs in any case.
     """
     fields.take("logprobs", Annotated[int, Range(0, 1)])
     call = Call(n=fields.take("n", Count, 1), **fields.sampling())
     fields.check_empty()
     if call.stream:
         raise UserError("stream=True is not supported here: leave it out, or use /v1/completions")
-    return call
+    return replace(call, max_tokens=most) if call.max_tokens is None else call
 
 
 @dataclass(eq=False)
@@ -105,7 +108,7 @@ class Service:
         if isinstance(prompt, str):
             self.limits.check("prompt", len(prompt), "characters of a prompt")
             return tuple(self.tokenizer(prompt.encode(errors="replace").decode(), verbose=False).input_ids)
-        if bad := [i for i in prompt if type(i) is not int or not 0 <= i < self.vocabulary]:
+        if bad := no_tokens(prompt, self.vocabulary):
             last = self.vocabulary - 1
             raise UserError(f"a prompt has {shown(bad[0])}, but token ids are integers from 0 to {last}")
         return prompt
@@ -114,7 +117,7 @@ class Service:
         """Return the settings of a call in the form of the engines. Without max_tokens these are 16 for raw prompts, else 256."""
         if len(call.settings.get("stop_ids", ())) > 1000:
             raise UserError("there are at most 1000 stop_token_ids")
-        most = (16 if call.prompts else 256) if call.max_tokens is None else call.max_tokens
+        most = (RAW_TOKENS if call.prompts else 256) if call.max_tokens is None else call.max_tokens
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         return Sampling(most, **call.settings, stop=StopTexts(call.stop, decode) if call.stop else ())
 

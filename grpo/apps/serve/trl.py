@@ -4,13 +4,12 @@ Older versions of TRL have a server of their own, with /generate/ and /chat/; th
 trainer of TRL cannot send its weights here, because an engine takes whole models.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.exceptions import HTTPException
 
-from grpo.apps.serve.service import Json, Service, own_call
+from grpo.apps.serve.service import RAW_TOKENS, Json, Service, own_call
 from grpo.env.dialects.calls import Fields
 
 UNSENT = (
@@ -36,8 +35,7 @@ def trl_router(service: Service) -> APIRouter:
         """A client that asks for `logprobs` gets a list of the likeliest tokens at each place, here only of the sampled one."""
         fields, of_chat = Fields(body), request.url.path == "/chat/"
         likely = "logprobs" in fields
-        given, call = fields.take("messages" if of_chat else "prompts", list, []), own_call(fields)
-        call = replace(call, max_tokens=16 if call.max_tokens is None else call.max_tokens)
+        given, call = fields.take("messages" if of_chat else "prompts", list, []), own_call(fields, RAW_TOKENS)
         prompts = await service.read(service.chat_ids if of_chat else service.prompt_ids, given, call.n)
         found = await service.sample(prompts, call)
         ids, logprobs = [completion.ids for completion in found], [completion.logprobs for completion in found]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from grpo.engines.builtin.kv_cache import KVCache
 from grpo.engines.builtin.padded import PaddedCache
 from grpo.engines.builtin.sampler import Draws
+from grpo.engines.context import check_context
 from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.env.tokens import Completion
 from grpo.models.trusted import objection
@@ -66,10 +67,7 @@ class TransformersEngine:
     ) -> list[Completion]:
         if sampling.guided:
             raise UserError("sampling.guided: the built-in engine does not support guided sampling: set engine=vllm")
-        longest = max(map(len, prompts))
-        if self.context is not None and longest + sampling.max_tokens > self.context:
-            tokens = f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens}"
-            raise UserError(f"{tokens} exceed the context of {self.context}: lower max_tokens, or use shorter prompts")
+        check_context(max(map(len, prompts)), sampling.max_tokens, self.context)
         self.choose()
         prompts = [tuple(prompt) for prompt in prompts]
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}

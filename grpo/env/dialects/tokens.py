@@ -23,10 +23,11 @@ def read_tokens(fields: Fields) -> Call:
 
 def tokens_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str, Any]:
     """Return the answers as vLLM's token ids."""
-    choices = [
-        {"index": i, "token_ids": a.completion.ids, "finish_reason": a.completion.finish, "logprobs": chat_logprobs(call, a)}
-        for i, a in enumerate(answers)
-    ]  # fmt: skip
+    choices = []
+    for i, answer in enumerate(answers):
+        done = answer.completion
+        choice = {"index": i, "token_ids": done.ids, "finish_reason": done.finish}
+        choices.append(choice | {"logprobs": chat_logprobs(call, answer)})
     return {"request_id": calls.new_id("generate-"), "choices": choices} | calls.prompt_scores(call, answers[0])
 
 

@@ -15,12 +15,13 @@ from statistics import fmean
 from typing import Any
 
 from grpo.engines.weights import eos_token_ids
+from grpo.env.intake import no_tokens
 from grpo.env.messages import Message
 from grpo.env.renderer import Renderer
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.models.pretrained import Pretrained
-from grpo.rollout.engine_queue import ROUNDING
+from grpo.rollout.engine_queue import is_logprob
 from grpo.rollout.types import Group, Sample
 from grpo.system.errors import RolloutError
 
@@ -107,7 +108,7 @@ class Conversion:
             return known
         if logprobs is None:
             raise RolloutError(NO_LOGPROBS)
-        if wrong := [value for value in logprobs if not -math.inf < value <= ROUNDING]:
+        if wrong := [value for value in logprobs if not is_logprob(value)]:
             line = f"{wrong[0]} is no log-probability of a sampled token, which is at most 0"
             raise RolloutError(f"{line} (1.0 is the placeholder of a prompt): look at the mask and the order of tokens")
         if len(ids) > 2 and len({*logprobs}) == 1 and logprobs[0]:
@@ -125,7 +126,7 @@ class Conversion:
         if not any(row.sampled) or row.sampled[0]:
             masked = f"the mask has {sum(map(bool, row.sampled))} of {len(row.ids)} tokens as sampled"
             raise RolloutError(f"{masked}: a row begins with a prompt, and the policy has sampled a token after it")
-        if bad := [i for i in row.ids if type(i) is not int or not 0 <= i < self.vocabulary]:
+        if bad := no_tokens(row.ids, self.vocabulary):
             line = f"{bad[0]} is no token of the model, which has 0 to {self.vocabulary - 1}"
             raise RolloutError(f"{line}: the environment must have the tokenizer of model.path")
 

@@ -1,11 +1,16 @@
 """The slot `source`: groups of finished samples that others have played."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from grpo.rollout.types import Group
 
 if TYPE_CHECKING:
     from grpo.rollout.rollouts import Rollouts
+
+
+def is_source(loader: Any) -> bool:
+    """Return whether what stands in the place of a loader is a `Source`."""
+    return hasattr(loader, "groups")
 
 
 class Source(Protocol):

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from grpo.env.types import Example
 from grpo.evaluation.evaluator import Evaluator
+from grpo.rollout.source.protocol import is_source
 from grpo.system import distributed
 from grpo.system.errors import PreflightError, UserError, told
 from grpo.system.ranges import require
@@ -57,7 +58,7 @@ class PreflightCallback(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if self.rollout.rollouts and self.mode != "only":
             return
-        if hasattr(self.rollout.makes.loader, "groups"):
+        if is_source(self.rollout.makes.loader):
             log.warning("no preflight: it plays episodes of a task, and the samples of this run come from a source")
             return self.judge()
         probe = Probe(module, self.rollout.makes, self.examples, trainer.precision)

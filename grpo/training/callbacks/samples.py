@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
-from grpo.rollout.samples_table import records, token_logprobs, write
+from grpo.rollout.samples_table import records, replayable, token_logprobs, write
 from grpo.rollout.types import Group
 from grpo.system.files import surviving
 from grpo.system.ranges import Whole
@@ -32,6 +32,8 @@ class Samples(L.Callback):
             columns = {"advantage": batch.advantages}
             if "overlong" in batch.scores.parts:
                 columns["overlong"] = batch.scores.parts["overlong"].tolist()
+            if self.token_logprobs:
+                columns |= replayable(batch.groups)
             self.write("rollouts", rollout, batch.groups, columns)
         for evaluation in batch.evaluations:
             self.write("evaluations", evaluation.rollout, evaluation.groups, evaluation.columns)
