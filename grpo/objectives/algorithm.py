@@ -39,8 +39,6 @@ class Algorithm:
     top_entropy: the surrogate counts only this share of the tokens, by entropy. off_policy_delta: see `off_policy_keep`.
     overlong_share: the share of max_tokens over which `overlong_penalty` falls; 0 is off.
     mask_truncated: truncated answers stay in their group's baseline, but nothing is learned from them.
-    sampling_rounds: above 1, groups without both right and wrong answers (sampling_filter=reward: with equal rewards) are
-    replaced, in at most this many rounds of sampling (DAPO).
     num_epochs: passes over a rollout, with num_minibatches updates each.
     """
 
@@ -58,8 +56,6 @@ class Algorithm:
     off_policy_delta: Positive | None = None
     overlong_share: Share = 0.0
     mask_truncated: bool = False
-    sampling_rounds: Count = 1
-    sampling_filter: Literal["correct", "reward"] = "correct"
     num_epochs: Count = 1
     num_minibatches: Count = 1
 

@@ -66,6 +66,7 @@ class TokenBatch:
     given: Tensor | None = (
         None  # [B, C] float32, advantages that came with the samples; NaN where the estimator's count
     )
+    fresh: Tensor | None = None  # [B] bool, False in rows of earlier rollouts
     group: Tensor | None = None  # [B] int64, the row's prompt, 0 to N - 1
     advantages: Tensor | None = None  # [B, C] float32, 0 outside the mask
     old_logprobs: Tensor | None = None  # [B, C] the trainer's, before the first update on this batch
@@ -113,7 +114,7 @@ class TokenBatch:
         width, used = self.prompt_width, self.attention_mask.any(dim=0)
         left, right = int(used[:width].int().argmax()), int(used[width:].sum())
         change = {name: getattr(self, name)[:, left : width + right] for name in ("ids", "attention_mask")}
-        for name in {f.name for f in fields(self)} - {"ids", "attention_mask", "sample", "group"}:  # [B, C]
+        for name in {f.name for f in fields(self)} - {"ids", "attention_mask", "sample", "fresh", "group"}:  # [B, C]
             if (tensor := getattr(self, name)) is not None:
                 change[name] = tensor[:, :right]
         return replace(self, **change)

@@ -84,21 +84,24 @@ def check_rollout(a: "Algorithm", prompts: int, group_size: int, ahead: int = 0)
     numbers. ahead: the age of the samples, in rollouts, when they are learned from. Logs the advice."""
     for line in advice(a):
         log.warning(line)
-    takes = parameters(a.surrogate).keys()
-    compares = takes & {"ratio", "log_ratio", "old_logprobs"}
-    knows_age = a.correction is not None or "rollout_logprobs" in takes or (compares and a.old_policy == "rollout")
-    if ahead and not knows_age:
-        bypass = "algo.old_policy=rollout (the ratio compares with the policy that sampled) or " if compares else ""
-        line = f"rollout.ahead={ahead}: the samples are older than the policy, and this objective takes them as its own"
-        raise UserError(f"{line}: set {bypass}algo/correction=tis (weights by the change of their probability)")
+    if ahead:
+        check_age(a, f"rollout.ahead={ahead}")
     rows = prompts * group_size
     if rows % a.num_minibatches:
         valid = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
         size = f"{rows} rows of a rollout ({prompts} prompts x {group_size} samples)"
         raise UserError(f"algo.num_minibatches={a.num_minibatches} does not divide the {size}; valid values: {valid}")
-    if group_size == 1 and a.sampling_rounds > 1:
-        raise UserError("rollout.group_size=1: dynamic sampling would discard every group; set algo.sampling_rounds=1")
     check_functions(a, prompts, group_size)
+
+
+def check_age(a: "Algorithm", cause: str) -> None:
+    """Raise UserError if `a` takes samples of an older policy as the policy's own. cause: the setting that makes them old."""
+    takes = parameters(a.surrogate).keys()
+    compares = takes & {"ratio", "log_ratio", "old_logprobs"}
+    if a.correction is None and "rollout_logprobs" not in takes and not (compares and a.old_policy == "rollout"):
+        bypass = "algo.old_policy=rollout (the ratio compares with the policy that sampled) or " if compares else ""
+        line = f"{cause}: the samples are older than the policy, and this objective takes them as its own"
+        raise UserError(f"{line}: set {bypass}algo/correction=tis (weights by the change of their probability)")
 
 
 def advice(a: "Algorithm") -> Iterator[str]:

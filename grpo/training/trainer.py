@@ -84,7 +84,7 @@ def make_trainer(
             devices=devices,
             num_nodes=num_nodes,
             strategy=shared,
-            callbacks=callbacks,
+            callbacks=[*callbacks, Recorder()],
             logger=logger,
             plugins=[PlainCheckpoints(), *plugins],
             max_epochs=1,  # endless: RolloutCallback stops the run

@@ -112,7 +112,7 @@ def padded(tokens: TokenBatch, left: int, right: int) -> TokenBatch:
 def gradient(toy, name: str, max_tokens: int, change=lambda tokens: tokens) -> dict[str, Tensor]:
     policy = fresh(toy)
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    algorithm = preset(f"algo={name}", "max_tokens=4", "algo.sampling_rounds=1")
+    algorithm = preset(f"algo={name}", "max_tokens=4")
     module = make_module(policy, max_tokens, lr=1.0, **vars(algorithm))
     metrics = module.training_step(rollout(rewards=REWARDS, groups=GROUPS, tokens=change(tokens_of(policy))), 0)
     assert metrics["loss/grad_norm"] > 0.01
