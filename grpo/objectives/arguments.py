@@ -11,7 +11,8 @@ WITHOUT_RATIO = ("logprobs", "rollout_logprobs", "advantages", "mask", "counted"
 OFFERED = {  # values for the function of each axis; of level and reduce only for one of your own
     "advantage": ("rewards", "lengths", "parts"),
     "surrogate": ("ratio", "log_ratio", "old_logprobs", *WITHOUT_RATIO),
-    "correction": ("log_w", "mask"),
+    "choice": ("logprobs", "entropy", "advantages", "rng"),
+    "correction": ("log_w", "mask", "old_logprobs", "rollout_logprobs"),
     "level": ("log_ratio", "mask"),
     "reduce": ("mask", "sample", "lengths", "samples", "tokens", "count", "max_tokens", "total"),
 }

@@ -77,13 +77,13 @@ class GRPOModule(ModuleState):
         tokens = self.algorithm.credit(scores, tokens)
         if not self.algorithm.kl.in_reward:  # rows with advantage 0 need none
             tokens = self.freeze(tokens)
-        tokens = self.algorithm.choose(tokens)
+        rng = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
+        tokens = self.algorithm.choose(tokens, rng)
         self.compare(tokens, means)
         advantages = tokens.sample_means(tokens.advantages, shape)
         batch.advantages = advantages.tolist()
         samples = sum(map(len, batch.groups)) or scores.rewards.numel()
         self.moved, count = False, samples / self.algorithm.num_minibatches  # samples of an update
-        rng = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
         with recomputing(self.policy, self.optim.gradient_checkpointing):
             for epoch in range(self.algorithm.num_epochs):
                 for minibatch in self.minibatches(tokens, shape, rng):
@@ -104,7 +104,7 @@ class GRPOModule(ModuleState):
                 reference_logprobs, _ = self.logprobs_of(model, tokens, self.live(tokens))
             tokens = replace(tokens, reference_logprobs=reference_logprobs)
         if self.algorithm.needs_old:
-            every = self.algorithm.top_entropy < 1  # it compares the entropies of all rows
+            every = self.algorithm.choice is not None  # it compares the tokens of all rows
             rows = torch.arange(len(tokens), device=tokens.ids.device) if every else self.live(tokens)
             old_logprobs, old_entropy = self.logprobs_of(self.policy, tokens, rows)
             tokens = replace(tokens, old_logprobs=old_logprobs, old_entropy=old_entropy)
