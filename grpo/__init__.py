@@ -42,8 +42,8 @@ The core makes the algorithm. The core, in the order in which to read it:
     training/module.py             the update
     training/callbacks/evaluation.py  held-out examples, metrics to the loggers
 
-Beside the core: objectives/surrogates.py, baselines.py and choices.py (more losses and advantages, which tokens count),
-rollout/engine_queue.py and system/calls.py (threads, time-outs), rollout/ahead.py (a rollout beside the update),
+Beside the core: objectives/surrogates.py, baselines.py, turns.py and choices.py (more losses and advantages, which tokens
+count), rollout/engine_queue.py and system/calls.py (threads, time-outs), rollout/ahead.py (a rollout beside the update),
 system/metrics.py (every number that is logged), training/callbacks/checkpoint.py (what a resumed run needs),
 training/sharding.py (several devices, each with a part of the policy).
 

@@ -80,8 +80,17 @@ class Algorithm:
     @property
     def needs_old(self) -> bool:
         """Whether a pass before the first update is needed; else the first update's own log-probabilities are the old ones."""
-        several = self.num_minibatches > 1 or self.kl.in_reward
-        return self.choice is not None or (several and self.old_policy == "trainer")
+        several = self.num_minibatches > 1 or self.freezes_first
+        return self.choice is not None or self.takes("prob_squares") or (several and self.old_policy == "trainer")
+
+    @property
+    def freezes_first(self) -> bool:
+        """Whether advantages need log-probabilities, so that rows whose advantage is 0 are not known when those are made."""
+        return self.kl.in_reward or self.takes("old_logprobs") or self.takes("prob_squares")
+
+    def takes(self, name: str) -> bool:
+        """Return whether the advantage names a value."""
+        return name in parameters(self.advantage)
 
     @cached_property
     def skips_zero_advantages(self) -> bool:
@@ -101,7 +110,7 @@ class Algorithm:
         known = {**vars(tokens), **vars(scores), "rewards": rewards, "progress": progress}
         known |= {"steps": scores.rewards_of_turns(rewards), "old_logprobs": self.old_logprobs(tokens)}
         advantages = call(self.advantage, {name: known.get(name) for name in OFFERED["advantage"]})
-        if "mask" not in parameters(self.advantage):
+        if not self.takes("mask"):
             advantages = on_tokens(advantages, tokens)  # [B, C]
         mask = tokens.mask & ~(advantages.isnan() | rewards.isnan().flatten()[tokens.sample, None])
         if tokens.given is not None:

@@ -64,8 +64,13 @@ def alp(rewards: Tensor, lengths: Tensor, parts: Mapping[str, Tensor], beta: Non
     return less_baseline(shaped, shaped.nanmean(dim=1, keepdim=True))
 
 
-def length_penalty(rewards: Tensor, lengths: Tensor, weight: NonNegative = 0.25) -> Tensor:
-    """A_i = s_i - mean(s) with s_i = r_i - mean(r) weight |o_i| / max_j |o_j|, as in prime-rl. Nothing if all are wrong."""
-    longest = torch.where(rewards.isnan(), 0.0, lengths).amax(dim=1, keepdim=True).clamp(min=1)
-    shaped = rewards - rewards.nanmean(dim=1, keepdim=True) * weight * lengths / longest
+def length_penalty(
+    rewards: Tensor, lengths: Tensor, steps: Tensor, tokens: NonNegative = 0.25, turns: NonNegative = 0.1
+) -> Tensor:
+    """A_i = s_i - mean(s) with s_i = r_i - mean(r) (tokens |o_i| / max_j |o_j| + turns K_i / max_j K_j), as in prime-rl. K_i: the
+    turns of a sample. A group that is all wrong teaches nothing. steps: [N, G, K], NaN where there is no turn."""
+    known, penalty = ~rewards.isnan(), 0.0
+    for weight, size in ((tokens, lengths), (turns, (~steps.isnan()).sum(2))):
+        penalty = penalty + weight * size / (size * known).amax(dim=1, keepdim=True).clamp(min=1)
+    shaped = rewards - rewards.nanmean(dim=1, keepdim=True) * penalty
     return less_baseline(shaped, shaped.nanmean(dim=1, keepdim=True))

@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo.objectives.arguments import call
 from grpo.objectives.batch import TokenBatch
 from grpo.system import distributed
-from grpo.system.ranges import Positive, SomeShare
+from grpo.system.ranges import NonNegative, Positive, SomeShare
 
 
 def counted(choice: Callable[..., Tensor], tokens: TokenBatch, rng: torch.Generator) -> Tensor:
@@ -49,7 +49,7 @@ def clip_cov(
     advantages: Tensor,
     rng: torch.Generator,
     share: SomeShare = 2e-4,
-    low: float = 1.0,
+    low: NonNegative = 1.0,
     high: Positive = 5.0,
 ) -> Tensor:
     """All tokens but some of those with low < covariance < high, drawn at random: this share of all tokens, one at least.

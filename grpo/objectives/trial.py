@@ -108,6 +108,7 @@ def even_batch(rows: int, tokens: int, logprob: float) -> TokenBatch:
         turn=torch.zeros(rows, tokens, dtype=torch.int64),
         group=torch.zeros(rows, dtype=torch.int64),
         old_logprobs=old,
+        prob_squares=old.exp(),
         reference_logprobs=old,
         weights=ones,
     )

@@ -32,7 +32,9 @@ def test_alp_makes_length_dear_where_prompts_are_easy():
 
 
 def test_a_length_penalty_grows_with_what_the_group_earns():
-    lengths = tensor([[50.0, 100]]).expand(3, 2)
+    right, lengths = tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]]), tensor([[50.0, 100]]).expand(3, 2)
     # mean 1: penalties 0.125 and 0.25; mean 1/2: half of them; mean 0: none
-    got = length_penalty(tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]]), lengths)
+    got = length_penalty(right, lengths, right[..., None])
     close(got, tensor([[0.0625, -0.0625], [0.53125, -0.53125], [0.0, 0.0]]))
+    turns = tensor([[0.0, 1.0], [1.0, NAN]]).expand(3, 2, 2)  # two turns and one: 0.1 and 0.05 more
+    close(length_penalty(right, lengths, turns)[0], tensor([0.0375, -0.0375]))

@@ -89,7 +89,7 @@ BASELINES = [
     gpg,
     pass_at_k,
     lambda rewards: alp(rewards, torch.full_like(rewards, 7.0), {"correct": rewards}),
-    lambda rewards: length_penalty(rewards, torch.full_like(rewards, 7.0)),
+    lambda rewards: length_penalty(rewards, torch.full_like(rewards, 7.0), rewards[..., None]),
     lambda rewards: gdpo({"correct": rewards}, {"correct": 1.0}),
 ]
 
