@@ -71,6 +71,7 @@ class TokenBatch:
     advantages: Tensor | None = None  # [B, C] float32, 0 outside the mask
     old_logprobs: Tensor | None = None  # [B, C] the trainer's, before the first update on this batch
     old_entropy: Tensor | None = None  # [B, C] nats
+    prob_squares: Tensor | None = None  # [B, C] the sum over the vocabulary of p^2, with old_logprobs
     reference_logprobs: Tensor | None = None  # [B, C]
     counted: Tensor | None = None  # [B, C] bool, the tokens that the surrogate counts; None: all
     weights: Tensor | None = None  # [B, C] a token's share in the loss of one update, see `token_weights`

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.checks import check_age
-from grpo.rollout.rollouts import Draw, Everything, Selection
+from grpo.rollout.draw import Draw, Everything, Selection
 from grpo.rollout.types import Group, Plan, Sample
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Share, enforced

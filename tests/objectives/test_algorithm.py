@@ -23,7 +23,7 @@ from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip, reinforce
 from grpo.rollout.collate import collate, scores
-from grpo.rollout.rollouts import Everything
+from grpo.rollout.draw import Everything
 from grpo.rollout.selection import Dynamic
 from grpo.rollout.types import Sample
 from grpo.system.errors import UserError

@@ -35,10 +35,11 @@ EVERYTHING = [
     "rollout.num_rollouts=2",
 ]
 CASES = {
-    **{
-        reduce: [f"algo.reduce={reduce}", "rollout.prompts=3", "rollout.num_rollouts=1"]
-        for reduce in ("sequence", "token")
-    },
+    "sequence": ["rollout.prompts=3", "rollout.num_rollouts=1"],
+    "token": [  # the choice draws among the tokens of all ranks
+        *("algo=clip_cov", "algo.choice.low=0.0", "algo.choice.share=0.2"),
+        *("rollout.prompts=3", "rollout.num_rollouts=1"),
+    ],
     "constant": [
         *("algo=dr_grpo", "rollout.prompts=3", "rollout.num_rollouts=1", "optim.max_tokens_per_microbatch=1"),
         "optim.gradient_checkpointing=true",
@@ -46,7 +47,10 @@ CASES = {
     ],
     "sum": ["algo=rloo", "algo/kl=loss", "rollout.num_rollouts=1", "preflight=warn"],
     "everything": EVERYTHING,
-    "turns": ["task._target_=test_distributed.Turns", "rollout.prompts=3", "rollout.num_rollouts=2", "eval.every=0"],
+    "turns": [
+        *("task._target_=test_distributed.Turns", "rollout.prompts=3", "rollout.num_rollouts=2", "eval.every=0"),
+        "algo/advantage=optimal_token",
+    ],
     "adamw": ["optim.optimizer._target_=torch.optim.AdamW", "optim.optimizer.lr=1e-3", "rollout.num_rollouts=2"],
     "ahead": [
         *("rollout.ahead=1", "algo.old_policy=rollout", "engine=transformers", "engine._target_=test_ahead.Apart"),
