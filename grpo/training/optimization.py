@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from grpo.models.logprobs import Layout
 from grpo.system import distributed
+from grpo.system.distributed import full
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Positive, Share, enforced
 
@@ -84,6 +85,22 @@ class Optimization:
 def learned_by(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def average_over_ranks(learned: Iterable[Tensor], device: torch.device) -> None:
+    """Replace each gradient by its mean over all ranks. device: where messages between ranks are."""
+    for p in learned if distributed.world_size() > 1 else ():
+        if p.grad is not None:
+            p.grad = (distributed.all_sum(p.grad.to(device)) / distributed.world_size()).to(p.device)
+
+
+def clipped(optimizer: Optimizer, most: float | None) -> dict[str, Tensor]:
+    """Scale the gradient of each part of a model down to the norm `most`; None: not at all. Returns the norms before, by part: a
+    group of parameters names its part, `loss` if it has no name."""
+    parts: dict[str, list[Tensor]] = {}
+    for group in optimizer.param_groups:
+        parts.setdefault(group.get("part", "loss"), []).extend(group["params"])
+    return {part: full(nn.utils.clip_grad_norm_(learned, most or torch.inf)) for part, learned in parts.items()}
 
 
 @dataclass
