@@ -1,18 +1,23 @@
 """Advantage estimators: from rewards to advantages. Pure functions of tensors; N prompts, G samples of each, S = N x G.
 
-An advantage function returns [N, G]. Its parameters name its arguments: `rewards` [N, G], `lengths` [N, G] (sampled tokens),
-`parts` {name: [N, G]} (the numbers in a reward, `correct` among them). An unknown reward (the grader timed out) is NaN: the
-baseline ignores it, and nothing is learned from the sample. With a baseline, equal rewards have advantages of exactly 0.
+An advantage function returns [N, G], or [N, G, K] for K turns, or if it names `mask`, [B, C]. Its parameters name its arguments:
+`rewards` [N, G], `lengths` [N, G] (sampled tokens), `parts` {name: [N, G]} (the numbers in a reward, `correct` among them),
+`steps` [N, G, K] (rewards of turns; NaN where there is none), `examples` (N), `observations` (N, G, K texts), `progress`, and the
+fields of `TokenBatch`. An unknown reward (the grader timed out) is NaN: the baseline ignores it, and nothing is learned from the
+sample. With a baseline, equal rewards have advantages of exactly 0.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from grpo.system.errors import UserError
 from grpo.system.ranges import NonNegative
+
+if TYPE_CHECKING:
+    from grpo.objectives.batch import TokenBatch
 
 Scale = Literal["group", "batch", "none"]
 
@@ -90,6 +95,13 @@ def gdpo(parts: Mapping[str, Tensor], weights: Mapping[str, float], eps: NonNega
 
 
 # -- from samples to tokens; B rows, C completion tokens
+
+
+def on_tokens(advantages: Tensor, tokens: "TokenBatch") -> Tensor:
+    """Return the advantages of samples [N, G], or of turns [N, G, K], on each of their tokens, [B, C]."""
+    if advantages.dim() == 3:
+        return advantages.flatten(0, 1)[tokens.sample[:, None], tokens.turn.clamp(min=0)]
+    return advantages.flatten()[tokens.sample, None].expand(tokens.mask.shape)
 
 
 def reward_to_go(values: Tensor, mask: Tensor, sample: Tensor) -> Tensor:

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from grpo.objectives import checks, trial
-from grpo.objectives.advantage import reward_to_go, whiten
-from grpo.objectives.arguments import call
+from grpo.objectives.advantage import on_tokens, reward_to_go, whiten
+from grpo.objectives.arguments import OFFERED, call, parameters
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.objectives.entropy import EntropyBonus, threshold
 from grpo.objectives.kl import KL, k3
 from grpo.objectives.loss import Level, Reduce, off_policy_keep, policy_log_ratio, token_weights
 from grpo.objectives.shaping import less_kl, less_overlong
 from grpo.system import distributed
+from grpo.system.progress import BEGIN, Progress
 from grpo.system.ranges import Count, Positive, Share, SomeShare, enforced
 
 
@@ -91,17 +92,19 @@ class Algorithm:
         """Apply the first step of shaping.py, which needs no tokens."""
         return less_overlong(scores, self.max_tokens, self.overlong_share)
 
-    def credit(self, scores: Scores, tokens: TokenBatch) -> TokenBatch:
+    def credit(self, scores: Scores, tokens: TokenBatch, progress: Progress = BEGIN) -> TokenBatch:
         """Add the advantages, and remove samples without a reward and truncated answers (mask_truncated) from the mask. scores:
         from `shaped`. With the KL in the reward, tokens must have reference_logprobs and old_logprobs."""
         rewards, token_rewards = less_kl(scores.rewards, self.kl, self.old_logprobs(tokens), tokens)
-        given = {"rewards": rewards, "lengths": scores.lengths, "parts": scores.parts}
-        of_samples = call(self.advantage, given)  # [N, G]
-        if scores.given is not None:
-            of_samples = torch.where(scores.given.isnan() | of_samples.isnan(), of_samples, scores.given)
-        of_rows = of_samples.flatten()[tokens.sample, None]  # [B, 1]
-        mask = tokens.mask & ~of_rows.isnan()
-        advantages = torch.where(mask, of_rows, 0.0)  # [B, C]
+        known = {**vars(tokens), **vars(scores), "rewards": rewards, "progress": progress}
+        known |= {"steps": scores.rewards_of_turns(rewards), "old_logprobs": self.old_logprobs(tokens)}
+        advantages = call(self.advantage, {name: known.get(name) for name in OFFERED["advantage"]})
+        if "mask" not in parameters(self.advantage):
+            advantages = on_tokens(advantages, tokens)  # [B, C]
+        mask = tokens.mask & ~(advantages.isnan() | rewards.isnan().flatten()[tokens.sample, None])
+        if tokens.given is not None:
+            advantages = torch.where(tokens.given.isnan(), advantages, tokens.given)
+        advantages = torch.where(mask, advantages, 0.0)
         if token_rewards is not None:
             advantages = advantages + reward_to_go(token_rewards, mask, tokens.sample)
         if self.whiten:

@@ -66,7 +66,7 @@ def check_axes(a: "Algorithm") -> None:
     if a.level not in ("token", "none") and not takes_ratio and not with_ratio:
         level = named(a, "level") if callable(a.level) else f"algo.level={a.level}"
         raise UserError(f"{level} has no effect: {named(a, 'surrogate')} does not use the ratio; set algo.level=none")
-    if "rewards" not in parameters(a.advantage):
+    if not {"rewards", "steps"} & parameters(a.advantage).keys():
         for name, is_on in (("overlong_share", a.overlong_share), ("kl.place=reward", kl_in_reward(a))):
             if is_on:
                 raise UserError(f"algo.{name} changes the reward, but {named(a, 'advantage')} does not use it")

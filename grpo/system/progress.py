@@ -17,7 +17,8 @@ class Progress:
         return self.rollout / self.num_rollouts
 
 
-_now = [Progress()]  # one rollout is sampled at a time
+BEGIN = Progress()
+_now = [BEGIN]  # one rollout is sampled at a time
 
 
 def progress() -> Progress:

@@ -8,6 +8,7 @@ from typing import Self
 from grpo.evaluation.evaluator import Evaluation
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.rollout.types import Group
+from grpo.system.progress import BEGIN, Progress
 
 
 @dataclass
@@ -18,6 +19,7 @@ class RolloutBatch:
     """
 
     rollout: int
+    progress: Progress = BEGIN
     groups: list[Group] = field(default_factory=list)
     tokens: TokenBatch | None = None
     scores: Scores | None = None

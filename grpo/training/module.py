@@ -78,7 +78,7 @@ class GRPOModule(ModuleState):
         scores, tokens = batch.scores.to(batch.tokens.ids.device), batch.tokens
         if self.algorithm.kl.in_reward:  # the rewards need the frozen log-probabilities
             tokens = self.freeze(tokens)
-        tokens = self.algorithm.credit(scores, tokens)
+        tokens = self.algorithm.credit(scores, tokens, batch.progress)
         if not self.algorithm.kl.in_reward:  # rows with advantage 0 need none
             tokens = self.freeze(tokens)
         tokens = self.algorithm.choose(tokens)

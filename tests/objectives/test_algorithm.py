@@ -23,7 +23,9 @@ from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip, reinforce
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.rollouts import Rollout
+from grpo.rollout.types import Sample
 from grpo.system.errors import UserError
+from grpo.system.progress import Progress
 from grpo.training.preflight.data import signal
 
 close = torch.testing.assert_close
@@ -100,9 +102,10 @@ def test_dr_grpo_does_not_learn_faster_from_what_is_left_of_truncated_answers(to
 
 def test_an_advantage_that_the_environment_gives_takes_the_place_of_the_estimators():
     algorithm = Algorithm(lambda rewards: rewards - rewards.mean(), clip, 4)
-    got = algorithm.credit(scored([1.0, 0.0], given=tensor([[NAN, 2.0]])), TOKENS)
+    given = replace(TOKENS, given=tensor([[NAN, NAN], [2.0, 3.0]]))
+    got = algorithm.credit(scored([1.0, 0.0]), given)
     close(got.advantages, tensor([[0.5, 0.5], [2.0, 0.0]]))
-    unknown = Algorithm(group_advantages, clip, 4).credit(scored([1.0, NAN], given=tensor([[0.0, 2.0]])), TOKENS)
+    unknown = Algorithm(group_advantages, clip, 4).credit(scored([1.0, NAN]), given)
     assert unknown.mask.tolist() == [[True, True], [False, False]] and not unknown.advantages.any()
 
 
@@ -351,3 +354,38 @@ def test_a_checkpoint_keeps_the_updates_and_the_entropy_bonus(toy):
     checkpoint = {"state_dict": {}}
     module.on_save_checkpoint(checkpoint)
     assert checkpoint["progress"] == progress
+
+
+# -- credit of turns and tokens: one prompt; the first sample has two turns of one token each, with rewards 0.5 and the rest
+
+
+def two_turns() -> list[Sample]:
+    long, short = episode((1,), (2,)), episode((1,), (4,))
+    (turn,), (step,) = long.turns, long.trajectory.steps
+    later = replace(turn, prompt_ids=(1, 2, 3), completion=replace(turn.completion, ids=(5,), logprobs=(-1.0,)))
+    steps = (step, replace(step, state=replace(step.state, reward=0.5)))
+    return [replace(long, trajectory=replace(long.trajectory, steps=steps), turns=(turn, later)), short]
+
+
+def test_rewards_of_turns_add_up_to_the_reward():
+    found = replace(scores([two_turns()]), rewards=tensor([[2.0, 1.0]]))
+    assert found.steps.isnan().tolist() == [[[False, False], [False, True]]]
+    close(found.rewards_of_turns(found.rewards), tensor([[[0.5, 1.5], [1.0, NAN]]]), equal_nan=True)
+    assert found.observations == [[["q", "q"], ["q"]]]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        (lambda steps: steps, [[0.5, 0.0, 1.5], [1.0, 0.0, 0.0]]),
+        (lambda rewards, progress: rewards * progress.share, [[1.0, 0.0, 1.0], [0.5, 0.0, 0.0]]),
+        (lambda mask, turn: mask * (turn + 1.0), [[1.0, 0.0, 2.0], [1.0, 0.0, 0.0]]),
+        (lambda examples: tensor([[len(example), 0.0] for example in examples]), [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]),
+    ],
+)
+def test_an_advantage_sees_turns_tokens_examples_and_progress(advantage, expected):
+    found = replace(scores([two_turns()]), rewards=tensor([[2.0, 1.0]]), examples=[{"question": "q"}])
+    algorithm = Algorithm(advantage, clip, 4)
+    algorithm.check(1, 2)
+    got = algorithm.credit(found, collate([two_turns()]), Progress(5, 10))
+    close(got.advantages, tensor(expected))

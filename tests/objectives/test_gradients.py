@@ -103,7 +103,9 @@ def padded(tokens: TokenBatch, left: int, right: int) -> TokenBatch:
         return torch.nn.functional.pad(values, (left, right))
 
     change = {name: pad(getattr(tokens, name), left) for name in ("ids", "attention_mask")}
-    change |= {name: pad(getattr(tokens, name), 0) for name in ("mask", "rollout_logprobs", "old_logprobs")}
+    change |= {
+        name: pad(getattr(tokens, name), 0) for name in ("mask", "rollout_logprobs", "old_logprobs", "turn", "given")
+    }
     return replace(tokens, **change)
 
 

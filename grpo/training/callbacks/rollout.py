@@ -11,6 +11,7 @@ from grpo.rollout.metrics import rollout_metrics
 from grpo.rollout.rollouts import Rollouts
 from grpo.system import distributed, memory
 from grpo.system.errors import StopError, UserError
+from grpo.system.progress import Progress
 from grpo.system.states import everything, set_everything
 from grpo.system.stop import Stop
 from grpo.training.batch import RolloutBatch, RolloutBatches
@@ -31,6 +32,7 @@ class RolloutCallback(L.Callback):
         self.ahead = Ahead(rollouts) if self.plan.ahead else None
         self.batches = RolloutBatches()
         self.objects = {"task": rollouts.task, "loader": rollouts.loader}  # the user's, which may have states
+        self.objects["advantage"] = rollouts.algorithm.advantage
         self.rollouts = 0  # rollouts learned from so far
         self.before: dict | None = None  # the states before the rollout that is being played
         self.policy = None
@@ -60,6 +62,7 @@ class RolloutCallback(L.Callback):
         self, trainer: L.Trainer, module: L.LightningModule, batch: RolloutBatch, batch_idx: int
     ) -> None:
         self.stop.check()
+        batch.progress = Progress(batch.rollout, self.plan.num_rollouts)
         memory.reset_peak(module.device)
         self.started, self.syncing = time.perf_counter(), 0.0
         if self.ahead:
