@@ -1,8 +1,8 @@
 """Generalized advantage estimation with the values of a critic, and the critic's loss. Pure functions of tensors.
 
 N prompts, G samples of each; B rows, C completion tokens. V_t is the value of the state before token t. An episode is the sampled
-tokens of a sample, over all its rows, which are in order: tokens of tools and of the user, outside of the mask, are part of the next
-state, and pass V and A through. After the last token V is 0, also where a limit of tokens cut the answer short: its reward is final.
+tokens of a sample, turn after turn, whatever rows they are in: tokens of tools and of the user, outside of the mask, are part of the
+next state, and pass V and A through. After the last token V is 0, also where a limit of tokens cut the answer short: its reward is final.
 """
 
 import torch
@@ -24,35 +24,35 @@ def gae(
 ) -> Tensor:
     """d_t = r_t + gamma V_{t+1} - V_t and A_t = d_t + gamma lam A_{t+1}, GAE, arXiv 1506.02438.
 
-    rewards: [N, G]; steps: [N, G, K], the reward of each turn, NaN if it has none. A turn's last token gets the turn's reward, the
-    sample's last token what is left of the sample's reward. values: [B, C]; mask: [B, C]; sample: [B]; turn: [B, C].
+    rewards: [N, G]; steps: [N, G, K], the reward of each turn. A turn's last token gets the turn's reward, the sample's last token
+    what is left of the sample's reward. values: [B, C]; mask: [B, C]; sample: [B]; turn: [B, C], the turn of each sampled token.
     alpha: lam is 1 - 1 / (alpha l) for a sample of l tokens, and at least 0 (VAPO, arXiv 2504.05118).
     Returns A, [B, C]; 0 outside of the mask, NaN where the sample's reward is NaN.
     """
     advantages = torch.zeros_like(values)
     if not mask.any():
         return advantages
-    rows, columns = mask.nonzero(as_tuple=True)
-    # in float64, because the sums are long; on the CPU, because one token comes after the other
-    order = sample[rows].argsort(stable=True)
-    rows, columns = rows[order], columns[order]
-    owners, episode, lengths = sample[rows].unique_consecutive(return_inverse=True, return_counts=True)
-    place = torch.arange(len(rows), device=rows.device) - lengths.cumsum(0)[episode]  # -1 is the last token
-    V = values.new_zeros(len(owners), int(lengths.max()))
-    r, A = torch.zeros_like(V), torch.zeros_like(V)
-    V[episode, place] = values[rows, columns]
-    ends = turn[rows, columns] != turn[rows, columns].roll(-1)
-    ends[place == -1] = False
-    at = turn[rows, columns][ends]
-    r[episode[ends], place[ends]] = steps.flatten(0, 1)[sample[rows][ends], at].nan_to_num(0.0).to(V)
+    # on the CPU, because tokens come one after the other, and in float64, because the sums are long
+    rewards, steps, mask, sample, turn = (each.cpu() for each in (rewards, steps, mask, sample, turn))
+    owner, number = sample[:, None].expand(mask.shape)[mask], turn[mask]  # of each sampled token
+    order = (owner * (number.max() + 1) + number).argsort(stable=True)
+    owner, number = owner[order], number[order]
+    owners, episode, lengths = owner.unique_consecutive(return_inverse=True, return_counts=True)
+    place = torch.arange(len(order)) - lengths.cumsum(0)[episode]  # -1 is the last token
+    V = torch.zeros(len(owners), int(lengths.max()), dtype=torch.float64)
+    V[episode, place] = values.cpu()[mask][order].double()
+    ends = (number != number.roll(-1)) & (place < -1)
+    r = torch.zeros_like(V)
+    r[episode[ends], place[ends]] = steps.flatten(0, 1)[owner[ends], number[ends]].nan_to_num(0.0).double()
     r[:, -1] = rewards.flatten()[owners] - r.sum(1)
     keep = torch.full_like(r[:, 0], lam) if alpha is None else (1 - 1 / (alpha * lengths)).clamp(min=0)
-    following, ahead = torch.zeros_like(keep), torch.zeros_like(keep)  # V and A of the next token
+    A, following, ahead = torch.zeros_like(V), torch.zeros_like(keep), torch.zeros_like(keep)
     for t in reversed(range(V.shape[1])):
         ahead = r[:, t] + gamma * following - V[:, t] + gamma * keep * ahead
         A[:, t], following = ahead, V[:, t]
-    advantages[rows, columns] = A[episode, place]
-    return advantages
+    in_order = torch.empty(len(order), dtype=values.dtype)
+    in_order[order] = A[episode, place].to(values.dtype)
+    return advantages.masked_scatter(mask.to(values.device), in_order.to(values.device))
 
 
 def value_targets(

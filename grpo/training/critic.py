@@ -139,9 +139,8 @@ class ActorCritic(GRPOModule):
             values[rows, :width] = self.values_of(some, states)
         if self.critic.model is None and self.algorithm.needs_old:
             tokens = replace(tokens, old_logprobs=logprobs, old_entropy=entropy)
-        targets = partial(
-            value_targets, scores.rewards, scores.steps, values, tokens.mask, tokens.sample, tokens.turn, self.learning.gamma
-        )
+        given = (scores.rewards, scores.rewards_of_turns(scores.rewards), values, tokens.mask, tokens.sample, tokens.turn)
+        targets = partial(value_targets, *given, self.learning.gamma)
         returns, lam = targets(1.0), 1.0 if self.pretraining else self.learning.lam
         learned = returns if lam == 1 else targets(lam)
         return replace(tokens, values=values, targets=learned.nan_to_num(0.0)), returns

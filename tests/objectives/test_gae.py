@@ -82,3 +82,11 @@ def test_the_loss_does_not_pay_for_large_steps(clip, loss, gradient):
     found = value_loss(values, torch.zeros(1, 3), torch.ones(1, 3), clip)
     close(found.detach(), [loss])
     close(torch.autograd.grad(found.sum(), values)[0], [gradient])
+
+
+def test_turns_are_in_order_whatever_rows_they_are_in():
+    """The second turn began anew, in a row of its own, and the third went on from the first."""
+    mask = tensor([[1, 1], [1, 0]]).bool()
+    values, turn = tensor([[0.2, 0.6], [0.4, 0.0]]), tensor([[0, 2], [1, -1]])
+    found = gae(tensor([[1.0]]), tensor([[[0.0, 0.0, 1.0]]]), values, mask, tensor([0, 0]), turn, lam=0.5)
+    close(found, [[0.4, 0.4], [0.4, 0.0]])
