@@ -42,9 +42,10 @@ The core makes the algorithm. The core, in the order in which to read it:
     training/module.py             the update
     training/callbacks/evaluation.py  held-out examples, metrics to the loggers
 
-Beside the core: rollout/engine_queue.py and system/calls.py (threads, time-outs), rollout/ahead.py (a rollout beside the update),
-system/metrics.py (every number that is logged), training/callbacks/checkpoint.py (what a resumed run needs), training/sharding.py
-(several devices, each with a part of the policy).
+Beside the core: objectives/surrogates.py and objectives/baselines.py (more surrogates, more advantages), rollout/engine_queue.py
+and system/calls.py (threads, time-outs), rollout/ahead.py (a rollout beside the update), system/metrics.py (every number that is
+logged), training/callbacks/checkpoint.py (what a resumed run needs), training/sharding.py (several devices, each with a part of
+the policy).
 
 `tasks/` holds one file for each task, `conf/` every choice, `train.py` and `eval.py` put the objects together.
 """

@@ -15,8 +15,9 @@ from torch import tensor
 from grpo.env.types import Reward
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
-from grpo.objectives.advantage import gdpo, group_advantages, no_baseline
+from grpo.objectives.advantage import group_advantages, no_baseline
 from grpo.objectives.algorithm import Algorithm
+from grpo.objectives.baselines import gdpo
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL

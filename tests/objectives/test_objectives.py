@@ -11,24 +11,16 @@ from conftest import ROOT, preset
 from torch import tensor
 
 from grpo.objectives import importance
-from grpo.objectives.advantage import (
-    gdpo,
-    group_advantages,
-    has_signal,
-    leave_one_out,
-    length_weighted,
-    max_rl,
-    no_baseline,
-    reward_to_go,
-    whiten,
-)
+from grpo.objectives.advantage import group_advantages, has_signal, leave_one_out, no_baseline, reward_to_go, whiten
 from grpo.objectives.algorithm import Algorithm
+from grpo.objectives.baselines import gdpo, length_weighted, max_rl
 from grpo.objectives.batch import Scores
 from grpo.objectives.checks import advice
 from grpo.objectives.entropy import EntropyBonus, EntropyController, threshold
 from grpo.objectives.kl import k1, k2, k3
-from grpo.objectives.loss import cispo, clip, off_policy_keep, policy_log_ratio, reinforce, sapo, token_weights
+from grpo.objectives.loss import clip, off_policy_keep, policy_log_ratio, reinforce, token_weights
 from grpo.objectives.shaping import overlong_penalty
+from grpo.objectives.surrogates import cispo, sapo
 from grpo.objectives.trial import even_batch
 from grpo.system.errors import UserError
 from grpo.training.meter import Means, note_loss
@@ -365,7 +357,10 @@ def test_an_entropy_controller_goes_on_from_its_state():
     [
         (["algo.reduce=mean"], "algo.reduce=mean must be one of sequence, token, constant, sum or a function of yours"),
         (["algo.reduce=mine.py:weights"], "algo.reduce, the function 'mine.py:weights' cannot be imported: .* no file"),
-        (["algo.reduce=grpo.objectives.loss.cispo"], r"algo.reduce \(cispo\) needs 'ratio'; available are only: mask"),
+        (
+            ["algo.reduce=grpo.objectives.surrogates.cispo"],
+            r"algo.reduce \(cispo\) needs 'ratio'; available are only: mask",
+        ),
         (["algo.level=json.dumps"], r"algo.level \(dumps\) needs 'obj'; available are only: log_ratio, mask"),
         (["algo.level=row"], "algo.level=row must be one of token, sequence"),
         (["algo.surrogate.low=1.2"], "algo.surrogate.low=1.2 must be a number above 0 and at most 1, or null"),
