@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grpo.models.logprobs import Layout, completion_logprobs, pack
@@ -29,7 +30,7 @@ class Critic(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """V = w h + b, in float32. dtype: of w and b."""
+    """V = w h / |h| + b, in float32, so that one learning rate suits models with small and with large states. dtype: of w and b."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class ValueHead(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         """Return values, [n] float32. states: [n, width]."""
         with torch.autocast(states.device.type, enabled=False):
-            return states.float() @ self.weight.float() + self.bias.float()
+            return F.normalize(states.float(), dim=1) @ self.weight.float() + self.bias.float()
 
 
 def states_before(model: nn.Module, batch: TokenBatch, layout: Layout = "padded", kernel: str = "sdpa") -> Tensor:
@@ -80,8 +81,8 @@ def given_to_the_head(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def states_disagreement(model: nn.Module, layout: Layout, kernel: str) -> str:
-    """Describe how far a layout's hidden states of a few tokens are from the padded ones. Empty if the mean error is at most 1e-4 of
-    the mean state in float32, or a tenth in 16 bits."""
+    """Describe how far a layout's hidden states of a few tokens are from the padded ones. Empty if the mean error is at most 1e-4
+    of the mean state in float32, or a tenth in 16 bits."""
     batch = few_tokens(model)
     with torch.autocast(batch.ids.device.type, enabled=False):
         exact = one_pass(model, states_before, batch)

@@ -57,7 +57,8 @@ def trusted(
 ) -> tuple[Layout, str]:
     """Return the layout to use for `model`, and its kernel: `layout`, or padded if the two disagree on a few random tokens.
 
-    compare: describes the disagreement, as `disagreement`, the default, does for a language model. This finds models that need more of attention than a plan supports, and models with a recurrent state.
+    This finds models that need more of attention than a plan supports, and models with a recurrent state. compare: describes the
+    disagreement; None: of log-probabilities.
     """
     if layout == "padded":
         return layout, "sdpa"

@@ -1,8 +1,9 @@
 """Generalized advantage estimation with the values of a critic, and the critic's loss. Pure functions of tensors.
 
-N prompts, G samples of each; B rows, C completion tokens. V_t is the value of the state before token t. An episode is the sampled
-tokens of a sample, turn after turn, whatever rows they are in: tokens of tools and of the user, outside of the mask, are part of the
-next state, and pass V and A through. After the last token V is 0, also where a limit of tokens cut the answer short: its reward is final.
+N prompts, G samples of each; B rows, C completion tokens. V_t is the value of the state before token t. An episode is the
+sampled tokens of a sample, turn after turn, whatever rows they are in. Tokens of tools and of the user, outside of the mask, are
+part of the next state, and pass V and A through. After the last token V is 0, also where a limit of tokens cut the answer short:
+its reward is final, as in verl.
 """
 
 import torch
@@ -24,8 +25,8 @@ def gae(
 ) -> Tensor:
     """d_t = r_t + gamma V_{t+1} - V_t and A_t = d_t + gamma lam A_{t+1}, GAE, arXiv 1506.02438.
 
-    rewards: [N, G]; steps: [N, G, K], the reward of each turn. A turn's last token gets the turn's reward, the sample's last token
-    what is left of the sample's reward. values: [B, C]; mask: [B, C]; sample: [B]; turn: [B, C], the turn of each sampled token.
+    rewards: [N, G]; steps: [N, G, K], the reward of each turn. A turn's last token gets the turn's reward, the sample's last
+    token what is left of the sample's reward. values, mask: [B, C]; sample: [B]; turn: [B, C], of each sampled token.
     alpha: lam is 1 - 1 / (alpha l) for a sample of l tokens, and at least 0 (VAPO, arXiv 2504.05118).
     Returns A, [B, C]; 0 outside of the mask, NaN where the sample's reward is NaN.
     """

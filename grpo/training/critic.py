@@ -1,9 +1,9 @@
-"""ActorCritic: the update with a critic, PPO (arXiv 1707.06347). Before an update the critic values every token, and the advantage
-function compares the rewards with these values; in an update it learns what they should have been.
+"""ActorCritic: the update with a critic, PPO (arXiv 1707.06347). Before an update the critic values every token, and the
+advantage function compares the rewards with these values; in an update the critic learns what they should have been.
 
-The critic is a value head on the policy's last hidden states, or a model of its own with a value head. Its loss is a mean over the
-tokens of an update, of all ranks, and is added to the policy's. Its parameters are a group of the optimizer, with a learning rate and
-a limit of the gradient's norm of their own.
+The critic is a value head on the policy's last hidden states, or a model of its own with a value head. Its loss is a mean over
+the tokens of an update, on all ranks, and is added to the policy's. Its parameters are a group of the optimizer: their learning
+rate is their own, and their gradient is clipped by itself.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,7 +37,7 @@ NAMES = "critic."  # the names of the critic's parameters begin with this
 @enforced("critic")
 @dataclass(frozen=True)
 class ValueLearning:
-    """What the critic is, and how it learns.
+    """Settings of a critic: its model, and how it learns.
 
     model: below the value head; None: the policy. lr: learning rate of the critic's parameters, on the policy's schedule.
     coef: how much of the value loss's gradient goes into the policy below the head; 0: only the head learns from it.
@@ -47,7 +47,7 @@ class ValueLearning:
     """
 
     model: Pretrained | None = None
-    lr: NonNegative = 1e-3
+    lr: NonNegative = 3e-3
     coef: NonNegative = 0.1
     gamma: Share = 1.0
     lam: Share = 1.0
@@ -98,7 +98,9 @@ class ActorCritic(GRPOModule):
         return found
 
     def policy_shapes(self) -> dict[str, tuple[int, ...]]:
-        return super().policy_shapes() | {f"{NAMES}{name}": tuple(p.shape) for name, p in self.critic.named_parameters()}
+        return super().policy_shapes() | {
+            f"{NAMES}{name}": tuple(p.shape) for name, p in self.critic.named_parameters()
+        }
 
     def live(self, tokens: TokenBatch) -> Tensor:
         """Return all rows: the critic learns from each."""
@@ -128,26 +130,35 @@ class ActorCritic(GRPOModule):
 
     @torch.no_grad()
     def valued(self, tokens: TokenBatch, scores: Scores) -> tuple[TokenBatch, Tensor]:
-        """Add the values and their targets, and the old log-probabilities if the values' pass has them and they are needed. Returns
-        also the discounted sums of rewards, [B, C], which are NaN where the reward is."""
+        """Add the values and their targets, and needed old log-probabilities if the pass has them. Returns also the discounted
+        sums of rewards, [B, C], which are NaN where the reward is."""
         logprobs, entropy, values = (torch.zeros_like(tokens.rollout_logprobs) for _ in range(3))
         for rows, some in self.microbatches(tokens, self.live(tokens)):
             width, states = some.completion_width, None
             if self.critic.model is None:
-                *of_policy, states = one_pass(self.policy, logprobs_and_states, some, self.temperature, False, *self.layout)
+                *of_policy, states = one_pass(
+                    self.policy, logprobs_and_states, some, self.temperature, False, *self.layout
+                )
                 logprobs[rows, :width], entropy[rows, :width] = of_policy
             values[rows, :width] = self.values_of(some, states)
         if self.critic.model is None and self.algorithm.needs_old:
             tokens = replace(tokens, old_logprobs=logprobs, old_entropy=entropy)
-        given = (scores.rewards, scores.rewards_of_turns(scores.rewards), values, tokens.mask, tokens.sample, tokens.turn)
+        given = (
+            scores.rewards,
+            scores.rewards_of_turns(scores.rewards),
+            values,
+            tokens.mask,
+            tokens.sample,
+            tokens.turn,
+        )
         targets = partial(value_targets, *given, self.learning.gamma)
         returns, lam = targets(1.0), 1.0 if self.pretraining else self.learning.lam
         learned = returns if lam == 1 else targets(lam)
         return replace(tokens, values=values, targets=learned.nan_to_num(0.0)), returns
 
     def values_of(self, tokens: TokenBatch, states: Tensor | None) -> Tensor:
-        """Return the values of a microbatch, [B, C], 0 outside of the mask. states: the policy's, [n, width], for a critic without a
-        model."""
+        """Return the values of a microbatch, [B, C], 0 outside of the mask. states: the policy's, [n, width]; None if the critic
+        has a model."""
         if self.critic.model is not None:
             states = one_pass(self.critic.model, states_before, tokens, *self.critic_layout)
         return torch.zeros_like(tokens.rollout_logprobs).masked_scatter(tokens.mask, self.critic.head(states))

@@ -64,13 +64,8 @@ class GRPOModule(ModuleState):
     def configure_optimizers(self):
         trained, offload = self.trained(), self.optim.offload and not is_sharded(self.policy)
         optimizer = with_masters(trained, self.optim.optimizer, offload)
-        # masters' gradients are summed over ranks by `step`, because DistributedDataParallel does not see them
-        self.by_hand = offload or any(p.dtype in LOW for p in trained.values())
+        self.by_hand = offload or any(p.dtype in LOW for p in trained.values())  # DDP sees no masters
         return [optimizer], [self.optim.scheduled(optimizer, self.num_updates)]
-
-    def trained(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that learn, by name."""
-        return {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
         """Learn from one rollout: num_epochs passes of num_minibatches updates. Returns metrics."""
@@ -226,7 +221,7 @@ class GRPOModule(ModuleState):
         return self.algorithm.loss(logprobs, entropy, microbatch, alpha)
 
     def backward_here(self, loss: Tensor, last: bool) -> None:
-        """Add the gradients of a microbatch. Ranks sum them in the last microbatch; if `by_hand`, in `step`."""
+        """Add the gradients of a microbatch. Ranks sum them in the last microbatch, or if `by_hand` in `step`."""
         exchanged = distributed.world_size() == 1 or is_sharded(self.policy) or (last and not self.by_hand)
         with nullcontext() if exchanged else self.trainer.strategy.block_backward_sync():
             self.manual_backward(loss)
@@ -236,11 +231,9 @@ class GRPOModule(ModuleState):
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
         if self.by_hand:
             average_over_ranks(learned_by(optimizer), self.device)
-        norms = clipped(optimizer, self.optim.max_grad_norm)
-        for part, norm in norms.items():
-            means.add(f"{part}/grad_norm", norm)
+        finite = clipped(optimizer, self.optim.max_grad_norm, means)
         means.add("lr", optimizer.param_groups[0]["lr"])
-        if finite := all(norm.isfinite() for norm in norms.values()):
+        if finite:
             optimizer.step()
             self.moved, self.skipped.row = True, 0
         else:

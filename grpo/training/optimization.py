@@ -16,6 +16,7 @@ from grpo.system import distributed
 from grpo.system.distributed import full
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Positive, Share, enforced
+from grpo.training.meter import Means
 
 log = logging.getLogger(__name__)
 
@@ -94,13 +95,16 @@ def average_over_ranks(learned: Iterable[Tensor], device: torch.device) -> None:
             p.grad = (distributed.all_sum(p.grad.to(device)) / distributed.world_size()).to(p.device)
 
 
-def clipped(optimizer: Optimizer, most: float | None) -> dict[str, Tensor]:
-    """Scale the gradient of each part of a model down to the norm `most`; None: not at all. Returns the norms before, by part: a
-    group of parameters names its part, `loss` if it has no name."""
+def clipped(optimizer: Optimizer, most: float | None, means: Means) -> bool:
+    """Scale the gradient of each part of the parameters down to the norm `most`; None: not at all. Notes the norms before as
+    PART/grad_norm, and returns whether all are finite. A group of parameters has its part as a key, else it is of `loss`."""
     parts: dict[str, list[Tensor]] = {}
     for group in optimizer.param_groups:
         parts.setdefault(group.get("part", "loss"), []).extend(group["params"])
-    return {part: full(nn.utils.clip_grad_norm_(learned, most or torch.inf)) for part, learned in parts.items()}
+    norms = {part: full(nn.utils.clip_grad_norm_(learned, most or torch.inf)) for part, learned in parts.items()}
+    for part, norm in norms.items():
+        means.add(f"{part}/grad_norm", norm)
+    return all(norm.isfinite() for norm in norms.values())
 
 
 @dataclass

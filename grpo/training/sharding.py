@@ -136,8 +136,8 @@ def same_shape(saved: Any, parameter: Tensor) -> bool:
 def shard(
     model: nn.Module, mesh: DeviceMesh, wanted: torch.dtype, low: torch.dtype | None, reshard: bool, offload: bool
 ) -> None:
-    """Shard a model in place: its layers, if it has a configuration, and everything else together. After a pass without gradient nothing stays whole, since
-    a change of the parameters would not reach it.
+    """Shard a model in place: its layers, if it has a configuration, and everything else together. After a pass without gradient
+    nothing stays whole, since a change of the parameters would not reach it.
 
     wanted: the number type of the model. low: what passes compute in, None for `wanted`.
     """
