@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from grpo.objectives.advantage import group_advantages, less_baseline, std
+from grpo.objectives.advantage import group_advantages, has_signal, less_baseline, std
 from grpo.system.errors import UserError
 from grpo.system.ranges import NonNegative
 
@@ -38,3 +38,39 @@ def gdpo(parts: Mapping[str, Tensor], weights: Mapping[str, float], eps: NonNega
     summed = torch.where(scaled.isnan().all(dim=0), torch.nan, scaled.nansum(dim=0))
     centred = torch.where((scaled.nan_to_num(0.0) == 0).all(dim=0), summed, summed - summed.nanmean())
     return centred / (std(summed, None, 1) + eps)
+
+
+def gpg(rewards: Tensor) -> Tensor:
+    """A_i = (r_i - mean(r)) N / (groups whose rewards differ): groups that teach nothing do not make the step smaller, GPG, arXiv
+    2504.02546. verl divides by the share of rewards that are not 0."""
+    live = has_signal(rewards).sum().clamp(min=1)
+    return less_baseline(rewards, rewards.nanmean(dim=1, keepdim=True)) * len(rewards) / live
+
+
+def pass_at_k(rewards: Tensor) -> Tensor:
+    """A_i = max(r) - max_{j != i}(r_j), what sample i adds to the best of its group, arXiv 2503.19595: 0 for all but the best
+    sample, and for that one too if another is as good."""
+    others = rewards.nan_to_num(-torch.inf)[:, None].expand(-1, rewards.shape[1], -1)  # [N, G, G]
+    others = others.masked_fill(torch.eye(rewards.shape[1], dtype=torch.bool, device=rewards.device), -torch.inf)
+    best = others.amax(dim=2)
+    return torch.where((best > -torch.inf) | rewards.isnan(), (rewards - best).clamp(min=0), 0.0)
+
+
+def alp(rewards: Tensor, lengths: Tensor, parts: Mapping[str, Tensor], beta: NonNegative = 1e-4) -> Tensor:
+    """A_i = s_i - mean(s) with s_i = r_i - beta max(share of right samples, 1 / G) |o_i|, ALP, arXiv 2506.05256. There is no
+    division by the standard deviation: where all are right, any beta would become the whole signal."""
+    solved = parts["correct"].nanmean(dim=1, keepdim=True).nan_to_num(0.0).clamp(min=1 / rewards.shape[1])
+    shaped = rewards - beta * solved * lengths
+    return less_baseline(shaped, shaped.nanmean(dim=1, keepdim=True))
+
+
+def length_penalty(
+    rewards: Tensor, lengths: Tensor, steps: Tensor, tokens: NonNegative = 0.25, turns: NonNegative = 0.1
+) -> Tensor:
+    """A_i = s_i - mean(s) with s_i = r_i - mean(r) (tokens |o_i| / max_j |o_j| + turns K_i / max_j K_j), as in prime-rl. K_i: the
+    turns of a sample. A group that is all wrong teaches nothing. steps: [N, G, K], NaN where there is no turn."""
+    known, penalty = ~rewards.isnan(), 0.0
+    for weight, size in ((tokens, lengths), (turns, (~steps.isnan()).sum(2))):
+        penalty = penalty + weight * size / (size * known).amax(dim=1, keepdim=True).clamp(min=1)
+    shaped = rewards - rewards.nanmean(dim=1, keepdim=True) * penalty
+    return less_baseline(shaped, shaped.nanmean(dim=1, keepdim=True))

@@ -68,10 +68,12 @@ class TokenBatch:
     )
     values: Tensor | None = None  # [B, C] float32, the critic's, of the state before each token
     targets: Tensor | None = None  # [B, C] float32, what the values should be
+    fresh: Tensor | None = None  # [B] bool, False in rows of earlier rollouts
     group: Tensor | None = None  # [B] int64, the row's prompt, 0 to N - 1
     advantages: Tensor | None = None  # [B, C] float32, 0 outside the mask
     old_logprobs: Tensor | None = None  # [B, C] the trainer's, before the first update on this batch
     old_entropy: Tensor | None = None  # [B, C] nats
+    prob_squares: Tensor | None = None  # [B, C] the sum over the vocabulary of p^2, with old_logprobs
     reference_logprobs: Tensor | None = None  # [B, C]
     counted: Tensor | None = None  # [B, C] bool, the tokens that the surrogate counts; None: all
     weights: Tensor | None = None  # [B, C] a token's share in the loss of one update, see `token_weights`
@@ -115,7 +117,7 @@ class TokenBatch:
         width, used = self.prompt_width, self.attention_mask.any(dim=0)
         left, right = int(used[:width].int().argmax()), int(used[width:].sum())
         change = {name: getattr(self, name)[:, left : width + right] for name in ("ids", "attention_mask")}
-        for name in {f.name for f in fields(self)} - {"ids", "attention_mask", "sample", "group"}:  # [B, C]
+        for name in {f.name for f in fields(self)} - {"ids", "attention_mask", "sample", "fresh", "group"}:  # [B, C]
             if (tensor := getattr(self, name)) is not None:
                 change[name] = tensor[:, :right]
         return replace(self, **change)

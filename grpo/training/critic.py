@@ -141,7 +141,7 @@ class ActorCritic(GRPOModule):
                 )
                 logprobs[rows, :width], entropy[rows, :width] = of_policy
             values[rows, :width] = self.values_of(some, states)
-        if self.critic.model is None and self.algorithm.needs_old:
+        if self.critic.model is None and self.algorithm.needs_old and not self.algorithm.takes("prob_squares"):
             tokens = replace(tokens, old_logprobs=logprobs, old_entropy=entropy)
         given = (
             scores.rewards,

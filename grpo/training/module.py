@@ -71,18 +71,18 @@ class GRPOModule(ModuleState):
         """Learn from one rollout: num_epochs passes of num_minibatches updates. Returns metrics."""
         means, shape = Means(), batch.scores.rewards.shape  # N, G
         scores, tokens = batch.scores.to(batch.tokens.ids.device), batch.tokens
-        if self.algorithm.kl.in_reward:  # the rewards need the frozen log-probabilities
+        if self.algorithm.freezes_first:
             tokens = self.freeze(tokens)
         tokens = self.algorithm.credit(scores, tokens, batch.progress)
-        if not self.algorithm.kl.in_reward:  # rows with advantage 0 need none
+        if not self.algorithm.freezes_first:  # rows with advantage 0 need no log-probabilities
             tokens = self.freeze(tokens)
-        tokens = self.algorithm.choose(tokens)
+        rng = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
+        tokens = self.algorithm.choose(tokens, rng)
         self.compare(tokens, means)
         advantages = tokens.sample_means(tokens.advantages, shape)
         batch.advantages = advantages.tolist()
         samples = sum(map(len, batch.groups)) or scores.rewards.numel()
         self.moved, count = False, samples / self.algorithm.num_minibatches  # samples of an update
-        rng = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
         with recomputing(self.policy, self.optim.gradient_checkpointing):
             for epoch in range(self.algorithm.num_epochs):
                 for minibatch in self.minibatches(tokens, shape, rng):
@@ -103,10 +103,13 @@ class GRPOModule(ModuleState):
                 reference_logprobs, _ = self.logprobs_of(model, tokens, self.live(tokens))
             tokens = replace(tokens, reference_logprobs=reference_logprobs)
         if self.algorithm.needs_old and tokens.old_logprobs is None:
-            every = self.algorithm.top_entropy < 1  # it compares the entropies of all rows
+            every = self.algorithm.choice is not None  # it compares the tokens of all rows
             rows = torch.arange(len(tokens), device=tokens.ids.device) if every else self.live(tokens)
             old_logprobs, old_entropy = self.logprobs_of(self.policy, tokens, rows)
             tokens = replace(tokens, old_logprobs=old_logprobs, old_entropy=old_entropy)
+            if self.algorithm.takes("prob_squares"):  # p(y)^2 / q(y), where q has half the temperature, for whatever y
+                sharper, _ = self.logprobs_of(self.policy, tokens, rows, self.temperature / 2)
+                tokens = replace(tokens, prob_squares=(2 * old_logprobs - sharper).exp())
         return tokens
 
     def compare(self, tokens: TokenBatch, means: Means) -> None:
@@ -118,12 +121,15 @@ class GRPOModule(ModuleState):
             note_engine(means, replace(row, old_logprobs=logprobs))
 
     @torch.no_grad()
-    def logprobs_of(self, model: nn.Module, tokens: TokenBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def logprobs_of(
+        self, model: nn.Module, tokens: TokenBatch, rows: Tensor, temperature: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies, [B, C] each, of these rows, by microbatches; 0 on the other rows."""
         logprobs, entropy = torch.zeros_like(tokens.rollout_logprobs), torch.zeros_like(tokens.rollout_logprobs)
         for some, microbatch in self.microbatches(tokens, rows):
             width = microbatch.completion_width
-            logprobs[some, :width], entropy[some, :width] = self.forward_pass(model, microbatch, False)
+            given = microbatch, temperature or self.temperature, False, *self.layout
+            logprobs[some, :width], entropy[some, :width] = one_pass(model, completion_logprobs, *given)
         return logprobs, entropy
 
     def forward_pass(self, model: nn.Module, tokens: TokenBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
