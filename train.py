@@ -38,7 +38,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     L.seed_everything(config.seed, verbose=False)
 
     plan, algorithm, evaluator, optim = map(instantiate, (config.rollout, config.algo, config.eval, config.optim))
-    algorithm.check(plan.prompts, plan.group_size, plan.ahead)
+    algorithm.check(plan.prompts, plan.group_size, plan.ahead, "critic" in config.module)
     prompt_limit, task, source = map(instantiate, (config.prompt_limit, config.task, config.source))
     splits = evaluator.loaded(task, trains=source is None)
     pretrained = instantiate(config.model)

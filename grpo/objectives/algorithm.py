@@ -64,9 +64,9 @@ class Algorithm:
     def __post_init__(self) -> None:
         checks.check(self)
 
-    def check(self, prompts: int, group_size: int, ahead: int = 0) -> None:
+    def check(self, prompts: int, group_size: int, ahead: int = 0, critic: bool = False) -> None:
         """Raises UserError if the algorithm does not fit such rollouts, see `checks.check_rollout`."""
-        checks.check_rollout(self, prompts, group_size, ahead)
+        checks.check_rollout(self, prompts, group_size, ahead, critic)
 
     @property
     def updates_per_rollout(self) -> int:

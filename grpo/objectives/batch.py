@@ -66,6 +66,8 @@ class TokenBatch:
     given: Tensor | None = (
         None  # [B, C] float32, advantages that came with the samples; NaN where the estimator's count
     )
+    values: Tensor | None = None  # [B, C] float32, the critic's, of the state before each token
+    targets: Tensor | None = None  # [B, C] float32, what the values should be
     fresh: Tensor | None = None  # [B] bool, False in rows of earlier rollouts
     group: Tensor | None = None  # [B] int64, the row's prompt, 0 to N - 1
     advantages: Tensor | None = None  # [B, C] float32, 0 outside the mask

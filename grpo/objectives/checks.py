@@ -91,9 +91,16 @@ def clip_bounds(a: "Algorithm") -> tuple[float | None, float | None, float | Non
     return tuple(parameters(a.surrogate)[name].default for name in ("low", "high", "dual"))
 
 
-def check_rollout(a: "Algorithm", prompts: int, group_size: int, ahead: int = 0) -> None:
+def check_rollout(a: "Algorithm", prompts: int, group_size: int, ahead: int = 0, critic: bool = False) -> None:
     """Raises UserError if `a` does not fit a rollout of prompts x group_size samples, or if a function fails on random
-    numbers. ahead: the age of the samples, in rollouts, when they are learned from. Logs the advice."""
+    numbers. ahead: the age of the samples, in rollouts, when they are learned from. critic: the run has one. Logs the advice."""
+    if (used := "values" in parameters(a.advantage)) != critic:
+        needs = "needs the values of a critic: set critic=head or critic=model"
+        unused = "does not use the values of the critic: set critic=none, or algo/advantage=gae"
+        raise UserError(f"{named(a, 'advantage')} {needs if used else unused}")
+    if critic and a.kl.in_reward:
+        line = "the critic's targets are the rewards without a KL"
+        raise UserError(f"algo.kl.place={a.kl.place} changes the rewards, but {line}: take algo/kl=loss")
     for line in advice(a):
         log.warning(line)
     if ahead:

@@ -106,6 +106,7 @@ def even_batch(rows: int, tokens: int, logprob: float) -> TokenBatch:
         rollout_logprobs=old,
         sample=torch.arange(rows),
         turn=torch.zeros(rows, tokens, dtype=torch.int64),
+        values=torch.zeros(rows, tokens),
         group=torch.zeros(rows, dtype=torch.int64),
         old_logprobs=old,
         prob_squares=old.exp(),

@@ -20,12 +20,12 @@ from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.entropy import EntropyController
 from grpo.system import distributed
-from grpo.system.distributed import full, is_sharded, one_pass
+from grpo.system.distributed import is_sharded, one_pass
 from grpo.system.seeds import SHUFFLE, derive_seed
 from grpo.training.batch import RolloutBatch
 from grpo.training.meter import Means, note_engine, note_loss, of_advantages
 from grpo.training.module_state import ModuleState
-from grpo.training.optimization import Optimization, TokensAtOnce, learned_by
+from grpo.training.optimization import Optimization, TokensAtOnce, average_over_ranks, clipped, learned_by
 from grpo.training.skipped import Skipped
 
 
@@ -62,10 +62,9 @@ class GRPOModule(ModuleState):
             share(self)
 
     def configure_optimizers(self):
-        trained = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
-        offload = self.optim.offload and not is_sharded(self.policy)
+        trained, offload = self.trained(), self.optim.offload and not is_sharded(self.policy)
         optimizer = with_masters(trained, self.optim.optimizer, offload)
-        self.has_masters = offload or any(p.dtype in LOW for p in trained.values())
+        self.by_hand = offload or any(p.dtype in LOW for p in trained.values())  # DDP sees no masters
         return [optimizer], [self.optim.scheduled(optimizer, self.num_updates)]
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
@@ -103,7 +102,7 @@ class GRPOModule(ModuleState):
             with self.reference.model() as model:
                 reference_logprobs, _ = self.logprobs_of(model, tokens, self.live(tokens))
             tokens = replace(tokens, reference_logprobs=reference_logprobs)
-        if self.algorithm.needs_old:
+        if self.algorithm.needs_old and tokens.old_logprobs is None:
             every = self.algorithm.choice is not None  # it compares the tokens of all rows
             rows = torch.arange(len(tokens), device=tokens.ids.device) if every else self.live(tokens)
             old_logprobs, old_entropy = self.logprobs_of(self.policy, tokens, rows)
@@ -214,7 +213,7 @@ class GRPOModule(ModuleState):
             found[rows, : microbatch.completion_width] = logprobs.detach()
             if microbatch.old_logprobs is None:
                 microbatch = replace(microbatch, old_logprobs=logprobs.detach())
-            loss, logged = self.algorithm.loss(logprobs, entropy, microbatch, alpha)
+            loss, logged = self.loss_of(logprobs, entropy, microbatch, alpha)
             self.backward_here(loss, last=i == len(pieces) - 1)
             note_loss(noted, microbatch, logprobs.detach(), logged)
             if fresh:
@@ -223,23 +222,24 @@ class GRPOModule(ModuleState):
                 noted.add_tokens("loss/first_kl", logged["approx_kl"], microbatch.mask)
         return found, noted
 
+    def loss_of(self, logprobs: Tensor, entropy: Tensor, microbatch: TokenBatch, alpha: float) -> tuple[Tensor, dict]:
+        """Return the loss of a microbatch, and numbers to log, [B, C] each."""
+        return self.algorithm.loss(logprobs, entropy, microbatch, alpha)
+
     def backward_here(self, loss: Tensor, last: bool) -> None:
-        """Add the gradients of a microbatch. Ranks sum them in the last microbatch; with float32 masters, in `step`."""
-        exchanged = distributed.world_size() == 1 or is_sharded(self.policy) or (last and not self.has_masters)
+        """Add the gradients of a microbatch. Ranks sum them in the last microbatch, or if `by_hand` in `step`."""
+        exchanged = distributed.world_size() == 1 or is_sharded(self.policy) or (last and not self.by_hand)
         with nullcontext() if exchanged else self.trainer.strategy.block_backward_sync():
             self.manual_backward(loss)
 
     def step(self, minibatch: TokenBatch, means: Means) -> bool:
         """Clip the gradient, then step the optimizer and the schedule. Returns False if the gradient is not finite: no step."""
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
-        learned = learned_by(optimizer)  # the masters, if there are any
-        if self.has_masters and distributed.world_size() > 1:  # DistributedDataParallel does not see their gradients
-            for p in learned:
-                p.grad = (distributed.all_sum(p.grad.to(self.device)) / distributed.world_size()).to(p.device)
-        grad_norm = full(nn.utils.clip_grad_norm_(learned, self.optim.max_grad_norm or torch.inf))
-        means.add("loss/grad_norm", grad_norm)
+        if self.by_hand:
+            average_over_ranks(learned_by(optimizer), self.device)
+        finite = clipped(optimizer, self.optim.max_grad_norm, means)
         means.add("lr", optimizer.param_groups[0]["lr"])
-        if finite := bool(grad_norm.isfinite()):
+        if finite:
             optimizer.step()
             self.moved, self.skipped.row = True, 0
         else:

@@ -1,6 +1,7 @@
 """The module's part of a checkpoint. A run resumes only with the model that it started with."""
 
 import lightning as L
+from torch import nn
 
 from grpo.system.errors import UserError
 from grpo.system.metrics import about
@@ -37,6 +38,10 @@ class ModuleState(L.LightningModule):
             self.entropy.load_state_dict(progress)
         if self.reference is not None and self.reference.moves and "reference" in checkpoint:
             self.reference.load(checkpoint["reference"])
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that learn, by name."""
+        return {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
 
     def policy_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor of the policy, by name."""

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, preset
+from test_critic import actor_critic
 from test_module import episode, fresh, make_module, rollout
 from torch import Tensor, tensor
 
 from grpo.models.logprobs import completion_logprobs
+from grpo.objectives.arguments import parameters
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.kl import ESTIMATORS
 from grpo.objectives.loss import reinforce
@@ -127,12 +129,13 @@ def padded(tokens: TokenBatch, left: int, right: int) -> TokenBatch:
 
 def gradient(toy, name: str, max_tokens: int, change=lambda tokens: tokens) -> dict[str, Tensor]:
     policy = fresh(toy)
-    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     algorithm = preset(f"algo={name}", "max_tokens=4", *MORE.get(name, []))
-    module = make_module(policy, max_tokens, lr=1.0, **vars(algorithm))
+    make = actor_critic if "values" in parameters(algorithm.advantage) else make_module
+    module = make(policy, max_tokens_per_microbatch=max_tokens, lr=1.0, **vars(algorithm))
+    before = {name: p.detach().clone() for name, p in module.trained().items()}
     metrics = module.training_step(rollout(rewards=REWARDS, groups=GROUPS, tokens=change(tokens_of(policy))), 0)
     assert metrics["loss/grad_norm"] > 0.01
-    return {name: before[name] - p.detach() for name, p in policy.named_parameters()}
+    return {name: before[name] - p.detach() for name, p in module.trained().items()}
 
 
 @pytest.mark.parametrize("name", PRESETS)
