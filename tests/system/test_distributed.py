@@ -34,10 +34,6 @@ EVERYTHING = [
     "rollout.num_rollouts=2",
 ]
 CASES = {
-    **{
-        reduce: [f"algo.reduce={reduce}", "rollout.prompts=3", "rollout.num_rollouts=1"]
-        for reduce in ("sequence", "token")
-    },
     "constant": [
         *("algo=dr_grpo", "rollout.prompts=3", "rollout.num_rollouts=1", "optim.max_tokens_per_microbatch=1"),
         "optim.gradient_checkpointing=true",
@@ -45,7 +41,10 @@ CASES = {
     ],
     "sum": ["algo=rloo", "algo/kl=loss", "rollout.num_rollouts=1", "preflight=warn"],
     "everything": EVERYTHING,
-    "turns": ["task._target_=test_distributed.Turns", "rollout.prompts=3", "rollout.num_rollouts=2", "eval.every=0"],
+    "turns": [
+        *("task._target_=test_distributed.Turns", "algo.reduce=token", "rollout.prompts=3", "rollout.num_rollouts=2"),
+        "eval.every=0",
+    ],
     "adamw": ["optim.optimizer._target_=torch.optim.AdamW", "optim.optimizer.lr=1e-3", "rollout.num_rollouts=2"],
     "ahead": [
         *("rollout.ahead=1", "algo.old_policy=rollout", "engine=transformers", "engine._target_=test_ahead.Apart"),
