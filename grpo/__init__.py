@@ -25,7 +25,7 @@ The core makes the algorithm. The core, in the order in which to read it:
     engines/protocol.py            what an engine is
     rollout/rewarding.py           the rewards of a group; NaN is an unknown reward
     rollout/episodes.py            one episode is one coroutine; many of them share an engine
-    rollout/rollouts.py            rollout r, its seeds, dynamic sampling
+    rollout/rollouts.py            rollout r, and its seeds
     rollout/collate.py             samples -> TokenBatch and Scores
     objectives/batch.py            the tensors that the loss sees
     objectives/shaping.py          the reward that the advantage sees: overlong answers, the KL
@@ -42,9 +42,11 @@ The core makes the algorithm. The core, in the order in which to read it:
     training/module.py             the update
     training/callbacks/evaluation.py  held-out examples, metrics to the loggers
 
-Beside the core: rollout/engine_queue.py and system/calls.py (threads, time-outs), rollout/ahead.py (a rollout beside the update),
-system/metrics.py (every number that is logged), training/callbacks/checkpoint.py (what a resumed run needs), training/sharding.py
-(several devices, each with a part of the policy).
+Beside the core: data/samplers.py (prompts that come more often), rollout/draw.py and rollout/selection.py (which samples count),
+objectives/surrogates.py, baselines.py, turns.py and choices.py (more losses and advantages, which tokens
+count), rollout/engine_queue.py and system/calls.py (threads, time-outs), rollout/ahead.py (a rollout beside the update),
+system/metrics.py (every number that is logged), training/callbacks/checkpoint.py (what a resumed run needs),
+training/sharding.py (several devices, each with a part of the policy).
 
 `tasks/` holds one file for each task, `conf/` every choice, `train.py` and `eval.py` put the objects together.
 """

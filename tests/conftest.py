@@ -124,5 +124,5 @@ def preset(*overrides: str) -> "Algorithm":
         algorithm = instantiate(config.algo)
     except InstantiationException as error:
         raise error.__cause__ from error
-    algorithm.check(config.rollout.prompts, config.rollout.group_size)
+    algorithm.check(config.rollout.prompts, config.rollout.group_size, critic="critic" in config.module)
     return algorithm

@@ -119,6 +119,7 @@ def test_promised_options_are_there():
         o for g, o in OPTIONS if g == "model"
     }
     presets = "grpo dr_grpo bnpo dapo gspo gspo_token cispo sapo rloo reinforce_pp reinforce_pp_baseline lite_ppo rolo atropos"
+    presets += " dppo vespo gmpo luspo topr gpg gigpo clip_cov kl_cov"
     assert {*presets.split(), "ppo_sequence"} <= {o for g, o in OPTIONS if g == "algo"}
 
 
@@ -149,7 +150,7 @@ def test_every_preset_moves_along_every_axis(i, name):
 def test_every_algorithm_and_axis_is_in_the_documentation():
     text = (ROOT / "docs" / "algorithms.md").read_text()
     for group, option in OPTIONS:
-        if group in ("algo", "algo/advantage", "algo/surrogate", "algo/correction"):
+        if group in ("algo", "algo/advantage", "algo/surrogate", "algo/choice", "algo/correction"):
             assert f"`{option}`" in text, f"{group}={option}"
 
 

@@ -126,8 +126,14 @@ class Answered(SingleTurn):
 
 def test_for_a_policy_that_stays_as_it_is_it_changes_nothing(run, tmp_path):
     """Prompts, seeds, rounds of dynamic sampling and kept groups are the same, with asynchronous environments."""
-    settings = ["algo.sampling_rounds=8", "rollout.prompts=6", "rollout.num_rollouts=3", "optim.optimizer.lr=0"]
-    settings, task = [*settings, "algo.sampling_filter=reward", "callbacks=[samples]"], {"_target_": "test_ahead.Later"}
+    settings = [
+        "selection=dynamic",
+        "selection.rounds=8",
+        "rollout.prompts=6",
+        "rollout.num_rollouts=3",
+        "optim.optimizer.lr=0",
+    ]
+    settings, task = [*settings, "selection.by=reward", "callbacks=[samples]"], {"_target_": "test_ahead.Later"}
     usual = run(*settings, "rollout.ahead=0", folder="usual", task=task)
     early = run(*settings, folder="ahead", task=task)
     assert [row.pop("rollout/staleness") for row in early] == [0, 1, 1]
@@ -147,7 +153,8 @@ def test_a_crashed_run_resumes_bit_exactly(run, tmp_path, adapter):
         "eval.every=2",
         "algo.num_epochs=2",
         "algo.num_minibatches=2",
-        "algo.sampling_rounds=2",
+        "selection=dynamic",
+        "selection.rounds=2",
         f"adapter={adapter}",
     ]
     straight = run(*settings, folder="straight")

@@ -110,7 +110,8 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy, ending, done
             "algo.kl.coef=0.05",
             "algo.kl.sync_every=3",
             "algo.entropy={coef: 0.01, target: 9.0}",
-            "algo.sampling_rounds=2",
+            "selection=dynamic",
+            "selection.rounds=2",
             "optim.schedule.name=linear",
             *policy.split(),
             f"output_dir={tmp_path / folder}",
@@ -541,7 +542,9 @@ class Halves:
 @pytest.mark.parametrize("varied", [True, False])
 def test_dynamic_sampling_replaces_groups_without_signal(smoke, tmp_path, varied):
     config = compose_config(
-        *smoke("algo.sampling_rounds=8", "algo.sampling_filter=reward", "rollout.prompts=6", "callbacks=[samples]")
+        *smoke(
+            "selection=dynamic", "selection.rounds=8", "selection.by=reward", "rollout.prompts=6", "callbacks=[samples]"
+        )
     )
     config.task = {"_target_": "test_train.Halves", "varied": varied}
     train(config)

@@ -25,8 +25,9 @@ EVERYTHING = [
     "algo=reinforce_pp_baseline",  # whitened over all ranks
     "algo/kl=reward",
     "algo.top_entropy=0.5",  # a threshold over all ranks
-    "algo.sampling_rounds=2",
-    "algo.sampling_filter=reward",
+    "selection=dynamic",
+    "selection.rounds=2",
+    "selection.by=reward",
     "algo.entropy={coef: 0.01, target: 9.0}",
     "algo.num_minibatches=3",  # of 12 rows; some minibatches leave a rank without rows
     "rollout.prompts=3",
@@ -34,6 +35,10 @@ EVERYTHING = [
     "rollout.num_rollouts=2",
 ]
 CASES = {
+    "token": [  # the choice draws among the tokens of all ranks
+        *("algo=clip_cov", "algo.choice.low=0.0", "algo.choice.share=0.2"),
+        *("rollout.prompts=3", "rollout.num_rollouts=1"),
+    ],
     "constant": [
         *("algo=dr_grpo", "rollout.prompts=3", "rollout.num_rollouts=1", "optim.max_tokens_per_microbatch=1"),
         "optim.gradient_checkpointing=true",
@@ -42,8 +47,8 @@ CASES = {
     "sum": ["algo=rloo", "algo/kl=loss", "rollout.num_rollouts=1", "preflight=warn"],
     "everything": EVERYTHING,
     "turns": [
-        *("task._target_=test_distributed.Turns", "algo.reduce=token", "rollout.prompts=3", "rollout.num_rollouts=2"),
-        "eval.every=0",
+        *("task._target_=test_distributed.Turns", "rollout.prompts=3", "rollout.num_rollouts=2", "eval.every=0"),
+        "algo/advantage=optimal_token",
     ],
     "adamw": ["optim.optimizer._target_=torch.optim.AdamW", "optim.optimizer.lr=1e-3", "rollout.num_rollouts=2"],
     "ahead": [

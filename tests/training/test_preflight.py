@@ -169,7 +169,7 @@ def test_a_reward_without_relation_to_correctness(probe, monkeypatch):
 def test_a_probe_without_signal_asks_more_rows(probe, monkeypatch):
     row = next(group[0].example for group in probe.groups if len({sample.reward.value for sample in group}) == 1)
     monkeypatch.setattr(probing, "PROMPTS", 1)
-    monkeypatch.setattr(probe.rollouts.loader, "batch", lambda _: [row])
+    monkeypatch.setattr(probe.rollouts.sampler, "draw", lambda *_: [row])
     found = preflight.outcome(
         CHECKS["there is something to learn"], Probe(probe.module, probe.rollouts, probe.examples, probe.precision)
     )
