@@ -9,8 +9,7 @@ import pytest
 import yaml
 from bad_inputs import GROUPS as VALUES  # benchmarks/bad_inputs.py
 from bad_inputs import side_by_side
-from conftest import ROOT, compose_config
-from hydra import compose, initialize_config_dir
+from conftest import ROOT, compose_config, with_algorithm
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -125,8 +124,7 @@ def test_promised_options_are_there():
 
 @functools.cache
 def axis_of(group: str, option: str) -> DictConfig | None:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose(overrides=[f"+{group}={option}"]).algo[group.removeprefix("algo/")]
+    return with_algorithm(f"{group}={option}").algo[group.removeprefix("algo/")]
 
 
 @pytest.mark.slow
@@ -135,8 +133,7 @@ def test_every_preset_moves_along_every_axis(i, name):
     """The chosen option replaces the preset's completely, or one line explains why they cannot be combined. Each preset meets a
     third of the options."""
     for chosen in side_by_side({group: 0 for group, _ in AXES})[i % 3 :: 3]:
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            config = compose(overrides=[f"+algo={name}", *chosen, "+max_tokens=40"]).algo
+        config = with_algorithm(f"algo={name}", *chosen).algo
         for group, option in (one.split("=") for one in chosen):
             axis = group.removeprefix("algo/")
             assert config[axis] == axis_of(group, option), f"algo={name} {group}={option}"

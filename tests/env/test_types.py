@@ -149,7 +149,7 @@ WRONG = [
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory) -> str:
-    """What mypy says of all wrong classes: those of WRONG[i] are in foreign_i.py and foreign_typed_i.py."""
+    """Return what mypy says of all wrong classes. WRONG[i] is in foreign_i.py and foreign_typed_i.py."""
     folder, files = tmp_path_factory.mktemp("wrong"), []
     for i, (_, right, wrong) in enumerate(WRONG):
         text = (TESTS / "foreign.py").read_text()

@@ -92,7 +92,6 @@ ASKED = f"+callbacks.asked={{_target_: test_stop.Asked, update: 10, number: {int
     ("policy", "ending", "done"),
     [
         pytest.param("adapter=none", CRASH, 2, marks=pytest.mark.slow),
-        pytest.param("adapter=lora", ASKED, 3, marks=pytest.mark.slow),
         ("adapter=lora model.quantization=4bit", ASKED, 3),
         pytest.param("model.dtype=bfloat16", CRASH, 2, marks=pytest.mark.slow),
     ],
@@ -144,7 +143,7 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy, ending, done
     samples = [Run(tmp_path / name).samples([5]) for name in ("straight", "resumed")]
     assert samples[0].equals(samples[1])
     assert {row["loss/grad_norm"] for row in rows(tmp_path / "straight")[1:]} != {0.0}  # there was something to learn
-    if policy == "adapter=lora":
+    if "adapter=lora" in policy:
         assert all("lora_" in key for key in straight["state_dict"])
 
 

@@ -35,7 +35,6 @@ EVERYTHING = [
     "rollout.num_rollouts=2",
 ]
 CASES = {
-    "sequence": ["rollout.prompts=3", "rollout.num_rollouts=1"],
     "token": [  # the choice draws among the tokens of all ranks
         *("algo=clip_cov", "algo.choice.low=0.0", "algo.choice.share=0.2"),
         *("rollout.prompts=3", "rollout.num_rollouts=1"),
