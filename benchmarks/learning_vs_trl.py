@@ -3,8 +3,8 @@
     python benchmarks/learning_vs_trl.py [--rollouts 40] [--seeds 0 1 2 3 4] [--json] [--picture FILE]        # needs trl
 
 Both start from the demo's base model and learn from the same prompts in the same order, with the same reward and settings:
-16 prompts x 8 samples, at most 40 new tokens, AdamW at the demo's learning rate, one optimizer step per rollout, float32, no KL, one
-thread. Their samples differ, because each draws with a generator of its own.
+16 prompts x 8 samples, at most 40 new tokens, AdamW at the demo's learning rate, one optimizer step per rollout, float32, no KL,
+one thread. Their samples differ, because each draws with a generator of its own.
 
 For each seed both have a process, and one waits while the other makes a rollout and learns from it, so that other load on the
 machine slows both. Every 10 rollouts the policy answers 200 held-out problems greedily, with the same code in both. CPU seconds

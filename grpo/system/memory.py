@@ -82,7 +82,7 @@ def free(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Restart `peak`; the heap returns what it has beyond KEPT. On Linux this also restarts the kernel's peaks (VmHWM, ru_maxrss)."""
+    """Restart `peak`, after `give_back` if KEPT is exceeded. On Linux this also restarts the kernel's peaks: VmHWM, ru_maxrss."""
     give_back(KEPT)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

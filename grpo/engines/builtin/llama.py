@@ -1,7 +1,7 @@
 """A KV cache that computes a small Llama's decode step itself, in few operations and without transformers' modules.
 
-q, k and v are one product, gate and up another, queries and keys rotate together, and sums are in place. On a CPU, small operations
-take a model of a few million parameters as long as its products. The results are those of the modules.
+q, k and v are one product, gate and up another, queries and keys rotate together, and sums are in place. On a CPU, small
+operations take a model of a few million parameters as long as its products. The results are those of the modules.
 """
 
 import torch
