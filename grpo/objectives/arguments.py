@@ -33,7 +33,8 @@ def parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
 
 def call(function: Callable, given: Mapping[str, Any]) -> Any:
     """Call the function with the `given` values that its parameters name."""
-    return function(**{name: value for name, value in given.items() if name in parameters(function)})
+    wanted = parameters(function)
+    return function(**{name: value for name, value in given.items() if name in wanted})
 
 
 def named(algorithm: Any, axis: str) -> str:

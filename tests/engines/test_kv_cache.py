@@ -11,6 +11,7 @@ from test_packing import MORE, model_of
 from grpo.engines.builtin import kv_cache
 from grpo.engines.builtin.engine import TransformersEngine, cache_objection
 from grpo.engines.builtin.kv_cache import KVCache
+from grpo.engines.builtin.llama import LlamaCache, is_small_llama
 from grpo.engines.builtin.padded import PaddedCache
 from grpo.engines.protocol import Sampling
 from grpo.system.errors import UserError
@@ -71,13 +72,35 @@ def test_the_pool_says_what_a_plain_forward_does(family, lora, caplog):
     model = model_of(family, lora)
     engine = engine_of(model)
     found = engine.sample(GROUPS, Sampling(24, temperature=0.8), range(10))
-    assert engine.cache is KVCache and not warnings(caplog)
+    assert engine.cache is (LlamaCache if family.startswith("llama") and not lora else KVCache) and not warnings(caplog)
     assert len({len(completion.ids) for completion in found}) > 1
     assert gap(model, GROUPS, found, 0.8) < 1e-5
 
     few = engine_of(model, 100).sample(GROUPS, Sampling(24, temperature=0.8), range(10))  # two or three at a time
     assert [completion.ids for completion in few] == [completion.ids for completion in found]
     assert gap(model, GROUPS, few, 0.8) < 1e-5
+
+
+def test_a_small_llama_is_computed_in_few_operations_with_the_same_result():
+    model = model_of("llama")
+    found = engine_of(model).sample(GROUPS, Sampling(24), range(10))
+    plain = engine_of(model)
+    plain.cache = KVCache
+    same = plain.sample(GROUPS, Sampling(24), range(10))
+    assert [completion.ids for completion in found] == [completion.ids for completion in same]
+    gaps = [abs(a - b) for x, y in zip(found, same, strict=True) for a, b in zip(x.logprobs, y.logprobs, strict=True)]
+    assert max(gaps) < 1e-5
+
+
+def test_what_a_small_llama_is():
+    model = model_of("llama")
+    assert is_small_llama(model)
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)  # it may change what the layer returns
+    assert not is_small_llama(model)
+    hook.remove()
+    model.config.rope_parameters["rope_type"] = "dynamic"  # its angles depend on the longest row
+    assert not is_small_llama(model)
+    assert not any(map(is_small_llama, (model_of("llama", True), model_of("qwen3"), model_of("llama").bfloat16())))
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -115,7 +138,7 @@ def test_a_window_longer_than_what_is_tried_is_asked_of_the_masks():
 
 
 MISTAKES = [
-    ("(self.lengths + self.counts)[None]", "(self.lengths + self.counts + 1)[None]"),  # positions
+    ("(tokens, self.lengths + self.counts)", "(tokens, self.lengths + self.counts + 1)"),  # positions
     ("self.positions <= now", "self.positions <= now + 1"),  # a row sees a key that is not written yet
     ("self.positions <= now", "self.positions < now"),  # a row does not see itself
     ("now - self.positions < window", "now - self.positions <= window"),
@@ -126,7 +149,7 @@ MISTAKES = [
     ("move(self.of_rows, order)", "pass"),
     ("move(self.of_prompts, left)", "pass"),
     ("self.steps - came for", "self.steps for"),  # a row that joined later
-    ("scale or query.shape[2] ** -0.5", "1.0"),
+    ("scale or width**-0.5", "1.0"),
     ("number.append(len(groups[u]))", "number.append(0)"),  # every row of a prompt reads the first one's result
     ("heads + k[:, None]", "heads + k.flip(0)[:, None]"),  # keys of another head
     ("new[:n, :, :places] = x[:n, :, :places]", "new[:n, :, 1:places] = x[:n, :, 1:places]"),  # a lost token
