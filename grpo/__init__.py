@@ -32,7 +32,6 @@ The core makes the algorithm. The core, in the order in which to read it:
     objectives/advantage.py        rewards -> advantages
     objectives/loss.py             ratios, surrogates (here is the clip), token weights
     objectives/kl.py               settings and estimators of the KL
-    objectives/importance.py       corrections for the engine's mismatch
     objectives/entropy.py          the bonus and its controller
     objectives/algorithm.py        equation 1: the axes joined into a loss
     models/policy.py               the policy, and the frozen reference
@@ -42,11 +41,11 @@ The core makes the algorithm. The core, in the order in which to read it:
     training/module.py             the update
     training/callbacks/evaluation.py  held-out examples, metrics to the loggers
 
-Beside the core: data/samplers.py (prompts that come more often), rollout/draw.py and rollout/selection.py (which samples count),
-objectives/surrogates.py, baselines.py, turns.py and choices.py (more losses and advantages, which tokens
-count), rollout/engine_queue.py and system/calls.py (threads, time-outs), rollout/ahead.py (a rollout beside the update),
-system/metrics.py (every number that is logged), training/callbacks/checkpoint.py (what a resumed run needs),
-training/sharding.py (several devices, each with a part of the policy).
+Beside the core: data/samplers.py (prompts that come more often), rollout/draw.py and selection.py (which samples count),
+objectives/surrogates.py, baselines.py, turns.py, choices.py and importance.py (more losses and advantages, which tokens count,
+corrections), rollout/engine_queue.py and system/calls.py (threads, time-outs), rollout/ahead.py (a rollout beside the update),
+system/metrics.py (every number that is logged), training/critic.py (PPO's values), training/callbacks/checkpoint.py (what a
+resumed run needs), training/sharding.py (several devices, each with a part of the policy).
 
 `tasks/` holds one file for each task, `conf/` every choice, `train.py` and `eval.py` put the objects together.
 """
