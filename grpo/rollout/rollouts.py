@@ -37,10 +37,16 @@ class Rollout:
     version: int
     seconds: float
 
+    @property
+    def replayed(self) -> int:
+        """The number of groups that an earlier rollout has played."""
+        return sum(any(sample.age for sample in group) for group in self.groups)
+
     def staleness(self, rollouts: int) -> float:
         """Return the age of the weights that sampled a token, in versions before `rollouts`, on average over tokens."""
-        completions = [turn.completion for group in self.groups for sample in group for turn in sample.turns]
-        drawn = [c.versions or (self.version,) * len(c.ids) for c in completions]
+        samples = [sample for group in self.groups for sample in group]
+        turns = [(sample.age, turn.completion) for sample in samples for turn in sample.turns]
+        drawn = [c.versions or (self.version - age,) * len(c.ids) for age, c in turns]
         return sum(rollouts * len(versions) - sum(versions) for versions in drawn) / max(1, sum(map(len, drawn)))
 
 

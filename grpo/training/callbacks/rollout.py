@@ -82,7 +82,8 @@ class RolloutCallback(L.Callback):
         batch.metrics |= rollout_metrics(rollout.played, rollout.all_scores)
         batch.metrics |= {
             "rollout/rounds": float(rollout.rounds),
-            "rollout/discarded_groups": float(len(rollout.played) - len(rollout.groups)),
+            "rollout/discarded_groups": float(len(rollout.played) - len(rollout.groups) + rollout.replayed),
+            **({"rollout/replayed_groups": float(rollout.replayed)} if rollout.replayed else {}),
             **self.makes.sampler.progress(batch.rollout + 1),
             "time/sync": self.syncing,
             "time/rollout": time.perf_counter() - self.started - self.syncing,
