@@ -113,7 +113,19 @@ def smoke(toy: Path, tmp_path: Path):
 @functools.cache
 def preset(*overrides: str) -> "Algorithm":
     """The algorithm of a command line, after the checks that train.py makes."""
-    config = compose_config("output_dir=.", *overrides)
+    config = compose_config("output_dir=.")
+    named = [
+        ROOT / "conf" / "algo" / f"{name.removeprefix('algo=')}.yaml" for name in overrides if name.startswith("algo=")
+    ]
+    alone = all(override.lstrip("+~").startswith("algo") for override in overrides)
+    if alone and not any(
+        "@package _global_" in path.read_text() for path in named if path.exists()
+    ):  # a third of the time
+        given = overrides if any(override.startswith("algo=") for override in overrides) else ("algo=grpo", *overrides)
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            config.algo = compose(overrides=[f"+{o}" if o.startswith("algo=") else o for o in given]).algo
+    else:
+        config = compose_config("output_dir=.", *overrides)
     try:
         algorithm = instantiate(config.algo)
     except InstantiationException as error:

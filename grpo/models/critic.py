@@ -30,7 +30,7 @@ class Critic(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """V = w h / |h| + b, in float32, so that one learning rate suits models with small and with large states. dtype: of w and b."""
+    """V = w h / |h| + b, in float32, so that one learning rate suits small and large states. dtype: of w and b."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()

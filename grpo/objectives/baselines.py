@@ -47,7 +47,7 @@ def gpg(rewards: Tensor) -> Tensor:
     return less_baseline(rewards, rewards.nanmean(dim=1, keepdim=True)) * len(rewards) / live
 
 
-def pass_at_k(rewards: Tensor) -> Tensor:
+def best_only(rewards: Tensor) -> Tensor:
     """A_i = max(r) - max_{j != i}(r_j), what sample i adds to the best of its group, arXiv 2503.19595: 0 for all but the best
     sample, and for that one too if another is as good."""
     others = rewards.nan_to_num(-torch.inf)[:, None].expand(-1, rewards.shape[1], -1)  # [N, G, G]

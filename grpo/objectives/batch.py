@@ -60,12 +60,8 @@ class TokenBatch:
     mask: Tensor  # [B, C] bool, True where the policy sampled the token
     rollout_logprobs: Tensor  # [B, C] float32, the engine's
     sample: Tensor  # [B] int64, the row's sample, 0 to S - 1
-    turn: Tensor | None = (
-        None  # [B, C] int64, the turn of its sample that sampled the token; -1 where the policy sampled nothing
-    )
-    given: Tensor | None = (
-        None  # [B, C] float32, advantages that came with the samples; NaN where the estimator's count
-    )
+    turn: Tensor | None = None  # [B, C] int64, the turn of its sample that sampled the token; -1 where none did
+    given: Tensor | None = None  # [B, C] float32, advantages that came with the samples; NaN where there are none
     values: Tensor | None = None  # [B, C] float32, the critic's, of the state before each token
     targets: Tensor | None = None  # [B, C] float32, what the values should be
     fresh: Tensor | None = None  # [B] bool, False in rows of earlier rollouts

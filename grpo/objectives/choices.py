@@ -16,7 +16,7 @@ from grpo.system import distributed
 from grpo.system.ranges import NonNegative, Positive, SomeShare
 
 
-def counted(choice: Callable[..., Tensor], tokens: TokenBatch, rng: torch.Generator) -> Tensor:
+def chosen(choice: Callable[..., Tensor], tokens: TokenBatch, rng: torch.Generator) -> Tensor:
     """Return the tokens that count, [B, C] bool. tokens: this rank's, with old_logprobs, old_entropy and advantages. The order in
     which the choice sees them depends on their samples alone, not on ranks, microbatches or the order of rows."""
     mask, sample = tokens.mask, tokens.sample[:, None].expand(tokens.mask.shape)
@@ -25,10 +25,10 @@ def counted(choice: Callable[..., Tensor], tokens: TokenBatch, rng: torch.Genera
     samples, *values = (torch.cat(of_ranks) for of_ranks in zip(*pieces, strict=True))
     order = samples.argsort(stable=True)
     given = dict(zip(("logprobs", "entropy", "advantages"), (one[order] for one in values), strict=True))
-    chosen = torch.zeros(len(order), dtype=torch.bool).scatter(0, order, call(choice, given | {"rng": rng}))
+    kept = torch.zeros(len(order), dtype=torch.bool).scatter(0, order, call(choice, given | {"rng": rng}))
     start = sum(len(piece[0]) for piece in pieces[: distributed.rank()])
     found = torch.zeros_like(mask)
-    found[mask] = chosen[start : start + len(own[0])].to(mask.device)
+    found[mask] = kept[start : start + len(own[0])].to(mask.device)
     return found
 
 

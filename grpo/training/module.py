@@ -107,9 +107,9 @@ class GRPOModule(ModuleState):
             rows = torch.arange(len(tokens), device=tokens.ids.device) if every else self.live(tokens)
             old_logprobs, old_entropy = self.logprobs_of(self.policy, tokens, rows)
             tokens = replace(tokens, old_logprobs=old_logprobs, old_entropy=old_entropy)
-            if self.algorithm.takes("prob_squares"):  # p(y)^2 / q(y), where q has half the temperature, for whatever y
-                sharper, _ = self.logprobs_of(self.policy, tokens, rows, self.temperature / 2)
-                tokens = replace(tokens, prob_squares=(2 * old_logprobs - sharper).exp())
+        if self.algorithm.takes("prob_squares"):  # p(y)^2 / q(y), where q has half the temperature, whatever y is
+            sharper, _ = self.logprobs_of(self.policy, tokens, self.live(tokens), self.temperature / 2)
+            tokens = replace(tokens, prob_squares=(2 * tokens.old_logprobs - sharper).exp())
         return tokens
 
     def compare(self, tokens: TokenBatch, means: Means) -> None:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import tensor
 
-from grpo.objectives.baselines import alp, gpg, length_penalty, pass_at_k
+from grpo.objectives.baselines import alp, best_only, gpg, length_penalty
 
 NAN = math.nan
 close = torch.testing.assert_close
@@ -21,7 +21,7 @@ def test_gpg_makes_up_for_groups_that_teach_nothing():
 def test_pass_at_k_gives_the_best_sample_what_it_adds():
     rewards = tensor([[0.2, 1.0, 0.7], [1.0, 1.0, 0.0], [NAN, 0.5, 0.25], [NAN, 0.5, NAN], [0.0, 0.0, 0.0]])
     expected = tensor([[0.0, 0.3, 0.0], [0.0, 0.0, 0.0], [NAN, 0.25, 0.0], [NAN, 0.0, NAN], [0.0, 0.0, 0.0]])
-    close(pass_at_k(rewards), expected, equal_nan=True)
+    close(best_only(rewards), expected, equal_nan=True)
 
 
 def test_alp_makes_length_dear_where_prompts_are_easy():

@@ -13,7 +13,7 @@ from torch import tensor
 from grpo.objectives import importance
 from grpo.objectives.advantage import group_advantages, has_signal, leave_one_out, no_baseline, reward_to_go, whiten
 from grpo.objectives.algorithm import Algorithm
-from grpo.objectives.baselines import alp, gdpo, gpg, length_penalty, length_weighted, max_rl, pass_at_k
+from grpo.objectives.baselines import alp, best_only, gdpo, gpg, length_penalty, length_weighted, max_rl
 from grpo.objectives.batch import Scores
 from grpo.objectives.checks import advice
 from grpo.objectives.entropy import EntropyBonus, EntropyController
@@ -87,7 +87,7 @@ BASELINES = [
     lambda rewards: length_weighted(rewards, tensor([[3.0, 5, 7, 11, 13, 17, 19]])),
     max_rl,
     gpg,
-    pass_at_k,
+    best_only,
     lambda rewards: alp(rewards, torch.full_like(rewards, 7.0), {"correct": rewards}),
     lambda rewards: length_penalty(rewards, torch.full_like(rewards, 7.0), rewards[..., None]),
     lambda rewards: gdpo({"correct": rewards}, {"correct": 1.0}),

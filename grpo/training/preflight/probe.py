@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -13,8 +12,9 @@ from torch import Tensor
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
+from grpo.env.scoring import UNKNOWN
 from grpo.env.tokens import Turn
-from grpo.env.types import Example
+from grpo.env.types import Example, Trajectory
 from grpo.models.logprobs import completion_logprobs
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.rollout.collate import collate, scores
@@ -134,7 +134,7 @@ class Probe:
             completions = self.rollouts.engine.sample(prompts, plain, seeds)
         engine = self.rollouts.engine
         turns = [Turn(tuple(p), received(engine, c)) for p, c in zip(prompts, completions, strict=True)]
-        return collate([[SimpleNamespace(turns=(turn,)) for turn in turns]]).to(self.module.device)
+        return collate([[Sample({}, Trajectory(()), (turn,), UNKNOWN) for turn in turns]]).to(self.module.device)
 
     @cached_property
     @torch.no_grad()
