@@ -62,8 +62,6 @@ class TokenBatch:
     sample: Tensor  # [B] int64, the row's sample, 0 to S - 1
     turn: Tensor | None = None  # [B, C] int64, the turn of its sample that sampled the token; -1 where none did
     given: Tensor | None = None  # [B, C] float32, advantages that came with the samples; NaN where there are none
-    values: Tensor | None = None  # [B, C] float32, the critic's, of the state before each token
-    targets: Tensor | None = None  # [B, C] float32, what the values should be
     fresh: Tensor | None = None  # [B] bool, False in rows of earlier rollouts
     group: Tensor | None = None  # [B] int64, the row's prompt, 0 to N - 1
     advantages: Tensor | None = None  # [B, C] float32, 0 outside the mask
@@ -72,6 +70,8 @@ class TokenBatch:
     prob_squares: Tensor | None = None  # [B, C] the sum over the vocabulary of p^2, with old_logprobs
     reference_logprobs: Tensor | None = None  # [B, C]
     counted: Tensor | None = None  # [B, C] bool, the tokens that the surrogate counts; None: all
+    values: Tensor | None = None  # [B, C] float32, the critic's, of the state before each token
+    targets: Tensor | None = None  # [B, C] float32, what the values should be
     weights: Tensor | None = None  # [B, C] a token's share in the loss of one update, see `token_weights`
 
     def __len__(self) -> int:
