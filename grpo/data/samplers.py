@@ -19,7 +19,7 @@ from grpo.system.ranges import NonNegative, Share, enforced
 
 @dataclass(frozen=True)
 class History:
-    """What is known of n examples. latest: by index, the mean reward and the share of right answers of the latest group.
+    """The outcomes of n examples so far. latest: by index, the mean reward and the share of right answers of the latest group.
     progress: how far the run is. columns: those that were read."""
 
     examples: Sequence[Example]
@@ -65,7 +65,7 @@ class Weighted:
 
     @property
     def history(self) -> History:
-        """What is known of the examples now."""
+        """The outcomes of the examples so far."""
         return History(self.examples, self.latest, progress(), self.columns)
 
     def weights(self) -> np.ndarray:

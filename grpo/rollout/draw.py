@@ -1,4 +1,4 @@
-"""What a selection is, and the `Draw` by which it plays a rollout. selection.py has selections."""
+"""The slot `selection`, and the `Draw` by which a selection plays a rollout. selection.py has selections."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -22,7 +22,7 @@ class Selection(Protocol):
     `state_dict` and `load_state_dict` it is resumed as it was; `check(plan, algorithm)` may refuse a run."""
 
     def select(self, draw: "Draw") -> list[Group]:
-        """Return the groups to learn from. Those of `draw`, or others; their samples may be fewer."""
+        """Return the groups to learn from: those of `draw` or others, with all of their samples or with some."""
 
 
 class Everything:
@@ -34,7 +34,7 @@ class Everything:
 
 
 class Draw:
-    """What a selection may ask for while it makes rollout r. played: all groups so far; rounds: how often prompts were drawn."""
+    """The means by which a selection makes rollout r. played: all groups so far; rounds: how often prompts were drawn."""
 
     def __init__(self, rollouts: "Rollouts", r: int) -> None:
         self.rollouts, self.r = rollouts, r

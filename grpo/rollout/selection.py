@@ -1,6 +1,6 @@
 """Selections: which groups, and which of their samples, the policy learns from. conf/selection has each of them.
 
-Those with `inner` work on what another selection gives, so they combine.
+A selection with `inner` works on the groups that another one gives, so they combine.
 """
 
 import math

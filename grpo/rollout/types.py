@@ -33,7 +33,7 @@ class Sample:
 
     @property
     def observations(self) -> list[str]:
-        """What the policy read before each turn: see `observation`."""
+        """The texts that the policy read before its turns, see `observation`."""
         return [observation(step.state) for step in self.trajectory.steps]
 
 

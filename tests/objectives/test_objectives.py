@@ -382,7 +382,6 @@ def test_an_entropy_controller_goes_on_from_its_state():
         (["algo.top_entropy=0"], "algo.top_entropy=0 must be a number above 0 and at most 1"),
         (["algo.overlong_share=4096"], "algo.overlong_share=4096 must be a number of at least 0 and at most 1"),
         (["algo.entropy.coef=-1"], "algo.entropy"),
-        (["algo=dapo", "rollout.group_size=1"], "dynamic sampling would discard"),
         (["algo.num_epochs=1.5"], "algo.num_epochs=1.5 must be an integer of at least 1"),
         (["algo.whiten=no"], "algo.whiten=no must be true or false"),
         (["algo.entropy=null"], "algo.entropy=None must be a grpo EntropyBonus"),

@@ -250,7 +250,7 @@ def test_staleness_counts_each_token():
         return Sample({}, Trajectory(()), (turn,), Reward(0.0, False))
 
     groups = [[sample(2, None), sample(3, (3, 3, 4))]]
-    played = Rollout(groups, None, rounds=1, version=3, seconds=0.0)
+    played = Rollout(groups, None, groups, None, rounds=1, version=3, seconds=0.0)
     assert played.staleness(4) == (1 + 1 + 1 + 1 + 0) / 5
 
 

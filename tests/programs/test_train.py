@@ -333,7 +333,7 @@ def told(*overrides: str, name: str = "train") -> str:
                 "agent, calculator, code, countdown, gsm8k, gym, jsonl, math, mixture, musique, none, reasoning_gym, skyrl_gym, ",
             ],
         ),
-        (["algo=grppo"], ["algo has no option 'grppo'", "dr_grpo, grpo, gspo"]),
+        (["algo=grppo"], ["algo has no option 'grppo'", "gpg, grpo, gspo"]),
         (["model=llama"], ["model has no option 'llama'", "llama1b, llama70b, llama8b, path"]),
         (["rollout.group_sze=4"], ["no key 'rollout.group_sze'", "did you mean rollout.group_size?"]),
         (["group_size=4"], ["did you mean rollout.group_size?"]),

@@ -30,7 +30,7 @@ from grpo.rewards.row_task import RowTask
 from grpo.rollout.samples_table import records
 from grpo.rollout.types import Sample
 from grpo.system.errors import RewardError, UserError
-from grpo.system.progress import set_progress
+from grpo.system.progress import BEGIN, Progress, set_progress
 
 
 def said(text: str, *before: Message, length: int = 0, truncated: bool = False) -> Trajectory:
@@ -305,13 +305,38 @@ def test_the_form_of_a_completion_does_not_depend_on_siblings():
     assert kinds == [list, str]
 
 
+def now(rewards: Rewards, progress: Progress = BEGIN) -> list[float]:
+    return [weight(progress) for weight in rewards.weights]
+
+
+def test_a_weight_may_follow_a_schedule():
+    fades = {"schedule": "linear", "from": 0.5, "to": 0.0, "until": 0.4}
+    rewards = Rewards([letters, later], [1.0, fades])
+    assert [now(rewards, Progress(r, 10))[1] for r in (0, 2, 4, 9)] == [0.5, 0.25, 0.0, 0.0]
+    cosine = Rewards([letters], [{"schedule": "cosine", "from": 0, "to": 1}])
+    assert [round(now(cosine, Progress(r, 4))[0], 6) for r in (0, 1, 2)] == [0, 0.146447, 0.5]
+    step = Rewards([letters], {"letters": {"schedule": "step", "from": 0, "to": 1, "until": 0.5}})
+    assert [now(step, Progress(r, 4))[0] for r in (1, 2)] == [0, 1]
+    for wrong in (
+        {"schedule": "square", "from": 0, "to": 1},
+        {"from": 0, "to": 1},
+        {"schedule": "linear", "from": "a", "to": 1},
+    ):
+        with pytest.raises(
+            UserError, match=r"task\.weights\.letters=.* is neither a number nor \{schedule: linear or cosine"
+        ):
+            Rewards([letters], [wrong])
+    with pytest.raises(UserError, match="until=2 must be above 0 and at most 1"):
+        Rewards([letters], [{**fades, "until": 2}])
+
+
 def test_weights_that_do_not_match_and_names_that_clash():
     with pytest.raises(UserError, match=r"number of reward weights \(1\) must match number of reward functions \(2\)"):
         Rewards([letters, later], [1.0])
     with pytest.raises(UserError, match=r"task\.weights names 'leters', but the rewards are letters, later"):
         Rewards([letters, later], {"leters": 1.0})
-    assert Rewards([letters, later, no_kwargs], {"later": 0.5}, 1.0, {"letters": 0.1}).weights == [0.1, 0.5, 1.0]
-    assert Rewards([letters, later], None, 1.0, {"letters": 0.1, "format": 0.0}).weights == [0.1, 1.0]
+    assert now(Rewards([letters, later, no_kwargs], {"later": 0.5}, 1.0, {"letters": 0.1})) == [0.1, 0.5, 1.0]
+    assert now(Rewards([letters, later], None, 1.0, {"letters": 0.1, "format": 0.0})) == [0.1, 1.0]
     with pytest.raises(UserError, match="two reward functions are called 'letters'"):
         Rewards([letters, partial(letters, per=2)])
     with pytest.raises(UserError, match="rewards is empty"):

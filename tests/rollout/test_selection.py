@@ -66,6 +66,18 @@ def test_gates_replace_groups_that_are_too_easy(tmp_path):
     assert [group[0].example["n"] for group in made.played] == order[:4]  # one of two is live: two more are asked
     made = rollouts(Dynamic(10, "correct"), lambda n, s: float(s < share.get(n, 2)), tmp_path).make(0)
     assert made.rounds == 1 and made.scores is made.all_scores
+    with pytest.raises(UserError, match="dynamic sampling would discard every group"):
+        rollouts(Dynamic(), lambda n, s: 0.0, tmp_path, size=1)
+
+
+def test_all_groups_of_one_round_are_learned_from_though_a_source_gives_more_than_were_asked_for(tmp_path):
+    made = rollouts(Dynamic(2), lambda n, s: float(s % 2), tmp_path)
+    groups = made.play(None, [{"n": n} for n in range(3)], 2, *[None] * 2, Sampling(8), lambda *path: sum(path), None)
+    made.sampler = SimpleNamespace(groups=lambda r, count, first, who: groups)
+    assert made.make(0).groups == groups and made.make(0).rounds == 1
+    made.selection = Screened(first=2)
+    with pytest.raises(UserError, match="which a source cannot: set selection=all or dynamic"):
+        made.make(0)
 
 
 def test_screening_plays_the_rest_only_of_prompts_whose_first_answers_differ(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -180,12 +179,3 @@ def test_a_run_without_a_task_needs_a_source(toy, tmp_path):
         UserError, match="task=none is for samples that others play: give a task, or source=atropos or file"
     ):
         grpo.train(str(toy), task="none", output_dir=tmp_path)
-
-
-def test_all_groups_of_one_round_are_learned_from():
-    from grpo.rollout.rollouts import Rollout
-
-    rewards = torch.tensor([[1.0, 1.0], [0.0, 1.0], [1.0, 1.0]])
-    few = scores([[]])
-    rollout = Rollout([], replace(few, rewards=rewards), rounds=1, version=0, seconds=0.0)
-    assert rollout.best(2, "reward") == [0, 1, 2] and replace(rollout, rounds=2).best(2, "reward") == [0, 1]

@@ -157,7 +157,7 @@ def test_a_reward_that_sees_only_the_last_digit(probe, monkeypatch):
 
 def test_a_reward_of_the_wrong_sign(probe, monkeypatch):
     monkeypatch.setattr(
-        probe.rollouts.task.rewards, "weights", [-weight for weight in probe.rollouts.task.rewards.weights]
+        probe.rollouts.task.rewards, "weights", [lambda now: -1.0 for _ in probe.rollouts.task.rewards.weights]
     )
     assert failed(probe) == {"rewards agree with correctness"}
 
@@ -171,7 +171,8 @@ def test_a_reward_without_relation_to_correctness(probe, monkeypatch):
 def test_a_probe_without_signal_asks_more_rows(probe, monkeypatch):
     row = next(group[0].example for group in probe.groups if len({sample.reward.value for sample in group}) == 1)
     monkeypatch.setattr(probing, "PROMPTS", 1)
-    monkeypatch.setattr(probe.rollouts.sampler, "draw", lambda *_: [row])
+    others = probe.rollouts.sampler.draw(0, 31)
+    monkeypatch.setattr(probe.rollouts.sampler, "draw", lambda *_: [row, *others[7:]])
     found = preflight.outcome(
         CHECKS["there is something to learn"], Probe(probe.module, probe.rollouts, probe.examples, probe.precision)
     )

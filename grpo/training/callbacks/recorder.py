@@ -9,7 +9,7 @@ from grpo.training.callbacks.evaluation import record
 
 class Recorder(L.Callback):
     """Sends the numbers of `module.note`, and those that callbacks have put into `batch.metrics` since EvaluationCallback sent
-    the others. It comes last. What is noted later, at the end of the run, is sent then."""
+    the others. It comes last. Numbers that are noted at the end of the run are sent then."""
 
     step = 0
 
