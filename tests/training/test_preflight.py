@@ -164,7 +164,7 @@ def test_a_reward_of_the_wrong_sign(probe, monkeypatch):
 
 def test_a_reward_without_relation_to_correctness(probe, monkeypatch):
     """Every answer is in the requested form, so right and wrong ones earn the same."""
-    monkeypatch.setattr(probe.rollouts.task.rewards, "weights", [0.0, 1.0])
+    monkeypatch.setattr(probe.rollouts.task.rewards, "weights", [lambda now: 0.0, lambda now: 1.0])
     assert preflight.outcome(CHECKS["rewards agree with correctness"], probe).result == "PASS"
 
 
