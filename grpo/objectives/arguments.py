@@ -19,7 +19,8 @@ OF_TOKENS = (
 OFFERED = {  # values for the function of each axis; of level and reduce only for one of your own
     "advantage": ("rewards", "lengths", "parts", "steps", "progress", "examples", "observations", *OF_TOKENS),
     "surrogate": ("ratio", "log_ratio", "old_logprobs", *WITHOUT_RATIO),
-    "correction": ("log_w", "mask"),
+    "choice": ("logprobs", "entropy", "advantages", "rng"),
+    "correction": ("log_w", "mask", "old_logprobs", "rollout_logprobs"),
     "level": ("log_ratio", "mask"),
     "reduce": ("mask", "sample", "lengths", "samples", "tokens", "count", "max_tokens", "total"),
 }
@@ -32,7 +33,8 @@ def parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
 
 def call(function: Callable, given: Mapping[str, Any]) -> Any:
     """Call the function with the `given` values that its parameters name."""
-    return function(**{name: value for name, value in given.items() if name in parameters(function)})
+    wanted = parameters(function)
+    return function(**{name: value for name, value in given.items() if name in wanted})
 
 
 def named(algorithm: Any, axis: str) -> str:

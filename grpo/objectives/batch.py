@@ -60,18 +60,18 @@ class TokenBatch:
     mask: Tensor  # [B, C] bool, True where the policy sampled the token
     rollout_logprobs: Tensor  # [B, C] float32, the engine's
     sample: Tensor  # [B] int64, the row's sample, 0 to S - 1
-    turn: Tensor | None = (
-        None  # [B, C] int64, the turn of its sample that sampled the token; -1 where the policy sampled nothing
-    )
-    given: Tensor | None = (
-        None  # [B, C] float32, advantages that came with the samples; NaN where the estimator's count
-    )
+    turn: Tensor | None = None  # [B, C] int64, the turn of its sample that sampled the token; -1 where none did
+    given: Tensor | None = None  # [B, C] float32, advantages that came with the samples; NaN where there are none
+    fresh: Tensor | None = None  # [B] bool, False in rows of earlier rollouts
     group: Tensor | None = None  # [B] int64, the row's prompt, 0 to N - 1
     advantages: Tensor | None = None  # [B, C] float32, 0 outside the mask
     old_logprobs: Tensor | None = None  # [B, C] the trainer's, before the first update on this batch
     old_entropy: Tensor | None = None  # [B, C] nats
+    prob_squares: Tensor | None = None  # [B, C] the sum over the vocabulary of p^2, with old_logprobs
     reference_logprobs: Tensor | None = None  # [B, C]
     counted: Tensor | None = None  # [B, C] bool, the tokens that the surrogate counts; None: all
+    values: Tensor | None = None  # [B, C] float32, the critic's, of the state before each token
+    targets: Tensor | None = None  # [B, C] float32, what the values should be
     weights: Tensor | None = None  # [B, C] a token's share in the loss of one update, see `token_weights`
 
     def __len__(self) -> int:
@@ -113,7 +113,7 @@ class TokenBatch:
         width, used = self.prompt_width, self.attention_mask.any(dim=0)
         left, right = int(used[:width].int().argmax()), int(used[width:].sum())
         change = {name: getattr(self, name)[:, left : width + right] for name in ("ids", "attention_mask")}
-        for name in {f.name for f in fields(self)} - {"ids", "attention_mask", "sample", "group"}:  # [B, C]
+        for name in {f.name for f in fields(self)} - {"ids", "attention_mask", "sample", "fresh", "group"}:  # [B, C]
             if (tensor := getattr(self, name)) is not None:
                 change[name] = tensor[:, :right]
         return replace(self, **change)

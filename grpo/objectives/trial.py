@@ -48,7 +48,12 @@ def check_functions(a: "Algorithm", prompts: int, group_size: int) -> None:
         tried(a, "reduce", lambda: token_weights(batch.mask, a.reduce, a.max_tokens), (2, 3))
     term, logged, _ = tried(a, "surrogate", lambda: a.policy_term(logprobs, batch), (2, 3))
     if a.correction is not None:
-        tried(a, "correction", lambda: a.correction(torch.zeros(2, 3), batch.mask), (2, 3))
+        old = batch.old_logprobs
+        given = {"log_w": torch.zeros(2, 3), "mask": batch.mask, "old_logprobs": old, "rollout_logprobs": old}
+        tried(a, "correction", lambda: call(a.correction, given), (2, 3))
+    if a.choice is not None:
+        given = {"logprobs": some().flatten(), "entropy": some().flatten(), "advantages": some().flatten()}
+        tried(a, "choice", lambda: call(a.choice, given | {"rng": torch.Generator()}), (prompts * group_size,))
     if not term.requires_grad:
         raise UserError(f"{named(a, 'surrogate')} has no gradient: it must depend on logprobs or ratio")
     for name, values in logged.items():
@@ -78,7 +83,8 @@ def silent_without_advantage(a: "Algorithm") -> bool:
     """Return whether the surrogate has no gradient where the advantage is 0. A user's surrogate may have other terms."""
     logprobs, batch = random_batch()
     with torch.enable_grad():
-        term, _, _ = a.policy_term(logprobs, replace(batch, advantages=torch.zeros(2, 3)))
+        some = torch.tensor([[True], [False]]).expand(2, 3)  # counted
+        term, _, _ = a.policy_term(logprobs, replace(batch, advantages=torch.zeros(2, 3), counted=some))
         return not torch.autograd.grad(term.sum(), logprobs, materialize_grads=True)[0].any()
 
 
@@ -100,8 +106,10 @@ def even_batch(rows: int, tokens: int, logprob: float) -> TokenBatch:
         rollout_logprobs=old,
         sample=torch.arange(rows),
         turn=torch.zeros(rows, tokens, dtype=torch.int64),
+        values=torch.zeros(rows, tokens),
         group=torch.zeros(rows, dtype=torch.int64),
         old_logprobs=old,
+        prob_squares=old.exp(),
         reference_logprobs=old,
         weights=ones,
     )

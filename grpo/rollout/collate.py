@@ -37,8 +37,9 @@ def collate(groups: Sequence[Group], first: Sequence[int] = ()) -> TokenBatch:
             own = sample.turns[k].advantages
             given[i, turn[i] == k] = torch.tensor(sample.reward.advantage if own is None else own)
         rollout_logprobs[i, : len(row.ids)] = torch.tensor(row.logprobs)
-    owner = torch.tensor([s for s, *_ in owned])
-    return TokenBatch(ids, attention_mask, turn >= 0, rollout_logprobs, owner, turn=turn, given=given)
+    fresh = torch.tensor([sample is None or not sample.age for _, sample, _ in owned])
+    tensors = (ids, attention_mask, turn >= 0, rollout_logprobs, torch.tensor([s for s, *_ in owned]))
+    return TokenBatch(*tensors, turn=turn, given=given, fresh=fresh)
 
 
 def scores(groups: Sequence[Group]) -> Scores:

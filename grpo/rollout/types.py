@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Literal
+from typing import Literal, Self
 
 from grpo.engines.protocol import Sampling
 from grpo.env.tokens import Turn
@@ -21,6 +21,10 @@ class Sample:
     trajectory: Trajectory
     turns: tuple[Turn, ...]
     reward: Reward
+    age: int = 0  # rollouts since it was played, if it is learned from again
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        return self  # nothing in it changes
 
     @property
     def length(self) -> int:

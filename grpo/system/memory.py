@@ -11,6 +11,7 @@ from torch import Tensor
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 LARGE = 1 << 22  # bytes of an allocation that goes back to the system when it is freed; every page of it is zeroed anew
+KEPT = 1 << 28  # free bytes of the heap that stay between phases: enough for small models
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -25,9 +26,20 @@ def settle() -> None:
         libc.mallopt(TRIM_THRESHOLD, 8 * LARGE)  # bytes at the end of the heap that stay for the next tensors
 
 
-def give_back() -> None:
-    """Return the heap's free pages to the system, so that a phase does not hold what another one needed."""
+class HeapUse(ctypes.Structure):
+    """glibc's mallinfo2: ten numbers, of which free is the free bytes in the heap."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ("a", "b", "c", "d", "e", "f", "g", "h", "free", "j")]
+
+
+def give_back(kept: int = 0) -> None:
+    """Return the heap's free pages to the system, so that a phase does not hold what another one needed. `kept` bytes or less
+    stay: the next phase takes them without new pages, which the kernel would have to zero."""
     if libc := glibc():
+        if kept and hasattr(libc, "mallinfo2"):  # glibc 2.33
+            libc.mallinfo2.restype = HeapUse
+            if libc.mallinfo2().free <= kept:
+                return
         libc.malloc_trim(0)
 
 
@@ -70,8 +82,8 @@ def free(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Restart `peak`, after `give_back`. On Linux this also restarts the kernel's own peaks (VmHWM, ru_maxrss)."""
-    give_back()
+    """Restart `peak`, after `give_back` if KEPT is exceeded. On Linux this also restarts the kernel's peaks: VmHWM, ru_maxrss."""
+    give_back(KEPT)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif device.type == "cpu":

@@ -114,6 +114,7 @@ def is_taken(part: str) -> bool:
     return own_std or any(not entry.part for first in ("rollout", "eval") if (entry := _entry(f"{first}/{part}")))
 
 
+@cache
 def name_of_part(part: str) -> str:
     """Return the metric of a part of the reward, after rollout/ or eval/: its own name, or reward/NAME if that is taken.
 

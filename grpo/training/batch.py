@@ -25,6 +25,7 @@ class RolloutBatch:
     scores: Scores | None = None
     advantages: list[list[float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    recorded: dict[str, float] = field(default_factory=dict)  # what the loggers have of them
     evaluations: list[Evaluation] = field(default_factory=list)
 
     def to(self, *args, **kwargs) -> Self:

@@ -15,14 +15,16 @@ from torch import tensor
 from grpo.env.types import Reward
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
-from grpo.objectives.advantage import gdpo, group_advantages, no_baseline
+from grpo.objectives.advantage import group_advantages, no_baseline
 from grpo.objectives.algorithm import Algorithm
+from grpo.objectives.baselines import gdpo
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip, reinforce
 from grpo.rollout.collate import collate, scores
-from grpo.rollout.rollouts import Rollout
+from grpo.rollout.draw import Everything
+from grpo.rollout.selection import Dynamic
 from grpo.rollout.types import Sample
 from grpo.system.errors import UserError
 from grpo.system.progress import Progress
@@ -137,21 +139,19 @@ def test_dynamic_sampling_looks_for_right_and_wrong_answers_not_at_the_penalty_o
     got = dapo.shaped(replace(scores([TWO, TWO]), rewards=right, parts={"correct": right}, last_lengths=long))
     close(got.rewards, tensor([[-1.0, 0.0], [0.0, 1.0]]))
     assert got.has_signal("reward").tolist() == [True, True]
-    assert got.has_signal(dapo.sampling_filter).tolist() == [False, True]
-    played = Rollout([TWO, TWO], got, rounds=2, version=0, seconds=0.0)
-    assert played.best(1, "correct") == [1] and played.best(1, "reward") == [0]
+    draw = SimpleNamespace(scores=lambda groups: got)
+    assert Dynamic(by="correct").live(draw, []).tolist() == [False, True]
+    assert Dynamic(by="reward").live(draw, []).tolist() == [True, True]
 
 
 @pytest.mark.parametrize(("rounds", "found"), [(1, "PASS"), (2, "FAIL")])
 def test_preflight_knows_what_dynamic_sampling_looks_at(rounds, found):
     """Rewards differ, and no answer is right."""
     group = [replace(sample, reward=Reward(value, False)) for sample, value in zip(TWO, (0.0, 0.5), strict=True)]
-    plan = SimpleNamespace(
-        plan=SimpleNamespace(group_size=2), algorithm=Algorithm(no_baseline, clip, 4, sampling_rounds=rounds)
-    )
+    plan = SimpleNamespace(plan=SimpleNamespace(group_size=2), selection=Dynamic() if rounds == 2 else Everything())
     probe = SimpleNamespace(rollouts=plan, groups=[group], further=[], scores=scores([group]), samples=group)
     got = signal(probe)
-    assert got.result == found and ("set algo.sampling_filter=reward" in str(got)) == (rounds == 2)
+    assert got.result == found and ("set selection.by=reward" in str(got)) == (rounds == 2)
 
 
 # -- the update

@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from hydra.errors import MissingConfigException
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from grpo.apps import profile_rewards
+from grpo.apps.cli import explain
 from grpo.env.messages import Message
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.rewards import functions
@@ -434,11 +436,6 @@ def test_a_reward_model_has_one_label(judge, toy, tmp_path):
 # -- the profile
 
 
-def profile(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "grpo.rewards", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
 def test_the_profile_of_a_file(tmp_path):
     rows = [
         {"id": "a", "gold": "18", "completion": "#### 18"},
@@ -450,7 +447,16 @@ def test_the_profile_of_a_file(tmp_path):
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     lines.append(json.dumps({"id": "f", "gold": "18", "completion": "\\boxed{\ud800}"}))
     (tmp_path / "in.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    done = profile(str(tmp_path / "in.jsonl"), "--task", "gsm8k", "--out", str(tmp_path / "out.jsonl"))
+    command = [
+        "-m",
+        "grpo.rewards",
+        str(tmp_path / "in.jsonl"),
+        "--task",
+        "gsm8k",
+        "--out",
+        str(tmp_path / "out.jsonl"),
+    ]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     out = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["id"], row["outcome"], row["reward"]) for row in out] == [
@@ -460,8 +466,9 @@ def test_the_profile_of_a_file(tmp_path):
     assert all(row["ms"] >= 0 for row in out)
     assert "right 3, wrong 2, no_answer 1, timeout 0, error 0" in done.stdout and "6 samples, ms each" in done.stdout
 
-    failed = profile(str(tmp_path / "in.jsonl"), "--task", "gsm9k")
-    assert failed.returncode and failed.stderr.startswith("error: task has no option 'gsm9k'"), failed.stderr
+    with pytest.raises(MissingConfigException) as refused:
+        profile_rewards.main([str(tmp_path / "in.jsonl"), "--task", "gsm9k"])
+    assert explain(refused.value, "train").startswith("task has no option 'gsm9k'")
 
 
 def test_rows_that_the_profile_reads_and_refuses(tmp_path, capsys):

@@ -2,7 +2,7 @@
 
 Each distinct prompt goes through the model once, then each step is one forward pass for all rows. Finished samples leave the
 batch and waiting ones join it. Works wherever the model works: CPU, MPS, one GPU. The KV cache is chosen by comparing its
-log-probabilities on a few tokens with plain forward passes.
+log-probabilities on a few tokens with plain forward passes: `LlamaCache` for a small Llama, else `KVCache`, else `PaddedCache`.
 """
 
 import logging
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.engines.builtin.kv_cache import KVCache
+from grpo.engines.builtin.llama import LlamaCache, is_small_llama
 from grpo.engines.builtin.padded import PaddedCache
 from grpo.engines.builtin.sampler import Draws
 from grpo.engines.context import check_context
@@ -124,7 +125,9 @@ class TransformersEngine:
 
 
 def cache_for(model: nn.Module) -> tuple[Cache, str]:
-    """Return the cache to sample with, and the reason if it is not `KVCache`. Raises UserError if both caches are wrong."""
+    """Return the cache to sample with, and the reason if it is `PaddedCache`. Raises UserError if every cache is wrong."""
+    if is_small_llama(model) and not cache_objection(LlamaCache, model):
+        return LlamaCache, ""
     if not (why := cache_objection(KVCache, model)):
         return KVCache, ""
     if other := cache_objection(PaddedCache, model):
@@ -134,12 +137,16 @@ def cache_for(model: nn.Module) -> tuple[Cache, str]:
 
 def cache_objection(cache: Cache, model: nn.Module) -> str:
     """Return the reason why the engine must not sample from the model with this cache; empty if it may."""
-    return objection(model, partial(error_of, cache, model), by_plan=cache is KVCache)
+    return objection(model, partial(error_of, cache, model), by_plan=issubclass(cache, KVCache))
 
 
 def error_of(cache: Cache, model: nn.Module) -> str:
     """Sample three rows of two prompts, one of which ends early. Returns "", or how far they are from plain forward passes."""
-    exact = cache is KVCache and model.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    exact = (
+        issubclass(cache, KVCache)
+        and model.dtype == torch.float32
+        and torch.get_float32_matmul_precision() == "highest"
+    )
     size, device = model.get_input_embeddings().num_embeddings, model.device
     token = iter([(7919 * i + 11) % size for i in range(1, 40)])
     long, short = (tuple(next(token) for _ in range(n)) for n in (7, 3))

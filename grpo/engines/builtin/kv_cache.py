@@ -85,10 +85,14 @@ class KVCache:
         self.longest += 1
         if self.longest > self.room:
             self.views.clear()
-        logits = self.forward(self, tokens[None], (self.lengths + self.counts)[None])
+        logits = self.decode(tokens, self.lengths + self.counts)
         self.counts += 1
         self.steps += 1
         return logits
+
+    def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Run the model on the newest token of every row, with this cache as the plan. tokens, positions: [B]. Returns [B, V]."""
+        return self.forward(self, tokens[None], positions[None])
 
     def forward(self, plan: AttentionPlan, ids: Tensor, positions: Tensor, **kwargs) -> Tensor:
         """Return logits for ids, [T, V], or only the rows in logits_to_keep. ids, positions: [1, T]."""
@@ -128,22 +132,24 @@ class KVCache:
         if layer not in self.views:
             self.views[layer] = self.view(layer, key, value)
         places, (keys, values), (prompt_keys, prompt_values) = self.views[layer]
-        ends = self.end(key.shape[1], keys.shape[1])
+        (n, own, width), (prompts, longest, _) = keys.shape, prompt_keys.shape  # B x K, C, D; U x K, P
+        ends = self.end(key.shape[1], own)
         for kept, new in zip(places, (key, value), strict=True):
-            kept.index_copy_(0, ends, new[0].transpose(0, 1).reshape(len(ends), -1))
-        mask = self.mask(window, prompt_keys.shape[1], keys.shape[1])
+            kept.index_copy_(0, ends, new[0].transpose(0, 1).reshape(n, -1))
+        mask = self.mask(window, longest, own)
         there, back = self.grid(key.shape[1])
 
-        query = query[0].transpose(0, 1).reshape(len(keys), -1, query.shape[3])  # [B x K, r, D]
-        together = query.index_select(0, there).view(len(prompt_keys), -1, query.shape[2])  # [U x K, G x r, D]
-        scores = product(together, prompt_keys.mT).view(len(there), query.shape[1], -1).index_select(0, back)
+        query = query[0].transpose(0, 1).reshape(n, -1, width)  # [B x K, r, D]
+        rows, shared = query.shape[1], (there.shape[0], query.shape[1], -1)
+        together = query.index_select(0, there).view(prompts, -1, width)  # [U x K, G x r, D]
+        scores = product(together, prompt_keys.mT).view(shared).index_select(0, back)
         scores = torch.cat([scores, product(query, keys.mT)], dim=-1)  # [B x K, r, P + C]
-        scores = torch.add(mask, scores.view(len(mask), -1, mask.shape[2]), alpha=scale or query.shape[2] ** -0.5)
-        weights = scores.softmax(-1).view(len(keys), -1, mask.shape[2])
-        of_prompt, of_own = weights.split([prompt_keys.shape[1], keys.shape[1]], dim=-1)
-        read = product(of_prompt.index_select(0, there).view(len(prompt_keys), together.shape[1], -1), prompt_values)
-        read = read.view(len(there), query.shape[1], -1).index_select(0, back)  # [B x K, r, D]
-        return product(of_own, values).add_(read).view(1, len(mask), -1, values.shape[2]).to(value.dtype)
+        scores = torch.add(mask, scores.view(mask.shape[0], -1, longest + own), alpha=scale or width**-0.5)
+        weights = scores.softmax(-1).view(n, rows, longest + own)
+        of_prompt, of_own = weights.narrow(-1, 0, longest), weights.narrow(-1, longest, own)
+        read = product(of_prompt.index_select(0, there).view(prompts, -1, longest), prompt_values)
+        read = read.view(shared).index_select(0, back)  # [B x K, r, D]
+        return product(of_own, values).add_(read).view(1, mask.shape[0], -1, values.shape[2]).to(value.dtype)
 
     def view(self, layer: int, *new: Tensor) -> Views:
         """Make room for the next token of each row, and return the layer's keys and values as `Views`. new: [1, K, B, D] each."""
@@ -232,10 +238,14 @@ def closed_up(count: int, gone: set[int]) -> list[int]:
 
 def move(buffers: dict[int, list[Tensor]], order: list[int]) -> None:
     """Reorder every buffer in place along its first dimension: item i becomes what item order[i] was."""
+    indices: dict[int, tuple[Tensor, Tensor]] = {}  # by the length of a buffer, which some rows have not reached yet
     for x in (x for pair in buffers.values() for x in pair):
-        to = [i for i, j in enumerate(order) if i != j < len(x)]  # a row without a step yet has nothing stored
-        if to:
-            x[to] = x[[order[i] for i in to]]
+        if len(x) not in indices:
+            moves = [(i, j) for i, j in enumerate(order) if i != j < len(x)]
+            indices[len(x)] = torch.tensor(moves, dtype=torch.int64, device=x.device).view(-1, 2).T.unbind()
+        to, taken = indices[len(x)]
+        if len(to):
+            x.index_copy_(0, to, x.index_select(0, taken))
 
 
 def fitted(x: Tensor, count: int, length: int, spare: int) -> Tensor:

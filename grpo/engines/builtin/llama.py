@@ -1,0 +1,70 @@
+"""A KV cache that computes a small Llama's decode step itself, in few operations and without transformers' modules.
+
+q, k and v are one product, gate and up another, queries and keys rotate together, and sums are in place. On a CPU, small
+operations take a model of a few million parameters as long as its products. The results are those of the modules.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from grpo.engines.builtin.kv_cache import KVCache
+
+SMALL = 1 << 24  # parameters; the cache copies most of them, and larger models are bound by their products
+
+
+def is_small_llama(model: nn.Module) -> bool:
+    """Return whether `LlamaCache` computes what this model does: a plain Llama in float32 on a CPU, with nothing added."""
+    if type(model) is not LlamaForCausalLM or sum(p.numel() for p in model.parameters()) > SMALL:
+        return False
+    config, modules, hooks = model.config, [*model.modules()], ("_forward_hooks", "_forward_pre_hooks")
+    linear = [m for name, m in model.named_modules() if name.endswith(("_proj", "lm_head"))]
+    return (
+        all(type(m) is nn.Linear and m.bias is None for m in linear)
+        and all(
+            type(p) is nn.Parameter and p.device.type == "cpu" and p.dtype == torch.float32 for p in model.parameters()
+        )
+        and (config.hidden_act, config.rope_parameters["rope_type"]) == ("silu", "default")
+        and not any(getattr(m, hook) for m in modules for hook in hooks)
+        and not any("forward" in vars(m) for m in modules)
+    )
+
+
+class LlamaCache(KVCache):
+    """`KVCache` for models that are `is_small_llama`. It holds a copy of their projections, so it serves one set of weights."""
+
+    def __init__(self, model: nn.Module, prompts, max_tokens: int, bound: int) -> None:
+        super().__init__(model, prompts, max_tokens, bound)
+        self.layers = [
+            (
+                layer.input_layernorm.weight,
+                torch.cat([getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"]),
+                layer.self_attn.o_proj.weight,
+                layer.post_attention_layernorm.weight,
+                torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]),
+                layer.mlp.down_proj.weight,
+            )
+            for layer in model.model.layers
+        ]
+        positions = torch.arange(self.widest + max_tokens)[None]
+        cos, sin = model.model.rotary_emb(model.model.norm.weight, positions)  # [1, positions, D]
+        self.cos, (first, second) = cos[0], sin[0].chunk(2, dim=-1)
+        self.sin = torch.cat([-first, second], dim=-1)  # of x rotated by half: rotate_half(x) sin, sign included
+
+    def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        config, eps = self.model.config, self.model.config.rms_norm_eps
+        heads, kv, width = config.num_attention_heads, config.num_key_value_heads, self.cos.shape[1]
+        cos, sin = (table.index_select(0, positions)[:, None] for table in (self.cos, self.sin))  # [B, 1, D]
+        shape = (config.hidden_size,)
+        x = F.embedding(tokens, self.model.model.embed_tokens.weight)  # [B, hidden]
+        for i, (norm, qkv, out, norm_mlp, gate_up, down) in enumerate(self.layers):
+            three = F.linear(F.rms_norm(x, shape, norm, eps), qkv).view(len(tokens), -1, width)  # [B, H + 2 K, D]
+            turned, value = three.narrow(1, 0, heads + kv), three.narrow(1, heads + kv, kv)
+            turned = (turned * cos).add_(turned.roll(width // 2, -1).mul_(sin)).transpose(0, 1)[None]
+            query, key = turned.narrow(1, 0, heads), turned.narrow(1, heads, kv)
+            said = self.attend(i, query, key, value.transpose(0, 1)[None], width**-0.5, None)  # [1, B, H, D]
+            x = F.linear(said.flatten(2)[0], out).add_(x)
+            gate, up = F.linear(F.rms_norm(x, shape, norm_mlp, eps), gate_up).chunk(2, dim=1)
+            x = F.linear(F.silu(gate).mul_(up), down).add_(x)
+        return F.linear(F.rms_norm(x, shape, self.model.model.norm.weight, eps), self.model.lm_head.weight)
