@@ -4,6 +4,7 @@ import random
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ TRAIN, EVALUATION, SHUFFLE, REPLAY = range(4)  # second in the path of a seed: i
 _alone = threading.Lock()
 
 
+@lru_cache(1 << 12)  # an environment's seeds are asked for by every sample of its group
 def derive_seed(*path: int) -> int:
     """Return a 63-bit seed that depends on every number of the path, such as (run, TRAIN, rollout, prompt, sample, turn)."""
     return int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0] >> 1)

@@ -26,6 +26,29 @@ def test_trl_and_we_do_the_same_work():
     assert 10 * 64 < found["short"]["grpo"]["tokens"] < 40 * 64
 
 
+def test_two_runs_learn_from_the_same_prompts_from_the_same_policy(tmp_path, monkeypatch):
+    pytest.importorskip("trl")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from learning_vs_trl import SIDES, Rounds, Sizes, ratio, summary, table
+
+    sizes, found, asked = Sizes(rollouts=1, every=1, problems=3, prompts=2, group=2, limit=16), {}, []
+    for side, run in SIDES.items():
+        records = []
+        run(Rounds(sizes, tmp_path / side, records.append))
+        asked.append(records[1]["questions"])
+        found[side] = summary(records)
+    assert asked[0] == asked[1] and len(asked[0]) == 2
+    assert found["trl"]["right"][0] == found["grpo"]["right"][0] and len(found["grpo"]["right"][1]) == 3
+    assert all(found[side]["cpu_s"][0] > 0 for side in SIDES)
+    assert table([found]).count("\n| ") == 2  # after 0 rollouts and after 1
+
+    made = [{"trl": {"cpu_s": [seconds, seconds]}, "grpo": {"cpu_s": [1.0, 1.0]}} for seconds in (2.0, 8.0)]
+    value, low, high, seeds = ratio(
+        made
+    )  # 12.706 is the quantile of Student's t; the logarithms' standard error is ln 2
+    assert (value, low, high, seeds) == pytest.approx((4, 4 * 2**-12.7062, 4 * 2**12.7062, 2), rel=1e-4)
+
+
 def test_layouts_are_compared():
     (case,) = results(
         "update.py", "--shape", "tiny", "--prompts", "10", "--answers", "16", "--groups", "4", "--repeats", "1"

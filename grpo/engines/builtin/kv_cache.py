@@ -85,19 +85,16 @@ class KVCache:
         self.longest += 1
         if self.longest > self.room:
             self.views.clear()
-        logits = self.decode(tokens, self.lengths + self.counts)
+        logits = self.forward(self, tokens[None], (self.lengths + self.counts)[None])
         self.counts += 1
         self.steps += 1
         return logits
 
-    def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Run the model on the newest token of every row, with this cache as the plan. tokens, positions: [B]. Returns [B, V]."""
-        return self.forward(self, tokens[None], positions[None])
-
-    def forward(self, plan: AttentionPlan, ids: Tensor, positions: Tensor, **kwargs) -> Tensor:
+    def forward(self, plan: AttentionPlan, ids: Tensor, positions: Tensor, logits_to_keep: Tensor | int = 0) -> Tensor:
         """Return logits for ids, [T, V], or only the rows in logits_to_keep. ids, positions: [1, T]."""
+        inputs = {"input_ids": ids, "position_ids": positions, "logits_to_keep": logits_to_keep}
         with attending(self.model):
-            return self.model(input_ids=ids, position_ids=positions, plan=plan, use_cache=False, **kwargs).logits[0]
+            return self.model(**inputs, plan=plan, use_cache=False).logits[0]
 
     def drop(self, ended: Collection[int]) -> list[int]:
         """Remove these rows, and prompts without unfinished samples. Returns the new order: row i was row order[i]."""

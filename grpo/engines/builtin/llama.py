@@ -1,4 +1,4 @@
-"""A KV cache that computes a small Llama's decode step itself, in few operations and without transformers' modules.
+"""A KV cache that computes a small Llama's forward pass itself, in few operations and without transformers' modules.
 
 q, k and v are one product, gate and up another, queries and keys rotate together, and sums are in place. On a CPU, small
 operations take a model of a few million parameters as long as its products. The results are those of the modules.
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from grpo.engines.builtin.kv_cache import KVCache
+from grpo.models.packed_attention import AttentionPlan
 
 SMALL = 1 << 24  # parameters; the cache copies most of them, and larger models are bound by their products
 
@@ -52,19 +53,20 @@ class LlamaCache(KVCache):
         self.cos, (first, second) = cos[0], sin[0].chunk(2, dim=-1)
         self.sin = torch.cat([-first, second], dim=-1)  # of x rotated by half: rotate_half(x) sin, sign included
 
-    def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        config, eps = self.model.config, self.model.config.rms_norm_eps
+    def forward(self, plan: AttentionPlan, ids: Tensor, positions: Tensor, logits_to_keep: Tensor | int = 0) -> Tensor:
+        config, eps, shape = self.model.config, self.model.config.rms_norm_eps, (self.model.config.hidden_size,)
         heads, kv, width = config.num_attention_heads, config.num_key_value_heads, self.cos.shape[1]
-        cos, sin = (table.index_select(0, positions)[:, None] for table in (self.cos, self.sin))  # [B, 1, D]
-        shape = (config.hidden_size,)
-        x = F.embedding(tokens, self.model.model.embed_tokens.weight)  # [B, hidden]
+        cos, sin = (table.index_select(0, positions[0])[:, None] for table in (self.cos, self.sin))  # [T, 1, D]
+        x = F.embedding(ids[0], self.model.model.embed_tokens.weight)  # [T, hidden]
         for i, (norm, qkv, out, norm_mlp, gate_up, down) in enumerate(self.layers):
-            three = F.linear(F.rms_norm(x, shape, norm, eps), qkv).view(len(tokens), -1, width)  # [B, H + 2 K, D]
+            three = F.linear(F.rms_norm(x, shape, norm, eps), qkv).view(len(x), -1, width)  # [T, H + 2 K, D]
             turned, value = three.narrow(1, 0, heads + kv), three.narrow(1, heads + kv, kv)
             turned = (turned * cos).add_(turned.roll(width // 2, -1).mul_(sin)).transpose(0, 1)[None]
             query, key = turned.narrow(1, 0, heads), turned.narrow(1, heads, kv)
-            said = self.attend(i, query, key, value.transpose(0, 1)[None], width**-0.5, None)  # [1, B, H, D]
-            x = F.linear(said.flatten(2)[0], out).add_(x)
+            said = plan.attend(i, query, key, value.transpose(0, 1)[None], width**-0.5, None)[0].flatten(1)
+            if torch.is_tensor(logits_to_keep) and i + 1 == len(self.layers):
+                x, said = x[logits_to_keep], said[logits_to_keep]
+            x = F.linear(said, out).add_(x)
             gate, up = F.linear(F.rms_norm(x, shape, norm_mlp, eps), gate_up).chunk(2, dim=1)
             x = F.linear(F.silu(gate).mul_(up), down).add_(x)
         return F.linear(F.rms_norm(x, shape, self.model.model.norm.weight, eps), self.model.lm_head.weight)
