@@ -26,7 +26,7 @@ ALLOWED = {  # the leaves that take these values, on purpose
         "selection.low",
         "selection.high",
     },
-    "a list": UNUSED | WEIGHTS | {"judge.criteria"},
+    "a list": UNUSED | WEIGHTS | {"judge.criteria", "sampler.weight.thresholds"},
     "a mapping": UNUSED
     | WEIGHTS
     | {"callbacks", "logger", "renderer.template_args", "rollout.sampling.guided", "eval.sampling.guided"}
