@@ -104,7 +104,7 @@ def remax(rewards: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
     try:
         return rewards - parts["greedy"]
     except KeyError as error:
-        line = "algo/advantage=remax needs the reward of a greedy answer, as a part of the reward"
+        line = "algo/advantage=remax needs the reward of a greedy answer: set selection=greedy"
         raise UserError(f"{line}: no part {error}; there are {', '.join(parts)}") from error
 
 
