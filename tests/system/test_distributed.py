@@ -52,6 +52,7 @@ CASES = {
     ],
     "critic": [  # on several rows of a sample; in the first rollout the policy has no gradient
         *("algo=ppo", "critic.coef=1", "critic.lr=0.1", "critic.pretrain=1", "algo.num_minibatches=3"),
+        "optim.optimizer.lr=0.1",
         *("task._target_=test_distributed.Turns", "rollout.prompts=3", "rollout.num_rollouts=3", "eval.every=0"),
     ],
     "critic_model": [
@@ -143,7 +144,7 @@ def test_two_ranks_learn_what_one_learns(learned, tmp_path, name):
         two = learned(folder, 2, [*CASES[name], f"strategy={strategy}"])
         for parameter, expected in one.items():
             atol = 1e-4 if name == "adamw" else 1e-6  # AdamW divides by the gradient's size, which may be about 0
-            torch.testing.assert_close(two[parameter], expected, atol=atol, rtol=1e-5, msg=f"{strategy} {parameter}")
+            torch.testing.assert_close(two[parameter], expected, atol=atol, rtol=1e-5, msg=lambda m, p=parameter: f"{strategy} {p}: {m}")
         checked = Run(folder).manifest["preflight"]
         assert {check["result"] for check in checked.values() if "devices" in check["compared"]} <= {"PASS"}
         assert ("the devices' gradients add up" in checked) == (name == "sum")
