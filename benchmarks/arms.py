@@ -9,8 +9,9 @@ trained one after another in this process, without what only a reader of a singl
 """
 
 import argparse
-import os
+import shutil
 import sys
+import time
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -18,7 +19,15 @@ from omegaconf import OmegaConf
 sys.path.insert(0, str(Path(__file__).parents[1]))
 ROOT = Path(__file__).parents[1]
 PLAIN = "algo=grpo"
-SPARE = {"callbacks": "samples", "preflight": "off", "forecast": False, "logger": "csv", "alarms": "warn"}
+SPARE = {
+    "callbacks": "samples",
+    "preflight": "off",
+    "forecast": False,
+    "logger": "csv",
+    "alarms": "warn",
+    "eval.on_start": False,
+    "eval.every": 12,  # once, at the end
+}
 
 
 def place(folder: Path, arm: str, seed: int) -> Path:
@@ -32,41 +41,45 @@ def trained(folder: Path, arm: str, seed: int) -> None:
     from grpo.runs.runs import Run
 
     out = place(folder, arm, seed)
-    if out.exists() and Run(out).status == "finished":
-        return
-    began = os.times().user
+    if out.exists():
+        if Run(out).status == "finished":
+            return
+        shutil.rmtree(out)
+    began = time.process_time()
     given = {
-        part.partition("=")[0]: OmegaConf.from_dotlist([f"value={part.partition('=')[2]}"]).value
-        for part in arm.split()
+        key: OmegaConf.from_dotlist([f"value={value}"]).value
+        for key, value in (one.split("=", 1) for one in arm.split())
     }
-    grpo.train(experiment="quiz", output_dir=out, resume="none", seed=seed, **{**SPARE, **given})
-    print(
-        f"{arm} seed {seed}: {grpo.load_run(out).accuracy.iloc[-1]:.3f}, {os.times().user - began:.0f} CPU s",
-        flush=True,
-    )
+    try:
+        run = grpo.train(experiment="quiz", output_dir=out, seed=seed, **{**SPARE, **given})
+    except Exception as error:  # the other arms go on
+        print(f"{arm} seed {seed} failed: {error}", flush=True)
+        return
+    print(f"{arm} seed {seed}: {run.accuracy.iloc[-1]:.3f}, {time.process_time() - began:.0f} CPU s", flush=True)
 
 
 def table(folder: Path, arms: list[str], seeds: list[int]) -> str:
-    """Return a Markdown table, the best arm first. Differences are from plain GRPO, in points of held-out accuracy."""
+    """Return a Markdown table of the finished runs, the best arm first. Differences are from plain GRPO, in percent."""
     from grpo.runs.comparison import compared
     from grpo.runs.runs import Run
 
     runs = {arm: [Run(place(folder, arm, seed)) for seed in seeds] for arm in arms}
     done = {arm: [run for run in of if run.status == "finished"] for arm, of in runs.items()}
-    done = {arm: of for arm, of in done.items() if of}
-    found = 100 * compared(done)[["value", "low", "high", "difference", "difference_low", "difference_high"]]
-    rows = ["| arm | seeds | accuracy, % | difference | p | p (Holm) | tokens |", "|---|---|---|---|---|---|---|"]
-    ps = compared(done)[["p", "p (Holm)"]]
-    for arm, (value, low, high, more, least, most) in found.iterrows():
-        tokens = sum(run.metrics["eval/length"].dropna().iloc[-1] for run in done[arm]) / len(done[arm])
-        row = [f"`{arm}`", f"{len(done[arm])}", f"{value:.1f} ({low:.1f} to {high:.1f})"]
-        p, adjusted = ps.loc[arm]
-        row += (
-            ["", "", ""]
-            if arm == PLAIN
-            else [f"{more:+.1f} ({least:.1f} to {most:.1f})", f"{p:.2g}", f"{adjusted:.2g}"]
-        )
-        rows.append(f"| {' | '.join([*row, f'{tokens:.0f}'])} |")
+    found = compared({arm: of for arm, of in done.items() if of})
+    rows = [
+        "| arm | seeds | accuracy, % | difference | p | p (Holm) | tokens | groups left out |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for arm, row in found.iterrows():
+        value, low, high = 100 * row[["value", "low", "high"]]
+        cells = [f"`{arm}`", f"{len(done[arm])}", f"{value:.1f} ({low:.1f} to {high:.1f})", "", "", ""]
+        if arm != PLAIN and "difference" in found:
+            more, least, most = 100 * row[["difference", "difference_low", "difference_high"]]
+            cells[3:] = [f"{more:+.1f} ({least:.1f} to {most:.1f})", f"{row['p']:.2g}", f"{row['p (Holm)']:.2g}"]
+        metrics = [run.metrics for run in done[arm]]
+        tokens = sum(one["eval/length"].dropna().iloc[-1] for one in metrics) / len(metrics)
+        groups = sum(one["rollout/discarded_groups"].sum() for one in metrics) / len(metrics)
+        rows.append(f"| {' | '.join([*cells, f'{tokens:.0f}', f'{groups:.0f}'])} |")
     return "\n".join(rows)
 
 

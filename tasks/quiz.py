@@ -82,7 +82,7 @@ def worked_answers(count: int, seed: int, hasty: float = 0.0, slips: float = 0.0
 
 
 class Quiz:
-    """sums: of a quiz. operations: the fewest and the most of a sum, inclusive. There are as many validation rows as test rows."""
+    """sums: of a quiz. operations: of a sum, the fewest and the most, inclusive. There are as many validation as test rows."""
 
     @enforced("task")
     def __init__(
