@@ -4,6 +4,7 @@ import json
 
 import pytest
 import typed
+from conftest import ROOT
 
 pytestmark = pytest.mark.slow
 
