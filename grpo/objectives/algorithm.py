@@ -18,7 +18,7 @@ from grpo.objectives import checks, trial
 from grpo.objectives.advantage import on_tokens, reward_to_go, whiten
 from grpo.objectives.arguments import OFFERED, call, parameters
 from grpo.objectives.batch import Scores, TokenBatch
-from grpo.objectives.choices import chosen
+from grpo.objectives.choices import tokens_chosen
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL, k3
 from grpo.objectives.loss import Level, Reduce, off_policy_keep, policy_log_ratio, token_weights
@@ -123,7 +123,7 @@ class Algorithm:
 
     def choose(self, tokens: TokenBatch, rng: torch.Generator) -> TokenBatch:
         """Add `counted`, the tokens that the surrogate counts, if not all of them do; needs old_logprobs and old_entropy."""
-        return tokens if self.choice is None else replace(tokens, counted=chosen(self.choice, tokens, rng))
+        return tokens if self.choice is None else replace(tokens, counted=tokens_chosen(self.choice, tokens, rng))
 
     # -- advantages to a loss
 

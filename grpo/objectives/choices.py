@@ -16,7 +16,7 @@ from grpo.system import distributed
 from grpo.system.ranges import NonNegative, Positive, SomeShare
 
 
-def chosen(choice: Callable[..., Tensor], tokens: TokenBatch, rng: torch.Generator) -> Tensor:
+def tokens_chosen(choice: Callable[..., Tensor], tokens: TokenBatch, rng: torch.Generator) -> Tensor:
     """Return the tokens that count, [B, C] bool. tokens: this rank's, with old_logprobs, old_entropy and advantages. The order in
     which the choice sees them depends on their samples alone, not on ranks, microbatches or the order of rows."""
     mask, sample = tokens.mask, tokens.sample[:, None].expand(tokens.mask.shape)

@@ -9,7 +9,7 @@ from conftest import preset
 from test_algorithm import batch_of
 from torch import tensor
 
-from grpo.objectives.choices import chosen, clip_cov, covariance, top_entropy, without_top_cov
+from grpo.objectives.choices import clip_cov, covariance, tokens_chosen, top_entropy, without_top_cov
 from grpo.system import distributed
 
 
@@ -56,18 +56,18 @@ ROWS = replace(
     [partial(top_entropy, share=0.4), partial(without_top_cov, share=0.3), partial(clip_cov, share=0.3, low=0.0)],
 )
 def test_a_choice_is_the_same_for_every_order_of_rows_and_every_number_of_ranks(choice, monkeypatch):
-    whole = chosen(choice, ROWS, seeded(3))
+    whole = tokens_chosen(choice, ROWS, seeded(3))
     assert 0 < whole.sum() < ROWS.mask.sum() and not whole[~ROWS.mask].any()
     order = tensor([2, 1, 3, 0])
-    assert torch.equal(chosen(choice, ROWS.rows(order), seeded(3)), whole[order])
+    assert torch.equal(tokens_chosen(choice, ROWS.rows(order), seeded(3)), whole[order])
     ranks, sent = [tensor([0, 2]), tensor([1, 3])], []
     monkeypatch.setattr(distributed, "all_gather", lambda items: sent.extend(items) or items)
     for mine in ranks:  # each rank sends its tokens
-        chosen(choice, ROWS.rows(mine), seeded(3))
+        tokens_chosen(choice, ROWS.rows(mine), seeded(3))
     monkeypatch.setattr(distributed, "all_gather", lambda items: sent)
     for rank, mine in enumerate(ranks):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        assert torch.equal(chosen(choice, ROWS.rows(mine), seeded(3)), whole[mine])
+        assert torch.equal(tokens_chosen(choice, ROWS.rows(mine), seeded(3)), whole[mine])
 
 
 def test_a_surrogate_that_names_counted_says_itself_what_it_means():
