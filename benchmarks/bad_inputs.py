@@ -32,6 +32,7 @@ GROUPS = [
     "algo/advantage",
     "algo/surrogate",
     "algo/kl",
+    "algo/choice",
     "algo/correction",
     "algo/choice",
     "critic",
