@@ -38,7 +38,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     L.seed_everything(config.seed, verbose=False)
 
     plan, algorithm, evaluator, optim = map(instantiate, (config.rollout, config.algo, config.eval, config.optim))
-    algorithm.check(plan.prompts, plan.group_size, plan.ahead)
+    algorithm.check(plan.prompts, plan.group_size, plan.ahead, "critic" in config.module)
     prompt_limit, task, source = map(instantiate, (config.prompt_limit, config.task, config.source))
     splits = evaluator.loaded(task, trains=source is None)
     pretrained = instantiate(config.model)
@@ -49,9 +49,10 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     examples = {"train": ()} | {name: prompt_limit.fitting(*split, renderer) for name, split in splits.items()}
     source = source and source(pretrained, renderer)
     plan = sized(plan, config, len(examples["train"]))
-    loader = source or instantiate(config.loader)(examples["train"], plan.prompts, config.get("data_seed", config.seed))
-    engine, loggers, play = map(instantiate, (config.engine, config.logger, config.play))
-    rollouts = Rollouts(plan, task, loader, engine, renderer, algorithm, config.output_dir, config.seed, play)
+    data_seed = config.get("data_seed", config.seed)
+    sampler = source or instantiate(config.sampler)(examples["train"], plan.prompts, data_seed)
+    engine, loggers, *players = map(instantiate, (config.engine, config.logger, config.play, config.selection))
+    rollouts = Rollouts(plan, task, sampler, engine, renderer, algorithm, config.output_dir, config.seed, *players)
     rollout = RolloutCallback(rollouts, Stop(config.max_time))
     evaluation = EvaluationCallback(rollout, evaluator, examples)
     preflight = PreflightCallback(config.preflight, rollout, evaluator, examples)

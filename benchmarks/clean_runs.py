@@ -92,7 +92,7 @@ RUNS = {
     "demo, top entropy": f"{DEMO} algo.top_entropy=0.2",
     "demo, GDPO": f"{DEMO} algo/advantage=gdpo",
     "demo, tis": f"{DEMO} algo/correction=tis",
-    "demo, dynamic sampling": f"{DEMO} algo.sampling_rounds=3",
+    "demo, dynamic sampling": f"{DEMO} selection=dynamic selection.rounds=3",
     "demo, masks truncated": f"{DEMO} algo.mask_truncated=true max_tokens=20",
     "demo, adafactor": f"{DEMO} optim=adafactor",
     "demo, sgd": f"{DEMO} optim=sgd",

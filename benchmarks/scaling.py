@@ -86,15 +86,15 @@ def dataset(rows: int) -> dict:
     import datasets  # noqa: F401 - its own memory is not the rows'
 
     from grpo.data.dataset import Dataset
-    from grpo.data.prompts import PromptLoader
+    from grpo.data.prompts import Uniform
 
     with tempfile.TemporaryDirectory() as folder:
         with (Path(folder) / "train.jsonl").open("w") as out:
             out.writelines(json.dumps({"prompt": f"{i} ".ljust(100, "+")}) + "\n" for i in range(rows))
         before, begun = anew(), time.process_time()
-        loader = PromptLoader(Dataset(folder, ["prompt"], splits={"train": "train"}).split("train"), 16, seed=0)
+        sampler = Uniform(Dataset(folder, ["prompt"], splits={"train": "train"}).split("train"), 16, seed=0)
         for rollout in range(10):
-            loader.batch(rollout)
+            sampler.draw(rollout, sampler.size)
         return {"rollout": time.process_time() - begun, "rollout_bytes": memory.peak(CPU) - before}
 
 

@@ -10,7 +10,7 @@ import lightning as L
 from torch.optim import AdamW
 from transformers import get_scheduler
 
-from grpo.data.prompts import PromptLoader
+from grpo.data.prompts import Uniform
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.renderer import TokenizerRenderer
@@ -43,9 +43,9 @@ def main(
     adamw = partial(AdamW, lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     optim = Optimization(adamw, partial(get_scheduler, "constant"))
 
-    loader = PromptLoader(task.examples("train"), plan.prompts, SEED)
+    sampler = Uniform(task.examples("train"), plan.prompts, SEED)
     renderer = TokenizerRenderer(pretrained.tokenizer())
-    made = Rollouts(plan, task, loader, TransformersEngine(), renderer, algorithm, folder, SEED)
+    made = Rollouts(plan, task, sampler, TransformersEngine(), renderer, algorithm, folder, SEED)
     rollout = RolloutCallback(made)
     evaluator = Evaluator(Sampling(max_tokens, temperature=0))
     evaluation = EvaluationCallback(rollout, evaluator, {"test": task.examples("test")})

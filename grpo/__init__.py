@@ -25,14 +25,13 @@ The core makes the algorithm. The core, in the order in which to read it:
     engines/protocol.py            what an engine is
     rollout/rewarding.py           the rewards of a group; NaN is an unknown reward
     rollout/episodes.py            one episode is one coroutine; many of them share an engine
-    rollout/rollouts.py            rollout r, its seeds, dynamic sampling
+    rollout/rollouts.py            rollout r, and its seeds
     rollout/collate.py             samples -> TokenBatch and Scores
     objectives/batch.py            the tensors that the loss sees
     objectives/shaping.py          the reward that the advantage sees: overlong answers, the KL
     objectives/advantage.py        rewards -> advantages
     objectives/loss.py             ratios, surrogates (here is the clip), token weights
     objectives/kl.py               settings and estimators of the KL
-    objectives/importance.py       corrections for the engine's mismatch
     objectives/entropy.py          the bonus and its controller
     objectives/algorithm.py        equation 1: the axes joined into a loss
     models/policy.py               the policy, and the frozen reference
@@ -42,9 +41,11 @@ The core makes the algorithm. The core, in the order in which to read it:
     training/module.py             the update
     training/callbacks/evaluation.py  held-out examples, metrics to the loggers
 
-Beside the core: rollout/engine_queue.py and system/calls.py (threads, time-outs), rollout/ahead.py (a rollout beside the update),
-system/metrics.py (every number that is logged), training/callbacks/checkpoint.py (what a resumed run needs), training/sharding.py
-(several devices, each with a part of the policy).
+Beside the core: data/samplers.py (prompts that come more often), rollout/draw.py and selection.py (which samples count),
+objectives/surrogates.py, baselines.py, turns.py, choices.py and importance.py (more losses and advantages, which tokens count,
+corrections), rollout/engine_queue.py and system/calls.py (threads, time-outs), rollout/ahead.py (a rollout beside the update),
+system/metrics.py (every number that is logged), training/critic.py (PPO's values), training/callbacks/checkpoint.py (what a
+resumed run needs), training/sharding.py (several devices, each with a part of the policy).
 
 `tasks/` holds one file for each task, `conf/` every choice, `train.py` and `eval.py` put the objects together.
 """

@@ -90,6 +90,7 @@ def names_of(module: str) -> Names:
     return Names()
 
 
+@cache
 def arguments(target: str) -> dict[str, Any]:
     """Return the annotation of each argument of the class or function with this dotted path, where it can be known."""
     module, _, name = target.rpartition(".")

@@ -41,6 +41,11 @@ log = logging.getLogger(__name__)
 # The user's own setting. `run` sets HYDRA_FULL_ERROR as well, and the processes of further devices inherit that.
 FULL_ERROR = os.environ.setdefault("GRPO_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "0")) == "1"
 
+RENAMED = {
+    "loader": "sampler",
+    "algo.sampling_rounds": "selection=dynamic selection.rounds",
+    "algo.sampling_filter": "selection=dynamic selection.by",
+}
 OWN_REWARD = "task.rewards: the reward of this task is its own: see its keys (--help), or define score (docs/tasks.md)"
 
 
@@ -115,7 +120,7 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     if key := re.search(r"Could not override '([^']+)'", str(error)):
         if key[1] in ("task.rewards", "task.weights"):
             return OWN_REWARD
-        near = nearest(key[1], known_keys(config_name, arguments))
+        near = RENAMED.get(key[1].removesuffix("._target_")) or nearest(key[1], known_keys(config_name, arguments))
         hint = f"did you mean {near}?" if near else "--help lists them"
         return f"there is no key {key[1]!r}; {hint} (+{key[1]}=... adds a new key)"
     if there := re.search(r"An item is already at '([^']+)'", str(error)):

@@ -276,7 +276,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: di
 
 def main() -> None:
     """Make the models that ship with the project again, by the recipes in conf/."""
-    for task in ("wordmath", "calculator"):
+    for task in ("wordmath", "calculator", "quiz"):
         instantiate(composed("train", [f"task={task}"]).model.path, anew=str(SHIPPED / task))
 
 

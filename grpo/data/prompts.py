@@ -1,4 +1,4 @@
-"""Examples in a seeded order: which prompts belong to which rollout."""
+"""Which prompts belong to which rollout: what a sampler is, and the one that gives every example once a pass."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,20 +9,23 @@ from grpo.env.types import Example
 from grpo.system.errors import UserError
 
 
-class Loader(Protocol):
-    """The slot `loader`, made with (examples, size, seed). With `state_dict` and `load_state_dict` it is resumed as it was."""
+class Sampler(Protocol):
+    """The slot `sampler`, made with (examples, size, seed). samplers.py has more of them.
 
-    def batch(self, rollout: int) -> list[Example]:
-        """Return the examples of a rollout, the same ones each time that they are asked for."""
+    `observe(results)` is optional. It is called after each rollout with all groups that were played, even those that the
+    selection left out: pairs of an example and the rewards of its samples. With `state_dict` and `load_state_dict` a sampler is
+    resumed as it was.
+    """
 
-    def more(self, rollout: int, count: int, skip: int) -> list[Example]:
-        """Return at most `count` further examples for a rollout, after `skip` that it has already got here."""
+    def draw(self, rollout: int, count: int, first: int = 0) -> list[Example]:
+        """Return `count` examples for a rollout, after the `first` ones that it has got, or all that are left. The answer depends
+        on the state and on these numbers alone, since a rollout may be asked for twice."""
 
     def progress(self, rollouts: int) -> dict[str, float]:
         """Return metrics after this many rollouts."""
 
 
-class PromptLoader:
+class Uniform:
     """Gives each rollout `size` examples; every pass over the examples has its own order.
 
     The prompts of rollout r are a function of (seed, r) alone, so a resumed run needs only r.
@@ -35,24 +38,22 @@ class PromptLoader:
         self.examples, self.size, self.seed = examples, size, seed
 
     def places(self, rollout: int) -> list[int]:
-        """Return the indices of a rollout's examples. If a pass does not divide into batches, a batch spans two passes."""
+        """Return the indices of a rollout's examples. If a pass does not divide into rollouts, one of them spans two passes."""
         count = len(self.examples)
         first = rollout * self.size
         places = [divmod(i, count) for i in range(first, first + self.size)]
         orders = {epoch: np.random.default_rng([self.seed, epoch]).permutation(count) for epoch, _ in places}
         return [int(orders[epoch][i]) for epoch, i in places]
 
-    def batch(self, rollout: int) -> list[Example]:
-        """Return the examples of a rollout."""
-        return [self.examples[i] for i in self.places(rollout)]
+    def draw(self, rollout: int, count: int, first: int = 0) -> list[Example]:
+        """Return `count` examples: first those of the pass, then others in an order of the rollout's own."""
+        places = self.places(rollout)
+        if first + count > self.size:
+            order = np.random.default_rng([self.seed, rollout, len(self.examples)]).permutation(len(self.examples))
+            places += map(int, order[~np.isin(order, places)])
+        return [self.examples[i] for i in places[first : first + count]]
 
     def progress(self, rollouts: int) -> dict[str, float]:
         """Return metrics after this many rollouts: prompts, even those left out of an update, and passes over the examples."""
         prompts = rollouts * self.size
         return {"data/prompts": float(prompts), "data/epoch": prompts / len(self.examples)}
-
-    def more(self, rollout: int, count: int, skip: int) -> list[Example]:
-        """Return `count` further examples for a rollout, or all that are left: in an order of its own, after the first `skip`."""
-        order = np.random.default_rng([self.seed, rollout, len(self.examples)]).permutation(len(self.examples))
-        others = [int(i) for i in order[~np.isin(order, self.places(rollout))]]
-        return [self.examples[i] for i in others[skip : skip + count]]

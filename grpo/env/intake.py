@@ -45,7 +45,7 @@ def state_of(given: Any) -> State:
     messages = tuple(map(message_of, given.messages))
     if not messages:
         raise ValueError("the environment gave a state without a message")
-    more = {name: getattr(given, name) for name in ("prompt", "stop", "max_tokens") if hasattr(given, name)}
+    more = {name: getattr(given, name) for name in ("prompt", "stop", "max_tokens", "reward") if hasattr(given, name)}
     return State(messages, tuple(map(tool_of, getattr(given, "tools", ()))), **more)
 
 

@@ -56,10 +56,12 @@ def completion_of(given: CompletionLike) -> Completion:
 
 @dataclass(frozen=True)
 class Turn:
-    """One call of the engine: the prompt as it was sent, and what came back."""
+    """One call of the engine: the prompt as it was sent, and what came back. advantages: of its tokens, if a source of rollouts
+    gave them, in place of the estimator's."""
 
     prompt_ids: tuple[int, ...]
     completion: Completion
+    advantages: tuple[float, ...] | None = None
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -69,15 +71,21 @@ class Turn:
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence for the model: a prompt, and the tokens after it; `sampled` marks those that the policy sampled."""
+    """One sequence for the model: a prompt, and the tokens after it. turns: the index of the turn that sampled each token, -1
+    where the policy sampled nothing."""
 
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]
-    sampled: tuple[bool, ...]
+    turns: tuple[int, ...]
     logprobs: tuple[float, ...]  # the engine's; 0 where it sampled nothing
 
-    def extended(self, turn: Turn) -> Self | None:
-        """The same with a turn whose prompt goes on from here, to the very token; None where it does not."""
+    @property
+    def sampled(self) -> tuple[bool, ...]:
+        """Which tokens the policy sampled."""
+        return tuple(turn >= 0 for turn in self.turns)
+
+    def extended(self, turn: Turn, number: int) -> Self | None:
+        """The same with turn `number`, if its prompt goes on from here, to the very token; else None."""
         length = len(self.prompt_ids) + len(self.ids)
         if turn.prompt_ids[:length] != self.prompt_ids + self.ids:
             return None
@@ -85,7 +93,7 @@ class Row:
         return replace(
             self,
             ids=self.ids + between + completion.ids,
-            sampled=self.sampled + (False,) * len(between) + (True,) * len(completion.ids),
+            turns=self.turns + (-1,) * len(between) + (number,) * len(completion.ids),
             logprobs=self.logprobs + (0.0,) * len(between) + completion.logprobs,
         )
 
@@ -94,12 +102,12 @@ def rows_of_turns(turns: Sequence[Turn]) -> list[Row]:
     """The turns of one episode, oldest first, as few rows as show the model what the policy saw: a turn joins the latest row
     with all of which its prompt begins. Every sampled token is in one row, once."""
     found: list[Row] = []
-    for turn in turns:
+    for number, turn in enumerate(turns):
         for i in reversed(range(len(found))):
-            if longer := found[i].extended(turn):
+            if longer := found[i].extended(turn, number):
                 found[i] = longer
                 break
         else:
             done = turn.completion
-            found.append(Row(turn.prompt_ids, done.ids, (True,) * len(done.ids), done.logprobs))
+            found.append(Row(turn.prompt_ids, done.ids, (number,) * len(done.ids), done.logprobs))
     return found

@@ -24,13 +24,15 @@ End = Literal["answered", "out_of_turns", "truncated", "env_error", "env_timeout
 @dataclass(frozen=True)
 class State:
     """The policy's observation: the conversation so far, and the tools it may call. prompt: read as it is, in place of the
-    messages. stop: texts before which the next message ends. max_tokens: of that message; None: the run's."""
+    messages. stop: texts before which the next message ends. max_tokens: of that message; None: the run's. reward: of the action
+    that led here, a part of the episode's reward; the last action has the rest of it."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
     prompt: str | tuple[int, ...] | None = None
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
+    reward: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -52,16 +52,19 @@ def tokens_seen(rows: Sequence[tuple[int, int, int]], layout: Layout) -> int:
     return sum({number: prompt for number, prompt, _ in rows}.values()) + sum(own)
 
 
-def trusted(model: nn.Module, layout: Layout) -> tuple[Layout, str]:
+def trusted(
+    model: nn.Module, layout: Layout, compare: Callable[[nn.Module, Layout, str], str] | None = None
+) -> tuple[Layout, str]:
     """Return the layout to use for `model`, and its kernel: `layout`, or padded if the two disagree on a few random tokens.
 
-    This finds models that need more of attention than a plan supports, and models with a recurrent state.
+    This finds models that need more of attention than a plan supports, and models with a recurrent state. compare: describes the
+    disagreement; None: of log-probabilities.
     """
     if layout == "padded":
         return layout, "sdpa"
     why = ""
     for kernel in ("flex", "sdpa") if next(model.parameters()).is_cuda else ("sdpa",):
-        if not (why := objection(model, partial(disagreement, model, layout, kernel))):
+        if not (why := objection(model, partial(compare or disagreement, model, layout, kernel))):
             return layout, kernel
     log.warning("optim.layout=%s does not fit %s (%s): layout=padded is used", layout, type(model).__name__, why)
     return "padded", "sdpa"

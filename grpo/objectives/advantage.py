@@ -1,18 +1,22 @@
 """Advantage estimators: from rewards to advantages. Pure functions of tensors; N prompts, G samples of each, S = N x G.
 
-An advantage function returns [N, G]. Its parameters name its arguments: `rewards` [N, G], `lengths` [N, G] (sampled tokens),
-`parts` {name: [N, G]} (the numbers in a reward, `correct` among them). An unknown reward (the grader timed out) is NaN: the
-baseline ignores it, and nothing is learned from the sample. With a baseline, equal rewards have advantages of exactly 0.
+An advantage function returns [N, G], or [N, G, K] for K turns, or if it names `mask`, [B, C]. Its parameters name its arguments:
+`rewards` [N, G], `lengths` [N, G] (sampled tokens), `parts` {name: [N, G]} (the numbers in a reward, `correct` among them),
+`steps` [N, G, K] (rewards of turns; NaN where there is none), `examples` (N), `observations` (N, G, K texts), `progress`, and the
+fields of `TokenBatch`. An unknown reward (the grader timed out) is NaN: the baseline ignores it, and nothing is learned from the
+sample. With a baseline, equal rewards have advantages of exactly 0.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from grpo.system.errors import UserError
 from grpo.system.ranges import NonNegative
+
+if TYPE_CHECKING:
+    from grpo.objectives.batch import TokenBatch
 
 Scale = Literal["group", "batch", "none"]
 
@@ -60,36 +64,14 @@ def no_baseline(rewards: Tensor) -> Tensor:
     return rewards.clone()
 
 
-def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """A_i = r_i - sum_j |o_j| r_j / sum_j |o_j|: the baseline of smallest variance, OPO, arXiv 2505.23585."""
-    lengths = torch.where(rewards.isnan(), 0.0, lengths.to(rewards.dtype))
-    baseline = (lengths * rewards.nan_to_num(0.0)).sum(dim=1, keepdim=True) / lengths.sum(dim=1, keepdim=True)
-    return less_baseline(rewards, baseline)
-
-
-def max_rl(rewards: Tensor) -> Tensor:
-    """A_i = (r_i - mean(r)) / mean(r): hard prompts have more weight, MaxRL, arXiv 2602.02710. Rewards must not be negative."""
-    if (rewards < 0).any():
-        raise UserError("algo/advantage=max_rl divides by the mean reward of a group: rewards must not be negative")
-    mean = rewards.nanmean(dim=1, keepdim=True)
-    return less_baseline(rewards, mean) / torch.where(mean > 0, mean, 1.0)
-
-
-def gdpo(parts: Mapping[str, Tensor], weights: Mapping[str, float], eps: NonNegative = 1e-4) -> Tensor:
-    """GDPO: normalises every part of the reward over its group, then the weighted sum over the batch. weights: {part: weight}.
-    A part that does not apply to a sample is NaN there and is left out."""
-    if not weights:
-        raise UserError("algo.advantage.weights is empty: name parts of the reward, as in {correct: 1, format: 0.5}")
-    try:
-        scaled = torch.stack([weight * group_advantages(parts[name], eps=eps) for name, weight in weights.items()])
-    except KeyError as error:
-        raise UserError(f"algo.advantage.weights: no part {error}; there are {', '.join(parts)}") from error
-    summed = torch.where(scaled.isnan().all(dim=0), torch.nan, scaled.nansum(dim=0))
-    centred = torch.where((scaled.nan_to_num(0.0) == 0).all(dim=0), summed, summed - summed.nanmean())
-    return centred / (std(summed, None, 1) + eps)
-
-
 # -- from samples to tokens; B rows, C completion tokens
+
+
+def on_tokens(advantages: Tensor, tokens: "TokenBatch") -> Tensor:
+    """Return the advantages of samples [N, G], or of turns [N, G, K], on each of their tokens, [B, C]."""
+    if advantages.dim() == 3:
+        return advantages.flatten(0, 1)[tokens.sample[:, None], tokens.turn.clamp(min=0)]
+    return advantages.flatten()[tokens.sample, None].expand(tokens.mask.shape)
 
 
 def reward_to_go(values: Tensor, mask: Tensor, sample: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""An algorithm: a choice on each of six axes, and how often a rollout is used. conf/algo holds the named algorithms.
+"""An algorithm: a point on each of seven axes, and how often a rollout is used. conf/algo holds the named algorithms.
 
-    advantage x level of the ratio x surrogate x reduction x KL x correction of the engine's mismatch
+    advantage x level of the ratio x surrogate x reduction x KL x choice of tokens x correction
 
 Every axis is a pure function of tensors in a file of its own. This file joins them: `credit` turns rewards into advantages,
 `loss` is equation 1. checks.py refuses meaningless combinations.
@@ -15,31 +15,31 @@ import torch
 from torch import Tensor
 
 from grpo.objectives import checks, trial
-from grpo.objectives.advantage import reward_to_go, whiten
-from grpo.objectives.arguments import call
+from grpo.objectives.advantage import on_tokens, reward_to_go, whiten
+from grpo.objectives.arguments import OFFERED, call, parameters
 from grpo.objectives.batch import Scores, TokenBatch
-from grpo.objectives.entropy import EntropyBonus, threshold
+from grpo.objectives.choices import chosen_tokens
+from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL, k3
 from grpo.objectives.loss import Level, Reduce, off_policy_keep, policy_log_ratio, token_weights
 from grpo.objectives.shaping import less_kl, less_overlong
 from grpo.system import distributed
+from grpo.system.progress import BEGIN, Progress
 from grpo.system.ranges import Count, Positive, Share, SomeShare, enforced
 
 
 @enforced("algo")
 @dataclass(frozen=True)
 class Algorithm:
-    """advantage, surrogate, correction: functions; advantage.py, loss.py and importance.py list their arguments.
+    """advantage, surrogate, choice, correction: functions; arguments.py lists what they are given.
 
     level, reduce: see `policy_log_ratio` and `token_weights`; max_tokens is L_max, the run's limit of new tokens.
     old_policy: the denominator of the ratio. `trainer`: the policy before the update, with the trainer's log-probabilities;
     `rollout`: the policy that sampled, with the engine's, without an extra pass or a correction (bypass).
     whiten: scale advantages to mean 0 and standard deviation 1 over all tokens of a rollout.
-    top_entropy: the surrogate counts only this share of the tokens, by entropy. off_policy_delta: see `off_policy_keep`.
+    top_entropy: below 1, the choice is this share of the tokens, by entropy. off_policy_delta: see `off_policy_keep`.
     overlong_share: the share of max_tokens over which `overlong_penalty` falls; 0 is off.
     mask_truncated: truncated answers stay in their group's baseline, but nothing is learned from them.
-    sampling_rounds: above 1, groups without both right and wrong answers (sampling_filter=reward: with equal rewards) are
-    replaced, in at most this many rounds of sampling (DAPO).
     num_epochs: passes over a rollout, with num_minibatches updates each.
     """
 
@@ -49,7 +49,8 @@ class Algorithm:
     level: Level = "token"
     reduce: Reduce = "sequence"
     kl: KL = field(default_factory=KL)
-    correction: Callable[[Tensor, Tensor], Tensor] | None = None
+    choice: Callable[..., Tensor] | None = None
+    correction: Callable[..., Tensor] | None = None
     old_policy: Literal["trainer", "rollout"] = "trainer"
     whiten: bool = False
     entropy: EntropyBonus = field(default_factory=EntropyBonus)
@@ -57,17 +58,15 @@ class Algorithm:
     off_policy_delta: Positive | None = None
     overlong_share: Share = 0.0
     mask_truncated: bool = False
-    sampling_rounds: Count = 1
-    sampling_filter: Literal["correct", "reward"] = "correct"
     num_epochs: Count = 1
     num_minibatches: Count = 1
 
     def __post_init__(self) -> None:
         checks.check(self)
 
-    def check(self, prompts: int, group_size: int, ahead: int = 0) -> None:
+    def check(self, prompts: int, group_size: int, ahead: int = 0, critic: bool = False) -> None:
         """Raises UserError if the algorithm does not fit such rollouts, see `checks.check_rollout`."""
-        checks.check_rollout(self, prompts, group_size, ahead)
+        checks.check_rollout(self, prompts, group_size, ahead, critic)
 
     @property
     def updates_per_rollout(self) -> int:
@@ -77,8 +76,17 @@ class Algorithm:
     @property
     def needs_old(self) -> bool:
         """Whether a pass before the first update is needed; else the first update's own log-probabilities are the old ones."""
-        several = self.num_minibatches > 1 or self.kl.in_reward
-        return self.top_entropy < 1 or (several and self.old_policy == "trainer")
+        several = self.num_minibatches > 1 or self.freezes_first
+        return self.choice is not None or self.takes("prob_squares") or (several and self.old_policy == "trainer")
+
+    @property
+    def freezes_first(self) -> bool:
+        """Whether advantages need log-probabilities, so that rows whose advantage is 0 are not known when those are made."""
+        return self.kl.in_reward or self.takes("old_logprobs") or self.takes("prob_squares")
+
+    def takes(self, name: str) -> bool:
+        """Return whether the advantage names a value."""
+        return name in parameters(self.advantage)
 
     @cached_property
     def skips_zero_advantages(self) -> bool:
@@ -91,17 +99,19 @@ class Algorithm:
         """Apply the first step of shaping.py, which needs no tokens."""
         return less_overlong(scores, self.max_tokens, self.overlong_share)
 
-    def credit(self, scores: Scores, tokens: TokenBatch) -> TokenBatch:
+    def credit(self, scores: Scores, tokens: TokenBatch, progress: Progress = BEGIN) -> TokenBatch:
         """Add the advantages, and remove samples without a reward and truncated answers (mask_truncated) from the mask. scores:
         from `shaped`. With the KL in the reward, tokens must have reference_logprobs and old_logprobs."""
         rewards, token_rewards = less_kl(scores.rewards, self.kl, self.old_logprobs(tokens), tokens)
-        given = {"rewards": rewards, "lengths": scores.lengths, "parts": scores.parts}
-        of_samples = call(self.advantage, given)  # [N, G]
-        if scores.given is not None:
-            of_samples = torch.where(scores.given.isnan() | of_samples.isnan(), of_samples, scores.given)
-        of_rows = of_samples.flatten()[tokens.sample, None]  # [B, 1]
-        mask = tokens.mask & ~of_rows.isnan()
-        advantages = torch.where(mask, of_rows, 0.0)  # [B, C]
+        known = {**vars(tokens), **vars(scores), "rewards": rewards, "progress": progress}
+        known |= {"steps": scores.rewards_of_turns(rewards), "old_logprobs": self.old_logprobs(tokens)}
+        advantages = call(self.advantage, {name: known.get(name) for name in OFFERED["advantage"]})
+        if not self.takes("mask"):
+            advantages = on_tokens(advantages, tokens)  # [B, C]
+        mask = tokens.mask & ~(advantages.isnan() | rewards.isnan().flatten()[tokens.sample, None])
+        if tokens.given is not None:
+            advantages = torch.where(tokens.given.isnan(), advantages, tokens.given)
+        advantages = torch.where(mask, advantages, 0.0)
         if token_rewards is not None:
             advantages = advantages + reward_to_go(token_rewards, mask, tokens.sample)
         if self.whiten:
@@ -111,12 +121,9 @@ class Algorithm:
         advantages, group = torch.where(mask, advantages, 0.0), tokens.sample // scores.rewards.shape[1]
         return replace(tokens, mask=mask, advantages=advantages, group=group)
 
-    def choose(self, tokens: TokenBatch) -> TokenBatch:
-        """Add `counted`, the tokens of highest entropy, if the surrogate counts only those; needs old_entropy."""
-        if self.top_entropy == 1:
-            return tokens
-        entropies = torch.cat(distributed.all_gather([tokens.old_entropy[tokens.mask].cpu()]))
-        return replace(tokens, counted=tokens.mask & (tokens.old_entropy >= threshold(entropies, self.top_entropy)))
+    def choose(self, tokens: TokenBatch, rng: torch.Generator) -> TokenBatch:
+        """Add `counted`, the tokens that the surrogate counts, if not all of them do; needs old_logprobs and old_entropy."""
+        return tokens if self.choice is None else replace(tokens, counted=chosen_tokens(self.choice, tokens, rng))
 
     # -- advantages to a loss
 
@@ -149,7 +156,7 @@ class Algorithm:
             L = sum_it w_it [ c_it k_it f_it l(rho_it, A_it) + beta KL_it - alpha H_it ]
 
         w    the token's share in the update, by `reduce` (`token_weights`)
-        c    whether the token counts (`top_entropy`)
+        c    whether the token counts (`choice`); 1 if the surrogate names `counted` and says itself what that means
         k    whether the row is kept: 0 if A < 0 and the policy has moved too far from it (`off_policy_keep`)
         f    the correction of the engine's mismatch, old policy / rollout policy (`correction`)
         l    the surrogate of the ratio rho = policy / old policy, at `level`, and the advantage A
@@ -164,14 +171,15 @@ class Algorithm:
         w, beta, KL, H = batch.weights, self.kl.coef, 0.0, entropy if alpha else 0.0
         l, logged, rho = self.policy_term(logprobs, batch)  # noqa: E741 - the equation's letter
         logged = {**logged, "policy": l, "approx_kl": k3(self.old_logprobs(batch), logprobs), "entropy": entropy}
-        if batch.counted is not None:
+        if batch.counted is not None and "counted" not in parameters(self.surrogate):
             c = batch.counted
         if self.off_policy_delta is not None:
             k = off_policy_keep(logprobs, batch.rollout_logprobs, batch.advantages, batch.mask, self.off_policy_delta)
             logged["off_policy_dropped"] = ~k
         if self.correction is not None:
-            log_w = (batch.old_logprobs - batch.rollout_logprobs) * batch.mask
-            f = logged["correction"] = self.correction(log_w, batch.mask)
+            given = {name: getattr(batch, name) for name in ("mask", "old_logprobs", "rollout_logprobs")}
+            given["log_w"] = (batch.old_logprobs - batch.rollout_logprobs) * batch.mask
+            f = logged["correction"] = call(self.correction, given)
         if self.kl.in_loss:
             target = batch.reference_logprobs if self.kl.target == "reference" else batch.rollout_logprobs
             KL = logged["kl"] = self.kl.estimate(logprobs, target)

@@ -8,10 +8,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 WITHOUT_RATIO = ("logprobs", "rollout_logprobs", "advantages", "mask", "counted", "sample", "group")
+OF_TOKENS = (
+    "mask",
+    "sample",
+    "turn",
+    "old_logprobs",
+    "values",
+    "prob_squares",
+)  # an advantage with `mask` is of tokens
 OFFERED = {  # values for the function of each axis; of level and reduce only for one of your own
-    "advantage": ("rewards", "lengths", "parts"),
+    "advantage": ("rewards", "lengths", "parts", "steps", "progress", "examples", "observations", *OF_TOKENS),
     "surrogate": ("ratio", "log_ratio", "old_logprobs", *WITHOUT_RATIO),
-    "correction": ("log_w", "mask"),
+    "choice": ("logprobs", "entropy", "advantages", "rng"),
+    "correction": ("log_w", "mask", "old_logprobs", "rollout_logprobs"),
     "level": ("log_ratio", "mask"),
     "reduce": ("mask", "sample", "lengths", "samples", "tokens", "count", "max_tokens", "total"),
 }

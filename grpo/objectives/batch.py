@@ -3,9 +3,9 @@
 N prompts, G samples of each, S = N x G; B rows, P prompt tokens, C completion tokens.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -23,11 +23,13 @@ class Scores:
     lengths: Tensor  # [N, G] float32, sampled tokens
     last_lengths: Tensor  # [N, G] float32, those of the last turn, which a limit may cut short; 0 without a turn
     truncated: Tensor  # [N, G] bool
-    given: Tensor | None = None  # [N, G] float32, advantages that environments gave; NaN where the estimator's count
+    steps: Tensor | None = None  # [N, G, K] float32, rewards of turns; 0 for the last, which has the rest; NaN beyond
+    examples: Sequence[Mapping[str, Any]] = ()  # N
+    observations: Sequence[Sequence[Sequence[str]]] = ()  # N, G, K, what the policy read before each turn
 
     def _map(self, function) -> Self:
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "parts"}
-        changed = {name: function(tensor) for name, tensor in tensors.items() if tensor is not None}
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        changed = {name: function(tensor) for name, tensor in tensors.items()}
         return replace(self, parts={name: function(part) for name, part in self.parts.items()}, **changed)
 
     def to(self, *args, **kwargs) -> Self:
@@ -39,7 +41,14 @@ class Scores:
 
     def rows(self, index: list[int]) -> Self:
         """Return these groups."""
-        return self._map(lambda tensor: tensor[index])
+        lists = {name: [getattr(self, name)[i] for i in index] for name in ("examples", "observations")}
+        return replace(self._map(lambda tensor: tensor[index]), **lists)
+
+    def rewards_of_turns(self, rewards: Tensor) -> Tensor:
+        """Return the rewards of turns, [N, G, K], whose sums are `rewards` [N, G]: the last turn has the rest."""
+        steps = self.steps if self.steps is not None else torch.zeros_like(rewards)[..., None]
+        last = (~steps.isnan()).sum(2, keepdim=True).sub(1).clamp(min=0)
+        return steps.scatter_add(2, last, (rewards - steps.nansum(2))[..., None])
 
 
 @dataclass(frozen=True)
@@ -51,12 +60,18 @@ class TokenBatch:
     mask: Tensor  # [B, C] bool, True where the policy sampled the token
     rollout_logprobs: Tensor  # [B, C] float32, the engine's
     sample: Tensor  # [B] int64, the row's sample, 0 to S - 1
+    turn: Tensor | None = None  # [B, C] int64, the turn of its sample that sampled the token; -1 where none did
+    given: Tensor | None = None  # [B, C] float32, advantages that came with the samples; NaN where there are none
+    fresh: Tensor | None = None  # [B] bool, False in rows of earlier rollouts
     group: Tensor | None = None  # [B] int64, the row's prompt, 0 to N - 1
     advantages: Tensor | None = None  # [B, C] float32, 0 outside the mask
     old_logprobs: Tensor | None = None  # [B, C] the trainer's, before the first update on this batch
     old_entropy: Tensor | None = None  # [B, C] nats
+    prob_squares: Tensor | None = None  # [B, C] the sum over the vocabulary of p^2, with old_logprobs
     reference_logprobs: Tensor | None = None  # [B, C]
     counted: Tensor | None = None  # [B, C] bool, the tokens that the surrogate counts; None: all
+    values: Tensor | None = None  # [B, C] float32, the critic's, of the state before each token
+    targets: Tensor | None = None  # [B, C] float32, what the values should be
     weights: Tensor | None = None  # [B, C] a token's share in the loss of one update, see `token_weights`
 
     def __len__(self) -> int:
@@ -98,7 +113,7 @@ class TokenBatch:
         width, used = self.prompt_width, self.attention_mask.any(dim=0)
         left, right = int(used[:width].int().argmax()), int(used[width:].sum())
         change = {name: getattr(self, name)[:, left : width + right] for name in ("ids", "attention_mask")}
-        for name in {f.name for f in fields(self)} - {"ids", "attention_mask", "sample", "group"}:  # [B, C]
+        for name in {f.name for f in fields(self)} - {"ids", "attention_mask", "sample", "fresh", "group"}:  # [B, C]
             if (tensor := getattr(self, name)) is not None:
                 change[name] = tensor[:, :right]
         return replace(self, **change)

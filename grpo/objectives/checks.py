@@ -6,12 +6,15 @@ but are rarely meant. None of this needs a model.
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, get_args
 
 from grpo.objectives.arguments import OFFERED, WITHOUT_RATIO, named, parameters
+from grpo.objectives.choices import top_entropy
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import Level, Reduce, clip
+from grpo.objectives.surrogates import vespo
 from grpo.objectives.trial import check_functions, kl_in_reward
 from grpo.rewards.resolve import imported
 from grpo.system.errors import UserError
@@ -31,6 +34,12 @@ def check(a: "Algorithm") -> None:
     for axis, kind in (("level", Level), ("reduce", Reduce)):
         if isinstance(value := getattr(a, axis), str) and not accepts(get_args(kind)[0], value):
             object.__setattr__(a, axis, imported(value, f"algo.{axis}, the function"))
+    if a.top_entropy < 1:
+        if (a.choice and getattr(a.choice, "func", None)) not in (None, top_entropy):
+            raise UserError(
+                "algo.top_entropy below 1 is a choice of tokens of its own: set it to 1, or algo/choice=none"
+            )
+        object.__setattr__(a, "choice", partial(top_entropy, share=a.top_entropy))
     for axis in OFFERED:
         if callable(getattr(a, axis)):
             check_parameters(a, axis)
@@ -62,11 +71,14 @@ def check_axes(a: "Algorithm") -> None:
     if a.old_policy == "rollout" and a.correction is not None:
         line = "algo.old_policy=rollout puts the engine's mismatch into the ratio, and algo.correction would count it twice"
         raise UserError(f"{line}: set algo/correction=none or algo.old_policy=trainer")
+    if a.correction is not None and getattr(a.surrogate, "func", a.surrogate) is vespo:
+        line = "algo/surrogate=vespo compares with the policy that sampled, and algo.correction would count that twice"
+        raise UserError(f"{line}: set algo/correction=none")
     takes_ratio = parameters(a.surrogate).keys() & {"ratio", "log_ratio"}
     if a.level not in ("token", "none") and not takes_ratio and not with_ratio:
         level = named(a, "level") if callable(a.level) else f"algo.level={a.level}"
         raise UserError(f"{level} has no effect: {named(a, 'surrogate')} does not use the ratio; set algo.level=none")
-    if "rewards" not in parameters(a.advantage):
+    if not {"rewards", "steps"} & parameters(a.advantage).keys():
         for name, is_on in (("overlong_share", a.overlong_share), ("kl.place=reward", kl_in_reward(a))):
             if is_on:
                 raise UserError(f"algo.{name} changes the reward, but {named(a, 'advantage')} does not use it")
@@ -79,26 +91,36 @@ def clip_bounds(a: "Algorithm") -> tuple[float | None, float | None, float | Non
     return tuple(parameters(a.surrogate)[name].default for name in ("low", "high", "dual"))
 
 
-def check_rollout(a: "Algorithm", prompts: int, group_size: int, ahead: int = 0) -> None:
+def check_rollout(a: "Algorithm", prompts: int, group_size: int, ahead: int = 0, critic: bool = False) -> None:
     """Raises UserError if `a` does not fit a rollout of prompts x group_size samples, or if a function fails on random
-    numbers. ahead: the age of the samples, in rollouts, when they are learned from. Logs the advice."""
+    numbers. ahead: the age of the samples, in rollouts, when they are learned from. critic: the run has one. Logs the advice."""
+    if (used := "values" in parameters(a.advantage)) != critic:
+        needs = "needs the values of a critic: set critic=head or critic=model"
+        unused = "does not use the values of the critic: set critic=none, or algo/advantage=gae"
+        raise UserError(f"{named(a, 'advantage')} {needs if used else unused}")
+    if critic and a.kl.in_reward:
+        line = "the critic's targets are the rewards without a KL"
+        raise UserError(f"algo.kl.place={a.kl.place} changes the rewards, but {line}: take algo/kl=loss")
     for line in advice(a):
         log.warning(line)
-    takes = parameters(a.surrogate).keys()
-    compares = takes & {"ratio", "log_ratio", "old_logprobs"}
-    knows_age = a.correction is not None or "rollout_logprobs" in takes or (compares and a.old_policy == "rollout")
-    if ahead and not knows_age:
-        bypass = "algo.old_policy=rollout (the ratio compares with the policy that sampled) or " if compares else ""
-        line = f"rollout.ahead={ahead}: the samples are older than the policy, and this objective takes them as its own"
-        raise UserError(f"{line}: set {bypass}algo/correction=tis (weights by the change of their probability)")
+    if ahead:
+        check_age(a, f"rollout.ahead={ahead}")
     rows = prompts * group_size
     if rows % a.num_minibatches:
         valid = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
         size = f"{rows} rows of a rollout ({prompts} prompts x {group_size} samples)"
         raise UserError(f"algo.num_minibatches={a.num_minibatches} does not divide the {size}; valid values: {valid}")
-    if group_size == 1 and a.sampling_rounds > 1:
-        raise UserError("rollout.group_size=1: dynamic sampling would discard every group; set algo.sampling_rounds=1")
     check_functions(a, prompts, group_size)
+
+
+def check_age(a: "Algorithm", cause: str) -> None:
+    """Raise UserError if `a` takes samples of an older policy as the policy's own. cause: the setting that makes them old."""
+    takes = parameters(a.surrogate).keys()
+    compares = takes & {"ratio", "log_ratio", "old_logprobs"}
+    if a.correction is None and "rollout_logprobs" not in takes and not (compares and a.old_policy == "rollout"):
+        bypass = "algo.old_policy=rollout (the ratio compares with the policy that sampled) or " if compares else ""
+        line = f"{cause}: the samples are older than the policy, and this objective takes them as its own"
+        raise UserError(f"{line}: set {bypass}algo/correction=tis (weights by the change of their probability)")
 
 
 def advice(a: "Algorithm") -> Iterator[str]:

@@ -1,11 +1,8 @@
-"""Uses of the policy's entropy, in nats: a bonus with a fixed or an adaptive coefficient, and a choice of tokens."""
+"""A bonus for the policy's entropy, in nats, with a fixed or an adaptive coefficient."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import numpy as np
-from torch import Tensor
 
 from grpo.system.errors import UserError
 from grpo.system.ranges import NonNegative, Positive, enforced
@@ -58,8 +55,3 @@ class EntropyController:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self.coef, self.entropy = state["entropy_coef"], state["last_entropy"]
-
-
-def threshold(entropies: Tensor, share: float) -> float:
-    """Return the entropy that the top `share` of tokens reaches: there the policy decides (arXiv 2506.01939). entropies: [n]."""
-    return float(np.quantile(entropies.double().numpy(), 1 - share)) if len(entropies) else 0.0

@@ -5,13 +5,13 @@ gradient), old_logprobs, rollout_logprobs, log_ratio, ratio (at the level), adva
 """
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from grpo.objectives.arguments import call
-from grpo.system.ranges import FunctionName, Positive, Range, SomeShare
+from grpo.system.ranges import FunctionName, Positive, SomeShare
 
 Level = Literal["token", "sequence", "sequence_sum", "sequence_token", "none"] | FunctionName
 Reduce = Literal["sequence", "token", "constant", "sum"] | FunctionName
@@ -59,19 +59,6 @@ def clip(
         above = above | ((advantages < 0) & (ratio > dual))
         term = torch.where(advantages < 0, torch.maximum(term, dual * advantages), term)
     return -term, {"clip_fraction_low": below, "clip_fraction_high": above}
-
-
-def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, bound: Annotated[float, Range(1)] = 5.0) -> Loss:
-    """-sg(min(r, bound)) A log pi: bounds the weight, so that every token keeps a gradient (arXiv 2506.13585). bound: on
-    the ratio itself, 5 in ScaleRL (arXiv 2510.13786)."""
-    weight = ratio.detach().clamp(max=bound)
-    return -weight * advantages * logprobs, {"clip_fraction_high": ratio > bound}
-
-
-def sapo(ratio: Tensor, advantages: Tensor, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> Tensor:
-    """-sigmoid(tau (r - 1)) 4 / tau A: a soft gate, steepest at r = 1, where it has PPO's gradient (arXiv 2511.20347)."""
-    tau = torch.where(advantages > 0, tau_positive, tau_negative)
-    return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
 
 
 def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:

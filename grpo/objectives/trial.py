@@ -1,5 +1,6 @@
 """Tries the functions of an Algorithm's axes on random numbers, before a model is loaded."""
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo.objectives.arguments import call, named
+from grpo.objectives.arguments import OF_TOKENS, call, named, parameters
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.loss import policy_log_ratio, token_weights
 from grpo.system.errors import UserError
+from grpo.system.progress import Progress
 
 if TYPE_CHECKING:
     from grpo.objectives.algorithm import Algorithm
@@ -27,11 +29,18 @@ def check_functions(a: "Algorithm", prompts: int, group_size: int) -> None:
     """Raises UserError for a function that raises, returns no finite tensor of the right shape, or leaves nothing to learn."""
     some = partial(torch.rand, (prompts, group_size), generator=torch.Generator().manual_seed(0))
     least = -1.0 if a.overlong_share or kl_in_reward(a) else 0.0  # these make rewards negative
-    given = {"rewards": some() + least, "lengths": 1 + some(), "parts": defaultdict(some)}
-    advantages = tried(a, "advantage", lambda: call(a.advantage, given), (prompts, group_size))
-    if group_size == 1 and not advantages.any():
-        least = "at least 2 are needed (algo=reinforce_pp takes 1)"
-        raise UserError(f"rollout.group_size=1: advantages compare the samples of a prompt, {least}")
+    rewards, shape = some() + least, (prompts, group_size)
+    given = {"rewards": rewards, "lengths": 1 + some(), "parts": defaultdict(some), "progress": Progress()}
+    given |= {"steps": rewards[..., None], "observations": [[["a"]] * group_size] * prompts}
+    rows = even_batch(prompts * group_size, 3, -1.0)
+    given |= {name: getattr(rows, name, None) for name in OF_TOKENS}
+    own, takes = copy.deepcopy(a.advantage), parameters(a.advantage)  # it may have a state
+    if "examples" not in takes:  # whose columns are unknown
+        shapes = ((prompts * group_size, 3),) if "mask" in takes else (shape, (*shape, 1))
+        advantages = tried(a, "advantage", lambda: call(own, given), *shapes)
+        if group_size == 1 and not advantages.any():
+            least = "at least 2 are needed (algo=reinforce_pp takes 1)"
+            raise UserError(f"rollout.group_size=1: advantages compare the samples of a prompt, {least}")
     logprobs, batch = random_batch()
     if callable(a.level):
         tried(a, "level", lambda: policy_log_ratio(logprobs, batch.old_logprobs, batch.mask, a.level), (2, 3))
@@ -39,7 +48,12 @@ def check_functions(a: "Algorithm", prompts: int, group_size: int) -> None:
         tried(a, "reduce", lambda: token_weights(batch.mask, a.reduce, a.max_tokens), (2, 3))
     term, logged, _ = tried(a, "surrogate", lambda: a.policy_term(logprobs, batch), (2, 3))
     if a.correction is not None:
-        tried(a, "correction", lambda: a.correction(torch.zeros(2, 3), batch.mask), (2, 3))
+        old = batch.old_logprobs
+        given = {"log_w": torch.zeros(2, 3), "mask": batch.mask, "old_logprobs": old, "rollout_logprobs": old}
+        tried(a, "correction", lambda: call(a.correction, given), (2, 3))
+    if a.choice is not None:
+        given = {"logprobs": some().flatten(), "entropy": some().flatten(), "advantages": some().flatten()}
+        tried(a, "choice", lambda: call(a.choice, given | {"rng": torch.Generator()}), (prompts * group_size,))
     if not term.requires_grad:
         raise UserError(f"{named(a, 'surrogate')} has no gradient: it must depend on logprobs or ratio")
     for name, values in logged.items():
@@ -47,8 +61,8 @@ def check_functions(a: "Algorithm", prompts: int, group_size: int) -> None:
             raise UserError(f"{named(a, 'surrogate')} logs {name!r}, which must be [B, C] like the loss")
 
 
-def tried(a: "Algorithm", axis: str, attempt: Callable[[], Any], shape: tuple[int, int]) -> Any:
-    """Return the result of the attempt. Raises UserError unless it is, or begins with, a finite tensor of this shape."""
+def tried(a: "Algorithm", axis: str, attempt: Callable[[], Any], *shapes: tuple[int, ...]) -> Any:
+    """Return the result of the attempt. Raises UserError unless it is, or begins with, a finite tensor of one of the shapes."""
     try:
         result = attempt()
     except UserError:
@@ -57,8 +71,9 @@ def tried(a: "Algorithm", axis: str, attempt: Callable[[], Any], shape: tuple[in
         raise UserError(f"{named(a, axis)} fails on random numbers: {type(error).__name__}: {error}") from error
     tensor = result[0] if isinstance(result, tuple) else result
     found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-    if found != shape:
-        raise UserError(f"{named(a, axis)} must return a tensor of shape {list(shape)}, and gave {found}")
+    if found not in shapes:
+        allowed = " or ".join(str([*shape]) for shape in shapes)
+        raise UserError(f"{named(a, axis)} must return a tensor of shape {allowed}, and gave {found}")
     if not tensor.isfinite().all():
         raise UserError(f"{named(a, axis)} gives numbers that are not finite on random ones: look at its settings")
     return result
@@ -68,7 +83,8 @@ def silent_without_advantage(a: "Algorithm") -> bool:
     """Return whether the surrogate has no gradient where the advantage is 0. A user's surrogate may have other terms."""
     logprobs, batch = random_batch()
     with torch.enable_grad():
-        term, _, _ = a.policy_term(logprobs, replace(batch, advantages=torch.zeros(2, 3)))
+        some = torch.tensor([[True], [False]]).expand(2, 3)  # counted
+        term, _, _ = a.policy_term(logprobs, replace(batch, advantages=torch.zeros(2, 3), counted=some))
         return not torch.autograd.grad(term.sum(), logprobs, materialize_grads=True)[0].any()
 
 
@@ -89,8 +105,11 @@ def even_batch(rows: int, tokens: int, logprob: float) -> TokenBatch:
         mask=ones.bool(),
         rollout_logprobs=old,
         sample=torch.arange(rows),
+        turn=torch.zeros(rows, tokens, dtype=torch.int64),
+        values=torch.zeros(rows, tokens),
         group=torch.zeros(rows, dtype=torch.int64),
         old_logprobs=old,
+        prob_squares=old.exp(),
         reference_logprobs=old,
         weights=ones,
     )

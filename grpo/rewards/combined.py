@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType, SimpleNamespace
@@ -28,7 +28,7 @@ from grpo.env.types import Env, Example, Reward, Trajectory
 from grpo.rewards.resolve import Function, Functions, locate, reward_name
 from grpo.system.calls import awaited
 from grpo.system.errors import RewardError, UserError, told
-from grpo.system.progress import progress
+from grpo.system.progress import Progress, progress, scheduled
 from grpo.system.witness import seen
 
 log = logging.getLogger(__name__)
@@ -45,22 +45,23 @@ PROCESS = {  # settings of the whole process, each with how to read and to write
 }
 
 
-Weights = Mapping[str, float] | Sequence[float] | None
+Weight = float | Mapping[str, Any]  # a number, or one that changes: {schedule: linear, from: 0.5, to: 0}
+Weights = Mapping[str, Weight] | Sequence[Weight] | None
 
 
-def weights_of(names: Sequence[str], given: Weights, usual: Mapping[str, float]) -> list[float]:
-    """Return the weight of each function. Raises UserError for a name or a number of weights that does not fit."""
+def weights_of(names: Sequence[str], given: Weights, usual: Mapping[str, float]) -> list[Callable[[Progress], float]]:
+    """Return each function's weight, by the progress. Raises UserError for a name or a number of weights that does not fit."""
     if given is None or isinstance(given, Mapping):
         if unknown := [name for name in given or () if name not in names]:
             raise UserError(f"task.weights names {unknown[0]!r}, but the rewards are {', '.join(names)}")
         weights = dict(usual) | dict(given or {})
-        return [float(weights.get(name, 1.0)) for name in names]
+        given = [weights.get(name, 1.0) for name in names]
     if len(given) != len(names):
         fix = f"task.weights={list(given)} for {', '.join(names)}; or by name, {{{names[0]}: 1}}"
         raise UserError(
             f"number of reward weights ({len(given)}) must match number of reward functions ({len(names)}): {fix}"
         )
-    return list(map(float, given))
+    return [scheduled(one, f"task.weights.{name}") for name, one in zip(names, given, strict=True)]
 
 
 class Rewards:
@@ -166,7 +167,8 @@ class Rewards:
     def _combined(self, values: Sequence[float | Reward | None]) -> Reward:
         """Return the weighted sum of one sample's values."""
         total, parts, graded, applies = 0.0, {}, None, False
-        for name, weight, value in zip(self.names, self.weights, values, strict=True):
+        weights = [weight(progress()) for weight in self.weights]
+        for name, weight, value in zip(self.names, weights, values, strict=True):
             if value is None:
                 continue
             applies = applies or weight != 0  # a function with weight 0 is only logged

@@ -11,7 +11,7 @@ from grpo.objectives.batch import Scores, TokenBatch
 from grpo.rollout.metrics import rectangle
 from grpo.rollout.types import Group, Sample
 
-NOTHING = Row((0,), (0,), (False,), (0.0,))  # a rank needs a row even if all its environments failed at once
+NOTHING = Row((0,), (0,), (-1,), (0.0,))  # a rank needs a row even if all its environments failed at once
 
 
 def collate(groups: Sequence[Group], first: Sequence[int] = ()) -> TokenBatch:
@@ -19,22 +19,27 @@ def collate(groups: Sequence[Group], first: Sequence[int] = ()) -> TokenBatch:
     are the rollout."""
     first = first or list(accumulate(map(len, groups), initial=0))
     samples = [numbered for start, group in zip(first, groups, strict=False) for numbered in enumerate(group, start)]
-    owned = [(s, row) for s, sample in samples for row in rows_of_turns(sample.turns)]
-    owned = owned or [(first[0], NOTHING)]
-    prompt_width = max(len(row.prompt_ids) for _, row in owned)
-    width = max(len(row.ids) for _, row in owned)
+    owned = [(s, sample, row) for s, sample in samples for row in rows_of_turns(sample.turns)]
+    owned = owned or [(first[0], None, NOTHING)]
+    prompt_width = max(len(row.prompt_ids) for *_, row in owned)
+    width = max(len(row.ids) for *_, row in owned)
     ids = torch.zeros(len(owned), prompt_width + width, dtype=torch.int64)
     attention_mask = torch.zeros_like(ids)
-    mask = torch.zeros(len(owned), width, dtype=torch.bool)
+    turn = torch.full((len(owned), width), -1)
+    given = torch.full((len(owned), width), torch.nan)
     rollout_logprobs = torch.zeros(len(owned), width)  # padding: `mask` keeps it out of every sum
-    for i, (_, row) in enumerate(owned):
+    for i, (_, sample, row) in enumerate(owned):
         start, end = prompt_width - len(row.prompt_ids), prompt_width + len(row.ids)
         ids[i, start:end] = torch.tensor(row.prompt_ids + row.ids)
         attention_mask[i, start:end] = 1
-        mask[i, : len(row.ids)] = torch.tensor(row.sampled)
+        turn[i, : len(row.ids)] = torch.tensor(row.turns)
+        for k in {*row.turns} - {-1}:
+            own = sample.turns[k].advantages
+            given[i, turn[i] == k] = torch.tensor(sample.reward.advantage if own is None else own)
         rollout_logprobs[i, : len(row.ids)] = torch.tensor(row.logprobs)
-    owner = torch.tensor([s for s, _ in owned])
-    return TokenBatch(ids, attention_mask, mask, rollout_logprobs, owner)
+    fresh = torch.tensor([sample is None or not sample.age for _, sample, _ in owned])
+    tensors = (ids, attention_mask, turn >= 0, rollout_logprobs, torch.tensor([s for s, *_ in owned]))
+    return TokenBatch(*tensors, turn=turn, given=given, fresh=fresh)
 
 
 def scores(groups: Sequence[Group]) -> Scores:
@@ -49,6 +54,14 @@ def scores(groups: Sequence[Group]) -> Scores:
     def last(sample: Sample) -> int:
         return len(sample.turns[-1].completion.ids) if sample.turns else 0
 
+    def step(k: int) -> Tensor:
+        def value(sample: Sample) -> float:
+            later = sample.trajectory.steps[k + 1 :]
+            return later[0].state.reward if later else 0.0 if k < len(sample.turns) else torch.nan
+
+        return tensor(value)
+
+    turns = max((len(sample.turns) for group in groups for sample in group), default=0)
     names = dict.fromkeys(["correct", *(name for group in groups for sample in group for name in sample.reward.parts)])
     rewards = tensor(lambda sample: sample.reward.value)
     return Scores(
@@ -57,5 +70,7 @@ def scores(groups: Sequence[Group]) -> Scores:
         lengths=tensor(lambda sample: sample.length, 0),
         last_lengths=tensor(last, 0),
         truncated=tensor(lambda sample: sample.trajectory.truncated, 0).bool(),
-        given=tensor(lambda sample: sample.reward.advantage),
+        steps=torch.stack([step(k) for k in range(max(turns, 1))], dim=2),
+        examples=[group[0].example if group else {} for group in groups],
+        observations=[[sample.observations for sample in group] for group in groups],
     )

@@ -42,6 +42,7 @@ def records(groups: Iterable[Group], **columns: Iterable[Iterable[Any]]) -> Iter
                 "tokens": sample.length,
                 "turns": len(sample.turns),
                 "truncated": trajectory.truncated,
+                **({"age": sample.age} if sample.age else {}),
             }
 
 

@@ -1,11 +1,12 @@
 """Data of a rollout: its plan, its limits, its samples. `Rollouts` makes rollouts."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import takewhile
+from typing import Literal, Self
 
 from grpo.engines.protocol import Sampling
 from grpo.env.tokens import Turn
-from grpo.env.types import Example, Reward, Trajectory
+from grpo.env.types import Example, Reward, State, Trajectory
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Positive, Seconds, enforced
 
@@ -20,14 +21,31 @@ class Sample:
     trajectory: Trajectory
     turns: tuple[Turn, ...]
     reward: Reward
+    age: int = 0  # rollouts since it was played, if it is learned from again
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        return self  # nothing in it changes
 
     @property
     def length(self) -> int:
         """The number of tokens that the policy sampled."""
         return sum(len(turn.completion.ids) for turn in self.turns)
 
+    @property
+    def observations(self) -> list[str]:
+        """The texts that the policy read before its turns, see `observation`."""
+        return [observation(step.state) for step in self.trajectory.steps]
+
 
 Group = list[Sample]  # the G samples of one example
+
+
+def observation(state: State) -> str:
+    """Return what is new to the policy in a state: the texts since its last message, or the prompt that stands for them."""
+    if state.prompt is not None:
+        return str(state.prompt)
+    new = takewhile(lambda message: message.role != "assistant", reversed(state.messages))
+    return "\n".join(message.content for message in reversed([*new]))
 
 
 @enforced("")

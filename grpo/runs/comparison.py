@@ -19,6 +19,7 @@ from grpo.runs.runs import SAME, VERDICTS, Run, arms, load
 from grpo.system.errors import UserError
 
 log = logging.getLogger(__name__)
+LETTERS = (*ascii_uppercase, *(a + b for a in ascii_uppercase for b in ascii_uppercase))  # A to ZZ: names of arms
 
 
 def arms_of(operands: Sequence[str | Sequence[str]]) -> dict[str, list[Run]]:
@@ -40,7 +41,7 @@ def arms_of(operands: Sequence[str | Sequence[str]]) -> dict[str, list[Run]]:
         parts = arms(run for run in runs if run not in unfinished)
         for label, members in parts.items():
             found[operand if len(parts) == 1 else f"{operand}: {label}"] = members
-    if not 2 <= len(found) <= len(ascii_uppercase):
+    if not 2 <= len(found) <= len(LETTERS):
         how = "compare=RUN_A,RUN_B; the folder of a sweep; or seeds in brackets, compare=[[A0,A1],[B0,B1]]"
         raise UserError(f"compare has {len(found)} arm(s) ({', '.join(found)}), but needs two or more: {how}")
     return found
@@ -67,7 +68,7 @@ def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -
     if not items:
         raise UserError("the runs have no problem in common: compare evaluations of the same task, split and rows")
 
-    letters = dict(zip(ascii_uppercase, measured, strict=False))
+    letters = dict(zip(LETTERS, measured, strict=False))
     asked = {letter: len(set().union(*(table.index for table in measured[name]))) for letter, name in letters.items()}
     described = {letter: {"name": name, "runs": len(measured[name])} for letter, name in letters.items()}
     comparisons: list[dict[str, Any]] = []

@@ -29,7 +29,11 @@ class MetricsTable(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if self.rows is None:
             self.rows = [row for row in self.read() if int(row["step"]) < step]
-        self.rows.append({"step": step, **metrics})
+        if self.rows and self.rows[-1]["step"] == step:  # the rest of this step
+            self.rows[-1] |= metrics
+            self.names = []
+        else:
+            self.rows.append({"step": step, **metrics})
         self.write()
 
     @rank_zero_only

@@ -82,9 +82,10 @@ def public(tags: Sequence[str]) -> list[str]:
 
 
 def papers(algo: str) -> list[str]:
-    """Return the arXiv numbers of an algorithm: the paper of GRPO, and the papers in the first line of the preset's file."""
+    """Return the arXiv numbers of an algorithm: the paper of GRPO, and the papers in the first sentence of the preset's file."""
     file = PRESETS / f"{algo}.yaml"
-    named = re.findall(r"arXiv (\d{4}\.\d{5})", file.read_text().splitlines()[0]) if file.exists() else []
+    text = file.read_text().removeprefix("# @package _global_\n") if file.exists() else ""
+    named = re.findall(r"arXiv (\d{4}\.\d{5})", text.partition("\n")[0])
     return list(dict.fromkeys(["2402.03300", *named]))
 
 

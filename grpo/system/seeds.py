@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-TRAIN, EVALUATION, SHUFFLE = range(3)  # second in the path of a seed: its purpose
+TRAIN, EVALUATION, SHUFFLE, REPLAY = range(4)  # second in the path of a seed: its purpose
 _alone = threading.Lock()
 
 

@@ -8,6 +8,7 @@ from typing import Self
 from grpo.evaluation.evaluator import Evaluation
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.rollout.types import Group
+from grpo.system.progress import BEGIN, Progress
 
 
 @dataclass
@@ -18,11 +19,13 @@ class RolloutBatch:
     """
 
     rollout: int
+    progress: Progress = BEGIN
     groups: list[Group] = field(default_factory=list)
     tokens: TokenBatch | None = None
     scores: Scores | None = None
     advantages: list[list[float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    recorded: dict[str, float] = field(default_factory=dict)  # what the loggers have of them
     evaluations: list[Evaluation] = field(default_factory=list)
 
     def to(self, *args, **kwargs) -> Self:

@@ -238,5 +238,5 @@ def check_shapes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
         there, here = (shapes.get(different[0], "missing") for shapes in (theirs, ours))
         raise UserError(
             f"ckpt_path is a checkpoint of another model: {len(different)} of {len(ours)} tensors differ, the first is "
-            f"{different[0]} ({there} there, {here} here); give the model= and adapter= of that run"
+            f"{different[0]} ({there} there, {here} here); give the model=, adapter= and critic= of that run"
         )

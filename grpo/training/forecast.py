@@ -27,6 +27,7 @@ from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.builtin.kv_cache import PREFILL_TOKENS
 from grpo.engines.builtin.sampler import LOGITS_PER_DRAW, Draws
 from grpo.engines.protocol import Engine
+from grpo.models.critic import states_before
 from grpo.models.gradient_checkpointing import layers_of, recomputing
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.packed_attention import Packed, attending
@@ -95,7 +96,7 @@ class Sizes:
         module = imagined(self.make_module, self.pretrained)
         policy, optim = module.policy, module.optim
         [optimizer], _ = module.configure_optimizers()
-        own = [*policy.parameters(), *policy.buffers()]
+        own = [*module.parameters(), *module.buffers()]  # of the critic, too
         learned = learned_by(optimizer)  # the float32 masters, if there are any
         gradients = with_gradients(learned)
         copies = module.reference.own() if module.reference else []
@@ -104,8 +105,8 @@ class Sizes:
         # layers that are gathered in 16 bits, so autocast copies no weight
         if low_shards := sharded and mixed and policy.dtype.itemsize == 4:
             passes = imagined(self.make_module, replace(self.pretrained, dtype="bfloat16"))
-            parameters = [*passes.policy.parameters()]
-            beside = [*parameters, *passes.policy.buffers(), *with_gradients(p for p in parameters if p.requires_grad)]
+            parameters = [*passes.parameters()]
+            beside = [*parameters, *passes.buffers(), *with_gradients(p for p in parameters if p.requires_grad)]
         one_pass = partial(in_a_pass, passes, plan, prompt_tokens, beside)
         casts = partial(torch.autocast, "cpu", torch.bfloat16, enabled=mixed and not low_shards)
         with casts():
@@ -119,7 +120,8 @@ class Sizes:
         if sharded:
             weights, masters = bytes_of(p for p in own if not p.requires_grad) + bytes_of(learned), 0
         buckets = bytes_of(p for p in own if p.requires_grad) if devices > 1 and not sharded else 0
-        gathered = in_a_layer(passes.policy) if sharded else 0  # layers that are whole while they compute
+        models = [model for model in (passes.policy, below_the_critic(passes)) if model is not None]
+        gathered = sum(map(in_a_layer, models)) if sharded else 0  # layers that are whole while they compute
         of_device = devices if sharded else 1
         parts = [
             Part("weights", weights // of_device, "" if policy.dtype.itemsize == 2 else "model.dtype=bfloat16"),
@@ -177,10 +179,10 @@ def forecast(sizes: Sizes, trainer: L.Trainer) -> list[Part]:
     return [Part("so far", memory.held(device)), *parts]
 
 
-def in_a_layer(policy: nn.Module) -> int:
+def in_a_layer(model: nn.Module) -> int:
     """Return the bytes that sharding gathers at once: two layers, their gradients, and the rest."""
-    layers = [bytes_of(layer.parameters()) for layer in layers_of(policy)]
-    return 4 * max(layers) + 2 * (bytes_of(policy.parameters()) - sum(layers))
+    layers = [bytes_of(layer.parameters()) for layer in layers_of(model)]
+    return 4 * max(layers) + 2 * (bytes_of(model.parameters()) - sum(layers))
 
 
 def human(size: int | None) -> str:
@@ -243,10 +245,17 @@ def in_a_pass(
     batch = minibatch(plan, prompt_tokens, plan.prompts * plan.group_size // algorithm.num_minibatches)
     batch = batch.rows(microbatches(batch, layout, optim.max_tokens_per_microbatch)[0])
     live = Live(there, policy.config.get_text_config().vocab_size)
-    with live, recomputing(policy, optim.gradient_checkpointing):
-        logprobs, entropy = completion_logprobs(policy, batch, module.temperature, algorithm.entropy.active, layout)
-        (logprobs + entropy).sum().backward()
+    below, again = below_the_critic(module), optim.gradient_checkpointing
+    with live, recomputing(policy, again), recomputing(below, again and below is not None):
+        found = completion_logprobs(policy, batch, module.temperature, algorithm.entropy.active, layout)
+        valued = [] if below is None else [states_before(below, batch, layout)]
+        sum(numbers.sum() for numbers in (*found, *valued)).backward()
     return live.most
+
+
+def below_the_critic(module: L.LightningModule) -> nn.Module | None:
+    """Return the model of a critic that has its own."""
+    return module.critic.model if hasattr(module, "critic") else None
 
 
 def minibatch(plan: Plan, prompt_tokens: int, rows: int) -> TokenBatch:

@@ -84,11 +84,12 @@ def note_loss(means: Means, microbatch: TokenBatch, logprobs: Tensor, logged: Ma
 def note_engine(means: Means, microbatch: TokenBatch) -> None:
     """Add the differences between the engine's and the trainer's log-probabilities of the same policy."""
     gap = (microbatch.old_logprobs - microbatch.rollout_logprobs).abs()
-    means.add_tokens("rollout/logprob_gap", gap, microbatch.mask)
-    means.add_extreme("rollout/logprob_gap_max", gap[microbatch.mask])
+    mask = microbatch.mask if microbatch.fresh is None else microbatch.mask & microbatch.fresh[:, None]
+    means.add_tokens("rollout/logprob_gap", gap, mask)
+    means.add_extreme("rollout/logprob_gap_max", gap[mask])
     for side in ("rollout_logprobs", "old_logprobs"):
-        means.add_tokens(f"rollout/{side}", getattr(microbatch, side), microbatch.mask)
-        means.add_tokens(f"rollout/{side}^2", getattr(microbatch, side).square(), microbatch.mask)
+        means.add_tokens(f"rollout/{side}", getattr(microbatch, side), mask)
+        means.add_tokens(f"rollout/{side}^2", getattr(microbatch, side).square(), mask)
 
 
 def of_advantages(advantages: Tensor) -> dict[str, float]:

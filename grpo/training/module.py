@@ -20,12 +20,12 @@ from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.entropy import EntropyController
 from grpo.system import distributed
-from grpo.system.distributed import full, is_sharded, one_pass
+from grpo.system.distributed import is_sharded, one_pass
 from grpo.system.seeds import SHUFFLE, derive_seed
 from grpo.training.batch import RolloutBatch
 from grpo.training.meter import Means, note_engine, note_loss, of_advantages
 from grpo.training.module_state import ModuleState
-from grpo.training.optimization import Optimization, TokensAtOnce, learned_by
+from grpo.training.optimization import Optimization, TokensAtOnce, average_over_ranks, clipped, learned_by
 from grpo.training.skipped import Skipped
 
 
@@ -62,28 +62,27 @@ class GRPOModule(ModuleState):
             share(self)
 
     def configure_optimizers(self):
-        trained = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
-        offload = self.optim.offload and not is_sharded(self.policy)
+        trained, offload = self.trained(), self.optim.offload and not is_sharded(self.policy)
         optimizer = with_masters(trained, self.optim.optimizer, offload)
-        self.has_masters = offload or any(p.dtype in LOW for p in trained.values())
+        self.by_hand = offload or any(p.dtype in LOW for p in trained.values())  # DDP sees no masters
         return [optimizer], [self.optim.scheduled(optimizer, self.num_updates)]
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
         """Learn from one rollout: num_epochs passes of num_minibatches updates. Returns metrics."""
         means, shape = Means(), batch.scores.rewards.shape  # N, G
         scores, tokens = batch.scores.to(batch.tokens.ids.device), batch.tokens
-        if self.algorithm.kl.in_reward:  # the rewards need the frozen log-probabilities
+        if self.algorithm.freezes_first:
             tokens = self.freeze(tokens)
-        tokens = self.algorithm.credit(scores, tokens)
-        if not self.algorithm.kl.in_reward:  # rows with advantage 0 need none
+        tokens = self.algorithm.credit(scores, tokens, batch.progress)
+        if not self.algorithm.freezes_first:  # rows with advantage 0 need no log-probabilities
             tokens = self.freeze(tokens)
-        tokens = self.algorithm.choose(tokens)
+        rng = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
+        tokens = self.algorithm.choose(tokens, rng)
         self.compare(tokens, means)
         advantages = tokens.sample_means(tokens.advantages, shape)
         batch.advantages = advantages.tolist()
         samples = sum(map(len, batch.groups)) or scores.rewards.numel()
         self.moved, count = False, samples / self.algorithm.num_minibatches  # samples of an update
-        rng = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
         with recomputing(self.policy, self.optim.gradient_checkpointing):
             for epoch in range(self.algorithm.num_epochs):
                 for minibatch in self.minibatches(tokens, shape, rng):
@@ -103,11 +102,14 @@ class GRPOModule(ModuleState):
             with self.reference.model() as model:
                 reference_logprobs, _ = self.logprobs_of(model, tokens, self.live(tokens))
             tokens = replace(tokens, reference_logprobs=reference_logprobs)
-        if self.algorithm.needs_old:
-            every = self.algorithm.top_entropy < 1  # it compares the entropies of all rows
+        if self.algorithm.needs_old and tokens.old_logprobs is None:
+            every = self.algorithm.choice is not None  # it compares the tokens of all rows
             rows = torch.arange(len(tokens), device=tokens.ids.device) if every else self.live(tokens)
             old_logprobs, old_entropy = self.logprobs_of(self.policy, tokens, rows)
             tokens = replace(tokens, old_logprobs=old_logprobs, old_entropy=old_entropy)
+        if self.algorithm.takes("prob_squares"):  # p(y)^2 / q(y), where q has half the temperature, whatever y is
+            sharper, _ = self.logprobs_of(self.policy, tokens, self.live(tokens), self.temperature / 2)
+            tokens = replace(tokens, prob_squares=(2 * tokens.old_logprobs - sharper).exp())
         return tokens
 
     def compare(self, tokens: TokenBatch, means: Means) -> None:
@@ -119,12 +121,15 @@ class GRPOModule(ModuleState):
             note_engine(means, replace(row, old_logprobs=logprobs))
 
     @torch.no_grad()
-    def logprobs_of(self, model: nn.Module, tokens: TokenBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def logprobs_of(
+        self, model: nn.Module, tokens: TokenBatch, rows: Tensor, temperature: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies, [B, C] each, of these rows, by microbatches; 0 on the other rows."""
         logprobs, entropy = torch.zeros_like(tokens.rollout_logprobs), torch.zeros_like(tokens.rollout_logprobs)
         for some, microbatch in self.microbatches(tokens, rows):
             width = microbatch.completion_width
-            logprobs[some, :width], entropy[some, :width] = self.forward_pass(model, microbatch, False)
+            given = microbatch, temperature or self.temperature, False, *self.layout
+            logprobs[some, :width], entropy[some, :width] = one_pass(model, completion_logprobs, *given)
         return logprobs, entropy
 
     def forward_pass(self, model: nn.Module, tokens: TokenBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
@@ -208,7 +213,7 @@ class GRPOModule(ModuleState):
             found[rows, : microbatch.completion_width] = logprobs.detach()
             if microbatch.old_logprobs is None:
                 microbatch = replace(microbatch, old_logprobs=logprobs.detach())
-            loss, logged = self.algorithm.loss(logprobs, entropy, microbatch, alpha)
+            loss, logged = self.loss_of(logprobs, entropy, microbatch, alpha)
             self.backward_here(loss, last=i == len(pieces) - 1)
             note_loss(noted, microbatch, logprobs.detach(), logged)
             if fresh:
@@ -217,23 +222,24 @@ class GRPOModule(ModuleState):
                 noted.add_tokens("loss/first_kl", logged["approx_kl"], microbatch.mask)
         return found, noted
 
+    def loss_of(self, logprobs: Tensor, entropy: Tensor, microbatch: TokenBatch, alpha: float) -> tuple[Tensor, dict]:
+        """Return the loss of a microbatch, and numbers to log, [B, C] each."""
+        return self.algorithm.loss(logprobs, entropy, microbatch, alpha)
+
     def backward_here(self, loss: Tensor, last: bool) -> None:
-        """Add the gradients of a microbatch. Ranks sum them in the last microbatch; with float32 masters, in `step`."""
-        exchanged = distributed.world_size() == 1 or is_sharded(self.policy) or (last and not self.has_masters)
+        """Add the gradients of a microbatch. Ranks sum them in the last microbatch, or if `by_hand` in `step`."""
+        exchanged = distributed.world_size() == 1 or is_sharded(self.policy) or (last and not self.by_hand)
         with nullcontext() if exchanged else self.trainer.strategy.block_backward_sync():
             self.manual_backward(loss)
 
     def step(self, minibatch: TokenBatch, means: Means) -> bool:
         """Clip the gradient, then step the optimizer and the schedule. Returns False if the gradient is not finite: no step."""
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
-        learned = learned_by(optimizer)  # the masters, if there are any
-        if self.has_masters and distributed.world_size() > 1:  # DistributedDataParallel does not see their gradients
-            for p in learned:
-                p.grad = (distributed.all_sum(p.grad.to(self.device)) / distributed.world_size()).to(p.device)
-        grad_norm = full(nn.utils.clip_grad_norm_(learned, self.optim.max_grad_norm or torch.inf))
-        means.add("loss/grad_norm", grad_norm)
+        if self.by_hand:
+            average_over_ranks(learned_by(optimizer), self.device)
+        finite = clipped(optimizer, self.optim.max_grad_norm, means)
         means.add("lr", optimizer.param_groups[0]["lr"])
-        if finite := bool(grad_norm.isfinite()):
+        if finite:
             optimizer.step()
             self.moved, self.skipped.row = True, 0
         else:

@@ -1,12 +1,25 @@
 """The module's part of a checkpoint. A run resumes only with the model that it started with."""
 
 import lightning as L
+from torch import nn
 
+from grpo.system.errors import UserError
+from grpo.system.metrics import about
 from grpo.training.checkpoints import check_shapes
 
 
 class ModuleState(L.LightningModule):
-    """Saves and loads what GRPOModule has besides the weights: its progress, and a reference that moves."""
+    """Saves and loads what GRPOModule has besides the weights: its progress, and a reference that moves. noted: see `note`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: dict[str, float] = {}
+
+    def note(self, name: str, value: float) -> None:
+        """Add a number to the metrics of this rollout, from any hook of a callback. Raises UserError if the name is taken."""
+        if name in self.noted or about(name):
+            raise UserError(f"the metric {name!r} is taken: give yours another name")
+        self.noted[name] = float(value)
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint["policy_shapes"] = self.policy_shapes()
@@ -25,6 +38,10 @@ class ModuleState(L.LightningModule):
             self.entropy.load_state_dict(progress)
         if self.reference is not None and self.reference.moves and "reference" in checkpoint:
             self.reference.load(checkpoint["reference"])
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that learn, by name."""
+        return {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
 
     def policy_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor of the policy, by name."""

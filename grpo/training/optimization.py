@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from grpo.models.logprobs import Layout
 from grpo.system import distributed
+from grpo.system.distributed import full
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Positive, Share, enforced
+from grpo.training.meter import Means
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +86,25 @@ class Optimization:
 def learned_by(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def average_over_ranks(learned: Iterable[Tensor], device: torch.device) -> None:
+    """Replace each gradient by its mean over all ranks. device: where messages between ranks are."""
+    for p in learned if distributed.world_size() > 1 else ():
+        if p.grad is not None:
+            p.grad = (distributed.all_sum(p.grad.to(device)) / distributed.world_size()).to(p.device)
+
+
+def clipped(optimizer: Optimizer, most: float | None, means: Means) -> bool:
+    """Scale the gradient of each part of the parameters down to the norm `most`; None: not at all. Notes the norms before as
+    PART/grad_norm, and returns whether all are finite. A group of parameters has its part as a key, else it is of `loss`."""
+    parts: dict[str, list[Tensor]] = {}
+    for group in optimizer.param_groups:
+        parts.setdefault(group.get("part", "loss"), []).extend(group["params"])
+    norms = {part: full(nn.utils.clip_grad_norm_(learned, most or torch.inf)) for part, learned in parts.items()}
+    for part, norm in norms.items():
+        means.add(f"{part}/grad_norm", norm)
+    return all(norm.isfinite() for norm in norms.values())
 
 
 @dataclass

@@ -49,11 +49,12 @@ class Sharded(Watched, ModelParallelStrategy):
         self.reshard, self.pieces, self.mixed = reshard, pieces, mixed
 
     def share(self, module: GRPOModule) -> None:
-        """Shard the policy and the reference of a module, which have the same values on all ranks."""
+        """Shard the policy, the reference and the critic of a module, which have the same values on all ranks."""
         mesh = self.device_mesh["data_parallel"]
         reference, offload = module.reference, module.optim.offload
-        for model in [module.policy] + ([reference.copy] if reference and reference.copy is not None else []):
-            wanted = model.config.get_text_config().dtype or torch.float32
+        copies = [reference.copy] if reference and reference.copy is not None else []
+        for model in [module.policy, *copies, *getattr(module, "critic", nn.Module()).children()]:
+            wanted = getattr(model, "config", module.policy.config).get_text_config().dtype or torch.float32
             low = wanted if wanted in LOW else torch.bfloat16 if self.mixed else None
             shard(model, mesh, wanted, low, self.reshard, offload and self.root_device.type != "cpu")
         if reference is not None:
@@ -135,14 +136,14 @@ def same_shape(saved: Any, parameter: Tensor) -> bool:
 def shard(
     model: nn.Module, mesh: DeviceMesh, wanted: torch.dtype, low: torch.dtype | None, reshard: bool, offload: bool
 ) -> None:
-    """Shard a model in place: its layers, and everything else together. After a pass without gradient nothing stays whole, since
-    a change of the parameters would not reach it.
+    """Shard a model in place: its layers, if it has a configuration, and everything else together. After a pass without gradient
+    nothing stays whole, since a change of the parameters would not reach it.
 
     wanted: the number type of the model. low: what passes compute in, None for `wanted`.
     """
     policy = MixedPrecisionPolicy(low, torch.float32, cast_forward_inputs=False) if low else MixedPrecisionPolicy()
     settings = {"mesh": mesh, "mp_policy": policy} | ({"offload_policy": CPUOffloadPolicy()} if offload else {})
-    for layer in layers_of(model):
+    for layer in layers_of(model) if hasattr(model, "config") else ():
         convert(layer, wanted)
         fully_shard(layer, reshard_after_forward=reshard, **settings)
         layer.register_forward_hook(

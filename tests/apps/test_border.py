@@ -18,8 +18,15 @@ ALLOWED = {  # the leaves that take these values, on purpose
     "nan": UNUSED,
     "inf": UNUSED,
     "-inf": UNUSED,
-    "-1": UNUSED | {"task.solved", "algo.advantage.weights.correct", "algo.advantage.weights.format"},
-    "a list": UNUSED | WEIGHTS | {"judge.criteria"},
+    "-1": UNUSED
+    | {
+        "task.solved",
+        "algo.advantage.weights.correct",
+        "algo.advantage.weights.format",
+        "selection.low",
+        "selection.high",
+    },
+    "a list": UNUSED | WEIGHTS | {"judge.criteria", "sampler.weight.thresholds"},
     "a mapping": UNUSED
     | WEIGHTS
     | {"callbacks", "logger", "renderer.template_args", "rollout.sampling.guided", "eval.sampling.guided"}
@@ -71,7 +78,8 @@ def refused(*overrides: str, name: str = "train") -> str:
         ("optim.max_grad_norm=0", "optim.max_grad_norm=0 must be a number above 0, or null"),
         (
             "task.weights=[nan,0]",
-            "task.weights=[nan, 0] must be a mapping, each value a number or a list, each item a number, or null",
+            "task.weights=[nan, 0] must be a mapping, each value a number or a mapping or a list, each item a number or"
+            " a mapping, or null",
         ),
         ("callbacks.checkpoint.every=abc", "callbacks.checkpoint.every=abc must be an integer of at least 0"),
         ("optim.optimizer.lr=nan", "optim.optimizer.lr=nan must be a number of at least 0, or null"),

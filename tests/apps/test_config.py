@@ -9,7 +9,7 @@ import pytest
 import yaml
 from bad_inputs import GROUPS as VALUES  # benchmarks/bad_inputs.py
 from bad_inputs import side_by_side
-from conftest import ROOT, compose_config
+from conftest import ROOT, compose_config, with_algorithm
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -20,7 +20,7 @@ from grpo.apps.composing import options
 from grpo.apps.help import OURS, WIDTH, phrases_of
 from grpo.system.errors import UserError
 
-GROUPS = (*VALUES, "recipe", "source", "sweep", "experiment", "resume", "strategy", "deployment")
+GROUPS = (*VALUES, "recipe", "source", "sweep", "experiment")
 OPTIONS = [(group, option) for group in GROUPS for option in options(group)]
 
 
@@ -52,7 +52,7 @@ def check_signatures(config: DictConfig | ListConfig) -> int:
 
 SIDE_BY_SIDE = ("task", "model", "adapter", "algo", "eval", "engine", "optim", "trainer", "callbacks", "logger")
 AXES = [(group, option) for group, option in OPTIONS if group.startswith("algo/")]
-ALONE = [(group, option) for group, option in OPTIONS if group not in SIDE_BY_SIDE and (group, option) not in AXES]
+OTHERS = [group for group in GROUPS if group not in SIDE_BY_SIDE and not group.startswith("algo/")]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ ALONE = [(group, option) for group, option in OPTIONS if group not in SIDE_BY_SI
     [
         *side_by_side(SIDE_BY_SIDE),
         *side_by_side({group: 0 for group, _ in AXES}),
-        *([f"{group}={option}"] for group, option in ALONE),
+        *side_by_side(OTHERS),
     ],
     ids=" ".join,
 )
@@ -69,7 +69,7 @@ def test_every_option_composes_and_binds(chosen, tmp_path):
         pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     path = ["model.path=x"] if "model=path" in chosen else []
     assert check_signatures(compose_config(*chosen, *path, f"output_dir={tmp_path}")) >= 10
-    if len(chosen) == len(SIDE_BY_SIDE):
+    if chosen[0].startswith("task="):
         seen = [one for one in chosen if one.startswith(("task=", "model=", "engine=", "trainer=", "eval="))]
         assert check_signatures(compose_config(*seen, *path, f"output_dir={tmp_path}", name="eval")) >= 5
         seen = [one for one in chosen if one.startswith(("model=", "engine="))]
@@ -118,12 +118,13 @@ def test_promised_options_are_there():
         o for g, o in OPTIONS if g == "model"
     }
     presets = "grpo dr_grpo bnpo dapo gspo gspo_token cispo sapo rloo reinforce_pp reinforce_pp_baseline lite_ppo rolo atropos"
+    presets += " dppo vespo gmpo luspo topr gpg gigpo clip_cov kl_cov"
     assert {*presets.split(), "ppo_sequence"} <= {o for g, o in OPTIONS if g == "algo"}
 
 
 @functools.cache
-def composed(group: str, option: str) -> DictConfig:
-    return compose_config(f"{group}={option}", "output_dir=.").algo
+def axis_of(group: str, option: str) -> DictConfig | None:
+    return with_algorithm(f"{group}={option}").algo[group.removeprefix("algo/")]
 
 
 @pytest.mark.slow
@@ -132,10 +133,10 @@ def test_every_preset_moves_along_every_axis(i, name):
     """The chosen option replaces the preset's completely, or one line explains why they cannot be combined. Each preset meets a
     third of the options."""
     for chosen in side_by_side({group: 0 for group, _ in AXES})[i % 3 :: 3]:
-        config = compose_config(f"algo={name}", *chosen, "output_dir=.").algo
+        config = with_algorithm(f"algo={name}", *chosen).algo
         for group, option in (one.split("=") for one in chosen):
             axis = group.removeprefix("algo/")
-            assert config[axis] == composed(group, option)[axis], f"algo={name} {group}={option}"
+            assert config[axis] == axis_of(group, option), f"algo={name} {group}={option}"
         try:
             instantiate(config).check(4, 4)
         except (UserError, InstantiationException) as error:
@@ -146,7 +147,7 @@ def test_every_preset_moves_along_every_axis(i, name):
 def test_every_algorithm_and_axis_is_in_the_documentation():
     text = (ROOT / "docs" / "algorithms.md").read_text()
     for group, option in OPTIONS:
-        if group in ("algo", "algo/advantage", "algo/surrogate", "algo/correction"):
+        if group in ("algo", "algo/advantage", "algo/surrogate", "algo/choice", "algo/correction"):
             assert f"`{option}`" in text, f"{group}={option}"
 
 

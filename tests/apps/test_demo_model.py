@@ -220,14 +220,11 @@ def test_the_shipped_model_is_of_the_default_recipe(task, tmp_path, monkeypatch)
 def test_a_model_made_anew_is_as_good_as_the_shipped_one(tmp_path):
     """Another processor gives other weights. They still start low, and ten rollouts bring the skill out."""
     recipe = compose_config("task=wordmath", "output_dir=.").model.path
-    accuracy = []
-    for model in (SHIPPED / "wordmath", instantiate(recipe, anew=str(tmp_path / "anew"))):
-        folder = tmp_path / f"run{len(accuracy)}"
-        chosen = ["task=wordmath", "model=path", f"model.path={model}", "callbacks=none", f"output_dir={folder}"]
-        train(compose_config(*chosen, "optim.optimizer.lr=1.5e-4", "rollout.num_rollouts=10"))
-        accuracy.append(Run(folder).accuracy)
-    shipped, anew = accuracy
-    assert abs(anew[0] - shipped[0]) < 0.15 and min(anew[10], shipped[10]) > 0.55
+    model = instantiate(recipe, anew=str(tmp_path / "anew"))
+    chosen = ["task=wordmath", "model=path", f"model.path={model}", "callbacks=none", f"output_dir={tmp_path / 'run'}"]
+    train(compose_config(*chosen, "optim.optimizer.lr=1.5e-4", "rollout.num_rollouts=10"))
+    accuracy = Run(tmp_path / "run").accuracy
+    assert 0.12 < accuracy[0] < 0.42 and accuracy[10] > 0.55  # the shipped one has 0.27 and 0.755
 
 
 @pytest.mark.slow

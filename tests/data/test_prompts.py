@@ -3,7 +3,7 @@
 import pytest
 from conftest import EXAMPLES
 
-from grpo.data.prompts import PromptLoader
+from grpo.data.prompts import Uniform
 from grpo.env.messages import Message
 from grpo.env.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
@@ -14,11 +14,11 @@ from tasks.gsm8k import GSM8K
 
 
 def test_a_pass_shows_every_example_once_and_the_tail_goes_to_the_next():
-    loader = PromptLoader(list("abcde"), size=2, seed=0)
-    seen = [example for rollout in range(5) for example in loader.batch(rollout)]
+    sampler = Uniform(list("abcde"), size=2, seed=0)
+    seen = [example for rollout in range(5) for example in sampler.draw(rollout, sampler.size)]
     assert sorted(seen[:5]) == sorted(seen[5:]) == list("abcde")
     assert seen[:5] != seen[5:]  # each pass in its own order
-    assert [loader.batch(r) for r in range(5)] != [PromptLoader("abcde", 2, 1).batch(r) for r in range(5)]
+    assert [sampler.draw(r, sampler.size) for r in range(5)] != [Uniform("abcde", 2, 1).draw(r, 2) for r in range(5)]
 
 
 def test_resuming_is_starting_later():
@@ -29,7 +29,7 @@ def test_resuming_is_starting_later():
 
 def test_more_prompts_than_examples_is_refused():
     with pytest.raises(UserError, match=r"rollout\.prompts=9 is more than the 2"):
-        PromptLoader(["a", "b"], 9, seed=0)
+        Uniform(["a", "b"], 9, seed=0)
 
 
 def test_long_prompts_are_refused_dropped_or_cut_from_the_left(toy, caplog):

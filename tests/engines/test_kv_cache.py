@@ -63,8 +63,10 @@ def warnings(caplog) -> list[str]:
     return [record.message for record in caplog.records if record.name.startswith("grpo")]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3", "gemma", *MORE])
+FULL = [(family, False) for family in ("llama", "llama_tied", "qwen3", "gemma", *MORE)]
+
+
+@pytest.mark.parametrize(("family", "lora"), [*FULL, ("llama_tied", True), ("gemma", True)])
 def test_the_pool_says_what_a_plain_forward_does(family, lora, caplog):
     """Prompts of three lengths, rows that end at any step, gaps that close, buffers that grow, windows shorter than the text."""
     model = model_of(family, lora)
@@ -161,12 +163,13 @@ def test_a_mistake_in_it_shows(right, wrong):
     mistaken = {"__name__": "mistaken"}
     exec(source.replace(right, wrong), mistaken)
     model = model_of("mistral, window 6")
-    gaps = []
-    for bound in (150, 10_000):
+
+    def off(bound: int) -> bool:
         engine = engine_of(model, bound)
         engine.cache = mistaken["KVCache"]
-        gaps.append(gap(model, GROUPS, engine.sample(GROUPS, Sampling(24), range(10))))
-    assert max(gaps) > 1e-3
+        return gap(model, GROUPS, engine.sample(GROUPS, Sampling(24), range(10))) > 1e-3
+
+    assert off(150) or off(10_000)
 
 
 def test_seeds_decide_whatever_the_batch_the_order_and_the_bound(monkeypatch):

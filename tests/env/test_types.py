@@ -114,23 +114,17 @@ def test_log_probabilities_that_are_none_are_refused_with_the_engines_name(value
         played(Broken(ANSWERS))
 
 
-@pytest.fixture(scope="session")
-def mypy(tmp_path_factory):
-    """Return a function that runs mypy on files, with the cache of the previous run, and returns its errors."""
-    cache = tmp_path_factory.mktemp("mypy")
-
-    def run(*files: Path) -> str:
-        command = [sys.executable, "-m", "mypy", "--cache-dir", cache, "--config-file", ROOT / "pyproject.toml", *files]
-        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert found.returncode in (0, 1), found.stdout + found.stderr  # otherwise it failed before checking types
-        return found.stdout if found.returncode else ""
-
-    return run
+def mypy(cache: Path, *files: Path) -> str:
+    """Return the errors that mypy finds in files; in those that pyproject.toml names, without any."""
+    command = [sys.executable, "-m", "mypy", "--cache-dir", cache, "--config-file", ROOT / "pyproject.toml", *files]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode in (0, 1), found.stdout + found.stderr  # otherwise it failed before checking types
+    return found.stdout if found.returncode else ""
 
 
 @pytest.mark.slow
-def test_the_slots_and_what_is_in_them_type_check(mypy):
-    assert mypy() == ""  # the files that pyproject.toml names
+def test_the_slots_and_what_is_in_them_type_check(tmp_path):
+    assert mypy(tmp_path) == ""
 
 
 WRONG = [
@@ -153,12 +147,21 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("slot", "right", "wrong"), WRONG)
-def test_a_class_that_does_not_fit_is_told_of_its_slot(mypy, tmp_path, slot: str, right: str, wrong: str):
-    text = (TESTS / "foreign.py").read_text()
-    assert right in text
-    files = [tmp_path / "foreign.py", tmp_path / "foreign_typed.py"]
-    files[0].write_text(text.replace(right, wrong))
-    files[1].write_text((TESTS / "foreign_typed.py").read_text())
-    found = mypy(*files)
-    assert re.search(rf'foreign_typed\.py:\d+: error: .*variable has type "([a-z.]+\.)?{slot}"', found), found
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory) -> str:
+    """Return what mypy says of all wrong classes. WRONG[i] is in foreign_i.py and foreign_typed_i.py."""
+    folder, files = tmp_path_factory.mktemp("wrong"), []
+    for i, (_, right, wrong) in enumerate(WRONG):
+        text = (TESTS / "foreign.py").read_text()
+        assert right in text
+        typed = (TESTS / "foreign_typed.py").read_text().replace("foreign", f"foreign_{i}")
+        for name, content in ((f"foreign_{i}.py", text.replace(right, wrong)), (f"foreign_typed_{i}.py", typed)):
+            files.append(folder / name)
+            files[-1].write_text(content)
+    return mypy(folder / "cache", *files)
+
+
+@pytest.mark.parametrize(("i", "slot"), enumerate(slot for slot, *_ in WRONG))
+def test_a_class_that_does_not_fit_is_told_of_its_slot(errors, i, slot):
+    named = rf'foreign_typed_{i}\.py:\d+: error: .*variable has type "([a-z.]+\.)?{slot}"'
+    assert re.search(named, errors), errors

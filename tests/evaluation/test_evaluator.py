@@ -2,7 +2,6 @@
 
 import json
 import math
-import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ from functools import partial
 
 import pandas as pd
 import pytest
+import typed
 from conftest import EXAMPLES, REAL_DATA, ROOT, compose_config
 from test_train import VARIED, told
 
@@ -368,21 +368,18 @@ def overrides(toy):
             "eval.batch=3", "eval.samples=2", "eval.sampling.temperature=1")  # fmt: skip
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "eval.py", *arguments]
-
-
 @pytest.mark.slow
 def test_killed_in_the_middle_and_gone_on_with_it_is_the_same(overrides, tmp_path, capsys):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     eval_script.evaluate(compose_config(*overrides, f"output_dir={whole}", name="eval"))
     assert "parts" not in {file.name for file in whole.iterdir()}
 
-    process = subprocess.Popen(command(*overrides, f"hydra.run.dir={killed}"), cwd=ROOT, stdout=subprocess.DEVNULL)
-    while len(list(killed.glob("parts/*.parquet"))) < 3 and process.poll() is None:
+    streams = {"out": tmp_path / "out", "err": tmp_path / "err"}
+    process = typed.start("eval.py", *overrides, f"hydra.run.dir={killed}", **streams)
+    while len(list(killed.glob("parts/*.parquet"))) < 3 and process.exitcode is None:
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     done = sorted(file.name for file in killed.glob("parts/*.parquet"))
     assert 3 <= len(done) < 12 and done[:3] == ["000000.parquet", "000003.parquet", "000006.parquet"]
     assert json.loads((killed / "manifest.json").read_text())["status"] == "running"
@@ -516,8 +513,8 @@ def test_compare_reads_two_real_runs_and_loads_no_model(smoke, tmp_path):
         config.task = VARIED
         train(config)
     out = tmp_path / "out"
-    arguments = command(f"compare={tmp_path}/a,{tmp_path}/b", "after=1", f"hydra.run.dir={out}")
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    arguments = ["eval.py", f"compare={tmp_path}/a,{tmp_path}/b", "after=1", f"hydra.run.dir={out}"]
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "3 problems" in done.stdout and "B - A" in done.stdout, done.stderr
     found = json.loads((out / "metrics.json").read_text())
     means = [

@@ -59,7 +59,7 @@ def test_dropout_stays_off():
 
 
 def test_who_samples_meanwhile_has_the_cache():
-    model, engine = model_of("llama"), TransformersEngine()
+    model, engine = model_of("qwen2"), TransformersEngine()
     engine.load_weights(model, 0)
     engine.choose()
     arguments = [[5, 6, 7], [8, 9]], Sampling(8), [1, 2]

@@ -15,15 +15,19 @@ from torch import tensor
 from grpo.env.types import Reward
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
-from grpo.objectives.advantage import gdpo, group_advantages, no_baseline
+from grpo.objectives.advantage import group_advantages, no_baseline
 from grpo.objectives.algorithm import Algorithm
+from grpo.objectives.baselines import gdpo
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip, reinforce
 from grpo.rollout.collate import collate, scores
-from grpo.rollout.rollouts import Rollout
+from grpo.rollout.draw import Everything
+from grpo.rollout.selection import Dynamic
+from grpo.rollout.types import Sample
 from grpo.system.errors import UserError
+from grpo.system.progress import Progress
 from grpo.training.preflight.data import signal
 
 close = torch.testing.assert_close
@@ -100,9 +104,10 @@ def test_dr_grpo_does_not_learn_faster_from_what_is_left_of_truncated_answers(to
 
 def test_an_advantage_that_the_environment_gives_takes_the_place_of_the_estimators():
     algorithm = Algorithm(lambda rewards: rewards - rewards.mean(), clip, 4)
-    got = algorithm.credit(scored([1.0, 0.0], given=tensor([[NAN, 2.0]])), TOKENS)
+    given = replace(TOKENS, given=tensor([[NAN, NAN], [2.0, 3.0]]))
+    got = algorithm.credit(scored([1.0, 0.0]), given)
     close(got.advantages, tensor([[0.5, 0.5], [2.0, 0.0]]))
-    unknown = Algorithm(group_advantages, clip, 4).credit(scored([1.0, NAN], given=tensor([[0.0, 2.0]])), TOKENS)
+    unknown = Algorithm(group_advantages, clip, 4).credit(scored([1.0, NAN]), given)
     assert unknown.mask.tolist() == [[True, True], [False, False]] and not unknown.advantages.any()
 
 
@@ -134,21 +139,19 @@ def test_dynamic_sampling_looks_for_right_and_wrong_answers_not_at_the_penalty_o
     got = dapo.shaped(replace(scores([TWO, TWO]), rewards=right, parts={"correct": right}, last_lengths=long))
     close(got.rewards, tensor([[-1.0, 0.0], [0.0, 1.0]]))
     assert got.has_signal("reward").tolist() == [True, True]
-    assert got.has_signal(dapo.sampling_filter).tolist() == [False, True]
-    played = Rollout([TWO, TWO], got, rounds=2, version=0, seconds=0.0)
-    assert played.best(1, "correct") == [1] and played.best(1, "reward") == [0]
+    draw = SimpleNamespace(scores=lambda groups: got)
+    assert Dynamic(by="correct").live(draw, []).tolist() == [False, True]
+    assert Dynamic(by="reward").live(draw, []).tolist() == [True, True]
 
 
 @pytest.mark.parametrize(("rounds", "found"), [(1, "PASS"), (2, "FAIL")])
 def test_preflight_knows_what_dynamic_sampling_looks_at(rounds, found):
     """Rewards differ, and no answer is right."""
     group = [replace(sample, reward=Reward(value, False)) for sample, value in zip(TWO, (0.0, 0.5), strict=True)]
-    plan = SimpleNamespace(
-        plan=SimpleNamespace(group_size=2), algorithm=Algorithm(no_baseline, clip, 4, sampling_rounds=rounds)
-    )
+    plan = SimpleNamespace(plan=SimpleNamespace(group_size=2), selection=Dynamic() if rounds == 2 else Everything())
     probe = SimpleNamespace(rollouts=plan, groups=[group], further=[], scores=scores([group]), samples=group)
     got = signal(probe)
-    assert got.result == found and ("set algo.sampling_filter=reward" in str(got)) == (rounds == 2)
+    assert got.result == found and ("set selection.by=reward" in str(got)) == (rounds == 2)
 
 
 # -- the update
@@ -351,3 +354,38 @@ def test_a_checkpoint_keeps_the_updates_and_the_entropy_bonus(toy):
     checkpoint = {"state_dict": {}}
     module.on_save_checkpoint(checkpoint)
     assert checkpoint["progress"] == progress
+
+
+# -- credit of turns and tokens: one prompt; the first sample has two turns of one token each, with rewards 0.5 and the rest
+
+
+def two_turns() -> list[Sample]:
+    long, short = episode((1,), (2,)), episode((1,), (4,))
+    (turn,), (step,) = long.turns, long.trajectory.steps
+    later = replace(turn, prompt_ids=(1, 2, 3), completion=replace(turn.completion, ids=(5,), logprobs=(-1.0,)))
+    steps = (step, replace(step, state=replace(step.state, reward=0.5)))
+    return [replace(long, trajectory=replace(long.trajectory, steps=steps), turns=(turn, later)), short]
+
+
+def test_rewards_of_turns_add_up_to_the_reward():
+    found = replace(scores([two_turns()]), rewards=tensor([[2.0, 1.0]]))
+    assert found.steps.isnan().tolist() == [[[False, False], [False, True]]]
+    close(found.rewards_of_turns(found.rewards), tensor([[[0.5, 1.5], [1.0, NAN]]]), equal_nan=True)
+    assert found.observations == [[["q", "q"], ["q"]]]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        (lambda steps: steps, [[0.5, 0.0, 1.5], [1.0, 0.0, 0.0]]),
+        (lambda rewards, progress: rewards * progress.share, [[1.0, 0.0, 1.0], [0.5, 0.0, 0.0]]),
+        (lambda mask, turn: mask * (turn + 1.0), [[1.0, 0.0, 2.0], [1.0, 0.0, 0.0]]),
+        (lambda examples: tensor([[len(example), 0.0] for example in examples]), [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]),
+    ],
+)
+def test_an_advantage_sees_turns_tokens_examples_and_progress(advantage, expected):
+    found = replace(scores([two_turns()]), rewards=tensor([[2.0, 1.0]]), examples=[{"question": "q"}])
+    algorithm = Algorithm(advantage, clip, 4)
+    algorithm.check(1, 2)
+    got = algorithm.credit(found, collate([two_turns()]), Progress(5, 10))
+    close(got.advantages, tensor(expected))

@@ -5,16 +5,22 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, preset
+from test_critic import actor_critic
 from test_module import episode, fresh, make_module, rollout
 from torch import Tensor, tensor
 
 from grpo.models.logprobs import completion_logprobs
+from grpo.objectives.arguments import parameters
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.kl import ESTIMATORS
 from grpo.objectives.loss import reinforce
 from grpo.rollout.collate import collate
 
 PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
+MORE = {  # what a preset needs to have an effect on few tokens
+    "clip_cov": ["algo.choice.low=0.0", "algo.choice.share=0.3"],
+    "kl_cov": ["algo.choice.share=0.3", "algo.old_policy=rollout"],
+}
 
 # -- gradients of a loss with respect to the log-probabilities
 
@@ -37,22 +43,34 @@ def random_batch(algorithm, seed: int = 0) -> tuple[Tensor, TokenBatch]:
         advantages=tensor([[1.0], [-0.5], [-1.5], [2.0]], dtype=torch.float64) * MASK,
         old_logprobs=near(0.1),
         reference_logprobs=near(0.4),
+        old_entropy=near(0.3).abs(),
         weights=algorithm.weights(MASK).double(),
     )
-    return near(0.2).requires_grad_(), batch
+    return near(0.2).requires_grad_(), algorithm.choose(batch, generator)
+
+
+FACTORS = {  # the factors of -A log pi behind a stop-gradient: of a token's log-ratio, that of its row, A
+    "cispo": lambda token, row, A: token.exp().clamp(max=5.0),
+    "topr": lambda token, row, A: torch.where(A > 0, 1.0, row.exp().clamp(max=1.0)),
+    "vespo": lambda token, row, A: torch.where(
+        A >= 0, row.exp() ** 2 * (3 - 3 * row.exp()).exp(), row.exp() ** 3 * (2 - 2 * row.exp()).exp()
+    ),
+}
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_gradients_are_those_of_finite_differences(name):
-    algorithm = preset(f"algo={name}", "max_tokens=7")
+    algorithm = preset(f"algo={name}", "max_tokens=7", *MORE.get(name, []))
     logprobs, batch = random_batch(algorithm)
-    frozen, log_ratio = logprobs.detach(), (logprobs - batch.old_logprobs).detach() * MASK
+    old = batch.rollout_logprobs if name == "vespo" else algorithm.old_logprobs(batch)
+    frozen, log_ratio = logprobs.detach(), (logprobs - old).detach() * MASK
     mean = log_ratio.sum(1, keepdim=True) / MASK.sum(1, keepdim=True)
 
     def loss(x: Tensor) -> Tensor:
         """Return the preset's loss; if it stops gradients, a function that has its gradient at this point."""
-        if name == "cispo":  # -min(r, 5) A log pi with the weight fixed
-            return (batch.weights * -log_ratio.exp().clamp(max=5.0) * batch.advantages * x).sum()
+        if name in FACTORS:
+            factor = FACTORS[name](log_ratio, log_ratio.sum(1, keepdim=True), batch.advantages)
+            return (batch.weights * -factor * batch.advantages * x).sum()
         if name == "gspo_token":  # s_i pi / pi_here, if s_i is within the bounds
             s = mean.exp()
             beyond = ((batch.advantages > 0) & (s > 1 + 4e-4)) | ((batch.advantages < 0) & (s < 1 - 3e-4))
@@ -103,18 +121,21 @@ def padded(tokens: TokenBatch, left: int, right: int) -> TokenBatch:
         return torch.nn.functional.pad(values, (left, right))
 
     change = {name: pad(getattr(tokens, name), left) for name in ("ids", "attention_mask")}
-    change |= {name: pad(getattr(tokens, name), 0) for name in ("mask", "rollout_logprobs", "old_logprobs")}
+    change |= {
+        name: pad(getattr(tokens, name), 0) for name in ("mask", "rollout_logprobs", "old_logprobs", "turn", "given")
+    }
     return replace(tokens, **change)
 
 
 def gradient(toy, name: str, max_tokens: int, change=lambda tokens: tokens) -> dict[str, Tensor]:
     policy = fresh(toy)
-    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    algorithm = preset(f"algo={name}", "max_tokens=4", "algo.sampling_rounds=1")
-    module = make_module(policy, max_tokens, lr=1.0, **vars(algorithm))
+    algorithm = preset(f"algo={name}", "max_tokens=4", *MORE.get(name, []))
+    make = actor_critic if "values" in parameters(algorithm.advantage) else make_module
+    module = make(policy, max_tokens_per_microbatch=max_tokens, lr=1.0, **vars(algorithm))
+    before = {name: p.detach().clone() for name, p in module.trained().items()}
     metrics = module.training_step(rollout(rewards=REWARDS, groups=GROUPS, tokens=change(tokens_of(policy))), 0)
     assert metrics["loss/grad_norm"] > 0.01
-    return {name: before[name] - p.detach() for name, p in policy.named_parameters()}
+    return {name: before[name] - p.detach() for name, p in module.trained().items()}
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -11,24 +11,16 @@ from conftest import ROOT, preset
 from torch import tensor
 
 from grpo.objectives import importance
-from grpo.objectives.advantage import (
-    gdpo,
-    group_advantages,
-    has_signal,
-    leave_one_out,
-    length_weighted,
-    max_rl,
-    no_baseline,
-    reward_to_go,
-    whiten,
-)
+from grpo.objectives.advantage import group_advantages, has_signal, leave_one_out, no_baseline, reward_to_go, whiten
 from grpo.objectives.algorithm import Algorithm
+from grpo.objectives.baselines import alp, best_only, gdpo, gpg, length_penalty, length_weighted, max_rl
 from grpo.objectives.batch import Scores
 from grpo.objectives.checks import advice
-from grpo.objectives.entropy import EntropyBonus, EntropyController, threshold
+from grpo.objectives.entropy import EntropyBonus, EntropyController
 from grpo.objectives.kl import k1, k2, k3
-from grpo.objectives.loss import cispo, clip, off_policy_keep, policy_log_ratio, reinforce, sapo, token_weights
+from grpo.objectives.loss import clip, off_policy_keep, policy_log_ratio, reinforce, token_weights
 from grpo.objectives.shaping import overlong_penalty
+from grpo.objectives.surrogates import cispo, sapo
 from grpo.objectives.trial import even_batch
 from grpo.system.errors import UserError
 from grpo.training.meter import Means, note_loss
@@ -94,6 +86,10 @@ BASELINES = [
     leave_one_out,
     lambda rewards: length_weighted(rewards, tensor([[3.0, 5, 7, 11, 13, 17, 19]])),
     max_rl,
+    gpg,
+    best_only,
+    lambda rewards: alp(rewards, torch.full_like(rewards, 7.0), {"correct": rewards}),
+    lambda rewards: length_penalty(rewards, torch.full_like(rewards, 7.0), rewards[..., None]),
     lambda rewards: gdpo({"correct": rewards}, {"correct": 1.0}),
 ]
 
@@ -105,7 +101,7 @@ def test_equal_rewards_teach_exactly_nothing(advantage):
     assert torch.equal(advantage(rewards), torch.zeros(1, 7))
 
 
-@pytest.mark.parametrize("advantage", [*BASELINES[:4], max_rl])
+@pytest.mark.parametrize("advantage", [*BASELINES[:4], *BASELINES[5:-1]])
 def test_an_unknown_reward_is_as_if_the_sample_were_not_there(advantage):
     rewards = tensor([[1.0, NAN, 0, 0.5], [0.0, 1.0, NAN, NAN]])
     got = advantage(rewards)
@@ -327,10 +323,6 @@ def test_rows_that_the_policy_has_left_are_dropped():
 # -- entropy
 
 
-def test_the_upper_fifth_by_entropy():
-    assert (torch.arange(10.0) >= threshold(torch.arange(10.0), 0.2)).nonzero().flatten().tolist() == [8, 9]
-
-
 def test_a_steered_entropy_bonus():
     bonus = EntropyController(EntropyBonus(coef=0.01, target=0.5, step=0.004, most=0.012))
     assert bonus.alpha == 0.0  # no entropy is known yet
@@ -365,7 +357,10 @@ def test_an_entropy_controller_goes_on_from_its_state():
     [
         (["algo.reduce=mean"], "algo.reduce=mean must be one of sequence, token, constant, sum or a function of yours"),
         (["algo.reduce=mine.py:weights"], "algo.reduce, the function 'mine.py:weights' cannot be imported: .* no file"),
-        (["algo.reduce=grpo.objectives.loss.cispo"], r"algo.reduce \(cispo\) needs 'ratio'; available are only: mask"),
+        (
+            ["algo.reduce=grpo.objectives.surrogates.cispo"],
+            r"algo.reduce \(cispo\) needs 'ratio'; available are only: mask",
+        ),
         (["algo.level=json.dumps"], r"algo.level \(dumps\) needs 'obj'; available are only: log_ratio, mask"),
         (["algo.level=row"], "algo.level=row must be one of token, sequence"),
         (["algo.surrogate.low=1.2"], "algo.surrogate.low=1.2 must be a number above 0 and at most 1, or null"),
@@ -379,12 +374,14 @@ def test_an_entropy_controller_goes_on_from_its_state():
         (["algo.level=none"], "algo.level=none, but algo.surrogate \\(clip\\) needs the ratio"),
         (["algo.level=none", "algo/surrogate=reinforce", "algo/kl=loss_with_ratio"], "has no ratio"),
         (["algo=atropos", "algo/correction=tis"], "would count it twice"),
+        (["algo=vespo", "algo/correction=tis"], "algo/surrogate=vespo compares with the policy that sampled"),
+        (["algo=clip_cov", "algo.top_entropy=0.2"], "algo.top_entropy below 1 is a choice of tokens of its own"),
+        (["algo=clip_cov", "algo.choice.share=0"], "algo.choice.share=0 must be a number above 0 and at most 1"),
         (["algo/correction=tis", "algo.correction.level=row"], "algo.correction.level=row is not one of"),
         (["algo.advantage.scale=row"], "algo.advantage.scale=row is not one of group, batch, none"),
         (["algo.top_entropy=0"], "algo.top_entropy=0 must be a number above 0 and at most 1"),
         (["algo.overlong_share=4096"], "algo.overlong_share=4096 must be a number of at least 0 and at most 1"),
         (["algo.entropy.coef=-1"], "algo.entropy"),
-        (["algo=dapo", "rollout.group_size=1"], "dynamic sampling would discard"),
         (["algo.num_epochs=1.5"], "algo.num_epochs=1.5 must be an integer of at least 1"),
         (["algo.whiten=no"], "algo.whiten=no must be true or false"),
         (["algo.entropy=null"], "algo.entropy=None must be a grpo EntropyBonus"),
@@ -437,6 +434,22 @@ def test_a_surrogate_that_cannot_work_is_refused(function, message):
         Algorithm(group_advantages, function, max_tokens=4).check(2, 2)
 
 
+def test_the_worked_example_of_the_documentation(tmp_path, monkeypatch):
+    """The blocks of docs/objectives.md as a user would save them, named on the command line."""
+    text = (ROOT / "docs" / "objectives.md").read_text().partition("## A loss of your own")[2]
+    code, yaml = (re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)[1] for language in ("python", "yaml"))
+    assert len(code.splitlines()) + len(yaml.splitlines()) <= 10
+    (tmp_path / "ideas.py").write_text(code)
+    (tmp_path / "algo" / "surrogate").mkdir(parents=True)
+    (tmp_path / "algo" / "surrogate" / "spo.yaml").write_text(yaml)
+    monkeypatch.syspath_prepend(tmp_path)
+    spo = preset(f"hydra.searchpath=[file://{tmp_path}]", "algo/surrogate=spo", "+algo.surrogate.eps=0.25").surrogate
+    # -(r A - |A| / (2 eps) (r - 1)^2): at r = 1.5, A = 2 it is -(3 - 1); the gradient -(2 - 4) r is 0 at 1 + eps
+    assert surrogate(spo, 1.5, 2.0)[:2] == pytest.approx((-2.0, 3.0))
+    assert surrogate(spo, 1.25, 2.0)[1] == pytest.approx(0.0, abs=1e-6)
+    assert surrogate(spo, 0.75, -1.0)[:2] == pytest.approx((0.875, 0.0), abs=1e-6)
+
+
 def test_a_level_and_a_reduction_of_your_own(tmp_path):
     """The example of docs/objectives.md: the largest log-ratio of a row at each of its tokens; 1 / (B sqrt |o_i|)."""
     page = (ROOT / "docs" / "objectives.md").read_text().partition("## A level or a reduction of your own")[2]
@@ -480,7 +493,7 @@ def test_a_surrogate_may_ask_which_tokens_count_and_whose_they_are():
 
 
 def test_an_advantage_of_the_wrong_shape_is_refused():
-    with pytest.raises(UserError, match=r"algo.advantage .* must return a tensor of shape \[2, 3\], and gave \(2,\)"):
+    with pytest.raises(UserError, match=r"shape \[2, 3\] or \[2, 3, 1\], and gave \(2,\)"):
         Algorithm(lambda rewards: rewards.mean(1), clip, max_tokens=4).check(2, 3)
 
 

@@ -458,7 +458,8 @@ WORKS = {
     ),
     "filters": Command(
         [
-            f"{TEXTS} rollout.prompts=2 rollout.group_size=4 algo.sampling_rounds=2 algo.sampling_filter=reward task.gold=answer"
+            f"{TEXTS} rollout.prompts=2 rollout.group_size=4 selection=dynamic selection.rounds=2 selection.by=reward"
+            " task.gold=answer"
             " 'task.rewards=[{_target_: grpo.rewards.functions.correct, _partial_: true, wrong: -1}, {_target_:"
             " grpo.rewards.functions.at_least, _partial_: true, tokens: 10}]' hydra.run.dir=filtered",
         ],

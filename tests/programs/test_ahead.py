@@ -1,9 +1,6 @@
 """rollout.ahead=1: which weights sample which rollout, what a failure leads to, and bit-exact resumes."""
 
 import asyncio
-import os
-import subprocess
-import sys
 import threading
 import time
 from copy import deepcopy
@@ -13,9 +10,10 @@ import lightning as L
 import pandas as pd
 import pytest
 import torch
-from conftest import ROOT, TEST_PATH, compose_config, preset
+from conftest import TEST_PATH, compose_config, preset
 from test_train import VARIED, Halves, Varied, state, told
 from test_train import rows as all_rows
+from typed import command
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.env.messages import Message
@@ -128,8 +126,14 @@ class Answered(SingleTurn):
 
 def test_for_a_policy_that_stays_as_it_is_it_changes_nothing(run, tmp_path):
     """Prompts, seeds, rounds of dynamic sampling and kept groups are the same, with asynchronous environments."""
-    settings = ["algo.sampling_rounds=8", "rollout.prompts=6", "rollout.num_rollouts=3", "optim.optimizer.lr=0"]
-    settings, task = [*settings, "algo.sampling_filter=reward", "callbacks=[samples]"], {"_target_": "test_ahead.Later"}
+    settings = [
+        "selection=dynamic",
+        "selection.rounds=8",
+        "rollout.prompts=6",
+        "rollout.num_rollouts=3",
+        "optim.optimizer.lr=0",
+    ]
+    settings, task = [*settings, "selection.by=reward", "callbacks=[samples]"], {"_target_": "test_ahead.Later"}
     usual = run(*settings, "rollout.ahead=0", folder="usual", task=task)
     early = run(*settings, folder="ahead", task=task)
     assert [row.pop("rollout/staleness") for row in early] == [0, 1, 1]
@@ -149,7 +153,8 @@ def test_a_crashed_run_resumes_bit_exactly(run, tmp_path, adapter):
         "eval.every=2",
         "algo.num_epochs=2",
         "algo.num_minibatches=2",
-        "algo.sampling_rounds=2",
+        "selection=dynamic",
+        "selection.rounds=2",
         f"adapter={adapter}",
     ]
     straight = run(*settings, folder="straight")
@@ -245,7 +250,7 @@ def test_staleness_counts_each_token():
         return Sample({}, Trajectory(()), (turn,), Reward(0.0, False))
 
     groups = [[sample(2, None), sample(3, (3, 3, 4))]]
-    played = Rollout(groups, None, rounds=1, version=3, seconds=0.0)
+    played = Rollout(groups, None, groups, None, rounds=1, version=3, seconds=0.0)
     assert played.staleness(4) == (1 + 1 + 1 + 1 + 0) / 5
 
 
@@ -280,12 +285,11 @@ class Interrupt(L.Callback):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_program_and_does_not_abort_it(smoke, tmp_path):
-    command = [sys.executable, "train.py", *(o for o in smoke() if not o.startswith("output_dir"))]
-    command += ["rollout.ahead=1", "algo.old_policy=rollout", "eval.every=0", f"hydra.run.dir={tmp_path}"]
-    command += ["engine=transformers", "engine._target_=test_ahead.Endless", "trainer=cpu"]
-    command += ["+callbacks.interrupt={_target_: test_ahead.Interrupt}"]
-    environment = {**os.environ, "PYTHONPATH": TEST_PATH, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    words = ["train.py", *(o for o in smoke() if not o.startswith("output_dir"))]
+    words += ["rollout.ahead=1", "algo.old_policy=rollout", "eval.every=0", f"hydra.run.dir={tmp_path}"]
+    words += ["engine=transformers", "engine._target_=test_ahead.Endless", "trainer=cpu"]
+    words += ["+callbacks.interrupt={_target_: test_ahead.Interrupt}"]
+    done = command(*words, seconds=120, environment={"PYTHONPATH": TEST_PATH})
     assert done.returncode == 1 and len(rows(tmp_path)) == 1, done.stderr
 
 

@@ -1,18 +1,16 @@
 """The benchmarks run with the smallest settings and compare like with like. Their measurements are not checked."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+import typed
 from conftest import ROOT
 
 pytestmark = pytest.mark.slow
 
 
 def results(script: str, *arguments: str):
-    command = [sys.executable, f"benchmarks/{script}", *arguments, "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = typed.command(f"benchmarks/{script}", *arguments, "--json", seconds=3600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -1,18 +1,14 @@
 """The commands of tests/parity/table.py, which show row by row what docs/parity.md promises.
 
-A command runs as typed, in a fork of this process: it has an exit code of its own, and does not import torch again.
+A command runs as typed, in a process of tests/typed.py.
 """
 
 import inspect
-import multiprocessing
 import os
-import runpy
 import shlex
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,36 +16,9 @@ import torch
 from conftest import EXAMPLES, ROOT
 from table import REFUSED, WORKS, Left
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+from typed import start
 
 pytestmark = pytest.mark.slow
-IMPORTED = (
-    "lightning pandas peft torch.utils.tensorboard grpo.training.module grpo.runs.plots grpo.apps.serve.api train eval"
-)
-FORK = multiprocessing.get_context("fork")
-
-
-def as_typed(line: str, file: str) -> None:
-    """Do in this process what a shell would start a process for, and write both of its streams to the file."""
-    with open(file, "a") as stream:
-        for number in (1, 2):
-            os.dup2(stream.fileno(), number)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    words = shlex.split(line)
-    while "=" in words[0]:
-        name, _, value = words.pop(0).partition("=")
-        os.environ[name] = value
-    sys.path[:0] = [os.getcwd(), str(ROOT)]
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
-    if words[1] == "-c":  # it asks what is imported, so it needs a process of its own
-        sys.exit(subprocess.run([sys.executable, *words[1:]]).returncode)
-    if words[1] == "-m":
-        sys.argv = words[2:]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        file = words[1] if Path(words[1]).exists() else str(ROOT / words[1])
-        sys.argv = [file, *words[2:]]
-        runpy.run_path(file, run_name="__main__")
 
 
 def typed(lines: list[str], file: str) -> Left:
@@ -57,11 +26,13 @@ def typed(lines: list[str], file: str) -> Left:
     codes, beside = [], []
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    Path(file).unlink(missing_ok=True)
+    Path(file).write_text("")
     for line in lines:
-        line = line.replace("ROOT", str(ROOT)).replace("PORT", str(port))
-        child = FORK.Process(target=as_typed, args=(line.removesuffix("&"), file))
-        child.start()
+        words = shlex.split(line.replace("ROOT", str(ROOT)).replace("PORT", str(port)).removesuffix("&"))
+        given = dict(word.split("=", 1) for word in words[: words.index("python")])
+        environment = {"PYTHONPATH": os.pathsep.join([os.getcwd(), str(ROOT)]), **given}
+        streams = {"out": Path(file), "err": Path(file)}
+        child = start(*words[len(given) + 1 :], **streams, folder=Path.cwd(), environment=environment)
         if line.endswith("&"):
             beside.append(child)
         else:
@@ -78,8 +49,6 @@ def typed(lines: list[str], file: str) -> Left:
 @pytest.fixture(scope="module")
 def folder(toy, tmp_path_factory):
     """A user's folder: files of tests/parity, rows, a random model, a random classifier."""
-    for module in IMPORTED.split():
-        __import__(module)
     folder = tmp_path_factory.mktemp("user")
     shutil.copytree(ROOT / "tests" / "parity", folder, dirs_exist_ok=True)
     shutil.copytree(EXAMPLES, folder / "data", ignore=shutil.ignore_patterns("run"))

@@ -1,7 +1,6 @@
 """Runs with a user's own rewards and tasks: files after a failure, messages for mistakes, sources kept apart."""
 
 import math
-import os
 import subprocess
 import sys
 import time
@@ -127,12 +126,6 @@ def test_a_function_that_leaves_the_process_fails_the_run():
 
 
 # -- as a user
-
-
-def run(*overrides: str, path: str = "") -> subprocess.CompletedProcess:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [sys.executable, "train.py", *overrides]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
 
 
 TASK = '''

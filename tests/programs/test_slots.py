@@ -1,4 +1,4 @@
-"""The slots `loader`, `play` and `module`: pieces of another program, which inherit nothing of ours, make a run."""
+"""The slots `sampler`, `play` and `module`: pieces of another program, which inherit nothing of ours, make a run."""
 
 import lightning as L
 import pytest
@@ -20,13 +20,10 @@ class Backwards:
     def __init__(self, examples, size, seed):
         self.examples, self.size, self.given = list(reversed(examples)), size, 0
 
-    def batch(self, rollout):
-        self.given += self.size
-        first = rollout * self.size % len(self.examples)
-        return self.examples[first : first + self.size]
-
-    def more(self, rollout, count, skip):
-        return []
+    def draw(self, rollout, count, first=0):
+        self.given += count
+        start = rollout * self.size % len(self.examples) + first
+        return self.examples[start : start + count]
 
     def progress(self, rollouts):
         return {"data/given": float(self.given)}
@@ -67,7 +64,7 @@ def test_pieces_of_another_program_make_a_run(toy, tmp_path):
     played.clear()
     settings = {
         "task": "gsm8k", "task.path": str(EXAMPLES), "debug": "smoke", "output_dir": tmp_path / "run", "max_tokens": 8,
-        "callbacks": "checkpoint", "eval": {"limit": 1}, "loader": Backwards, "play": noted, "module": Reinforce,
+        "callbacks": "checkpoint", "eval": {"limit": 1}, "sampler": Backwards, "play": noted, "module": Reinforce,
     }  # fmt: skip
     plan = {"num_rollouts": 2, "prompts": 2}
     with pytest.raises(UserError, match="preflight=on knows only GRPOModule and its subclasses: set preflight=off"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, TEST_PATH, compose_config
 from test_train import VARIED, Varied, rows, state
+from typed import command
 
 from grpo.apps import cli
 from grpo.apps.cli import explain, one_line_errors
@@ -164,19 +165,16 @@ def test_two_devices_stop_together(smoke, tmp_path):
     """Only the first process gets the signal."""
     common = [o for o in smoke(*SETTINGS) if not o.startswith("output_dir")]
     common += ["task._target_=test_train.Varied", "trainer=cpu", "trainer.devices=2", "rollout.num_rollouts=6"]
-    environment = {**os.environ, "PYTHONPATH": TEST_PATH, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {"PYTHONPATH": TEST_PATH, "GLOO_SOCKET_IFNAME": "lo"}
 
-    def start(folder, *more):
-        command = [sys.executable, "train.py", *common, *more, f"hydra.run.dir={folder}"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+    def run(folder, *more):
+        return command("train.py", *common, *more, f"hydra.run.dir={folder}", environment=environment)
 
-    assert start(tmp_path / "straight").wait(300) == 0
+    assert run(tmp_path / "straight").returncode == 0
     asked = f"+callbacks.asked={{_target_: test_stop.Asked, update: 3, number: {int(signal.SIGTERM)}}}"
-    first = start(tmp_path / "stopped", asked)
-    _, errors = first.communicate(timeout=300)
-    assert first.returncode == 75 and "stopped by SIGTERM" in errors
-    assert start(tmp_path / "stopped").wait(300) == 0
+    first = run(tmp_path / "stopped", asked)
+    assert first.returncode == 75 and "stopped by SIGTERM" in first.stderr
+    assert run(tmp_path / "stopped").returncode == 0
     states = [state(tmp_path / name)["state_dict"] for name in ("straight", "stopped")]
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
     assert rows(tmp_path / "straight") == rows(tmp_path / "stopped")

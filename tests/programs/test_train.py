@@ -92,9 +92,9 @@ ASKED = f"+callbacks.asked={{_target_: test_stop.Asked, update: 10, number: {int
     ("policy", "ending", "done"),
     [
         pytest.param("adapter=none", CRASH, 2, marks=pytest.mark.slow),
-        pytest.param("adapter=lora", ASKED, 3, marks=pytest.mark.slow),
+        pytest.param("adapter=lora algo=ppo", ASKED, 3, marks=pytest.mark.slow),
         ("adapter=lora model.quantization=4bit", ASKED, 3),
-        pytest.param("model.dtype=bfloat16", CRASH, 2, marks=pytest.mark.slow),
+        pytest.param("model.dtype=bfloat16 algo=ppo critic=model critic.pretrain=1", CRASH, 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy, ending, done):
@@ -111,7 +111,8 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy, ending, done
             "algo.kl.coef=0.05",
             "algo.kl.sync_every=3",
             "algo.entropy={coef: 0.01, target: 9.0}",
-            "algo.sampling_rounds=2",
+            "selection=dynamic",
+            "selection.rounds=2",
             "optim.schedule.name=linear",
             *policy.split(),
             f"output_dir={tmp_path / folder}",
@@ -137,14 +138,16 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy, ending, done
         assert all(torch.equal(a[name], b[name]) for name in a)
     masters = [saved["optimizer_states"][0].get("masters", []) for saved in (straight, resumed)]
     assert all(torch.equal(a, b) for a, b in zip(*masters, strict=True))
-    assert bool(masters[0]) == (policy == "model.dtype=bfloat16")
+    assert bool(masters[0]) == ("bfloat16" in policy)
     assert straight["lr_schedulers"] == resumed["lr_schedulers"]
     assert rows(tmp_path / "straight")[done + 1 :] == rows(tmp_path / "resumed")
     samples = [Run(tmp_path / name).samples([5]) for name in ("straight", "resumed")]
     assert samples[0].equals(samples[1])
     assert {row["loss/grad_norm"] for row in rows(tmp_path / "straight")[1:]} != {0.0}  # there was something to learn
-    if policy == "adapter=lora":
-        assert all("lora_" in key for key in straight["state_dict"])
+    critic = {key for key in straight["state_dict"] if key.startswith("critic.")}
+    assert ("critic.head.weight" in critic) == ("algo=ppo" in policy)
+    if "adapter=lora" in policy:
+        assert all("lora_" in key for key in straight["state_dict"].keys() - critic)
 
 
 def test_what_a_run_leaves(smoke, tmp_path, capsys):
@@ -330,7 +333,7 @@ def told(*overrides: str, name: str = "train") -> str:
                 "agent, calculator, code, countdown, gsm8k, gym, jsonl, math, mixture, musique, none, reasoning_gym, skyrl_gym, ",
             ],
         ),
-        (["algo=grppo"], ["algo has no option 'grppo'", "dr_grpo, grpo, gspo"]),
+        (["algo=grppo"], ["algo has no option 'grppo'", "gpg, grpo, gspo"]),
         (["model=llama"], ["model has no option 'llama'", "llama1b, llama70b, llama8b, path"]),
         (["rollout.group_sze=4"], ["no key 'rollout.group_sze'", "did you mean rollout.group_size?"]),
         (["group_size=4"], ["did you mean rollout.group_size?"]),
@@ -542,7 +545,9 @@ class Halves:
 @pytest.mark.parametrize("varied", [True, False])
 def test_dynamic_sampling_replaces_groups_without_signal(smoke, tmp_path, varied):
     config = compose_config(
-        *smoke("algo.sampling_rounds=8", "algo.sampling_filter=reward", "rollout.prompts=6", "callbacks=[samples]")
+        *smoke(
+            "selection=dynamic", "selection.rounds=8", "selection.by=reward", "rollout.prompts=6", "callbacks=[samples]"
+        )
     )
     config.task = {"_target_": "test_train.Halves", "varied": varied}
     train(config)

@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from hydra.errors import MissingConfigException
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from grpo.apps import profile_rewards
+from grpo.apps.cli import explain
 from grpo.env.messages import Message
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.rewards import functions
@@ -28,7 +30,7 @@ from grpo.rewards.row_task import RowTask
 from grpo.rollout.samples_table import records
 from grpo.rollout.types import Sample
 from grpo.system.errors import RewardError, UserError
-from grpo.system.progress import set_progress
+from grpo.system.progress import BEGIN, Progress, set_progress
 
 
 def said(text: str, *before: Message, length: int = 0, truncated: bool = False) -> Trajectory:
@@ -303,13 +305,38 @@ def test_the_form_of_a_completion_does_not_depend_on_siblings():
     assert kinds == [list, str]
 
 
+def now(rewards: Rewards, progress: Progress = BEGIN) -> list[float]:
+    return [weight(progress) for weight in rewards.weights]
+
+
+def test_a_weight_may_follow_a_schedule():
+    fades = {"schedule": "linear", "from": 0.5, "to": 0.0, "until": 0.4}
+    rewards = Rewards([letters, later], [1.0, fades])
+    assert [now(rewards, Progress(r, 10))[1] for r in (0, 2, 4, 9)] == [0.5, 0.25, 0.0, 0.0]
+    cosine = Rewards([letters], [{"schedule": "cosine", "from": 0, "to": 1}])
+    assert [round(now(cosine, Progress(r, 4))[0], 6) for r in (0, 1, 2)] == [0, 0.146447, 0.5]
+    step = Rewards([letters], {"letters": {"schedule": "step", "from": 0, "to": 1, "until": 0.5}})
+    assert [now(step, Progress(r, 4))[0] for r in (1, 2)] == [0, 1]
+    for wrong in (
+        {"schedule": "square", "from": 0, "to": 1},
+        {"from": 0, "to": 1},
+        {"schedule": "linear", "from": "a", "to": 1},
+    ):
+        with pytest.raises(
+            UserError, match=r"task\.weights\.letters=.* is neither a number nor \{schedule: linear or cosine"
+        ):
+            Rewards([letters], [wrong])
+    with pytest.raises(UserError, match="until=2 must be above 0 and at most 1"):
+        Rewards([letters], [{**fades, "until": 2}])
+
+
 def test_weights_that_do_not_match_and_names_that_clash():
     with pytest.raises(UserError, match=r"number of reward weights \(1\) must match number of reward functions \(2\)"):
         Rewards([letters, later], [1.0])
     with pytest.raises(UserError, match=r"task\.weights names 'leters', but the rewards are letters, later"):
         Rewards([letters, later], {"leters": 1.0})
-    assert Rewards([letters, later, no_kwargs], {"later": 0.5}, 1.0, {"letters": 0.1}).weights == [0.1, 0.5, 1.0]
-    assert Rewards([letters, later], None, 1.0, {"letters": 0.1, "format": 0.0}).weights == [0.1, 1.0]
+    assert now(Rewards([letters, later, no_kwargs], {"later": 0.5}, 1.0, {"letters": 0.1})) == [0.1, 0.5, 1.0]
+    assert now(Rewards([letters, later], None, 1.0, {"letters": 0.1, "format": 0.0})) == [0.1, 1.0]
     with pytest.raises(UserError, match="two reward functions are called 'letters'"):
         Rewards([letters, partial(letters, per=2)])
     with pytest.raises(UserError, match="rewards is empty"):
@@ -434,11 +461,6 @@ def test_a_reward_model_has_one_label(judge, toy, tmp_path):
 # -- the profile
 
 
-def profile(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "grpo.rewards", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
 def test_the_profile_of_a_file(tmp_path):
     rows = [
         {"id": "a", "gold": "18", "completion": "#### 18"},
@@ -450,7 +472,16 @@ def test_the_profile_of_a_file(tmp_path):
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     lines.append(json.dumps({"id": "f", "gold": "18", "completion": "\\boxed{\ud800}"}))
     (tmp_path / "in.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    done = profile(str(tmp_path / "in.jsonl"), "--task", "gsm8k", "--out", str(tmp_path / "out.jsonl"))
+    command = [
+        "-m",
+        "grpo.rewards",
+        str(tmp_path / "in.jsonl"),
+        "--task",
+        "gsm8k",
+        "--out",
+        str(tmp_path / "out.jsonl"),
+    ]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     out = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["id"], row["outcome"], row["reward"]) for row in out] == [
@@ -460,8 +491,9 @@ def test_the_profile_of_a_file(tmp_path):
     assert all(row["ms"] >= 0 for row in out)
     assert "right 3, wrong 2, no_answer 1, timeout 0, error 0" in done.stdout and "6 samples, ms each" in done.stdout
 
-    failed = profile(str(tmp_path / "in.jsonl"), "--task", "gsm9k")
-    assert failed.returncode and failed.stderr.startswith("error: task has no option 'gsm9k'"), failed.stderr
+    with pytest.raises(MissingConfigException) as refused:
+        profile_rewards.main([str(tmp_path / "in.jsonl"), "--task", "gsm9k"])
+    assert explain(refused.value, "train").startswith("task has no option 'gsm9k'")
 
 
 def test_rows_that_the_profile_reads_and_refuses(tmp_path, capsys):

@@ -7,7 +7,7 @@ from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message, ToolCall
 from grpo.env.renderer import TokenizerRenderer, rendered_prompt
-from grpo.env.tokens import Completion, Turn, rows_of_turns
+from grpo.env.tokens import Completion, Row, Turn, rows_of_turns
 from grpo.env.types import Action, State, Step
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.episodes import play
@@ -52,9 +52,9 @@ def test_other_environments_get_the_prompts_and_rows_that_they_had():
     for sample in samples:
         before: tuple[int, ...] = ()
         rows = []
-        for step, turn in zip(sample.trajectory.steps, sample.turns, strict=True):
+        for number, (step, turn) in enumerate(zip(sample.trajectory.steps, sample.turns, strict=True)):
             assert turn.prompt_ids == renderer.prompt_ids(step.state.messages, step.state.tools, before)
             before = turn.ids
-            longer = rows and rows[-1].extended(turn)
-            rows = [*rows[:-1], longer] if longer else [*rows, *rows_of_turns([turn])]
+            longer = rows and rows[-1].extended(turn, number)
+            rows = [*rows[:-1], longer] if longer else [*rows, Row(turn.prompt_ids, (), (), ()).extended(turn, number)]
         assert rows_of_turns(sample.turns) == rows

@@ -12,13 +12,14 @@ import pandas as pd
 import pytest
 from conftest import preset, seed
 
-from grpo.data.prompts import PromptLoader
+from grpo.data.prompts import Uniform
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.types import Reward, State
 from grpo.rollout.episodes import play
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.samples_table import records
+from grpo.rollout.selection import Dynamic
 from grpo.rollout.types import Limits, Plan
 from grpo.system.calls import awaited
 from grpo.system.errors import RolloutError, UserError
@@ -93,7 +94,7 @@ threads = [threading.Thread(target=ask) for _ in range(32)]
 [t.start() for t in threads], [t.join() for t in threads]
 print(len(found), len(set(found)))
 """
-    for _ in range(5):
+    for _ in range(3):
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
         assert done.stdout.split() == ["32", "1"], done.stderr
 
@@ -193,10 +194,11 @@ def test_rewards_that_differ_among_wrong_answers_are_no_signal_for_dapo(parts, t
             return Reward(float(next(numbers)), correct=False)
 
     size = ("rollout.prompts=1", "rollout.group_size=2")
-    algorithm = preset("algo=dapo", "algo.sampling_rounds=3", f"algo.sampling_filter={by}", *size)
-    plan, loader = Plan(1, 2, 1, Sampling(2)), PromptLoader([fine] * 4, 1, seed=0)
-    rollout = Rollouts(plan, Ranked(), loader, *parts, algorithm, str(tmp_path), seed=0).make(0)
-    assert (rollout.rounds, len(rollout.groups), rollout.best(1, by)) == (rounds, rounds, [0])
+    algorithm = preset("algo=dapo", *size)
+    plan, sampler = Plan(1, 2, 1, Sampling(2)), Uniform([fine] * 4, 1, seed=0)
+    settings = {"seed": 0, "selection": Dynamic(3, by)}
+    rollout = Rollouts(plan, Ranked(), sampler, *parts, algorithm, str(tmp_path), **settings).make(0)
+    assert (rollout.rounds, len(rollout.played)) == (rounds, rounds) and rollout.groups == rollout.played[:1]
 
 
 def test_a_later_round_in_which_all_environments_fail_does_not_end_the_run(parts, tmp_path):
@@ -214,12 +216,12 @@ def test_a_later_round_in_which_all_environments_fail_does_not_end_the_run(parts
             return super().score(example, trajectory)
 
     size = ("rollout.prompts=1", "rollout.group_size=2")
-    loader = PromptLoader([start] * 4, 1, seed=0)
-    algorithm = preset("algo=dapo", "algo.sampling_rounds=2", *size)
+    sampler = Uniform([start] * 4, 1, seed=0)
+    algorithm = preset("algo=dapo", *size)
     plan = Plan(1, 2, 1, Sampling(2))
-    rollouts = Rollouts(plan, Rounds(), loader, *parts, algorithm, str(tmp_path), seed=0)
+    rollouts = Rollouts(plan, Rounds(), sampler, *parts, algorithm, str(tmp_path), seed=0, selection=Dynamic(2))
     rollout = rollouts.make(0)
-    groups, scored = rollout.groups, rollout.scores
+    groups, scored = rollout.played, rollout.all_scores
     assert rollout.rounds == 2 and [[sample.trajectory.failed for sample in group] for group in groups] == [
         [False] * 2,
         [True] * 2,

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -64,13 +63,11 @@ def test_the_end_is_an_end_token_or_a_guess(convert, caplog):
 
 def test_advantages_of_sample_and_tokens(convert, caplog):
     assert one(convert, given(advantage=0.0)).reward.advantage == 0
-    assert one(
-        convert, given({"advantages": [9, 9, 2.0, 2.0, 9, 2.0, 2.0]})
-    ).reward.advantage == 2 and not caplog.text.count("mean")
-    assert one(convert, given({"advantages": [9, 9, 1.0, 2.0, 9, 3.0, 4.0]})).reward.advantage == 2.5
-    assert "different advantages: all of them get their mean" in caplog.text and math.isnan(
-        one(convert, given()).reward.advantage
-    )
+    assert one(convert, given({"advantages": [9, 9, 2.0, 2.0, 9, 2.0, 2.0]})).reward.advantage == 2
+    differ = one(convert, given({"advantages": [9, 9, 1.0, 2.0, 9, 3.0, 4.0]}))
+    assert [turn.advantages for turn in differ.turns] == [(1, 2), (3, 4)] and math.isnan(differ.reward.advantage)
+    assert collate([[differ]]).given.nan_to_num(9).tolist() == [[1, 2, 9, 3, 4]]
+    assert math.isnan(one(convert, given()).reward.advantage)
 
 
 @pytest.mark.parametrize(
@@ -182,12 +179,3 @@ def test_a_run_without_a_task_needs_a_source(toy, tmp_path):
         UserError, match="task=none is for samples that others play: give a task, or source=atropos or file"
     ):
         grpo.train(str(toy), task="none", output_dir=tmp_path)
-
-
-def test_all_groups_of_one_round_are_learned_from():
-    from grpo.rollout.rollouts import Rollout
-
-    rewards = torch.tensor([[1.0, 1.0], [0.0, 1.0], [1.0, 1.0]])
-    few = scores([[]])
-    rollout = Rollout([], replace(few, rewards=rewards), rounds=1, version=0, seconds=0.0)
-    assert rollout.best(2, "reward") == [0, 1, 2] and replace(rollout, rounds=2).best(2, "reward") == [0, 1]

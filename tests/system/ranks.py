@@ -1,10 +1,11 @@
-"""Ranks that stay: processes that train one command line after another, so that the imports are paid once."""
+"""Ranks that stay: processes that train one command line after another."""
 
-import multiprocessing
 import os
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+
+from typed import server
 
 from grpo.engines.vllm_server.launch import free_ports
 
@@ -15,10 +16,10 @@ class Ranks:
     """Processes with the numbers 0 to count - 1, each a rank that somebody else than Lightning has started."""
 
     def __init__(self, count: int) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        pipes = [spawn.Pipe() for _ in range(count)]
+        context = server()
+        pipes = [context.Pipe() for _ in range(count)]
         self.pipes = [ours for ours, _ in pipes]
-        self.processes = [spawn.Process(target=work, args=(i, theirs)) for i, (_, theirs) in enumerate(pipes)]
+        self.processes = [context.Process(target=work, args=(i, theirs)) for i, (_, theirs) in enumerate(pipes)]
         for process, (_, theirs) in zip(self.processes, pipes, strict=True):
             process.start()
             theirs.close()  # so that the end of the process ends the pipe
@@ -43,12 +44,14 @@ class Ranks:
 
 def work(rank: int, pipe: Connection) -> None:
     """Train each command line that comes, together with the other ranks, and answer None or a trace."""
-    os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}  # read when lightning is imported
     import torch.distributed as dist
     from conftest import compose_config
+    from lightning.pytorch.utilities import rank_zero_only
 
     from train import train
 
+    os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+    rank_zero_only.rank = rank  # as lightning does when it is imported
     while True:
         port, overrides = pipe.recv()
         os.environ["MASTER_PORT"] = str(port)

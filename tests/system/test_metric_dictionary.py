@@ -34,7 +34,13 @@ class Graded(GSM8K):
 
 
 def test_every_metric_of_a_run_is_in_the_dictionary_and_every_entry_is_of_some_run(smoke, tmp_path):
-    sampling = ("eval.samples=4", "eval.sampling.temperature=1", "algo.sampling_rounds=2", "algo.overlong_share=0.5")
+    sampling = (
+        "eval.samples=4",
+        "eval.sampling.temperature=1",
+        "selection=dynamic",
+        "selection.rounds=2",
+        "algo.overlong_share=0.5",
+    )
     losses = ("algo/kl=loss", "algo/correction=tis", "algo.entropy.coef=0.01", "algo.off_policy_delta=0.1")
     config = compose_config(*smoke(*sampling, *losses, "algo.num_minibatches=2", "algo.num_epochs=2", "logger=csv"))
     config.task = {"_target_": "test_metric_dictionary.Graded", "path": str(EXAMPLES)}
@@ -51,9 +57,12 @@ def test_every_metric_of_a_run_is_in_the_dictionary_and_every_entry_is_of_some_r
     }
     elsewhere |= {
         "rollout/staleness",
+        "rollout/replayed_groups",
+        "data/asked",
+        "data/drawable",
         "time/played",
         "loss/NAME",
-    }  # rollout.ahead, comparisons, a user's surrogate
+    }  # rollout.ahead, replay, samplers, comparisons, a user's surrogate
     assert {name for name in logged if "epoch_" in name} == {"loss/policy_epoch_1", "loss/policy_epoch_2"}
     entries = {metric.name for metric in METRICS if not metric.part}
     assert entries - {about(name).name for name in logged} == elsewhere

@@ -1,12 +1,11 @@
 """Secrets are found by key, by form and by value, and no file of a run has one."""
 
 import logging
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, TEST_PATH
+from conftest import TEST_PATH
 from lightning.pytorch.loggers import Logger
+from typed import command
 
 from grpo.apps.composing import composed
 from grpo.apps.resuming import continued, with_those_of_the_run
@@ -136,15 +135,8 @@ def test_no_file_of_a_run_has_a_secret(smoke, tmp_path):
     ]
     overrides += ["+callbacks.health.note='<script>alert(1)</script>|'", "~callbacks.health.note"]
     variables = {name: value for given in PLANTED.values() for name, value in given.items()}
-    command = [sys.executable, "train.py", *overrides, *PLANTED, f"hydra.run.dir={folder}"]
-    environment = {
-        "PYTHONPATH": TEST_PATH,
-        "PATH": "/usr/bin:/bin",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        **variables,
-    }
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = {"PYTHONPATH": TEST_PATH, **variables}
+    done = command("train.py", *overrides, *PLANTED, f"hydra.run.dir={folder}", environment=environment)
     assert done.returncode == 0, done.stderr
     files = [path for path in folder.rglob("*") if path.is_file()]
     names = {path.name for path in files}

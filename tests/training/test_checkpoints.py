@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo.apps.resuming import check_resumed, is_over
 from grpo.data.dataset import fingerprint
-from grpo.data.prompts import PromptLoader
+from grpo.data.prompts import Uniform
 from grpo.env.messages import Message
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.statistics import mean_interval
@@ -233,11 +233,13 @@ def test_the_order_of_prompts_has_a_seed_of_its_own(chosen, two):
     """The two runs have the seed 0; in one of them the prompts have the seed 5."""
     for folder, seed in ((chosen, 5), (two, 0)):
         rows = Varied(str(EXAMPLES)).examples("train")
-        loader = PromptLoader(rows, 2, seed)
+        sampler = Uniform(rows, 2, seed)
         saved = Run(folder)
         assert saved.seed == 0 and saved.config.get("data_seed", 0) == seed
         drawn = saved.samples().groupby("rollout")["item"].unique()
-        assert [list(items) for items in drawn] == [[fingerprint(row) for row in loader.batch(r)] for r in range(3)]
+        assert [list(items) for items in drawn] == [
+            [fingerprint(row) for row in sampler.draw(r, sampler.size)] for r in range(3)
+        ]
 
 
 def cut(data: bytes) -> bytes:

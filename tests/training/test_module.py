@@ -111,12 +111,13 @@ def make_module(
     lr=0.1,
     max_grad_norm=None,
     layout="shared_prompt",
+    module=GRPOModule,
     **algorithm,
 ) -> GRPOModule:
     settings = {"advantage": as_given, "surrogate": clip, "max_tokens": 4, **algorithm}
     if "kl_coef" in settings:
         settings["kl"] = KL(coef=settings.pop("kl_coef"))
-    module = GRPOModule(
+    module = module(
         policy,
         Algorithm(**settings),
         Optimization(

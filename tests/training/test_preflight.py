@@ -12,8 +12,10 @@ from test_train import rows
 
 from grpo.apps.cli import one_line_errors
 from grpo.engines.protocol import Sampling
-from grpo.env.types import Reward
+from grpo.env.scoring import UNKNOWN
+from grpo.env.types import Reward, Trajectory
 from grpo.evaluation.evaluator import Evaluator
+from grpo.rollout.types import Sample
 from grpo.runs.runs import Run
 from grpo.system import distributed
 from grpo.system.errors import PreflightError
@@ -155,21 +157,22 @@ def test_a_reward_that_sees_only_the_last_digit(probe, monkeypatch):
 
 def test_a_reward_of_the_wrong_sign(probe, monkeypatch):
     monkeypatch.setattr(
-        probe.rollouts.task.rewards, "weights", [-weight for weight in probe.rollouts.task.rewards.weights]
+        probe.rollouts.task.rewards, "weights", [lambda now: -1.0 for _ in probe.rollouts.task.rewards.weights]
     )
     assert failed(probe) == {"rewards agree with correctness"}
 
 
 def test_a_reward_without_relation_to_correctness(probe, monkeypatch):
     """Every answer is in the requested form, so right and wrong ones earn the same."""
-    monkeypatch.setattr(probe.rollouts.task.rewards, "weights", [0.0, 1.0])
+    monkeypatch.setattr(probe.rollouts.task.rewards, "weights", [lambda now: 0.0, lambda now: 1.0])
     assert preflight.outcome(CHECKS["rewards agree with correctness"], probe).result == "PASS"
 
 
 def test_a_probe_without_signal_asks_more_rows(probe, monkeypatch):
     row = next(group[0].example for group in probe.groups if len({sample.reward.value for sample in group}) == 1)
     monkeypatch.setattr(probing, "PROMPTS", 1)
-    monkeypatch.setattr(probe.rollouts.loader, "batch", lambda _: [row])
+    others = probe.rollouts.sampler.draw(0, 31)
+    monkeypatch.setattr(probe.rollouts.sampler, "draw", lambda *_: [row, *others[7:]])
     found = preflight.outcome(
         CHECKS["there is something to learn"], Probe(probe.module, probe.rollouts, probe.examples, probe.precision)
     )
@@ -244,7 +247,7 @@ def test_an_engine_that_draws_otherwise_than_it_says(probe, monkeypatch, change)
         drawn = sample(prompts, replace(sampling, **change), seeds)
         if "temperature" in change:  # its reports are then of another temperature: take the trainer's
             turns = [probing.Turn(tuple(p), c) for p, c in zip(prompts, drawn, strict=True)]
-            tokens = probing.collate([[probing.SimpleNamespace(turns=(turn,)) for turn in turns]])
+            tokens = probing.collate([[Sample({}, Trajectory(()), (turn,), UNKNOWN) for turn in turns]])
             values = probe.trainer(tokens)[0]
             drawn = [
                 replace(c, logprobs=tuple(v[m].tolist())) for c, v, m in zip(drawn, values, tokens.mask, strict=True)

@@ -9,9 +9,8 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from statistics import fmean
 from typing import Any
 
 from grpo.engines.weights import eos_token_ids
@@ -83,8 +82,12 @@ class Conversion:
         if not versions:
             self.say("which weights have sampled is unknown, and so is how old they are")
         own, correct = given.get("advantage"), given.get("correct")
+        if own is None and len(values := {value for turn in turns for value in turn.advantages or ()}) == 1:
+            (own,) = values
+        if own is not None:
+            turns = tuple(replace(turn, advantages=None) for turn in turns)
         right = reward > 0 if correct is None else bool(correct)
-        advantage = self.advantage(rows) if own is None else float(own)
+        advantage = math.nan if own is None else float(own)
         rewarded = Reward(reward, right, dict(given.get("parts") or {}), advantage=advantage, extra=extra)
         steps = tuple(map(self.step, turns))
         example = {"prompt": steps[0].state.messages[0].content if steps else ""}
@@ -97,7 +100,8 @@ class Conversion:
         for sampled, tokens in groupby(map(bool, row.sampled)):
             begin, at = at, at + len(list(tokens))
             if sampled:
-                found.append(Turn(tuple(row.ids[:begin]), self.completion(row, begin, at, finish)))
+                own = row.advantages and tuple(map(float, row.advantages[begin:at]))
+                found.append(Turn(tuple(row.ids[:begin]), self.completion(row, begin, at, finish), own))
         return found
 
     def completion(self, row: SourceRow, begin: int, end: int, finish: str | None) -> Completion:
@@ -129,14 +133,6 @@ class Conversion:
         if bad := no_tokens(row.ids, self.vocabulary):
             line = f"{bad[0]} is no token of the model, which has 0 to {self.vocabulary - 1}"
             raise RolloutError(f"{line}: the environment must have the tokenizer of model.path")
-
-    def advantage(self, rows: Sequence[SourceRow]) -> float:
-        """Return the mean of the advantages of a sample's tokens, which usually are the same; NaN if there are none."""
-        pairs = [pair for row in rows if row.advantages for pair in zip(row.advantages, row.sampled, strict=True)]
-        values = [float(value) for value, sampled in pairs if sampled]
-        if len({*values}) > 1:
-            self.say("the tokens of a sample have different advantages: all of them get their mean")
-        return fmean(values) if values else math.nan
 
     def step(self, turn: Turn) -> Step:
         """Return a turn as messages: all that the policy has read is one message, since its form is unknown."""

@@ -8,13 +8,13 @@ if TYPE_CHECKING:
     from grpo.rollout.rollouts import Rollouts
 
 
-def is_source(loader: Any) -> bool:
-    """Return whether what stands in the place of a loader is a `Source`."""
-    return hasattr(loader, "groups")
+def is_source(sampler: Any) -> bool:
+    """Return whether what stands in the place of a sampler is a `Source`."""
+    return hasattr(sampler, "groups")
 
 
 class Source(Protocol):
-    """Made with (pretrained, renderer), it takes the place of a loader and of `play`.
+    """Made with (pretrained, renderer), it takes the place of a sampler and of `play`.
 
     With `state_dict` and `load_state_dict` it is resumed as it was; `close()` is called at the end of the run.
     """

@@ -45,7 +45,8 @@ class EvaluationCallback(L.Callback):
         if self.evaluator.due(rollouts, self.rollout.plan.num_rollouts):
             batch.evaluations.append(self.evaluate())
             batch.metrics |= batch.evaluations[-1].metrics
-        record(trainer, batch.metrics, rollouts)
+        batch.recorded = dict(batch.metrics)
+        record(trainer, batch.recorded, rollouts)
 
     def evaluate(self) -> Evaluation:
         """Evaluate the present policy."""

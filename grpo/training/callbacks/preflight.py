@@ -58,7 +58,7 @@ class PreflightCallback(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if self.rollout.rollouts and self.mode != "only":
             return
-        if is_source(self.rollout.makes.loader):
+        if is_source(self.rollout.makes.sampler):
             log.warning("no preflight: it plays episodes of a task, and the samples of this run come from a source")
             return self.judge()
         probe = Probe(module, self.rollout.makes, self.examples, trainer.precision)

@@ -11,6 +11,7 @@ from grpo.rollout.metrics import rollout_metrics
 from grpo.rollout.rollouts import Rollouts
 from grpo.system import distributed, memory
 from grpo.system.errors import StopError, UserError
+from grpo.system.progress import Progress
 from grpo.system.states import everything, set_everything
 from grpo.system.stop import Stop
 from grpo.training.batch import RolloutBatch, RolloutBatches
@@ -30,7 +31,8 @@ class RolloutCallback(L.Callback):
         self.makes, self.plan, self.engine = rollouts, rollouts.plan, rollouts.engine
         self.ahead = Ahead(rollouts) if self.plan.ahead else None
         self.batches = RolloutBatches()
-        self.objects = {"task": rollouts.task, "loader": rollouts.loader}  # the user's, which may have states
+        self.objects = {"task": rollouts.task, "sampler": rollouts.sampler}  # the user's, which may have states
+        self.objects |= {"selection": rollouts.selection, "advantage": rollouts.algorithm.advantage}
         self.rollouts = 0  # rollouts learned from so far
         self.before: dict | None = None  # the states before the rollout that is being played
         self.policy = None
@@ -60,6 +62,7 @@ class RolloutCallback(L.Callback):
         self, trainer: L.Trainer, module: L.LightningModule, batch: RolloutBatch, batch_idx: int
     ) -> None:
         self.stop.check()
+        batch.progress = Progress(batch.rollout, self.plan.num_rollouts)
         memory.reset_peak(module.device)
         self.started, self.syncing = time.perf_counter(), 0.0
         if self.ahead:
@@ -72,16 +75,16 @@ class RolloutCallback(L.Callback):
             self.before = None
         if (not self.ahead or not self.ahead.next) and (sleep := getattr(self.engine, "sleep", None)):
             sleep()
-        kept = rollout.best(self.plan.prompts, self.makes.algorithm.sampling_filter)
-        batch.groups, batch.scores = [rollout.groups[i] for i in kept], rollout.scores.rows(kept)
+        batch.groups, batch.scores = rollout.groups, rollout.scores
         mine = distributed.balanced([sum(sample.length for sample in group) for group in batch.groups])
         tokens = collate([batch.groups[i] for i in mine], [i * batch.scores.rewards.shape[1] for i in mine])
         batch.tokens = tokens.to(module.device)
-        batch.metrics |= rollout_metrics(rollout.groups, rollout.scores)
+        batch.metrics |= rollout_metrics(rollout.played, rollout.all_scores)
         batch.metrics |= {
             "rollout/rounds": float(rollout.rounds),
-            "rollout/discarded_groups": float(len(rollout.groups) - len(kept)),
-            **self.makes.loader.progress(batch.rollout + 1),
+            "rollout/discarded_groups": float(len(rollout.played) - len(rollout.groups) + rollout.replayed),
+            **({"rollout/replayed_groups": float(rollout.replayed)} if rollout.replayed else {}),
+            **self.makes.sampler.progress(batch.rollout + 1),
             "time/sync": self.syncing,
             "time/rollout": time.perf_counter() - self.started - self.syncing,
             "memory/rollout": float(memory.peak(module.device)),
@@ -121,7 +124,7 @@ class RolloutCallback(L.Callback):
     def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         if self.ahead:  # in case another callback ended the run
             self.ahead.stop()
-        getattr(self.makes.loader, "close", lambda: None)()
+        getattr(self.makes.sampler, "close", lambda: None)()
         self.engine.close()
 
     # -- resuming

@@ -80,10 +80,9 @@ def rewards(probe: Probe) -> Checked:
 
 
 def signal(probe: Probe) -> Checked:
-    """Rewards differ within groups (or what algo.sampling_filter asks for). If not in the probe, more groups are asked."""
+    """Rewards differ within groups (or what selection.by asks for). If not in the probe, more groups are asked."""
     size, groups = probe.rollouts.plan.group_size, probe.groups
-    algorithm = probe.rollouts.algorithm
-    by = algorithm.sampling_filter if algorithm.sampling_rounds > 1 else "reward"
+    by = "correct" if getattr(probe.rollouts.selection, "by", None) == "correct" else "reward"
     live = int(probe.scores.has_signal(by).sum())
     if not live and probe.further:
         groups = groups + probe.further
@@ -102,7 +101,7 @@ def signal(probe: Probe) -> Checked:
         (not values, "no sample has a reward: the grader fails or runs out of time"),
         (all(sample.trajectory.truncated for sample in samples), "all answers are cut short: raise max_tokens"),
         (outcomes == {"no_answer"}, "no answer is where the reward looks: prompt for that form, or reward it"),
-        (by == "correct" and scores(groups).has_signal().any(), "only rewards differ: set algo.sampling_filter=reward"),
+        (by == "correct" and scores(groups).has_signal().any(), "only rewards differ: set selection.by=reward"),
         (solved == 1, "all answers are right: take harder problems"),
         (solved == 0, "no answer is right: take easier problems, a better model, or more samples per prompt"),
         (True, f"rewards differ between prompts only: {sorted(values)[:3]}"),

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -13,8 +12,9 @@ from torch import Tensor
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
+from grpo.env.scoring import UNKNOWN
 from grpo.env.tokens import Turn
-from grpo.env.types import Example
+from grpo.env.types import Example, Trajectory
 from grpo.models.logprobs import completion_logprobs
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.rollout.collate import collate, scores
@@ -57,8 +57,7 @@ class Probe:
     @cached_property
     def chosen(self) -> list[Example]:
         """Rows to ask, at most PROMPTS + FURTHER: those of rollout 0, then others."""
-        most, loader = PROMPTS + FURTHER, self.rollouts.loader
-        return [*loader.batch(0), *loader.more(0, most, skip=0)][:most]
+        return self.rollouts.sampler.draw(0, PROMPTS + FURTHER)
 
     @property
     def rows(self) -> list[Example]:
@@ -77,14 +76,16 @@ class Probe:
 
     def play(self, rows: list[Example], first: int) -> tuple[list[Group], float]:
         """Play rows, with seeds that no rollout of the run has. Returns the groups and the seconds. first: their first place."""
-        begun = time.perf_counter()
+        begun, places = time.perf_counter(), range(first, first + len(rows))
         with self.rollouts.sampling():
-            groups = self.rollouts.one_round(self.rollouts.plan.num_rollouts, rows, first)
+            groups = self.rollouts.one_round(
+                self.rollouts.plan.num_rollouts, rows, places, self.rollouts.plan.group_size
+            )
         return groups, time.perf_counter() - begun
 
     def rollout_seconds(self) -> float:
         """Return the seconds of a rollout: of a whole one if it is short, otherwise in proportion to the probe's."""
-        seconds, whole = self.played[1], self.rollouts.loader.batch(0)
+        seconds, whole = self.played[1], self.rollouts.sampler.draw(0, self.rollouts.plan.prompts)
         return seconds * len(whole) / len(self.rows) if seconds > 1 else self.play(whole, first=0)[1]
 
     @property
@@ -133,7 +134,7 @@ class Probe:
             completions = self.rollouts.engine.sample(prompts, plain, seeds)
         engine = self.rollouts.engine
         turns = [Turn(tuple(p), received(engine, c)) for p, c in zip(prompts, completions, strict=True)]
-        return collate([[SimpleNamespace(turns=(turn,)) for turn in turns]]).to(self.module.device)
+        return collate([[Sample({}, Trajectory(()), (turn,), UNKNOWN) for turn in turns]]).to(self.module.device)
 
     @cached_property
     @torch.no_grad()

@@ -1,0 +1,184 @@
+"""Samplers that prefer some examples. `Weighted` draws; a weight function says what each example weighs.
+
+A weight function gets a `History` and returns weights [n], one for each example; an example of weight 0 is never drawn.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from grpo.data.dataset import fingerprint
+from grpo.env.types import Example, Reward
+from grpo.system.errors import RolloutError, UserError
+from grpo.system.progress import Progress, progress
+from grpo.system.ranges import NonNegative, Share, enforced
+
+
+@dataclass(frozen=True)
+class History:
+    """The outcomes of n examples so far. latest: by index, the mean reward and the share of right answers of the latest group.
+    progress: how far the run is. columns: those that were read."""
+
+    examples: Sequence[Example]
+    latest: Mapping[int, tuple[float, float]]
+    progress: Progress
+    columns: dict[str, list] = field(default_factory=dict)
+
+    @cached_property
+    def rewards(self) -> np.ndarray:
+        """The mean reward of each example's latest group, [n]; NaN if it was never asked."""
+        return self._latest(0)
+
+    @cached_property
+    def solved(self) -> np.ndarray:
+        """The share of right answers in each example's latest group, [n]; NaN if it was never asked."""
+        return self._latest(1)
+
+    def column(self, name: str) -> list:
+        """Return a column of the examples, [n]; None where a row lacks it. It is read once."""
+        if name not in self.columns:
+            self.columns[name] = [example.get(name) for example in self.examples]
+        return self.columns[name]
+
+    def _latest(self, place: int) -> np.ndarray:
+        values = np.full(len(self.examples), np.nan)
+        values[[*self.latest]] = [each[place] for each in self.latest.values()]
+        return values
+
+
+class Weighted:
+    """Draws examples with chances in proportion to their weights, each at most once in a rollout while there are enough.
+
+    weight: a weight function. Mutable: keeps the latest rewards of every example, which are its state.
+    """
+
+    def __init__(
+        self, examples: Sequence[Example], size: int, seed: int, weight: Callable[[History], np.ndarray]
+    ) -> None:
+        self.examples, self.size, self.seed, self.weight = examples, size, seed, weight
+        self.latest: dict[int, tuple[float, float]] = {}
+        self.columns: dict[str, list] = {}
+        self.drawn: dict[str, int] = {}  # the indices of this rollout's examples, by fingerprint
+
+    @property
+    def history(self) -> History:
+        """The outcomes of the examples so far."""
+        return History(self.examples, self.latest, progress(), self.columns)
+
+    def weights(self) -> np.ndarray:
+        """Return the weight of each example, [n]. Raises RolloutError, which saves a checkpoint, if all are 0."""
+        weights = np.asarray(self.weight(self.history), dtype=float)
+        if weights.shape != (len(self.examples),) or not (weights >= 0).all():
+            wrong = (
+                f"a weight function returns {len(self.examples)} numbers that are not negative, one for each example"
+            )
+            raise RolloutError(f"{wrong}, not {weights}")
+        if not weights.any():
+            raise RolloutError(
+                "sampler: all examples have weight 0, so none can be drawn; raise a weight or end the run"
+            )
+        return weights
+
+    def draw(self, rollout: int, count: int, first: int = 0) -> list[Example]:
+        """Return `count` examples. If fewer have a weight above 0, the first ones of a rollout come more than once."""
+        weights = self.weights()
+        able = int(np.count_nonzero(weights))
+        order: list[int] = []
+        for again in range(-(-count // able) if not first else 1):
+            noise = np.random.default_rng([self.seed, rollout, again]).gumbel(size=len(weights))
+            with np.errstate(divide="ignore"):
+                order += map(int, np.argsort(-(np.log(weights) + noise), kind="stable")[:able])  # arXiv 1903.06059
+        self.drawn = {} if not first else self.drawn
+        chosen = order[first : first + count]
+        found = [self.examples[i] for i in chosen]
+        self.drawn |= {fingerprint(example): i for i, example in zip(chosen, found, strict=True)}
+        return found
+
+    def observe(self, results: Sequence[tuple[Example, Sequence[Reward]]]) -> None:
+        """Note the rewards of each group; a group without a known reward changes nothing."""
+        for example, rewards in results:
+            known = [reward for reward in rewards if reward.known]
+            if known and (i := self.drawn.get(fingerprint(example))) is not None:
+                means = (np.mean([reward.value for reward in known]), np.mean([reward.correct for reward in known]))
+                self.latest[i] = tuple(map(float, means))
+
+    def progress(self, rollouts: int) -> dict[str, float]:
+        """Return metrics after this many rollouts: prompts, and the shares of examples that were asked, and that can be drawn."""
+        count = len(self.examples)
+        able = np.count_nonzero(self.weight(self.history))
+        told = {"data/asked": len(self.latest) / count, "data/drawable": able / count}
+        return {"data/prompts": float(rollouts * self.size), **told}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"latest": self.latest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.latest = dict(state["latest"])
+
+
+def by_column(history: History, name: str) -> np.ndarray:
+    """The weight is the number in a column."""
+    try:
+        return np.array([float(value) for value in history.column(name)])
+    except (TypeError, ValueError) as error:
+        raise UserError(f"sampler.weight.name={name}: each row needs a number in this column ({error})") from error
+
+
+@enforced("sampler.weight")
+def pools(
+    history: History,
+    thresholds: Sequence[float] = (0.25, 0.75),
+    weights: Sequence[NonNegative] = (1.0, 2.0, 0.5),
+    unseen: NonNegative = 1.0,
+) -> np.ndarray:
+    """Pools by the latest share of right answers, as prime-rl has them: an example is in the first pool whose threshold is not
+    below its share, or in the last pool. weights: one for each pool, so one more than thresholds. unseen: for examples that were
+    never asked."""
+    if len(weights) != len(thresholds) + 1 or sorted(thresholds) != [*thresholds]:
+        fix = "thresholds rise, and weights has one number more than thresholds"
+        raise UserError(f"sampler.weight: thresholds={[*thresholds]} weights={[*weights]} do not fit: {fix}")
+    pool = np.searchsorted(np.asarray(thresholds, dtype=float), history.solved)
+    return np.where(np.isnan(history.solved), unseen, np.asarray(weights, dtype=float)[pool.clip(max=len(thresholds))])
+
+
+@enforced("sampler.weight")
+def learning_signal(history: History, floor: Share = 0.1) -> np.ndarray:
+    """4 p (1 - p), the variance of right and wrong answers, 1 at p = 1/2: examples that teach most come more often. p: the latest
+    share of right answers; unseen examples weigh 1. floor: the smallest weight, so that no example is given up."""
+    return np.where(np.isnan(history.solved), 1.0, np.maximum(4 * history.solved * (1 - history.solved), floor))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a curriculum: the rows whose column has one of these values. It ends when either is reached: `until`, a share of
+    the run, or `reach`, the mean share of right answers of its rows that were asked, once `asked` of them were."""
+
+    values: Sequence[Any]
+    until: Share | None = None
+    reach: Share | None = None
+    asked: int = 16
+
+    def over(self, rows: np.ndarray, history: History) -> bool:
+        """Return whether the stage has ended. rows: [n] bool, its rows."""
+        known = history.solved[rows & ~np.isnan(history.solved)]
+        reached = self.reach is not None and len(known) >= self.asked and known.mean() >= self.reach
+        return bool(reached or (self.until is not None and history.progress.share >= self.until))
+
+
+def staged(history: History, name: str, stages: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """Stages, one after another: an example weighs 1 in its stage, else 0. name: the column that stages look at. stages: the
+    fields of `Stage`; the last one needs no end. The stage is found anew in each rollout, so one whose rows are forgotten
+    returns."""
+    values = history.column(name)
+    for i, given in enumerate(stages):
+        stage = Stage(**given)
+        rows = np.array([value in stage.values for value in values])
+        if not rows.any():
+            there = ", ".join(sorted({str(value) for value in values})[:8])
+            raise UserError(f"sampler.weight.stages: no row has {name} in {[*stage.values]}; there are {there}")
+        if i == len(stages) - 1 or not stage.over(rows, history):
+            return rows.astype(float)
+    raise UserError("sampler.weight.stages is empty: name at least one stage, such as {values: [easy], reach: 0.8}")

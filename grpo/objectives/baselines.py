@@ -1,0 +1,76 @@
+"""More advantage estimators, each a function of one paper. advantage.py has the first ones, and says what an estimator gets and
+returns."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from grpo.objectives.advantage import group_advantages, has_signal, less_baseline, std
+from grpo.system.errors import UserError
+from grpo.system.ranges import NonNegative
+
+
+def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """A_i = r_i - sum_j |o_j| r_j / sum_j |o_j|: the baseline of smallest variance, OPO, arXiv 2505.23585."""
+    lengths = torch.where(rewards.isnan(), 0.0, lengths.to(rewards.dtype))
+    baseline = (lengths * rewards.nan_to_num(0.0)).sum(dim=1, keepdim=True) / lengths.sum(dim=1, keepdim=True)
+    return less_baseline(rewards, baseline)
+
+
+def max_rl(rewards: Tensor) -> Tensor:
+    """A_i = (r_i - mean(r)) / mean(r): hard prompts have more weight, MaxRL, arXiv 2602.02710. Rewards must not be negative."""
+    if (rewards < 0).any():
+        raise UserError("algo/advantage=max_rl divides by the mean reward of a group: rewards must not be negative")
+    mean = rewards.nanmean(dim=1, keepdim=True)
+    return less_baseline(rewards, mean) / torch.where(mean > 0, mean, 1.0)
+
+
+def gdpo(parts: Mapping[str, Tensor], weights: Mapping[str, float], eps: NonNegative = 1e-4) -> Tensor:
+    """GDPO: normalises every part of the reward over its group, then the weighted sum over the batch. weights: {part: weight}.
+    A part that does not apply to a sample is NaN there and is left out."""
+    if not weights:
+        raise UserError("algo.advantage.weights is empty: name parts of the reward, as in {correct: 1, format: 0.5}")
+    try:
+        scaled = torch.stack([weight * group_advantages(parts[name], eps=eps) for name, weight in weights.items()])
+    except KeyError as error:
+        raise UserError(f"algo.advantage.weights: no part {error}; there are {', '.join(parts)}") from error
+    summed = torch.where(scaled.isnan().all(dim=0), torch.nan, scaled.nansum(dim=0))
+    centred = torch.where((scaled.nan_to_num(0.0) == 0).all(dim=0), summed, summed - summed.nanmean())
+    return centred / (std(summed, None, 1) + eps)
+
+
+def gpg(rewards: Tensor) -> Tensor:
+    """A_i = (r_i - mean(r)) N / (groups whose rewards differ): groups that teach nothing do not make the step smaller, GPG, arXiv
+    2504.02546. verl divides by the share of rewards that are not 0."""
+    live = has_signal(rewards).sum().clamp(min=1)
+    return less_baseline(rewards, rewards.nanmean(dim=1, keepdim=True)) * len(rewards) / live
+
+
+def best_only(rewards: Tensor) -> Tensor:
+    """A_i = max(r) - max_{j != i}(r_j), what sample i adds to the best of its group, arXiv 2503.19595: 0 for all but the best
+    sample, and for that one too if another is as good."""
+    others = rewards.nan_to_num(-torch.inf)[:, None].expand(-1, rewards.shape[1], -1)  # [N, G, G]
+    others = others.masked_fill(torch.eye(rewards.shape[1], dtype=torch.bool, device=rewards.device), -torch.inf)
+    best = others.amax(dim=2)
+    return torch.where((best > -torch.inf) | rewards.isnan(), (rewards - best).clamp(min=0), 0.0)
+
+
+def alp(rewards: Tensor, lengths: Tensor, parts: Mapping[str, Tensor], beta: NonNegative = 1e-4) -> Tensor:
+    """A_i = s_i - mean(s) with s_i = r_i - beta max(share of right samples, 1 / G) |o_i|, ALP, arXiv 2506.05256. There is no
+    division by the standard deviation: where all are right, any beta would become the whole signal."""
+    solved = parts["correct"].nanmean(dim=1, keepdim=True).nan_to_num(0.0).clamp(min=1 / rewards.shape[1])
+    shaped = rewards - beta * solved * lengths
+    return less_baseline(shaped, shaped.nanmean(dim=1, keepdim=True))
+
+
+def length_penalty(
+    rewards: Tensor, lengths: Tensor, steps: Tensor, tokens: NonNegative = 0.25, turns: NonNegative = 0.1
+) -> Tensor:
+    """A_i = s_i - mean(s) with s_i = r_i - mean(r) (tokens |o_i| / max_j |o_j| + turns K_i / max_j K_j), as in prime-rl. K_i: the
+    turns of a sample. A group that is all wrong teaches nothing. steps: [N, G, K], NaN where there is no turn."""
+    known, penalty = ~rewards.isnan(), 0.0
+    for weight, size in ((tokens, lengths), (turns, (~steps.isnan()).sum(2))):
+        penalty = penalty + weight * size / (size * known).amax(dim=1, keepdim=True).clamp(min=1)
+    shaped = rewards - rewards.nanmean(dim=1, keepdim=True) * penalty
+    return less_baseline(shaped, shaped.nanmean(dim=1, keepdim=True))

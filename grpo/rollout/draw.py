@@ -1,0 +1,92 @@
+"""The slot `selection`, and the `Draw` by which a selection plays a rollout. selection.py has selections."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from grpo.env.types import Example
+from grpo.objectives.batch import Scores
+from grpo.rollout.collate import scores
+from grpo.rollout.source.protocol import is_source
+from grpo.rollout.types import Group
+from grpo.system.errors import RewardError, RolloutError, UserError
+from grpo.system.progress import Progress, progress
+
+if TYPE_CHECKING:
+    from grpo.rollout.rollouts import Rollouts
+
+GREEDY = 1 << 30  # used instead of the sample for the seeds of greedy answers
+
+
+class Selection(Protocol):
+    """The slot `selection`: plays a rollout, and says which groups the policy learns from. selection.py has them. With
+    `state_dict` and `load_state_dict` it is resumed as it was; `check(plan, algorithm)` may refuse a run."""
+
+    def select(self, draw: "Draw") -> list[Group]:
+        """Return the groups to learn from: those of `draw` or others, with all of their samples or with some."""
+
+
+class Everything:
+    """All groups of one round."""
+
+    def select(self, draw: "Draw") -> list[Group]:
+        """Return a group for each prompt of the rollout."""
+        return draw.more(draw.prompts)
+
+
+class Draw:
+    """The means by which a selection makes rollout r. played: all groups so far; rounds: how often prompts were drawn."""
+
+    def __init__(self, rollouts: "Rollouts", r: int) -> None:
+        self.rollouts, self.r = rollouts, r
+        self.prompts, self.size, self.seed = rollouts.plan.prompts, rollouts.plan.group_size, rollouts.seed
+        self.played: list[Group] = []
+        self.rounds = 0
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is."""
+        return progress()
+
+    def scores(self, groups: Sequence[Group]) -> Scores:
+        """Return the shaped rewards of groups."""
+        return self.rollouts.algorithm.shaped(scores(groups))
+
+    def more(self, count: int, size: int | None = None) -> list[Group]:
+        """Play `count` new prompts, or all that are left, with `size` samples each (None: the run's number)."""
+        makes, first = self.rollouts, len(self.played)
+        if is_source(makes.sampler):
+            groups = makes.sampler.groups(self.r, count, first, makes)
+        else:
+            examples = makes.sampler.draw(self.r, count, first)
+            groups = self._round(examples, range(first, first + len(examples)), size or self.size) if examples else []
+        self.rounds += bool(groups)
+        self.played += groups
+        return groups
+
+    def extend(self, groups: Sequence[Group], more: int) -> list[Group]:
+        """Play `more` further samples of each of these groups, which `more` gave, and return the larger groups."""
+        places = [next(i for i, played in enumerate(self.played) if played is group) for group in groups]
+        if not places or not more:
+            return list(groups)
+        examples = [group[0].example for group in groups]
+        for place, further in zip(places, self._round(examples, places, more, len(groups[0])), strict=True):
+            self.played[place] = self.played[place] + further
+        return [self.played[place] for place in places]
+
+    def greedy(self, groups: Sequence[Group]) -> list[Group]:
+        """Return a group of one greedy answer to each group's prompt. They are not among the played ones."""
+        return self._round([group[0].example for group in groups], range(len(groups)), 1, GREEDY, temperature=0.0)
+
+    def _round(
+        self, examples: Sequence[Example], places: Sequence[int], size: int, skip: int = 0, **sampling
+    ) -> list[Group]:
+        if is_source(self.rollouts.sampler):
+            raise UserError(
+                "this selection plays further samples itself, which a source cannot: set selection=all or dynamic"
+            )
+        try:
+            return self.rollouts.one_round(self.r, examples, places, size, skip, **sampling)
+        except RolloutError as error:
+            if isinstance(error, RewardError) or not self.played:
+                raise
+            return error.groups  # all environments of a later round failed, which may be only one or two

@@ -1,0 +1,75 @@
+"""Commands as a user types them, without the seconds in which each would import torch.
+
+A server imports the libraries once, and each command is a fork of it: it has an exit code, signals and streams of its own.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from conftest import ROOT
+
+IMPORTED = (
+    "lightning pandas peft torch.utils.tensorboard grpo.training.module grpo.runs.plots grpo.apps.serve.api train eval"
+)
+
+
+def server() -> multiprocessing.context.BaseContext:
+    """Return the context whose processes are forks of the server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED.split())
+    with contextlib.chdir(ROOT):
+        forkserver.ensure_running()
+    return context
+
+
+def start(
+    *words: str, out: Path, err: Path, folder: Path = ROOT, environment: Mapping[str, str] | None = None
+) -> BaseProcess:
+    """Start `python WORDS` in a folder. Its streams are appended to two files."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+    process = server().Process(target=work, args=(words, out, err, folder, environment))
+    process.start()
+    return process
+
+
+def command(*words: str, seconds: float = 300, **more) -> subprocess.CompletedProcess:
+    """Run `python WORDS` to its end."""
+    with tempfile.TemporaryDirectory() as streams:
+        out, err = Path(streams, "out"), Path(streams, "err")
+        process = start(*words, out=out, err=err, **more)
+        process.join(seconds)
+        process.kill()
+        process.join()
+        return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
+
+
+def work(words: tuple[str, ...], out: Path, err: Path, folder: Path, environment: Mapping[str, str]) -> None:
+    """Do in this process what a shell would start a process for."""
+    for number, file in ((1, out), (2, err)):
+        with open(file, "a") as stream:
+            os.dup2(stream.fileno(), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:0] = [str(folder), *environment["PYTHONPATH"].split(os.pathsep)]
+    if words[0] == "-c":  # may ask what is imported
+        sys.exit(subprocess.run([sys.executable, *words]).returncode)
+    if words[0] == "-m":
+        sys.argv = list(words[1:])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        file = words[0] if Path(words[0]).exists() else str(ROOT / words[0])
+        sys.argv = [file, *words[1:]]
+        runpy.run_path(file, run_name="__main__")
