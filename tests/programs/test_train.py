@@ -94,9 +94,7 @@ ASKED = f"+callbacks.asked={{_target_: test_stop.Asked, update: 10, number: {int
         pytest.param("adapter=none", CRASH, 2, marks=pytest.mark.slow),
         pytest.param("adapter=lora algo=ppo", ASKED, 3, marks=pytest.mark.slow),
         ("adapter=lora model.quantization=4bit", ASKED, 3),
-        pytest.param(
-            "model.dtype=bfloat16 algo=ppo critic=model critic.pretrain=1", CRASH, 2, marks=pytest.mark.slow
-        ),
+        pytest.param("model.dtype=bfloat16 algo=ppo critic=model critic.pretrain=1", CRASH, 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy, ending, done):
@@ -448,6 +446,7 @@ def test_a_checkpoint_of_another_model(smoke, tmp_path):
     for i, (more, message) in enumerate([
         ("adapter=lora", "other settings: adapter._target_=peft.LoraConfig (was None), "),
         ("adapter=lora resume.changes=allow", "a checkpoint of another model"),
+        ("algo=ppo resume.changes=allow", "the first is critic.head.bias (missing there, (1,) here); give the model=, "),
         ("adapter=none", "learned from 2 rollouts already"),
         ("optim=sgd", "has the state of another optimizer: optim.optimizer._target_=torch.optim.SGD (was torch.optim.AdamW)"),
     ]):  # fmt: skip

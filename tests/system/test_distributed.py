@@ -145,7 +145,7 @@ def test_two_ranks_learn_what_one_learns(learned, tmp_path, name):
         two = learned(folder, 2, [*CASES[name], f"strategy={strategy}"])
         for parameter, expected in one.items():
             atol = 1e-4 if name == "adamw" else 1e-6  # AdamW divides by the gradient's size, which may be about 0
-            torch.testing.assert_close(two[parameter], expected, atol=atol, rtol=1e-5, msg=lambda m, p=parameter: f"{strategy} {p}: {m}")
+            torch.testing.assert_close(two[parameter], expected, atol=atol, rtol=1e-5, msg=f"{strategy} {parameter}")
         checked = Run(folder).manifest["preflight"]
         assert {check["result"] for check in checked.values() if "devices" in check["compared"]} <= {"PASS"}
         assert ("the devices' gradients add up" in checked) == (name == "sum")
@@ -222,7 +222,7 @@ def test_checkpoints_go_from_any_ranks_and_strategy_to_others(learned, tmp_path)
         policy = {name.removeprefix("policy."): weight for name, weight in weights.items() if "critic." not in name}
         assert len(policy) < len(weights) and loaded.keys() >= policy.keys()
         assert all(torch.equal(loaded[name], weight) for name, weight in policy.items())
-        assert not any("critic" in name or "head.weight" == name for name in loaded)
+        assert not any("critic" in name or name == "head.weight" for name in loaded)
 
 
 @pytest.mark.slow

@@ -55,11 +55,8 @@ def test_every_metric_of_a_run_is_in_the_dictionary_and_every_entry_is_of_some_r
     elsewhere = {
         f"{first}/{name}" for first in ("rollout", "eval") for name in (*conversation(Trajectory(())), "samples")
     }
-    elsewhere |= {
-        "rollout/staleness",
-        "time/played",
-        "loss/NAME",
-    }  # rollout.ahead, comparisons, a user's surrogate
+    elsewhere |= {"rollout/staleness", "time/played", "loss/NAME"}  # rollout.ahead, comparisons, a user's surrogate
+    elsewhere |= {"value/explained_variance", "value/mean", "value/grad_norm", "loss/value"}  # a critic
     assert {name for name in logged if "epoch_" in name} == {"loss/policy_epoch_1", "loss/policy_epoch_2"}
     entries = {metric.name for metric in METRICS if not metric.part}
     assert entries - {about(name).name for name in logged} == elsewhere
