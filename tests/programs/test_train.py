@@ -446,6 +446,7 @@ def test_a_checkpoint_of_another_model(smoke, tmp_path):
     for i, (more, message) in enumerate([
         ("adapter=lora", "other settings: adapter._target_=peft.LoraConfig (was None), "),
         ("adapter=lora resume.changes=allow", "a checkpoint of another model"),
+        ("algo=ppo resume.changes=allow", "the first is critic.head.bias (missing there, (1,) here); give the model=, "),
         ("adapter=none", "learned from 2 rollouts already"),
         ("optim=sgd", "has the state of another optimizer: optim.optimizer._target_=torch.optim.SGD (was torch.optim.AdamW)"),
     ]):  # fmt: skip

@@ -144,7 +144,7 @@ def test_two_ranks_learn_what_one_learns(learned, tmp_path, name):
         two = learned(folder, 2, [*CASES[name], f"strategy={strategy}"])
         for parameter, expected in one.items():
             atol = 1e-4 if name == "adamw" else 1e-6  # AdamW divides by the gradient's size, which may be about 0
-            torch.testing.assert_close(two[parameter], expected, atol=atol, rtol=1e-5)
+            torch.testing.assert_close(two[parameter], expected, atol=atol, rtol=1e-5, msg=f"{strategy} {parameter}")
         checked = Run(folder).manifest["preflight"]
         assert {check["result"] for check in checked.values() if "devices" in check["compared"]} <= {"PASS"}
         assert ("the devices' gradients add up" in checked) == (name == "sum")

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from conftest import preset
 from peft import LoraConfig
 from test_module import ADVANTAGES, GROUPS, episode, fresh, make_module, rollout
 from torch import tensor
@@ -185,3 +186,23 @@ def test_a_critic_s_model_reads_the_policy_s_tokens(toy, tmp_path):
     policy.resize_token_embeddings(policy.config.vocab_size + 7)
     with pytest.raises(UserError, match=r"critic\.model\.path=.* has \d+ tokens, the policy \d+: take a model with"):
         actor_critic(policy, small)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "line"),
+    [
+        ("algo=ppo critic=none", "algo.advantage (gae) needs the values of a critic: set critic=head or critic=model"),
+        (
+            "critic=head",
+            "algo.advantage (group_advantages) does not use the values of the critic: set critic=none, or ",
+        ),
+        (
+            "algo=ppo algo/kl=reward",
+            "algo.kl.place=reward changes the rewards, but the critic's targets are the rewards ",
+        ),
+    ],
+)
+def test_a_critic_and_what_uses_it_are_chosen_together(chosen, line):
+    with pytest.raises(UserError) as refusal:
+        preset(*chosen.split())
+    assert line in str(refusal.value)

@@ -22,6 +22,7 @@ from grpo.engines.builtin.engine import TransformersEngine
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
+from grpo.models.pretrained import Pretrained
 from grpo.system import memory
 from grpo.training.forecast import (
     Live,
@@ -133,7 +134,7 @@ class Run:
 
     def module(self, model) -> GRPOModule:
         policy = with_adapter(model, instantiate(self.config.adapter))
-        return GRPOModule(policy, instantiate(self.config.algo), self.optim, 1.0, 10, 0)
+        return instantiate(self.config.module)(policy, instantiate(self.config.algo), self.optim, 1.0, 10, 0)
 
     def forecast(self, prompt_tokens: int, engine=None, **settings) -> dict[str, int | None]:
         sizes = Sizes(self.module, self.pretrained, self.plan, engine or TransformersEngine(), lambda: prompt_tokens)
@@ -251,6 +252,19 @@ def test_a_reference_is_a_copy_or_the_adapter_switched_off(toy):
         foreseen = Run(str(toy), "algo/kl=loss", *settings).forecast(10)
         wanted = 0 if expected is None else foreseen[expected]
         assert foreseen["reference"] == pytest.approx(wanted, rel=0.01)  # except buffers
+
+
+def test_a_critic_takes_its_weights_and_what_they_entail(toy):
+    """A head has a weight for each number of a state, and one more. Its own model is another decoder, with activations."""
+    foreseen = {critic: Run(str(toy), "algo=ppo", f"critic={critic}").forecast(10) for critic in ("head", "model")}
+    plain, decoder = Run(str(toy)).forecast(10), Pretrained(str(toy)).model().get_decoder()
+    head = 4 * (decoder.config.hidden_size + 1)
+    for critic, below in (("head", 0), ("model", bytes_of([*decoder.parameters(), *decoder.buffers()]))):
+        assert foreseen[critic]["weights"] - plain["weights"] == head + below
+        learned = head + (below and bytes_of(decoder.parameters()))
+        assert foreseen[critic]["gradients"] - plain["gradients"] == learned
+        assert foreseen[critic]["optimizer"] - plain["optimizer"] == pytest.approx(2 * learned, rel=0.01, abs=20)
+    assert foreseen["model"]["activations"] > 1.5 * plain["activations"] >= 1.4 * foreseen["head"]["activations"]
 
 
 def test_arithmetic_in_16_bits_and_several_devices(toy):
