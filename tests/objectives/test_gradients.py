@@ -19,7 +19,7 @@ from grpo.rollout.collate import collate
 PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
 MORE = {  # what a preset needs to have an effect on few tokens
     "clip_cov": ["algo.choice.low=0.0", "algo.choice.share=0.3"],
-    "kl_cov": ["algo.choice.share=0.3", "algo.old_policy=rollout"],
+    "kl_cov": ["algo.choice.share=0.3"],
 }
 
 # -- gradients of a loss with respect to the log-probabilities
@@ -110,10 +110,11 @@ REWARDS = tensor([[1.0, 0.0, 0.3, 0.0], [0.0, 1.0, 0.0, 0.2]])
 def tokens_of(policy) -> TokenBatch:
     """Return the rollout as a slightly different policy would have sampled it, so that ratios are not 1."""
     tokens = collate(GROUPS)
-    logprobs, _ = completion_logprobs(policy, tokens, 1.0)
+    logprobs, entropy = completion_logprobs(policy, tokens, 1.0)
     noise = [0.15 * torch.randn(tokens.mask.shape, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
     old = (logprobs.detach() + noise[0]) * tokens.mask
-    return replace(tokens, old_logprobs=old, rollout_logprobs=(old + 0.2 * noise[1]) * tokens.mask)
+    rollout = (old + 0.2 * noise[1]) * tokens.mask
+    return replace(tokens, old_logprobs=old, old_entropy=entropy.detach(), rollout_logprobs=rollout)
 
 
 def padded(tokens: TokenBatch, left: int, right: int) -> TokenBatch:
@@ -121,9 +122,8 @@ def padded(tokens: TokenBatch, left: int, right: int) -> TokenBatch:
         return torch.nn.functional.pad(values, (left, right))
 
     change = {name: pad(getattr(tokens, name), left) for name in ("ids", "attention_mask")}
-    change |= {
-        name: pad(getattr(tokens, name), 0) for name in ("mask", "rollout_logprobs", "old_logprobs", "turn", "given")
-    }
+    names = ("mask", "rollout_logprobs", "old_logprobs", "old_entropy", "turn", "given")
+    change |= {name: pad(getattr(tokens, name), 0) for name in names}
     return replace(tokens, **change)
 
 
@@ -133,7 +133,9 @@ def gradient(toy, name: str, max_tokens: int, change=lambda tokens: tokens) -> d
     make = actor_critic if "values" in parameters(algorithm.advantage) else make_module
     module = make(policy, max_tokens_per_microbatch=max_tokens, lr=1.0, **vars(algorithm))
     before = {name: p.detach().clone() for name, p in module.trained().items()}
-    metrics = module.training_step(rollout(rewards=REWARDS, groups=GROUPS, tokens=change(tokens_of(policy))), 0)
+    parts = {"greedy": tensor([[0.2], [0.1]]).expand(REWARDS.shape)}  # for ReMax
+    tokens = change(tokens_of(policy))
+    metrics = module.training_step(rollout(rewards=REWARDS, groups=GROUPS, tokens=tokens, parts=parts), 0)
     assert metrics["loss/grad_norm"] > 0.01
     return {name: before[name] - p.detach() for name, p in module.trained().items()}
 
