@@ -42,7 +42,7 @@ def start(
     return process
 
 
-def command(*words: str, seconds: float = 300, **more) -> subprocess.CompletedProcess:
+def command(*words: str, seconds: float = 900, **more) -> subprocess.CompletedProcess:
     """Run `python WORDS` to its end."""
     with tempfile.TemporaryDirectory() as streams:
         out, err = Path(streams, "out"), Path(streams, "err")
