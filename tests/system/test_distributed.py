@@ -56,7 +56,7 @@ CASES = {
         *("task._target_=test_distributed.Turns", "rollout.prompts=3", "rollout.num_rollouts=3", "eval.every=0"),
     ],
     "critic_model": [
-        *("algo=ppo", "critic=model", "critic.lr=0.1", "critic.pretrain=1", "optim.gradient_checkpointing=true"),
+        *("algo=ppo", "critic=model", "critic.lr=0.1", "optim.gradient_checkpointing=true"),
         *("rollout.prompts=3", "rollout.num_rollouts=2", "optim.max_tokens_per_microbatch=1"),
     ],
     "adamw": ["optim.optimizer._target_=torch.optim.AdamW", "optim.optimizer.lr=1e-3", "rollout.num_rollouts=2"],
