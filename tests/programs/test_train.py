@@ -330,7 +330,7 @@ def told(*overrides: str, name: str = "train") -> str:
             ["task=gsm9k"],
             [
                 "task has no option 'gsm9k'",
-                "agent, calculator, code, countdown, gsm8k, gym, jsonl, math, mixture, musique, none, quiz, reasoning_gym, skyrl_gym, ",
+                "agent, calculator, code, countdown, gsm8k, gym, jsonl, math, mixture, musique, none, quiz, reasoning_gym, ",
             ],
         ),
         (["algo=grppo"], ["algo has no option 'grppo'", "gpg, grpo, gspo"]),
