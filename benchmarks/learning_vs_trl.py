@@ -94,7 +94,9 @@ def run_grpo(rounds: Rounds) -> None:
     from train import train
 
     def begin(rollouts: Rollouts, r: int) -> None:
-        rounds.next(rollouts.engine.model, [example["question"] for example in rollouts.loader.batch(r)])
+        rounds.next(
+            rollouts.engine.model, [example["question"] for example in rollouts.sampler.draw(r, rollouts.plan.prompts)]
+        )
 
     quiet()
     with before(Rollouts, "make", begin):
@@ -108,7 +110,7 @@ def run_trl(rounds: Rounds) -> None:
     from shapes import TRL
     from trl import GRPOConfig, GRPOTrainer
 
-    from grpo.data.prompts import PromptLoader
+    from grpo.data.prompts import Uniform
     from grpo.rewards.functions import correct
 
     sizes, config = rounds.sizes, rounds.config
@@ -126,11 +128,11 @@ def run_trl(rounds: Rounds) -> None:
         loss_type="grpo",
         model_init_kwargs={"dtype": "float32"},
     )
-    loader = PromptLoader(rounds.task.examples("train"), sizes.prompts, sizes.seed)
+    sampler = Uniform(rounds.task.examples("train"), sizes.prompts, sizes.seed)
     rows = [
         {"prompt": [{"role": "user", "content": example["question"]}], "gold": example["answer"]}
         for r in range(sizes.rollouts)
-        for example in loader.batch(r)
+        for example in sampler.draw(r, sizes.prompts)
     ]
 
     def reward(completions, gold, **_) -> list[float]:

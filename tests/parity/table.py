@@ -446,7 +446,7 @@ WORKS = {
     "an engine that lies": Command(
         [
             f"{LYING} preflight=on callbacks=none hydra.run.dir=lying",
-            f"{LYING} preflight=off callbacks=health hydra.run.dir=alarm",
+            f"{LYING} preflight=off callbacks=health alarms=warn hydra.run.dir=alarm",
             f"{BARE} engine=transformers engine._target_=parts.Mute hydra.run.dir=mute",
         ],
         {
