@@ -149,6 +149,7 @@ def test_a_run_goes_on_without_what_is_not_installed(smoke, tmp_path, caplog, mo
     assert any("(pip install wandb and wandb login, or logger.wandb.mode=offline)" in line for line in told)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_no_server_answers(smoke, tmp_path, caplog, monkeypatch):
     nowhere = "http://127.0.0.1:9"
     monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
