@@ -164,6 +164,16 @@ def changes(config: DictConfig, folder: Path) -> list[str]:
     return [f"{key}={now.get(key)} (was {then.get(key)})" for key in keys if now.get(key) != then.get(key)]
 
 
+def policy_folder(run: str) -> Path:
+    """Return the Hugging Face folder for `run=`: the best policy of a run, the policy of a checkpoint, or the folder itself."""
+    path = Path(run).absolute()
+    beside = [path.with_suffix(""), path.with_name(f"policy_{path.stem}")] if path.suffix == ".ckpt" else [path]
+    for folder in (path / "checkpoints" / "best", path / "checkpoints" / "last", *beside):
+        if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
+            return folder
+    raise UserError(f"run={run} has no policy: give the folder of a run, its checkpoint, or a Hugging Face folder")
+
+
 def saved_config(folder: Path) -> DictConfig:
     """Return the last configuration of a run or an evaluation. Raises UserError if a file is damaged."""
     file = next(file for file in (folder / LATER, folder / "config.yaml") if file.is_file() or file.name != LATER)
