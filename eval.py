@@ -84,6 +84,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     if found := finished(folder):
         show(console, config.task._target_.rpartition(".")[2], found)
         console.print(f"this evaluation had finished before, in {folder}", soft_wrap=True)
+        also(config.export, folder)
         return found["eval/accuracy"]["value"]
     evaluator = instantiate(config.eval)
     if evaluator.sets:
@@ -127,7 +128,16 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
 
     show(console, config.task._target_.rpartition(".")[2], found)
     console.print(f"{pretrained.path}: {speed}; written to {folder}", soft_wrap=True)
+    also(config.export, folder)
     return found["eval/accuracy"]["value"]
+
+
+def also(export: str | None, folder: Path) -> None:
+    """Write a finished evaluation in another program's form, and print the file's name. export: None or inspect."""
+    if export:
+        from grpo.runs.inspect_log import write_inspect_log
+
+        print(f"written for Inspect: {write_inspect_log(folder)}")
 
 
 def as_list(argument: str) -> str:

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     for name, value in ({"license": given.license} if given.license else licence_of(run, base)).items():
         setattr(card.data, name, value)
     with new_folder(out) as folder:
-        whole = given.dtype or given.merge and base != str(policy)
+        whole = given.dtype or (given.merge and base != str(policy))
         left = shutil.ignore_patterns("*.safetensors*", "adapter_*") if whole else None
         shutil.copytree(policy, folder, dirs_exist_ok=True, ignore=left)
         if whole:

@@ -21,7 +21,7 @@ from grpo.system.settings import flat
 
 log = logging.getLogger(__name__)
 
-OWN = ("output_dir", "ckpt_path", "replay", "resume", "max_time")  # of each command, not of the run
+OWN = ("output_dir", "ckpt_path", "replay", "resume", "max_time", "export")  # of each command, not of the run
 GUARDED = ("task", "model", "adapter", "algo", "callbacks")  # a change of these needs resume.changes=allow
 SHOWN = "grpo.training.callbacks."  # callbacks that do not change what a run learns
 LATER = "config_changes.yaml"  # beside config.yaml: a list of times, changes, and the whole configuration from then on

@@ -73,7 +73,7 @@ def problem(run: Run) -> tuple[str, Any]:
 
 
 def results(run: Run, found: Mapping[str, Any]) -> list[EvalResult]:
-    """Return accuracy, pass@k and their like in the hub's form. run: a run, or an evaluation by eval.py. found: as in metrics.json."""
+    """Return accuracy, pass@k and their like in the hub's form. run: of train.py or eval.py. found: as in metrics.json."""
     (task, source), settings = problem(run), run.config["eval"]
     how = {"samples": settings["samples"], "temperature": settings["sampling"]["temperature"]}
     return [

@@ -5,13 +5,12 @@ import shutil
 import pytest
 import torch
 from conftest import EXAMPLES
-
-pytestmark = pytest.mark.vllm
-vllm = pytest.importorskip("vllm")
-
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.apps.export import main
+
+pytestmark = pytest.mark.vllm
+vllm = pytest.importorskip("vllm")
 
 
 def test_the_same_greedy_tokens_in_transformers_and_vllm(toy, tmp_path):
