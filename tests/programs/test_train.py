@@ -47,6 +47,8 @@ TIMES = (
     "time/sync",
     "time/eval",
     "time/played",
+    "time/score",
+    "time/started",
     "tokens/s",
     "memory/rollout",
     "memory/update",
