@@ -13,6 +13,7 @@ from grpo.evaluation.metrics import solved
 from grpo.evaluation.statistics import mean_interval
 from grpo.runs.health import warnings_of
 from grpo.runs.html import pieces
+from grpo.runs.report.changed import changed
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
 
@@ -35,6 +36,7 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
         "numbers": numbers(run, held_out),
         "metrics": {"x": list(metrics.index), "y": {name: metrics[name].to_numpy() for name in metrics}},
         "intervals": {name: [ends.get(at) for at in metrics.index] for name, ends in intervals.items()},
+        "changed": changed(run),
         "warnings": [vars(warning) for warning in warnings_of(logged, held_out, run.manifest.get("rounding"))],
         "overrides": run.manifest.get("overrides") or [f"{key}={value}" for key, value in run.overrides.items()],
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
@@ -126,40 +128,46 @@ def counted(read: Callable[..., pd.DataFrame]) -> pd.Series:
 
 
 def embedded(run: Run, budget: int) -> dict[str, Any]:
-    """Return at most `budget` samples of a run, up to half of them from evaluations.
+    """Return at most `budget` samples of a run, up to half of them from evaluations and an eighth from discarded groups.
 
     steps: [{kind, rollout, samples}], evenly spread over the run.
-    conversations: the messages before the answers, once for each prompt.
+    conversations: the messages before the answers, once for each prompt. examples: the columns of each example.
     left: a sentence that says how many samples are missing.
     """
     steps: list[dict[str, Any]] = []
     conversations: dict[str, int] = {}
-    evaluations, rollouts = counted(run.evaluations), counted(run.samples)
-    total, shown = int(evaluations.sum() + rollouts.sum()), 0
-    share = max(budget // 2, budget - int(rollouts.sum()))
-    for kind, read, sizes in (("evaluation", run.evaluations, evaluations), ("rollout", run.samples, rollouts)):
-        room = share if kind == "evaluation" else budget - shown
+    examples: dict[str, int] = {}
+    reads = {"discarded": run.discarded, "evaluation": run.evaluations, "rollout": run.samples}
+    counts = {kind: counted(read) for kind, read in reads.items()}
+    total, shown = sum(int(sizes.sum()) for sizes in counts.values()), 0
+    shares = {"discarded": budget // 8, "evaluation": max(budget // 2, budget - int(counts["rollout"].sum()))}
+    for kind, read in reads.items():
+        sizes = counts[kind]
+        room = min(shares.get(kind, budget), budget - shown)
         largest = int(sizes.max()) if len(sizes) else 1
         chosen = evenly(sizes.index, max(2, room // largest))
         for rollout in chosen:
             table = read([rollout]).head(min(largest, room // len(chosen)))
-            steps.append({"kind": kind, "rollout": rollout, "samples": sample_rows(table, conversations)})
+            steps.append({"kind": kind, "rollout": rollout, "samples": sample_rows(table, conversations, examples)})
             shown += len(table)
     add_pieces(run, steps)
     left = f"All {total:,} samples are here." if total else "The run left no samples."
     if shown < total:
-        where = "rollouts/ and evaluations/ of the run's folder; grpo.runs.runs.Run(FOLDER).samples() reads them"
+        where = "rollouts/, evaluations/ and discarded/ of the run's folder; grpo.runs.runs.Run(FOLDER).samples() reads them"
         left = f"{shown:,} of {total:,} samples are here, evenly spread over the run. All of them are in {where}."
     steps.sort(key=lambda step: (step["kind"] != "rollout", step["rollout"]))
-    return shorter({"steps": steps, "conversations": [json.loads(text) for text in conversations], "left": left})
+    texts = {"conversations": conversations, "examples": examples}
+    return shorter({"steps": steps, "left": left, **{name: list(map(json.loads, of)) for name, of in texts.items()}})
 
 
-def sample_rows(table: pd.DataFrame, conversations: dict[str, int]) -> list[dict[str, Any]]:
-    """Return the samples of a table as dictionaries. Adds their messages to `conversations`, which numbers them."""
+def sample_rows(table: pd.DataFrame, conversations: dict[str, int], examples: dict[str, int]) -> list[dict[str, Any]]:
+    """Return the samples of a table as dictionaries. Adds their messages and examples to the two, which number them."""
     parts = [name for name in table.columns if name.startswith("reward/") or name == "overlong"]
     found = []
     for row in table.astype(object).where(table.notna(), None).to_dict("records"):
         row["conversation"] = conversations.setdefault(row.pop("messages"), len(conversations))
+        if row.get("example"):
+            row["example"] = examples.setdefault(row["example"], len(examples))
         row["parts"] = {name: row.pop(name) for name in parts}
         found.append({name: value for name, value in row.items() if value is not None})
     return found
