@@ -125,10 +125,6 @@ class Run:
         """
         return samples_in(self.folder / "rollouts", rollouts, columns)
 
-    def discarded(self, rollouts: Rollouts = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Return the samples that were played for these rollouts and not learned from, in the same form."""
-        return samples_in(self.folder / "discarded", rollouts, columns)
-
     def evaluations(self, rollouts: Rollouts = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Return the samples of the evaluations after these rollouts (None: all), in the same form.
 

@@ -17,7 +17,7 @@ import pytest
 from conftest import EXAMPLES, compose_config
 
 from grpo.runs.report import plain, write_report
-from grpo.runs.report.changed import changed
+from grpo.runs.report.changes import changes
 from grpo.runs.report.run import evenly
 from grpo.runs.report.serve import serve
 from grpo.runs.runs import Run
@@ -207,7 +207,7 @@ def test_samples_are_searched_filtered_sorted_opened_and_compared(sweep, page):
 
 @needs_browser
 def test_a_page_opens_with_what_changed(sweep, page, tmp_path):
-    """Of four held-out problems one becomes right, one becomes wrong, and two stay as they were."""
+    """Three held-out problems: one becomes right, one becomes wrong, one stays right."""
     folder = tmp_path / "run"
     shutil.copytree(sweep / "0", folder, ignore=shutil.ignore_patterns("checkpoints", "report.html"))
     for at, right in ((0, [False, True, True]), (4, [True, False, True])):
@@ -217,13 +217,12 @@ def test_a_page_opens_with_what_changed(sweep, page, tmp_path):
         samples["correct"] = np.repeat(right, 4)
         samples["completion"] = f"the answer after {at}"
         samples.to_parquet(file)
-    assert (
-        changed(Run(folder), 1)["problems"][0]["gold"] == samples["gold"].iloc[4]
-    )  # what became worse is never left out
+    # a problem that became worse is never left out
+    assert changes(Run(folder), 1)["problems"][0]["gold"] == samples["gold"].iloc[4]
     page.goto(write_report(folder).as_uri())
     opening = page.locator("main section").first
-    assert opening.locator("h2").inner_text() == "What changed"
-    assert opening.locator("p").inner_text().startswith("Of 3 held-out problems 1 became right and 1 became wrong")
+    assert opening.locator("h2").inner_text() == "Before and after"
+    assert opening.locator("p").inner_text().startswith("1 of 3 held-out problems became right, and 1 became wrong")
     better, worse = opening.locator(".problem").all()
     assert better.locator(".gold").inner_text() == samples["gold"].iloc[0]
     heads = [worse.locator(".two > div").nth(i).locator("div").first.inner_text().split(",")[0] for i in (0, 1)]

@@ -42,7 +42,7 @@ function changes() {
   const shared = sharedStart(problems.map((one) => one.prompt));
   const verdictOf = ({ correct, reward }) => (by === "correct" ? (correct ? "right" : "wrong") : `reward ${tell(reward)}`);
   return [
-    html("p", {}, `Of ${of} held-out problems ${better} became ${good} and ${worse} became ${bad}, from the evaluation after ${before} rollouts to the one after ${after}.`),
+    html("p", {}, `${better} of ${of} held-out problems became ${good}, and ${worse} became ${bad}, between the evaluations after ${before} and after ${after} rollouts.`),
     ...problems.map((one) => {
       const sides = difference(one.before.completion, one.after.completion, false);
       return html("div", { class: "card problem" },
@@ -83,7 +83,7 @@ function run() {
     return chart(name, [{ label: "", index: 0, x, y: y[name], low: bounds?.map((b) => b?.[0]), high: bounds?.map((b) => b?.[1]) }], [x[0], x.at(-1)], marks);
   }, (name) => y[name].filter((value) => value != null));
   return [
-    ...(data.changed ? [section("changed", "What changed", changes())] : []),
+    ...(data.changed ? [section("changed", "Before and after", changes())] : []),
     section("curves", "Curves", html("p", { class: "soft" }, "The x-axis counts rollouts learned from. Bars on accuracy are 95 % intervals over problems. To read values, point at a curve, or focus it and use the arrow keys."), html("div", { class: "row" }, switches), place, picker),
     section("evaluation", "Held-out evaluation", evaluations()),
     section("time", "Timeline", timeline(x, y)),

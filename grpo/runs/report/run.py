@@ -1,21 +1,22 @@
 """Collects the data for the page of a run: key numbers, curves with intervals, warnings, and a bounded number of samples."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import yaml
+from pyarrow.parquet import read_metadata
 
 from grpo.evaluation.metrics import solved
 from grpo.evaluation.statistics import mean_interval
 from grpo.runs.health import warnings_of
 from grpo.runs.html import pieces
-from grpo.runs.report.changed import changed
-from grpo.runs.runs import Run
-from grpo.system.errors import UserError
+from grpo.runs.report.changes import changes
+from grpo.runs.runs import Run, numbered, samples_in
 
 LONGEST = 20_000  # characters of a text; the middle of a longer text is left out
 
@@ -24,7 +25,7 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
     """Return the data for the page of a run. samples: the largest number of samples."""
     ended_early = run.status in ("failed", "interrupted", "stopped")
     metrics = pd.DataFrame() if ended_early and not run.measured else run.metrics.dropna(axis="columns", how="all")
-    logged = {at: row.dropna() for at, row in metrics.iterrows()}
+    logged = {at: row.dropna().to_dict() for at, row in metrics.iterrows()}
     intervals = accuracy_intervals(run)
     held_out = intervals.get("eval/accuracy", {})
     return {
@@ -36,7 +37,7 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
         "numbers": numbers(run, held_out),
         "metrics": {"x": list(metrics.index), "y": {name: metrics[name].to_numpy() for name in metrics}},
         "intervals": {name: [ends.get(at) for at in metrics.index] for name, ends in intervals.items()},
-        "changed": changed(run),
+        "changed": changes(run),
         "warnings": [vars(warning) for warning in warnings_of(logged, held_out, run.manifest.get("rounding"))],
         "overrides": run.manifest.get("overrides") or [f"{key}={value}" for key, value in run.overrides.items()],
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
@@ -119,12 +120,9 @@ def evenly(rollouts: Sequence[int], count: int) -> list[int]:
     return [rollouts[place] for place in places.round().astype(int)]
 
 
-def counted(read: Callable[..., pd.DataFrame]) -> pd.Series:
-    """Return the number of samples by rollout. read: `Run.samples` or `Run.evaluations`."""
-    try:
-        return read(columns=["rollout"])["rollout"].value_counts().sort_index()
-    except UserError:  # no samples on disk
-        return pd.Series(dtype=int)
+def counted(folder: Path) -> pd.Series:
+    """Return the number of samples by rollout of the tables in a folder, which are not read."""
+    return pd.Series({at: read_metadata(file).num_rows for at, file in numbered(folder).items()}, dtype=int)
 
 
 def embedded(run: Run, budget: int) -> dict[str, Any]:
@@ -137,17 +135,16 @@ def embedded(run: Run, budget: int) -> dict[str, Any]:
     steps: list[dict[str, Any]] = []
     conversations: dict[str, int] = {}
     examples: dict[str, int] = {}
-    reads = {"discarded": run.discarded, "evaluation": run.evaluations, "rollout": run.samples}
-    counts = {kind: counted(read) for kind, read in reads.items()}
+    folders = {"discarded": "discarded", "evaluation": "evaluations", "rollout": "rollouts"}
+    counts = {kind: counted(run.folder / name) for kind, name in folders.items()}
     total, shown = sum(int(sizes.sum()) for sizes in counts.values()), 0
     shares = {"discarded": budget // 8, "evaluation": max(budget // 2, budget - int(counts["rollout"].sum()))}
-    for kind, read in reads.items():
-        sizes = counts[kind]
+    for kind, sizes in counts.items():
         room = min(shares.get(kind, budget), budget - shown)
         largest = int(sizes.max()) if len(sizes) else 1
         chosen = evenly(sizes.index, max(2, room // largest))
         for rollout in chosen:
-            table = read([rollout]).head(min(largest, room // len(chosen)))
+            table = samples_in(run.folder / folders[kind], [rollout], None).head(min(largest, room // len(chosen)))
             steps.append({"kind": kind, "rollout": rollout, "samples": sample_rows(table, conversations, examples)})
             shown += len(table)
     add_pieces(run, steps)

@@ -184,8 +184,8 @@ function browser(data) {
     };
     const card = (other, title) => html("button", { class: "member", "aria-current": String(other === sample), click: () => read(other) },
       html("span", { class: verdict(other)[2] }, `${verdict(other)[0]} ${title}`),
-      html("span", { class: "soft" }, `reward ${tell(other.reward)}`, other.advantage == null ? null : html("b", { class: other.advantage > 0 ? "good" : other.advantage < 0 ? "bad" : null },
-        `, advantage ${other.advantage > 0 ? "+" : ""}${tell(other.advantage)}`)),
+      html("span", { class: "soft" }, `reward ${tell(other.reward)} `, other.advantage == null ? null : html("b", { class: other.advantage > 0 ? "good" : other.advantage < 0 ? "bad" : null },
+        `advantage ${other.advantage > 0 ? "+" : ""}${tell(other.advantage)}`)),
       html("span", { class: "text" }, other.completion || "(nothing)"));
     const members = (title, cards) => [html("h3", {}, title), html("div", { class: "members" }, cards)];
     const later = steps.filter((step) => step.kind === sample.step.kind).map((step) => (step === sample.step ? sample : same.find((other) => other.step === step))).filter(Boolean);

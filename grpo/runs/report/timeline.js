@@ -12,6 +12,7 @@ function spans(x, y) {
   const found = [];
   const of = (name, i) => y[`time/${name}`]?.[i] ?? 0;
   let [base, last, at] = [0, -1, 0];
+  const first = y["time/started"]?.find((started) => started != null) ?? 0;
   const add = (kind, rollout, seconds) => { if (seconds > 0) found.push({ kind, rollout, start: at, seconds }); at += seconds; };
   x.forEach((rollout, i) => {
     const started = y["time/started"]?.[i] ?? null;
@@ -19,7 +20,7 @@ function spans(x, y) {
       if (started < last) base = at; // another process
       last = started;
       add("idle", rollout, Math.max(0, base + started - at));
-    }
+    } else if (!i) add("idle", rollout, Math.max(0, first - of("eval", i))); // the evaluation comes right before the first rollout
     const begun = at;
     add("sync", rollout, of("sync", i));
     add("rollout", rollout, of("rollout", i));
@@ -63,6 +64,6 @@ function timeline(x, y) {
   const kinds = KINDS.filter((kind) => sum(kind) > 0);
   const labels = kinds.map((kind) => `${kind} ${tell(sum(kind), "seconds")} (${perCent(sum(kind) / end)})`);
   return html("div", { class: "card" },
-    html("p", { class: "soft" }, "What the trainer did when. Idle is what none of the others explains, such as writing checkpoints. Scoring overlaps sampling: its bar has its length and ends with the rollout. Perfetto and chrome://tracing open the file."),
+    html("p", { class: "soft" }, "What the trainer did when. Idle is what none of the others explains, such as the preflight and writing checkpoints. Scoring overlaps sampling: its bar has its length and ends with the rollout. Perfetto and chrome://tracing open the file."),
     legend(labels, kinds.map((kind) => KINDS.indexOf(kind))), html("div", { class: "scroll" }, inner), html("div", { class: "row" }, zoom, save));
 }

@@ -1,4 +1,4 @@
-"""Finds the held-out problems whose answers training has changed, for the opening of a page."""
+"""Finds the held-out problems whose verdicts training has changed, for the opening of a page."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def first_samples(run: Run, after: int) -> pd.DataFrame:
     return table.drop_duplicates("item").set_index("item")
 
 
-def changed(run: Run, count: int = 3) -> dict[str, Any] | None:
+def changes(run: Run, count: int = 3) -> dict[str, Any] | None:
     """Return what changed between the first evaluation and the last; None if there are less than two.
 
     before, after: rollouts learned from. of: problems in both. better, worse: how many became right, and wrong; by reward if the
