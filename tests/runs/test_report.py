@@ -17,7 +17,7 @@ import pytest
 from conftest import EXAMPLES, compose_config
 
 from grpo.runs.report import plain, write_report
-from grpo.runs.report.changes import changes
+from grpo.runs.report.changes import changed_problems
 from grpo.runs.report.run import evenly
 from grpo.runs.report.serve import serve
 from grpo.runs.runs import Run
@@ -74,7 +74,7 @@ def page(browser, request):
     """A page in a new profile. At the end it must have logged no error and requested only files."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
-    page.set_default_timeout(5000)
+    page.set_default_timeout(20_000)
     complaints, requests = [], []
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -218,7 +218,7 @@ def test_a_page_opens_with_what_changed(sweep, page, tmp_path):
         samples["completion"] = f"the answer after {at}"
         samples.to_parquet(file)
     # a problem that became worse is never left out
-    assert changes(Run(folder), 1)["problems"][0]["gold"] == samples["gold"].iloc[4]
+    assert changed_problems(Run(folder), 1)["problems"][0]["gold"] == samples["gold"].iloc[4]
     page.goto(write_report(folder).as_uri())
     opening = page.locator("main section").first
     assert opening.locator("h2").inner_text() == "Before and after"

@@ -19,7 +19,7 @@ def first_samples(run: Run, after: int) -> pd.DataFrame:
     return table.drop_duplicates("item").set_index("item")
 
 
-def changes(run: Run, count: int = 3) -> dict[str, Any] | None:
+def changed_problems(run: Run, count: int = 3) -> dict[str, Any] | None:
     """Return what changed between the first evaluation and the last; None if there are less than two.
 
     before, after: rollouts learned from. of: problems in both. better, worse: how many became right, and wrong; by reward if the

@@ -15,7 +15,7 @@ from grpo.evaluation.metrics import solved
 from grpo.evaluation.statistics import mean_interval
 from grpo.runs.health import warnings_of
 from grpo.runs.html import pieces
-from grpo.runs.report.changes import changes
+from grpo.runs.report.changes import changed_problems
 from grpo.runs.runs import Run, numbered, samples_in
 
 LONGEST = 20_000  # characters of a text; the middle of a longer text is left out
@@ -37,7 +37,7 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
         "numbers": numbers(run, held_out),
         "metrics": {"x": list(metrics.index), "y": {name: metrics[name].to_numpy() for name in metrics}},
         "intervals": {name: [ends.get(at) for at in metrics.index] for name, ends in intervals.items()},
-        "changed": changes(run),
+        "changed": changed_problems(run),
         "warnings": [vars(warning) for warning in warnings_of(logged, held_out, run.manifest.get("rounding"))],
         "overrides": run.manifest.get("overrides") or [f"{key}={value}" for key, value in run.overrides.items()],
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
