@@ -191,4 +191,5 @@ def as_json(found: Mapping[str, Estimate]) -> dict[str, Any]:
 
 def number_and_interval(estimate: Estimate) -> dict[str, float | None]:
     """Return the numbers of an estimate by name, with None for NaN, which JSON lacks."""
-    return {name: None if math.isnan(number) else number for name, number in estimate._asdict().items()}
+    numbers = {name: None if math.isnan(number) else float(number) for name, number in estimate._asdict().items()}
+    return numbers | {"n": estimate.n}
