@@ -282,6 +282,18 @@ def test_04_draws_every_preset(tmp_path):
     assert [cell["images"] for cell in figures] == [1, 1, 2, 1]
 
 
+@pytest.mark.slow
+def test_05_teaches_another_task(tmp_path):
+    """A model of two steps knows nothing yet: the notebook's form is tried here, not what it learns."""
+    short = {"GRPO_STEPS": "2", "GRPO_ROLLOUTS": "2", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    source, texts, _, accuracy, curves, samples = execute("05_tiny_world", tmp_path / "notebooks", tmp_path, **short)
+    assert "def worked_answers(" in source["text"]
+    careful, hasty = re.findall(r"hasty=[\d.]+\n(.*?\\boxed\{.*?\})", texts["text"], re.S)
+    assert len(careful) > len(hasty)  # the same question, with fewer lines
+    assert "eval/accuracy" in accuracy["text"] and curves["images"] == 1
+    assert "rollout 0" in samples["text"] and "rollout 1" in samples["text"]
+
+
 # -- the numbers that are drawn
 
 
