@@ -1,6 +1,6 @@
 """Digits to sort: a task for model=tiny, with the author of its warm start and a reward (docs/tiny_world.md).
 
-    python -m examples.sorting rows.jsonl
+python -m examples.sorting rows.jsonl
 """
 
 import json
