@@ -12,7 +12,7 @@ from rich.console import Console
 from grpo.apps.border import check_values
 from grpo.apps.cli import check_model, given_arguments, keep_secrets, one_line_errors, quiet, run
 from grpo.apps.composing import CONF
-from grpo.apps.resuming import changes, save_config, saved_config
+from grpo.apps.resuming import changes, policy_folder, save_config, saved_config
 from grpo.system.errors import UserError
 from grpo.system.files import write_json
 
@@ -35,16 +35,6 @@ def compared(config: DictConfig) -> float:
     write_json(Path(config.output_dir) / "metrics.json", found)
     show_comparison(Console(), found)
     return found["comparisons"][0]["difference"]["value"]
-
-
-def policy_folder(run: str) -> Path:
-    """Return the Hugging Face folder for `run=`: the best policy of a run, the policy of a checkpoint, or the folder itself."""
-    path = Path(run).absolute()
-    beside = [path.with_suffix(""), path.with_name(f"policy_{path.stem}")] if path.suffix == ".ckpt" else [path]
-    for folder in (path / "checkpoints" / "best", path / "checkpoints" / "last", *beside):
-        if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
-            return folder
-    raise UserError(f"run={run} has no policy: give the folder of a run, its checkpoint, or a Hugging Face folder")
 
 
 def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -94,6 +84,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     if found := finished(folder):
         show(console, config.task._target_.rpartition(".")[2], found)
         console.print(f"this evaluation had finished before, in {folder}", soft_wrap=True)
+        also(config.export, folder)
         return found["eval/accuracy"]["value"]
     evaluator = instantiate(config.eval)
     if evaluator.sets:
@@ -137,7 +128,16 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
 
     show(console, config.task._target_.rpartition(".")[2], found)
     console.print(f"{pretrained.path}: {speed}; written to {folder}", soft_wrap=True)
+    also(config.export, folder)
     return found["eval/accuracy"]["value"]
+
+
+def also(export: str | None, folder: Path) -> None:
+    """Write a finished evaluation in another program's form, and print the file's name. export: None or inspect."""
+    if export:
+        from grpo.runs.inspect_log import write_inspect_log
+
+        print(f"written for Inspect: {write_inspect_log(folder)}")
 
 
 def as_list(argument: str) -> str:

@@ -34,7 +34,6 @@ GROUPS = [
     "algo/kl",
     "algo/choice",
     "algo/correction",
-    "algo/choice",
     "critic",
     "sampler",
     "selection",
@@ -86,7 +85,8 @@ def found() -> dict[Leaf, Any]:
         more = [] if name == "serve" else ["output_dir=."]
         config: DictConfig = composed(name, [*chosen, *more, *(["model.path=x"] if "model=path" in chosen else [])])
         for leaf in leaves(OmegaConf.to_container(config, resolve=True)):
-            every[leaf] = next(kind for _, value, kind in kinds(around(leaf, "?")) if value == "?")
+            if leaf not in every:
+                every[leaf] = next(kind for _, value, kind in kinds(around(leaf, "?")) if value == "?")
     return every
 
 

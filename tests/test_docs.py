@@ -91,6 +91,7 @@ def check(words: list[str], own: Sequence[str] = ()) -> None:
 
 
 @BY_NAME
+@pytest.mark.slow
 def test_every_command_is_one_that_the_programs_take(page):
     files = re.findall(r"conf/([\w/]+)/(\w+)\.yaml", page.read_text(encoding="utf-8"))
     own = [f"{group}={option}" for group, option in [*files, ("algo", "NAME")] if option not in options(group)]

@@ -21,7 +21,7 @@ from grpo.system.settings import flat
 
 log = logging.getLogger(__name__)
 
-OWN = ("output_dir", "ckpt_path", "replay", "resume", "max_time")  # of each command, not of the run
+OWN = ("output_dir", "ckpt_path", "replay", "resume", "max_time", "export")  # of each command, not of the run
 GUARDED = ("task", "model", "adapter", "algo", "callbacks")  # a change of these needs resume.changes=allow
 SHOWN = "grpo.training.callbacks."  # callbacks that do not change what a run learns
 LATER = "config_changes.yaml"  # beside config.yaml: a list of times, changes, and the whole configuration from then on
@@ -162,6 +162,16 @@ def changes(config: DictConfig, folder: Path) -> list[str]:
     then = {key: value.replace(there, here) if isinstance(value, str) else value for key, value in then.items()}
     keys = [key for key in now | then if not key.startswith((*OWN, "preflight"))]
     return [f"{key}={now.get(key)} (was {then.get(key)})" for key in keys if now.get(key) != then.get(key)]
+
+
+def policy_folder(run: str) -> Path:
+    """Return the Hugging Face folder for `run=`: the best policy of a run, the policy of a checkpoint, or the folder itself."""
+    path = Path(run).absolute()
+    beside = [path.with_suffix(""), path.with_name(f"policy_{path.stem}")] if path.suffix == ".ckpt" else [path]
+    for folder in (path / "checkpoints" / "best", path / "checkpoints" / "last", *beside):
+        if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
+            return folder
+    raise UserError(f"run={run} has no policy: give the folder of a run, its checkpoint, or a Hugging Face folder")
 
 
 def saved_config(folder: Path) -> DictConfig:

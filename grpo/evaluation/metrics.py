@@ -18,6 +18,7 @@ from grpo.rewards.math.answers import equal
 from grpo.rollout.engine_queue import beside
 from grpo.rollout.metrics import conversation, is_conversation
 from grpo.rollout.rewarding import THREADS
+from grpo.rollout.samples_table import text
 from grpo.rollout.types import TIMEOUT, Group, Sample
 from grpo.system.calls import Calls
 from grpo.system.errors import told
@@ -71,10 +72,11 @@ def values_of(example: Example, names: Sequence[str]) -> dict[str, str]:
 def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict[str, list[list[Any]]]:
     """Return more columns for `records`, with None where one does not apply.
 
-    answer: the claimed answer. correct_lenient: whether a right answer is found anywhere in the completion.
+    gold: the right answer, as text. answer: the claimed one. correct_lenient: whether a right one is found anywhere in the
+    completion.
     by/NAME: the example's column NAME. eval/NAME: counts of a conversation.
     """
-    claims, failures = getattr(task, "claims", None), []
+    claims, gold, failures = getattr(task, "claims", None), getattr(task, "gold", None), []
     calls = Calls(THREADS, f"claims of {type(task).__name__}")  # each thread waits for a process that does algebra
 
     async def row(sample: Sample) -> dict[str, Any]:
@@ -82,6 +84,8 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
         if claims and sample.trajectory.steps:
             claim = await calls.run(object(), TIMEOUT, claims, sample.example, sample.trajectory)
         found: dict[str, Any] = values_of(sample.example, by)
+        if gold and (right := gold(sample.example)) is not None:
+            found["gold"] = text(right)
         if isinstance(claim, BaseException):  # the user's code failed or hangs; the evaluation works without it
             failures.append(told(claim))
         elif claim:
@@ -190,4 +194,5 @@ def as_json(found: Mapping[str, Estimate]) -> dict[str, Any]:
 
 def number_and_interval(estimate: Estimate) -> dict[str, float | None]:
     """Return the numbers of an estimate by name, with None for NaN, which JSON lacks."""
-    return {name: None if math.isnan(number) else number for name, number in estimate._asdict().items()}
+    numbers = {name: None if math.isnan(number) else float(number) for name, number in estimate._asdict().items()}
+    return numbers | {"n": estimate.n}

@@ -46,6 +46,12 @@ def records(groups: Iterable[Group], **columns: Iterable[Iterable[Any]]) -> Iter
             }
 
 
+def conversation_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return all messages of a sample, the policy's last one included. row: of a table of samples."""
+    calls = {"tool_calls": json.loads(row["tool_calls"])} if row.get("tool_calls") else {}
+    return [*json.loads(row["messages"]), {"role": "assistant", "content": row["completion"], **calls}]
+
+
 def text(value: Any) -> str:
     """Return a value as text: a text as it is, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

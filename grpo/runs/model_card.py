@@ -3,13 +3,14 @@
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from grpo.evaluation.metrics import as_json
 from grpo.evaluation.statistics import Estimate
 from grpo.runs.runs import Run
 from grpo.system.metrics import written
@@ -26,14 +27,16 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None, monitor: 
     monitor, mode: the metric that chooses the best policy of the run, and its direction. value: that of this policy, or NaN.
     """
     run = Run(policy.parents[1])
-    config, options = run.config, run.choices or run.overrides
-    base, source = config["model"]["path"], (config["task"] or {}).get("path")
-    task, algo = options.get("task", (config["task"] or {}).get("_target_", "none")), options.get("algo", "grpo")
+    config, options, (task, source) = run.config, run.choices or run.overrides, problem(run)
+    base, algo = config["model"]["path"], options.get("algo", "grpo")
+    model = Path(base).name if isinstance(base, str) else options.get("model", "a model")
     adapter = (policy / "adapter_config.json").exists()
     theirs = ModelCard.load(policy / "README.md").data if adapter else ModelCardData()
     data = ModelCardData(
         base_model=hub_id(base) or hub_id(theirs.base_model),
         datasets=hub_id(source),
+        eval_results=results(run, as_json({"accuracy": accuracy} if accuracy else {})),
+        model_name=f"{model}, {algo}, {task}",
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=list(dict.fromkeys(["grpo", "reinforcement-learning", task, algo, *public(theirs.tags or [])])),
@@ -52,17 +55,40 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None, monitor: 
         "revision of the code": (run.manifest.get("git") or {}).get("revision"),
         "versions": ", ".join(f"{name} {number}" for name, number in run.manifest.get("versions", {}).items()),
     }
-    model = Path(base).name if isinstance(base, str) else options.get("model", "a model")
     card = ModelCard.from_template(
         data,
         template_path=TEMPLATE,
-        title=as_cell(f"{model}, {algo}, {task}"),
+        title=as_cell(data.model_name),
         facts={name: as_cell(fact) for name, fact in facts.items()},
-        adapter=adapter,
         command=shlex.join(["python", *run.manifest.get("command", ["train.py"])]).replace("```", "` ` `"),
         run=as_cell(run.name),
     )
     card.save(policy / "README.md")
+
+
+def problem(run: Run) -> tuple[str, Any]:
+    """Return the name of a run's task, and where its rows are from: a folder, a dataset of the hub, or None."""
+    task = run.config["task"] or {}
+    return (run.choices or run.overrides).get("task", task.get("_target_", "none")), task.get("path")
+
+
+def results(run: Run, found: Mapping[str, Any]) -> list[EvalResult]:
+    """Return accuracy, pass@k and their like in the hub's form. run: of train.py or eval.py. found: as in metrics.json."""
+    (task, source), settings = problem(run), run.config["eval"]
+    how = {"samples": settings["samples"], "temperature": settings["sampling"]["temperature"]}
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=hub_id(source) or task,
+            dataset_name=task,
+            dataset_split=settings["split"],
+            metric_type=name.removeprefix("eval/"),
+            metric_value=estimate["value"],
+            metric_args={**{key: estimate[key] for key in ("low", "high", "n")}, **how},
+        )
+        for name, estimate in found.items()
+        if re.fullmatch(r"eval/(accuracy|accuracy_lenient|pass[@^]\d+|maj@\d+)", name) and estimate["value"] is not None
+    ]
 
 
 def as_cell(fact: Any) -> Any:

@@ -1,21 +1,24 @@
-"""Trackers for TensorBoard, Weights & Biases and MLflow. They show a run while it is going and are optional.
+"""Trackers for TensorBoard, Weights & Biases, MLflow and trackio. They show a run while it is going and are optional.
 
-They use the three clients directly, because Lightning's loggers would break promises of docs/logging.md: its MLFlowLogger writes
+They use the clients directly, because Lightning's loggers would break promises of docs/logging.md: its MLFlowLogger writes
 eval/pass@8 and eval/pass^8 under one name and cuts parameters at 250 characters, its WandbLogger uses another x-axis and does not
 finish runs, and its TensorBoardLogger shows the settings only together with a metric that was never measured.
 """
 
+import io
 import logging
 import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from grpo.rollout.samples_table import conversation_of
 from grpo.runs.runs import Run
 from grpo.system.ranges import Seconds
 from grpo.system.settings import flat
@@ -23,7 +26,8 @@ from grpo.system.settings import flat
 log = logging.getLogger(__name__)
 
 LOCAL = "sqlite:///outputs/mlflow.db"
-Row = Mapping[str, Any]  # a sample, by column: prompt, completion, reward ...
+Row = Mapping[str, Any]  # a sample, as in a table of samples, and its advantage in a rollout
+SHOWN = ("prompt", "completion", "reward", "advantage", "tokens")  # where a sample is a row or a text
 
 
 class Tracker(Logger):
@@ -31,6 +35,7 @@ class Tracker(Logger):
 
     folder: the folder of the run.
     group, name: names of the sweep and of the run in the tracker; by default the names of their folders.
+    options: further arguments of the client.
 
     A subclass defines `start` (called with the configuration by dotted key), `metrics`, `samples` and `end`. All four may raise.
     """
@@ -38,9 +43,10 @@ class Tracker(Logger):
     name = version = ""  # Lightning needs them
     advice = ""  # added to the warning if the tracker did not start
 
-    def __init__(self, folder: str, group: str | None = None, name: str | None = None) -> None:
+    def __init__(self, folder: str, group: str | None = None, name: str | None = None, **options: Any) -> None:
         self.folder = Path(folder)
-        self.group, self.run_name = group or sweep(self.folder), name or "/".join(self.folder.absolute().parts[-2:])
+        name = name or "/".join(self.folder.absolute().parts[-2:])
+        self.options = {"group": group or sweep(self.folder), "name": name, **options}
         self.works: bool | None = None  # None before the start, and on every rank except the first
 
     @property
@@ -114,17 +120,14 @@ class Wandb(Tracker):
     """Sends a run to Weights & Biases.
 
     timeout: seconds for the server to answer at the start, and to accept the remaining data at the end.
-    options: further arguments of wandb.init, such as mode: online, offline (files in the run's folder, for `wandb sync`) or
-        disabled.
+    options: arguments of wandb.init, such as mode: online, offline (files in the run's folder, for `wandb sync`) or disabled.
     """
 
     advice = "pip install wandb and wandb login, or logger.wandb.mode=offline"
 
-    def __init__(
-        self, folder: str, group: str | None = None, name: str | None = None, timeout: Seconds = 20.0, **options: Any
-    ) -> None:
-        super().__init__(folder, group, name)
-        self.timeout, self.options = timeout, {"group": self.group, "name": self.run_name, **options}
+    def __init__(self, folder: str, timeout: Seconds = 20.0, **options: Any) -> None:
+        super().__init__(folder, **options)
+        self.timeout = timeout
 
     def start(self, settings: Mapping[str, Any]) -> None:
         import wandb
@@ -150,7 +153,8 @@ class Wandb(Tracker):
     def samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         import wandb
 
-        table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        names = [name for name in SHOWN if name in rows[0]]
+        table = wandb.Table(columns=names, data=[[row[name] for name in names] for row in rows])
         self.run.log({"rollouts": step, name: table})
 
     def end(self, well: bool) -> None:
@@ -167,18 +171,11 @@ class MLflow(Tracker):
 
     advice = "pip install mlflow, and check that the server of logger.mlflow.uri runs"
 
-    def __init__(
-        self,
-        folder: str,
-        uri: str | None = None,
-        experiment: str = "grpo",
-        group: str | None = None,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(folder, group, name)
+    def __init__(self, folder: str, uri: str | None = None, experiment: str = "grpo", **options: Any) -> None:
+        super().__init__(folder, **options)
         self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or LOCAL
         self.experiment_name = experiment
-        self.tags = {"group": self.group} if self.group else {}
+        self.tags = {"group": group} if (group := self.options["group"]) else {}
 
     def start(self, settings: Mapping[str, Any]) -> None:
         # so that an unreachable server delays a run by seconds, not by minutes
@@ -196,7 +193,7 @@ class MLflow(Tracker):
         self.client = MlflowClient(self.uri)
         there = self.client.get_experiment_by_name(self.experiment_name)
         experiment = there.experiment_id if there else self.client.create_experiment(self.experiment_name, artifacts)
-        self.run_id = self.client.create_run(experiment, run_name=self.run_name, tags=self.tags).info.run_id
+        self.run_id = self.client.create_run(experiment, run_name=self.options["name"], tags=self.tags).info.run_id
         params = [Param(allowed(name), str(value)[:6000]) for name, value in settings.items()]
         self.client.log_batch(self.run_id, params=params)
 
@@ -214,6 +211,34 @@ class MLflow(Tracker):
         self.client.set_terminated(self.run_id, "FINISHED" if well else "FAILED")
 
 
+class Trackio(Tracker):
+    """Writes a run to trackio: a database in TRACKIO_DIR, or a Space of the hub. options: arguments of trackio.init."""
+
+    advice = "pip install trackio"
+
+    def start(self, settings: Mapping[str, Any]) -> None:
+        import trackio
+
+        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        with redirect_stdout(io.StringIO()):
+            self.run = trackio.init(config=dict(settings), **quiet, **self.options)
+
+    def metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(metrics), step)
+
+    def samples(self, name: str, rows: Sequence[Row], step: int) -> None:
+        from trackio import Trace
+
+        traces = [Trace(conversation_of(row), {key: row.get(key) for key in SHOWN[2:]}) for row in rows]
+        self.run.log({name: traces}, step)
+
+    def end(self, well: bool) -> None:
+        import trackio
+
+        with redirect_stdout(io.StringIO()):
+            trackio.finish()  # of the run that began last; it would else end at the exit of the program, with a message
+
+
 def sweep(folder: Path) -> str | None:
     """Return the name of the sweep that a run's folder belongs to; None for a single run."""
     parent = folder.absolute().parent
@@ -229,9 +254,9 @@ def markdown(rows: Sequence[Row]) -> str:
     """Return samples as Markdown: for each its numbers, then its texts, indented so that they are shown literally."""
     parts = []
     for row in rows:
-        texts = {name: value for name, value in row.items() if isinstance(value, str)}
-        numbers = {name: value for name, value in row.items() if name not in texts and value is not None}
-        parts.append(", ".join(f"**{name}** {value:.4g}" for name, value in numbers.items()))
+        shown = {name: row[name] for name in SHOWN if row.get(name) is not None}
+        texts = {name: value for name, value in shown.items() if isinstance(value, str)}
+        parts.append(", ".join(f"**{name}** {value:.4g}" for name, value in shown.items() if name not in texts))
         for name, text in texts.items():
             parts += [f"*{name}*", "\n".join(f"    {line}" for line in text.splitlines() or [""])]
     return "\n\n".join(parts)

@@ -40,11 +40,13 @@ def found() -> dict[bad_inputs.Leaf, Any]:
     return bad_inputs.found()
 
 
+@pytest.mark.slow
 def test_every_leaf_has_a_type(found):
     assert len(found) > 250
     assert {".".join(path) for (path, _), kind in found.items() if kind is Any} == UNUSED
 
 
+@pytest.mark.slow
 def test_a_wrong_value_is_refused_in_one_line_that_names_the_key(found):
     accepted = {name: set() for name in WRONG}
     for leaf, kind in found.items():

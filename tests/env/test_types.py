@@ -162,6 +162,7 @@ def errors(tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize(("i", "slot"), enumerate(slot for slot, *_ in WRONG))
+@pytest.mark.slow
 def test_a_class_that_does_not_fit_is_told_of_its_slot(errors, i, slot):
     named = rf'foreign_typed_{i}\.py:\d+: error: .*variable has type "([a-z.]+\.)?{slot}"'
     assert re.search(named, errors), errors

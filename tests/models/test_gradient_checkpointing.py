@@ -71,6 +71,7 @@ def test_who_samples_meanwhile_has_the_cache():
     assert passes == [5, *[2] * 7] * 2  # the prompts once, then one token of each at a time
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_bit_for_bit(smoke, tmp_path):
     for active in (True, False):
         folder = tmp_path / str(active)

@@ -197,7 +197,7 @@ def test_a_reference_moves_by_small_steps():
     assert policy.weight.item() == 2.0
 
 
-@pytest.mark.parametrize("precision", ["auto", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["auto", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
 def test_a_run_in_bfloat16(smoke, toy, tmp_path, precision):
     overrides = ["model.dtype=bfloat16", "trainer=cpu", f"trainer.precision={precision}", "callbacks=[checkpoint]"]
     config = compose_config(*smoke(*overrides))

@@ -121,19 +121,18 @@ def test_offloaded_gradients_add_up():
     assert p.item() == 0.25
 
 
-SLOW = (pytest.mark.slow,)
-QUICK = ("adafactor", "adamw_8bit")
 CASES = [
-    pytest.param(*option.values, policy, marks=(*option.marks, *marks))
-    for option in OPTIONS
-    for policy, marks in (
-        ("model.dtype=bfloat16", () if option.values[0] in QUICK else SLOW),
-        ("adapter=lora", SLOW),
+    pytest.param(
+        *option.values,
+        "model.dtype=bfloat16",
+        marks=[*option.marks, *([] if option.values == ("adafactor",) else [pytest.mark.slow])],
     )
+    for option in OPTIONS
 ]
+CASES += [pytest.param("adamw", policy, marks=pytest.mark.slow) for policy in ("adapter=lora", "optim.offload=true")]
 
 
-@pytest.mark.parametrize(("option", "policy"), [*CASES, pytest.param("adamw", "optim.offload=true", marks=SLOW)])
+@pytest.mark.parametrize(("option", "policy"), CASES)
 def test_a_resumed_run_is_the_same_bit_for_bit(smoke, tmp_path, option, policy):
     def run(name: str, *more: str) -> dict:
         folder = tmp_path / name

@@ -124,6 +124,7 @@ class Answered(SingleTurn):
         return None
 
 
+@pytest.mark.slow
 def test_for_a_policy_that_stays_as_it_is_it_changes_nothing(run, tmp_path):
     """Prompts, seeds, rounds of dynamic sampling and kept groups are the same, with asynchronous environments."""
     settings = [
@@ -190,6 +191,7 @@ class Breaking(Varied):
         return super().score(example, trajectory)
 
 
+@pytest.mark.slow
 def test_what_fails_in_the_thread_is_raised_where_it_is_needed(run, tmp_path, monkeypatch):
     """It is raised at that point: the evaluation and the checkpoint before it are still made."""
     settings = ["callbacks=[checkpoint]", "rollout.num_rollouts=4", "eval.every=2"]

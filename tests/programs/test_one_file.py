@@ -115,6 +115,7 @@ def test_one_update_has_the_librarys_numbers(policy, layout):
     torch.testing.assert_close(gradient(loss), gradient(their_loss), **exact)
 
 
+@pytest.mark.slow
 def test_its_accuracy_is_that_of_the_librarys_evaluation(policy, tmp_path):
     config = compose_config("eval.limit=200", f"output_dir={tmp_path}", name="eval")
     ours = eval_script.evaluate(config, [])

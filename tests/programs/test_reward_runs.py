@@ -36,6 +36,7 @@ def test_a_reward_that_fails_leaves_what_was_played(smoke, tmp_path):
     assert [math.isnan(row["reward"]) for row in left] == [row["prompt_index"] == place for row in left]
 
 
+@pytest.mark.slow
 def test_a_run_whose_reward_failed_goes_on_where_it_was(smoke, tmp_path):
     """The judge fails in rollout 3 and is repaired; the rest is as if nothing had happened."""
     judge = (
@@ -210,6 +211,7 @@ def test_a_function_with_the_name_of_a_metric_leaves_it_alone(smoke, tmp_path):
     assert second["rollout/length"] > 0 and second["rollout/mine.length"] == -3 == second["rollout/reward"]
 
 
+@pytest.mark.slow
 def test_a_run_of_a_mixture_tells_its_sources_apart(smoke, tmp_path):
     task = GSM8K(str(EXAMPLES))
     assert len(task.examples("train")) == 4

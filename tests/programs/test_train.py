@@ -93,7 +93,7 @@ ASKED = f"+callbacks.asked={{_target_: test_stop.Asked, update: 10, number: {int
     [
         pytest.param("adapter=none", CRASH, 2, marks=pytest.mark.slow),
         pytest.param("adapter=lora algo=ppo", ASKED, 3, marks=pytest.mark.slow),
-        ("adapter=lora model.quantization=4bit", ASKED, 3),
+        pytest.param("adapter=lora model.quantization=4bit", ASKED, 3, marks=pytest.mark.slow),
         pytest.param("model.dtype=bfloat16 algo=ppo critic=model critic.pretrain=1", CRASH, 2, marks=pytest.mark.slow),
     ],
 )
@@ -261,7 +261,7 @@ def completions(file) -> list[str]:
     return pd.read_parquet(file)["completion"].tolist()
 
 
-@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("adapter", [pytest.param("none", marks=pytest.mark.slow), "lora"])
 def test_eval_reads_a_run_a_checkpoint_a_folder_and_a_base_model(smoke, toy, tmp_path, adapter):
     run = tmp_path / "run"
     run.mkdir()

@@ -42,6 +42,7 @@ needs_sandbox = pytest.mark.skipif(not confinable(), reason="the platform cannot
 
 
 @needs_sandbox
+@pytest.mark.slow
 def test_programs_that_deceive_their_tests():
     judged(programs(every=False))
 

@@ -516,6 +516,7 @@ def respelled(gold: str) -> set[str]:
 
 
 @real_data
+@pytest.mark.slow
 def test_math500_answers_spoiled_and_respelled():
     golds = sorted(set(math500()[1]) - {"0"})  # -0 is right
     wrong = [(answer, gold) for gold in golds for answer in sorted(spoiled(gold))]

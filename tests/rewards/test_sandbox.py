@@ -66,6 +66,7 @@ def here(monkeypatch, tmp_path_factory):
 
 
 @real
+@pytest.mark.slow
 def test_canonical_solutions_pass_as_code_and_as_a_continuation():
     humaneval, mbpp = rows(HUMANEVAL), rows(MBPP)
     with ThreadPoolExecutor(2) as pool:
@@ -81,6 +82,7 @@ def test_canonical_solutions_pass_as_code_and_as_a_continuation():
 
 
 @real
+@pytest.mark.slow
 def test_the_solution_of_another_row_is_wrong():
     humaneval, mbpp = rows(HUMANEVAL), rows(MBPP)
     cases = [
@@ -389,6 +391,7 @@ def test_the_network():
                 silent()
 
 
+@pytest.mark.slow
 def test_floods():
     loud = run_program("import sys\nfor i in range(10**9): print('x' * 1000)", ProgramLimits(seconds=5, disk_mb=2))
     assert loud.ending == "failed" and loud.stdout.endswith("xxx") and "File too large" in loud.stderr
@@ -408,6 +411,7 @@ def test_floods():
     )
 
 
+@pytest.mark.slow
 def test_eight_threads_at_once():
     programs = [
         "assert sum(range(100)) == 4950",

@@ -227,6 +227,7 @@ class Troubled:
         return Reward(random.Random(str(trajectory.answer)).random(), correct=trajectory.end == "answered")
 
 
+@pytest.mark.slow
 def test_every_end_is_told_and_nobody_takes_another_along(parts):
     names = [*ENVIRONMENTS, "unbuilt"]
     task = Troubled()

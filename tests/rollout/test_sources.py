@@ -154,6 +154,7 @@ def test_the_replay_of_a_run_learns_the_same_to_the_bit(toy, recorded, tmp_path)
         grpo.train(str(toy), source="file", output_dir=tmp_path / "more", **longer, **{"source.path": run.folder})
 
 
+@pytest.mark.slow
 def test_a_file_gives_its_groups_in_order_and_again(toy, recorded, tmp_path):
     file = tmp_path / "samples.jsonl"
     lines = [given(group=g, reward=r, finish="stop") for g in range(3) for r in (0.0, 1.0, 1.0)]

@@ -17,7 +17,7 @@ from tensorboard.plugin_util import markdown_to_safe_html
 from test_train import VARIED
 
 from grpo.runs.runs import Run
-from grpo.runs.trackers import MLflow, TensorBoard, Wandb, allowed, markdown, sweep
+from grpo.runs.trackers import MLflow, TensorBoard, Trackio, Wandb, allowed, markdown, sweep
 from train import train
 
 pytestmark = pytest.mark.skipif(not (find_spec("wandb") and find_spec("mlflow")), reason="needs wandb and mlflow")
@@ -101,6 +101,30 @@ def test_all_loggers_get_the_same_numbers_settings_and_texts(smoke, tmp_path, ca
     assert [row[2:] for row in tables["rollout/samples"]] == [pytest.approx(row[2:]) for row in written.values.tolist()]
 
 
+@pytest.mark.slow
+def test_trackio_gets_the_same_numbers_and_conversations(smoke, tmp_path, caplog, capsys, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    run = learned(smoke, tmp_path, "logger=trackio", "logger.trackio.name=ours", "callbacks=[samples,texts]")
+    assert not warnings(caplog) and "trackio" not in capsys.readouterr().out.lower()
+    rows = [row for row in SQLiteStorage.get_logs("grpo", "ours") if "eval/pass@2" in row or "rollout/reward" in row]
+    there = {(name, row["step"]): value for row in rows for name, value in row.items() if isinstance(value, float)}
+    logged = numbers(run)
+    assert there == pytest.approx({place: value for place, value in logged.items() if place in there})
+    assert {("eval/pass@2", 0), ("rollout/reward", 1)} <= there.keys()
+    config = SQLiteStorage.get_run_config("grpo", "ours")
+    assert config["rollout.group_size"] == 2 and config["task.path"] == VARIED["path"]
+    traces = SQLiteStorage.get_traces("grpo", "ours")
+    (first, *_) = run.samples(rollouts=[1]).to_dict("records")
+    (found,) = [
+        trace for trace in traces if trace["step"] == 1 and trace["messages"][-1]["content"] == first["completion"]
+    ][:1]
+    assert found["messages"][:-1] == json.loads(first["messages"])
+    assert found["metadata"]["reward"] == first["reward"] and found["metadata"]["tokens"] == first["tokens"]
+
+
 def recorded(data: bytes) -> Iterator[bytes]:
     """Yield the records of a log in LevelDB's format: blocks of 32 KiB, each piece after its checksum, length and kind."""
     place, record = 7, b""  # after wandb's header
@@ -149,6 +173,7 @@ def test_a_run_goes_on_without_what_is_not_installed(smoke, tmp_path, caplog, mo
     assert any("(pip install wandb and wandb login, or logger.wandb.mode=offline)" in line for line in told)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_no_server_answers(smoke, tmp_path, caplog, monkeypatch):
     nowhere = "http://127.0.0.1:9"
     monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
@@ -229,7 +254,11 @@ def test_runs_of_a_sweep_are_a_group(tmp_path):
     assert sweep(job) is None
     (tmp_path / "lr" / "multirun.yaml").touch()
     assert sweep(job) == "lr"
-    assert Wandb(str(job), project="p").options == {"project": "p", "group": "lr", "name": "lr/3"}
+    assert (
+        Wandb(str(job), project="p").options
+        == {"project": "p", "group": "lr", "name": "lr/3"}
+        == Trackio(str(job), project="p").options
+    )
     assert MLflow(str(job), "sqlite://").tags == {"group": "lr"}
 
 

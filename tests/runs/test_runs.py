@@ -138,6 +138,7 @@ def test_samples_of_some_rollouts_and_with_tokens(run):
         done.samples([9])
 
 
+@pytest.mark.slow
 def test_runs_side_by_side(run, tmp_path):
     """Two arms with two seeds each; the expected numbers come from the files."""
     made = [

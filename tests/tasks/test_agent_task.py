@@ -231,6 +231,7 @@ ask("?", tools=[tool])
 }
 
 
+@pytest.mark.slow
 def test_a_hostile_program_harms_only_its_own_sample(run):
     limits = Limits(max_turns=6, step_timeout=5)
     begun = time.monotonic()

@@ -25,6 +25,7 @@ def played(env, *texts: str) -> list:
     return [awaited(env.start()), *(awaited(env.step(Action(Message("assistant", text)))) for text in texts)]
 
 
+@pytest.mark.slow
 def test_reasoning_gym_grades_its_own_problems():
     library = pytest.importorskip("reasoning_gym")
     task = task_of("task=reasoning_gym", "task.config={max_terms: 2, max_digits: 1}", "task.test_size=20")

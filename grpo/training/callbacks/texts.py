@@ -12,8 +12,6 @@ from grpo.runs.trackers import Row, Tracker
 from grpo.system.ranges import Whole
 from grpo.training.batch import RolloutBatch
 
-SHOWN = ("prompt", "completion", "reward", "advantage", "tokens")
-
 
 class Texts(L.Callback):
     """Logs the first `samples` samples of a rollout as rollout/samples, and of each evaluation as eval/samples.
@@ -35,7 +33,5 @@ class Texts(L.Callback):
                 tracker.log_samples("eval/samples", self.rows(evaluation.groups), evaluation.rollout)
 
     def rows(self, groups: Sequence[Group], **columns: Sequence[Sequence[float]]) -> list[Row]:
-        """Return the first samples as rows of a few columns. columns: more columns, in the shape of groups."""
-        return [
-            {name: row[name] for name in SHOWN if name in row} for row in islice(records(groups, **columns), self.count)
-        ]
+        """Return the first samples as rows of a table of samples. columns: more columns, in the shape of groups."""
+        return list(islice(records(groups, **columns), self.count))

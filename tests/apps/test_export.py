@@ -1,0 +1,87 @@
+"""python -m grpo.export: the best policy of a run as a folder for other programs, with a card."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from conftest import EXAMPLES
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+
+from grpo.apps.export import main
+from grpo.system.errors import UserError
+
+RUN = EXAMPLES / "run"
+FOUND = {
+    "eval/accuracy": {"value": 0.25, "low": 0.1, "high": 0.5, "n": 4},
+    "eval/pass@2": {"value": 0.5, "low": None, "high": None, "n": 4},
+    "eval/length": {"value": 8.0, "low": 8.0, "high": 8.0, "n": 4},
+}
+
+
+def test_a_whole_model_with_the_results_of_evaluations(tmp_path):
+    run, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(RUN, run)
+    evaluation = tmp_path / "evaluation"
+    evaluation.mkdir()
+    settings = f"""
+model: {{path: {run}/checkpoints/best}}
+task: {{_target_: tasks.gsm8k.GSM8K, path: openai/gsm8k}}
+eval: {{split: test, samples: 2, sampling: {{temperature: 1.0}}}}
+"""
+    (evaluation / "config.yaml").write_text(settings)
+    (evaluation / "metrics.json").write_text(json.dumps(FOUND))
+    main([str(run), "--out", str(out), "--eval", str(evaluation), str(evaluation)])
+    assert (out / "model.safetensors").read_bytes() == (run / "checkpoints" / "best" / "model.safetensors").read_bytes()
+    data = ModelCard.load(out / "README.md").data
+    front = data.to_dict()
+    ((model,), metrics) = front["model-index"], front["model-index"][0]["results"][0]["metrics"]
+    assert len(model["results"]) == 1 and model["results"][0]["dataset"] == {
+        "name": "tasks.gsm8k.GSM8K",
+        "type": "openai/gsm8k",
+        "split": "test",
+    }
+    assert [(metric["type"], metric["value"]) for metric in metrics] == [("accuracy", 0.25), ("pass@2", 0.5)]
+    assert metrics[0]["args"] == {"low": 0.1, "high": 0.5, "n": 4, "samples": 2, "temperature": 1.0}
+
+    main([str(run), "--out", str(tmp_path / "half"), "--dtype", "float16"])
+    half, whole = (load_file(folder / "model.safetensors") for folder in (tmp_path / "half", out))
+    assert all(torch.equal(half[name], weight.half()) for name, weight in whole.items()) and len(half) == len(whole)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--out", "."], r"\. exists: remove it, or name another folder with --out"),
+        (["--eval", "."], r"--eval=\. has no metrics\.json"),
+        (["--push", "me/policy"], "is complete, but me/policy did not take it: .*; after `hf auth login`"),
+    ],
+)
+def test_mistakes_in_one_line(tmp_path, monkeypatch, arguments, line):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as raised:
+        main([str(RUN), "--out", "new", *arguments])
+    assert re.search(line, str(raised.value)) and "\n" not in str(raised.value)
+
+
+def test_a_folder_without_a_card_and_another_policy(toy, tmp_path):
+    with pytest.raises(UserError, match=r"has no README\.md"):
+        main([str(toy), "--out", str(tmp_path / "out")])
+    (tmp_path / "metrics.json").write_text(json.dumps(FOUND))
+    (tmp_path / "config.yaml").write_text("model: {path: elsewhere}\n")
+    with pytest.raises(UserError, match=r"evaluated elsewhere, not .*best"):
+        main([str(RUN), "--out", str(tmp_path / "out"), "--eval", str(tmp_path)])
+
+
+def test_the_licence_is_that_of_the_base(tmp_path):
+    run, base = tmp_path / "run", tmp_path / "base"
+    shutil.copytree(RUN, run)
+    base.mkdir()
+    (base / "README.md").write_text("---\nlicense: other\nlicense_name: theirs\n---\n# Base\n")
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(re.sub(r"(?m)^(model:\n(?:  .*\n)*?  path: ).*$", rf"\g<1>{base}", config))
+    main([str(run)])
+    data = ModelCard.load(run / "export" / "README.md").data
+    assert (data.license, data.license_name) == ("other", "theirs")
