@@ -106,7 +106,7 @@ COMMANDS = {
         algo.kl.sync_alpha=0.6 algo.entropy.coef=0.0 algo.entropy.target=0.2 algo.entropy.step=0.005 algo.entropy.most=1.0
         renderer.template_args={{enable_thinking:false}} optim=adamw_8bit prompt_limit.max_tokens=300
         prompt_limit.too_long=truncate rollout.sampling.top_k=0 trainer.precision=32-true""",
-        "push_to_hub: none: `hf upload",
+        "push_to_hub: none: `python -m grpo.export",
     ),
     "a server": (
         """
