@@ -1,32 +1,36 @@
-"""Keep docs/from_trl.md complete: every field of the installed TRL's GRPOConfig has one row there, which has an answer.
+"""Keep grpo/apps/from_trl.yaml complete: every setting of the installed TRL's `trl grpo` has one row there, which has an answer.
 
     python benchmarks/from_trl.py            # prints what is wrong, and fails if there is anything
-    python benchmarks/from_trl.py --write    # also adds rows for new fields, to be answered, and removes those that TRL lost
+    python benchmarks/from_trl.py --write    # adds open rows for new settings, removes lost ones, writes the tables
 
-The page is the only list; tests/test_from_trl.py checks it in the same way, and tries its keys.
+The tables of docs/from_trl.md are made from that file, which `python -m grpo.from_trl` reads too.
 """
 
 import dataclasses
+import json
 import re
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-PAGE = Path(__file__).parents[1] / "docs" / "from_trl.md"
+import yaml
+from jinja2 import Environment, meta
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "grpo" / "apps" / "from_trl.yaml"
+PAGE = ROOT / "docs" / "from_trl.md"
 OPEN = "?"  # the answer of a row that --write adds
+HEADER = "| TRL | here | remark |\n|---|---|---|\n"
 
 
-def rows(page: str) -> list[list[str]]:
-    """Return the cells of each row: fields of TRL, the answer here, a remark."""
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:3] == "| `"]
+def settings() -> dict[str, dataclasses.Field]:
+    """Return each field of the installed `trl grpo`: of GRPOConfig, of the script, of the model and of the dataset."""
+    from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig
+    from trl.scripts.grpo import GRPOScriptArguments
 
-
-def fields() -> dict[str, str]:
-    """Return the first sentence about each field of the installed GRPOConfig, by its name."""
-    from trl import GRPOConfig
-
-    words = {field.name: field.metadata.get("help") or "" for field in dataclasses.fields(GRPOConfig)}
-    return {name: " ".join(re.split(r"(?<=\.)\s", text)[0].split()).replace("|", "or") for name, text in words.items()}
+    kinds = (GRPOConfig, GRPOScriptArguments, ModelConfig, DatasetMixtureConfig)
+    return {field.name: field for kind in kinds for field in dataclasses.fields(kind)}
 
 
 def version() -> str:
@@ -36,40 +40,73 @@ def version() -> str:
     return trl.__version__.rpartition(".")[0]
 
 
-def faults(page: str) -> list[str]:
-    """Return what is wrong with the page, a line each."""
-    listed = Counter(name for cells in rows(page) for name in re.findall(r"`(\w+)`", cells[0]))
-    there = fields()
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return rows as a table of Markdown."""
+
+    def marked(words: str) -> str:
+        return words if words in ("always", "none") else ", ".join(f"`{word}`" for word in words.split())
+
+    lines = (f"| {marked(row['trl'])} | {marked(row['here'])} | {row.get('remark', '')} |" for row in rows)
+    return HEADER + "".join(line.replace("|  |", "| |") + "\n" for line in lines)
+
+
+def page(data: dict[str, Any], text: str) -> str:
+    """Return the page with its two tables, of the fields and of the others, as the data has them."""
+    parts = re.split(re.escape(HEADER) + r"(?:\|.*\n)*", text)
+    return "".join([parts[0], table(data["fields"]), parts[1], table(data["others"]), *parts[2:]])
+
+
+def read_by_rules(data: dict[str, Any]) -> set[str]:
+    """Return the fields that rules read."""
+    rules = [rule.partition(" when ") for row in data["fields"] + data["others"] for rule in row.get("set", ())]
+    texts = [f"{word}{{{{ {condition or 0} }}}}" for word, _, condition in rules]
+    texts += [f"{{{{ {expression} }}}}" for expression in data["derived"].values()]
+    return {name for text in texts for name in meta.find_undeclared_variables(Environment().parse(text))} - {
+        *data["derived"]
+    }
+
+
+def faults(data: dict[str, Any]) -> list[str]:
+    """Return what is wrong with the data, a line each."""
+    listed = Counter(name for row in data["fields"] for name in row["trl"].split())
+    there, taken = settings(), data["defaults"]
+    others = {name for row in data["others"] for name in row["trl"].split()}
+    defaults = {name: there[name].default for name in read_by_rules(data) | {*taken} if name in there}
     return [
         *(f"{name} has no row" for name in there if name not in listed),
         *(f"{name} has {count} rows" for name, count in listed.items() if count > 1),
         *(f"{name} is no field of TRL {version()}" for name in listed if name not in there),
-        *(f"{cells[0]} has no answer" for cells in rows(page) if cells[1] in ("", OPEN)),
-        *([] if f"TRL {version()}'s" in page else [f"the page is not about TRL {version()}"]),
+        *(f"{name} is a field of TRL {version()}" for name in others if name in there),
+        *(f"{row['trl']} has no answer" for row in data["fields"] if row["here"] == OPEN),
+        *(
+            f"{name} is {default!r} in TRL"
+            for name, default in defaults.items()
+            if (taken.get(name) or 0) != (default or 0)
+        ),
+        *([] if data["version"] == version() else [f"the rows are about TRL {data['version']}, not {version()}"]),
     ]
 
 
-def mended(page: str) -> str:
-    """Return the page with an open row for each new field, without lost fields, and with the installed version."""
-    there = fields()
-    listed = {name for cells in rows(page) for name in re.findall(r"`(\w+)`", cells[0])}
-    lines = []
-    for line in page.splitlines():
-        if line[:3] == "| `":
-            first, rest = line.split(" | ", 1)
-            names = [name for name in re.findall(r"`(\w+)`", first) if name in there]
-            if names:
-                lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {rest}")
-                last = len(lines)
-        else:
-            lines.append(line)
-    lines[last:last] = [f"| `{name}` | {OPEN} | {there[name]} |" for name in there if name not in listed]
-    return re.sub(r"TRL [\d.]+'s", f"TRL {version()}'s", "\n".join(lines) + "\n")
+def mended(text: str) -> str:
+    """Return the data's file with an open row for each new field, without lost fields, and with the installed version."""
+    there = settings()
+    head, marker, tail = text.partition("\nfields:\n")
+    kept = []
+    for block in tail.split("- trl: ")[1:]:
+        names, rest = block.split("\n", 1)
+        if left := [name for name in names.split() if name in there]:
+            kept.append(f"- trl: {' '.join(left)}\n{rest}")
+    listed = {name for block in kept for name in block.split("\n")[0].split()}
+    words = {name: str(field.metadata.get("help") or "") for name, field in there.items() if name not in listed}
+    first = {name: " ".join(re.split(r"(?<=\.)\s", help)[0].split()).replace("|", "or") for name, help in words.items()}
+    kept += [f"- trl: {name}\n  here: '{OPEN}'\n  remark: {json.dumps(first[name])}\n" for name in first]
+    return re.sub(r'version: ".*"', f'version: "{version()}"', head) + marker + "".join(kept)
 
 
 if __name__ == "__main__":
     if "--write" in sys.argv:
-        PAGE.write_text(mended(PAGE.read_text()))
-    found = faults(PAGE.read_text())
+        DATA.write_text(mended(DATA.read_text()))
+        PAGE.write_text(page(yaml.safe_load(DATA.read_text()), PAGE.read_text()))
+    found = faults(yaml.safe_load(DATA.read_text()))
     print("\n".join(found) or f"every field of TRL {version()} has its row")
     sys.exit(bool(found))

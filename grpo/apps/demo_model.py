@@ -223,6 +223,7 @@ def tiny_folder(
     steps = {"clean_steps": clean_steps, "hasty_steps": hasty_steps, "clean_lr": clean_lr, "hasty_lr": hasty_lr}
     recipe = {"version": RECIPE, "seed": seed, **steps, "hasty": hasty, "slips": slips}
     taste = texts(worked_answers(100, seed, hasty=hasty, slips=slips))  # a recipe with other texts has another name
+    taught = getattr(worked_answers, "func", worked_answers).__module__
     name = "tiny-" + hashlib.sha256(json.dumps([recipe, taste]).encode()).hexdigest()[:12]
 
     def make(folder: Path) -> None:
@@ -241,7 +242,7 @@ def tiny_folder(
         if spoiled:
             adamw = torch.optim.AdamW(model.parameters(), lr=hasty_lr, weight_decay=0.0)
             fit(model, tokenize(tokenizer, spoiled), [adamw], seed)
-        save(model, tokenizer, {"name": name, **recipe}, folder)
+        save(model, tokenizer, {"name": name, "taught": taught, **recipe}, folder)
         print(f"... done in {time.perf_counter() - began:.0f} s: {folder}", flush=True)
 
     if anew:

@@ -61,7 +61,7 @@ def test_a_notebook_is_stripped_and_opens_with_its_question(file):
 # -- executed
 
 
-def execute(name, folder, tmp_path, **environment):
+def execute(name, folder, tmp_path, warns=False, **environment):
     """Return the outputs of each code cell of a notebook in `folder`: {"text": ..., "html": [...], "images": n}.
 
     The kernel is this interpreter with the grpo of this checkout.
@@ -82,11 +82,11 @@ def execute(name, folder, tmp_path, **environment):
     # tqdm warns about ipywidgets, which come with the extra `notebooks`
     quiet = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore:IProgress not found"}
     client.execute(env={**os.environ, **quiet, **environment})
-    return [shown(cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
+    return [shown(cell.outputs, warns) for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def shown(outputs):
-    assert not [output.text for output in outputs if output.get("name") == "stderr"]
+def shown(outputs, warns):
+    assert warns or not [output.text for output in outputs if output.get("name") == "stderr"]
     data = [output.get("data", {}) for output in outputs]
     text = "".join(output.get("text", "") for output in outputs) + "".join(d.get("text/plain", "") for d in data)
     html = [d["text/html"] for d in data if "text/html" in d]
@@ -280,6 +280,22 @@ def test_04_draws_every_preset(tmp_path):
     names, *figures = execute("04_objective", ROOT / "notebooks", tmp_path)
     assert set(names["text"].strip("'").split(", ")) == {file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml")}
     assert [cell["images"] for cell in figures] == [1, 1, 2, 1]
+
+
+@pytest.mark.slow
+def test_05_teaches_another_task(tmp_path):
+    """A model of two steps knows nothing yet: the notebook's form is tried here, not what it learns."""
+    short = {"GRPO_STEPS": "2", "GRPO_ROLLOUTS": "2", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    source, texts, run, accuracy, curves, samples = execute(
+        "05_tiny_world", tmp_path / "notebooks", tmp_path, warns=True, **short
+    )
+    assert "def worked_answers(" in source["text"]
+    assert "preflight failed: there is something to learn: 0% solved" in run["text"]
+    assert "rollout 0: no held-out answer is right: model=tiny was trained on examples.sorting alone" in run["text"]
+    careful, hasty = re.findall(r"hasty=[\d.]+\n(.*?\\boxed\{.*?\})", texts["text"], re.S)
+    assert len(careful) > len(hasty)  # the same question, with fewer lines
+    assert "eval/accuracy" in accuracy["text"] and curves["images"] == 1
+    assert "rollout 1\n" in samples["text"] and "rollout 2\n" in samples["text"]
 
 
 # -- the numbers that are drawn

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
-from conftest import compose_config
+from conftest import ROOT, compose_config
 
+from grpo.apps.demo_model import SHIPPED
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.statistics import mean_interval
 from grpo.runs.health import warnings_of
@@ -19,9 +20,12 @@ from grpo.training.checkpoints import PlainCheckpoints
 from train import train
 
 
-def said(health: Health, caplog, *values: dict[str, float], evaluations: Sequence[Evaluation] = ()) -> list[str]:
+def said(
+    health: Health, caplog, *values: dict[str, float], evaluations: Sequence[Evaluation] = (), model: str = ""
+) -> list[str]:
     caplog.clear()
     trainer, module = SimpleNamespace(optimizers=[]), SimpleNamespace(policy=torch.nn.Linear(2, 2))
+    module.policy.config = SimpleNamespace(name_or_path=model)
     for rollout, metrics in enumerate(values):
         batch = RolloutBatch(rollout, metrics=metrics, evaluations=list(evaluations))
         health.on_train_batch_end(trainer, module, {}, batch, 0)
@@ -51,6 +55,19 @@ def test_a_number_out_of_its_range_is_told_once(metric, well, unwell, words, cap
     (line,) = said(health, caplog, {metric: unwell}, {metric: unwell})
     assert line.startswith(f"rollout 1: {metric} is {unwell:.3g}, ") and words in line
     assert said(health, caplog, {metric: unwell}) == []
+
+
+def test_a_tiny_model_that_knows_another_task_is_told_before_training(caplog):
+    def at(rollout: int, accuracy: float, model: str = str(SHIPPED / "quiz")) -> list[str]:
+        found = Evaluation(rollout, (), {"accuracy": mean_interval([accuracy] * 2)})
+        return said(Health(), caplog, {}, evaluations=[found], model=model)
+
+    (line,) = at(0, 0.0)
+    assert line.startswith(
+        "rollout 0: no held-out answer is right: model=tiny was trained on tasks.quiz alone: give another"
+    )
+    assert at(0, 0.5) == at(0, 0.0, model=str(ROOT)) == at(0, 0.0, model="org/model") == []
+    assert not any("model=tiny" in line for line in at(1, 0.0))
 
 
 def test_groups_without_signal_are_told_when_they_go_on(caplog):

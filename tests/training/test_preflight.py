@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import compose_config
+from conftest import EXAMPLES, compose_config
 from test_train import rows
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from grpo.apps.cli import one_line_errors
+from grpo.apps.demo_model import SHIPPED
 from grpo.engines.protocol import Sampling
 from grpo.env.scoring import UNKNOWN
 from grpo.env.types import Reward, Trajectory
@@ -336,6 +338,28 @@ def test_a_run_is_the_same_with_and_without(smoke, tmp_path, adapter):
             )
         )
     assert rows(tmp_path / "off") == rows(tmp_path / "warn")
+
+
+@pytest.mark.slow
+def test_a_recipe_on_two_layers_with_the_widths_of_its_model(tmp_path):
+    """The weights are random, so no answer is right or ends. Every check of the numbers passes, in float32."""
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED / "wordmath")
+    widths = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+    shape = Qwen2Config(
+        **widths, num_hidden_layers=2, vocab_size=151936, eos_token_id=1, pad_token_id=0, dtype="bfloat16"
+    )
+    Qwen2ForCausalLM(shape).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    recipe = ["experiment=qwen05b_gsm8k", f"model.path={tmp_path / 'model'}", f"task.path={EXAMPLES}", "preflight=only"]
+    recipe += ["model.dtype=float32", "max_tokens=16", "rollout.prompts=4"]
+    with pytest.raises(PreflightError):
+        train(compose_config(*recipe, f"output_dir={tmp_path / 'run'}"))
+    found = Run(tmp_path / "run").manifest["preflight"]
+    assert {name for name, one in found.items() if one["result"] == "FAIL"} == {
+        "prompts differ, answers end",
+        "there is something to learn",
+    }
+    assert found["log-probabilities agree"]["result"] == found["the gradient ignores microbatches"]["result"] == "PASS"
 
 
 def test_a_failure_stops_the_run_with_an_exit_code_of_its_own(smoke, tmp_path, capsys, monkeypatch):

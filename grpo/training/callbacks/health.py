@@ -18,6 +18,7 @@ from grpo.system.metrics import WATCHED
 from grpo.system.ranges import require
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.preflight import PreflightCallback
+from grpo.training.preflight.data import untaught
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,9 @@ class Health(L.Callback):
         for found in (found for at, row in rows.items() for found in self.watch.findings(at, row, intervals.get(at))):
             line = f"rollout {found.rollout}: {found.metric} is {found.value:.3g}, {found.words}"
             self.alarm(line) if found.stops and found.metric not in self.ignored else warn(line)
+        starts = [evaluation for evaluation in batch.evaluations if evaluation.rollout == 0]
+        if starts and starts[0].metrics.get("eval/accuracy") == 0 and (line := untaught(module.policy)):
+            warn(f"rollout 0: no held-out answer is right: {line}")
         if wrong := not_finite(chain(learned(module), states(trainer))):
             self.alarm(
                 f"rollout {batch.rollout + 1}: {len(wrong)} tensors of policy and optimizer are not finite, the first is "

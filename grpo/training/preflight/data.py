@@ -1,11 +1,15 @@
 """Checks of the data: prompts, answers and their ends, rewards, and whether there is something to learn."""
 
+import json
 import math
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from pathlib import Path
 from statistics import pstdev
+
+from torch.nn import Module
 
 from grpo.env.messages import Message
 from grpo.env.types import Action, Example, State, Step, Trajectory
@@ -97,7 +101,9 @@ def signal(probe: Probe) -> Checked:
         return Checked("PASS", f"{text}: {fit}")
     values = {sample.reward.value for sample in samples if sample.reward.known}
     outcomes = {sample.reward.outcome for sample in samples}
+    foreign = untaught(probe.module.policy)
     causes = [
+        (solved == 0 and foreign, foreign),
         (not values, "no sample has a reward: the grader fails or runs out of time"),
         (all(sample.trajectory.truncated for sample in samples), "all answers are cut short: raise max_tokens"),
         (outcomes == {"no_answer"}, "no answer is where the reward looks: prompt for that form, or reward it"),
@@ -107,6 +113,16 @@ def signal(probe: Probe) -> Checked:
         (True, f"rewards differ between prompts only: {sorted(values)[:3]}"),
     ]
     return Checked("FAIL", text, next(words for applies, words in causes if applies))
+
+
+def untaught(policy: Module) -> str | None:
+    """Return what to do if the policy is the demo's, which knows one task alone, and this one seems to be another; else None."""
+    folder = getattr(getattr(policy, "config", None), "name_or_path", "")
+    if not (recipe := Path(folder) / "recipe.json").is_file():
+        return None
+    taught = json.loads(recipe.read_text(encoding="utf-8")).get("taught", "one task")
+    what = f"model=tiny was trained on {taught} alone"
+    return f"{what}: give another task its warm_start (docs/tiny_world.md), or take another model"
 
 
 def folded(text: str) -> str:
