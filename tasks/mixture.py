@@ -56,6 +56,11 @@ class Mixture:
 
         return Made(len(order), row)
 
+    def gold(self, example: Example) -> Any:
+        """Return the right answer, if the source knows it."""
+        gold = getattr(self.tasks[example["source"]], "gold", None)
+        return gold and gold(example["example"])
+
     def build(self, example: Example, seed: int = 0, group_seed: int = 0) -> Env:
         return build(self.tasks[example["source"]], example["example"], seed, group_seed)
 

@@ -113,6 +113,10 @@ class Quiz:
         rows = [self.row("test", i) for i in range(2 * self.test_size)]
         return {"test": rows[: self.test_size], "validation": rows[self.test_size :]}
 
+    def gold(self, example: Example) -> str:
+        """Return the right answers."""
+        return ", ".join(example["answers"])
+
     def build(self, example: Example) -> "Episode":
         return Episode(example["questions"], example["answers"])
 

@@ -62,6 +62,11 @@ def in_sweep() -> bool:
 def run(main: Callable[[], object], config_name: str) -> None:
     """Call a `hydra.main` function. Mistakes end the program with one line, or with a traceback if HYDRA_FULL_ERROR=1 is set."""
     quiet()
+    if "--quiet" in sys.argv:  # warnings and errors go to stderr, everything to the log
+        sys.argv.remove("--quiet")
+        sys.argv += ["hydra.job_logging.handlers.console.stream=ext://sys.stderr"]
+        sys.argv += ["+hydra.job_logging.handlers.console.level=WARNING"]
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the end
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
     if config_name == "train":
         sys.argv[1:] = with_those_of_the_run(sys.argv[1:])

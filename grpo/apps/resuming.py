@@ -21,7 +21,7 @@ from grpo.system.settings import flat
 
 log = logging.getLogger(__name__)
 
-OWN = ("output_dir", "ckpt_path", "replay", "resume", "max_time", "export")  # of each command, not of the run
+OWN = ("output_dir", "ckpt_path", "replay", "resume", "max_time", "report", "export")  # of each command, not of the run
 GUARDED = ("task", "model", "adapter", "algo", "callbacks")  # a change of these needs resume.changes=allow
 SHOWN = "grpo.training.callbacks."  # callbacks that do not change what a run learns
 LATER = "config_changes.yaml"  # beside config.yaml: a list of times, changes, and the whole configuration from then on
@@ -57,7 +57,7 @@ def continued(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
         return config
     now = composed("train", [*joined(before, overrides), f"output_dir={literal(config.output_dir)}"])
     merged = OmegaConf.create(changed(resolved(saved), resolved(then), resolved(now)))
-    for key in OWN:
+    for key in config.keys() & {*OWN}:
         merged[key] = config[key]
     if missing := [key for key, value in flat(resolved(merged)).items() if isinstance(value, str) and MASK in value]:
         raise UserError(f"{missing[0]} is a secret, which no file of a run has: give it again")

@@ -1,12 +1,12 @@
 """Shows evaluations in the terminal: one line per evaluation, and a table of all of them."""
 
-import re
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 
 from rich.table import Column, Table
 
-from grpo.system.metrics import is_result, written
+from grpo.evaluation.statistics import Estimate
+from grpo.system.metrics import is_result, percent, written
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, title: str | None = None) -> Table:
@@ -18,12 +18,27 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, tit
     return table
 
 
-def results_line(metrics: Mapping[str, float]) -> str:
-    """Return the results among the metrics in one line, and in a line of its own for each of eval.sets."""
-    starts = [name.removesuffix("accuracy") for name in metrics if re.fullmatch("eval/.+/accuracy", name)]
-    shown = [(name, f"{name} {value:.3g}") for name, value in metrics.items() if is_result(name, value)]
-    lines = groupby(shown, key=lambda pair: next(filter(pair[0].startswith, starts), ""))
-    return "\n  ".join("  ".join(text for _, text in line) for _, line in lines)
+def share_with_interval(estimate: Estimate) -> str:
+    """Return a share with its interval: 76.5 % (70.2 to 81.8)."""
+    interval = "" if math.isnan(estimate.low) else f" ({100 * estimate.low:.1f} to {100 * estimate.high:.1f})"
+    return percent(estimate.value) + interval
+
+
+def result_lines(after: int, estimates: Mapping[str, Estimate]) -> list[str]:
+    """Return accuracy and length after so many rollouts in one line, and in a line of its own for each of eval.sets."""
+    lines = []
+    for name in (name for name in estimates if name == "accuracy" or name.endswith("/accuracy")):
+        place = name.removesuffix("accuracy")
+        length = estimates.get(f"{place}length")
+        tokens = f", {length.value:.0f} tokens" if length and not math.isnan(length.value) else ""
+        title = f"  {place.rstrip('/')}" if place else f"after {after}"
+        lines.append(f"{title}: {share_with_interval(estimates[name])}{tokens}")
+    return lines
+
+
+def sparkline(shares: Sequence[float]) -> str:
+    """Return a bar of eight heights for each share, 0 to 1."""
+    return "".join(" " if math.isnan(share) else "▁▂▃▄▅▆▇█"[min(7, int(8 * share))] for share in shares)
 
 
 def history(evaluations: Sequence[tuple[int, Mapping[str, float]]]) -> Table:

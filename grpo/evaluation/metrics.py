@@ -18,7 +18,7 @@ from grpo.rewards.math.answers import equal
 from grpo.rollout.engine_queue import beside
 from grpo.rollout.metrics import conversation, is_conversation
 from grpo.rollout.rewarding import THREADS
-from grpo.rollout.samples_table import text
+from grpo.rollout.samples_table import golds
 from grpo.rollout.types import TIMEOUT, Group, Sample
 from grpo.system.calls import Calls
 from grpo.system.errors import told
@@ -72,11 +72,10 @@ def values_of(example: Example, names: Sequence[str]) -> dict[str, str]:
 def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict[str, list[list[Any]]]:
     """Return more columns for `records`, with None where one does not apply.
 
-    gold: the right answer, as text. answer: the claimed one. correct_lenient: whether a right one is found anywhere in the
-    completion.
+    gold: the right answer. answer: the claimed one. correct_lenient: whether a right answer is found anywhere in the completion.
     by/NAME: the example's column NAME. eval/NAME: counts of a conversation.
     """
-    claims, gold, failures = getattr(task, "claims", None), getattr(task, "gold", None), []
+    claims, failures = getattr(task, "claims", None), []
     calls = Calls(THREADS, f"claims of {type(task).__name__}")  # each thread waits for a process that does algebra
 
     async def row(sample: Sample) -> dict[str, Any]:
@@ -84,8 +83,6 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
         if claims and sample.trajectory.steps:
             claim = await calls.run(object(), TIMEOUT, claims, sample.example, sample.trajectory)
         found: dict[str, Any] = values_of(sample.example, by)
-        if gold and (right := gold(sample.example)) is not None:
-            found["gold"] = text(right)
         if isinstance(claim, BaseException):  # the user's code failed or hangs; the evaluation works without it
             failures.append(told(claim))
         elif claim:
@@ -107,7 +104,7 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
     if failures:
         log.warning("claims failed on %d samples, the first: %s; no accuracy_lenient", len(failures), failures[0])
     names = dict.fromkeys(name for group in rows for row in group for name in row)
-    return {name: [[row.get(name) for row in group] for group in rows] for name in names}
+    return golds(task, groups) | {name: [[row.get(name) for row in group] for group in rows] for name in names}
 
 
 def solved(samples: pd.DataFrame) -> pd.Series:

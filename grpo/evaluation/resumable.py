@@ -19,7 +19,8 @@ from grpo.rollout.types import Group
 from grpo.system.errors import UserError
 from grpo.system.files import write_json
 
-TEXTS = ["item", "prompt", "messages", "completion", "tool_calls", "env_error"]  # columns that no metric uses
+# columns that no metric uses
+TEXTS = ["item", "example", "gold", "prompt", "messages", "completion", "tool_calls", "env_error"]
 
 
 class Scorecard:

@@ -38,6 +38,12 @@ class Rollout:
     seconds: float
 
     @property
+    def discarded(self) -> list[Group]:
+        """The groups of which no sample is learned from."""
+        kept = {id(sample.trajectory) for group in self.groups for sample in group}
+        return [group for group in self.played if all(id(sample.trajectory) not in kept for sample in group)]
+
+    @property
     def replayed(self) -> int:
         """The number of groups that an earlier rollout has played."""
         return sum(any(sample.age for sample in group) for group in self.groups)

@@ -27,6 +27,7 @@ def records(groups: Iterable[Group], **columns: Iterable[Iterable[Any]]) -> Iter
                 "prompt_index": p,
                 "sample": s,
                 "item": fingerprint(sample.example),
+                "example": text(sample.example),
                 "prompt": first.state.messages[-1].content if first else "",
                 "messages": json_text([message.as_dict() for message in last.state.messages] if last else []),
                 "completion": trajectory.answer,
@@ -60,6 +61,13 @@ def text(value: Any) -> str:
 def json_text(value: Any) -> str:
     """Return the value as JSON text, with all characters readable."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def golds(task: Any, groups: Iterable[Group]) -> dict[str, list]:
+    """Return the column `gold` for `records`: the right answer as text, which the task's method `gold` returns; else None."""
+    gold = getattr(task, "gold", lambda example: None)
+    answers = [[gold(sample.example) for sample in group] for group in groups]
+    return {"gold": [[None if answer is None else text(answer) for answer in group] for group in answers]}
 
 
 def token_logprobs(groups: Iterable[Group]) -> dict[str, list]:

@@ -4,6 +4,7 @@ A file is read on first use.
 """
 
 import json
+import math
 import socket
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property, partial
@@ -17,7 +18,7 @@ import yaml
 
 from grpo.evaluation.statistics import over_seeds
 from grpo.system.errors import UserError
-from grpo.system.metrics import TIMES
+from grpo.system.metrics import TIMES, about
 from grpo.system.settings import flat
 
 VERDICTS = {"accuracy": "correct", "accuracy_lenient": "correct_lenient"}  # metric -> its column in tables of samples
@@ -247,8 +248,11 @@ def curves(runs: Iterable[Run], metric: str) -> pd.DataFrame:
 def band(runs: Iterable[Run], metric: str) -> pd.DataFrame:
     """Return the mean of a metric over seeds, with its 95 % interval (Student's t; NaN for a single seed).
 
-    Columns: arm, rollouts, mean, low, high, n.
+    Columns: arm, rollouts, mean, low, high, n. The interval of a share stays within 0 and 1.
     """
+    entry = about(metric)
+    bounds = (0, 1) if entry and entry.unit == "share" else (-math.inf, math.inf)
     groups = curves(runs, metric).groupby(["arm", "rollouts"], sort=False)["value"]
     rows = [(*place, *over_seeds(values)) for place, values in groups]
-    return pd.DataFrame(rows, columns=["arm", "rollouts", "mean", "low", "high", "n"])
+    found = pd.DataFrame(rows, columns=["arm", "rollouts", "mean", "low", "high", "n"])
+    return found.assign(low=found["low"].clip(*bounds), high=found["high"].clip(*bounds))

@@ -21,6 +21,7 @@ class RolloutBatch:
     rollout: int
     progress: Progress = BEGIN
     groups: list[Group] = field(default_factory=list)
+    discarded: list[Group] = field(default_factory=list)  # played, and not learned from
     tokens: TokenBatch | None = None
     scores: Scores | None = None
     advantages: list[list[float]] = field(default_factory=list)

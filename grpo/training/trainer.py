@@ -17,6 +17,7 @@ from grpo.system import memory
 from grpo.system.errors import UserError
 from grpo.system.ranges import Range, Seconds, enforced
 from grpo.training.callbacks.recorder import Recorder
+from grpo.training.callbacks.timing import Timing
 from grpo.training.checkpoints import PlainCheckpoints
 from grpo.training.strategy import Strategy, WatchedRanks
 
@@ -85,7 +86,7 @@ def make_trainer(
             devices=devices,
             num_nodes=num_nodes,
             strategy=shared,
-            callbacks=[*callbacks, Recorder()],
+            callbacks=[Timing(), *callbacks, Recorder()],
             logger=logger,
             plugins=[PlainCheckpoints(), *plugins],
             max_epochs=1,  # endless: RolloutCallback stops the run

@@ -27,11 +27,9 @@ from grpo.apps.demo_model import (
 )
 from grpo.env.messages import Message, ToolCall, ToolSpec
 from grpo.env.types import State
-from grpo.runs.runs import Run
 from grpo.system.errors import UserError
 from tasks import calculator
 from tasks.wordmath import worked_answers
-from train import train
 
 brief = partial(tiny_folder, worked_answers, clean_steps=2, hasty_steps=1)
 
@@ -214,17 +212,6 @@ def test_the_shipped_model_is_of_the_default_recipe(task, tmp_path, monkeypatch)
     weights = AutoModelForCausalLM.from_pretrained(SHIPPED / task).state_dict()
     assert {w.dtype for w in weights.values()} == {torch.bfloat16}
     assert (SHIPPED / task / "model.safetensors").stat().st_size < 2.7e6
-
-
-@pytest.mark.slow
-def test_a_model_made_anew_is_as_good_as_the_shipped_one(tmp_path):
-    """Another processor gives other weights. They still start low, and ten rollouts bring the skill out."""
-    recipe = compose_config("task=wordmath", "output_dir=.").model.path
-    model = instantiate(recipe, anew=str(tmp_path / "anew"))
-    chosen = ["task=wordmath", "model=path", f"model.path={model}", "callbacks=none", f"output_dir={tmp_path / 'run'}"]
-    train(compose_config(*chosen, "optim.optimizer.lr=1.5e-4", "rollout.num_rollouts=10"))
-    accuracy = Run(tmp_path / "run").accuracy
-    assert 0.12 < accuracy[0] < 0.42 and accuracy[10] > 0.55  # the shipped one has 0.27 and 0.755
 
 
 @pytest.mark.slow

@@ -153,7 +153,7 @@ WORKS = {
                 for name in ("advantages", "rollout_logprobs", "old_logprobs")
             ),
             "A25": lambda left: left.out.count("  policy -") == left.out.count("  grad_norm ") >= 2,
-            "A28": lambda left: left.has("the run", "│   rollout", "│   update", "│   sync", "memory, at most"),
+            "A28": lambda left: left.has("the run", "   rollout", "   update", "   sync", "memory, at most"),
         },
     ),
     "its best policy": Command(

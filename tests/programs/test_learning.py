@@ -74,7 +74,7 @@ def test_the_demo_with_a_tool_learns_to_call_it(tmp_path):
 def test_eval_agrees_with_the_last_evaluation_of_the_run(demo, tmp_path):
     said = command("eval.py", f"run={demo}/checkpoints/last.ckpt", "eval.limit=200", f"hydra.run.dir={tmp_path}")
     accuracy = Run(demo).metrics["eval/accuracy"].dropna().iloc[-1]
-    assert f"{accuracy:.1%}" in said
+    assert f"{100 * accuracy:.1f} %" in said
 
 
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason="no GSM8K rows on this machine")

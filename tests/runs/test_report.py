@@ -1,10 +1,14 @@
 """report.html in a real browser: its numbers agree with the run's files, and completions are shown as plain text."""
 
+import http.client
 import json
 import os
 import runpy
 import shutil
+import socket
 import sys
+import threading
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +17,9 @@ import pytest
 from conftest import EXAMPLES, compose_config
 
 from grpo.runs.report import plain, write_report
+from grpo.runs.report.changes import changed_problems
 from grpo.runs.report.run import evenly
+from grpo.runs.report.serve import serve
 from grpo.runs.runs import Run
 from grpo.training.callbacks.report import Report
 from train import train
@@ -68,7 +74,7 @@ def page(browser, request):
     """A page in a new profile. At the end it must have logged no error and requested only files."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
-    page.set_default_timeout(5000)
+    page.set_default_timeout(20_000)
     complaints, requests = [], []
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -116,13 +122,24 @@ def test_numbers_and_curves_are_those_of_the_run(sweep, page):
     assert label == "rollout 2" and float(value) == pytest.approx(metrics.loc[2, "rollout/reward"], rel=1e-3)
 
     page.locator("#picker summary").click()
-    caption = page.locator("figcaption", has_text="rollout/rounds")
-    assert caption.count() == 0
+    constant = page.locator("#constant")
+    before = constant.inner_text() if constant.count() else ""
     box = page.get_by_role("checkbox", name="rollout/rounds")
+    box.check()
+    assert "rollout/rounds 1" in constant.inner_text() and "rollout/rounds" not in before
+    assert page.locator("figcaption", has_text="rollout/rounds").count() == 0
+    box.uncheck()
+    caption = page.locator("figcaption", has_text="time/update")
+    box = page.get_by_role("checkbox", name="time/update")
     box.check()
     assert caption.count() == 1
     box.uncheck()
     assert caption.count() == 0
+    words = figure.locator(".words").inner_text()
+    assert words.startswith("Mean over the samples whose reward is known") and "Healthy: " in words
+    page.get_by_label("log scale").check()
+    page.reload()
+    assert page.get_by_label("log scale").is_checked()  # a page that loads itself again keeps it
     assert "All watched metrics stayed" in page.locator("#health").inner_text() or table(page, "health")
 
 
@@ -161,12 +178,24 @@ def test_samples_are_searched_filtered_sorted_opened_and_compared(sweep, page):
     lowest = samples.sort_values("advantage", kind="stable").iloc[0]
     assert page.locator("#completion").text_content() == lowest["completion"]
     assert page.locator("#tokens span").count() == lowest["tokens"] == len(lowest["token_ids"])
-    assert page.locator("#detail .chips button").count() == 4
+    assert page.locator("#gold").text_content() == lowest["gold"]
+    page.locator("#example summary").click()
+    assert page.locator("#example dd").last.is_visible() and "question" in page.locator("#example dt").all_inner_texts()
+    group = page.locator(".members").first.locator(".member")
+    assert group.count() == 4
+    cards = group.locator("span:nth-child(2)").all_inner_texts()
+    shown = [float(text.rpartition("advantage ")[2]) for text in cards]
+    own = samples[samples["prompt_index"] == lowest["prompt_index"]]["advantage"]
+    assert shown == pytest.approx(list(own), rel=1e-3)
+    teaching = samples.groupby("prompt_index")["advantage"].apply(lambda some: (some != 0).any()).sum()
+    assert page.locator("#groups").inner_text().startswith(f"2 groups, of which {teaching} teach something")
 
     pick(page, "evaluation after 4")
     page.locator(".list tbody tr").first.click()
     before, after = run.evaluations([0]).iloc[0], run.evaluations([4]).iloc[0]
     assert before["item"] == after["item"]
+    steps = page.locator(".members").last.locator(".member span:first-child").all_inner_texts()
+    assert [step[2:] for step in steps] == [f"evaluation after {at}" for at in (0, 2, 4)]
     against = page.locator("#against")
     label = next(text for text in against.locator("option").all_inner_texts() if text.startswith("evaluation after 0"))
     against.select_option(label=label)
@@ -174,6 +203,114 @@ def test_samples_are_searched_filtered_sorted_opened_and_compared(sweep, page):
     assert [side.text_content() for side in sides.all()] == [before["completion"], after["completion"]]
     marks = page.locator("#diff del, #diff ins").count()
     assert (marks > 0) == (before["completion"] != after["completion"])
+
+
+@needs_browser
+def test_a_page_opens_with_what_changed(sweep, page, tmp_path):
+    """Three held-out problems: one becomes right, one becomes wrong, one stays right."""
+    folder = tmp_path / "run"
+    shutil.copytree(sweep / "0", folder, ignore=shutil.ignore_patterns("checkpoints", "report.html"))
+    for at, right in ((0, [False, True, True]), (4, [True, False, True])):
+        file = folder / "evaluations" / f"{at:06d}.parquet"
+        samples = pd.read_parquet(file)
+        samples["reward"] = 1.0
+        samples["correct"] = np.repeat(right, 4)
+        samples["completion"] = f"the answer after {at}"
+        samples.to_parquet(file)
+    # a problem that became worse is never left out
+    assert changed_problems(Run(folder), 1)["problems"][0]["gold"] == samples["gold"].iloc[4]
+    page.goto(write_report(folder).as_uri())
+    opening = page.locator("main section").first
+    assert opening.locator("h2").inner_text() == "Before and after"
+    assert opening.locator("p").inner_text().startswith("1 of 3 held-out problems became right, and 1 became wrong")
+    better, worse = opening.locator(".problem").all()
+    assert better.locator(".gold").inner_text() == samples["gold"].iloc[0]
+    heads = [worse.locator(".two > div").nth(i).locator("div").first.inner_text().split(",")[0] for i in (0, 1)]
+    assert heads == ["before: right", "after: wrong"]
+    assert better.locator("ins").all_inner_texts() == ["4"] and better.locator("del").all_inner_texts() == ["0"]
+
+
+@needs_browser
+def test_the_timeline_is_saved_for_perfetto(sweep, page):
+    metrics = Run(sweep / "0").metrics
+    page.goto((sweep / "0" / "report.html").as_uri())
+    with page.expect_download() as download:
+        page.locator("#trace").click()
+    events = [
+        event for event in json.loads(Path(download.value.path()).read_text())["traceEvents"] if event["ph"] == "X"
+    ]
+    updates = [event for event in events if event["name"] == "update"]
+    assert [event["args"]["rollout"] for event in updates] == [1, 2, 3, 4]
+    assert [event["dur"] / 1e6 for event in updates] == pytest.approx(metrics["time/update"].dropna(), rel=1e-3)
+    trainer = [event for event in events if event["tid"] == 0]
+    assert all(one["ts"] + one["dur"] <= two["ts"] + 2 for one, two in pairwise(trainer))  # microseconds, rounded
+    x, times = [1, 2, 3], {"time/rollout": [1, 1, 1], "time/update": [2, 2, 2], "time/started": [0, 4, 0]}
+    spans = page.evaluate("([x, y]) => spans(x, y).map(({kind, start, seconds}) => [kind, start, seconds])", [x, times])
+    assert spans[2:] == [["idle", 3, 1], ["rollout", 4, 1], ["update", 5, 2], ["rollout", 7, 1], ["update", 8, 2]]
+
+
+@needs_browser
+def test_discarded_groups_say_why(sweep, page, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(sweep / "0", folder, ignore=shutil.ignore_patterns("checkpoints", "report.html"))
+    samples = pd.read_parquet(folder / "rollouts" / "000003.parquet").drop(columns="advantage")
+    samples["reward"] = [1.0] * 4 + [0.0, 1.0, np.nan, 0.5]
+    samples["correct"] = [True] * 4 + [False, True, False, False]
+    (folder / "discarded").mkdir()
+    samples.to_parquet(folder / "discarded" / "000003.parquet")
+    page.goto(write_report(folder).as_uri())
+    assert page.locator("#left").inner_text() == "All 76 samples are here."
+    pick(page, "discarded in 3")
+    why = "every reward is 1 (1), left out by the selection (1)"
+    assert page.locator("#groups").inner_text() == f"2 groups shown that the policy did not learn from: {why}."
+    page.locator(".list tbody tr").first.click()
+    assert "The policy did not learn from this group: every reward is 1." in page.locator("#detail").inner_text()
+
+
+@needs_browser
+def test_a_live_page_loads_itself_again_unless_somebody_reads(sweep, browser, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(sweep / "0", folder, ignore=shutil.ignore_patterns("report.html"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    running = {"status": "running", "pid": os.getpid(), "host": socket.gethostname()}
+    (folder / "manifest.json").write_text(json.dumps(manifest | running))
+    (tmp_path / "run" / ".hydra").mkdir(exist_ok=True)
+    server = serve(tmp_path, 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}/"
+    try:
+        page = browser.new_page()
+        page.clock.install()
+        page.goto(address)
+        assert page.locator("#runs tbody tr").count() == 1
+        page.locator("#runs a").click()
+        assert page.locator("#live").inner_text() == "live" and page.locator("h1 + .pill").inner_text() == "running"
+        with page.expect_navigation():
+            page.clock.fast_forward(11_000)
+        page.locator(".list tbody tr").first.click()
+        page.clock.fast_forward(11_000)
+        assert page.locator("#live").inner_text() == "live, waits while you read"
+        page.close()
+        asked = [("run/report.html", "example.org", 403), ("../run/report.html", "127.0.0.1", 404)]
+        for path, name, status in [*asked, ("run/config.yaml", "127.0.0.1", 404)]:
+            request = http.client.HTTPConnection("127.0.0.1", server.server_port)
+            request.request("GET", f"/{path}", headers={"Host": f"{name}:{server.server_port}"})
+            assert request.getresponse().status == status
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_live_report_is_written_as_the_run_goes(sweep, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(sweep / "0", folder, ignore=shutil.ignore_patterns("report.html"))
+    report = Report(folder, samples=12, when="live")
+    report.on_train_batch_end(None, None)
+    first = (folder / "report.html").stat().st_mtime_ns
+    report.on_train_batch_end(None, None)  # too early for another one
+    assert (folder / "report.html").stat().st_mtime_ns == first and report.due > 0
+    Report(tmp_path, when="end").on_train_batch_end(None, None)
+    assert not (tmp_path / "report.html").exists()
 
 
 @needs_browser
@@ -216,7 +353,7 @@ def test_a_completion_is_text_and_no_number_is_no_error(sweep, page, tmp_path):
     assert page.evaluate("window.owned") is None and page.locator("img").count() == 0
     ((rollout, _, value, words),) = [row for row in table(page, "health") if row[1] == "rollout/truncated"]
     assert (rollout, value) == ("2", "87.5 %") and words.startswith("above 0.5: most answers are cut short")
-    assert page.locator("figure", has_text="loss/grad_norm").inner_text().split() == ["loss/grad_norm", "no", "value"]
+    assert page.locator("figure", has_text="loss/grad_norm").inner_text().endswith("no value")
 
 
 @needs_browser
@@ -233,9 +370,8 @@ def test_a_sweep_shows_its_arms_and_leads_to_its_runs(sweep, page):
     assert [row[0] for row in runs] == ["0", "1", "4", "2", "3"]
     assert runs[2][3] == "failed" and "the disk is full" in runs[2][4]
     figure = page.locator("figure", has=page.locator("figcaption", has_text="rollout/reward"))
-    assert figure.locator(".curve").count() == 2
-    page.get_by_label("every seed").check()
-    assert figure.locator(".curve").count() == 7
+    assert figure.locator(".curve").count() == 7  # two means, and five seeds in lines
+    assert figure.locator("path[opacity='0.16']").count() == 0  # a band needs four seeds
     page.locator("#runs a", has_text="4").click()
     assert page.locator("h1 + .pill").inner_text() == "failed"
     assert "the disk is full" in page.locator("header .bad").last.inner_text()

@@ -154,8 +154,8 @@ def test_a_part_of_the_reward_leaves_our_metrics_alone(part, name):
 
 
 def test_values_as_people_read_them():
-    assert [written("eval/accuracy", 0.125), written("eval/length", 1234.56)] == ["12.5%", "1235"]
-    assert [written("eval/gsm8k/correct", 1.0), written("eval/brevity", 0.5)] == ["100.0%", "0.5"]
+    assert [written("eval/accuracy", 0.125), written("eval/length", 1234.56)] == ["12.5 %", "1235"]
+    assert [written("eval/gsm8k/correct", 1.0), written("eval/brevity", 0.5)] == ["100.0 %", "0.5"]
     assert [written("eval/accuracy", None), written("eval/accuracy", float("nan"))] == ["-", "-"]
     assert is_result("eval/length", 8.0) and not is_result("time/eval", 8.0)
     assert is_result("eval/timeout", 0.1) and not is_result("eval/timeout", 0.0) and is_result("eval/truncated", 0.0)

@@ -7,7 +7,7 @@ import signal
 import lightning as L
 import pytest
 from conftest import compose_config
-from rich.console import Console
+from rich.console import Console, Group
 
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.statistics import mean_interval
@@ -32,12 +32,10 @@ ROLLOUT = {
 
 
 def test_the_line_of_a_rollout():
-    line = "reward 0.50  solved 25%  groups 75%  held out 40%  1,234 tok/s  1:01:01 left"
-    assert status(ROLLOUT, 0.4, 3661.2) == line
-    assert status(ROLLOUT, None, 0).endswith("groups 75%  1,234 tok/s  0:00:00 left")
+    assert status(ROLLOUT, 3661.2) == "reward 0.50  solved 25 %  groups 75 %  1,234 tok/s  1:01:01 left"
     more = {"loss/grad_norm": 0.51239, "loss/clip_fraction_high": 0.031}
-    line = status(ROLLOUT | more, None, 0, [*more, "loss/kl"])  # this run has no KL
-    assert "groups 75%  grad_norm 0.5124  clip_fraction_high 3.1%  1,234 tok/s" in line
+    line = status(ROLLOUT | more, 0, [*more, "loss/kl"])  # this run has no KL
+    assert "groups 75 %  grad_norm 0.5124  clip_fraction_high 3.1 %  1,234 tok/s" in line
     with pytest.raises(
         UserError, match=r"callbacks\.terminal\.columns=grad_norm is no metric; similar: loss/grad_norm, "
     ):
@@ -56,31 +54,31 @@ def test_the_summary_of_a_run():
     assert told == {
         "rollouts": "2",
         "time": "0:00:10, 5 s a rollout",
-        "  rollout": "0:00:04, 40%",
-        "  update": "0:00:02, 20%",
-        "  sync": "0:00:00, 0%",
-        "  eval": "0:00:03, 30%",
-        "  checkpoint": "0:00:00, 5%",
-        "  rest": "0:00:00, 5%",
-        "beside: Task.score": "0:00:02, 20%",
+        "  rollout": "0:00:04, 40 %",
+        "  update": "0:00:02, 20 %",
+        "  sync": "0:00:00, 0 %",
+        "  eval": "0:00:03, 30 %",
+        "  checkpoint": "0:00:00, 5 %",
+        "  rest": "0:00:00, 5 %",
+        "beside: Task.score": "0:00:02, 20 %",
         "tokens/s": "100",
         "memory, at most": "2.00 GiB",
         # Wilson's interval of 0 and 2 of 2: 1.96^2 / (2 + 1.96^2) = 0.658
-        "held out, first": "0.0% (0.0 to 65.8) after 0",
-        "held out, best": "100.0% (34.2 to 100.0) after 1",
-        "held out, last": "50.0% (9.5 to 90.5) after 2",
+        "held out, first": "0.0 % (0.0 to 65.8) after 0",
+        "held out, best": "100.0 % (34.2 to 100.0) after 1",
+        "held out, last": "50.0 % (9.5 to 90.5) after 2",
         "warnings": "loss/kl",
     }
     short = (10.0, [], 0.0, {})
     fallen = cells(summary(learned, [evaluated(0, [1.0, 1.0]), *evaluations[2:], evaluated(4, [0.0, 0.0])], *short))
-    assert fallen["held out, best"] == "100.0% (34.2 to 100.0) after 0"
+    assert fallen["held out, best"] == "100.0 % (34.2 to 100.0) after 0"
     level = cells(summary(learned, [evaluated(0, [0.0, 0.0]), evaluated(2, [0.0, 0.0])], *short))
     assert level["held out, best"].endswith(
         "after 2"
     )  # as `best`, the policy before training gives way to an equal one
     ahead = [row | {"time/played": 3.5} for row in learned]
     without = cells(summary(ahead, [evaluated(0, [math.nan])], *short))
-    assert without["beside: rollouts ahead"] == "0:00:07, 70%" and "beside: Task.score" not in without
+    assert without["beside: rollouts ahead"] == "0:00:07, 70 %" and "beside: Task.score" not in without
     assert "held out, first" not in without and without["warnings"] == "none"
 
 
@@ -95,7 +93,7 @@ def test_completions_at_an_interval_and_the_paths_at_the_end(smoke, tmp_path, ca
         "loss/policy_epoch_2": "policy_epoch_2 -?0",
         "loss/grad_norm": "grad_norm [0-9]",
     }
-    columns |= {"loss/kl": "kl [0-9]", "loss/clip_fraction_high": "clip_fraction_high [0-9.]+%"}
+    columns |= {"loss/kl": "kl [0-9]", "loss/clip_fraction_high": "clip_fraction_high [0-9.]+ %"}
     columns |= {"rollout/advantages_std": "advantages_std 0", "rollout/old_logprobs_std": "old_logprobs_std [0-9]"}
     showing = ("callbacks=[terminal,health,checkpoint]", "callbacks.terminal.samples=1", "callbacks.terminal.every=2")
     showing += (f"callbacks.terminal.columns=[{','.join(columns)}]", "algo/kl=loss", "algo.num_epochs=2")
@@ -103,18 +101,18 @@ def test_completions_at_an_interval_and_the_paths_at_the_end(smoke, tmp_path, ca
         compose_config(*smoke(*showing, "callbacks.terminal.samples_every=2", "rollout.num_rollouts=5", "eval.every=5"))
     )
     said = capsys.readouterr().out
-    assert [f"╭─ rollout {rollout}: reward" in said for rollout in range(1, 6)] == [True, True, False, True, True]
+    assert [f"\nrollout {rollout}: reward" in said for rollout in range(1, 6)] == [True, True, False, True, True]
     assert [f"rollout {rollout}/5  reward" in said for rollout in range(1, 6)] == [False, True, False, True, True]
     assert re.search("groups .*" + "  ".join(columns.values()), said)
-    beside = re.findall(r"│ (beside: [\w. ]+?) +│ 0:00:00, (\d+)%", said)
+    beside = re.findall(r"(beside: [\w. ]+?)  +0:00:00, (\d+) %", said)
     assert [name for name, _ in beside] == [
         f"beside: {name}" for name in ("an environment of GSM8K", "GSM8K.score_group", "claims of GSM8K")
     ]
-    assert said.index("after 0 rollouts") < said.index("rollout 1: reward")
-    assert "held out 0%" in said and "0:00:00 left" in said
+    assert said.index("after 0: 0.0 % (0.0 to ") < said.index("rollout 1: reward")
+    assert "│" not in said and "0:00:00 left" in said
     assert "rollout/truncated" in said.rpartition("the run")[2]  # the name of the warning's metric
     assert f"written to {tmp_path}: metrics.csv, checkpoints/best, checkpoints/last.ckpt\n" in said
-    assert said.endswith(f"the best policy on all test examples: python eval.py run={tmp_path}\n")
+    assert said.endswith(f"the best policy on all test examples:\npython eval.py run={tmp_path}\n")
     times = Run(tmp_path).metrics["time/eval"]
     assert list(times[times > 0].index) == [0, 5]
 
@@ -122,7 +120,7 @@ def test_completions_at_an_interval_and_the_paths_at_the_end(smoke, tmp_path, ca
 def test_the_evaluation_before_training_is_a_part_of_the_time(smoke, capsys):
     evaluated = ("eval.every=2", "eval.samples=64", "eval.sampling.temperature=1")
     train(compose_config(*smoke("callbacks=[terminal]", *evaluated)))
-    shares = re.findall(r"│   \w.* (\d+)%", capsys.readouterr().out.rpartition("the run")[2])
+    shares = re.findall(r"\n   \w.* (\d+) %", capsys.readouterr().out.rpartition("the run")[2])
     assert len(shares) == 6 and abs(sum(map(int, shares)) - 100) <= 3
 
 
@@ -161,10 +159,22 @@ def test_a_run_that_is_stopped_says_how_to_go_on(smoke, tmp_path, capsys, interr
     assert "rollout 3/3" in capsys.readouterr().out
 
 
-def test_a_bar_on_a_real_terminal():
-    """The whole line fits into 120 columns."""
+def test_the_lines_that_change_in_place_fit_into_80_columns():
     terminal = Terminal("run", 80)
-    console = Console(width=120, force_terminal=True, record=True)
-    terminal.progress.update(terminal.bar, completed=40, status=status(ROLLOUT, 0.4, 3661))
-    console.print(terminal.progress.make_tasks_table(terminal.progress.tasks))
-    assert "40/80" in (text := console.export_text()) and "1:01:01 left" in text
+    metrics = ROLLOUT | {"tokens/s": 123456.0, "rollout/reward": -10.5}
+    console = Console(width=80, force_terminal=True, record=True)
+    terminal.evaluations = {at: evaluated(at, [at / 80] * 2) for at in range(0, 81, 40)}
+    console.print(Group(terminal.in_place(f"40/80  {status(metrics, 360000)}")))
+    line = "40/80  reward -10.50  solved 25 %  groups 75 %  123,456 tok/s  4 days, 4:00:00 …"
+    assert console.export_text().splitlines() == [line, "held out  ▁▅█  100.0 %"]
+
+
+def test_paths_and_commands_are_never_broken(capsys, tmp_path):
+    folder = tmp_path / f"a [bold] {'long ' * 20}path"
+    folder.mkdir()
+    for name in ("report.html", "checkpoints/best"):
+        (folder / name).mkdir(parents=True)
+    Terminal(str(folder), 80).on_fit_end(None, None)
+    written, _, command, link = capsys.readouterr().out.splitlines()
+    assert written == f"written to {folder}: checkpoints/best"
+    assert command == f"python eval.py 'run={folder}'" and link == (folder / "report.html").as_uri()

@@ -20,39 +20,57 @@ from grpo.runs.report.run import run_data
 from grpo.runs.report.sweep import sweep_data
 from grpo.runs.runs import load
 from grpo.system.files import write_text
-from grpo.system.metrics import GROUPS, TIMES, Metric, about
+from grpo.system.metrics import GROUPS, TIMES, Metric, about, healthy
 
 SAMPLES = 2000
 
 
 def write_report(
-    folder: str | Path, out: str | Path | None = None, samples: int = SAMPLES, ending: Mapping[str, Any] | None = None
+    folder: str | Path,
+    out: str | Path | None = None,
+    samples: int = SAMPLES,
+    ending: Mapping[str, Any] | None = None,
+    live: float | None = None,
 ) -> Path:
-    """Write the page of a run or a sweep and return its path.
+    """Write the page of a run or a sweep and return its path. The arguments are those of `document`, and
+    out: path of the page; None means FOLDER/report.html."""
+    out = Path(out or Path(folder) / "report.html")
+    write_text(out, document(Path(folder), out, samples, ending, live))
+    return out
+
+
+def document(
+    folder: Path,
+    out: Path,
+    samples: int = SAMPLES,
+    ending: Mapping[str, Any] | None = None,
+    live: float | None = None,
+) -> str:
+    """Return the page of a run or a sweep.
 
     folder: the folder of the run or of the sweep. Any other folder raises UserError.
-    out: path of the page; None means FOLDER/report.html.
-    samples: the largest number of samples in the page of a run.
+    out: the place of the page, from which its links start. samples: the largest number of samples in the page of a run.
     ending: entries for a manifest that is not up to date, because the run is just ending.
+    live: seconds after which the page of a run that goes on loads itself again; None: never.
     """
-    folder = Path(folder)
-    out = Path(out or folder / "report.html")
     runs = load(folder)
     if runs[0].folder == folder:
         runs[0].manifest.update(ending or {})
         data = run_data(runs[0], samples)
+        data["live"] = live if data["status"] == "running" else None
     else:
         data = sweep_data(runs, folder, out)
-    data |= dictionary(data["metrics"].get("y", data["metrics"]))
-    write_text(out, page(data))
-    return out
+    return page(data | dictionary(data["metrics"].get("y", data["metrics"])))
 
 
 def dictionary(names: Iterable[str]) -> dict[str, Any]:
-    """Return units and descriptions of metrics (about), the charts shown at first (groups), and the kinds of time (times)."""
+    """Return what is known of metrics (about), the charts shown at first (groups), and the kinds of time (times)."""
     known = {name: about(name) or Metric(name, "number", "") for name in names}
     return {
-        "about": {name: {"unit": metric.unit, "words": metric.words} for name, metric in known.items()},
+        "about": {
+            name: {"unit": metric.unit, "words": metric.words, "healthy": healthy(metric)}
+            for name, metric in known.items()
+        },
         "groups": [(title, [metric.name for metric in group if metric.charted]) for title, group in GROUPS.items()],
         "times": TIMES,
     }
@@ -60,7 +78,7 @@ def dictionary(names: Iterable[str]) -> dict[str, Any]:
 
 def page(data: Mapping[str, Any]) -> str:
     """Return the HTML document. Its Content-Security-Policy allows only our script, by its hash, and no loading at all."""
-    js = "\n".join(part(name) for name in ("charts.js", "samples.js", "page.js"))
+    js = "\n".join(part(name) for name in ("charts.js", "timeline.js", "samples.js", "page.js"))
     css = part("page.css")
     content = plain({**data, "written": f"{datetime.now():%Y-%m-%d %H:%M}"})
     return Template(part("page.html")).substitute(

@@ -16,10 +16,13 @@ const section = (id, title, ...children) => html("section", { id }, html("h2", {
 
 const unitOf = (name) => data.about[name]?.unit;
 
+/** Returns a share in per cent, everywhere in the same form. */
+const perCent = (share, digits = 1) => `${(100 * share).toFixed(digits)}\u00a0%`.replace("-", "−");
+
 /** Returns a number as text: shares in per cent, bytes in GB, seconds with their unit. */
 function tell(value, unit) {
   if (value == null) return "–";
-  if (unit === "share") return `${(100 * value).toFixed(1)}\u00a0%`;
+  if (unit === "share") return perCent(value);
   if (unit === "bytes") return `${(value / 1e9).toFixed(2)} GB`;
   const end = unit === "seconds" ? " s" : "";
   if (end && value < 0.001) return "< 0.001 s";
@@ -38,6 +41,29 @@ function ticks(low, high, count = 4) {
   return Array.from({ length: last - first + 1 }, (_, i) => (first + i) * step);
 }
 
+/** Returns round numbers for a logarithmic axis: 1, 2 and 5 times powers of ten, or the powers alone if there are many. */
+function logTicks(low, high) {
+  const [least, most] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
+  const powers = Array.from({ length: most - least + 1 }, (_, i) => 10 ** (least + i));
+  const all = most - least > 2 ? powers : powers.flatMap((power) => [power, 2 * power, 5 * power]);
+  const [first, last] = [all.findLastIndex((at) => at <= low * 1.0001), all.findIndex((at) => at >= high * 0.9999)];
+  return all.slice(first, Math.max(last, first + 1) + 1);
+}
+
+const WINDOW = 9; // rollouts in the mean of a smooth curve
+
+/** Returns the mean of each value with its neighbours. */
+const smoothed = (points) => points.map((point, i) => {
+  const near = points.slice(Math.max(0, i - (WINDOW >> 1)), i + (WINDOW >> 1) + 1);
+  return { ...point, low: null, high: null, y: near.reduce((sum, p) => sum + p.y, 0) / near.length };
+});
+
+// what the reader has chosen; a page that loads itself again keeps it
+const KEPT = `grpo ${location.pathname}`;
+const view = { smooth: false, log: false, shown: null };
+try { Object.assign(view, JSON.parse(sessionStorage.getItem(KEPT))); } catch { /* the browser keeps nothing */ }
+const keep = () => { try { sessionStorage.setItem(KEPT, JSON.stringify(view)); } catch { /* the same */ } };
+
 const WIDTH = 360;
 const HEIGHT = 190;
 const LEFT = 54;
@@ -52,13 +78,19 @@ function frame(x, y, xs, ys, unit) {
   return svg("g", {},
     ys.map((at) => [
       svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(at), y2: y(at) }),
-      svg("text", { x: LEFT - 6, y: y(at) + 4, "text-anchor": "end" }, axisLabel(at, unit)),
+      svg("text", { x: LEFT - 6, y: y(at) + 4, "text-anchor": "end" }, axisLabel(at, unit, ys[1] - ys[0])),
     ]).flat(),
     whole.map((at) => svg("text", { x: x(at), y: HEIGHT - 6, "text-anchor": "middle" }, String(at))));
 }
 
-const axisLabel = (at, unit) =>
-  unit === "share" ? `${+(100 * at).toPrecision(3)} %` : unit === "bytes" ? `${+(at / 1e9).toPrecision(3)} GB` : tell(at);
+/** step: between two labels; a share gets as many digits as tell the labels apart. */
+function axisLabel(at, unit, step) {
+  const digits = [1, 2, 3, 4].find((n) => Math.abs(+(100 * step).toFixed(n) - 100 * step) < 1e-9) ?? 5;
+  return unit === "share" ? perCent(at, digits) : unit === "bytes" ? `${+(at / 1e9).toPrecision(3)} GB` : tell(at);
+}
+
+/** Returns what a metric is, and its range in healthy runs. */
+const meaning = (name) => [data.about[name].words, data.about[name].healthy && `Healthy: ${data.about[name].healthy}.`].filter(Boolean).join(" ");
 
 /**
  * Returns the range of an axis: all curves, and their intervals as far as they extend it by at most its own length on either side.
@@ -82,19 +114,25 @@ function reach(points, share) {
  * span: the first and the last rollout of the axis. marks: [{rollout, words}], shown under the curve. The pointer or the arrow keys show values.
  */
 function chart(name, series, span, marks = []) {
-  const points = series.map(({ x, y, low, high }) =>
+  const { unit } = data.about[name];
+  const caption = [html("figcaption", {}, name), html("p", { class: "words" }, meaning(name))];
+  const raw = series.map(({ x, y, low, high }) =>
     x.map((at, i) => ({ at, y: y[i], low: low?.[i] ?? null, high: high?.[i] ?? null })).filter((p) => p.y != null));
+  if (!raw.some((list) => list.length)) return html("figure", { class: "card" }, caption, html("p", { class: "soft" }, "no value"));
+  const smooth = view.smooth && raw.some((list) => list.length > WINDOW);
+  if (smooth) series = [...series, ...series.map((one) => ({ ...one, thin: true }))];
+  const points = smooth ? [...raw.map(smoothed), ...raw] : raw;
   const every = points.flat();
-  const { unit, words } = data.about[name];
-  const caption = html("figcaption", { title: words }, name);
-  if (!every.length) return html("figure", { class: "card" }, caption, html("p", { class: "soft" }, "no value"));
+  const log = view.log && every.every((p) => p.y > 0);
 
   const xs = [...new Set(every.map((p) => p.at))].sort((a, b) => a - b);
-  const ys = ticks(...reach(every, unit === "share"));
+  const values = every.map((p) => p.y);
+  const ys = log ? logTicks(Math.min(...values), Math.max(...values)) : ticks(...reach(every, unit === "share"));
+  const scale = log ? Math.log10 : (value) => value;
   const [low, high] = [ys[0], ys.at(-1)];
   const [first, last] = [span[0], Math.max(span[1], span[0] + 1)];
   const x = (at) => LEFT + ((at - first) / (last - first)) * (WIDTH - LEFT - RIGHT);
-  const y = (value) => TOP + ((high - Math.max(low, Math.min(high, value))) / (high - low)) * (HEIGHT - TOP - BOTTOM);
+  const y = (value) => TOP + ((scale(high) - scale(Math.max(low, Math.min(high, value)))) / (scale(high) - scale(low))) * (HEIGHT - TOP - BOTTOM);
   const path = (list) => list.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
 
   const cursor = svg("g", {});
@@ -147,53 +185,39 @@ function chart(name, series, span, marks = []) {
   return figure;
 }
 
-const legend = (labels) => html("div", { class: "legend" }, labels.map((label, index) => html("span", {},
+/** Returns labels with their colours. colours: numbers of colours, if not 0, 1, 2 ... */
+const legend = (labels, colours = labels.map((_, i) => i)) => html("div", { class: "legend" }, labels.map((label, i) => html("span", {},
   svg("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" },
-    svg("line", { x1: 0, x2: 22, y1: 5, y2: 5, stroke: colour(index), "stroke-width": 4, "stroke-dasharray": dashes(index) })), ` ${label}`)));
+    svg("line", { x1: 0, x2: 22, y1: 5, y2: 5, stroke: colour(colours[i]), "stroke-width": 4, "stroke-dasharray": dashes(colours[i]) })), ` ${label}`)));
 
-/** Returns groups of charts, and a checkbox for each metric that shows or hides its chart. drawn(name) returns its figure. */
-function curves(groups, names, drawn) {
-  const shown = new Set(groups.flatMap(([, wanted]) => wanted.filter((name) => names.includes(name))));
+/**
+ * Returns switches, groups of charts, and a checkbox for each metric that shows or hides its chart. drawn(name) returns its figure.
+ * values(name): all its values; metrics that never change share one line instead of a chart each.
+ */
+function curves(groups, names, drawn, values) {
+  const shown = new Set(view.shown ?? groups.flatMap(([, wanted]) => wanted.filter((name) => names.includes(name))));
   const place = html("div", {});
   const draw = () => {
     const known = new Set(groups.flatMap(([, wanted]) => wanted));
     const all = [...groups, ["Picked", names.filter((name) => !known.has(name))]];
+    const constant = names.filter((name) => shown.has(name) && values(name).length > 1 && new Set(values(name)).size === 1);
     place.replaceChildren(...all.flatMap(([title, wanted]) => {
-      const found = wanted.filter((name) => shown.has(name));
+      const found = wanted.filter((name) => shown.has(name) && !constant.includes(name));
       return found.length ? [html("h3", {}, title), html("div", { class: "charts" }, found.map(drawn))] : [];
     }));
+    if (constant.length) place.append(html("p", { class: "soft", id: "constant" }, "Constant: ",
+      constant.map((name, i) => html("span", { title: meaning(name) }, `${i ? ", " : ""}${name} ${tell(values(name)[0], unitOf(name))}`)), "."));
+    view.shown = [...shown];
+    keep();
   };
-  const boxes = names.map((name) => html("label", { title: data.about[name].words }, html("input", { type: "checkbox", value: name, checked: shown.has(name), change: (event) => {
+  const turn = (name, label) => html("label", {}, html("input", { type: "checkbox", id: name, checked: view[name],
+    change: (event) => { view[name] = event.target.checked; draw(); } }), ` ${label}`);
+  const switches = [turn("smooth", "smooth"), turn("log", "log scale")];
+  const boxes = names.map((name) => html("label", { title: meaning(name) }, html("input", { type: "checkbox", value: name, checked: shown.has(name), change: (event) => {
     shown[event.target.checked ? "add" : "delete"](name);
     draw();
   } }), ` ${name}`));
   draw();
   const picker = html("details", { class: "card", id: "picker" }, html("summary", {}, `Metrics (${names.length})`), html("div", { class: "picker" }, boxes));
-  return { place, picker, draw };
-}
-
-/** Returns the time by kind: a bar for each rollout and one for the whole run. y: {name: seconds}, lists as long as x. */
-function timeSplit(x, y) {
-  const names = Object.keys(y);
-  const rows = x.map((at, i) => ({ at, parts: names.map((name) => y[name][i] ?? 0) })).filter((row) => row.parts.some((part) => part > 0));
-  if (!rows.length) return html("p", { class: "soft" }, "No times were logged.");
-  const sum = (list) => list.reduce((total, part) => total + part, 0);
-  const totals = names.map((_, n) => sum(rows.map((row) => row.parts[n])));
-  const all = sum(totals);
-  const [wide, tall] = [900, 170];
-  const ys = ticks(0, Math.max(...rows.map((row) => sum(row.parts))), 3);
-  const [first, last] = [rows[0].at, rows.at(-1).at];
-  const slot = (wide - LEFT) / (last - first + 1);
-  const y_ = (value) => TOP + (1 - value / ys.at(-1)) * (tall - TOP - BOTTOM);
-  const stacked = (parts, place) => { let from = 0; return parts.map((part, n) => place(n, from, (from += part))); };
-  const total = svg("svg", { viewBox: `0 0 ${wide} 26`, role: "img", "aria-label": "share of each kind of time" },
-    stacked(totals, (n, from, to) => svg("rect", { x: (from / all) * wide, width: ((to - from) / all) * wide, y: 2, height: 22, fill: colour(n) })));
-  const each = svg("svg", { viewBox: `0 0 ${wide} ${tall}`, role: "img", "aria-label": "seconds of each rollout by kind" },
-    ys.flatMap((at) => [svg("line", { class: "grid", x1: LEFT, x2: wide, y1: y_(at), y2: y_(at) }),
-      svg("text", { x: LEFT - 6, y: y_(at) + 4, "text-anchor": "end" }, `${+at.toPrecision(3)} s`)]),
-    rows.flatMap((row) => stacked(row.parts, (n, from, to) => svg("rect", { x: LEFT + (row.at - first) * slot + slot * 0.1, width: slot * 0.8,
-      y: y_(to), height: y_(from) - y_(to), fill: colour(n) }, svg("title", {}, `rollout ${row.at}, ${names[n]}: ${tell(row.parts[n], "seconds")}`)))),
-    ticks(first, Math.max(last, first + 1), 8).filter((at) => Number.isInteger(at) && at >= first && at <= last)
-      .map((at) => svg("text", { x: LEFT + (at - first + 0.5) * slot, y: tall - 6, "text-anchor": "middle" }, String(at))));
-  return html("div", { class: "card" }, legend(names.map((name, n) => `${name.slice(5)} ${tell(totals[n], "seconds")} (${((100 * totals[n]) / all).toFixed(0)} %)`)), total, each);
+  return { place, picker, draw, switches };
 }

@@ -2,21 +2,57 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 
-const MINUS = (text) => text.replace("-", "−");
+const busy = () => document.hidden || document.querySelector("#detail[data-open]") || document.activeElement?.matches("input, select, button");
+
+/** Returns a mark of a page that loads itself again, which it does while nobody reads a sample or uses a switch. */
+function live() {
+  const mark = html("span", { class: "pill soft", id: "live" }, "live");
+  setInterval(() => {
+    if (!busy()) location.reload();
+    mark.textContent = busy() ? "live, waits while you read" : "live";
+  }, 1000 * data.live);
+  return mark;
+}
+
+const facts = (pairs) => html("div", { class: "facts" }, pairs.map(([name, value]) => html("div", {}, `${name} `, html("b", {}, value))));
 
 function header() {
   const good = { finished: "good", failed: "bad", interrupted: "bad" };
   return html("header", {},
-    html("div", { class: "row" }, html("h1", {}, data.name), data.status ? html("span", { class: `pill ${good[data.status] ?? "soft"}` }, data.status) : null),
+    html("div", { class: "row" }, html("h1", {}, data.name), data.status ? html("span", { class: `pill ${good[data.status] ?? "soft"}` }, data.status) : null, data.live ? live() : null),
     data.error ? html("p", { class: "bad text" }, data.error) : null,
-    html("div", { class: "facts" }, data.facts.map(([name, value]) => html("div", {}, `${name} `, html("b", {}, value)))),
+    facts(data.facts.slice(0, 3)),
     html("div", { class: "numbers" }, data.numbers.map(({ label, value, note }) =>
       html("div", { class: "card" }, html("span", { class: "soft" }, label), html("strong", {}, value), html("span", { class: "soft" }, note ?? "")))));
 }
 
-const table = (head, rows, words = 1) => html("div", { class: "card scroll" }, html("table", {},
+/** Returns a table. words: the number of columns on the left that hold text. A narrow screen shows each row as lines with the heads. */
+const table = (head, rows, words = 1) => html("div", { class: "card scroll" }, html("table", { class: "stacks" },
   html("thead", {}, html("tr", {}, head.map((cell, i) => html("th", { class: i < words ? "words" : null }, cell)))),
-  html("tbody", {}, rows.map((row) => html("tr", {}, row.map((cell, i) => html("td", { class: i < words ? "words" : null }, cell)))))));
+  html("tbody", {}, rows.map((row) => html("tr", {}, row.map((cell, i) => html("td", { class: i < words ? "words" : null, "data-head": head[i] }, cell)))))));
+
+/** Returns a folded list of what each column is. pairs: [name, words]. */
+const glossary = (pairs) => html("details", {}, html("summary", { class: "soft" }, "What the columns are"),
+  html("dl", {}, pairs.flatMap(([name, words]) => [html("dt", {}, name), html("dd", {}, words)])));
+
+/** Returns the opening of a run's page: held-out problems before and after training. */
+function changes() {
+  const { before, after, of, by, better, worse, problems } = data.changed;
+  const [good, bad] = by === "correct" ? ["right", "wrong"] : ["better", "worse"];
+  const shared = sharedStart(problems.map((one) => one.prompt));
+  const verdictOf = ({ correct, reward }) => (by === "correct" ? (correct ? "right" : "wrong") : `reward ${tell(reward)}`);
+  return [
+    html("p", {}, `${better} of ${of} held-out problems became ${good}, and ${worse} became ${bad}, between the evaluations after ${before} and after ${after} rollouts.`),
+    ...problems.map((one) => {
+      const sides = difference(one.before.completion, one.after.completion, false);
+      return html("div", { class: "card problem" },
+        html("div", { class: "text" }, one.prompt.slice(shared)),
+        one.gold == null ? null : html("div", {}, html("span", { class: "soft" }, "right answer "), html("b", { class: "text gold" }, one.gold)),
+        html("div", { class: "two" }, [one.before, one.after].map((side, i) => html("div", {},
+          html("div", { class: side.correct ? "good" : by === "correct" ? "bad" : "soft" }, `${i ? "after" : "before"}: ${verdictOf(side)}, ${side.tokens} tokens`),
+          html("div", { class: "text" }, side.completion ? sides[i].map(([text, both]) => (both ? text : html(i ? "ins" : "del", {}, text))) : "(nothing)")))));
+    })];
+}
 
 function evaluations() {
   const { x, y } = data.metrics;
@@ -27,8 +63,9 @@ function evaluations() {
     const bounds = data.intervals[name]?.[i];
     return bounds ? html("span", { class: "soft" }, ` ${(100 * bounds[0]).toFixed(1)} to ${(100 * bounds[1]).toFixed(1)}`) : null;
   };
-  return table(["after rollouts", ...names.map((name) => name.slice(5))],
-    rows.map(([at, i]) => [String(at), ...names.map((name) => html("span", {}, tell(y[name][i], unitOf(name)), interval(name, i)))]));
+  return [table(["after rollouts", ...names.map((name) => name.slice(5))],
+    rows.map(([at, i]) => [String(at), ...names.map((name) => html("span", {}, tell(y[name][i], unitOf(name)), interval(name, i)))])),
+    glossary(names.map((name) => [name.slice(5), meaning(name)]))];
 }
 
 function health() {
@@ -40,19 +77,19 @@ function health() {
 function run() {
   const { x, y } = data.metrics;
   const names = Object.keys(y);
-  const { place, picker } = curves(data.groups, names, (name) => {
+  const { place, picker, switches } = curves(data.groups, names, (name) => {
     const bounds = data.intervals[name];
     const marks = data.warnings.filter((w) => w.metric === name);
     return chart(name, [{ label: "", index: 0, x, y: y[name], low: bounds?.map((b) => b?.[0]), high: bounds?.map((b) => b?.[1]) }], [x[0], x.at(-1)], marks);
-  });
-  const times = Object.fromEntries(data.times.filter((name) => name in y).map((name) => [name, y[name]]));
+  }, (name) => y[name].filter((value) => value != null));
   return [
-    section("curves", "Curves", html("p", { class: "soft" }, "The x-axis counts rollouts learned from. Bars on accuracy are 95 % intervals over problems. To read values, point at a curve, or focus it and use the arrow keys."), place, picker),
+    ...(data.changed ? [section("changed", "Before and after", changes())] : []),
+    section("curves", "Curves", html("p", { class: "soft" }, "The x-axis counts rollouts learned from. Bars on accuracy are 95 % intervals over problems. To read values, point at a curve, or focus it and use the arrow keys."), html("div", { class: "row" }, switches), place, picker),
     section("evaluation", "Held-out evaluation", evaluations()),
-    section("time", "Time", timeSplit(x, times)),
+    section("time", "Timeline", timeline(x, y)),
     section("health", "Health", health()),
     section("samples", "Samples", html("p", { class: "soft", id: "left" }, data.left), ...(data.steps.length ? browser(data) : [])),
-    section("configuration", "Configuration", html("div", { class: "card text", id: "overrides" }, data.overrides.join("\n") || "all defaults"),
+    section("configuration", "Configuration", facts(data.facts.slice(3)), html("h3", {}, "Command line"), html("div", { class: "card text", id: "overrides" }, data.overrides.join("\n") || "all defaults"),
       html("details", { class: "card" }, html("summary", {}, "Every value"), html("pre", {}, data.config))),
   ];
 }
@@ -65,27 +102,33 @@ function sweep() {
   const { arms, metrics } = data;
   const names = Object.keys(metrics);
   const each = html("input", { type: "checkbox", id: "seeds", change: () => draw() });
-  const { place, picker, draw } = curves(data.groups, names, (name) => chart(name, [
-    ...(each.checked ? metrics[name].flatMap(({ seeds }, index) => seeds.map((seed) => ({ ...seed, index, thin: true }))) : []),
+  const { place, picker, draw, switches } = curves(data.groups, names, (name) => chart(name, [
+    ...metrics[name].flatMap(({ seeds }, index) => (each.checked || [2, 3].includes(seeds.length) ? seeds.map((seed) => ({ ...seed, index, thin: true })) : [])),
     ...metrics[name].map((band, index) => ({ ...band, index, label: arms[index] })),
-  ], data.span));
-  const per_cent = (value) => MINUS((100 * value).toFixed(1));
+  ], data.span), (name) => metrics[name].flatMap(({ seeds }) => seeds.flatMap((seed) => seed.y.filter((value) => value != null))));
+  const per_cent = (value) => (100 * value).toFixed(1).replace("-", "−");
   const range = (low, high) => (low == null ? null : html("span", { class: "soft" }, ` ${per_cent(low)} to ${per_cent(high)}`));
-  const compared = data.table.map((row) => [row.arm, String(row.seeds), row.value == null ? "–" : html("span", {}, `${per_cent(row.value)} %`, range(row.low, row.high)),
+  const compared = data.table.map((row) => [row.arm, String(row.seeds), row.value == null ? "–" : html("span", {}, perCent(row.value), range(row.low, row.high)),
     row.difference == null ? "–" : html("span", {}, per_cent(row.difference), range(row.difference_low, row.difference_high)),
     row.p == null ? "–" : tell(row.p), row.p == null ? "–" : tell(row["p (Holm)"]), row.p == null ? "–" : `${row.better} / ${row.worse} / ${row.ties}`]);
   const links = data.runs.map((one) => [one.link ? html("a", { href: one.link }, one.name) : one.name, one.arm, one.seed, one.status, one.error ?? "", tell(one.accuracy, "share")]);
   const failed = data.runs.filter((one) => one.status !== "finished");
   return [
     section("arms", "Arms", html("p", { class: "soft" }, WORDS), table(["arm", "seeds", "held-out accuracy", "against the first arm", "p", "p (Holm)", "better / worse / ties"], compared)),
-    section("curves", "Curves", html("p", { class: "soft" }, "Mean over seeds. Bands are 95 % intervals over seeds alone (Student's t). To read values, point at a curve, or focus it and use the arrow keys."),
-      legend(arms), html("label", {}, each, " every seed"), place, picker),
+    section("curves", "Curves", html("p", { class: "soft" }, "Mean over seeds. Two or three seeds are drawn as thin lines; from four on, a band is the 95 % interval over seeds alone (Student's t). To read values, point at a curve, or focus it and use the arrow keys."),
+      legend(arms), html("div", { class: "row" }, html("label", {}, each, " every seed"), switches), place, picker),
     section("runs", "Runs", failed.length ? html("p", { class: "bad" }, `${failed.length} of ${data.runs.length} runs did not finish.`) : null,
       table(["run", "arm", "seed", "status", "error", "accuracy"], links, 5)),
   ];
 }
 
-const sections = data.kind === "run" ? run() : sweep();
+function folder() {
+  const rows = data.runs.map((one) => [html("a", { href: one.link }, one.name), one.status, one.started ?? "–", one.rollouts ?? "–", tell(one.accuracy, "share")]);
+  return [section("runs", "Runs", html("p", { class: "soft" }, "Pages are made when you open them. Accuracy is the latest held-out one."),
+    table(["run", "status", "started", "rollouts", "accuracy"], rows, 3))];
+}
+
+const sections = { run, sweep, folder }[data.kind]();
 document.body.append(header(),
   html("nav", { "aria-label": "sections" }, html("div", {}, sections.map((one) => html("a", { href: `#${one.id}` }, one.querySelector("h2").textContent)))),
   html("main", {}, ...sections, html("p", { class: "soft" }, `Written ${data.written} by python -m grpo.report.`)));

@@ -1,20 +1,22 @@
 """Collects the data for the page of a run: key numbers, curves with intervals, warnings, and a bounded number of samples."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import yaml
+from pyarrow.parquet import read_metadata
 
 from grpo.evaluation.metrics import solved
 from grpo.evaluation.statistics import mean_interval
 from grpo.runs.health import warnings_of
 from grpo.runs.html import pieces
-from grpo.runs.runs import Run
-from grpo.system.errors import UserError
+from grpo.runs.report.changes import changed_problems
+from grpo.runs.runs import Run, numbered, samples_in
 
 LONGEST = 20_000  # characters of a text; the middle of a longer text is left out
 
@@ -23,7 +25,7 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
     """Return the data for the page of a run. samples: the largest number of samples."""
     ended_early = run.status in ("failed", "interrupted", "stopped")
     metrics = pd.DataFrame() if ended_early and not run.measured else run.metrics.dropna(axis="columns", how="all")
-    logged = {at: row.dropna() for at, row in metrics.iterrows()}
+    logged = {at: row.dropna().to_dict() for at, row in metrics.iterrows()}
     intervals = accuracy_intervals(run)
     held_out = intervals.get("eval/accuracy", {})
     return {
@@ -35,6 +37,7 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
         "numbers": numbers(run, held_out),
         "metrics": {"x": list(metrics.index), "y": {name: metrics[name].to_numpy() for name in metrics}},
         "intervals": {name: [ends.get(at) for at in metrics.index] for name, ends in intervals.items()},
+        "changed": changed_problems(run),
         "warnings": [vars(warning) for warning in warnings_of(logged, held_out, run.manifest.get("rounding"))],
         "overrides": run.manifest.get("overrides") or [f"{key}={value}" for key, value in run.overrides.items()],
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
@@ -117,49 +120,51 @@ def evenly(rollouts: Sequence[int], count: int) -> list[int]:
     return [rollouts[place] for place in places.round().astype(int)]
 
 
-def counted(read: Callable[..., pd.DataFrame]) -> pd.Series:
-    """Return the number of samples by rollout. read: `Run.samples` or `Run.evaluations`."""
-    try:
-        return read(columns=["rollout"])["rollout"].value_counts().sort_index()
-    except UserError:  # no samples on disk
-        return pd.Series(dtype=int)
+def counted(folder: Path) -> pd.Series:
+    """Return the number of samples by rollout of the tables in a folder, which are not read."""
+    return pd.Series({at: read_metadata(file).num_rows for at, file in numbered(folder).items()}, dtype=int)
 
 
 def embedded(run: Run, budget: int) -> dict[str, Any]:
-    """Return at most `budget` samples of a run, up to half of them from evaluations.
+    """Return at most `budget` samples of a run, up to half of them from evaluations and an eighth from discarded groups.
 
     steps: [{kind, rollout, samples}], evenly spread over the run.
-    conversations: the messages before the answers, once for each prompt.
+    conversations: the messages before the answers, once for each prompt. examples: the columns of each example.
     left: a sentence that says how many samples are missing.
     """
     steps: list[dict[str, Any]] = []
     conversations: dict[str, int] = {}
-    evaluations, rollouts = counted(run.evaluations), counted(run.samples)
-    total, shown = int(evaluations.sum() + rollouts.sum()), 0
-    share = max(budget // 2, budget - int(rollouts.sum()))
-    for kind, read, sizes in (("evaluation", run.evaluations, evaluations), ("rollout", run.samples, rollouts)):
-        room = share if kind == "evaluation" else budget - shown
+    examples: dict[str, int] = {}
+    folders = {"discarded": "discarded", "evaluation": "evaluations", "rollout": "rollouts"}
+    counts = {kind: counted(run.folder / name) for kind, name in folders.items()}
+    total, shown = sum(int(sizes.sum()) for sizes in counts.values()), 0
+    shares = {"discarded": budget // 8, "evaluation": max(budget // 2, budget - int(counts["rollout"].sum()))}
+    for kind, sizes in counts.items():
+        room = min(shares.get(kind, budget), budget - shown)
         largest = int(sizes.max()) if len(sizes) else 1
         chosen = evenly(sizes.index, max(2, room // largest))
         for rollout in chosen:
-            table = read([rollout]).head(min(largest, room // len(chosen)))
-            steps.append({"kind": kind, "rollout": rollout, "samples": sample_rows(table, conversations)})
+            table = samples_in(run.folder / folders[kind], [rollout], None).head(min(largest, room // len(chosen)))
+            steps.append({"kind": kind, "rollout": rollout, "samples": sample_rows(table, conversations, examples)})
             shown += len(table)
     add_pieces(run, steps)
     left = f"All {total:,} samples are here." if total else "The run left no samples."
     if shown < total:
-        where = "rollouts/ and evaluations/ of the run's folder; grpo.runs.runs.Run(FOLDER).samples() reads them"
+        where = "rollouts/, evaluations/ and discarded/ of the run's folder; grpo.runs.runs.Run(FOLDER).samples() reads them"
         left = f"{shown:,} of {total:,} samples are here, evenly spread over the run. All of them are in {where}."
     steps.sort(key=lambda step: (step["kind"] != "rollout", step["rollout"]))
-    return shorter({"steps": steps, "conversations": [json.loads(text) for text in conversations], "left": left})
+    texts = {"conversations": conversations, "examples": examples}
+    return shorter({"steps": steps, "left": left, **{name: list(map(json.loads, of)) for name, of in texts.items()}})
 
 
-def sample_rows(table: pd.DataFrame, conversations: dict[str, int]) -> list[dict[str, Any]]:
-    """Return the samples of a table as dictionaries. Adds their messages to `conversations`, which numbers them."""
+def sample_rows(table: pd.DataFrame, conversations: dict[str, int], examples: dict[str, int]) -> list[dict[str, Any]]:
+    """Return the samples of a table as dictionaries. Adds their messages and examples to the two, which number them."""
     parts = [name for name in table.columns if name.startswith("reward/") or name == "overlong"]
     found = []
     for row in table.astype(object).where(table.notna(), None).to_dict("records"):
         row["conversation"] = conversations.setdefault(row.pop("messages"), len(conversations))
+        if row.get("example"):
+            row["example"] = examples.setdefault(row["example"], len(examples))
         row["parts"] = {name: row.pop(name) for name in parts}
         found.append({name: value for name, value in row.items() if value is not None})
     return found

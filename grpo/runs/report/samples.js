@@ -1,7 +1,13 @@
 // The sample browser: choose a rollout; search, filter and sort its samples; read and compare them.
 
 const PAGE = 100; // rows drawn at once
-const stepName = (step) => (step.kind === "rollout" ? `rollout ${step.rollout}` : `evaluation after ${step.rollout}`);
+const STEPS = { rollout: ["Rollouts", "rollout "], discarded: ["Discarded groups", "discarded in "], evaluation: ["Evaluations", "evaluation after "] };
+const stepName = (step) => STEPS[step.kind][1] + step.rollout;
+const COLUMNS = [
+  ["reward", "What the policy is rewarded for this answer; – is unknown."],
+  ["advantage", "How much better than the rest of its group: above 0 makes the answer more likely, 0 teaches nothing."],
+  ["tokens", "Tokens that the policy wrote."],
+];
 const verdict = (sample) =>
   sample.reward == null || sample.correct == null ? ["?", "unknown", "soft"] : sample.correct ? ["✓", "right", "good"] : ["✗", "wrong", "bad"];
 
@@ -35,6 +41,33 @@ function difference(a, b, characters) {
     else put(0, left[i++], false);
   }
   return sides;
+}
+
+const groupBy = (samples) => [...Map.groupBy(samples, (sample) => sample.prompt_index).values()];
+
+/** Returns why a group teaches nothing; "" if it does not look so. */
+function reason(group) {
+  const known = group.filter((sample) => sample.reward != null);
+  if (!known.length) return "no reward is known";
+  if (known.every((sample) => sample.reward === known[0].reward)) return `every reward is ${tell(known[0].reward)}`;
+  if (known.every((sample) => sample.correct === known[0].correct)) return `every answer is ${known[0].correct ? "right" : "wrong"}`;
+  return "";
+}
+
+/** Returns a sentence on the groups of a step: how many teach something, and why the others do not. */
+function groupsOf(step) {
+  const groups = groupBy(step.samples);
+  const gone = step.kind === "discarded";
+  const idle = gone ? groups : groups.filter((group) => group.every((sample) => !sample.advantage));
+  const counts = new Map();
+  for (const group of idle) {
+    const why = reason(group) || (gone ? "left out by the selection" : "every advantage is 0");
+    counts.set(why, (counts.get(why) ?? 0) + 1);
+  }
+  const whys = [...counts].map(([why, n]) => `${why} (${n})`).join(", ");
+  const groupWord = groups.length === 1 ? "group" : "groups";
+  if (gone) return `${groups.length} ${groupWord} shown that the policy did not learn from: ${whys}.`;
+  return `${groups.length} ${groupWord}, of which ${groups.length - idle.length} teach something${whys ? `; the others do not: ${whys}` : ""}.`;
 }
 
 function conversation(messages) {
@@ -77,12 +110,13 @@ function browser(data) {
     step.kind === kind ? html("option", { value: i, selected: step === state.step }, `${stepName(step)} (${step.samples.length})`) : null));
   const redraw = () => { state.limit = PAGE; list(); };
   const pick = html("select", { id: "step", "aria-label": "rollout or evaluation", change: () => go(+pick.value) },
-    ...[["rollout", "Rollouts"], ["evaluation", "Evaluations"]].filter(([kind]) => steps.some((step) => step.kind === kind)).map((pair) => group(...pair)));
+    ...Object.entries(STEPS).filter(([kind]) => steps.some((step) => step.kind === kind)).map(([kind, [label]]) => group(kind, label)));
   const search = html("input", { type: "search", id: "search", placeholder: "search prompts and completions", "aria-label": "search", input: redraw });
   const kind = html("select", { id: "kind", "aria-label": "right or wrong", change: redraw }, ["all", "right", "wrong", "unknown"].map((name) => html("option", {}, name)));
   const [least, most] = ["least", "most"].map((id) => html("input", { type: "number", step: "any", id, placeholder: id, "aria-label": `${id} reward`, input: redraw }));
   const count = html("span", { class: "soft", id: "count", role: "status" });
   const go = (i) => { state.step = steps[Math.max(0, Math.min(steps.length - 1, i))]; pick.value = steps.indexOf(state.step); redraw(); };
+  const groups = html("p", { class: "soft", id: "groups" });
   const place = html("div", { class: "card list" });
   const detail = html("div", { class: "card", id: "detail", tabindex: -1 }, html("p", { class: "soft" }, "Open a sample to read it."));
 
@@ -108,17 +142,18 @@ function browser(data) {
 
   const list = () => {
     const found = wanted();
-    const columns = [["reward", "reward"], ["advantage", "advantage"], ["tokens", "tokens"]].filter(([name]) => state.step.samples.some((s) => s[name] != null));
+    const columns = COLUMNS.filter(([name]) => state.step.samples.some((s) => s[name] != null));
     const rows = found.slice(0, state.limit).map((sample) => {
       const [mark, word, style] = verdict(sample);
       const open = html("button", { "aria-label": `open sample ${sample.prompt_index}.${sample.sample}` },
         html("span", { class: "soft" }, prompt(sample).slice(state.step.shared).slice(0, 300) || "(no prompt)"), html("span", {}, sample.completion.slice(0, 300) || "(nothing)"));
       return html("tr", { click: () => read(sample), "aria-selected": String(sample === state.open) }, html("td", {}, open),
-        html("td", { class: style, title: word }, mark), ...columns.map(([name]) => html("td", {}, tell(sample[name]))));
+        html("td", { class: style, title: word }, mark), ...columns.map(([name]) => html("td", { "data-head": name }, tell(sample[name]))));
     });
     count.textContent = `${found.length} of ${state.step.samples.length} samples`;
+    groups.textContent = state.step.kind === "evaluation" ? "" : groupsOf(state.step);
     place.replaceChildren(html("table", {}, html("thead", {}, html("tr", {}, heading("", "prompt and completion"), html("th", {}),
-      columns.map((column) => heading(...column)))), html("tbody", {}, rows)));
+      columns.map(([name]) => heading(name, name)))), html("tbody", {}, rows)));
     if (found.length > state.limit) place.append(html("button", { click: () => { state.limit += PAGE; list(); } }, `${found.length - state.limit} more`));
   };
 
@@ -147,17 +182,31 @@ function browser(data) {
         html("div", { class: "soft" }, `${stepName(pair[i].step)}, reward ${tell(pair[i].reward)} ${verdict(pair[i])[0]}`),
         html("div", { class: "text" }, side.map(([text, both]) => (both ? text : html(i ? "ins" : "del", {}, text))))))));
     };
-    detail.replaceChildren(
+    const card = (other, title) => html("button", { class: "member", "aria-current": String(other === sample), click: () => read(other) },
+      html("span", { class: verdict(other)[2] }, `${verdict(other)[0]} ${title}`),
+      html("span", { class: "soft" }, `reward ${tell(other.reward)} `, other.advantage == null ? null : html("b", { class: other.advantage > 0 ? "good" : other.advantage < 0 ? "bad" : null },
+        `advantage ${other.advantage > 0 ? "+" : ""}${tell(other.advantage)}`)),
+      html("span", { class: "text" }, other.completion || "(nothing)"));
+    const members = (title, cards) => [html("h3", {}, title), html("div", { class: "members" }, cards)];
+    const later = steps.filter((step) => step.kind === sample.step.kind).map((step) => (step === sample.step ? sample : same.find((other) => other.step === step))).filter(Boolean);
+    const why = sample.step.kind === "discarded" ? reason(siblings) || "left out by the selection" : "";
+    const columns = sample.example == null ? [] : Object.entries(data.examples[sample.example] ?? {});
+    detail.dataset.open = "";
+    detail.replaceChildren(...[
       html("div", { class: "row" }, html("b", {}, `${stepName(sample.step)}, prompt ${sample.prompt_index}, sample ${sample.sample}`), html("span", { class: `pill ${style}` }, `${mark} ${word}`)),
       html("div", { class: "facts" }, Object.entries(facts).map(([name, value]) => html("div", {}, `${name} `, html("b", {}, String(value))))),
-      ...(siblings.length > 1 ? [html("h3", {}, "Samples of this prompt, by reward"), html("div", { class: "chips" }, siblings.map((other) =>
-        html("button", { "aria-current": String(other === sample), click: () => read(other) }, `${verdict(other)[0]} ${tell(other.reward)}`)))] : []),
+      why ? html("p", { class: "soft" }, `The policy did not learn from this group: ${why}.`) : null,
       html("h3", {}, "Conversation"), ...conversation(conversations[sample.conversation]),
       html("div", { class: "message assistant" }, html("div", { class: "soft" }, "completion"), html("div", { class: "text", id: "completion" }, sample.completion),
         sample.tool_calls ? html("div", { class: "text soft" }, sample.tool_calls) : null),
+      sample.gold == null ? null : html("div", { class: "message" }, html("div", { class: "soft" }, "right answer"), html("div", { class: "text", id: "gold" }, sample.gold)),
+      columns.length ? html("details", { id: "example" }, html("summary", { class: "soft" }, "The example's columns"), html("dl", {}, columns.flatMap(([name, value]) =>
+        [html("dt", {}, name), html("dd", { class: "text" }, typeof value === "string" ? value : JSON.stringify(value))]))) : null,
+      ...(siblings.length > 1 ? members("The group, side by side", siblings.map((other) => card(other, `sample ${other.sample}`))) : []),
+      ...(later.length > 1 ? members("The same prompt at several steps", later.map((other) => card(other, stepName(other.step)))) : []),
       ...(sample.pieces ? tokens(sample) : []),
       ...(same.length ? [html("h3", {}, "Compare"), html("div", { class: "row" }, html("label", { for: "against" }, "compare with"), against,
-        html("label", {}, characters, " by characters")), result] : [html("p", { class: "soft" }, "This page has no other sample of this question.")]));
+        html("label", {}, characters, " by characters")), result] : [html("p", { class: "soft" }, "This page has no other sample of this question.")])].filter(Boolean));
     detail.scrollTop = 0;
     if (matchMedia("(max-width: 760px)").matches) detail.scrollIntoView({ block: "start" });
   };
@@ -165,5 +214,5 @@ function browser(data) {
   list();
   const turn = (by, label, text) => html("button", { "aria-label": label, click: () => go(steps.indexOf(state.step) + by) }, text);
   return [html("div", { class: "row" }, turn(-1, "previous", "◀"), pick, turn(1, "next", "▶"), search, kind, html("span", { class: "row" }, "reward", least, most), count),
-    html("div", { class: "browser" }, place, detail)];
+    groups, html("div", { class: "browser" }, place, detail), glossary(COLUMNS)];
 }

@@ -10,6 +10,8 @@ from grpo.runs.comparison import comparable, compared
 from grpo.runs.report.run import minute
 from grpo.runs.runs import Run, arms, band, curves
 
+FEWEST = 4  # seeds for a band: the interval of fewer is so wide that it hides the curves
+
 
 def sweep_data(runs: Sequence[Run], folder: Path, out: Path) -> dict[str, Any]:
     """Return the data for the page of a sweep. out: path of the page, from which links to the runs start."""
@@ -48,7 +50,7 @@ def line(run: Run, label: str, out: Path) -> dict[str, Any]:
 
 
 def bands(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """Return by metric, for each arm, the mean over seeds with its interval and the curve of every seed."""
+    """Return by metric, for each arm, the mean over seeds, the curve of every seed, and the interval from FEWEST seeds on."""
     logged = (run.metrics.dropna(axis="columns", how="all") for run in runs if run.measured)
     found: dict[str, list[dict[str, Any]]] = {}
     for name in sorted({name for metrics in logged for name in metrics}):
@@ -57,6 +59,8 @@ def bands(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, list[dict[str
         found[name] = []
         for label in labels:
             mean, every = means[means["arm"] == label], values[values["arm"] == label].groupby("seed")
+            if len(every) < FEWEST:
+                mean = mean.assign(low=None, high=None)
             seeds = [{"label": f"seed {seed}", **one[["x", "y"]].to_dict("list")} for seed, one in every]
             found[name].append({**mean[["x", "y", "low", "high"]].to_dict("list"), "seeds": seeds})
     return found

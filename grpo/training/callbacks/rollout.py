@@ -75,7 +75,7 @@ class RolloutCallback(L.Callback):
             self.before = None
         if (not self.ahead or not self.ahead.next) and (sleep := getattr(self.engine, "sleep", None)):
             sleep()
-        batch.groups, batch.scores = rollout.groups, rollout.scores
+        batch.groups, batch.discarded, batch.scores = rollout.groups, rollout.discarded, rollout.scores
         mine = distributed.balanced([sum(sample.length for sample in group) for group in batch.groups])
         tokens = collate([batch.groups[i] for i in mine], [i * batch.scores.rewards.shape[1] for i in mine])
         batch.tokens = tokens.to(module.device)

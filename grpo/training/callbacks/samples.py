@@ -7,15 +7,17 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
-from grpo.rollout.samples_table import records, replayable, token_logprobs, write
+from grpo.rollout.samples_table import golds, records, replayable, token_logprobs, write
 from grpo.rollout.types import Group
 from grpo.system.files import surviving
 from grpo.system.ranges import Whole
 from grpo.training.batch import RolloutBatch
+from grpo.training.callbacks.rollout import RolloutCallback
 
 
 class Samples(L.Callback):
-    """Writes rollouts/000001.parquet ... and evaluations/000000.parquet ... to `folder`, numbered by rollouts learned from.
+    """Writes rollouts/000001.parquet ... and evaluations/000000.parquet ... to `folder`, numbered by rollouts learned from, and
+    discarded/000001.parquet ... with the groups that were played and not learned from.
 
     every: rollouts between two that are written; 0: none. Evaluations are always written. token_logprobs: also write every
     sampled token with the engine's log-probability. A table that cannot be written is written with the next one.
@@ -29,12 +31,15 @@ class Samples(L.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         rollout = batch.rollout + 1
         if self.every and rollout % self.every == 0:
-            columns = {"advantage": batch.advantages}
+            task = next((one.makes.task for one in trainer.callbacks if isinstance(one, RolloutCallback)), None)
+            columns = {"advantage": batch.advantages, **golds(task, batch.groups)}
             if "overlong" in batch.scores.parts:
                 columns["overlong"] = batch.scores.parts["overlong"].tolist()
             if self.token_logprobs:
                 columns |= replayable(batch.groups)
             self.write("rollouts", rollout, batch.groups, columns)
+            if batch.discarded:
+                self.write("discarded", rollout, batch.discarded, golds(task, batch.discarded))
         for evaluation in batch.evaluations:
             self.write("evaluations", evaluation.rollout, evaluation.groups, evaluation.columns)
 

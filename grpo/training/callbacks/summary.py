@@ -1,25 +1,18 @@
 """The summary at the end of a run: its time, speed, memory and accuracy, as a table."""
 
-import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from rich.table import Table
 
+from grpo.evaluation.display import share_with_interval
 from grpo.evaluation.evaluator import Evaluation
-from grpo.system.metrics import TIMES, percent
+from grpo.system.metrics import TIMES
 
 
 def clock(seconds: float) -> str:
     """Return a duration as hours:minutes:seconds."""
     return str(timedelta(seconds=round(seconds)))
-
-
-def accuracy(evaluation: Evaluation) -> str:
-    """Return the accuracy, its interval and the number of rollouts, as text."""
-    value, low, high, _ = evaluation.estimates["accuracy"]
-    interval = "" if math.isnan(low) else f" ({100 * low:.1f} to {100 * high:.1f})"
-    return f"{percent(value)}{interval} after {evaluation.rollout}"
 
 
 def summary(
@@ -47,17 +40,20 @@ def summary(
     table = Table("rollouts", str(len(learned)), title="the run")
     table.add_row("time", f"{clock(seconds)}, {seconds / len(learned):.3g} s a rollout")
     for name, part in spent.items():
-        table.add_row(f"  {name}", f"{clock(part)}, {part / seconds:.0%}")
+        table.add_row(f"  {name}", f"{clock(part)}, {100 * part / seconds:.0f} %")
     if played := sum(row.get("time/played", 0.0) for row in learned):
         calls = {"rollouts ahead": played, **calls}
     for name, part in calls.items():
-        table.add_row(f"beside: {name}", f"{clock(part)}, {part / seconds:.0%}")
+        table.add_row(f"beside: {name}", f"{clock(part)}, {100 * part / seconds:.0f} %")
     table.add_row("tokens/s", f"{tokens / busy:,.0f}")
     table.add_row("memory, at most", f"{memory / 2**30:.2f} GiB")
     if known := [evaluation for evaluation in evaluations if evaluation.estimates["accuracy"].n]:
         # after training first, so that the policy before it gives way to an equal one
         best = max([*known[1:], known[0]], key=lambda evaluation: evaluation.estimates["accuracy"].value)
         for name, evaluation in (("first", known[0]), ("best", best), ("last", known[-1])):
-            table.add_row(f"held out, {name}", accuracy(evaluation))
+            table.add_row(
+                f"held out, {name}",
+                f"{share_with_interval(evaluation.estimates['accuracy'])} after {evaluation.rollout}",
+            )
     table.add_row("warnings", ", ".join(warned) or "none")
     return table

@@ -1,6 +1,7 @@
-"""Terminal: shows a progress bar and completions, and at the end a table of evaluations and a summary."""
+"""Terminal: shows progress and completions, and at the end a table of evaluations and a summary."""
 
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,17 +9,17 @@ from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from grpo.evaluation.display import history, results_line
+from grpo.evaluation.display import history, result_lines, sparkline
 from grpo.evaluation.evaluator import Evaluation
 from grpo.rollout.types import Sample
 from grpo.system.calls import SPENT
 from grpo.system.errors import StopError
-from grpo.system.metrics import require_metric, written
+from grpo.system.metrics import percent, require_metric, written
 from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.checkpoint import Checkpoint
@@ -26,14 +27,15 @@ from grpo.training.callbacks.evaluation import EvaluationCallback
 from grpo.training.callbacks.health import Health
 from grpo.training.callbacks.summary import clock, summary
 
+SPARKS = 40  # evaluations in the sparkline
 
-def status(metrics: Mapping[str, float], accuracy: float | None, left: float, columns: Sequence[str] = ()) -> str:
-    """Return the line of a rollout. accuracy: the latest held-out one. left: the remaining seconds. columns: more metrics."""
-    held_out = "" if accuracy is None else f"held out {accuracy:.0%}  "
+
+def status(metrics: Mapping[str, float], left: float, columns: Sequence[str] = ()) -> str:
+    """Return the line of a rollout, at most 66 characters. left: the remaining seconds. columns: more metrics, beyond that."""
     more = "".join(f"{name.rpartition('/')[2]} {written(name, metrics[name])}  " for name in columns if name in metrics)
     return (
-        f"reward {metrics['rollout/reward']:.2f}  solved {metrics['rollout/solve_rate']:.0%}  groups "
-        f"{metrics['rollout/effective_groups']:.0%}  {held_out}{more}{metrics['tokens/s']:,.0f} tok/s  {clock(left)} left"
+        f"reward {metrics['rollout/reward']:.2f}  solved {100 * metrics['rollout/solve_rate']:.0f} %  groups "
+        f"{100 * metrics['rollout/effective_groups']:.0f} %  {more}{metrics['tokens/s']:,.0f} tok/s  {clock(left)} left"
     )
 
 
@@ -51,13 +53,22 @@ def sample_panel(title: str, sample: Sample) -> Panel:
     return Panel(text, title=f"{title}: reward {sample.reward.value:.2f}, {sample.length} tokens", title_align="left")
 
 
-LEFT = ("metrics.csv", "rollouts", "evaluations", "checkpoints/best", "checkpoints/last.ckpt", "report.html")
+def without_lines(shown: RenderableType) -> RenderableType:
+    """Return a table or a panel without its lines, for output that is no terminal."""
+    if isinstance(shown, Panel):
+        return Group(shown.title, shown.renderable)
+    shown.box = None
+    return shown
+
+
+LEFT = ("metrics.csv", "rollouts", "evaluations", "checkpoints/best", "checkpoints/last.ckpt")
 
 
 class Terminal(L.Callback):
-    """Shows a run in the terminal.
+    """Shows a run in the terminal: a line for each evaluation, and below the lines the newest rollout and a sparkline of held-out
+    accuracy, which change in place. Output that is no terminal gets plain lines.
 
-    folder: the run's folder. num_rollouts: length of the progress bar. samples: completions shown at the start and at the end.
+    folder: the run's folder. num_rollouts: length of the run. samples: completions shown at the start and at the end.
     samples_every: rollouts between further completions; 0: none in between. every: if the output is not a terminal, rollouts
     between two lines; 0: none. columns: more metrics in the line of a rollout; one that the rollout lacks is left out.
     """
@@ -78,9 +89,7 @@ class Terminal(L.Callback):
         self.console = Console()
         self.learned: list[Mapping[str, float]] = []  # metrics of this process's rollouts
         self.evaluations: dict[int, Evaluation] = {}  # by rollouts learned from, without their samples
-        parts = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
-        self.progress = Progress(*parts, console=self.console, transient=True, disable=not self.console.is_terminal)
-        self.bar = self.progress.add_task("", total=num_rollouts, status="first rollout ...")
+        self.progress = Live(Text("first rollout ..."), console=self.console, transient=True, auto_refresh=False)
         self.last: RolloutBatch | None = None
         self.begun = time.perf_counter()
 
@@ -89,7 +98,8 @@ class Terminal(L.Callback):
         """Start the clock before on_train_start, in which the policy is evaluated, since that is part of the run's time."""
         self.begun = time.perf_counter()
         SPENT.clear()
-        self.progress.start()
+        if self.console.is_terminal:
+            self.progress.start(refresh=True)
 
     @rank_zero_only
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -102,7 +112,6 @@ class Terminal(L.Callback):
     def on_train_batch_start(self, trainer, module, batch: RolloutBatch, batch_idx: int) -> None:
         if self.last is None:
             self.show(batch)
-            self.progress.update(self.bar, completed=batch.rollout)
         self.note(batch.evaluations)
 
     @rank_zero_only
@@ -111,14 +120,13 @@ class Terminal(L.Callback):
         self.learned.append(batch.metrics)
         self.note(batch.evaluations)
         rollout = batch.rollout + 1
-        accuracy = [evaluation.metrics["eval/accuracy"] for evaluation in self.evaluations.values()]
         each = (time.perf_counter() - self.begun) / len(self.learned)
         left = each * (self.num_rollouts - rollout)
-        line = status(batch.metrics, accuracy[-1] if accuracy else None, left, self.columns)
-        self.progress.update(self.bar, completed=rollout, status=line)
+        line = f"{rollout}/{self.num_rollouts}  {status(batch.metrics, left, self.columns)}"
+        self.progress.update(self.in_place(line), refresh=self.console.is_terminal)
         due = self.every and (rollout % self.every == 0 or rollout == self.num_rollouts)
         if due and not self.console.is_terminal:
-            self.line(f"rollout {rollout}/{self.num_rollouts}  {line}")
+            self.line(f"rollout {line}")
         between = len(self.learned) > 1 and rollout < self.num_rollouts
         if between and self.samples_every and rollout % self.samples_every == 0:
             self.show(batch)
@@ -128,16 +136,27 @@ class Terminal(L.Callback):
         for evaluation in evaluations:
             if evaluation.rollout not in self.evaluations:
                 self.evaluations[evaluation.rollout] = replace(evaluation, groups=(), columns={})
-                self.line(f"after {evaluation.rollout} rollouts: {results_line(evaluation.metrics)}")
+                for line in result_lines(evaluation.rollout, evaluation.estimates):
+                    self.line(line)
+
+    def in_place(self, line: str) -> Text:
+        """Return the line of a rollout and the sparkline, each cut at the width of the terminal."""
+        shares = [evaluation.metrics["eval/accuracy"] for evaluation in self.evaluations.values()]
+        held_out = f"\nheld out  {sparkline(shares[-SPARKS:])}  {percent(shares[-1])}" if shares else ""
+        return Text(line + held_out, no_wrap=True, overflow="ellipsis")
 
     def line(self, text: str) -> None:
-        """Print one line, without breaking it."""
-        self.console.print(text, soft_wrap=True)
+        """Print one line, without breaking it or reading it as markup."""
+        self.console.print(Text(text), soft_wrap=True)
+
+    def draw(self, shown: RenderableType) -> None:
+        """Print a table or a panel."""
+        self.console.print(shown if self.console.is_terminal else without_lines(shown))
 
     def show(self, batch: RolloutBatch) -> None:
         """Print completions of a rollout, one per group."""
         for group in batch.groups[: self.samples]:
-            self.console.print(sample_panel(f"rollout {batch.rollout + 1}", group[0]))
+            self.draw(sample_panel(f"rollout {batch.rollout + 1}", group[0]))
 
     @rank_zero_only
     def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -146,7 +165,7 @@ class Terminal(L.Callback):
             self.show(self.last)
         evaluations = list(self.evaluations.values())
         if evaluations:
-            self.console.print(history([(evaluation.rollout, evaluation.metrics) for evaluation in evaluations]))
+            self.draw(history([(evaluation.rollout, evaluation.metrics) for evaluation in evaluations]))
         if self.learned:
             healths = [callback for callback in trainer.callbacks if isinstance(callback, Health)]
             warned = [name for health in healths for name in health.warned()]
@@ -155,15 +174,18 @@ class Terminal(L.Callback):
             table = summary(self.learned, evaluations, seconds, warned, saved, SPENT)
             for chosen in (callback.chosen for callback in saving if callback.chosen):
                 table.add_row("checkpoints/best", chosen)
-            self.console.print(table)
+            self.draw(table)
         left = [name for name in LEFT if (self.folder / name).exists()]
         self.line(f"written to {self.folder}: {', '.join(left)}")
         if "checkpoints/best" in left:
-            self.line(f"the best policy on all test examples: python eval.py run={self.folder}")
+            self.line(f"the best policy on all test examples:\npython eval.py {shlex.quote(f'run={self.folder}')}")
+        if (page := self.folder / "report.html").exists():
+            self.line(page.resolve().as_uri())
 
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         self.progress.stop()
         asked = isinstance(exception, StopError)  # it says itself how to continue
         if not asked and (self.folder / "checkpoints" / "last.ckpt").exists():
-            self.line(f"stopped by {type(exception).__name__}; to resume: python train.py ckpt_path={self.folder}")
+            resume = f"python train.py {shlex.quote(f'ckpt_path={self.folder}')}"
+            self.line(f"stopped by {type(exception).__name__}; to resume: {resume}")
