@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
-from conftest import ROOT, compose_config
+from conftest import compose_config
 
 from grpo.apps.demo_model import SHIPPED
 from grpo.evaluation.evaluator import Evaluation
@@ -17,15 +17,14 @@ from grpo.system.errors import AlarmError
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.health import Health
 from grpo.training.checkpoints import PlainCheckpoints
+from grpo.training.preflight.data import untaught
+from tasks.quiz import Quiz
 from train import train
 
 
-def said(
-    health: Health, caplog, *values: dict[str, float], evaluations: Sequence[Evaluation] = (), model: str = ""
-) -> list[str]:
+def said(health: Health, caplog, *values: dict[str, float], evaluations: Sequence[Evaluation] = ()) -> list[str]:
     caplog.clear()
     trainer, module = SimpleNamespace(optimizers=[]), SimpleNamespace(policy=torch.nn.Linear(2, 2))
-    module.policy.config = SimpleNamespace(name_or_path=model)
     for rollout, metrics in enumerate(values):
         batch = RolloutBatch(rollout, metrics=metrics, evaluations=list(evaluations))
         health.on_train_batch_end(trainer, module, {}, batch, 0)
@@ -58,15 +57,17 @@ def test_a_number_out_of_its_range_is_told_once(metric, well, unwell, words, cap
 
 
 def test_a_tiny_model_that_knows_another_task_is_told_before_training(caplog):
-    def at(rollout: int, accuracy: float, model: str = str(SHIPPED / "quiz")) -> list[str]:
+    def at(rollout: int, accuracy: float, model: str = str(SHIPPED / "quiz"), task: object = None) -> list[str]:
+        health = Health()
+        health.foreign = untaught(SimpleNamespace(config=SimpleNamespace(name_or_path=model)), task)
         found = Evaluation(rollout, (), {"accuracy": mean_interval([accuracy] * 2)})
-        return said(Health(), caplog, {}, evaluations=[found], model=model)
+        return said(health, caplog, {}, evaluations=[found])
 
     (line,) = at(0, 0.0)
     assert line.startswith(
         "rollout 0: no held-out answer is right: model=tiny was trained on tasks.quiz alone: give another"
     )
-    assert at(0, 0.5) == at(0, 0.0, model=str(ROOT)) == at(0, 0.0, model="org/model") == []
+    assert at(0, 0.5) == at(0, 0.0, model="org/model") == at(0, 0.0, task=Quiz()) == []
     assert not any("model=tiny" in line for line in at(1, 0.0))
 
 

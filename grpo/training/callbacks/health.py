@@ -39,11 +39,13 @@ class Health(L.Callback):
             raise UserError(f"callbacks.health.ignore={ignore} must be a list of names among {', '.join(known)}")
         self.ignored, self.watch, self.alarms = frozenset(ignore), Watch(), alarms
         self.watch.silent |= self.ignored
+        self.foreign: str | None = None  # a line for a tiny model that knows another task
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         for callback in trainer.callbacks:
-            if isinstance(callback, PreflightCallback) and callback.rounding:
-                self.watch.rounding = callback.rounding
+            if isinstance(callback, PreflightCallback):
+                self.watch.rounding = callback.rounding or self.watch.rounding
+                self.foreign = untaught(module.policy, callback.rollout.makes.task)
 
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         intervals = {evaluation.rollout: evaluation.estimates["accuracy"][1:3] for evaluation in batch.evaluations}
@@ -53,8 +55,8 @@ class Health(L.Callback):
             line = f"rollout {found.rollout}: {found.metric} is {found.value:.3g}, {found.words}"
             self.alarm(line) if found.stops and found.metric not in self.ignored else warn(line)
         starts = [evaluation for evaluation in batch.evaluations if evaluation.rollout == 0]
-        if starts and starts[0].metrics.get("eval/accuracy") == 0 and (line := untaught(module.policy)):
-            warn(f"rollout 0: no held-out answer is right: {line}")
+        if starts and starts[0].metrics.get("eval/accuracy") == 0 and self.foreign:
+            warn(f"rollout 0: no held-out answer is right: {self.foreign}")
         if wrong := not_finite(chain(learned(module), states(trainer))):
             self.alarm(
                 f"rollout {batch.rollout + 1}: {len(wrong)} tensors of policy and optimizer are not finite, the first is "

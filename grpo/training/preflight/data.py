@@ -12,7 +12,7 @@ from statistics import pstdev
 from torch.nn import Module
 
 from grpo.env.messages import Message
-from grpo.env.types import Action, Example, State, Step, Trajectory
+from grpo.env.types import Action, Example, State, Step, Task, Trajectory
 from grpo.rewards.row_task import RowTask
 from grpo.rollout.collate import scores
 from grpo.training.preflight.probe import Checked, Probe, judged
@@ -101,7 +101,7 @@ def signal(probe: Probe) -> Checked:
         return Checked("PASS", f"{text}: {fit}")
     values = {sample.reward.value for sample in samples if sample.reward.known}
     outcomes = {sample.reward.outcome for sample in samples}
-    foreign = untaught(probe.module.policy)
+    foreign = untaught(probe.module.policy, probe.rollouts.task)
     causes = [
         (solved == 0 and foreign, foreign),
         (not values, "no sample has a reward: the grader fails or runs out of time"),
@@ -115,12 +115,14 @@ def signal(probe: Probe) -> Checked:
     return Checked("FAIL", text, next(words for applies, words in causes if applies))
 
 
-def untaught(policy: Module) -> str | None:
+def untaught(policy: Module, task: Task | None) -> str | None:
     """Return what to do if the policy is the demo's, which knows one task alone, and this one seems to be another; else None."""
     folder = getattr(getattr(policy, "config", None), "name_or_path", "")
     if not (recipe := Path(folder) / "recipe.json").is_file():
         return None
     taught = json.loads(recipe.read_text(encoding="utf-8")).get("taught", "one task")
+    if taught == type(task).__module__:
+        return None
     what = f"model=tiny was trained on {taught} alone"
     return f"{what}: give another task its warm_start (docs/tiny_world.md), or take another model"
 
