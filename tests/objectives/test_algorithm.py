@@ -149,7 +149,10 @@ def test_preflight_knows_what_dynamic_sampling_looks_at(rounds, found):
     """Rewards differ, and no answer is right."""
     group = [replace(sample, reward=Reward(value, False)) for sample, value in zip(TWO, (0.0, 0.5), strict=True)]
     plan = SimpleNamespace(plan=SimpleNamespace(group_size=2), selection=Dynamic() if rounds == 2 else Everything())
-    probe = SimpleNamespace(rollouts=plan, groups=[group], further=[], scores=scores([group]), samples=group)
+    plan.task, module = None, SimpleNamespace(policy=None)
+    probe = SimpleNamespace(
+        module=module, rollouts=plan, groups=[group], further=[], scores=scores([group]), samples=group
+    )
     got = signal(probe)
     assert got.result == found and ("set selection.by=reward" in str(got)) == (rounds == 2)
 
