@@ -31,5 +31,6 @@ def test_every_flag_of_the_server_of_trl_has_a_line():
 
 
 @pytest.mark.parametrize(("flag", "here", "remark"), TABLE, ids=lambda text: text[:40])
+@pytest.mark.slow
 def test_its_keys_exist(flag, here, remark):
     check_keys(here, remark)

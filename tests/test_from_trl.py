@@ -171,5 +171,6 @@ def test_the_commands_that_publish_a_policy_work_up_to_the_network(tmp_path, fil
 @pytest.mark.parametrize(
     ("here", "remark"), [row[1:] for row in table("from_trl.md", "TRL")], ids=lambda text: text[:40]
 )
+@pytest.mark.slow
 def test_its_keys_exist(here, remark):
     check_keys(here, remark)

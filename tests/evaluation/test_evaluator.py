@@ -407,6 +407,7 @@ def test_killed_in_the_middle_and_gone_on_with_it_is_the_same(overrides, tmp_pat
     assert "had finished before" in said and "pass@2" in said and "steps" in said
 
 
+@pytest.mark.slow
 def test_parts_of_another_policy_or_other_rows_are_refused(overrides, tmp_path, monkeypatch):
     config = compose_config(*overrides, f"output_dir={tmp_path / 'run'}", name="eval")
 
@@ -508,6 +509,7 @@ def test_a_comparison_is_typed_without_quotes(typed, meant):
         assert compose_config(meant, "output_dir=.", name="eval").compare
 
 
+@pytest.mark.slow
 def test_compare_reads_two_real_runs_and_loads_no_model(smoke, tmp_path):
     for name in ("a", "b"):
         settings = ("callbacks=[samples]", "optim.optimizer.lr=0.03", "eval.every=1", f"seed={int(name == 'b')}")

@@ -141,6 +141,7 @@ def gradient(toy, name: str, max_tokens: int, change=lambda tokens: tokens) -> d
 
 
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.slow
 def test_an_update_is_the_same_however_it_is_cut(toy, name):
     whole = gradient(toy, name, 1000)
     others = {

@@ -263,7 +263,8 @@ def completions(file) -> list[str]:
     return pd.read_parquet(file)["completion"].tolist()
 
 
-@pytest.mark.parametrize("adapter", [pytest.param("none", marks=pytest.mark.slow), "lora"])
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_eval_reads_a_run_a_checkpoint_a_folder_and_a_base_model(smoke, toy, tmp_path, adapter):
     run = tmp_path / "run"
     run.mkdir()

@@ -289,6 +289,7 @@ def test_arithmetic_in_16_bits_and_several_devices(toy):
     assert two["cache"] == full["cache"] / 2 and two["buckets"] == two["gradients"] == full["gradients"]
 
 
+@pytest.mark.slow
 def test_shards_compute_in_16_bits_without_a_copy_of_all_weights(toy):
     """Under autocast each weight has a second copy, but layers of shards are gathered in 16 bits."""
     shards = {"devices": 2, "sharded": True}
