@@ -170,7 +170,8 @@ def healthy(metric: Metric) -> str:
         return "its interval reaches that of the best one"
     if metric.falls < math.inf:
         return f"not {metric.falls:g} below its best while the reward is higher"
-    within = f"{metric.low:g} to {metric.high:g}" if metric.low > 0 else f"at most {metric.high:g}"
+    low, high = f"{metric.low:,.7g}", f"{metric.high:,.7g}"
+    within = f"at most {high}" if metric.low in (0, -math.inf) else f"{low} to {high}"
     within = within.replace(" to inf", " or more")
     late = f", {metric.after} rollouts in a row" if metric.after > 1 else ""
     stale = f" ({metric.stale:g} with samples of older weights)" if metric.stale else ""
