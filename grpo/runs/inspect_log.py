@@ -51,12 +51,13 @@ def inspect_log(run: Run) -> dict[str, Any]:
             "model_generate_config": {**sampling_of(settings), "max_tokens": run.config["max_tokens"]},
             "config": {"epochs": settings["samples"]},
         },
-        "stats": {"started_at": begun, "completed_at": run.manifest["ended"]},
+        "plan": {"steps": []},
         "results": {
             "total_samples": len(table),
             "completed_samples": len(table),
             "scores": [{"name": "correct", "scorer": "correct", "metrics": metrics}],
         },
+        "stats": {"started_at": begun, "completed_at": run.manifest["ended"]},
         "samples": [sample_of(row, model) for row in table.to_dict("records")],
     }
 

@@ -97,6 +97,8 @@ def test_inspect_reads_our_log(ours):
     assert file.name in called("inspect", folder, "log", "list", "--log-dir", folder)
     log = json.loads(called("inspect", folder, "log", "dump", file.name))
     assert log["results"]["scores"][0]["metrics"]["accuracy"]["value"] == pytest.approx(accuracy)
+    header = json.loads(called("inspect", folder, "log", "dump", "--header-only", file.name))  # what its viewer lists
+    assert header["results"] == log["results"] and not header.get("samples")
     right = [sample["scores"]["correct"]["value"] == "C" for sample in log["samples"]]
     assert len(right) == PROBLEMS and sum(right) / PROBLEMS == pytest.approx(accuracy)
 

@@ -44,6 +44,15 @@ def test_a_log_holds_the_conversations_the_scores_and_the_settings(tmp_path):
     ]  # fmt: skip
     pd.DataFrame(rows).to_parquet(tmp_path / "samples.parquet")
     log = inspect_log(Run(tmp_path))
+    assert list(log) == [
+        "version",
+        "status",
+        "eval",
+        "plan",
+        "results",
+        "stats",
+        "samples",
+    ]  # read up to stats for a list
     assert log["eval"]["model_generate_config"] == {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "max_tokens": 32}
     assert (log["eval"]["dataset"]["samples"], log["eval"]["config"], log["results"]["total_samples"]) == (
         1,
