@@ -142,7 +142,7 @@ WORKS = {
                 {"rollout/reward", "rollout/length", "rollout/format", "eval/accuracy", "eval/length"}
                 <= set(metrics("demo"))
             ),
-            "T18": lambda left: left.out.count("╭─ rollout 1: reward") == 2 and Path("demo/report.html").exists(),
+            "T18": lambda left: left.out.count("\nrollout 1: reward") == 2 and Path("demo/report.html").exists(),
             "T21": lambda _: all(list(ids).count(ids[-1]) == 1 for ids in samples("demo")["token_ids"]),  # it ends once
             "T34": lambda _: all(
                 word in read("demo/checkpoints/best/README.md") for word in ("tags:", "wordmath", "torch")
