@@ -57,7 +57,7 @@ def continued(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
         return config
     now = composed("train", [*joined(before, overrides), f"output_dir={literal(config.output_dir)}"])
     merged = OmegaConf.create(changed(resolved(saved), resolved(then), resolved(now)))
-    for key in config.keys() & {*OWN}:
+    for key in (key for key in OWN if key in config):
         merged[key] = config[key]
     if missing := [key for key, value in flat(resolved(merged)).items() if isinstance(value, str) and MASK in value]:
         raise UserError(f"{missing[0]} is a secret, which no file of a run has: give it again")

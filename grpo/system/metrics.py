@@ -126,9 +126,9 @@ def name_of_part(part: str) -> str:
     return f"reward/{part}" if is_taken(bare) else part
 
 
-def percent(share: float | None) -> str:
-    """Return a share as a percentage: 0.125 is 12.5 %."""
-    return "-" if share is None or math.isnan(share) else f"{100 * share:.1f} %"
+def percent(share: float | None, digits: int = 1) -> str:
+    """Return a share as a percentage: 0.125 is 12.5 %. digits: after the point."""
+    return "-" if share is None or math.isnan(share) else f"{100 * share:.{digits}f} %"
 
 
 def written(name: str, value: float | None) -> str:

@@ -17,6 +17,7 @@ from grpo.runs.health import warnings_of
 from grpo.runs.html import pieces
 from grpo.runs.report.changes import changed_problems
 from grpo.runs.runs import Run, numbered, samples_in
+from grpo.system.metrics import percent
 
 LONGEST = 20_000  # characters of a text; the middle of a longer text is left out
 
@@ -81,7 +82,7 @@ def numbers(run: Run, intervals: Mapping[int, tuple[float, float]]) -> list[dict
     if len(accuracy):
         ends = intervals.get(accuracy.index[-1])
         sure = f"95 % interval {100 * ends[0]:.1f} to {100 * ends[1]:.1f}; " if ends else ""
-        best = f"best {100 * accuracy.max():.1f} % after {accuracy.idxmax()}"
+        best = f"best {percent(accuracy.max())} after {accuracy.idxmax()}"
         cards.append(("held-out accuracy", f"{accuracy.iloc[0]:.1%} → {accuracy.iloc[-1]:.1%}", sure + best))
     for name, label, form in (("solve_rate", "solve rate", ".1%"), ("length", "tokens per completion", ".1f")):
         if count := len(values := run.curve(f"rollout/{name}")):

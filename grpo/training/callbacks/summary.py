@@ -7,7 +7,7 @@ from rich.table import Table
 
 from grpo.evaluation.display import share_with_interval
 from grpo.evaluation.evaluator import Evaluation
-from grpo.system.metrics import TIMES
+from grpo.system.metrics import TIMES, percent
 
 
 def clock(seconds: float) -> str:
@@ -40,11 +40,11 @@ def summary(
     table = Table("rollouts", str(len(learned)), title="the run")
     table.add_row("time", f"{clock(seconds)}, {seconds / len(learned):.3g} s a rollout")
     for name, part in spent.items():
-        table.add_row(f"  {name}", f"{clock(part)}, {100 * part / seconds:.0f} %")
+        table.add_row(f"  {name}", f"{clock(part)}, {percent(part / seconds, 0)}")
     if played := sum(row.get("time/played", 0.0) for row in learned):
         calls = {"rollouts ahead": played, **calls}
     for name, part in calls.items():
-        table.add_row(f"beside: {name}", f"{clock(part)}, {100 * part / seconds:.0f} %")
+        table.add_row(f"beside: {name}", f"{clock(part)}, {percent(part / seconds, 0)}")
     table.add_row("tokens/s", f"{tokens / busy:,.0f}")
     table.add_row("memory, at most", f"{memory / 2**30:.2f} GiB")
     if known := [evaluation for evaluation in evaluations if evaluation.estimates["accuracy"].n]:

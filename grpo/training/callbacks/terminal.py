@@ -34,8 +34,8 @@ def status(metrics: Mapping[str, float], left: float, columns: Sequence[str] = (
     """Return the line of a rollout, at most 66 characters. left: the remaining seconds. columns: more metrics, beyond that."""
     more = "".join(f"{name.rpartition('/')[2]} {written(name, metrics[name])}  " for name in columns if name in metrics)
     return (
-        f"reward {metrics['rollout/reward']:.2f}  solved {100 * metrics['rollout/solve_rate']:.0f} %  groups "
-        f"{100 * metrics['rollout/effective_groups']:.0f} %  {more}{metrics['tokens/s']:,.0f} tok/s  {clock(left)} left"
+        f"reward {metrics['rollout/reward']:.2f}  solved {percent(metrics['rollout/solve_rate'], 0)}  groups "
+        f"{percent(metrics['rollout/effective_groups'], 0)}  {more}{metrics['tokens/s']:,.0f} tok/s  {clock(left)} left"
     )
 
 
