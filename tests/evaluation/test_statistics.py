@@ -209,7 +209,7 @@ def test_every_interval_holds_the_truth():
         "share, nearly all solved",
         "difference, few differ",
     )  # the known limits in docs/statistics.md
-    for case in cases(1500):
+    for case in cases(4000):
         what = case["what"]
         if what in limits:
             continue
