@@ -24,7 +24,7 @@ from grpo.training.optimization import Optimization
 
 GPT2 = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512}
 MORE = {
-    "gemma3": (transformers.Gemma3TextConfig, {"sliding_window": 6}),
+    "gemma3": (transformers.Gemma3TextConfig, {"sliding_window": 6, "final_logit_softcapping": 2.0}),
     "mistral, window 6": (transformers.MistralConfig, {"sliding_window": 6}),
     "gpt2": (transformers.GPT2Config, GPT2),
     "neox": (transformers.GPTNeoXConfig, {}),
@@ -120,6 +120,14 @@ def test_entropies_with_gradient_and_a_head_in_chunks(monkeypatch):
     monkeypatch.setitem(logprobs.LOGITS_AT_ONCE, "cpu", 5 * 97)
     assert int(batch.mask.sum()) > 5
     agree(model, batch, "shared_prompt", entropies=True)
+
+
+def test_the_softmax_is_in_float32_whatever_the_model_computes_in():
+    logits = torch.randn(5, 97, generator=torch.Generator().manual_seed(0)).bfloat16()
+    got, entropy = logprobs.of_logits(logits, torch.arange(5), 0.7, False)
+    exact = (logits.double() / 0.7).log_softmax(-1)
+    torch.testing.assert_close(got.double(), exact[range(5), range(5)], atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(-1), atol=1e-5, rtol=0)
 
 
 def test_no_tensor_of_tokens_by_vocabulary_is_kept(monkeypatch):
