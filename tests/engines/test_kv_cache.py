@@ -118,6 +118,11 @@ def test_a_model_of_another_kind_is_sampled_from_by_its_own_cache(family, caplog
     assert [c.ids for c in found] == [c.ids for c in engine_of(model).sample(GROUPS, Sampling(24), range(10))]
 
 
+def test_padding_takes_no_positions():
+    """It does not matter to distances, but to positions that are learned."""
+    assert not cache_objection(PaddedCache, model_of("gpt2"))
+
+
 def test_a_model_that_no_way_is_right_for_is_refused():
     config = transformers.RwkvConfig(hidden_size=64, attention_hidden_size=64, num_hidden_layers=2, vocab_size=97)
     with pytest.raises(UserError, match=r"cannot sample from RwkvForCausalLM .* set engine=vllm"):

@@ -131,6 +131,12 @@ def test_whitening_is_over_truncated_answers_too():
     close(got.advantages, tensor([[-1.0, -1.0], [0.0, 0.0]]) / math.sqrt(2))  # 1 1 4: mean 2, variance 2
 
 
+def test_the_mean_over_a_sample_is_over_its_tokens_in_all_of_its_rows():
+    values = tensor([[1.0, 3.0], [5.0, 99.0]])
+    close(TOKENS.sample_means(values, (1, 2)), tensor([[2.0, 5.0]]))
+    close(replace(TOKENS, sample=tensor([1, 1])).sample_means(values, (1, 2)), tensor([[0.0, 3.0]]))
+
+
 def test_the_kl_of_a_sample_is_that_of_its_tokens_in_all_of_its_rows():
     """0.5 in each of two rows, whatever stands behind them."""
     tokens = replace(batch_of([[-1.0, 9.0], [-2.0, 9.0]], [[-1.5, 0.0], [-2.5, 0.0]], [1, 1]), sample=tensor([0, 0]))

@@ -64,6 +64,11 @@ def test_the_optimal_baseline_of_a_token():
     got = optimal_token(tensor([[1.0, -1.0]]), steps, mask, sample, turn, old, squares)
     # at the first place (0.5 x 1 - 1.5 x 1) / 2 = -0.5, later there is one sample alone: R itself
     close(got, tensor([[1.5, 0, 0], [-0.5, -1, 0], [-1.0, 0, 0]]))
+    # two tokens of each: w 0.5 0.5 and 1.5 0.5, so the second place has weights 1 and 2, and the baseline -1/3
+    old2, squares2 = tensor([[0.5, 0.5], [0.25, 0.5]]).log(), tensor([[0.5, 0.5], [1.0, 0.5]])
+    both = torch.ones(2, 2, dtype=torch.bool), tensor([0, 1]), torch.zeros(2, 2, dtype=torch.int64), old2, squares2
+    two = optimal_token(tensor([[1.0, -1.0]]), tensor([[[1.0], [-1.0]]]), *both)
+    close(two, tensor([[1.5, 4 / 3], [-0.5, -2 / 3]]))
     order = tensor([1, 0, 2])
     again = optimal_token(
         tensor([[1.0, -1.0]]), steps, mask[order], sample[order], turn[order], old[order], squares[order]

@@ -30,7 +30,7 @@ class Game:
         return ASK
 
     def step(self, action: Action):
-        self.turns += 1
+        self.turns, self.heard = self.turns + 1, action.message
         if self.kind == "raises":
             raise ValueError("broken")
         if self.kind == "hangs":
@@ -95,7 +95,7 @@ def test_a_reward_stays_with_its_sample_where_a_sibling_fails(parts):
 def test_a_score_sees_the_environment_before_it_is_closed(parts):
     class Seen(Games):
         def score(self, example, trajectory, env):
-            assert env not in self.closed
+            assert env not in self.closed and env.heard == trajectory.steps[-1].action.message
             return Reward(float(env.turns), trajectory.reward is not None and trajectory.reward.correct)
 
     class SeenTogether(Games):
