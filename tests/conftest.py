@@ -10,6 +10,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a missing file fails at once
 os.environ["OMP_NUM_THREADS"] = "1"  # the models are so small that a second thread only waits
 
 import pytest
+
+pytest.register_assert_rewrite("helpers")
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 
 import pytest
-from maps import check_keys, table
+from helpers.project import check_keys, table
 
 TABLE = table("from_others.md", "flag")
 FLAGS = Counter(flag for flags, *_ in TABLE for flag in re.findall(r"`([^`]+)`", flags))

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from conftest import ROOT
+from helpers.project import check_keys, table
 from huggingface_hub.cli import hf
 from huggingface_hub.errors import OfflineModeIsEnabled
-from maps import check_keys, table
 
 from grpo.apps.from_trl import main
 from grpo.system.errors import UserError

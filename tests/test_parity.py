@@ -7,9 +7,9 @@ from contextlib import suppress
 from importlib import import_module
 
 import pytest
-import table
 from conftest import ROOT, compose_config
 from omegaconf import OmegaConf
+from parity import table
 
 PAGE = (ROOT / "docs" / "parity.md").read_text()
 LINES = [

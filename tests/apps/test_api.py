@@ -14,9 +14,9 @@ import search_agent
 import torch
 from conftest import EXAMPLES, ROOT, compose_config
 from datasets import Dataset
+from helpers.runs import rows, state
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from peft import LoraConfig, PeftModel
-from test_train import rows, state
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo

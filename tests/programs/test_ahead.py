@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import time
-from copy import deepcopy
 from dataclasses import replace
 
 import lightning as L
@@ -11,11 +10,11 @@ import pandas as pd
 import pytest
 import torch
 from conftest import TEST_PATH, compose_config, preset
-from test_train import VARIED, Halves, Varied, state, told
-from test_train import rows as all_rows
-from typed import command
+from helpers.programs import command
+from helpers.runs import VARIED, state, told
+from helpers.runs import rows as all_rows
+from helpers.slots import Apart, Halves, Varied
 
-from grpo.engines.builtin.engine import TransformersEngine
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Reward, SingleTurn, Trajectory
@@ -28,24 +27,6 @@ from grpo.system.errors import RolloutError, UserError
 from train import train
 
 LIMIT = 60  # seconds after which a test that waits fails
-
-
-class Apart(TransformersEngine):
-    """The built-in engine with a copy of the weights. It records which weights it received, and which it sampled with."""
-
-    apart = True
-
-    def __init__(self, max_cache_tokens: int = 65536) -> None:
-        super().__init__(max_cache_tokens)
-        Apart.loads, Apart.sampled = [], []
-
-    def load_weights(self, model, version):
-        self.loads.append(version)
-        super().load_weights(deepcopy(model), version)
-
-    def sample(self, *args):
-        self.sampled.append(self.version)
-        return super().sample(*args)
 
 
 @pytest.fixture
@@ -160,7 +141,7 @@ def test_a_crashed_run_resumes_bit_exactly(run, tmp_path, adapter):
     ]
     straight = run(*settings, folder="straight")
     with pytest.raises(RuntimeError, match="the disk is full"):
-        run(*settings, "+callbacks.crash={_target_: test_train.Crash, rollout: 3}", folder="crashed")
+        run(*settings, "+callbacks.crash={_target_: helpers.slots.Crash, rollout: 3}", folder="crashed")
     checkpoint = f"ckpt_path={tmp_path / 'crashed' / 'checkpoints' / 'last.ckpt'}"
     resumed = run(*settings, checkpoint, "resume.changes=allow", folder="resumed")
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, compose_config, preset
+from helpers.runs import VARIED
 from pyarrow import parquet
 from scipy.stats import binomtest
-from test_train import VARIED
 
 from grpo.evaluation.statistics import arm_interval
 from grpo.runs import html

@@ -1,6 +1,6 @@
 """The commands of tests/parity/table.py, which show row by row what docs/parity.md promises.
 
-A command runs as typed, in a process of tests/typed.py.
+A command runs as typed, in a process of tests/helpers/programs.py.
 """
 
 import inspect
@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import EXAMPLES, ROOT
-from table import REFUSED, WORKS, Left
+from helpers.programs import start
+from parity.table import REFUSED, WORKS, Left
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
-from typed import start
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import time
 import pandas as pd
 import pytest
 from conftest import EXAMPLES, REAL_DATA, ROOT, compose_config
-from test_train import rows, told
+from helpers.runs import rows, told
 
 from grpo.runs.runs import Run
 from tasks.gsm8k import GSM8K

@@ -4,8 +4,8 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from attempts import ATTEMPTS, CODE, confinable, graded, outcome, programs
 from conftest import REAL_DATA
+from helpers.attempts import ATTEMPTS, CODE, confinable, graded, outcome, programs
 
 from grpo.rewards.code.programs import assemble
 from grpo.rewards.math.answers import boxed

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from helpers.episodes import said
 from hydra.errors import MissingConfigException
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
@@ -31,11 +32,6 @@ from grpo.rollout.samples_table import records
 from grpo.rollout.types import Sample
 from grpo.system.errors import RewardError, UserError
 from grpo.system.progress import BEGIN, Progress, set_progress
-
-
-def said(text: str, *before: Message, length: int = 0, truncated: bool = False) -> Trajectory:
-    messages = before or (Message("user", "2 + 2?"),)
-    return Trajectory((Step(State(messages), Action(Message("assistant", text), truncated, tuple(range(length)))),))
 
 
 def letters(completions, **columns):

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from attempts import confinable
 from conftest import REAL_DATA, ROOT
+from helpers.attempts import confinable
 
 from grpo.rewards.code import sandbox_child
 from grpo.rewards.code.programs import assemble, code_verdict, extract_continuation, extract_program

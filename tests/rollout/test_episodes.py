@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import compose_config, seed
+from helpers.learning import as_given, fresh, make_module
+from helpers.slots import Dice, Talk
 from omegaconf import open_dict
-from test_module import as_given, fresh, make_module
 from torch import tensor
 
 from grpo.engines.protocol import Sampling
@@ -129,22 +130,6 @@ def test_all_rows_of_a_sample_are_in_one_update(toy):
 
 
 # -- environments
-
-
-class Talk:
-    """Says its lines, one per turn."""
-
-    def __init__(self, lines):
-        self.messages, self.lines = (Message("user", "begin"),), list(lines)
-
-    def start(self):
-        return State(self.messages)
-
-    def step(self, action):
-        if not self.lines:
-            return None
-        self.messages = (*self.messages, action.message, Message("user", self.lines.pop(0)))
-        return State(self.messages)
 
 
 class Raising(Talk):
@@ -388,24 +373,6 @@ def test_slow_environments_that_answer_one_after_the_other_share_a_batch(parts, 
     task = working(lambda: time.sleep(1 + next(order) / 200), "a")
     play(task, [{"name": str(i)} for i in range(4)], 4, *parts, Sampling(2), seed)
     assert sizes[0] == 16 and sum(sizes) == 32 and len(sizes) < 8
-
-
-class Dice:
-    """Throws dice, as often as the example says, one throw per turn; the seed decides the numbers."""
-
-    def __init__(self, size=12):
-        self.size = size
-
-    def examples(self, split):
-        return [{"throws": 1 + i % 3} for i in range(self.size)]
-
-    def build(self, example, seed):
-        rng = random.Random(seed)
-        return Talk([f"you threw {rng.randint(1, 6)}" for _ in range(example["throws"])])
-
-    def score(self, example, trajectory):
-        text = " ".join(message.content for message in trajectory.messages)
-        return Reward(len(text) % 7 / 7, correct=False)
 
 
 def run_of(smoke, target: str, *overrides: str, **task):

@@ -12,9 +12,9 @@ from pathlib import Path
 import lightning as L
 import pytest
 from conftest import compose_config
+from helpers.runs import VARIED
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
-from test_train import VARIED
 
 from grpo.runs.runs import Run
 from grpo.runs.trackers import MLflow, TensorBoard, Trackio, Wandb, allowed, markdown, sweep

@@ -7,9 +7,9 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from ranks import Ranks
-from test_episodes import Dice
-from test_train import rows, told
+from helpers.ranks import Ranks
+from helpers.runs import rows, told
+from helpers.slots import Dice
 from transformers import AutoModelForCausalLM
 
 from grpo.models.pretrained import Pretrained
@@ -61,7 +61,7 @@ CASES = {
     ],
     "adamw": ["optim.optimizer._target_=torch.optim.AdamW", "optim.optimizer.lr=1e-3", "rollout.num_rollouts=2"],
     "ahead": [
-        *("rollout.ahead=1", "algo.old_policy=rollout", "engine=transformers", "engine._target_=test_ahead.Apart"),
+        *("rollout.ahead=1", "algo.old_policy=rollout", "engine=transformers", "engine._target_=helpers.slots.Apart"),
         "rollout.num_rollouts=3",
     ],
     "adapter": [
@@ -111,7 +111,7 @@ def learned(ranks, smoke):
         """The weights at the end of a run."""
         common = [
             *(override for override in smoke() if not override.startswith(("output_dir", "optim", "callbacks"))),
-            "task._target_=test_train.Varied",
+            "task._target_=helpers.slots.Varied",
             "trainer=cpu",
             f"trainer.devices={devices}",
             "trainer.timeout=60",

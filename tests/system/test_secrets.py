@@ -4,8 +4,8 @@ import logging
 
 import pytest
 from conftest import TEST_PATH
+from helpers.programs import command
 from lightning.pytorch.loggers import Logger
-from typed import command
 
 from grpo.apps.composing import composed
 from grpo.apps.resuming import continued, with_those_of_the_run

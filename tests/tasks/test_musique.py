@@ -4,6 +4,7 @@ import json
 
 import pytest
 from conftest import EXAMPLES, REAL_DATA, compose_config
+from helpers.episodes import hop_queries
 from hydra.utils import instantiate
 
 from grpo.env.intake import build as build_env
@@ -44,17 +45,6 @@ def episode(env: ToolEnv, *said: Message, truncated: bool = False) -> Trajectory
 
 def scored(task: Musique, example: Example, *said: Message, **how) -> Reward:
     return task.score(example, episode(task.build(example), *said, **how))
-
-
-def hop_queries(row: Example) -> list[str]:
-    """Return the searches of someone who knows the plan and every intermediate answer."""
-    queries = []
-    for place, hop in enumerate(row["decomposition"]):
-        query = hop["q"]
-        for earlier in range(place, 0, -1):
-            query = query.replace(f"#{earlier}", row["decomposition"][earlier - 1]["a"])
-        queries.append(query)
-    return queries
 
 
 def published(row: Example) -> Example:

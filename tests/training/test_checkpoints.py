@@ -11,8 +11,9 @@ import pandas as pd
 import pytest
 import torch
 from conftest import EXAMPLES, compose_config
+from helpers.runs import VARIED
+from helpers.slots import Varied
 from omegaconf import OmegaConf
-from test_train import VARIED, Varied
 from transformers import AutoModelForCausalLM
 
 from grpo.apps.resuming import check_resumed, is_over

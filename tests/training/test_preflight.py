@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import EXAMPLES, compose_config
-from test_train import rows
+from helpers.runs import rows
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from grpo.apps.cli import one_line_errors

@@ -6,8 +6,8 @@ import lightning as L
 import pytest
 import torch
 from conftest import compose_config
-from test_module import ADVANTAGES, fresh, make_module, rollout
-from test_train import VARIED, rows, state
+from helpers.learning import ADVANTAGES, fresh, make_module, rollout
+from helpers.runs import VARIED, rows, state
 
 from grpo.apps.replay import replay
 from grpo.runs.runs import Run

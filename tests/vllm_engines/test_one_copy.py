@@ -6,11 +6,10 @@ from copy import deepcopy
 import pytest
 import torch
 import transformers
-from cases import CONTEXT, FAMILIES, disturb, gap, gap_now, model_folder, steps
 from conftest import compose_config
+from helpers.models import BOUND, CONTEXT, FAMILIES, disturb, gap, gap_now, model_folder, steps
+from helpers.runs import VARIED, rows
 from safetensors.torch import load_file
-from test_sync import BOUND
-from test_train import VARIED, rows
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -71,7 +70,7 @@ def test_a_run_with_an_adapter_stays_in_step_when_it_is_resumed(smoke, tmp_path)
         train(config)
 
     with pytest.raises(RuntimeError, match="the disk is full"):
-        run("crashed", "+callbacks.crash={_target_: test_train.Crash, rollout: 2}")
+        run("crashed", "+callbacks.crash={_target_: helpers.slots.Crash, rollout: 2}")
     run("resumed", f"ckpt_path={tmp_path / 'crashed'}", "resume.changes=allow")
     measured = [*rows(tmp_path / "crashed"), *rows(tmp_path / "resumed")]
     assert len(measured) == 3 and max(row["rollout/logprob_gap_max"] for row in measured) < 1e-4

@@ -19,7 +19,7 @@ from tasks.calculator import Calculator
 from tasks.countdown import Countdown, form
 from tasks.musique import Musique
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 ATTEMPTS = [json.loads(line) for line in (DATA / "attempts.jsonl").read_text().splitlines()]
 LIMITS = ProgramLimits(seconds=2)
 CODE = {

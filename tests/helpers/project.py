@@ -1,7 +1,9 @@
 """Reads the tables that map settings of other systems to keys of ours, and tries the keys."""
 
+import ast
 import functools
 import re
+from pathlib import Path
 
 from conftest import ROOT, compose_config
 from omegaconf import OmegaConf
@@ -49,3 +51,15 @@ def check_keys(here: str, remark: str) -> None:
             compose_config("output_dir=.", *needed, word)
         elif not (ROOT / "conf" / key).is_dir() and not key.lstrip("+").startswith(("hydra", "logger")):
             assert any(OmegaConf.select(config, key, default=CHOICES) is not CHOICES for config in configs()), key
+
+
+def imports(file: Path) -> set[str]:
+    """Return the dotted names of all modules that the file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return names

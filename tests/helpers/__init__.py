@@ -1,0 +1,1 @@
+"""What several tests share. A test module imports from here, and never from another test module."""
