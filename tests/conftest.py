@@ -30,6 +30,7 @@ TEST_PATH = os.pathsep.join(map(str, [ROOT, ROOT / "tests", *(ROOT / "tests").gl
 EXAMPLES = ROOT / "tests" / "data"  # a few rows of our own
 REAL_DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data"))  # gsm8k_test.jsonl and more
 
+pytest_plugins = ["helpers.forks", "helpers.costs", "helpers.again"]
 quiet()
 
 
