@@ -26,7 +26,7 @@ ROOMS = [
 
 
 def test_no_test_imports_another():
-    """What tests share is in tests/helpers."""
+    """Shared code is in tests/helpers."""
     tests = {file.stem: file for file in (ROOT / "tests").rglob("test_*.py")}
     for file in [*tests.values(), *(ROOT / "tests" / "helpers").glob("*.py")]:
         assert not [name for name in imports(file) if name.partition(".")[0] in tests], file
