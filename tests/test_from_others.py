@@ -1,4 +1,4 @@
-"""docs/from_others.md has every flag of rolo, `trl vllm-serve`, Atropos' trainer and rl-max. Its keys, and those of docs/from_trl.md, exist."""
+"""docs/from_others.md has every flag of four other systems; the keys that it and docs/from_trl.md name exist."""
 
 import dataclasses
 import re

@@ -9,20 +9,7 @@ import lines  # benchmarks/lines.py
 from helpers.project import imports
 
 ROOT = Path(__file__).parents[1]
-ROOMS = [
-    "system",
-    "env",
-    "data",
-    "rewards",
-    "objectives",
-    "models",
-    "engines",
-    "rollout",
-    "evaluation",
-    "runs",
-    "training",
-    "apps",
-]
+ROOMS = "system env data rewards objectives models engines rollout evaluation runs training apps".split()
 
 
 def test_no_test_imports_another():

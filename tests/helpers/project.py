@@ -41,9 +41,7 @@ def table(page: str, header: str) -> list[list[str]]:
 
 @functools.cache
 def configs() -> list:
-    return [
-        compose_config(*chosen.split(), "output_dir=.", name=name) for name in CHOICES for chosen in CHOICES[name]
-    ]
+    return [compose_config(*chosen.split(), "output_dir=.", name=name) for name in CHOICES for chosen in CHOICES[name]]
 
 
 def has(config, key: str) -> bool:
