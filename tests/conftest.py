@@ -96,17 +96,8 @@ def smoke(toy: Path, tmp_path: Path):
 
     def overrides(*more: str) -> list[str]:
         return [
-            "task=gsm8k",
-            f"task.path={EXAMPLES}",
-            "model=path",
-            f"model.path={toy}",
-            "debug=smoke",
-            "callbacks=none",
-            "forecast=false",
-            "preflight=off",
-            "max_tokens=8",
-            "optim.optimizer.lr=1e-3",
-            f"output_dir={tmp_path}",
+            *f"""task=gsm8k task.path={EXAMPLES} model=path model.path={toy} debug=smoke callbacks=none
+            forecast=false preflight=off max_tokens=8 optim.optimizer.lr=1e-3 output_dir={tmp_path}""".split(),
             *more,
         ]
 

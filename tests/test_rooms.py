@@ -9,24 +9,11 @@ import lines  # benchmarks/lines.py
 from helpers.project import imports
 
 ROOT = Path(__file__).parents[1]
-ROOMS = [
-    "system",
-    "env",
-    "data",
-    "rewards",
-    "objectives",
-    "models",
-    "engines",
-    "rollout",
-    "evaluation",
-    "runs",
-    "training",
-    "apps",
-]
+ROOMS = "system env data rewards objectives models engines rollout evaluation runs training apps".split()
 
 
 def test_no_test_imports_another():
-    """What tests share is in tests/helpers."""
+    """Shared code is in tests/helpers."""
     tests = {file.stem: file for file in (ROOT / "tests").rglob("test_*.py")}
     for file in [*tests.values(), *(ROOT / "tests" / "helpers").glob("*.py")]:
         assert not [name for name in imports(file) if name.partition(".")[0] in tests], file

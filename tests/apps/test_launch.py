@@ -184,13 +184,8 @@ class KilledOnce(L.Callback):
 @pytest.mark.slow
 def test_the_lines_of_torchrun_train_on_two_nodes_and_start_again(smoke, tmp_path):
     """One of two nodes loses its process; the run resumes by itself, and ends with the weights of one that lost none."""
-    words = [
-        "trainer.num_nodes=2",
-        "strategy=fsdp2",
-        "rollout.prompts=2",
-        "rollout.num_rollouts=3",
-        "deployment.max_restarts=1",
-    ]
+    words = """trainer.num_nodes=2 strategy=fsdp2 rollout.prompts=2 rollout.num_rollouts=3
+        deployment.max_restarts=1""".split()
     words += ["callbacks.checkpoint.every=1", "trainer.timeout=200", "callbacks=[checkpoint]"]
     killed = f"+callbacks.killed={{_target_: test_launch.KilledOnce, file: {tmp_path / 'killed'}}}"
     weights = []

@@ -20,12 +20,7 @@ from grpo.runs.runs import Run
 from grpo.system.errors import UserError
 
 THEN = [
-    "task=gsm8k",
-    f"task.path={EXAMPLES}",
-    "model=path",
-    "model.path=x",
-    "algo=dr_grpo",
-    "optim.optimizer.lr=3e-4",
+    *f"task=gsm8k task.path={EXAMPLES} model=path model.path=x algo=dr_grpo optim.optimizer.lr=3e-4".split(),
     "+callbacks.curriculum={_target_: helpers.slots.Crash, rollout: 9}",
 ]
 

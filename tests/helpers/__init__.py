@@ -1,1 +1,1 @@
-"""What several tests share. A test module imports from here, and never from another test module."""
+"""Code that several tests share. A test module imports it from here, and nothing from another test module."""

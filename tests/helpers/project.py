@@ -1,4 +1,4 @@
-"""Reads the tables that map settings of other systems to keys of ours, and tries the keys."""
+"""Reads the project's own files: the imports of a module, and the tables that map settings of other systems to keys of ours."""
 
 import ast
 import functools
@@ -8,11 +8,25 @@ from pathlib import Path
 from conftest import ROOT, compose_config
 from omegaconf import OmegaConf
 
-ENGINES = ("vllm", "vllm_server", "transformers")  # a key of an engine is a key of one of these
-CHOICES = {  # for the keys of these programs
-    "train": ("task=gsm8k", "task=jsonl adapter=lora logger=wandb", "optim=adamw_8bit source=atropos"),
-    "serve": ("",),
+CHOICES = {  # together they have the keys that the tables name
+    "train": (
+        "engine=vllm algo/kl=loss task=gsm8k",
+        "engine=vllm_server adapter=lora logger=wandb optim=adamw_8bit source=atropos task=jsonl",
+    ),
+    "serve": ("engine=vllm",),
 }
+
+
+def imports(file: Path) -> set[str]:
+    """Return the dotted names of all modules that the file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return names
 
 
 def table(page: str, header: str) -> list[list[str]]:
@@ -27,39 +41,34 @@ def table(page: str, header: str) -> list[list[str]]:
 
 @functools.cache
 def configs() -> list:
-    engines = [(f"engine={engine}", "algo/kl=loss") for engine in ENGINES]
-    return [
-        compose_config(*engine[: 1 if name == "serve" else 2], *chosen.split(), "output_dir=.", name=name)
-        for name, choices in CHOICES.items()
-        for i, chosen in enumerate(choices)
-        for engine in (engines if i == 0 else engines[:1])
-    ]
+    return [compose_config(*chosen.split(), "output_dir=.", name=name) for name in CHOICES for chosen in CHOICES[name]]
 
 
-def check_keys(here: str, remark: str) -> None:
-    """Fail unless every key and every KEY=VALUE of a row exists. Rows with always or none have no key."""
-    assert here != "none" or len(remark) > 10
-    in_remark = re.findall(r"`([+~]?[\w./]+=[^`]*)`", remark)
-    for word in ([] if here in ("always", "none") else re.findall(r"`([^`]+)`", here)) + in_remark:
-        key, assigned, _ = word.partition("=")
-        if key in ("train.py", "eval.py"):
-            assert (ROOT / key).is_file()
-        elif key.isupper():
-            continue  # a variable of the environment
-        elif assigned and "..." not in word:
-            needed = ["engine=vllm"] if "engine.args" in key else ["adapter=lora"] if "adapter." in key else []
-            compose_config("output_dir=.", *needed, word)
-        elif not (ROOT / "conf" / key).is_dir() and not key.lstrip("+").startswith(("hydra", "logger")):
-            assert any(OmegaConf.select(config, key, default=CHOICES) is not CHOICES for config in configs()), key
+def has(config, key: str) -> bool:
+    return OmegaConf.select(config, key, default=CHOICES) is not CHOICES
 
 
-def imports(file: Path) -> set[str]:
-    """Return the dotted names of all modules that the file imports, anywhere in it."""
-    names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: relative import"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return names
+def holds(word: str) -> bool:
+    """Return whether a key exists, or the key and the options of KEY=VALUE. With + the parent exists and the key does not."""
+    key, _, value = word.partition("=")
+    if key.isupper() or key.lstrip("+").startswith(("hydra", "logger")):
+        return True  # of the environment, of Hydra, of a tracker
+    if key in ("train.py", "eval.py"):
+        return (ROOT / key).is_file()
+    if (ROOT / "conf" / key).is_dir():
+        options = [] if "..." in value else re.findall(r"\w+", value)
+        return all((ROOT / "conf" / key / f"{option}.yaml").is_file() for option in options)
+    if key.startswith("+"):
+        return any(has(config, key[1:].rpartition(".")[0]) and not has(config, key[1:]) for config in configs())
+    return any(has(config, key) for config in configs())
+
+
+def faults(page: str, header: str) -> list[str]:
+    """Return the keys in the last two columns of a page's tables that do not exist, and refusals without a reason."""
+    found = []
+    for *_, here, remark in table(page, header):
+        found += [f"no reason: {remark}"] if here == "none" and len(remark) <= 10 else []
+        words = re.findall(r"`([+~]?[\w./]+=[^`]*)`", remark)
+        words += [] if here in ("always", "none") else re.findall(r"`([^`]+)`", here)
+        found += [word for words in words for word in re.split(r" (?=[\w./+~]+=)", words) if not holds(word)]
+    return found

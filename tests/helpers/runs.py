@@ -5,18 +5,8 @@ import csv
 import pytest
 from conftest import EXAMPLES, compose_config
 
-TIMES = (
-    "time/rollout",
-    "time/update",
-    "time/sync",
-    "time/eval",
-    "time/played",
-    "time/score",
-    "time/started",
-    "tokens/s",
-    "memory/rollout",
-    "memory/update",
-)
+TIMES = """time/rollout time/update time/sync time/eval time/played time/score time/started tokens/s
+    memory/rollout memory/update""".split()
 
 
 VARIED = {"_target_": "helpers.slots.Varied", "path": str(EXAMPLES)}

@@ -35,14 +35,8 @@ def run(smoke, tmp_path):
 
     def run(*overrides: str, folder: str = "run", engine: str = "Apart", task=VARIED) -> list[dict[str, float]]:
         (tmp_path / folder).mkdir()
-        settings = [
-            "rollout.ahead=1",
-            "algo.old_policy=rollout",
-            "eval.every=0",
-            "engine=transformers",
-            f"engine._target_=test_ahead.{engine}",
-            f"output_dir={tmp_path / folder}",
-        ]
+        settings = f"""rollout.ahead=1 algo.old_policy=rollout eval.every=0 engine=transformers
+            engine._target_=test_ahead.{engine} output_dir={tmp_path / folder}""".split()
         config = compose_config(*smoke(*settings, *overrides))
         config.task = task
         train(config)
@@ -108,13 +102,9 @@ class Answered(SingleTurn):
 @pytest.mark.slow
 def test_for_a_policy_that_stays_as_it_is_it_changes_nothing(run, tmp_path):
     """Prompts, seeds, rounds of dynamic sampling and kept groups are the same, with asynchronous environments."""
-    settings = [
-        "selection=dynamic",
-        "selection.rounds=8",
-        "rollout.prompts=6",
-        "rollout.num_rollouts=3",
-        "optim.optimizer.lr=0",
-    ]
+    settings = (
+        "selection=dynamic selection.rounds=8 rollout.prompts=6 rollout.num_rollouts=3 optim.optimizer.lr=0".split()
+    )
     settings, task = [*settings, "selection.by=reward", "callbacks=[samples]"], {"_target_": "test_ahead.Later"}
     usual = run(*settings, "rollout.ahead=0", folder="usual", task=task)
     early = run(*settings, folder="ahead", task=task)
@@ -128,17 +118,8 @@ def test_for_a_policy_that_stays_as_it_is_it_changes_nothing(run, tmp_path):
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_a_crashed_run_resumes_bit_exactly(run, tmp_path, adapter):
     """5 rollouts in one run equal 3, a crash and the rest: the checkpoint has the rollout that was ahead."""
-    settings = [
-        "callbacks=[samples,checkpoint]",
-        "callbacks.checkpoint.every=2",
-        "rollout.num_rollouts=5",
-        "eval.every=2",
-        "algo.num_epochs=2",
-        "algo.num_minibatches=2",
-        "selection=dynamic",
-        "selection.rounds=2",
-        f"adapter={adapter}",
-    ]
+    settings = f"""callbacks=[samples,checkpoint] callbacks.checkpoint.every=2 rollout.num_rollouts=5 eval.every=2
+        algo.num_epochs=2 algo.num_minibatches=2 selection=dynamic selection.rounds=2 adapter={adapter}""".split()
     straight = run(*settings, folder="straight")
     with pytest.raises(RuntimeError, match="the disk is full"):
         run(*settings, "+callbacks.crash={_target_: helpers.slots.Crash, rollout: 3}", folder="crashed")

@@ -23,16 +23,8 @@ from grpo.system.errors import StopError, UserError
 from grpo.system.stop import SIGNALS, Stop, seconds_of
 from train import train
 
-SETTINGS = (
-    "callbacks=[samples,checkpoint]",
-    "callbacks.checkpoint.every=3",
-    "rollout.num_rollouts=4",
-    "algo.num_epochs=2",
-    "algo.kl.coef=0.05",
-    "eval.every=2",
-    "resume=auto",
-    "resume.changes=allow",
-)
+SETTINGS = """callbacks=[samples,checkpoint] callbacks.checkpoint.every=3 rollout.num_rollouts=4 algo.num_epochs=2
+    algo.kl.coef=0.05 eval.every=2 resume=auto resume.changes=allow""".split()
 
 
 class Asks(Varied):
@@ -192,10 +184,7 @@ def test_the_state_of_a_reward_is_in_the_checkpoint(smoke, tmp_path):
     def adaptive(folder, *more):
         reward = "task.rewards=[{_target_: test_stop.Adaptive}]"
         settings = (
-            "callbacks=[checkpoint]",
-            "callbacks.checkpoint.every=1",
-            "rollout.num_rollouts=3",
-            "eval.every=0",
+            *"callbacks=[checkpoint] callbacks.checkpoint.every=1 rollout.num_rollouts=3 eval.every=0".split(),
             reward,
             "task.weights=null",
         )

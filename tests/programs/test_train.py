@@ -57,17 +57,10 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy, ending, done
 
     def run(folder: str, *more: str) -> None:
         settings = [
-            "callbacks=[samples,checkpoint]",
-            "callbacks.checkpoint.every=2",
-            "rollout.num_rollouts=5",
-            "algo.num_epochs=2",
-            "algo.num_minibatches=2",
-            "algo.kl.coef=0.05",
-            "algo.kl.sync_every=3",
+            *"""callbacks=[samples,checkpoint] callbacks.checkpoint.every=2 rollout.num_rollouts=5
+            algo.num_epochs=2 algo.num_minibatches=2 algo.kl.coef=0.05 algo.kl.sync_every=3""".split(),
             "algo.entropy={coef: 0.01, target: 9.0}",
-            "selection=dynamic",
-            "selection.rounds=2",
-            "optim.schedule.name=linear",
+            *"selection=dynamic selection.rounds=2 optim.schedule.name=linear".split(),
             *policy.split(),
             f"output_dir={tmp_path / folder}",
         ]

@@ -400,12 +400,8 @@ def metrics_of(folder):
 def test_a_run_of_several_turns_resumes_bit_exactly(smoke, tmp_path):
     def run(name, rollouts, *more):
         folder = tmp_path / name
-        settings = (
-            "callbacks=[samples,checkpoint]",
-            f"output_dir={folder}",
-            f"rollout.num_rollouts={rollouts}",
-            "eval.every=0",
-        )
+        settings = f"""callbacks=[samples,checkpoint] output_dir={folder} rollout.num_rollouts={rollouts}
+            eval.every=0""".split()
         folder.mkdir()
         train(run_of(smoke, "Dice", *settings, "optim.schedule.name=constant", *more))
         return folder

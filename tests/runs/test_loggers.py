@@ -61,11 +61,8 @@ def test_all_loggers_get_the_same_numbers_settings_and_texts(smoke, tmp_path, ca
     run = learned(
         smoke,
         tmp_path,
-        "logger=[wandb,mlflow]",
-        "logger.wandb.mode=offline",
-        f"logger.mlflow.uri={uri}",
-        "callbacks=[samples,texts]",
-        "callbacks.texts.samples=3",
+        *f"""logger=[wandb,mlflow] logger.wandb.mode=offline logger.mlflow.uri={uri}
+        callbacks=[samples,texts] callbacks.texts.samples=3""".split(),
     )
     assert not warnings(caplog)
     logged = numbers(run)

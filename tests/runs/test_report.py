@@ -37,15 +37,9 @@ def sweep(toy, tmp_path_factory) -> Path:
     crash = "+callbacks.crash={_target_: helpers.slots.Crash, rollout: 2}"
     jobs = [["algo=grpo", "seed=0"], ["algo=grpo", "seed=1"], ["algo=dr_grpo", "seed=0"], ["algo=dr_grpo", "seed=1"]]
     for job, said in enumerate([*jobs, ["algo=grpo", "seed=2"]]):
-        settings = [
-            "task=gsm8k",
-            "model=path",
-            f"model.path={toy}",
-            "debug=smoke",
-            "preflight=off",
-            "forecast=false",
-            "max_tokens=8",
-        ]
+        settings = (
+            f"task=gsm8k model=path model.path={toy} debug=smoke preflight=off forecast=false max_tokens=8".split()
+        )
         settings += ["callbacks=[samples,report]", "callbacks.samples.token_logprobs=true", "logger=csv"]
         settings += ["rollout.num_rollouts=4", "rollout.group_size=4", "eval.every=2", "optim.optimizer.lr=1e-3"]
         settings += ["eval.samples=4", "eval.sampling.temperature=1"]

@@ -64,13 +64,7 @@ CASES = {
         *("rollout.ahead=1", "algo.old_policy=rollout", "engine=transformers", "engine._target_=helpers.slots.Apart"),
         "rollout.num_rollouts=3",
     ],
-    "adapter": [
-        "adapter=lora",
-        "algo/kl=loss",
-        "algo.kl.sync_every=1",
-        "algo.kl.sync_alpha=0.5",
-        "rollout.num_rollouts=2",
-    ],
+    "adapter": "adapter=lora algo/kl=loss algo.kl.sync_every=1 algo.kl.sync_alpha=0.5 rollout.num_rollouts=2".split(),
 }
 
 
@@ -189,13 +183,8 @@ def test_checkpoints_go_from_any_ranks_and_strategy_to_others(learned, tmp_path)
     critic is not part of the policy's folder."""
     common = [
         *("algo=ppo", "critic=model", "critic.lr=0.1"),
-        *(
-            "algo/kl=loss",
-            "algo.kl.sync_every=1",
-            "algo.kl.sync_alpha=0.5",
-            "rollout.prompts=3",
-            "rollout.num_rollouts=3",
-        ),
+        *"""algo/kl=loss algo.kl.sync_every=1 algo.kl.sync_alpha=0.5 rollout.prompts=3
+            rollout.num_rollouts=3""".split(),
         *("optim.optimizer.lr=0.1", "+optim.optimizer.momentum=0.9"),
         *("callbacks.checkpoint.every=1", "callbacks.checkpoint.keep=3"),
         "+callbacks.small={_target_: test_distributed.SmallPieces}",
@@ -226,12 +215,7 @@ def test_checkpoints_go_from_any_ranks_and_strategy_to_others(learned, tmp_path)
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_writes_a_checkpoint_loses_nothing(learned, tmp_path):
-    settings = [
-        "strategy=fsdp2",
-        "strategy.checkpoint=sharded",
-        "callbacks.checkpoint.every=1",
-        "rollout.num_rollouts=3",
-    ]
+    settings = "strategy=fsdp2 strategy.checkpoint=sharded callbacks.checkpoint.every=1 rollout.num_rollouts=3".split()
     whole = learned(tmp_path / "whole", 2, settings)
     victims, folder = Ranks(2), tmp_path / "killed"
     try:

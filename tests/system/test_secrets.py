@@ -29,17 +29,7 @@ def test_keys_of_secrets(key):
 
 @pytest.mark.parametrize(
     "key",
-    [
-        "max_tokens",
-        "rollout.tokens",
-        "pad_token",
-        "eos_token",
-        "key",
-        "keys",
-        "secretary",
-        "tokenizer",
-        "token_logprobs",
-    ],
+    "max_tokens rollout.tokens pad_token eos_token key keys secretary tokenizer token_logprobs".split(),
 )
 def test_keys_of_other_values(key):
     assert not is_secret(key)

@@ -391,14 +391,7 @@ def test_a_run_trains_a_program_and_evaluates_it(toy, tmp_path, monkeypatch):
     program = 'said = text(ask(row["prompt"])); reward(reward=len(said), parts={"letters": len(set(said))})'
     rows = [{"prompt": f"q{i}", "program": program} for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sizes = [
-        "debug=smoke",
-        "max_tokens=8",
-        "eval.limit=2",
-        "optim.optimizer.lr=1e-3",
-        "forecast=false",
-        "preflight=warn",
-    ]
+    sizes = "debug=smoke max_tokens=8 eval.limit=2 optim.optimizer.lr=1e-3 forecast=false preflight=warn".split()
     sizes += [
         "callbacks=samples",
         "task.command=python agent.py",

@@ -59,23 +59,7 @@ def test_the_tool_is_exact(expression, result):
 
 @pytest.mark.parametrize(
     "expression",
-    [
-        "",
-        "1+",
-        "(1",
-        "1)",
-        "1/0",
-        "1/(2-2)",
-        "2**9",
-        "2^9",
-        "5!",
-        "a+1",
-        "1=1",
-        "1 2",
-        "1e9",
-        "__import__('os')",
-        "9" * 201,
-    ],
+    ["", *"1+ (1 1) 1/0 1/(2-2) 2**9 2^9 5! a+1 1=1".split(), "1 2", "1e9", "__import__('os')", "9" * 201],
 )
 def test_anything_else_is_told_in_one_line(expression):
     with pytest.raises(ToolError, match="has no value: give numbers with") as error:

@@ -31,14 +31,7 @@ from grpo.training.preflight import probe as probing
 from grpo.training.preflight.probe import Probe
 from train import train
 
-SMALL = (
-    "callbacks=none",
-    "forecast=false",
-    "rollout.group_size=4",
-    "task.train_size=50",
-    "task.test_size=20",
-    "logger=csv",
-)
+SMALL = "callbacks=none forecast=false rollout.group_size=4 task.train_size=50 task.test_size=20 logger=csv".split()
 
 
 @pytest.fixture(scope="module")

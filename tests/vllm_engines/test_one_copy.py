@@ -51,19 +51,10 @@ def test_packed_experts_are_refused(tmp_path, monkeypatch):
 
 def test_a_run_with_an_adapter_stays_in_step_when_it_is_resumed(smoke, tmp_path):
     def run(folder: str, *more: str) -> None:
-        settings = [
-            "engine=vllm_shared",
-            "adapter=lora",
-            f"engine.args.kv_cache_memory_bytes={1 << 26}",
-            "engine.args.max_model_len=1024",
-            "callbacks=[checkpoint]",
-            "callbacks.checkpoint.every=1",
-            "rollout.num_rollouts=3",
-            "eval.every=0",
-            "algo.kl.coef=0.05",
-            "optim.optimizer.lr=1e-2",
-            f"output_dir={tmp_path / folder}",
-        ]
+        settings = f"""engine=vllm_shared adapter=lora engine.args.kv_cache_memory_bytes={1 << 26}
+            engine.args.max_model_len=1024 callbacks=[checkpoint] callbacks.checkpoint.every=1
+            rollout.num_rollouts=3 eval.every=0 algo.kl.coef=0.05 optim.optimizer.lr=1e-2
+            output_dir={tmp_path / folder}""".split()
         config = compose_config(*smoke(*settings, *more))
         config.task = VARIED
         (tmp_path / folder).mkdir()
