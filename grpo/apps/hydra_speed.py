@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 
 
 def by_libyaml(rules: Callable[[], type]) -> Callable[[], type]:
-    """libyaml finds the words; OmegaConf's rules say what they are."""
+    """libyaml finds the words, OmegaConf's rules say what they are. A tab after a colon, which PyYAML refuses, is read."""
     from yaml import YAMLError, constructor, resolver
     from yaml.cyaml import CParser  # an ImportError without libyaml
 

@@ -8,12 +8,12 @@ from pkgutil import resolve_name
 
 import hydra
 import pytest
+from bad_inputs import side_by_side  # benchmarks/bad_inputs.py
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
-from test_config import OPTIONS
 
 from grpo.apps import hydra_speed
-from grpo.apps.composing import composed
+from grpo.apps.composing import CONF, composed, options
 
 
 @contextmanager
@@ -56,13 +56,25 @@ QUICK = [
     ("eval", "task=gsm8k model=path"),
     ("serve", "engine=nope"),
 ]
-EVERY = [(program, f"{group}={option}") for program in ("train", "eval", "serve") for group, option in OPTIONS]
+GROUPS = {str(file.parent.relative_to(CONF)) for file in CONF.rglob("*.yaml")} - {".", "data", "limits", "sampling"}
+AXES = {group for group in GROUPS if group.startswith("algo/")}
+SHARED = {"task", "model", "engine", "renderer", "judge", "problem"}
+EVERY = [  # every option
+    *(
+        ("train", " ".join(line))
+        for part in (GROUPS - AXES - {"experiment"}, AXES)
+        for line in side_by_side(sorted(part))
+    ),
+    *(("train", f"experiment={option}") for option in options("experiment")),
+    *(("eval", " ".join(line)) for line in side_by_side(sorted(SHARED))),
+]
 
 
 @pytest.mark.parametrize("lines", [QUICK, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["quick", "every_option"])
 def test_the_same_is_composed(lines):
     for program, line in lines:
-        same(lambda program=program, line=line: composed(program, line.split(" "), return_hydra_config=True))
+        found = same(lambda program=program, line=line: composed(program, line.split(" "), return_hydra_config=True))
+        assert isinstance(found, list) == bool(re.search("nope|promts", line)), found
 
 
 FILES = {
