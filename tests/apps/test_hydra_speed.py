@@ -47,7 +47,7 @@ def same(make):
 QUICK = [
     (
         "train",
-        "algo=dapo algo/kl=k3 task=math model=qwen05b adapter=lora engine=vllm callbacks=[samples,health] ~judge",
+        "algo=dapo algo/kl=reward task=math model=qwen05b adapter=lora engine=vllm callbacks=[samples,health] ~judge",
     ),
     (
         "train",
