@@ -21,7 +21,7 @@ EVENTS = {
     "os.posix_spawn": "processes",
 }
 CALLS = [
-    ("hydra._internal.config_loader_impl", "ConfigLoaderImpl", "load_configuration", "compositions"),
+    ("hydra._internal.config_loader_impl", "ConfigLoaderImpl", "_load_configuration_impl", "compositions"),
     ("lightning.pytorch", "Trainer", "fit", "runs"),
 ]
 spent = 0.0  # when the phase began
