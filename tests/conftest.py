@@ -1,6 +1,7 @@
 """Fixtures: a toy model that is made in a second, the real configuration, and real data if it is present."""
 
 import functools
+import importlib
 import os
 import pickle
 from pathlib import Path
@@ -32,6 +33,17 @@ REAL_DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data
 
 pytest_plugins = ["helpers.forks", "helpers.costs", "helpers.again"]
 quiet()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if (
+        session.config.option.forks and len(session.items) > 1000
+    ):  # all forks share what is imported, and one server of commands
+        from helpers import programs
+
+        for name in programs.IMPORTED.split():
+            importlib.import_module(name)
+        programs.server()
 
 
 def seed(*path: int) -> int:

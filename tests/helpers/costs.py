@@ -1,4 +1,4 @@
-"""CPU seconds of tests, by room and by test, with what they compose, train and start. `pytest --costs FILE.jsonl` writes them.
+"""CPU seconds of tests, by room and by test, with what they compose, train and start. `pytest --costs [FILE.jsonl]` shows them.
 
 The seconds are those of the process and of the processes that it has waited for. They scatter by a tenth or two, and grow on a
 busy machine; the counts do not.
@@ -8,8 +8,10 @@ import json
 import os
 import sys
 from collections import Counter, defaultdict
+from multiprocessing import forkserver
 from pathlib import Path
 
+import psutil
 import pytest
 
 PHASES: list[dict] = []  # a line of the file for each phase of each test
@@ -40,7 +42,9 @@ def room(test: str) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--costs", type=Path, help="write the CPU seconds of each test to this file")
+    parser.addoption(
+        "--costs", type=Path, nargs="?", const=Path(os.devnull), help="print costs, and write them to a file"
+    )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -91,6 +95,8 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
         rooms[room(phase["test"])].update({key: phase[key] for key in phase if key not in ("test", "when")})
         rooms[room(phase["test"])]["tests"] += phase["when"] == "call"
         tests[phase["test"]] += phase.get("cpu", 0)
+    if server := forkserver._forkserver._forkserver_pid:  # no child of a test's process
+        rooms["commands typed"]["cpu"] = sum(psutil.Process(server).cpu_times()[:4])
     columns = ("cpu", "tests", "compositions", "runs", "processes")
     terminalreporter.section("CPU seconds by room")
     terminalreporter.line(f"{'':20}" + "".join(f"{column:>14}" for column in columns))
