@@ -9,9 +9,9 @@ import lightning as L
 import pandas as pd
 import pytest
 import torch
-from conftest import TEST_PATH, compose_config, preset
+from conftest import TEST_PATH, preset
 from helpers.programs import command
-from helpers.runs import VARIED, state, told
+from helpers.runs import VARIED, learned, state, told
 from helpers.runs import rows as all_rows
 from helpers.slots import Apart, Halves, Varied
 
@@ -24,7 +24,6 @@ from grpo.rollout.rollouts import Rollout
 from grpo.rollout.types import Sample
 from grpo.runs.runs import Run
 from grpo.system.errors import RolloutError, UserError
-from train import train
 
 LIMIT = 60  # seconds after which a test that waits fails
 
@@ -37,9 +36,7 @@ def run(smoke, tmp_path):
         (tmp_path / folder).mkdir()
         settings = f"""rollout.ahead=1 algo.old_policy=rollout eval.every=0 engine=transformers
             engine._target_=test_ahead.{engine} output_dir={tmp_path / folder}""".split()
-        config = compose_config(*smoke(*settings, *overrides))
-        config.task = task
-        train(config)
+        learned(smoke(*settings, *overrides), task)
         return rows(tmp_path / folder)
 
     return run

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import torch
 from conftest import EXAMPLES, ROOT, compose_config
-from helpers.runs import VARIED, rows, state, told
+from helpers.runs import VARIED, learned, rows, state, told
 from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -64,10 +64,8 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy, ending, done
             *policy.split(),
             f"output_dir={tmp_path / folder}",
         ]
-        config = compose_config(*smoke(*settings, *more))
-        config.task = VARIED
         (tmp_path / folder).mkdir(exist_ok=True)
-        train(config)
+        learned(smoke(*settings, *more))
 
     run("straight")
     with pytest.raises((RuntimeError, StopError), match=r"the disk is full|stopped by SIGTERM"):
@@ -107,17 +105,11 @@ def test_what_a_run_leaves(smoke, tmp_path, capsys):
     )
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert {
-        "config.yaml",
-        "metrics.csv",
-        "rollouts/000001.parquet",
-        "rollouts/000003.parquet",
-        "evaluations/000000.parquet",
-        "evaluations/000002.parquet",
-        "evaluations/000003.parquet",
-        "checkpoints/00003.ckpt/tensors.safetensors",
-        "checkpoints/policy_00003/model.safetensors",
+        "config.yaml", "metrics.csv", "rollouts/000001.parquet", "rollouts/000003.parquet",
+        "evaluations/000000.parquet", "evaluations/000002.parquet", "evaluations/000003.parquet",
+        "checkpoints/00003.ckpt/tensors.safetensors", "checkpoints/policy_00003/model.safetensors",
         "checkpoints/policy_00003/tokenizer.json",
-    } <= left
+    } <= left  # fmt: skip
     assert (tmp_path / "checkpoints/best/model.safetensors").exists() and (tmp_path / "checkpoints/last.ckpt").is_dir()
     assert any(name.startswith("tensorboard/events") for name in left)
 
@@ -212,7 +204,6 @@ def completions(file) -> list[str]:
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_eval_reads_a_run_a_checkpoint_a_folder_and_a_base_model(smoke, toy, tmp_path, adapter):
     run = tmp_path / "run"
-    run.mkdir()
     settings = ("callbacks=[checkpoint]", f"adapter={adapter}", "optim.optimizer.lr=0.03", "max_tokens=16")
     config = compose_config(*smoke(*settings, f"output_dir={run}"))
     config.task = VARIED
@@ -246,11 +237,8 @@ def test_training_goes_on_from_an_adapter(smoke, tmp_path):
     """The folder of a trained adapter is a model like any other: merged into its base, then trained as a whole."""
     first, second = tmp_path / "first", tmp_path / "second"
     for folder, more in ((first, ["adapter=lora"]), (second, [f"model.path={first / 'checkpoints' / 'last'}"])):
-        folder.mkdir()
         settings = ("callbacks=[checkpoint,samples]", "optim.optimizer.lr=0.03", f"output_dir={folder}")
-        config = compose_config(*smoke(*settings, *more))
-        config.task = VARIED
-        train(config)
+        learned(smoke(*settings, *more))
     assert completions(second / "evaluations" / "000000.parquet") == completions(
         first / "evaluations" / "000002.parquet"
     )
@@ -347,7 +335,6 @@ def test_vllm_that_is_not_there(smoke):
 
 def test_a_resumed_run_says_what_is_different(smoke, tmp_path, caplog):
     run = tmp_path / "run"
-    run.mkdir()
     train(compose_config(*smoke("callbacks=[checkpoint]", f"output_dir={run}")))
     resumed = [f"ckpt_path={run}", "callbacks=[checkpoint]", "rollout.num_rollouts=3", "optim.max_grad_norm=2"]
     assert told(*smoke(*resumed, "algo.surrogate.high=0.28")) == (
@@ -376,7 +363,6 @@ def test_a_folder_with_a_run_is_not_written_over(smoke, tmp_path):
 
 def test_a_checkpoint_of_another_model(smoke, tmp_path):
     run = tmp_path / "run"
-    run.mkdir()
     train(compose_config(*smoke("callbacks=[checkpoint]", f"output_dir={run}")))
     checkpoint = f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
     for i, (more, message) in enumerate([
@@ -455,22 +441,19 @@ def test_a_lack_of_memory_is_one_line():
 
 
 def test_means_of_a_run_are_numbers(smoke, tmp_path):
-    config = compose_config(*smoke("algo=dr_grpo", "algo.num_epochs=2", "algo.kl.coef=0.1"))
-    config.task = VARIED
-    train(config)
+    learned(smoke("algo=dr_grpo", "algo.num_epochs=2", "algo.kl.coef=0.1"))
     assert rows(tmp_path)[1]["loss/grad_norm"] > 0
     assert all(math.isfinite(value) for row in rows(tmp_path) for value in row.values())
 
 
 @pytest.mark.parametrize("varied", [True, False])
 def test_dynamic_sampling_replaces_groups_without_signal(smoke, tmp_path, varied):
-    config = compose_config(
-        *smoke(
+    learned(
+        smoke(
             "selection=dynamic", "selection.rounds=8", "selection.by=reward", "rollout.prompts=6", "callbacks=[samples]"
-        )
+        ),
+        {"_target_": "helpers.slots.Halves", "varied": varied},
     )
-    config.task = {"_target_": "helpers.slots.Halves", "varied": varied}
-    train(config)
     written = Run(tmp_path).samples([1]).to_dict("records")
     groups = [written[i : i + 2] for i in range(0, 12, 2)]
     assert len(written) == 12 and len({group[0]["prompt"] for group in groups}) == 6  # no prompt twice
