@@ -2,7 +2,7 @@
 
 import functools
 import os
-from copy import deepcopy
+import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ TEST_PATH = os.pathsep.join(map(str, [ROOT, ROOT / "tests", *(ROOT / "tests").gl
 EXAMPLES = ROOT / "tests" / "data"  # a few rows of our own
 REAL_DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data"))  # gsm8k_test.jsonl and more
 
+pytest_plugins = ["helpers.forks", "helpers.costs", "helpers.again"]
 quiet()
 
 
@@ -41,18 +42,18 @@ def seed(*path: int) -> int:
 
 
 @functools.cache
-def chosen(name: str, groups: tuple[str, ...]) -> DictConfig:
+def chosen(name: str, groups: tuple[str, ...]) -> bytes:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose(name, overrides=list(groups))
+        return pickle.dumps(compose(name, overrides=list(groups)))
 
 
 def compose_config(*overrides: str, name: str = "train") -> DictConfig:
-    """The configuration of a command line. A choice of options is composed once, in a fifth of a second; values are set anew."""
+    """The configuration of a command line. A choice of options is composed once; values are set anew."""
     keys = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides]
     groups = tuple(
         o for o, key in zip(overrides, keys, strict=True) if (ROOT / "conf" / key).is_dir() or "hydra." in key
     )
-    config = deepcopy(chosen(name, groups))
+    config = pickle.loads(chosen(name, groups))  # a fifth of the time of deepcopy
     values = [override for override in overrides if override not in groups]
     ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
     return config

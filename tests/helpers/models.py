@@ -91,7 +91,7 @@ GPT2 = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512}
 
 
 MORE = {
-    "gemma3": (transformers.Gemma3TextConfig, {"sliding_window": 6}),
+    "gemma3": (transformers.Gemma3TextConfig, {"sliding_window": 6, "final_logit_softcapping": 2.0}),
     "mistral, window 6": (transformers.MistralConfig, {"sliding_window": 6}),
     "gpt2": (transformers.GPT2Config, GPT2),
     "neox": (transformers.GPTNeoXConfig, {}),

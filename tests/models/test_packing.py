@@ -58,6 +58,14 @@ def test_entropies_with_gradient_and_a_head_in_chunks(monkeypatch):
     agree(model, batch, "shared_prompt", entropies=True)
 
 
+def test_the_softmax_is_in_float32_whatever_the_model_computes_in():
+    logits = torch.randn(5, 97, generator=torch.Generator().manual_seed(0)).bfloat16()
+    got, entropy = logprobs.of_logits(logits, torch.arange(5), 0.7, False)
+    exact = (logits.double() / 0.7).log_softmax(-1)
+    torch.testing.assert_close(got.double(), exact[range(5), range(5)], atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(-1), atol=1e-5, rtol=0)
+
+
 def test_no_tensor_of_tokens_by_vocabulary_is_kept(monkeypatch):
     model, batch = model_of("llama"), batch_of([(9, [8] * 8)], turns=False)
     monkeypatch.setitem(logprobs.LOGITS_AT_ONCE, "cpu", 4 * 97)

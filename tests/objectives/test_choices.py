@@ -26,7 +26,7 @@ ADVANTAGES, LOGPROBS = tensor([4.0, -2.0, 2.0, -4.0, 0.0]), tensor([-1.0, -3.0, 
 
 
 def test_covariance():
-    assert covariance(LOGPROBS, ADVANTAGES).tolist() == [4, 2, 1, 0, 0]
+    assert covariance(LOGPROBS, ADVANTAGES).tolist() == covariance(LOGPROBS, ADVANTAGES + 3).tolist() == [4, 2, 1, 0, 0]
 
 
 def test_kl_cov_picks_the_tokens_of_highest_covariance():

@@ -213,6 +213,8 @@ def test_staleness_counts_each_token():
     groups = [[sample(2, None), sample(3, (3, 3, 4))]]
     played = Rollout(groups, None, groups, None, rounds=1, version=3, seconds=0.0)
     assert played.staleness(4) == (1 + 1 + 1 + 1 + 0) / 5
+    replayed = replace(played, groups=[[*groups[0], replace(sample(1, None), age=2)]])
+    assert replayed.staleness(4) == (1 + 1 + 1 + 1 + 0 + 3) / 6
 
 
 def test_a_thread_that_is_not_needed_is_ended_or_left(monkeypatch):

@@ -119,6 +119,19 @@ def test_first_update_follows_the_policy_gradient_worked_by_autograd(toy):
     assert metrics["loss/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
+def test_each_update_follows_its_own_gradient_at_its_own_rate(toy):
+    """The rate falls by a quarter of its start with each of four updates, and no gradient is left over from the one before."""
+    module, policy, batch = make_module(fresh(toy)), fresh(toy), collate(GROUPS)
+    for r, rate in enumerate((0.1, 0.075)):
+        module.training_step(rollout(r), 0)
+        logprobs, _ = completion_logprobs(policy, batch, 1.0)
+        loss = -(ADVANTAGES.flatten() * logprobs.sum(1) / batch.mask.sum(1)).mean()
+        for p, gradient in zip(policy.parameters(), torch.autograd.grad(loss, [*policy.parameters()]), strict=True):
+            p.data -= rate * gradient
+    for p, q in zip(module.policy.parameters(), policy.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
+
+
 def test_after_a_lack_of_memory_the_update_is_made_in_smaller_pieces(toy, caplog):
     """Four rows have 5 tokens each. The second pass of two rows finds no memory, when the first has added its gradient."""
 
@@ -151,6 +164,42 @@ def test_what_padding_predicts_cannot_reach_the_loss(toy):
     module = make_module(policy, kl_coef=0.1, num_epochs=2, lr=1e-6, max_tokens_per_microbatch=10)
     metrics = module.training_step(rollout(), 0)
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_every_pass_has_the_temperature_of_the_sampling(toy_model):
+    exact, _ = completion_logprobs(toy_model, collate(GROUPS), 0.7)
+    batch = rollout(tokens=replace(collate(GROUPS), rollout_logprobs=exact.detach()))
+    for settings in (
+        {},
+        {"num_minibatches": 2, "kl_coef": 0.1},
+    ):  # with its own log-probabilities, and with frozen ones
+        module = make_module(toy_model, lr=1e-9, **settings)
+        module.temperature = 0.7
+        metrics = module.training_step(batch, 0)
+        assert metrics["rollout/logprob_gap_max"] < 1e-5
+        assert metrics["loss/ratio"] == pytest.approx(1, abs=1e-5) and metrics.get("loss/kl", 0) < 1e-8
+
+
+def test_minibatches_differ_between_epochs_rollouts_and_runs(toy_model):
+    """Each is one of the two groups, drawn at random; an update counts half of the four samples."""
+
+    def orders(seed, rollouts, epochs=1):
+        module, first = make_module(toy_model, num_minibatches=2, num_epochs=epochs), []
+        module.seed, module.freeze = seed, lambda tokens: replace(tokens, old_logprobs=tokens.rollout_logprobs)
+
+        def update(minibatch, means, count):
+            assert count == 2
+            first.append(minibatch.sample.tolist())
+
+        module.update = update
+        for r in range(rollouts):
+            module.training_step(rollout(r), 0)
+        return first[::2]
+
+    by_rollout = orders(0, 8)
+    assert sorted(map(tuple, {*map(tuple, by_rollout)})) == [(0, 1), (2, 3)]
+    assert by_rollout != orders(1, 8) and by_rollout == orders(0, 8)
+    assert len({*map(tuple, orders(0, 1, epochs=8))}) == 2
 
 
 def test_zero_advantages_change_nothing(toy):
