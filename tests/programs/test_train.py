@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import yaml
 from conftest import EXAMPLES, ROOT, compose_config
 from helpers.runs import VARIED, learned, rows, state, told
 from lightning.pytorch.utilities import rank_zero_only
@@ -247,71 +248,9 @@ def test_training_goes_on_from_an_adapter(smoke, tmp_path):
     assert "is an adapter" in told(*smoke(f"model.path={first / 'checkpoints' / 'last'}", "adapter=lora"))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        (
-            ["task=gsm9k"],
-            [
-                "task has no option 'gsm9k'",
-                "agent, calculator, code, countdown, gsm8k, gym, jsonl, math, mixture, musique, none, quiz, reasoning_gym, ",
-            ],
-        ),
-        (["algo=grppo"], ["algo has no option 'grppo'", "gpg, grpo, gspo"]),
-        (["model=llama"], ["model has no option 'llama'", "llama1b, llama70b, llama8b, path"]),
-        (["rollout.group_sze=4"], ["no key 'rollout.group_sze'", "did you mean rollout.group_size?"]),
-        (["group_size=4"], ["did you mean rollout.group_size?"]),
-        (["optim.lr=1"], ["did you mean optim.optimizer.lr?"]),
-        (["rollout.group_size=1"], ["rollout.group_size=1", "at least 2"]),
-        (["rollout.group_size=x"], ["rollout.group_size=x must be an integer of at least 1"]),
-        (["algo.num_minibatches=3"], ["3 does not divide the 4 rows", "valid values: 1, 2, 4"]),
-        (["rollout.prompts=5"], ["rollout.prompts=5 is more than the 4"]),
-        (["rollout.sampling.temperature=0"], ["temperature=0", "equal and teach nothing"]),
-        (["max_tokens=0"], ["max_tokens=0 must be an integer of at least 1"]),
-        (["max_tokens=4090"], ["train example 1", "context of 4096"]),
-        (["task.path=nowhere"], ["task.path=nowhere does not exist"]),
-        (["task.prompt=two"], ["task.prompt=two is not one of chat, chat_one_shot"]),
-        (["model.path=nowhere/at_all"], ["model.path=nowhere/at_all is neither a local folder nor"]),
-        (["model.dtype=float8"], ["model.dtype=float8 is not one of auto, float32"]),
-        (["adapter=lora", "adapter.target_modules=[nothing]"], ["adapter:", "nothing"]),
-        (["ckpt_path=nowhere.ckpt"], ["ckpt_path=nowhere.ckpt is no whole checkpoint"]),
-        (["output_dir="], ["hydra.run.dir= is empty"]),
-        (
-            ["algo.reduce=mean"],
-            ["algo.reduce=mean must be one of sequence, token, constant, sum or a function of yours"],
-        ),
-        (
-            ["~algo.surrogate.dual"],
-            ["is null, and Hydra deletes no null: give algo.surrogate.dual=0 ~algo.surrogate.dual"],
-        ),
-        (["eval.samples=2"], ["eval.samples=2 at temperature 0"]),
-        (["+rollout.colour=red"], ["rollout:", "unexpected keyword argument 'colour'"]),
-        (["optim.schedule.name=wavy"], ["optim.schedule: wavy is not a valid", "linear"]),
-        (["+optim.optimizer.colour=red"], ["optim.optimizer: ", "colour", "(it is built from the parameters"]),
-        (["task.promt=chat"], ["did you mean task.prompt?"]),
-        (["task.test_limt=5"], ["did you mean task.test_limit?"]),
-        (["seed=abc"], ["seed=abc must be an integer of at least 0"]),
-        (["max_tokens=2.5"], ["max_tokens=2.5 must be an integer of at least 1"]),
-        (
-            ["+trainer.gradient_clip_val=1"],
-            ["trainer.gradient_clip_val has no effect here, or breaks the loop: set optim.max_grad_norm"],
-        ),
-        (["+trainer.limit_train_batches=0"], ["trainer.limit_train_batches has no effect here, or breaks the loop"]),
-        (["eval.sampling.stop_ids=[3,999999]"], ["eval.sampling.stop_ids: the model has no token 999999, only 0 to"]),
-        (["optim.schedule.name=reduce_lr_on_plateau"], ["optim.schedule: "]),
-        (
-            ["task=musique", "task.rewards=correct"],
-            ["the reward of this task is its own", "define score (docs/tasks.md)"],
-        ),
-        (["task=musique", "+task.rewards=[correct]"], ["the reward of this task is its own"]),
-        (["trainer.strategy=ddp"], ["trainer.strategy=ddp is a choice of the group strategy: set strategy=auto, ddp"]),
-        (["+trainer.strategy=ddp"], ["there is a key trainer.strategy already: leave out the +"]),
-        (["algo=3"], ["algo=3: a group takes the name of an option, and --help lists them"]),
-        (["trainer.precision=8"], ["trainer.precision=8 is not one of auto, 32-true, bf16-mixed"]),
-    ],
-)
-def test_mistakes_are_told_in_one_line(smoke, overrides, parts):
-    line = told(*smoke(*overrides))
+@pytest.mark.parametrize(("typed", "parts"), yaml.safe_load((EXAMPLES / "mistakes.yaml").read_text()).items())
+def test_mistakes_are_told_in_one_line(smoke, typed, parts):
+    line = told(*smoke(*typed.split()))
     for part in parts:
         assert part in line, line
 
