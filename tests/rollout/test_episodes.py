@@ -402,7 +402,6 @@ def test_a_run_of_several_turns_resumes_bit_exactly(smoke, tmp_path):
         folder = tmp_path / name
         settings = f"""callbacks=[samples,checkpoint] output_dir={folder} rollout.num_rollouts={rollouts}
             eval.every=0""".split()
-        folder.mkdir()
         train(run_of(smoke, "Dice", *settings, "optim.schedule.name=constant", *more))
         return folder
 
