@@ -21,7 +21,7 @@ from pathlib import Path
 from conftest import ROOT
 
 IMPORTED = (
-    "lightning pandas peft torch.utils.tensorboard grpo.training.module grpo.runs.plots grpo.apps.serve.api train eval"
+    "lightning pandas torch.utils.tensorboard grpo.training.module grpo.runs.plots grpo.apps.serve.api train eval"
 )
 PID = os.getpid()  # of the process that collects the tests
 
