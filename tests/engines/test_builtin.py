@@ -91,6 +91,16 @@ def test_each_token_has_a_random_number_of_its_own():
     assert drawn.tolist() == (torch.stack(numbers) * 1000).long().tolist()
 
 
+def test_the_score_of_a_token_is_its_log_probability_after_those_before_it(engine, toy_model):
+    ((first, *rest),) = engine.score([PROMPTS[0]], top=2)
+    exact = toy_model(tensor([PROMPTS[0]])).logits[0, :-1].log_softmax(-1)
+    assert first == {} and len(rest) == len(PROMPTS[0]) - 1
+    for found, row, token in zip(rest, exact, PROMPTS[0][1:], strict=True):
+        best = row.topk(2).indices.tolist()
+        assert found.keys() == {token, *best}
+        assert all(value == pytest.approx(row[i].item(), abs=1e-5) for i, value in found.items())
+
+
 def test_greedy_takes_the_likeliest_token(engine, toy_model):
     (completion,) = engine.sample([PROMPTS[0]], Sampling(5, temperature=0.0), seeds=[0])
     ids = list(PROMPTS[0])

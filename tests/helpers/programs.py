@@ -29,7 +29,7 @@ PID = os.getpid()  # of the process that collects the tests
 def server() -> multiprocessing.context.BaseContext:
     """Return the context whose processes are forks of the server. Forks of the tests share the one that was there before them."""
     context = multiprocessing.get_context("forkserver")
-    if PID != os.getpid():
+    if os.getpid() != PID:
         forkserver._forkserver.ensure_running = lambda: None  # it would wait for a process that is no child of a fork
         return context
     context.set_forkserver_preload(IMPORTED.split())

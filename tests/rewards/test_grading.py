@@ -216,6 +216,15 @@ def test_a_gold_that_nobody_can_read_is_no_fault_of_the_answer():
     assert math.isnan(unknown.value) and not unknown.correct and unknown.outcome == "error"
 
 
+def test_an_answer_that_leaves_the_work_to_the_grader_is_wrong():
+    """A calculation of the right number, and the formula of the question, which comes after a worked example."""
+    asked = [("user", "$(x+1)^2$?"), ("assistant", "\\boxed{x^2+2x+1}"), ("user", "Multiply out $(x-1)^2$.")]
+    prompt = [{"role": role, "content": content} for role, content in asked]
+    answers = {"7*8": "56", "56": "56", "(x-1)^2": "x^2-2x+1", "1-2x+x^2": "x^2-2x+1"}
+    found = correct([f"\\boxed{{{answer}}}" for answer in answers], [*answers.values()], prompts=[prompt] * 4)
+    assert [reward.outcome for reward in found] == ["wrong", "right"] * 2
+
+
 def test_one_poisoned_answer_costs_its_group_nothing():
     verdict("x+1", "1+x")  # a warm pool
     good = [(f"{k}(x+{k})", f"{k}x+{k * k}") for k in range(2, 65)]
