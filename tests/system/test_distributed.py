@@ -114,7 +114,7 @@ def learned(ranks, smoke):
             "task._target_=test_train.Varied",
             "trainer=cpu",
             f"trainer.devices={devices}",
-            "trainer.timeout=60",
+            "trainer.timeout=280",
             "callbacks=[checkpoint]",
             "optim.optimizer._target_=torch.optim.SGD",  # at learning rate 1 the change is the gradient
             "~optim.optimizer.betas",
