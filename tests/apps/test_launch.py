@@ -146,7 +146,7 @@ def test_the_file_for_slurm_trains_and_a_preempted_job_resumes(smoke, tmp_path):
         words = [*tiny(smoke, tmp_path / name), "trainer.devices=2", "rollout.prompts=2", "rollout.num_rollouts=3"]
         job = [sys.executable, "-m", "grpo.launch", *words, "callbacks=[checkpoint]", *more]
         for code in ([75] if more else []) + [0]:
-            done = subprocess.run(job, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+            done = subprocess.run(job, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
             logs = "".join(file.read_text() for file in (tmp_path / name / "launch").glob("trainer-*.log"))
             assert done.returncode == code, done.stdout + done.stderr + logs
             assert requeued.exists() == bool(more)
@@ -197,7 +197,7 @@ def test_the_lines_of_torchrun_train_on_two_nodes_and_start_again(smoke, tmp_pat
             subprocess.Popen(["bash", "-c", text], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             for _ in range(2)
         ]
-        said = [agent.communicate(timeout=400)[0].decode() for agent in agents]
+        said = [agent.communicate(timeout=1800)[0].decode() for agent in agents]
         assert [agent.returncode for agent in agents] == [0, 0], said
         weights.append(PlainCheckpoints().load_checkpoint(tmp_path / name / "checkpoints" / "last.ckpt")["state_dict"])
     assert (tmp_path / "killed").exists()

@@ -201,7 +201,7 @@ def test_claims_that_fail_are_told_and_end_nothing(caplog):
 def test_claims_that_hang_are_reported_and_end_nothing(monkeypatch, caplog):
     class Hangs(Wordmath):
         def claims(self, example, trajectory):
-            threading.Event().wait(30)
+            threading.Event().wait(60)
 
     monkeypatch.setattr(metrics, "TIMEOUT", 0.05)
     found = columns(Hangs(), [[sample(True)]])

@@ -76,12 +76,12 @@ def typed(lines: list[str], file: str) -> tuple[str, list[int]]:
         if line.endswith("&"):
             beside.append(child)
         else:
-            child.join(120)
+            child.join(900)
             child.kill()
             codes.append(child.exitcode)
     for child in beside:
         os.kill(child.pid, signal.SIGINT)
-        child.join(30)
+        child.join(300)
         child.kill()
     return Path(file).read_text(), codes
 

@@ -222,6 +222,7 @@ def test_a_thread_that_is_not_needed_is_ended_or_left(monkeypatch):
         while True:
             time.sleep(0.01)
 
+    monkeypatch.setattr(ahead, "GRACE", LIMIT)
     endless = Background(forever)
     endless.stop()
     assert not endless.thread.is_alive()

@@ -3,12 +3,12 @@
 import math
 import subprocess
 import sys
-import time
 
 import pandas as pd
 import pytest
 from conftest import EXAMPLES, REAL_DATA, ROOT, compose_config
 from helpers.runs import rows, told
+from helpers.time_limits import keep_for
 
 from grpo.runs.runs import Run
 from tasks.gsm8k import GSM8K
@@ -57,14 +57,14 @@ def test_a_run_whose_reward_failed_goes_on_where_it_was(smoke, tmp_path):
     assert rows(tmp_path / "b") == rows(tmp_path / "c")[2:] and rows(tmp_path / "c")[3]["loss/grad_norm"] > 0
 
 
-def test_timeouts_are_counted_and_left_out(smoke, tmp_path):
+def test_timeouts_are_counted_and_left_out(smoke, tmp_path, monkeypatch):
+    keep_for(monkeypatch, lambda key, function, *args: "lamps" in str(args[1:2]))
     (tmp_path / "slow.py").write_text(
         "import time\n\ndef slow(completions, question, **columns):\n"
-        "    time.sleep(30 if 'lamps' in question[0] else 0)\n"
+        "    time.sleep(3600 if 'lamps' in question[0] else 0)\n"
         "    return [sum(text.encode()) % 97 / 97 for text in completions]\n"
     )
     settings = (f"task.rewards={tmp_path}/slow.py:slow", "task.weights=null", "eval.every=0", "score_timeout=1")
-    started = time.monotonic()
     train(compose_config(*smoke(*settings, "rollout.prompts=4", "callbacks=[samples]", "rollout.num_rollouts=1")))
     (row,) = rows(tmp_path)
     assert row["rollout/timeout"] == 0.25
@@ -74,7 +74,6 @@ def test_timeouts_are_counted_and_left_out(smoke, tmp_path):
     assert (
         len(samples) == 8 and len(lost) == 2 and set(lost["outcome"]) == {"timeout"} and set(lost["advantage"]) == {0}
     )
-    assert time.monotonic() - started < 25
 
 
 def test_a_reward_that_seeds_every_generator_changes_nothing(smoke, tmp_path):
@@ -106,7 +105,7 @@ def test_a_function_that_ends_the_process_is_named(last, line):
     code += "def call():\n    with witness.seen('the reward function \\'mine\\''): mine()\n"
     code += f"def mine():\n    {last}\n"
     code += "thread = threading.Thread(target=call)\nthread.start(), thread.join()\n"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert line in done.stderr and bool(done.stderr) == bool(done.returncode) == bool(line)
 
 
@@ -118,7 +117,7 @@ def test_a_function_that_leaves_the_process_fails_the_run():
         "try: Rewards(mine)._called({'completions': ['a']}, {})\nexcept Exception as error: print(error, flush=True)\n"
     )
     code += "if not os.fork(): os._exit(0)\nassert os.wait()[1] == 0\nos._exit(7)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout.startswith("the reward function 'mine' raised SystemExit: it called os._exit(0)")
     assert done.returncode == 7 and done.stderr == ""
 

@@ -82,7 +82,7 @@ def learned(ranks, smoke):
     def weights(folder: Path, devices: int, overrides: list[str], ranks: Ranks = ranks) -> dict[str, torch.Tensor]:
         """The weights at the end of a run. At learning rate 1 the change is the gradient."""
         common = [one for one in smoke() if not one.startswith(("output_dir", "optim", "callbacks"))]
-        common += f"""task._target_=helpers.slots.Varied trainer=cpu trainer.devices={devices} trainer.timeout=60
+        common += f"""task._target_=helpers.slots.Varied trainer=cpu trainer.devices={devices} trainer.timeout=280
             callbacks=[checkpoint] optim.optimizer._target_=torch.optim.SGD ~optim.optimizer.betas optim.optimizer.lr=1
             optim.optimizer.fused=false optim.max_grad_norm=null output_dir={folder}""".split()
         ranks.train(devices, [*common, *overrides])
