@@ -198,6 +198,7 @@ def varied_lengths(prompts, completions, **columns):
     return [len(completion.encode()) % 7 / 7 for completion in completions]
 
 
+@pytest.mark.slow
 def test_the_search_agent_trains(tmp_path_factory, tmp_path, capsys):
     """Its tool, its reward on a right trajectory, and two rollouts of a random model whose template has tools."""
     task = search_agent.Countries()

@@ -1,4 +1,4 @@
-"""CPU seconds of tests, by room and by test, with what they compose, train and start. `pytest --costs [FILE.jsonl]` shows them.
+"""CPU seconds of tests, by room and by test, with what they compose, train and start. `pytest --costs=FILE.jsonl` shows them.
 
 The seconds are those of the process and of the processes that it has waited for. They scatter by a tenth or two, and grow on a
 busy machine; the counts do not.

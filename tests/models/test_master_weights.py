@@ -195,7 +195,8 @@ def test_a_reference_moves_by_small_steps():
     assert policy.weight.item() == 2.0
 
 
-@pytest.mark.parametrize("precision", ["auto", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["auto", "bf16-mixed"])
+@pytest.mark.slow
 def test_a_run_in_bfloat16(smoke, toy, tmp_path, precision):
     overrides = ["model.dtype=bfloat16", "trainer=cpu", f"trainer.precision={precision}", "callbacks=[checkpoint]"]
     learned(smoke(*overrides))

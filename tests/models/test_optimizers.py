@@ -113,17 +113,11 @@ def test_offloaded_gradients_add_up():
     assert p.item() == 0.25
 
 
-CASES = [
-    pytest.param(
-        *option.values,
-        "model.dtype=bfloat16",
-        marks=[*option.marks, *([] if option.values == ("adafactor",) else [pytest.mark.slow])],
-    )
-    for option in OPTIONS
-]
-CASES += [pytest.param("adamw", policy, marks=pytest.mark.slow) for policy in ("adapter=lora", "optim.offload=true")]
+CASES = [pytest.param(*option.values, "model.dtype=bfloat16", marks=option.marks) for option in OPTIONS]
+CASES += [("adamw", "adapter=lora"), ("adamw", "optim.offload=true")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "policy"), CASES)
 def test_a_resumed_run_is_the_same_bit_for_bit(smoke, tmp_path, option, policy):
     def run(name: str, *more: str) -> dict:

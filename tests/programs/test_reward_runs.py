@@ -146,6 +146,7 @@ class Short:
 '''
 
 
+@pytest.mark.slow
 def test_a_task_and_a_reward_from_outside_the_repository(toy, tmp_path, monkeypatch):
     """A folder with a task, its YAML and a reward, which the repository does not know."""
     outside = tmp_path / "mine"

@@ -234,6 +234,7 @@ def test_eval_reads_a_run_a_checkpoint_a_folder_and_a_base_model(smoke, toy, tmp
         eval_script.policy_folder(str(tmp_path / "nothing"))
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_an_adapter(smoke, tmp_path):
     """The folder of a trained adapter is a model like any other: merged into its base, then trained as a whole."""
     first, second = tmp_path / "first", tmp_path / "second"
