@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 FORKS ?= 2
 PYTEST_ARGS ?= # such as --again or --costs=FILE
+BUDGET ?= # --budget: fail if a room of tests takes more CPU seconds than it may
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 # threads that wait should sleep: on a busy machine spinning ones take the cores from those that work
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -17,7 +18,7 @@ train: install ## train the demo: word problems, a tiny model, a CPU (a few minu
 test: $(VENV)/installed-test ## the quick tests, in two processes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(PYTEST) --forks 2
+	$(PYTEST) --forks 2 $(BUDGET)
 test-slow: $(VENV)/installed-test ## the tests that train for seconds or start programs
 	$(PYTEST) --forks $(FORKS) -m 'slow and not nightly'
 test-vllm: $(VENV)-vllm/installed ## the tests that need vLLM, on a CPU, in an environment of their own

@@ -75,6 +75,12 @@ def test_a_flaky_test_alone_does_not_fail_the_suite_and_children_are_counted(sui
     assert call["cpu"] > 0.02 and call["processes"] >= 1 and "runs" not in call
 
 
+def test_a_room_over_its_budget_fails_the_suite(suite, tmp_path):
+    (tmp_path / "conftest.py").write_text("from helpers import costs\n\ncosts.BUDGET['tests'] = 0.001\n")
+    process = suite("--budget", "--costs=costs.jsonl", "-k", "computes")
+    assert "of 0.001 CPU seconds" in process.communicate()[0] and process.returncode == 1
+
+
 def test_a_suite_that_is_cut_off_says_what_it_ran(suite, tmp_path):
     (tmp_path / "test_three.py").write_text("import time\n\ndef test_hangs(): time.sleep(100)\n")
     process = suite("test_two.py", "test_three.py")
