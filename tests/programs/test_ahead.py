@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import lightning as L
 import pandas as pd
@@ -15,13 +16,15 @@ from helpers.runs import VARIED, learned, state
 from helpers.runs import rows as all_rows
 from helpers.slots import Apart, Halves, Varied
 
+from grpo.engines.builtin.engine import TransformersEngine
+from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Reward, SingleTurn, Trajectory
 from grpo.rollout import ahead
 from grpo.rollout.ahead import Background
 from grpo.rollout.rollouts import Rollout
-from grpo.rollout.types import Sample
+from grpo.rollout.types import Plan, Sample
 from grpo.runs.runs import Run
 from grpo.system.errors import RolloutError, UserError
 
@@ -215,6 +218,14 @@ def test_staleness_counts_each_token():
     assert played.staleness(4) == (1 + 1 + 1 + 1 + 0) / 5
     replayed = replace(played, groups=[[*groups[0], replace(sample(1, None), age=2)]])
     assert replayed.staleness(4) == (1 + 1 + 1 + 1 + 0 + 3) / 6
+
+
+def test_a_rollout_of_another_plan_is_played_again():
+    plan = Plan(2, 2, 4, Sampling(4))
+    for other, taken in ((replace(plan, num_rollouts=9), True), (replace(plan, group_size=3), False)):
+        made = ahead.Ahead(SimpleNamespace(plan=plan))
+        made.load_state_dict({"ahead": (other, "a rollout")})
+        assert (made.next is not None) == taken
 
 
 def test_a_thread_that_is_not_needed_is_ended_or_left(monkeypatch):

@@ -68,6 +68,7 @@ def test_three_turns_number_by_number():
     assert batch.attention_mask.tolist() == [[0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0], [0, 1, 1, 1] + [0] * 4]
     assert batch.mask.int().tolist() == [[1, 1, 0, 0, 1], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
     assert scores(groups).lengths.tolist() == [[5.0, 1.0]]
+    assert scores([[sample_of(turn((4,), (6,)), turn((9, 4), (5, 7)))]]).last_lengths.tolist() == [[2.0]]
 
 
 def test_advantages_reach_every_row_and_every_sampled_token_only():
