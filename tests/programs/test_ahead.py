@@ -16,7 +16,6 @@ from helpers.runs import VARIED, learned, state
 from helpers.runs import rows as all_rows
 from helpers.slots import Apart, Halves, Varied
 
-from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
