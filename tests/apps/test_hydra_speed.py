@@ -27,7 +27,7 @@ def hydra_alone():
 
 
 def outcome(make):
-    """The result, as text with its order and types; or the error, with its causes."""
+    """The result as text, with its order and types; or the error, with its causes."""
     try:
         made = make()
     except Exception as error:
