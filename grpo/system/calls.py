@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo.system.clock import times
 from grpo.system.witness import seen
 
 SPENT: Counter[str] = Counter()  # seconds in which any call of a kind was open, in this process
@@ -144,11 +145,11 @@ class Calls:
         computed, busy = {}, {}
         open = dict(self.open)  # another thread changes it
         for call in open.values():
-            if call.thread and (times := _times(call.thread)):
-                computed[call] = times[0] - call.cpu
+            if call.thread and (found := times(call.thread)):
+                computed[call] = found[0] - call.cpu
                 if computed[call] <= PATIENCE:
-                    busy[call.thread] = sum(times)
-        busy |= {thread: sum(times) for thread in others if (times := _times(thread))}
+                    busy[call.thread] = sum(found)
+        busy |= {thread: sum(found) for thread in others if (found := times(thread))}
         self.looked = now, busy
         if not LOOK / 2 < now - before < PATIENCE:  # the last check is too old or too recent
             return set()
@@ -164,15 +165,6 @@ def _is_runnable(thread: int) -> bool:
         return Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[0] == "R"
     except OSError:  # it has ended
         return False
-
-
-def _times(thread: int) -> tuple[float, float] | None:
-    """Return the seconds that a thread has run and that it waited for a core; None if the system does not report them."""
-    try:
-        ran, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
-    except (OSError, ValueError):
-        return None
-    return int(ran) / 1e9, int(waited) / 1e9
 
 
 # -- coroutines

@@ -91,6 +91,16 @@ def test_each_token_has_a_random_number_of_its_own():
     assert drawn.tolist() == (torch.stack(numbers) * 1000).long().tolist()
 
 
+def test_the_score_of_a_token_is_its_log_probability_after_those_before_it(engine, toy_model):
+    ((first, *rest),) = engine.score([PROMPTS[0]], top=2)
+    exact = toy_model(tensor([PROMPTS[0]])).logits[0, :-1].log_softmax(-1)
+    assert first == {} and len(rest) == len(PROMPTS[0]) - 1
+    for found, row, token in zip(rest, exact, PROMPTS[0][1:], strict=True):
+        best = row.topk(2).indices.tolist()
+        assert found.keys() == {token, *best}
+        assert all(value == pytest.approx(row[i].item(), abs=1e-5) for i, value in found.items())
+
+
 def test_greedy_takes_the_likeliest_token(engine, toy_model):
     (completion,) = engine.sample([PROMPTS[0]], Sampling(5, temperature=0.0), seeds=[0])
     ids = list(PROMPTS[0])
@@ -121,16 +131,11 @@ LIMITS = [0, 10.8, 13.8, 16.3, 18.5, 20.5, 22.5, 24.3, 26.1, 27.9, 29.6, 31.3]
 @pytest.mark.parametrize(
     "parameters",
     [
-        {},
-        {"temperature": 0.6},
-        {"top_k": 5},
-        {"top_p": 0.7},
-        {"min_p": 0.25},
-        {"repetition_penalty": 2.5},
+        {}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.25}, {"repetition_penalty": 2.5},
         {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_samples_follow_the_distribution(parameters):
     """4,000 draws from a vocabulary of 12 after one of two prompts; without the parameters they would not fit."""
     torch.manual_seed(0)
@@ -234,17 +239,10 @@ def test_what_cannot_be_guided_is_refused(engine):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"temperature": -1},
-        {"top_p": 0},
-        {"top_k": -1},
-        {"min_p": 1},
-        {"max_tokens": 0},
-        {"repetition_penalty": 0},
-        {"stop_ids": ["</s>"]},
-        {"guided": {"regx": "a"}},
-        {"guided": {"regex": "a", "choice": ["a"]}},
+        {"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"min_p": 1}, {"max_tokens": 0}, {"repetition_penalty": 0},
+        {"stop_ids": ["</s>"]}, {"guided": {"regx": "a"}}, {"guided": {"regex": "a", "choice": ["a"]}},
     ],
-)
+)  # fmt: skip
 def test_sampling_out_of_range_is_refused(wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):
         Sampling(**{"max_tokens": 1} | wrong)

@@ -75,7 +75,7 @@ def execute(name, folder, tmp_path, warns=False, **environment):
     folder.mkdir(exist_ok=True)
     client = NotebookClient(
         notebook,
-        timeout=300,
+        timeout=1800,
         km=AsyncKernelManager(kernel_name="python3", kernel_spec_manager=specs),
         resources={"metadata": {"path": str(folder)}},
     )

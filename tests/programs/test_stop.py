@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT, TEST_PATH, compose_config
@@ -112,7 +113,8 @@ def test_another_form_of_time_is_refused(text):
 
 
 def test_the_time_of_a_run_ends_between_two_updates():
-    """This process is older than a second."""
+    while time.time() - psutil.Process().create_time() <= 1:
+        time.sleep(0.1)
     with pytest.raises(StopError, match="max_time"):
         Stop("0:00:01").check()
     Stop("100-00:00:00").check()
@@ -137,7 +139,7 @@ def test_a_second_signal_ends_the_process_and_the_first_one_a_fork():
         "while not child:\n    time.sleep(0.01)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\nprint(stop.why, flush=True)\nos.kill(os.getpid(), signal.SIGTERM)\nprint('on')"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == -signal.SIGTERM and done.stdout == f"{int(signal.SIGUSR1)} None\nSIGTERM\n"
 
 
@@ -180,6 +182,7 @@ class Adaptive:
         self.calls = state["calls"]
 
 
+@pytest.mark.slow
 def test_the_state_of_a_reward_is_in_the_checkpoint(smoke, tmp_path):
     def adaptive(folder, *more):
         reward = "task.rewards=[{_target_: test_stop.Adaptive}]"

@@ -16,6 +16,7 @@ import torch
 from conftest import compose_config, seed
 from helpers.learning import as_given, fresh, make_module
 from helpers.slots import Dice, Talk
+from helpers.time_limits import keep_for
 from omegaconf import open_dict
 from torch import tensor
 
@@ -67,6 +68,7 @@ def test_three_turns_number_by_number():
     assert batch.attention_mask.tolist() == [[0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0], [0, 1, 1, 1] + [0] * 4]
     assert batch.mask.int().tolist() == [[1, 1, 0, 0, 1], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
     assert scores(groups).lengths.tolist() == [[5.0, 1.0]]
+    assert scores([[sample_of(turn((4,), (6,)), turn((9, 4), (5, 7)))]]).last_lengths.tolist() == [[2.0]]
 
 
 def test_advantages_reach_every_row_and_every_sampled_token_only():
@@ -158,6 +160,9 @@ class HangingCoroutine(Talk):
             raise
 
 
+HANG = (Hanging.step, HangingCoroutine.step)
+
+
 class Nothing(Talk):
     def start(self):
         return None
@@ -213,7 +218,8 @@ class Troubled:
 
 
 @pytest.mark.slow
-def test_every_end_is_told_and_nobody_takes_another_along(parts):
+def test_every_end_is_told_and_nobody_takes_another_along(parts, monkeypatch):
+    keep_for(monkeypatch, lambda place, function, *_: getattr(function, "__func__", None) in HANG)
     names = [*ENVIRONMENTS, "unbuilt"]
     task = Troubled()
     limits = Limits(max_turns=3, step_timeout=1.0)
@@ -300,7 +306,7 @@ def test_a_slow_environment_holds_back_nobody(parts):
 
     class Slow(Talk):
         def step(self, action):
-            told.append(rest.wait(30))
+            told.append(rest.wait(60))
             return super().step(action)
 
     class Quick(Talk):
@@ -366,13 +372,27 @@ def test_quick_environments_come_in_one_piece_on_a_busy_machine_too(parts, sizes
 
 
 def test_slow_environments_that_answer_one_after_the_other_share_a_batch(parts, sizes, monkeypatch):
-    """All environments are slower than PATIENCE; those that answer shortly after each other are waited for."""
-    monkeypatch.setattr(engine_queue, "PATIENCE", 0.3)
-    monkeypatch.setattr(calls, "PATIENCE", 0.3)
-    order = iter(range(100))
-    task = working(lambda: time.sleep(1 + next(order) / 200), "a")
+    """15 of 16 answer once they were found to be slow. By the queue's clock each asks 5 ms after the one before."""
+    now, all_slow, found, order = [0.0], threading.Event(), set(), iter(range(100))
+    slow, sample = calls.Calls.slow, engine_queue.EngineQueue.sample
+
+    def looked(self, keys, others):
+        given = slow(self, keys, others)
+        found.update(given)
+        if len(found) == 15:
+            all_slow.set()
+        return given
+
+    async def asked(self, *given):
+        now[0] += 0.005
+        return await sample(self, *given)
+
+    monkeypatch.setattr(engine_queue, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(calls.Calls, "slow", looked)
+    monkeypatch.setattr(engine_queue.EngineQueue, "sample", asked)
+    task = working(lambda: next(order) and all_slow.wait(60), "a")
     play(task, [{"name": str(i)} for i in range(4)], 4, *parts, Sampling(2), seed)
-    assert sizes[0] == 16 and sum(sizes) == 32 and len(sizes) < 8
+    assert sizes == [16, 16]
 
 
 def run_of(smoke, target: str, *overrides: str, **task):
@@ -402,7 +422,6 @@ def test_a_run_of_several_turns_resumes_bit_exactly(smoke, tmp_path):
         folder = tmp_path / name
         settings = f"""callbacks=[samples,checkpoint] output_dir={folder} rollout.num_rollouts={rollouts}
             eval.every=0""".split()
-        folder.mkdir()
         train(run_of(smoke, "Dice", *settings, "optim.schedule.name=constant", *more))
         return folder
 

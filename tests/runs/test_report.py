@@ -68,7 +68,7 @@ def page(browser, request):
     """A page in a new profile. At the end it must have logged no error and requested only files."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(300_000)
     complaints, requests = [], []
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
