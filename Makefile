@@ -19,6 +19,8 @@ test-slow: $(VENV)/installed-test ## the tests that train for minutes
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
 test-vllm: $(VENV)-vllm/installed ## the tests that need vLLM, on a CPU, in an environment of their own
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest -m vllm
+mutants: $(VENV)/installed-test ## plant faults, one at a time, and see whether the tests beside each of them fail
+	$(BIN)/python benchmarks/mutants.py
 curve: $(VENV)/installed-test ## the README's picture: three algorithms, three seeds each, then the plot
 	$(BIN)/python train.py -m sweep=algorithms hydra.launcher.jobs=2 hydra.sweep.dir=outputs/algorithms
 	$(BIN)/python -m grpo.plots outputs/algorithms --out docs/curve.png
@@ -48,4 +50,4 @@ $(VENV)-vllm/installed: pyproject.toml
 	$(VENV)-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-.PHONY: help install train test test-slow test-vllm curve docs clean
+.PHONY: help install train test test-slow test-vllm mutants curve docs clean

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from copy import deepcopy
+import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a missing file fails at once
 os.environ["OMP_NUM_THREADS"] = "1"  # the models are so small that a second thread only waits
 
 import pytest
+
+pytest.register_assert_rewrite("helpers")
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -28,6 +30,7 @@ TEST_PATH = os.pathsep.join(map(str, [ROOT, ROOT / "tests", *(ROOT / "tests").gl
 EXAMPLES = ROOT / "tests" / "data"  # a few rows of our own
 REAL_DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data"))  # gsm8k_test.jsonl and more
 
+pytest_plugins = ["helpers.forks", "helpers.costs", "helpers.again"]
 quiet()
 
 
@@ -39,18 +42,18 @@ def seed(*path: int) -> int:
 
 
 @functools.cache
-def chosen(name: str, groups: tuple[str, ...]) -> DictConfig:
+def chosen(name: str, groups: tuple[str, ...]) -> bytes:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose(name, overrides=list(groups))
+        return pickle.dumps(compose(name, overrides=list(groups)))
 
 
 def compose_config(*overrides: str, name: str = "train") -> DictConfig:
-    """The configuration of a command line. A choice of options is composed once, in a fifth of a second; values are set anew."""
+    """The configuration of a command line. A choice of options is composed once; values are set anew."""
     keys = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides]
     groups = tuple(
         o for o, key in zip(overrides, keys, strict=True) if (ROOT / "conf" / key).is_dir() or "hydra." in key
     )
-    config = deepcopy(chosen(name, groups))
+    config = pickle.loads(chosen(name, groups))  # a fifth of the time of deepcopy
     values = [override for override in overrides if override not in groups]
     ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
     return config
@@ -93,17 +96,8 @@ def smoke(toy: Path, tmp_path: Path):
 
     def overrides(*more: str) -> list[str]:
         return [
-            "task=gsm8k",
-            f"task.path={EXAMPLES}",
-            "model=path",
-            f"model.path={toy}",
-            "debug=smoke",
-            "callbacks=none",
-            "forecast=false",
-            "preflight=off",
-            "max_tokens=8",
-            "optim.optimizer.lr=1e-3",
-            f"output_dir={tmp_path}",
+            *f"""task=gsm8k task.path={EXAMPLES} model=path model.path={toy} debug=smoke callbacks=none
+            forecast=false preflight=off max_tokens=8 optim.optimizer.lr=1e-3 output_dir={tmp_path}""".split(),
             *more,
         ]
 

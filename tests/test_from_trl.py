@@ -1,4 +1,4 @@
-"""grpo.from_trl knows every setting of `trl grpo`, its keys exist, and its tables are those of docs/from_trl.md."""
+"""grpo.from_trl knows every setting of `trl grpo`, and its tables are those of docs/from_trl.md."""
 
 import re
 import shlex
@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from conftest import ROOT
 from huggingface_hub.cli import hf
 from huggingface_hub.errors import OfflineModeIsEnabled
-from maps import check_keys, table
 
 from grpo.apps.from_trl import main
 from grpo.system.errors import UserError
@@ -166,11 +165,3 @@ def test_the_commands_that_publish_a_policy_work_up_to_the_network(tmp_path, fil
         given = [str(link) if word.startswith("RUN/") else word for word in shlex.split(line)[1:]]
         done = CliRunner().invoke(hf.app, given)
         assert isinstance(done.exception, OfflineModeIsEnabled) and "repos/create" in str(done.exception), done.output
-
-
-@pytest.mark.parametrize(
-    ("here", "remark"), [row[1:] for row in table("from_trl.md", "TRL")], ids=lambda text: text[:40]
-)
-@pytest.mark.slow
-def test_its_keys_exist(here, remark):
-    check_keys(here, remark)

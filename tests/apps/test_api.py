@@ -14,9 +14,9 @@ import search_agent
 import torch
 from conftest import EXAMPLES, ROOT, compose_config
 from datasets import Dataset
+from helpers.runs import rows, state
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from peft import LoraConfig, PeftModel
-from test_train import rows, state
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
@@ -57,12 +57,8 @@ def test_a_program_elsewhere_trains_what_the_command_line_trains(smoke, toy, tmp
     program = tmp_path / "elsewhere" / "train.py"
     program.write_text(PROGRAM.format(toy=str(toy), rows=str(EXAMPLES)))
     said = ["algo=dr_grpo", "algo/kl=loss", "rollout.num_rollouts=3", "rollout.sampling.temperature=0.9"]
-    said += [
-        "callbacks=checkpoint",
-        f"task.rewards={program}:varied",
-        "task.weights=null",
-        f"output_dir={tmp_path / 'line'}",
-    ]
+    said += f"""callbacks=checkpoint task.rewards={program}:varied task.weights=null
+        output_dir={tmp_path / "line"}""".split()
     train(compose_config(*smoke(*said)))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

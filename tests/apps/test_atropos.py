@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from conftest import ROOT, preset
-from run_api import Environment, RunApi, post
+from parity.run_api import Environment, RunApi, post
 
 import grpo
 from grpo.apps.sources.atropos import Atropos, samples_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, TEST_PATH, compose_config
-from test_train import rows
+from helpers.runs import rows
 
 from grpo.apps.launch import launch_file, main, shared_folder
 from grpo.engines.vllm_server.launch import free_ports
@@ -140,7 +140,7 @@ def test_the_file_for_slurm_trains_and_a_preempted_job_resumes(smoke, tmp_path):
     requeued = tmp_path / "requeued"
     environment = {**os.environ, "PYTHONPATH": TEST_PATH, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     environment |= {"REQUEUED": str(requeued), "MASTER_PORT": str(free_ports(1)[0])}
-    asked = f"+callbacks.asked={{_target_: test_stop.Asked, update: 1, number: {int(signal.SIGUSR1)}}}"
+    asked = f"+callbacks.asked={{_target_: helpers.slots.Asked, update: 1, number: {int(signal.SIGUSR1)}}}"
     weights = []
     for name, more in (("run", []), ("asked", [asked])):
         words = [*tiny(smoke, tmp_path / name), "trainer.devices=2", "rollout.prompts=2", "rollout.num_rollouts=3"]
@@ -184,13 +184,8 @@ class KilledOnce(L.Callback):
 @pytest.mark.slow
 def test_the_lines_of_torchrun_train_on_two_nodes_and_start_again(smoke, tmp_path):
     """One of two nodes loses its process; the run resumes by itself, and ends with the weights of one that lost none."""
-    words = [
-        "trainer.num_nodes=2",
-        "strategy=fsdp2",
-        "rollout.prompts=2",
-        "rollout.num_rollouts=3",
-        "deployment.max_restarts=1",
-    ]
+    words = """trainer.num_nodes=2 strategy=fsdp2 rollout.prompts=2 rollout.num_rollouts=3
+        deployment.max_restarts=1""".split()
     words += ["callbacks.checkpoint.every=1", "trainer.timeout=200", "callbacks=[checkpoint]"]
     killed = f"+callbacks.killed={{_target_: test_launch.KilledOnce, file: {tmp_path / 'killed'}}}"
     weights = []

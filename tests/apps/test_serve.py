@@ -18,7 +18,7 @@ import peft
 import pytest
 import torch
 from conftest import ROOT
-from serving import POISON, PROMPT, Client, line_of, served, until
+from helpers.serving import POISON, PROMPT, Client, line_of, served, until
 
 from grpo.apps.demo_model import make_model
 from grpo.apps.serve.__main__ import main

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-from serving import PROMPT, Client, Counting, line_of, served, until
+from helpers.serving import PROMPT, Client, Counting, line_of, served, until
 
 from grpo.apps.demo_model import make_model
 from grpo.apps.serve.__main__ import main, secret_of

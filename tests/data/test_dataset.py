@@ -1,22 +1,18 @@
 """Rows of a dataset: where they come from, what is left out, and that no question is on two sides."""
 
-import json
 import os
 
 import pytest
 from conftest import EXAMPLES, compose_config
+from helpers.rows import write
 from hydra.utils import instantiate
 
-from grpo.data.dataset import Dataset, side
+from grpo.data.dataset import Dataset, side, spread
 from grpo.system.errors import UserError
 
 
 def dataset(path, columns=("question", "answer"), **more) -> Dataset:
     return Dataset(str(path), columns, "gsm8k", **more)
-
-
-def write(path, rows) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.mark.parametrize(
@@ -168,6 +164,9 @@ def test_what_is_tested_is_never_trained_on(tmp_path, caplog):
     write(tmp_path / "test.jsonl", [{"question": q, "answer": "1"} for q in ("q3", "q9")])
     assert [row["question"] for row in dataset(tmp_path).split("train")] == ["q0", "q1", "q2", "q4"]
     assert "removed: 1 held out" in caplog.text
+    write(tmp_path / "validation.jsonl", [{"question": q, "answer": "1"} for q in ("q8", "q9")])
+    ours = dataset(tmp_path, splits={split: split for split in ("train", "validation", "test")})
+    assert [row["question"] for row in ours.split("validation")] == ["q8"]
     with pytest.raises(UserError, match="5 read, 5 held out"):  # the same file on both sides
         dataset(tmp_path / "train.jsonl").split("train")
 
@@ -223,6 +222,10 @@ def test_a_stream_does_not_leak_and_misses_columns_at_once(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"question": "q", "answer": "1"}\n{"question"\n')
     with pytest.raises(UserError, match="could not be read"):
         dataset(tmp_path / "bad.jsonl", streaming=True, train_limit=5).split("train")
+
+
+def test_examples_are_spread_over_all_of_them():
+    assert [spread(range(10), most) for most in (4, 10, 99, 0)] == [[0, 3, 6, 9], [*range(10)], [*range(10)], []]
 
 
 def test_a_split_that_the_folder_lacks_is_held_out_of_train(tmp_path):

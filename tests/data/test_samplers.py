@@ -59,6 +59,11 @@ def test_a_rollout_gets_no_example_twice_while_there_are_enough():
     first, later = sampler.draw(5, 2), sampler.draw(5, 2, first=2)
     assert sorted(row["n"] for row in first + later) == [1, 2, 3] and sampler.draw(5, 2) == first
     assert sampler.draw(5, 2, first=3) == []
+    others = [Weighted(ROWS, 2, seed, sampler.weight) for seed in range(1, 9)]
+    assert any(other.draw(5, 2) != first for other in others)
+    sampler.draw(5, 2), sampler.draw(5, 2, first=2)
+    sampler.observe(results((1, [1.0]), (2, [1.0]), (3, [1.0])))
+    assert {*sampler.latest} == {1, 2, 3}  # those of both draws
     assert len(sampler.draw(5, 7)) == 7  # a rollout's first ones come again if there are too few
 
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from grpo.engines.auto import auto_engine
 from grpo.engines.builtin.engine import TransformersEngine
-from grpo.engines.builtin.sampler import draw, filter_logits, penalize
+from grpo.engines.builtin.sampler import Draws, draw, filter_logits, penalize
 from grpo.engines.protocol import Sampling
 from grpo.engines.stop_texts import StopTexts
 from grpo.env.messages import Message
@@ -40,7 +40,7 @@ def test_logprobs_are_the_trainers(engine, toy_model):
     """Prefill, expanded caches, left padding and dropped rows change nothing: the engine's numbers equal the trainer's."""
     toy_model.generation_config.eos_token_id = EOS
     for temperature in (1.0, 0.6):
-        got = engine.sample(PROMPTS * 4, Sampling(12, temperature=temperature), seeds=range(16))
+        got = engine.sample(PROMPTS * 4, Sampling(12, temperature=temperature, top_p=0.95), seeds=range(16))
         assert {completion.finish for completion in got} == {"stop", "length"}
         assert len({len(completion.ids) for completion in got}) > 3
         state = Step(State((Message("user", ""),)), Action(Message("assistant", "")))
@@ -72,6 +72,23 @@ def test_seeds_decide_whatever_else_is_in_the_batch(engine):
     in_pieces = engine.sample(PROMPTS, sampling, seeds=[5, 6, 7, 8])
     assert [c.ids for c in together] == [c.ids for c in alone] == [c.ids for c in in_pieces]
     assert engine.sample(PROMPTS, sampling, seeds=[5, 6, 9, 8])[2].ids != together[2].ids
+
+
+def test_tokens_that_a_row_has_seen_stay_its_own_when_others_end(engine, toy_model):
+    toy_model.generation_config.eos_token_id = EOS
+    sampling = Sampling(12, repetition_penalty=5.0)
+    together = engine.sample(PROMPTS * 4, sampling, seeds=range(16))
+    alone = [engine.sample([prompt], sampling, seeds=[seed])[0] for seed, prompt in enumerate(PROMPTS * 4)]
+    assert [c.ids for c in together] == [c.ids for c in alone] and len({len(c.ids) for c in together}) > 3
+
+
+def test_each_token_has_a_random_number_of_its_own():
+    """All of 1,000 tokens are equally likely, so the number is the token's place among them."""
+    draws = Draws([(1,), (2,)], Sampling(6), [5, 6], torch.device("cpu"))
+    draws.join([0, 1], 1000)
+    drawn = torch.stack([draws.step(torch.zeros(2, 1000)) for _ in range(6)], dim=1)
+    numbers = [torch.rand(6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in (5, 6)]
+    assert drawn.tolist() == (torch.stack(numbers) * 1000).long().tolist()
 
 
 def test_greedy_takes_the_likeliest_token(engine, toy_model):

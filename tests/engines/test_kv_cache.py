@@ -5,8 +5,7 @@ import inspect
 import pytest
 import torch
 import transformers
-from cases import gap
-from test_packing import MORE, model_of
+from helpers.models import MORE, gap, model_of
 
 from grpo.engines.builtin import kv_cache
 from grpo.engines.builtin.engine import TransformersEngine, cache_objection

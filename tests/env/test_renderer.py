@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import compose_config
-from families import FAMILIES, spelled
+from helpers.families import FAMILIES, spelled
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from tokenizers import normalizers

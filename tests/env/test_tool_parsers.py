@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from families import FAMILIES
+from helpers.families import FAMILIES
 
 from grpo.env.messages import Message, ToolCall, ToolSpec
 from grpo.env.tool_parsers import form_of, message_of_text

@@ -11,9 +11,9 @@ from functools import partial
 
 import pandas as pd
 import pytest
-import typed
 from conftest import EXAMPLES, REAL_DATA, ROOT, compose_config
-from test_train import VARIED, told
+from helpers import programs
+from helpers.runs import VARIED, told
 
 import eval as eval_script
 from grpo.engines.protocol import Sampling
@@ -377,7 +377,7 @@ def test_killed_in_the_middle_and_gone_on_with_it_is_the_same(overrides, tmp_pat
     assert "parts" not in {file.name for file in whole.iterdir()}
 
     streams = {"out": tmp_path / "out", "err": tmp_path / "err"}
-    process = typed.start("eval.py", *overrides, f"hydra.run.dir={killed}", **streams)
+    process = programs.start("eval.py", *overrides, f"hydra.run.dir={killed}", **streams)
     while len(list(killed.glob("parts/*.parquet"))) < 3 and process.exitcode is None:
         time.sleep(0.01)
     process.kill()

@@ -4,8 +4,8 @@ import pytest
 import torch
 import transformers
 from conftest import compose_config
-from test_packing import batch_of, model_of
-from test_train import VARIED, rows, state
+from helpers.models import batch_of, model_of
+from helpers.runs import VARIED, rows, state
 from torch import Tensor, nn
 
 from grpo.engines.builtin.engine import TransformersEngine

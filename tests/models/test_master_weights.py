@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 from conftest import compose_config
+from helpers.learning import make_module, rollout
+from helpers.runs import VARIED, rows, state
 from peft import LoraConfig
-from test_module import make_module, rollout
-from test_train import VARIED, rows, state
 from torch import Tensor, nn, tensor
 from torch.optim import SGD, AdamW
 

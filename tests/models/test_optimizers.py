@@ -1,13 +1,13 @@
 """Every option of conf/optim: its steps against numbers worked by hand or the plain library, and resumed runs bit for bit."""
 
 from functools import partial
-from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import ROOT, compose_config
+from conftest import compose_config
+from helpers.learning import IS_8BIT_HERE, NEEDED, OPTIONS
+from helpers.runs import VARIED, rows, state, told
 from hydra.utils import instantiate
-from test_train import VARIED, rows, state, told
 from torch import nn, tensor
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -15,13 +15,6 @@ from grpo.models.master_weights import with_masters
 from grpo.training.checkpoints import PlainCheckpoints
 from train import train
 
-IS_8BIT_HERE = find_spec("bitsandbytes") is not None
-NEEDED = {"adamw_8bit": pytest.mark.skipif(not IS_8BIT_HERE, reason="pip install -e '.[8bit]'")}
-OPTIONS = [
-    pytest.param(file.stem, marks=NEEDED.get(file.stem, ()))
-    for file in (ROOT / "conf" / "optim").glob("*.yaml")
-    if file.stem != "base"
-]
 LR = 1e-2
 EMBEDDING, MATRIX, VECTOR = "model.embed_tokens.weight", "layers.0.down_proj.weight", "norm.weight"
 SHAPES = {EMBEDDING: (40, 128), MATRIX: (64, 128), VECTOR: (128,)}

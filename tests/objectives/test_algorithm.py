@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import preset
+from helpers.learning import GROUPS, batch_of, episode, fresh, make_module, rollout, trained
 from peft import LoraConfig
-from test_module import GROUPS, episode, fresh, make_module, rollout, trained
 from torch import tensor
 
 from grpo.env.types import Reward
@@ -18,7 +18,6 @@ from grpo.models.policy import with_adapter
 from grpo.objectives.advantage import group_advantages, no_baseline
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.baselines import gdpo
-from grpo.objectives.batch import TokenBatch
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip, reinforce
@@ -32,19 +31,6 @@ from grpo.training.preflight.data import signal
 
 close = torch.testing.assert_close
 NAN = math.nan
-
-
-def batch_of(policy: list[list[float]], reference: list[list[float]], lengths: list[int]) -> TokenBatch:
-    width = len(policy[0])
-    return TokenBatch(
-        ids=torch.zeros(len(policy), width + 1, dtype=torch.int64),
-        attention_mask=torch.ones(len(policy), width + 1, dtype=torch.int64),
-        mask=torch.arange(width) < tensor(lengths)[:, None],
-        rollout_logprobs=tensor(policy),
-        sample=torch.arange(len(policy)),
-        old_logprobs=tensor(policy),
-        reference_logprobs=tensor(reference),
-    )
 
 
 # -- credit: two samples of one prompt, of two tokens and one
@@ -114,6 +100,52 @@ def test_an_advantage_that_the_environment_gives_takes_the_place_of_the_estimato
 def test_no_reward_nothing_to_learn():
     got = Algorithm(group_advantages, clip, 4).credit(scored([1.0, NAN]), TOKENS)
     assert got.mask.tolist() == [[True, True], [False, False]] and not got.advantages.any()
+
+
+@pytest.mark.parametrize(
+    ("advantage", "second"),
+    [(lambda rewards: rewards.nan_to_num(0.0), NAN), (lambda rewards: tensor([[1.0, NAN]]), 0.0)],
+)
+def test_an_unknown_reward_and_an_unknown_advantage_leave_the_mask(advantage, second):
+    got = Algorithm(advantage, clip, 4).credit(scored([1.0, second]), TOKENS)
+    assert got.mask.tolist() == [[True, True], [False, False]]
+
+
+def test_whitening_is_over_truncated_answers_too():
+    algorithm = Algorithm(no_baseline, clip, 4, whiten=True, mask_truncated=True)
+    got = algorithm.credit(scored([1.0, 4.0], truncated=tensor([[False, True]])), TOKENS)
+    close(got.advantages, tensor([[-1.0, -1.0], [0.0, 0.0]]) / math.sqrt(2))  # 1 1 4: mean 2, variance 2
+
+
+def test_the_kl_of_a_sample_is_that_of_its_tokens_in_all_of_its_rows():
+    """0.5 in each of two rows, whatever stands behind them."""
+    tokens = replace(batch_of([[-1.0, 9.0], [-2.0, 9.0]], [[-1.5, 0.0], [-2.5, 0.0]], [1, 1]), sample=tensor([0, 0]))
+    got = Algorithm(no_baseline, clip, 4, kl=KL(0.1, "k1", "reward")).credit(scored([1.0, 0.0]), tokens)
+    close(got.advantages, tensor([[0.9, 0.0], [0.9, 0.0]]))
+
+
+def test_each_part_of_the_loss_compares_its_own_two_policies():
+    """One token with log-probability -1 under the old policy, -1.5 in the engine, -3 under the reference, and -2 now."""
+    batch = replace(batch_of([[-1.0]], [[-3.0]], [1]), rollout_logprobs=tensor([[-1.5]]), weights=torch.ones(1, 1))
+    batch, now = replace(batch, advantages=tensor([[-1.0]])), tensor([[-2.0]], requires_grad=True)
+
+    def loss(batch=batch, **settings):
+        found, logged = Algorithm(no_baseline, partial(clip, low=None), 4, **settings).loss(
+            now, torch.zeros(1, 1), batch
+        )
+        return found.item(), torch.autograd.grad(found, now)[0].item(), logged
+
+    l = math.exp(-1)  # noqa: E741 - rho, since A = -1
+    *found, logged = loss()
+    assert found == pytest.approx([l, l]) and logged["approx_kl"].item() == pytest.approx(l - 1 + 1)
+    assert loss(correction=lambda log_w: log_w.exp())[0] == pytest.approx(l * math.exp(0.5))
+    assert [loss(off_policy_delta=delta)[0] for delta in (0.6, 0.4)] == pytest.approx([l, 0.0])
+    assert loss(kl=KL(0.1, "k1"))[:2] == pytest.approx((l + 0.1, l + 0.1))
+    assert loss(kl=KL(0.1, "k1", target="rollout"))[:2] == pytest.approx((l - 0.05, l + 0.1))
+    assert loss(kl=KL(0.1, "k1", "loss_with_ratio"))[:2] == pytest.approx((l + 0.1 * l, l + 0.2 * l))
+    assert loss(kl=KL(0.1, "k1", "reward"))[0] == pytest.approx(l)
+    left_out = replace(batch, counted=tensor([[False]]))
+    assert loss(left_out, kl=KL(0.1, "k1"))[0] == pytest.approx(0.1)
 
 
 def test_a_part_called_overlong_is_not_hidden_by_the_penalty():

@@ -38,3 +38,5 @@ def test_a_length_penalty_grows_with_what_the_group_earns():
     close(got, tensor([[0.0625, -0.0625], [0.53125, -0.53125], [0.0, 0.0]]))
     turns = tensor([[0.0, 1.0], [1.0, NAN]]).expand(3, 2, 2)  # two turns and one: 0.1 and 0.05 more
     close(length_penalty(right, lengths, turns)[0], tensor([0.0375, -0.0375]))
+    unknown = length_penalty(tensor([[1.0, 1.0, NAN]]), tensor([[50.0, 100, 900]]), tensor([[[0.0]] * 3]))
+    close(unknown, tensor([[0.0625, -0.0625, NAN]]), equal_nan=True)  # its length is no one's measure

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import preset
-from test_algorithm import batch_of
+from helpers.learning import batch_of
 from torch import tensor
 
 from grpo.objectives.choices import chosen_tokens, clip_cov, covariance, top_entropy, without_top_cov
@@ -26,7 +26,7 @@ ADVANTAGES, LOGPROBS = tensor([4.0, -2.0, 2.0, -4.0, 0.0]), tensor([-1.0, -3.0, 
 
 
 def test_covariance():
-    assert covariance(LOGPROBS, ADVANTAGES).tolist() == [4, 2, 1, 0, 0]
+    assert covariance(LOGPROBS, ADVANTAGES).tolist() == covariance(LOGPROBS, ADVANTAGES + 3).tolist() == [4, 2, 1, 0, 0]
 
 
 def test_kl_cov_picks_the_tokens_of_highest_covariance():

@@ -75,6 +75,10 @@ def test_gdpo_normalises_every_part():
     # sums: 1/sqrt(2) x (1 - 2, -1 + 2), then (1, -1); mean 0, squares 4 x 1/2 over 3
     got = gdpo(parts, {"correct": 1.0, "format": 2.0}, eps=0.0)
     close(got, tensor([[-1.0, 1], [1, -1]]) / math.sqrt(2) / math.sqrt(2 / 3))
+    # where a part does not apply, the other counts alone: sums (1, -1) and (2, -2), squares 1 + 1 + 4 + 4 over 2 x 3
+    parts["format"] = tensor([[NAN, NAN], [1.0, 0.0]])
+    got = gdpo(parts, {"correct": 1.0, "format": 1.0}, eps=0.0)
+    close(got, tensor([[1.0, -1], [2, -2]]) / math.sqrt(10 / 3))
     with pytest.raises(UserError, match="no part 'style'; there are correct, format"):
         gdpo(parts, {"style": 1.0})
 
@@ -119,7 +123,7 @@ def test_a_reward_nobody_could_give_stays_out_of_the_baseline():
 
 
 def test_which_groups_have_a_signal():
-    assert has_signal(tensor([[1.0, 0], [1.0, 1], [NAN, 1], [NAN, NAN]])).tolist() == [True, False, False, False]
+    assert has_signal(tensor([[1.0, 0], [1.0, 1], [NAN, 1], [NAN, NAN], [NAN, -1]])).tolist() == [True, *[False] * 4]
 
 
 def test_eps_may_be_nothing():
@@ -134,7 +138,13 @@ def test_whitening_over_tokens():
     # three tokens of 1 and one of 5: mean 2, variance (1 + 1 + 1 + 9) / 4 = 3
     mask = tensor([[True, True, True], [True, False, False]])
     got = whiten(tensor([[1.0, 1, 1], [5, 0, 0]]), mask, eps=0.0)
-    close(got, tensor([[-1.0, -1, -1], [3, 0, 0]]) / math.sqrt(3))
+    expected = tensor([[-1.0, -1, -1], [3, 0, 0]]) / math.sqrt(3)
+    close(got, expected)
+    other = iter(
+        [[(1, tensor(5.0), tensor(5.0), tensor(5.0))], [tensor(9.0)]]
+    )  # what another rank has of the second row
+    got = whiten(torch.ones(1, 3), mask[:1], eps=0.0, concatenated=lambda own: own + next(other))
+    close(got, expected[:1])
 
 
 def test_reward_to_go_runs_on_through_the_turns_of_a_sample():
@@ -306,6 +316,12 @@ def test_corrections(function, settings, first, second):
     got = function(LOG_W, SEEN, **settings)
     close(got[0], tensor(first))
     close(got[1, 0].item(), second)
+
+
+def test_the_geometric_mean_is_over_the_row_and_not_over_its_padding():
+    """Over two tokens the mean of log w is 0.016, and e^0.016 > 1.01; over all four places e^0.008 = 1.008 would be kept."""
+    log_w, mask = tensor([[0.024, 0.008, 0.0, 0.0]]), tensor([[True, True, False, False]])
+    assert importance.geometric(log_w, mask).tolist() == [[0.0] * 4]
 
 
 def test_the_weight_of_a_row_is_truncated_as_one():

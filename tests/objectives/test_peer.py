@@ -250,7 +250,7 @@ def test_trl_s_trainer_and_our_module_make_the_same_steps(toy, tmp_path, monkeyp
     """algo=trl_default and GRPOConfig's defaults, on the same completions: after each rollout of two updates the weights are
     equal. With SGD, since Adam's steps magnify rounding."""
     from datasets import Dataset
-    from test_module import episode, make_module
+    from helpers.learning import episode, make_module
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 

@@ -37,6 +37,8 @@ def test_dppo_bounds_the_change_of_a_probability(rollout, policy, advantage, los
     for settings in ({}, {"divergence": "kl", "delta": 0.05}):  # the KLs are 0.0247 and 0.1438
         got = at_token(dppo, policy, rollout, advantage, **settings)
         assert got[:2] == pytest.approx((loss, loss)) and got[2] == said
+    # KL(rollout, policy) is 0.0247 for the first, and 0.0415 the other way round
+    assert at_token(dppo, 0.05, 0.01, 1.0, divergence="kl", delta=0.03)[0] == pytest.approx(-5.0)
 
 
 def test_the_kl_of_two_coins():
@@ -78,6 +80,7 @@ def test_gmpo_is_the_geometric_mean_of_clipped_ratios():
     close(gmpo(log_ratio, torch.ones(1, 3), mask), torch.full((1, 3), -math.exp(0.1)))  # (0.4 - 0.2) / 2
     close(gmpo(log_ratio, -torch.ones(1, 3), mask), torch.full((1, 3), math.exp(0.2)))  # not bounded above if A < 0
     close(gmpo(-log_ratio, -torch.ones(1, 3), mask), torch.full((1, 3), math.exp(-0.1)))
+    close(gmpo(log_ratio, torch.ones(1, 3), mask, low=0.1, high=0.5), torch.full((1, 3), -math.exp(0.15)))
 
 
 def test_kl_cov_holds_the_tokens_that_do_not_count():
@@ -93,3 +96,6 @@ def test_kpop_leaves_out_tokens_on_which_the_engine_disagrees():
     trainer, engine = tensor([0.9, 0.1, 0.95, 0.05, 0.3]).log(), tensor([0.1, 0.9, 0.05, 0.95, 0.3]).log()
     assert kpop(trainer, engine).tolist() == [1, 1, 0, 0, 1]
     assert kpop(trainer, engine, delta=1.7).tolist() == [0, 0, 0, 0, 1]
+    # 0.5 ln 500 + 0.5 ln(500 / 999) = 2.761 in one direction, and 0.687 in the other
+    trainer, engine = tensor([0.5, 0.001]).log(), tensor([0.001, 0.5]).log()
+    assert kpop(trainer, engine).tolist() == [0, 0]

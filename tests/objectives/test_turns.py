@@ -6,13 +6,16 @@ from functools import partial
 import pytest
 import torch
 from conftest import preset
-from test_module import GROUPS, fresh, make_module, rollout
+from helpers.learning import GROUPS, fresh, make_module, rollout
 from torch import tensor
 
+from grpo.env.messages import Message
+from grpo.env.types import State
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.loss import clip
 from grpo.objectives.turns import RoleBaseline, gigpo, optimal_token, peers, remax, returns, turn_returns
 from grpo.rollout.collate import collate
+from grpo.rollout.types import observation
 from grpo.system.errors import UserError
 
 NAN = math.nan
@@ -46,6 +49,11 @@ def test_gigpo_compares_turns_with_one_observation():
     assert torch.equal(equal, torch.zeros(1, 3, 1))
 
 
+def test_an_observation_is_what_is_new_to_the_policy():
+    said = [Message(role, text) for role, text in (("user", "a"), ("assistant", "b"), ("tool", "c"), ("user", "d"))]
+    assert [observation(State(tuple(said[:n]))) for n in (1, 3, 4)] == ["a", "c", "c\nd"]
+
+
 def test_the_optimal_baseline_of_a_token():
     """w = 1 - 2 p + sum p^2. Two samples of one prompt, of one token and of three, the last in a row of its own."""
     mask = tensor([[True, False, False], [True, True, False], [True, False, False]])
@@ -63,6 +71,11 @@ def test_the_optimal_baseline_of_a_token():
     close(again, got[order])
     same = optimal_token(tensor([[0.1, 0.1]]), tensor([[[0.1, NAN], [0.1, 0]]]), mask, sample, turn, old, squares)
     assert same[:2, 0].tolist() == [0, 0]  # exactly
+    rows = [0, 1, 2, 0]  # a third sample without a reward is as if it were not there
+    given = mask[rows], tensor([0, 1, 1, 2]), turn[rows], old[rows], squares[rows]
+    more = torch.cat([steps, torch.full((1, 1, 2), NAN)], dim=1)
+    unknown = optimal_token(tensor([[1.0, -1.0, NAN]]), more, *given)
+    close(unknown, torch.cat([got, tensor([[NAN, 0, 0]])]))
     # 2 against 0.5 and 1.5, of two prompts: the second is alone, and its reward is unknown
     far = optimal_token(
         tensor([[1.0], [NAN]]), tensor([[[1.0]], [[NAN]]]), mask[:2], sample[:2], turn[:2], old[:2], squares[:2]

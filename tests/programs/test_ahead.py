@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import time
-from copy import deepcopy
 from dataclasses import replace
 
 import lightning as L
@@ -11,11 +10,11 @@ import pandas as pd
 import pytest
 import torch
 from conftest import TEST_PATH, compose_config, preset
-from test_train import VARIED, Halves, Varied, state, told
-from test_train import rows as all_rows
-from typed import command
+from helpers.programs import command
+from helpers.runs import VARIED, state, told
+from helpers.runs import rows as all_rows
+from helpers.slots import Apart, Halves, Varied
 
-from grpo.engines.builtin.engine import TransformersEngine
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Reward, SingleTurn, Trajectory
@@ -30,38 +29,14 @@ from train import train
 LIMIT = 60  # seconds after which a test that waits fails
 
 
-class Apart(TransformersEngine):
-    """The built-in engine with a copy of the weights. It records which weights it received, and which it sampled with."""
-
-    apart = True
-
-    def __init__(self, max_cache_tokens: int = 65536) -> None:
-        super().__init__(max_cache_tokens)
-        Apart.loads, Apart.sampled = [], []
-
-    def load_weights(self, model, version):
-        self.loads.append(version)
-        super().load_weights(deepcopy(model), version)
-
-    def sample(self, *args):
-        self.sampled.append(self.version)
-        return super().sample(*args)
-
-
 @pytest.fixture
 def run(smoke, tmp_path):
     """A run with rollout.ahead=1 and no evaluations, unless the overrides say otherwise, in a folder of tmp_path."""
 
     def run(*overrides: str, folder: str = "run", engine: str = "Apart", task=VARIED) -> list[dict[str, float]]:
         (tmp_path / folder).mkdir()
-        settings = [
-            "rollout.ahead=1",
-            "algo.old_policy=rollout",
-            "eval.every=0",
-            "engine=transformers",
-            f"engine._target_=test_ahead.{engine}",
-            f"output_dir={tmp_path / folder}",
-        ]
+        settings = f"""rollout.ahead=1 algo.old_policy=rollout eval.every=0 engine=transformers
+            engine._target_=test_ahead.{engine} output_dir={tmp_path / folder}""".split()
         config = compose_config(*smoke(*settings, *overrides))
         config.task = task
         train(config)
@@ -127,13 +102,9 @@ class Answered(SingleTurn):
 @pytest.mark.slow
 def test_for_a_policy_that_stays_as_it_is_it_changes_nothing(run, tmp_path):
     """Prompts, seeds, rounds of dynamic sampling and kept groups are the same, with asynchronous environments."""
-    settings = [
-        "selection=dynamic",
-        "selection.rounds=8",
-        "rollout.prompts=6",
-        "rollout.num_rollouts=3",
-        "optim.optimizer.lr=0",
-    ]
+    settings = (
+        "selection=dynamic selection.rounds=8 rollout.prompts=6 rollout.num_rollouts=3 optim.optimizer.lr=0".split()
+    )
     settings, task = [*settings, "selection.by=reward", "callbacks=[samples]"], {"_target_": "test_ahead.Later"}
     usual = run(*settings, "rollout.ahead=0", folder="usual", task=task)
     early = run(*settings, folder="ahead", task=task)
@@ -147,20 +118,11 @@ def test_for_a_policy_that_stays_as_it_is_it_changes_nothing(run, tmp_path):
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_a_crashed_run_resumes_bit_exactly(run, tmp_path, adapter):
     """5 rollouts in one run equal 3, a crash and the rest: the checkpoint has the rollout that was ahead."""
-    settings = [
-        "callbacks=[samples,checkpoint]",
-        "callbacks.checkpoint.every=2",
-        "rollout.num_rollouts=5",
-        "eval.every=2",
-        "algo.num_epochs=2",
-        "algo.num_minibatches=2",
-        "selection=dynamic",
-        "selection.rounds=2",
-        f"adapter={adapter}",
-    ]
+    settings = f"""callbacks=[samples,checkpoint] callbacks.checkpoint.every=2 rollout.num_rollouts=5 eval.every=2
+        algo.num_epochs=2 algo.num_minibatches=2 selection=dynamic selection.rounds=2 adapter={adapter}""".split()
     straight = run(*settings, folder="straight")
     with pytest.raises(RuntimeError, match="the disk is full"):
-        run(*settings, "+callbacks.crash={_target_: test_train.Crash, rollout: 3}", folder="crashed")
+        run(*settings, "+callbacks.crash={_target_: helpers.slots.Crash, rollout: 3}", folder="crashed")
     checkpoint = f"ckpt_path={tmp_path / 'crashed' / 'checkpoints' / 'last.ckpt'}"
     resumed = run(*settings, checkpoint, "resume.changes=allow", folder="resumed")
 
@@ -254,6 +216,8 @@ def test_staleness_counts_each_token():
     groups = [[sample(2, None), sample(3, (3, 3, 4))]]
     played = Rollout(groups, None, groups, None, rounds=1, version=3, seconds=0.0)
     assert played.staleness(4) == (1 + 1 + 1 + 1 + 0) / 5
+    replayed = replace(played, groups=[[*groups[0], replace(sample(1, None), age=2)]])
+    assert replayed.staleness(4) == (1 + 1 + 1 + 1 + 0 + 3) / 6
 
 
 def test_a_thread_that_is_not_needed_is_ended_or_left(monkeypatch):

@@ -3,14 +3,14 @@
 import json
 
 import pytest
-import typed
 from conftest import ROOT
+from helpers import programs
 
 pytestmark = pytest.mark.slow
 
 
 def results(script: str, *arguments: str):
-    done = typed.command(f"benchmarks/{script}", *arguments, "--json", seconds=3600)
+    done = programs.command(f"benchmarks/{script}", *arguments, "--json", seconds=3600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -7,8 +7,8 @@ import sys
 import pandas as pd
 import pytest
 from conftest import EXAMPLES, REAL_DATA, ROOT, compose_config
-from test_train import rows, told
-from time_limits import keep_for
+from helpers.runs import rows, told
+from helpers.time_limits import keep_for
 
 from grpo.runs.runs import Run
 from tasks.gsm8k import GSM8K
@@ -165,12 +165,8 @@ def test_a_task_and_a_reward_from_outside_the_repository(toy, tmp_path, monkeypa
     found = f"hydra.searchpath=[file://{outside}/conf]"
     train(compose_config("task=short", found, *model, f"output_dir={tmp_path}/a"))
     assert len(rows(tmp_path / "a")) == 3 and rows(tmp_path / "a")[1]["rollout/reward"] < 0
-    more = (
-        f"task.path={EXAMPLES}",
-        "task.prompt=question",
-        "task.rewards=[my_rewards.vowels,longer]",
-        "task.weights=[1,0.5]",
-    )
+    more = f"""task.path={EXAMPLES} task.prompt=question task.rewards=[my_rewards.vowels,longer]
+        task.weights=[1,0.5]""".split()
     train(compose_config("task=jsonl", *more, *model, "max_tokens=5", f"output_dir={tmp_path}/b"))
     row = rows(tmp_path / "b")[1]
     assert row["rollout/reward"] == pytest.approx(row["rollout/vowels"] + 0.5 * row["rollout/longer"])

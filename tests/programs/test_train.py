@@ -1,6 +1,5 @@
 """train.py and eval.py as a user runs them: the files of a run, resumes, messages for mistakes."""
 
-import csv
 import json
 import math
 import re
@@ -16,6 +15,7 @@ import pandas as pd
 import pytest
 import torch
 from conftest import EXAMPLES, ROOT, compose_config
+from helpers.runs import VARIED, rows, state, told
 from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,9 +25,7 @@ from grpo.apps.cli import explain
 from grpo.apps.resuming import saved_config
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
-from grpo.env.messages import Message
 from grpo.env.renderer import TokenizerRenderer
-from grpo.env.types import Example, Reward, SingleTurn, Trajectory
 from grpo.evaluation.evaluator import Evaluation, Evaluator
 from grpo.evaluation.statistics import mean_interval
 from grpo.models.pretrained import Pretrained
@@ -36,58 +34,12 @@ from grpo.system.errors import StopError, UserError
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.evaluation import EvaluationCallback
-from grpo.training.checkpoints import PlainCheckpoints
 from grpo.training.trainer import make_trainer
 from tasks.gsm8k import GSM8K
 from train import train
 
-TIMES = (
-    "time/rollout",
-    "time/update",
-    "time/sync",
-    "time/eval",
-    "time/played",
-    "time/score",
-    "time/started",
-    "tokens/s",
-    "memory/rollout",
-    "memory/update",
-)
-
-
-class Varied(GSM8K):
-    """GSM8K's questions with a reward that differs between samples of a random model, none of which would be right."""
-
-    def score(self, example: Example, trajectory: Trajectory) -> Reward:
-        value = len(trajectory.answer.encode()) % 7 / 7
-        return Reward(value, correct=value > 0.5)
-
-
-VARIED = {"_target_": "test_train.Varied", "path": str(EXAMPLES)}
-
-
-class Crash(L.Callback):
-    """Fails in the middle of a rollout, like a full disk or a lost GPU."""
-
-    def __init__(self, rollout: int) -> None:
-        self.rollout = rollout
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
-        if batch.rollout == self.rollout:
-            raise RuntimeError("the disk is full")
-
-
-def rows(folder) -> list[dict[str, float]]:
-    with open(folder / "metrics.csv") as file:
-        return [{k: float(v) for k, v in row.items() if v and k not in TIMES} for row in csv.DictReader(file)]
-
-
-def state(folder) -> dict:
-    return PlainCheckpoints().load_checkpoint(folder / "checkpoints" / "last.ckpt")
-
-
-CRASH = "+callbacks.crash={_target_: test_train.Crash, rollout: 3}"
-ASKED = f"+callbacks.asked={{_target_: test_stop.Asked, update: 10, number: {int(signal.SIGTERM)}}}"
+CRASH = "+callbacks.crash={_target_: helpers.slots.Crash, rollout: 3}"
+ASKED = f"+callbacks.asked={{_target_: helpers.slots.Asked, update: 10, number: {int(signal.SIGTERM)}}}"
 
 
 @pytest.mark.parametrize(
@@ -105,17 +57,10 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy, ending, done
 
     def run(folder: str, *more: str) -> None:
         settings = [
-            "callbacks=[samples,checkpoint]",
-            "callbacks.checkpoint.every=2",
-            "rollout.num_rollouts=5",
-            "algo.num_epochs=2",
-            "algo.num_minibatches=2",
-            "algo.kl.coef=0.05",
-            "algo.kl.sync_every=3",
+            *"""callbacks=[samples,checkpoint] callbacks.checkpoint.every=2 rollout.num_rollouts=5
+            algo.num_epochs=2 algo.num_minibatches=2 algo.kl.coef=0.05 algo.kl.sync_every=3""".split(),
             "algo.entropy={coef: 0.01, target: 9.0}",
-            "selection=dynamic",
-            "selection.rounds=2",
-            "optim.schedule.name=linear",
+            *"selection=dynamic selection.rounds=2 optim.schedule.name=linear".split(),
             *policy.split(),
             f"output_dir={tmp_path / folder}",
         ]
@@ -312,18 +257,6 @@ def test_training_goes_on_from_an_adapter(smoke, tmp_path):
     assert rows(second)[1]["loss/grad_norm"] > 0
     assert (second / "checkpoints" / "last" / "model.safetensors").exists()
     assert "is an adapter" in told(*smoke(f"model.path={first / 'checkpoints' / 'last'}", "adapter=lora"))
-
-
-def told(*overrides: str, name: str = "train") -> str:
-    """Return the line that a user gets."""
-    try:
-        config = compose_config(*overrides, name=name)
-        train(config) if name == "train" else eval_script.evaluate(config)
-    except Exception as error:
-        line = explain(error, name, overrides)
-        assert line is not None and "\n" not in line, f"no one-line answer to {error!r}"
-        return line
-    pytest.fail(f"{overrides} was accepted")
 
 
 @pytest.mark.parametrize(
@@ -529,23 +462,6 @@ def test_means_of_a_run_are_numbers(smoke, tmp_path):
     assert all(math.isfinite(value) for row in rows(tmp_path) for value in row.values())
 
 
-class Halves:
-    """Questions by number. Even ones have a constant reward; the reward of the others depends on the answer."""
-
-    def __init__(self, varied: bool = True) -> None:
-        self.varied = varied
-
-    def examples(self, split):
-        return [{"number": number} for number in range(40)]
-
-    def build(self, example):
-        return SingleTurn((Message("user", str(example["number"])),))
-
-    def score(self, example, trajectory):
-        differs = self.varied and example["number"] % 2
-        return Reward(len(trajectory.answer.encode()) % 7 / 7 if differs else 1.0, correct=False)
-
-
 @pytest.mark.parametrize("varied", [True, False])
 def test_dynamic_sampling_replaces_groups_without_signal(smoke, tmp_path, varied):
     config = compose_config(
@@ -553,7 +469,7 @@ def test_dynamic_sampling_replaces_groups_without_signal(smoke, tmp_path, varied
             "selection=dynamic", "selection.rounds=8", "selection.by=reward", "rollout.prompts=6", "callbacks=[samples]"
         )
     )
-    config.task = {"_target_": "test_train.Halves", "varied": varied}
+    config.task = {"_target_": "helpers.slots.Halves", "varied": varied}
     train(config)
     written = Run(tmp_path).samples([1]).to_dict("records")
     groups = [written[i : i + 2] for i in range(0, 12, 2)]

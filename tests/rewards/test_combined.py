@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from helpers.episodes import said
 from hydra.errors import MissingConfigException
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
@@ -31,11 +32,6 @@ from grpo.rollout.samples_table import records
 from grpo.rollout.types import Sample
 from grpo.system.errors import RewardError, UserError
 from grpo.system.progress import BEGIN, Progress, set_progress
-
-
-def said(text: str, *before: Message, length: int = 0, truncated: bool = False) -> Trajectory:
-    messages = before or (Message("user", "2 + 2?"),)
-    return Trajectory((Step(State(messages), Action(Message("assistant", text), truncated, tuple(range(length)))),))
 
 
 def letters(completions, **columns):
@@ -367,12 +363,15 @@ def chat(*texts: str) -> list[list[dict[str, str]]]:
         (functions.near_length, {"completions": ["a" * 23, "a" * 20]}, [-3.0, 0.0]),
         (functions.unique_letters, {"completions": chat("banana", "")}, [3.0, 0.0]),
         (functions.format, {"completions": ["\\boxed{2}", "2"]}, [1.0, 0.0]),
-        (functions.think_answer, {"completions": chat("<think>1</think><answer>2</answer>", "<think>1<answer>2</answer>")},
-         [1.0, 0.0]),
+        (functions.think_answer, {"completions": chat("<think>1</think><answer>2</answer>", "<think>1<answer>2</answer>",
+                                                      "a<think>1</think><answer>2</answer>",
+                                                      "<think>1</think><answer>2</answer>b",
+                                                      "<think> </think><answer>2</answer>")}, [1.0, 0.0, 0.0, 0.0, 0.0]),
         (functions.think_levels, {"completions": ["", "<think>a", "<think>a</think></think>", "<think> </think>b",
-                                                  "<think>a</think>b"]}, [0.0, 0.25, 0.5, 0.75, 1.0]),
-        (functions.overlong, {"completions": ["x"] * 4, "lengths": [60, 80, 90, 130], "limit": 100, "buffer": 40},
-         [0.0, -0.5, -0.75, -1.0]),
+                                                  "<think>a</think>b", "<think>a</think>" * 2]},
+         [0.0, 0.25, 0.5, 0.75, 1.0, 0.5]),
+        (functions.overlong, {"completions": ["x"] * 5, "lengths": [60, 80, 90, 130, 1], "limit": 100, "buffer": 40},
+         [0.0, -0.5, -0.75, -1.0, 0.0]),
         # words a b c a b c: one of the four triples is repeated
         (functions.repetition, {"completions": ["a b c a b c", "a b", "x x x x"]}, [-0.25, 0.0, -0.5]),
     ],
@@ -394,6 +393,7 @@ def test_correct_and_what_is_built_on_it():
     right = functions.cosine_length([texts[0]] * 3, ["2"] * 3, limit=100, lengths=[0, 50, 200])
     wrong = functions.cosine_length([texts[1]] * 3, ["5"] * 3, limit=100, lengths=[0, 50, 200])
     assert right == pytest.approx([1.0, 0.75, 0.5]) and wrong == pytest.approx([-1.0, -0.75, -0.5])
+    assert functions.cosine_length(texts[:1], [None]) == [None]  # no verdict
     # length counts only if all siblings are right
     lengths = [40, 75, 100]
     assert functions.long_when_all_right([texts[0]] * 3, ["2"] * 3, 100, lengths) == pytest.approx([0.0, -0.5, -1.0])
@@ -404,6 +404,8 @@ def test_normalised_is_clamped_and_scaled():
     scaled = functions.Normalised(letters, 2, 6)
     assert [r.value for r in Rewards([scaled], [3]).score({}, [said("a"), said("abc"), said("a" * 9)])] == [0, 0.75, 3]
     assert functions.Normalised(letters, 2, 2)(completions=["abc"]) == [0.0]
+    found = functions.Normalised(lambda values: values, 2, 6)(values=[3.0, None, math.nan])
+    assert found[:2] == [0.25, None] and math.isnan(found[2])
     assert Rewards(functions.Normalised(later, 0, 2)).score({}, [said("a")])[0].parts == {"later": 0.25}
     level = functions.Normalised(no_kwargs, 0, 4)  # it gets and needs the same columns as the function inside
     assert Rewards(level).score({"level": 3, "more": 1}, [said("a")])[0].value == 0.75

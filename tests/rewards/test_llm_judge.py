@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from conftest import compose_config
+from helpers.episodes import said
 from hydra.utils import instantiate
-from test_combined import said
 
 from grpo.apps import profile_rewards
 from grpo.apps.border import check_values

@@ -1,6 +1,5 @@
 """The sandbox with real programs, and with real attempts to escape from it."""
 
-import json
 import os
 import signal
 import socket
@@ -13,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from attempts import confinable
 from conftest import REAL_DATA, ROOT
-from time_limits import crowded
+from helpers.attempts import confinable
+from helpers.rows import read
+from helpers.time_limits import crowded
 
 from grpo.rewards.code import sandbox_child
 from grpo.rewards.code.programs import assemble, code_verdict, extract_continuation, extract_program
@@ -29,10 +29,6 @@ ROW = {"test_list": ["assert double(2) == 4"]}
 
 if not confinable():
     pytest.skip("the platform cannot confine a program", allow_module_level=True)
-
-
-def rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def fenced(code: str) -> str:
@@ -77,7 +73,7 @@ def here(monkeypatch, tmp_path_factory):
 @real
 @pytest.mark.slow
 def test_canonical_solutions_pass_as_code_and_as_a_continuation():
-    humaneval, mbpp = rows(HUMANEVAL), rows(MBPP)
+    humaneval, mbpp = read(HUMANEVAL), read(MBPP)
     with ThreadPoolExecutor(2) as pool:
         whole = pool.map(lambda row: code_verdict(fenced(row["prompt"] + row["canonical_solution"]), row), humaneval)
         body = pool.map(lambda row: code_verdict(fenced(row["canonical_solution"]), row), humaneval)
@@ -93,7 +89,7 @@ def test_canonical_solutions_pass_as_code_and_as_a_continuation():
 @real
 @pytest.mark.slow
 def test_the_solution_of_another_row_is_wrong():
-    humaneval, mbpp = rows(HUMANEVAL), rows(MBPP)
+    humaneval, mbpp = read(HUMANEVAL), read(MBPP)
     cases = [
         (row["canonical_solution"], other) for row, other in zip(humaneval, humaneval[1:] + humaneval[:1], strict=True)
     ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 from conftest import seed
-from time_limits import keep_for
+from helpers.time_limits import keep_for
 
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message

@@ -16,6 +16,7 @@ from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.evaluation.evaluator import Evaluator
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import scores
+from grpo.rollout.engine_queue import EngineQueue
 from grpo.rollout.episodes import play
 from grpo.rollout.metrics import rollout_metrics, sample_means, share_repeated
 from grpo.rollout.types import Plan, Sample
@@ -78,6 +79,11 @@ def test_what_a_sample_says_depends_on_its_own_seed_only(parts):
     assert ids[0] == ids[1]
     assert len({sample.turns[0].completion.ids for sample in both[0]}) == 3
     assert len({derive_seed(0, p, s, t) for p in range(20) for s in range(20) for t in range(3)}) == 1200
+
+
+def test_a_state_may_lower_the_limit_of_its_message_and_not_raise_it(parts):
+    queue = EngineQueue(parts[0], Sampling(8), None, [])
+    assert [queue.sampling_in(State((), max_tokens=n), parts[1]).max_tokens for n in (3, 20, None)] == [3, 8, 8]
 
 
 def test_evaluator_plays_the_first_test_rows(parts):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 from conftest import preset, seed
-from time_limits import keep_for
+from helpers.time_limits import keep_for
 
 from grpo.data.prompts import Uniform
 from grpo.engines.protocol import Sampling

@@ -8,14 +8,15 @@ import threading
 
 import numpy as np
 import pytest
-from time_limits import keep_for
+from helpers.episodes import said
+from helpers.time_limits import keep_for
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.renderer import TokenizerRenderer
 from grpo.env.scoring import score_group
-from grpo.env.types import Action, Reward, SingleTurn, State, Step, Trajectory
+from grpo.env.types import Reward, SingleTurn
 from grpo.models.pretrained import Pretrained
 from grpo.rewards.combined import Rewards
 from grpo.rollout.collate import collate, scores
@@ -24,10 +25,6 @@ from grpo.rollout.rewarding import THREADS, Scorer
 from grpo.system.seeds import derive_seed
 
 HANG = "hang"
-
-
-def said(text: str) -> Trajectory:
-    return Trajectory((Step(State(()), Action(Message("assistant", text))),))
 
 
 class Echo:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import preset
-from test_module import episode
+from helpers.learning import episode
 from torch import tensor
 
 from grpo.data.prompts import Uniform
@@ -18,10 +18,12 @@ from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.importance import truncated
 from grpo.objectives.loss import clip
 from grpo.rollout.collate import collate, scores
+from grpo.rollout.episodes import ENVIRONMENT
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.selection import Dynamic, Fewer, Greedy, Replay, Screened
 from grpo.rollout.types import Plan
-from grpo.system.errors import UserError
+from grpo.system.errors import RewardError, UserError
+from grpo.system.seeds import TRAIN, derive_seed
 from grpo.training.meter import Means, note_engine
 
 WEIGHED = Algorithm(leave_one_out, clip, 8, correction=truncated)
@@ -66,8 +68,55 @@ def test_gates_replace_groups_that_are_too_easy(tmp_path):
     assert [group[0].example["n"] for group in made.played] == order[:4]  # one of two is live: two more are asked
     made = rollouts(Dynamic(10, "correct"), lambda n, s: float(s < share.get(n, 2)), tmp_path).make(0)
     assert made.rounds == 1 and made.scores is made.all_scores
+    made = rollouts(Dynamic(10, "correct", low=0.5), lambda n, s: float(s < share.get(n, 2)), tmp_path).make(0)
+    assert [group[0].example["n"] for group in made.groups] == [easy, order[2]]
+    made = rollouts(Dynamic(10, "reward"), lambda n, s: float(s == 1) if s else math.nan, tmp_path).make(0)
+    assert made.rounds == 1  # an unknown reward does not hide those that differ
+    last = rollouts(Dynamic(2), lambda n, s: float(n == order[3] and s), tmp_path).make(0)
+    assert last.rounds == 2 and [group[0].example["n"] for group in last.groups] == [easy, order[3]]
     with pytest.raises(UserError, match="dynamic sampling would discard every group"):
         rollouts(Dynamic(), lambda n, s: 0.0, tmp_path, size=1)
+
+
+def test_every_sample_of_every_round_rollout_and_run_has_a_seed_of_its_own(tmp_path):
+    """No group has signal, so a rollout plays all 8 prompts, two in a round."""
+    seeds, observed = [], []
+    for run in (0, 1):
+        made = rollouts(Dynamic(10), lambda n, s: 0.0, tmp_path)
+        made.seed, made.sampler.observe = run, observed.extend
+        for r in (0, 1):
+            got = made.make(r)
+            assert got.rounds == 4 and got.discarded == got.played[2:]
+            seeds += [sample.turns[0].completion.ids[0] for group in got.played for sample in group]
+    assert len({*seeds}) == len(seeds) == 2 * 2 * 8 * 4
+    assert [example["n"] for example, _ in observed[:8]] == asked(made)  # the sampler hears of what is discarded, too
+    played = []
+    made.play = lambda *given: played.append(given[6]) or []
+    made.one_round(0, [{}], [3], 2)
+    made.one_round(0, [{}], [3], 2, skip=2)
+    assert len({path(0, ENVIRONMENT, ENVIRONMENT) for path in played}) == 1  # its environments are of one group
+
+
+def test_an_error_of_the_reward_in_a_later_round_ends_the_run(tmp_path):
+    made, rounds = rollouts(Dynamic(), lambda n, s: 0.0, tmp_path), []
+
+    def play(*given, first=made.play):
+        rounds.append(given)
+        if len(rounds) > 1:
+            raise RewardError("it broke")
+        return first(*given)
+
+    made.play = play
+    with pytest.raises(RewardError, match="it broke"):
+        made.make(0)
+
+
+def test_a_selection_sees_the_shaped_rewards(tmp_path):
+    """Rewards 1, 1.1, 1.2, 1.3 for 1 to 4 tokens: 0.5 less for 3 of 4 tokens and 1 less for 4."""
+    algorithm = replace(WEIGHED, max_tokens=4, overlong_share=0.5)
+    got = rollouts(Fewer(2), lambda n, s: 1 + s / 10, tmp_path, algorithm=algorithm).make(0)
+    assert values(got.groups) == [[1.1, 1.3]] * 2 and got.scores.rewards[0].tolist() == pytest.approx([1.1, 0.3])
+    assert not got.discarded  # two samples of each group are learned from
 
 
 def test_all_groups_of_one_round_are_learned_from_though_a_source_gives_more_than_were_asked_for(tmp_path):
@@ -87,8 +136,11 @@ def test_screening_plays_the_rest_only_of_prompts_whose_first_answers_differ(tmp
     got = made.make(0)
     assert [group[0].example["n"] for group in got.groups] == odd and [len(group) for group in got.groups] == [4, 4]
     assert sorted({len(group) for group in got.played}) == [2, 4]  # the others stopped after two
-    seeds = [sample.turns[0].completion.ids[0] for sample in got.groups[0]]
-    assert len({*seeds}) == 4  # the further samples are new ones
+    for number, group in zip(
+        odd, got.groups, strict=True
+    ):  # a sample's seed is that of its place, as if played at once
+        expected = [derive_seed(0, TRAIN, 0, order.index(number), s, 0) % 10**6 for s in range(4)]
+        assert [sample.turns[0].completion.ids[0] for sample in group] == expected
     with pytest.raises(UserError, match=r"selection\.first=4 must be at least 2 and below rollout.group_size=4"):
         rollouts(Screened(first=4), lambda n, s: 0.0, tmp_path)
     none = rollouts(Screened(first=2, rounds=1), lambda n, s: 0.0, tmp_path).make(0)
@@ -108,6 +160,8 @@ def test_fewer_samples_of_a_group(tmp_path, by, kept):
         got.scores, tokens
     )
     assert credited.advantages[:, 0].tolist() == pytest.approx([kept[0] - mean, kept[1] - mean] * 2, abs=1e-6)
+    three = {"extremes": [0.0, 0.9, 0.6], "short": [0.0, 0.5, 0.9], "efficient": [0.5, 0.9, 0.6]}[by]
+    assert values(rollouts(Fewer(3, by), lambda n, s: rewards[s], tmp_path).make(0).groups) == [three] * 2
     unknown = rollouts(Fewer(3, by), lambda n, s: math.nan if s == 1 else 0.5, tmp_path).make(0)
     assert values(unknown.groups) == [[0.5] * 3] * 2  # a sample without a reward is never kept
 
@@ -116,6 +170,7 @@ def test_a_greedy_answer_is_a_part_of_each_sample(tmp_path):
     got = rollouts(Greedy(Fewer(2, "short")), lambda n, s: n + s / 10, tmp_path).make(0)
     (first, *_), numbers = got.groups, [group[0].example["n"] for group in got.groups]
     assert got.scores.parts["greedy"].tolist() == [[pytest.approx(n - 0.1)] * 2 for n in numbers] and len(first) == 2
+    assert values(got.groups) == [[n, n + 0.1] for n in numbers]  # the samples keep their own
     assert all("greedy" not in sample.reward.parts for group in got.played for sample in group)
 
 
@@ -133,6 +188,12 @@ def test_replay_keeps_live_groups_for_a_while_and_a_resumed_one_goes_on(tmp_path
     resumed.load_state_dict(selection.state_dict())
     expected, again = made.make(3), rollouts(resumed, lambda n, s: float(n < 4 and s > 1), tmp_path).make(3)
     assert [group[0].example for group in again.groups] == [group[0].example for group in expected.groups]
+    assert {r for r, _ in selection.kept} <= {1, 2, 3}  # what is too old is not kept either
+    selection = Replay(share=0.5, max_age=9)  # one of two prompts is added, drawn anew in each rollout
+    selection.kept = [(0, [replace(episode((1,), (2,)), example={"n": n})]) for n in range(8)]
+    made = rollouts(selection, lambda n, s: 0.0, tmp_path)
+    drawn = [[group[0].example["n"] for group in made.make(r).groups[2:]] for r in (1, 2, 3)]
+    assert [len(one) for one in drawn] == [1, 1, 1] and len({n for (n,) in drawn}) > 1
     with pytest.raises(UserError, match="selection=replay: the samples are older than the policy"):
         rollouts(Replay(), lambda n, s: 0.0, tmp_path, algorithm=preset("algo=grpo"))
     with pytest.raises(UserError, match="selection=replay: the samples"):  # inside of another, too

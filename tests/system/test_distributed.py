@@ -7,9 +7,9 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from ranks import Ranks
-from test_episodes import Dice
-from test_train import rows, told
+from helpers.ranks import Ranks
+from helpers.runs import rows, told
+from helpers.slots import Dice
 from transformers import AutoModelForCausalLM
 
 from grpo.models.pretrained import Pretrained
@@ -61,16 +61,10 @@ CASES = {
     ],
     "adamw": ["optim.optimizer._target_=torch.optim.AdamW", "optim.optimizer.lr=1e-3", "rollout.num_rollouts=2"],
     "ahead": [
-        *("rollout.ahead=1", "algo.old_policy=rollout", "engine=transformers", "engine._target_=test_ahead.Apart"),
+        *("rollout.ahead=1", "algo.old_policy=rollout", "engine=transformers", "engine._target_=helpers.slots.Apart"),
         "rollout.num_rollouts=3",
     ],
-    "adapter": [
-        "adapter=lora",
-        "algo/kl=loss",
-        "algo.kl.sync_every=1",
-        "algo.kl.sync_alpha=0.5",
-        "rollout.num_rollouts=2",
-    ],
+    "adapter": "adapter=lora algo/kl=loss algo.kl.sync_every=1 algo.kl.sync_alpha=0.5 rollout.num_rollouts=2".split(),
 }
 
 
@@ -111,7 +105,7 @@ def learned(ranks, smoke):
         """The weights at the end of a run."""
         common = [
             *(override for override in smoke() if not override.startswith(("output_dir", "optim", "callbacks"))),
-            "task._target_=test_train.Varied",
+            "task._target_=helpers.slots.Varied",
             "trainer=cpu",
             f"trainer.devices={devices}",
             "trainer.timeout=280",
@@ -189,13 +183,8 @@ def test_checkpoints_go_from_any_ranks_and_strategy_to_others(learned, tmp_path)
     critic is not part of the policy's folder."""
     common = [
         *("algo=ppo", "critic=model", "critic.lr=0.1"),
-        *(
-            "algo/kl=loss",
-            "algo.kl.sync_every=1",
-            "algo.kl.sync_alpha=0.5",
-            "rollout.prompts=3",
-            "rollout.num_rollouts=3",
-        ),
+        *"""algo/kl=loss algo.kl.sync_every=1 algo.kl.sync_alpha=0.5 rollout.prompts=3
+            rollout.num_rollouts=3""".split(),
         *("optim.optimizer.lr=0.1", "+optim.optimizer.momentum=0.9"),
         *("callbacks.checkpoint.every=1", "callbacks.checkpoint.keep=3"),
         "+callbacks.small={_target_: test_distributed.SmallPieces}",
@@ -226,12 +215,7 @@ def test_checkpoints_go_from_any_ranks_and_strategy_to_others(learned, tmp_path)
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_writes_a_checkpoint_loses_nothing(learned, tmp_path):
-    settings = [
-        "strategy=fsdp2",
-        "strategy.checkpoint=sharded",
-        "callbacks.checkpoint.every=1",
-        "rollout.num_rollouts=3",
-    ]
+    settings = "strategy=fsdp2 strategy.checkpoint=sharded callbacks.checkpoint.every=1 rollout.num_rollouts=3".split()
     whole = learned(tmp_path / "whole", 2, settings)
     victims, folder = Ranks(2), tmp_path / "killed"
     try:

@@ -34,13 +34,8 @@ class Graded(GSM8K):
 
 
 def test_every_metric_of_a_run_is_in_the_dictionary_and_every_entry_is_of_some_run(smoke, tmp_path):
-    sampling = (
-        "eval.samples=4",
-        "eval.sampling.temperature=1",
-        "selection=dynamic",
-        "selection.rounds=2",
-        "algo.overlong_share=0.5",
-    )
+    sampling = """eval.samples=4 eval.sampling.temperature=1 selection=dynamic selection.rounds=2
+        algo.overlong_share=0.5""".split()
     losses = ("algo/kl=loss", "algo/correction=tis", "algo.entropy.coef=0.01", "algo.off_policy_delta=0.1")
     config = compose_config(*smoke(*sampling, *losses, "algo.num_minibatches=2", "algo.num_epochs=2", "logger=csv"))
     config.task = {"_target_": "test_metric_dictionary.Graded", "path": str(EXAMPLES)}
@@ -131,16 +126,7 @@ def test_a_name_of_no_metric():
         ),
         *(
             (name, f"reward/{name}")
-            for name in (
-                "advantages",
-                "repeated",
-                "reward",
-                "pass@2",
-                "brevity_std",
-                "rounds",
-                "logprob_gap_max",
-                "samples",
-            )
+            for name in "advantages repeated reward pass@2 brevity_std rounds logprob_gap_max samples".split()
         ),
         *(
             (name, name)

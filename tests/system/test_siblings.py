@@ -14,7 +14,7 @@ import lightning as L
 import psutil
 import pytest
 from conftest import ROOT, TEST_PATH
-from test_train import Varied
+from helpers.slots import Varied
 
 from grpo.runs.runs import Run
 from grpo.system import deadline, siblings
@@ -57,7 +57,7 @@ class HitTask(Varied):
 def two_ranks(smoke, tmp_path, phase: str, rank: int, number: int, *more: str) -> tuple[int, str, str, float]:
     """Return exit code, the lines of both ranks, the process id of the rank that got the signal, and the seconds since then."""
     given = f"[{rank}, {int(number)}, {tmp_path / 'hit'}]"
-    task = [f"+callbacks.hit={{_target_: test_siblings.Hit, _args_: {given}}}", "task._target_=test_train.Varied"]
+    task = [f"+callbacks.hit={{_target_: test_siblings.Hit, _args_: {given}}}", "task._target_=helpers.slots.Varied"]
     if phase != "update":
         task = ["task._target_=test_siblings.HitTask", f"+task.hit={given}"]
     common = smoke("trainer=cpu", "trainer.devices=2", f"eval.every={int(phase == 'evaluation')}", *task, *more)

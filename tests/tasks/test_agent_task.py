@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import compose_config, seed
-from time_limits import keep_for
+from helpers.time_limits import keep_for
 
 from grpo.apps.demo_model import make_model, make_tokenizer
 from grpo.engines.builtin.engine import TransformersEngine
@@ -400,14 +400,7 @@ def test_a_run_trains_a_program_and_evaluates_it(toy, tmp_path, monkeypatch):
     program = 'said = text(ask(row["prompt"])); reward(reward=len(said), parts={"letters": len(set(said))})'
     rows = [{"prompt": f"q{i}", "program": program} for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sizes = [
-        "debug=smoke",
-        "max_tokens=8",
-        "eval.limit=2",
-        "optim.optimizer.lr=1e-3",
-        "forecast=false",
-        "preflight=warn",
-    ]
+    sizes = "debug=smoke max_tokens=8 eval.limit=2 optim.optimizer.lr=1e-3 forecast=false preflight=warn".split()
     sizes += [
         "callbacks=samples",
         "task.command=python agent.py",

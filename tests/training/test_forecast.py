@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from cases import FAMILIES, SHAPE, model_folder
 from conftest import compose_config
+from helpers.learning import OPTIONS
+from helpers.models import FAMILIES, SHAPE, model_folder
+from helpers.runs import VARIED, state
+from helpers.slots import Varied
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from test_optimizers import OPTIONS
-from test_train import VARIED, Varied, state
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, MixtralConfig
 
 from grpo.engines.builtin.engine import TransformersEngine

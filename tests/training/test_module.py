@@ -6,39 +6,17 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.learning import ADVANTAGES, GROUPS, episode, fresh, make_module, rollout, trained
 from peft import LoraConfig
 from torch import tensor
 from transformers import get_scheduler
 
-from grpo.env.messages import Message
-from grpo.env.tokens import Completion, Turn
-from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
-from grpo.models.pretrained import Pretrained
-from grpo.objectives.algorithm import Algorithm
-from grpo.objectives.kl import KL
-from grpo.objectives.loss import clip
-from grpo.rollout.collate import collate, scores
-from grpo.rollout.types import Sample
+from grpo.rollout.collate import collate
 from grpo.system.errors import UserError
-from grpo.training.batch import RolloutBatch
 from grpo.training.meter import Means
-from grpo.training.module import GRPOModule
 from grpo.training.optimization import Optimization
-
-
-def episode(prompt: tuple[int, ...], ids: tuple[int, ...], logprobs: tuple[float, ...] | None = None) -> Sample:
-    step = Step(State((Message("user", "q"),)), Action(Message("assistant", "a")))
-    completion = Completion(ids, logprobs or (-0.5,) * len(ids), "stop")
-    return Sample({}, Trajectory((step,)), (Turn(prompt, completion),), Reward(0.0, False))
-
-
-GROUPS = [
-    [episode((11, 12, 13), (21, 22)), episode((11, 12, 13), (23,))],
-    [episode((14,), (24, 25, 26, 27)), episode((14,), (28, 29, 30))],
-]
-ADVANTAGES = tensor([[1.0, -1.0], [0.5, -0.5]])
 
 
 def test_collate_pads_prompts_left_and_completions_right():
@@ -99,47 +77,6 @@ def test_rows_without_a_completion_alone_in_a_microbatch_or_minibatch(toy, layou
     assert metrics["loss/grad_norm"] > 0.01 and metrics["loss/skipped"] == 0
 
 
-def as_given(rewards):
-    """Return the rewards as advantages."""
-    return rewards
-
-
-def make_module(
-    policy,
-    max_tokens_per_microbatch=1000,
-    optimizer=torch.optim.SGD,
-    lr=0.1,
-    max_grad_norm=None,
-    layout="shared_prompt",
-    module=GRPOModule,
-    **algorithm,
-) -> GRPOModule:
-    settings = {"advantage": as_given, "surrogate": clip, "max_tokens": 4, **algorithm}
-    if "kl_coef" in settings:
-        settings["kl"] = KL(coef=settings.pop("kl_coef"))
-    module = module(
-        policy,
-        Algorithm(**settings),
-        Optimization(
-            lambda parameters: optimizer(parameters, lr=lr),
-            lambda optimizer, num_training_steps: torch.optim.lr_scheduler.LinearLR(
-                optimizer, 1.0, 0.0, num_training_steps
-            ),
-            max_tokens_per_microbatch,
-            max_grad_norm,
-            layout,
-        ),
-        temperature=1.0,
-        num_rollouts=4,
-        seed=0,
-    )
-    optimizers, schedules = module.configure_optimizers()
-    # in place of the Trainer, which only returns these
-    module.optimizers, module.lr_schedulers = lambda: optimizers[0], lambda: schedules[0]
-    module.manual_backward = lambda loss: loss.backward()
-    return module
-
-
 def test_a_schedule_is_tried_with_its_warm_up_and_refused_for_what_it_does():
     """A polynomial schedule divides by the updates after the warm-up: by 0 at the last update if there are none."""
     schedule = partial(get_scheduler, name="polynomial", num_warmup_steps=1)
@@ -165,23 +102,6 @@ def test_the_warm_up_is_a_share_of_the_updates(share, rates):
     assert found == pytest.approx(rates)
 
 
-def rollout(number=0, rewards=ADVANTAGES, groups=GROUPS, tokens=None, **change) -> RolloutBatch:
-    """Return the module's batch for a rollout with these groups and rewards."""
-    return RolloutBatch(
-        number, tokens=tokens or collate(groups), scores=replace(scores(groups), rewards=rewards, **change)
-    )
-
-
-def trained(policy, batch=None, **settings) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    module = make_module(policy, **settings)
-    metrics = module.training_step(batch or rollout(), 0)
-    return {name: p.detach().clone() for name, p in policy.named_parameters()}, metrics
-
-
-def fresh(toy):
-    return Pretrained(str(toy)).model()
-
-
 def test_first_update_follows_the_policy_gradient_worked_by_autograd(toy):
     """At ratio 1 the gradient of the loss equals the gradient of -mean_i mean_t A_i log pi(o_t)."""
     policy = fresh(toy)
@@ -197,6 +117,19 @@ def test_first_update_follows_the_policy_gradient_worked_by_autograd(toy):
     # -(1 x 2 - 1 x 1 + 0.5 x 4 - 0.5 x 3) / 10, over all tokens
     norm = torch.stack([g.norm() for g in gradients]).norm()
     assert metrics["loss/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+def test_each_update_follows_its_own_gradient_at_its_own_rate(toy):
+    """The rate falls by a quarter of its start with each of four updates, and no gradient is left over from the one before."""
+    module, policy, batch = make_module(fresh(toy)), fresh(toy), collate(GROUPS)
+    for r, rate in enumerate((0.1, 0.075)):
+        module.training_step(rollout(r), 0)
+        logprobs, _ = completion_logprobs(policy, batch, 1.0)
+        loss = -(ADVANTAGES.flatten() * logprobs.sum(1) / batch.mask.sum(1)).mean()
+        for p, gradient in zip(policy.parameters(), torch.autograd.grad(loss, [*policy.parameters()]), strict=True):
+            p.data -= rate * gradient
+    for p, q in zip(module.policy.parameters(), policy.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
 
 
 def test_after_a_lack_of_memory_the_update_is_made_in_smaller_pieces(toy, caplog):
@@ -231,6 +164,42 @@ def test_what_padding_predicts_cannot_reach_the_loss(toy):
     module = make_module(policy, kl_coef=0.1, num_epochs=2, lr=1e-6, max_tokens_per_microbatch=10)
     metrics = module.training_step(rollout(), 0)
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_every_pass_has_the_temperature_of_the_sampling(toy_model):
+    exact, _ = completion_logprobs(toy_model, collate(GROUPS), 0.7)
+    batch = rollout(tokens=replace(collate(GROUPS), rollout_logprobs=exact.detach()))
+    for settings in (
+        {},
+        {"num_minibatches": 2, "kl_coef": 0.1},
+    ):  # with its own log-probabilities, and with frozen ones
+        module = make_module(toy_model, lr=1e-9, **settings)
+        module.temperature = 0.7
+        metrics = module.training_step(batch, 0)
+        assert metrics["rollout/logprob_gap_max"] < 1e-5
+        assert metrics["loss/ratio"] == pytest.approx(1, abs=1e-5) and metrics.get("loss/kl", 0) < 1e-8
+
+
+def test_minibatches_differ_between_epochs_rollouts_and_runs(toy_model):
+    """Each is one of the two groups, drawn at random; an update counts half of the four samples."""
+
+    def orders(seed, rollouts, epochs=1):
+        module, first = make_module(toy_model, num_minibatches=2, num_epochs=epochs), []
+        module.seed, module.freeze = seed, lambda tokens: replace(tokens, old_logprobs=tokens.rollout_logprobs)
+
+        def update(minibatch, means, count):
+            assert count == 2
+            first.append(minibatch.sample.tolist())
+
+        module.update = update
+        for r in range(rollouts):
+            module.training_step(rollout(r), 0)
+        return first[::2]
+
+    by_rollout = orders(0, 8)
+    assert sorted(map(tuple, {*map(tuple, by_rollout)})) == [(0, 1), (2, 3)]
+    assert by_rollout != orders(1, 8) and by_rollout == orders(0, 8)
+    assert len({*map(tuple, orders(0, 1, epochs=8))}) == 2
 
 
 def test_zero_advantages_change_nothing(toy):

@@ -142,7 +142,7 @@ def interrupts():
     ("callback", "error", "why"),
     [
         ("{_target_: test_terminal.Interrupt}", SystemExit, "KeyboardInterrupt"),
-        ("{_target_: test_train.Crash, rollout: 2}", RuntimeError, "RuntimeError"),
+        ("{_target_: helpers.slots.Crash, rollout: 2}", RuntimeError, "RuntimeError"),
     ],
 )
 def test_a_run_that_is_stopped_says_how_to_go_on(smoke, tmp_path, capsys, interrupts, callback, error, why):

@@ -17,10 +17,10 @@ import peft
 import psutil
 import pytest
 import torch
-from cases import CONTEXT, PROMPTS, disturb, gap, gap_now, model_folder, next_logits, steps
 from conftest import ROOT, TEST_PATH
+from helpers.models import CONTEXT, PROMPTS, disturb, gap, gap_now, model_folder, next_logits, steps
+from helpers.runs import rows
 from safetensors.torch import save_file
-from test_train import rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.engines.protocol import Sampling

@@ -4,8 +4,8 @@ import math
 
 import pytest
 from conftest import compose_config
-from ranks import Ranks
-from test_train import VARIED, rows
+from helpers.ranks import Ranks
+from helpers.runs import VARIED, rows
 from torch import nn
 
 from grpo.engines.vllm.engine import VLLMEngine
@@ -54,13 +54,8 @@ def test_the_engine_samples_what_the_trainer_has_learned(smoke, tmp_path, settin
 def test_each_of_two_ranks_has_an_engine(smoke, tmp_path, settings):
     """The engines hold what the trainer has learned, also from shards."""
     ranks = Ranks(2)
-    more = (
-        "rollout.num_rollouts=3",
-        "rollout.group_size=4",
-        "max_tokens=16",
-        "preflight=warn",
-        "task._target_=test_train.Varied",
-    )
+    more = """rollout.num_rollouts=3 rollout.group_size=4 max_tokens=16 preflight=warn
+        task._target_=helpers.slots.Varied""".split()
     try:
         ranks.train(2, smoke(*settings, CACHE, *more, "trainer=cpu", "trainer.devices=2", "trainer.timeout=60"))
     finally:

@@ -7,7 +7,9 @@ import contextlib
 import multiprocessing
 import os
 import runpy
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -51,6 +53,33 @@ def command(*words: str, seconds: float = 900, **more) -> subprocess.CompletedPr
         process.kill()
         process.join()
         return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
+
+
+def typed(lines: list[str], file: str) -> tuple[str, list[int]]:
+    """Run commands one after another, and beside the rest those that end with &, which get a Ctrl-C at the end.
+
+    Returns what they printed, which is in the file, and the exit codes. ROOT and PORT stand for the project and a free port."""
+    codes, beside = [], []
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    Path(file).write_text("")
+    for line in lines:
+        words = shlex.split(line.replace("ROOT", str(ROOT)).replace("PORT", str(port)).removesuffix("&"))
+        given = dict(word.split("=", 1) for word in words[: words.index("python")])
+        environment = {"PYTHONPATH": os.pathsep.join([os.getcwd(), str(ROOT)]), **given}
+        streams = {"out": Path(file), "err": Path(file)}
+        child = start(*words[len(given) + 1 :], **streams, folder=Path.cwd(), environment=environment)
+        if line.endswith("&"):
+            beside.append(child)
+        else:
+            child.join(900)
+            child.kill()
+            codes.append(child.exitcode)
+    for child in beside:
+        os.kill(child.pid, signal.SIGINT)
+        child.join(300)
+        child.kill()
+    return Path(file).read_text(), codes
 
 
 def work(words: tuple[str, ...], out: Path, err: Path, folder: Path, environment: Mapping[str, str]) -> None:
