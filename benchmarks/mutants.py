@@ -58,7 +58,7 @@ def faults() -> list[Fault]:
         if (count := (ROOT / one.file).read_text(encoding="utf-8").count(one.old)) != 1 or one.old == one.new:
             raise ValueError(f"{one.file}, {one.fault}: the old text occurs {count} times, not once: {one.old}")
         for word in one.tests.split():
-            if not (ROOT / word).exists():
+            if "/" in word and not (ROOT / word).exists():
                 raise ValueError(f"{one.file}, {one.fault}: there is no {word}")
     return found
 
@@ -144,7 +144,8 @@ def main(words: list[str]) -> int:
     rooms, lost = defaultdict(lambda: [0, 0, 0]), []
     with tempfile.TemporaryDirectory() as folder:
         root, said = copied(Path(folder, "grpo")), Path(folder, "said")
-        code, failed, whole = run(root, [*dict.fromkeys(word for one in chosen for word in one.tests.split())], said)
+        files = [*dict.fromkeys(word for one in chosen for word in one.tests.split() if "/" in word)]
+        code, failed, whole = run(root, files, said)
         if code:
             print(f"{said.read_text()}\nfails without a fault: {failed}")
             return 1

@@ -1,6 +1,7 @@
 """Fixtures: a toy model that is made in a second, the real configuration, and real data if it is present."""
 
 import functools
+import importlib
 import os
 import pickle
 from pathlib import Path
@@ -28,10 +29,31 @@ ROOT = Path(__file__).parents[1]
 # import path of the tests' modules, for subprocesses
 TEST_PATH = os.pathsep.join(map(str, [ROOT, ROOT / "tests", *(ROOT / "tests").glob("[a-z]*/")]))
 EXAMPLES = ROOT / "tests" / "data"  # a few rows of our own
+NIGHTLY = ROOT / "tests" / "nightly.txt"
 REAL_DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data"))  # gsm8k_test.jsonl and more
 
 pytest_plugins = ["helpers.forks", "helpers.costs", "helpers.again"]
 quiet()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that tests/nightly.txt names."""
+    names = tuple(line for line in NIGHTLY.read_text().splitlines() if line and not line.startswith("#"))
+    for item in items:
+        if item.nodeid.startswith(names):
+            item.add_marker(pytest.mark.nightly)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if (
+        session.config.option.forks and len(session.items) > 1000
+    ):  # all forks share what is imported, and one server of commands
+        from helpers import programs
+
+        for name in programs.IMPORTED.split():
+            importlib.import_module(name)
+        programs.server()
 
 
 def seed(*path: int) -> int:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import NIGHTLY, ROOT
 
 PLANTED = {
     "test_one.py": """
@@ -47,8 +47,15 @@ def suite(tmp_path):
     return start
 
 
-def test_a_dead_fork_costs_one_test_and_a_flaky_one_is_told(suite):
-    """The test that ended its process and the wrong one stay failed; the one that passes alone is told with both outputs."""
+def test_the_tests_of_the_night_exist():
+    for line in NIGHTLY.read_text().splitlines():
+        if line and not line.startswith("#"):
+            file, _, name = line.partition("::")
+            assert f"def {name.partition('[')[0]}" in (ROOT / file).read_text(), line
+
+
+def test_a_dead_fork_costs_one_test_and_a_flaky_one_is_printed(suite):
+    """The test that ended its process and the wrong one stay failed; the one that passes alone is printed with both outputs."""
     process = suite("--again")
     out = process.communicate()[0]
     assert process.returncode == 1 and "2 failed, 4 passed, 1 flaky" in out
@@ -59,17 +66,19 @@ def test_a_dead_fork_costs_one_test_and_a_flaky_one_is_told(suite):
     assert "FLAKY test_one.py::test_wrong" not in out
 
 
-def test_a_flaky_test_alone_does_not_fail_the_suite(suite):
-    process = suite("--again", "-k", "chance or passes")
-    assert "1 passed, 5 deselected, 1 flaky" in process.communicate()[0] and process.returncode == 0
-
-
-def test_children_are_counted(suite, tmp_path):
+def test_a_flaky_test_alone_does_not_fail_the_suite_and_children_are_counted(suite, tmp_path):
     """The sum of ten million numbers takes a tenth of a second and more, in a process that the test starts."""
-    suite("-k", "computes", "--costs=costs.jsonl").communicate()
+    process = suite("--again", "-k", "chance or computes", "--costs=costs.jsonl")
+    assert "1 passed, 5 deselected, 1 flaky" in process.communicate()[0] and process.returncode == 0
     costs = [json.loads(line) for line in (tmp_path / "costs.jsonl").read_text().splitlines()]
-    (call,) = [cost for cost in costs if cost["when"] == "call"]
+    (call,) = [cost for cost in costs if cost["when"] == "call" and cost["test"].endswith("test_computes")]
     assert call["cpu"] > 0.02 and call["processes"] >= 1 and "runs" not in call
+
+
+def test_a_room_over_its_budget_fails_the_suite(suite, tmp_path):
+    (tmp_path / "conftest.py").write_text("from helpers import costs\n\ncosts.BUDGET['tests'] = 0.001\n")
+    process = suite("--budget", "--costs=costs.jsonl", "-k", "computes")
+    assert "of 0.001 CPU seconds" in process.communicate()[0] and process.returncode == 1
 
 
 def test_a_suite_that_is_cut_off_says_what_it_ran(suite, tmp_path):

@@ -62,7 +62,7 @@ def if_referred_to(table: Callable[..., DictConfig]) -> Callable[..., DictConfig
 
 
 def once(load: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
-    """What was composed to find the mode, or the error, is the run's. Hydra adds at most one word: the mode."""
+    """The configuration that was composed to find the mode, or the error, is the run's. Hydra adds at most one word, the mode."""
     latest: list[Any] = []  # what was asked, and the answer
 
     def loaded(

@@ -166,22 +166,10 @@ def test_under_torchrun_a_program_names_its_folder_as_the_command_line_does(smok
 @pytest.mark.parametrize(
     "value",
     [
-        "",
-        "1/2",
-        "it's",
-        "a\\",
-        "\\'",
-        'say "no"',
-        "a, b=[c]",
-        "null",
-        "1e-3",
-        1e-05,
-        -2,
-        True,
-        None,
+        "", "1/2", "it's", "a\\", "\\'", 'say "no"', "a, b=[c]", "null", "1e-3", 1e-05, -2, True, None,
         ["a'b", [1, None]],
     ],
-)
+)  # fmt: skip
 def test_a_value_is_the_same_behind_hydras_grammar(value):
     [word], _ = split({"key": value})
     [override] = OverridesParser.create().parse_overrides([word])
@@ -210,6 +198,7 @@ def varied_lengths(prompts, completions, **columns):
     return [len(completion.encode()) % 7 / 7 for completion in completions]
 
 
+@pytest.mark.slow
 def test_the_search_agent_trains(tmp_path_factory, tmp_path, capsys):
     """Its tool, its reward on a right trajectory, and two rollouts of a random model whose template has tools."""
     task = search_agent.Countries()

@@ -267,6 +267,7 @@ def test_equal_seeds_equal_weights_and_the_callers_dice_untouched(folder, tmp_pa
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
 
+@pytest.mark.slow
 def test_training_learns(folder, tmp_path):
     """A few steps on a single sum, and it is known by heart."""
 

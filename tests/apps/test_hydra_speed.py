@@ -15,18 +15,19 @@ from omegaconf import OmegaConf
 from grpo.apps import hydra_speed
 from grpo.apps.composing import CONF, composed, options
 
+ALONE = {place.replace(":", "."): resolve_name(place).__wrapped__ for place in hydra_speed.REPLACED}
+
 
 @contextmanager
 def hydra_alone():
     with pytest.MonkeyPatch.context() as patch:
-        for place in hydra_speed.REPLACED:
-            owner, _, name = place.replace(":", ".").rpartition(".")
-            patch.setattr(resolve_name(owner), name, resolve_name(place).__wrapped__)
+        for place, original in ALONE.items():
+            patch.setattr(place, original)
         yield
 
 
 def outcome(make):
-    """What is made, as text with its order and types; or the error, with its causes."""
+    """The result as text, with its order and types; or the error, with its causes."""
     try:
         made = make()
     except Exception as error:

@@ -89,6 +89,17 @@ def test_each_token_has_a_random_number_of_its_own():
     drawn = torch.stack([draws.step(torch.zeros(2, 1000)) for _ in range(6)], dim=1)
     numbers = [torch.rand(6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in (5, 6)]
     assert drawn.tolist() == (torch.stack(numbers) * 1000).long().tolist()
+    assert draws.tails(8) == draws.tails(6) == drawn.tolist() and draws.tails(2) == drawn[:, -2:].tolist()
+
+
+def test_the_score_of_a_token_is_its_log_probability_after_those_before_it(engine, toy_model):
+    ((first, *rest),) = engine.score([PROMPTS[0]], top=2)
+    exact = toy_model(tensor([PROMPTS[0]])).logits[0, :-1].log_softmax(-1)
+    assert first == {} and len(rest) == len(PROMPTS[0]) - 1
+    for found, row, token in zip(rest, exact, PROMPTS[0][1:], strict=True):
+        best = row.topk(2).indices.tolist()
+        assert found.keys() == {token, *best}
+        assert all(value == pytest.approx(row[i].item(), abs=1e-5) for i, value in found.items())
 
 
 def test_greedy_takes_the_likeliest_token(engine, toy_model):
@@ -121,16 +132,11 @@ LIMITS = [0, 10.8, 13.8, 16.3, 18.5, 20.5, 22.5, 24.3, 26.1, 27.9, 29.6, 31.3]
 @pytest.mark.parametrize(
     "parameters",
     [
-        {},
-        {"temperature": 0.6},
-        {"top_k": 5},
-        {"top_p": 0.7},
-        {"min_p": 0.25},
-        {"repetition_penalty": 2.5},
+        {}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.25}, {"repetition_penalty": 2.5},
         {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_samples_follow_the_distribution(parameters):
     """4,000 draws from a vocabulary of 12 after one of two prompts; without the parameters they would not fit."""
     torch.manual_seed(0)
@@ -206,6 +212,8 @@ def test_further_stop_ids_end_a_completion(engine):
     (free,) = engine.sample([PROMPTS[0]], Sampling(8), seeds=[0])
     (held,) = engine.sample([PROMPTS[0]], Sampling(8, stop_ids=[free.ids[3]]), seeds=[0])
     assert held.ids == free.ids[: free.ids.index(free.ids[3]) + 1] and held.finish == "stop"
+    (last,) = engine.sample([PROMPTS[0]], Sampling(len(held.ids), stop_ids=[free.ids[3]]), seeds=[0])
+    assert last.ids == held.ids and last.finish == "stop"  # at the limit, too
 
 
 def test_stop_texts_end_a_completion_at_the_token_that_completes_them(engine, toy):
@@ -234,17 +242,10 @@ def test_what_cannot_be_guided_is_refused(engine):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"temperature": -1},
-        {"top_p": 0},
-        {"top_k": -1},
-        {"min_p": 1},
-        {"max_tokens": 0},
-        {"repetition_penalty": 0},
-        {"stop_ids": ["</s>"]},
-        {"guided": {"regx": "a"}},
-        {"guided": {"regex": "a", "choice": ["a"]}},
+        {"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"min_p": 1}, {"max_tokens": 0}, {"repetition_penalty": 0},
+        {"stop_ids": ["</s>"]}, {"guided": {"regx": "a"}}, {"guided": {"regex": "a", "choice": ["a"]}},
     ],
-)
+)  # fmt: skip
 def test_sampling_out_of_range_is_refused(wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):
         Sampling(**{"max_tokens": 1} | wrong)

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from conftest import EXAMPLES, REAL_DATA, ROOT, compose_config
 from helpers import programs
-from helpers.runs import VARIED, told
+from helpers.runs import learned, told
 
 import eval as eval_script
 from grpo.engines.protocol import Sampling
@@ -36,7 +36,6 @@ from tasks.jsonl import Jsonl
 from tasks.math import Math
 from tasks.mixture import Mixture
 from tasks.wordmath import Wordmath
-from train import train
 
 GSM8K_TEST, MATH_TEST = REAL_DATA / "gsm8k_test.jsonl", REAL_DATA / "math500_test.jsonl"
 
@@ -513,9 +512,7 @@ def test_a_comparison_is_typed_without_quotes(typed, meant):
 def test_compare_reads_two_real_runs_and_loads_no_model(smoke, tmp_path):
     for name in ("a", "b"):
         settings = ("callbacks=[samples]", "optim.optimizer.lr=0.03", "eval.every=1", f"seed={int(name == 'b')}")
-        config = compose_config(*smoke(*settings, f"output_dir={tmp_path / name}"))
-        config.task = VARIED
-        train(config)
+        learned(smoke(*settings, f"output_dir={tmp_path / name}"))
     out = tmp_path / "out"
     arguments = ["eval.py", f"compare={tmp_path}/a,{tmp_path}/b", "after=1", f"hydra.run.dir={out}"]
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""`pytest --again` runs a failed test once more, alone. If it then passes it is FLAKY: that is told, and the suite passes."""
+"""`pytest --again` runs a failed test once more, alone. One that then passes is FLAKY: printed, and no failure of the suite."""
 
 import os
 import subprocess

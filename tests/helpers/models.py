@@ -16,16 +16,10 @@ from grpo.objectives.batch import TokenBatch
 CONTEXT = 512
 PROMPTS = [[60, 61, 62], [63, 64, 65, 66, 67, 68, 69], [70, 71]]
 SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.08,
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": CONTEXT, "initializer_range": 0.08,
     "eos_token_id": 1,
-}
+}  # fmt: skip
 FAMILIES = {
     "llama_tied": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
     "llama": (transformers.LlamaConfig, {"tie_word_embeddings": False}),

@@ -21,13 +21,17 @@ from pathlib import Path
 from conftest import ROOT
 
 IMPORTED = (
-    "lightning pandas peft torch.utils.tensorboard grpo.training.module grpo.runs.plots grpo.apps.serve.api train eval"
+    "lightning pandas torch.utils.tensorboard grpo.training.module grpo.runs.plots grpo.apps.serve.api train eval"
 )
+PID = os.getpid()  # of the process that collects the tests
 
 
 def server() -> multiprocessing.context.BaseContext:
-    """Return the context whose processes are forks of the server."""
+    """Return the context whose processes are forks of the server. Forks of the tests share the one that was there before them."""
     context = multiprocessing.get_context("forkserver")
+    if os.getpid() != PID:
+        forkserver._forkserver.ensure_running = lambda: None  # it would wait for a process that is no child of a fork
+        return context
     context.set_forkserver_preload(IMPORTED.split())
     with contextlib.chdir(ROOT):
         forkserver.ensure_running()

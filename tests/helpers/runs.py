@@ -12,6 +12,15 @@ TIMES = """time/rollout time/update time/sync time/eval time/played time/score t
 VARIED = {"_target_": "helpers.slots.Varied", "path": str(EXAMPLES)}
 
 
+def learned(overrides: list[str], task=VARIED) -> None:
+    """Train a command line with another task."""
+    from train import train
+
+    config = compose_config(*overrides)
+    config.task = task
+    train(config)
+
+
 def rows(folder) -> list[dict[str, float]]:
     with open(folder / "metrics.csv") as file:
         return [{k: float(v) for k, v in row.items() if v and k not in TIMES} for row in csv.DictReader(file)]

@@ -288,6 +288,9 @@ MASK = tensor([[True, True, True, True], [True, False, False, False]])
 def test_token_weights(reduce, long, short):
     expected = tensor([[long] * 4, [short, 0.0, 0.0, 0.0]])
     close(token_weights(MASK, reduce, max_tokens=10), expected)
+    # another rank has one sample of five tokens
+    shared = token_weights(MASK, reduce, max_tokens=10, total=lambda counts: counts + tensor([1.0, 5.0, 1.0]))
+    close(shared, expected * (1 / 2 if reduce == "token" else 2 / 3))
     # a row from which nothing is learned counts nowhere but in the constant, which is 1 / (3 x 10) now, or as many as we say
     with_empty = torch.cat([MASK, torch.zeros(1, 4, dtype=torch.bool)])
     close(token_weights(with_empty, reduce, max_tokens=10)[:2], expected * (2 / 3 if reduce == "constant" else 1))

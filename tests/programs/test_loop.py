@@ -32,6 +32,7 @@ class Takes(L.Callback):
         module.note("rollout/reward", 1.0)
 
 
+@pytest.mark.slow
 def test_pieces_of_the_page_are_short_change_a_run_and_are_resumed_to_the_bit(smoke, tmp_path, monkeypatch):
     assert [name for name, _ in PIECES] == ["leitner", "surprise", "fading"]
     monkeypatch.syspath_prepend(tmp_path)

@@ -182,6 +182,7 @@ class Adaptive:
         self.calls = state["calls"]
 
 
+@pytest.mark.slow
 def test_the_state_of_a_reward_is_in_the_checkpoint(smoke, tmp_path):
     def adaptive(folder, *more):
         reward = "task.rewards=[{_target_: test_stop.Adaptive}]"

@@ -132,33 +132,14 @@ def test_one_spelling(text, plain):
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("1\\frac{4}{5}", Fraction(9, 5)),
-        ("-1 4/5", Fraction(-9, 5)),
-        ("1,000.5", Fraction(2001, 2)),
-        ("6.02e23", 602 * 10**21),
-        ("-2^2", -4),
-        ("2^-3*4", Fraction(1, 2)),
-        ("2^3^2", 512),
-        ("\\frac{\\frac{1}{2}}{3}", Fraction(1, 6)),
-        ("\\binom{5}{2}", 10),
-        ("3!^2", 36),
-        ("2(3)", 6),
-        ("1^{10^{10}}", 1),
-        ("(" * 450 + "4" + ")" * 450, 4),
-        ("+".join("1" * 500), 500),
-        ("1/2(3)", None),
-        ("1 0", None),
-        ("5/0", None),
-        ("0^0", None),
-        ("3!!", None),
-        ("x", None),
-        ("-", None),
-        ("(1", None),
-        ("\\frac{1}", None),
-        ("10^{10^{10}}x", None),
-        ("0.5^{-0.5}", None),
+        ("1\\frac{4}{5}", Fraction(9, 5)), ("-1 4/5", Fraction(-9, 5)), ("1,000.5", Fraction(2001, 2)),
+        ("6.02e23", 602 * 10**21), ("-2^2", -4), ("2^-3*4", Fraction(1, 2)), ("2^3^2", 512),
+        ("\\frac{\\frac{1}{2}}{3}", Fraction(1, 6)), ("\\binom{5}{2}", 10), ("3!^2", 36), ("2(3)", 6),
+        ("1^{10^{10}}", 1), ("(" * 450 + "4" + ")" * 450, 4), ("+".join("1" * 500), 500), ("1/2(3)", None),
+        ("1 0", None), ("5/0", None), ("0^0", None), ("3!!", None), ("x", None), ("-", None), ("(1", None),
+        ("\\frac{1}", None), ("10^{10^{10}}x", None), ("0.5^{-0.5}", None),
     ],
-)
+)  # fmt: skip
 def test_plain_arithmetic(text, number):
     assert value(text) == number
 
@@ -166,15 +147,10 @@ def test_plain_arithmetic(text, number):
 @pytest.mark.parametrize(
     "text",
     [
-        "2^{4096}",
-        "10^{10^{10}}",
-        "-2^{1000000001}",
-        "1e-999999999",
-        "\\frac{10^{10^{10}}}{2}",
-        "541!",
+        "2^{4096}", "10^{10^{10}}", "-2^{1000000001}", "1e-999999999", "\\frac{10^{10^{10}}}{2}", "541!",
         "\\binom{9999}{4999}",
     ],
-)
+)  # fmt: skip
 def test_numbers_that_nobody_writes_down(text):
     assert value(text) == LARGE
     assert same(LARGE, Fraction(4)) is False and same(LARGE, LARGE) is None
@@ -235,6 +211,15 @@ def test_a_gold_that_nobody_can_read_is_no_fault_of_the_answer():
     assert math.isnan(unknown.value) and not unknown.correct and unknown.outcome == "error"
 
 
+def test_an_answer_that_leaves_the_work_to_the_grader_is_wrong():
+    """A calculation of the right number, and the formula of the question, which comes after a worked example."""
+    asked = [("user", "$(x+1)^2$?"), ("assistant", "\\boxed{x^2+2x+1}"), ("user", "Multiply out $(x-1)^2$.")]
+    prompt = [{"role": role, "content": content} for role, content in asked]
+    answers = {"7*8": "56", "56": "56", "(x-1)^2": "x^2-2x+1", "1-2x+x^2": "x^2-2x+1"}
+    found = correct([f"\\boxed{{{answer}}}" for answer in answers], [*answers.values()], prompts=[prompt] * 4)
+    assert [reward.outcome for reward in found] == ["wrong", "right"] * 2
+
+
 def test_one_poisoned_answer_costs_its_group_nothing():
     verdict("x+1", "1+x")  # a warm pool
     good = [(f"{k}(x+{k})", f"{k}x+{k * k}") for k in range(2, 65)]
@@ -258,8 +243,7 @@ def test_an_alarm_of_the_caller_still_rings():
 
 @real_data
 def test_our_61_cases():
-    cases = read(REAL_DATA / "grading_cases.jsonl")
-    missed = []
+    cases, missed = read(REAL_DATA / "grading_cases.jsonl"), []
     for case in cases:
         outcome = verdict(extract_answer(case["completion"]), case["gold"])
         if outcome in ("timeout", "error") or (outcome == "right") != case["correct"]:

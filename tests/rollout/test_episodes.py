@@ -66,6 +66,7 @@ def test_three_turns_number_by_number():
     assert batch.attention_mask.tolist() == [[0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0], [0, 1, 1, 1] + [0] * 4]
     assert batch.mask.int().tolist() == [[1, 1, 0, 0, 1], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
     assert scores(groups).lengths.tolist() == [[5.0, 1.0]]
+    assert scores([[sample_of(turn((4,), (6,)), turn((9, 4), (5, 7)))]]).last_lengths.tolist() == [[2.0]]
 
 
 def test_advantages_reach_every_row_and_every_sampled_token_only():
@@ -409,7 +410,6 @@ def test_a_run_of_several_turns_resumes_bit_exactly(smoke, tmp_path):
         folder = tmp_path / name
         settings = f"""callbacks=[samples,checkpoint] output_dir={folder} rollout.num_rollouts={rollouts}
             eval.every=0""".split()
-        folder.mkdir()
         train(run_of(smoke, "Dice", *settings, "optim.schedule.name=constant", *more))
         return folder
 

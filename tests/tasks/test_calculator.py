@@ -29,19 +29,10 @@ def box(number: object) -> Message:
 @pytest.mark.parametrize(
     ("expression", "result"),
     [
-        ("13*42", "546"),
-        ("214 + 546", "760"),
-        ("2+3*4", "14"),
-        ("(2+3)*4", "20"),
-        ("7/2", "7/2"),
-        ("84/4", "21"),
-        ("3-5", "-2"),
-        ("-2+10", "8"),
-        ("0.1+0.2", "3/10"),
-        ("1/3*3", "1"),
-        ("9999*9999", "99980001"),
+        ("13*42", "546"), ("214 + 546", "760"), ("2+3*4", "14"), ("(2+3)*4", "20"), ("7/2", "7/2"), ("84/4", "21"),
+        ("3-5", "-2"), ("-2+10", "8"), ("0.1+0.2", "3/10"), ("1/3*3", "1"), ("9999*9999", "99980001"),
     ],
-)
+)  # fmt: skip
 def test_the_tool_is_exact(expression, result):
     assert calculator(expression) == result
 
@@ -59,15 +50,10 @@ def test_anything_else_is_told_in_one_line(expression):
 def test_a_dialogue_by_hand():
     said = conversation(PROBLEM, random.Random(0))
     assert said.messages == (
-        Message("user", "?"),
-        call("13*42"),
-        Message("tool", "546", name="calculator"),
-        call("214+546"),
-        Message("tool", "760", name="calculator"),
-        call("760-60"),
-        Message("tool", "700", name="calculator"),
+        Message("user", "?"), call("13*42"), Message("tool", "546", name="calculator"), call("214+546"),
+        Message("tool", "760", name="calculator"), call("760-60"), Message("tool", "700", name="calculator"),
         box(700),
-    )
+    )  # fmt: skip
     (spec,) = said.tools
     assert spec.name == "calculator" and spec.parameters["required"] == ["expression"]
 

@@ -326,15 +326,10 @@ def test_worked_answers_depend_on_the_seed_alone(task):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("steps", (1, 4)),
-        ("steps", (4, 2)),
-        ("steps", (2, 99)),
-        ("steps", (2,)),
-        ("train_size", 0),
-        ("test_size", 0),
-        ("largest", 98),
+        ("steps", (1, 4)), ("steps", (4, 2)), ("steps", (2, 99)), ("steps", (2,)), ("train_size", 0),
+        ("test_size", 0), ("largest", 98),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_told_in_one_line(task, name, value):
     with pytest.raises(UserError) as error:
         task(**{name: value})

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from transformers import get_scheduler
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
 from grpo.rollout.collate import collate
+from grpo.system import distributed
 from grpo.system.errors import UserError
+from grpo.training import module as training
 from grpo.training.meter import Means
 from grpo.training.optimization import Optimization
 
@@ -130,6 +133,13 @@ def test_each_update_follows_its_own_gradient_at_its_own_rate(toy):
             p.data -= rate * gradient
     for p, q in zip(module.policy.parameters(), policy.parameters(), strict=True):
         torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
+
+
+def test_weights_make_up_for_the_mean_of_the_ranks_gradients(toy, monkeypatch):
+    _, alone = trained(fresh(toy))
+    monkeypatch.setattr(training, "distributed", SimpleNamespace(**{**vars(distributed), "world_size": lambda: 2}))
+    _, one_of_two = trained(fresh(toy))
+    assert one_of_two["loss/grad_norm"] == pytest.approx(2 * alone["loss/grad_norm"], rel=1e-4)
 
 
 def test_after_a_lack_of_memory_the_update_is_made_in_smaller_pieces(toy, caplog):

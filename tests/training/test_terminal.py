@@ -18,17 +18,10 @@ from grpo.training.callbacks.terminal import Terminal, status
 from train import train
 
 ROLLOUT = {
-    "rollout/reward": 0.5,
-    "rollout/solve_rate": 0.25,
-    "rollout/effective_groups": 0.75,
-    "rollout/tokens": 300.0,
-    "tokens/s": 1234.0,
-    "time/rollout": 2.0,
-    "time/update": 1.0,
-    "time/sync": 0.0,
-    "memory/rollout": 2.0**30,
+    "rollout/reward": 0.5, "rollout/solve_rate": 0.25, "rollout/effective_groups": 0.75, "rollout/tokens": 300.0,
+    "tokens/s": 1234.0, "time/rollout": 2.0, "time/update": 1.0, "time/sync": 0.0, "memory/rollout": 2.0**30,
     "memory/update": 2.0**31,
-}
+}  # fmt: skip
 
 
 def test_the_line_of_a_rollout():

@@ -6,9 +6,8 @@ from copy import deepcopy
 import pytest
 import torch
 import transformers
-from conftest import compose_config
 from helpers.models import BOUND, CONTEXT, FAMILIES, disturb, gap, gap_now, model_folder, steps
-from helpers.runs import VARIED, rows
+from helpers.runs import learned, rows
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -21,7 +20,6 @@ from grpo.engines.vllm_server.sync import adapter_tensors
 from grpo.models.policy import Reference
 from grpo.models.quantized import quantize
 from grpo.system.errors import UserError
-from train import train
 
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
@@ -55,10 +53,8 @@ def test_a_run_with_an_adapter_stays_in_step_when_it_is_resumed(smoke, tmp_path)
             engine.args.max_model_len=1024 callbacks=[checkpoint] callbacks.checkpoint.every=1
             rollout.num_rollouts=3 eval.every=0 algo.kl.coef=0.05 optim.optimizer.lr=1e-2
             output_dir={tmp_path / folder}""".split()
-        config = compose_config(*smoke(*settings, *more))
-        config.task = VARIED
         (tmp_path / folder).mkdir()
-        train(config)
+        learned(smoke(*settings, *more))
 
     with pytest.raises(RuntimeError, match="the disk is full"):
         run("crashed", "+callbacks.crash={_target_: helpers.slots.Crash, rollout: 2}")
