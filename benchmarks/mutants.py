@@ -2,17 +2,16 @@
 
     python benchmarks/mutants.py [WORD ...]
 
-WORD: only faults whose place or fault has one of these words. The faults are planted in a copy of the project. Each is tried in a
-fork of a process that has imported the libraries and nothing of the project, so it costs its tests and no more. Prints the test
-that fails, or `SURVIVED`; the exit code is 1 if a fault survives that the table does not call equivalent.
+WORD: only faults whose place or fault has one of these words. The tests are imported and collected once. Each fault is planted in
+the memory of a fork, where the functions that it changes get their new code: it costs the tests that it takes to find it, and no
+file changes. Prints the test that fails, or `SURVIVED`; the exit code is 1 if a fault survives that is not called equivalent.
 """
 
-import contextlib
 import gc
 import importlib
+import inspect
 import os
 import resource
-import shutil
 import signal
 import sys
 import tempfile
@@ -21,22 +20,24 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import CodeType, FunctionType
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_suffix(".yaml")
-LIBRARIES = "pytest numpy torch transformers lightning pandas peft datasets pyarrow.parquet hydra.utils math_verify"
-CHOICE = ("-k", "not refused")  # refused settings take seconds to compose, and have no part in these faults
-SECONDS = 240  # of computing for the tests of one fault, which may make a loop endless
+SECONDS = 120  # of computing for the tests of one fault, which may make a loop endless
 HANGS = 1800  # seconds; a fault may also make a thread wait for ever
-PARTS = ("grpo", "tests", "conf", "tasks", "docs", "examples", "benchmarks", "hydra_plugins", "*.py", "*.toml", "*.md")
+LEFT_OUT = (
+    "refused"  # tests of settings that are refused take seconds to compose them, and have no part in these faults
+)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`old` becomes `new` in a file. tests: the arguments of pytest. equivalent: why no test can find it."""
+    """`old` becomes `new` in a file. tests: files, each maybe with :: and a part of its tests' names. equivalent: why no test can
+    find the fault."""
 
     file: str
     fault: str
@@ -46,8 +47,23 @@ class Fault:
     equivalent: str = ""
 
     @property
-    def room(self) -> str:
-        return self.file.removeprefix("grpo/").rpartition("/")[0]
+    def name(self) -> str:
+        return f"{self.file.removeprefix('grpo/')}: {self.fault}"
+
+    def concerns(self, test: str) -> bool:
+        """Return whether a test, by its id, is one of those near the fault."""
+        file, _, name = test.partition("::")
+        near = (word.partition("::") for word in self.tests.split())
+        return LEFT_OUT not in name and any(file == place and part in name for place, _, part in near)
+
+    def codes(self) -> list[tuple[CodeType, CodeType]]:
+        """Return the code of each function that the fault changes, before and after."""
+        text = (ROOT / self.file).read_text(encoding="utf-8")
+        before, after = (
+            compile(source, ROOT / self.file, "exec") for source in (text, text.replace(self.old, self.new))
+        )
+        pairs = zip(functions(before), functions(after), strict=True)
+        return [(old, new) for old, new in pairs if essence(old) != essence(new)]
 
 
 def faults() -> list[Fault]:
@@ -55,118 +71,130 @@ def faults() -> list[Fault]:
     table = yaml.load(TABLE.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     found = [Fault(file, **{"tests": at["tests"], **one}) for file, at in table.items() for one in at["faults"]]
     for one in found:
-        if (count := (ROOT / one.file).read_text(encoding="utf-8").count(one.old)) != 1 or one.old == one.new:
-            raise ValueError(f"{one.file}, {one.fault}: the old text occurs {count} times, not once: {one.old}")
-        for word in one.tests.split():
-            if "/" in word and not (ROOT / word).exists():
-                raise ValueError(f"{one.file}, {one.fault}: there is no {word}")
+        if (count := (ROOT / one.file).read_text(encoding="utf-8").count(one.old)) != 1:
+            raise ValueError(f"{one.name}: the old text occurs {count} times, not once: {one.old}")
+        if missing := [file for file in files([one]) if not (ROOT / file).is_file()]:
+            raise ValueError(f"{one.name}: there is no {missing[0]}")
     return found
 
 
-class Watch:
-    """A plugin of pytest that keeps the name of the first test that fails."""
+def files(chosen: Sequence[Fault]) -> list[str]:
+    """Return the files of the tests that the faults need."""
+    return list(dict.fromkeys(word.partition("::")[0] for one in chosen for word in one.tests.split()))
 
-    failed = ""
 
-    def pytest_runtest_logreport(self, report: Any) -> None:
+def functions(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of each function of a module or a class, but not of functions inside of functions."""
+    for inner in (value for value in code.co_consts if isinstance(value, CodeType)):
+        yield from (inner,) if inner.co_flags & inspect.CO_OPTIMIZED else functions(inner)
+
+
+def essence(code: CodeType) -> tuple:
+    """Return all of a function but its lines."""
+    inner = (essence(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts)
+    return code.co_code, code.co_names, code.co_varnames, *inner
+
+
+def place(code: CodeType) -> tuple[str, str, int]:
+    return code.co_filename, code.co_qualname, code.co_firstlineno
+
+
+class Trial:
+    """A plugin of pytest that tries the faults in place of running the tests."""
+
+    def __init__(self, chosen: Sequence[Fault]) -> None:
+        self.chosen, self.failed, self.lost = chosen, "", 0
+        self.live: dict[tuple, list[FunctionType]] = defaultdict(list)  # the functions in memory, by their place
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.failed = self.failed or report.nodeid
 
-    pytest_collectreport = pytest_runtest_logreport
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Try each fault on the tests near it, after these tests have passed without one."""
+        if session.testsfailed:
+            return None  # pytest says which files could not be imported
+        needed = [item for item in session.items if any(one.concerns(item.nodeid) for one in self.chosen)]
+        self.find()
+        failed, seconds = self.fork(needed, [])
+        print(f"\n{len(needed)} tests without a fault: {failed or 'all pass'}, {seconds:.0f} CPU s\n", flush=True)
+        self.lost += bool(failed)
+        rooms: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+        for one in [] if failed else self.chosen:
+            codes = one.codes()
+            near = [item for item in needed if one.concerns(item.nodeid)]
+            planted = codes and near and all(self.live[place(old)] for old, _ in codes)
+            failed, more = self.fork(near, codes) if planted else ("", 0.0)
+            verdict = failed or one.equivalent or "SURVIVED"
+            if not planted:
+                verdict = "WRONG: it changes no function in memory, or has no test"
+            elif failed and one.equivalent:
+                verdict = f"WRONG: not equivalent, {failed}"
+            self.lost += verdict.startswith(("WRONG", "SURVIVED"))
+            seconds += more
+            for i, counts in enumerate((True, failed, one.equivalent)):
+                rooms[one.file.rpartition("/")[0]][i] += bool(counts)
+            print(f"{one.name}\n{more:7.1f} s  {verdict}", flush=True)
+        print(f"\n{'room':22}{'planted':>9}{'killed':>9}{'equivalent':>12}")
+        for room, counts in [*rooms.items(), ("all", [*map(sum, zip(*rooms.values(), strict=True))])]:
+            print(f"{room:22}" + "".join(f"{count:9}" for count in counts))
+        print(f"{seconds:.0f} CPU s", flush=True)
+        return True
 
+    def find(self) -> None:
+        """Find the functions of the faults' files in memory."""
+        for file in {one.file for one in self.chosen}:
+            importlib.import_module(file.removesuffix(".py").replace("/", "."))
+        names = {str(ROOT / one.file) for one in self.chosen}
+        for each in gc.get_objects():
+            if isinstance(each, FunctionType) and each.__code__.co_filename in names:
+                self.live[place(each.__code__)].append(each)
+        gc.freeze()  # a fork that collects garbage would copy all of it
 
-def run(root: Path, tests: Sequence[str], said: Path) -> tuple[int, str, float]:
-    """Run tests of the project at `root` in a fork of this process. Returns the exit code, the first test that failed, and the
-    seconds of computing, those of its children included."""
-    name = said.with_suffix(".name")
-    name.unlink(missing_ok=True)
-    if not (child := os.fork()):
-        with contextlib.suppress(BaseException):
-            of_pytest(root, tests, said, name)
-        os._exit(9)
-    begun, status = time.monotonic(), 0
-    while not (ended := os.wait4(child, os.WNOHANG))[0]:
-        time.sleep(0.05)
-        if time.monotonic() - begun > HANGS:
-            os.kill(child, signal.SIGKILL)
-    _, status, usage = ended
-    code = os.waitstatus_to_exitcode(status)
-    failed = "out of time" if code in (-signal.SIGXCPU, -signal.SIGKILL) else name.read_text() if name.exists() else ""
-    return code, failed, usage.ru_utime + usage.ru_stime
+    def fork(self, items: list[pytest.Item], codes: Sequence[tuple[CodeType, CodeType]]) -> tuple[str, float]:
+        """Run the tests up to the first failure in a fork of this process, with new code in place of old. Returns the name of the
+        test that failed, and the seconds of computing."""
+        reads, writes = os.pipe()
+        if not (child := os.fork()):
+            try:
+                self.play(items, codes)
+            except BaseException as error:  # nothing may go on in this process
+                self.failed = self.failed or f"{type(error).__name__}: {error}"
+            os.write(writes, self.failed.encode())
+            os._exit(0)
+        os.close(writes)
+        begun = time.monotonic()
+        while not (ended := os.wait4(child, os.WNOHANG))[0]:
+            time.sleep(0.02)
+            if time.monotonic() - begun > HANGS:
+                os.kill(child, signal.SIGKILL)
+        with open(reads, "rb") as pipe:
+            failed = pipe.read().decode()
+        return failed or ("out of time" if ended[1] else ""), ended[2].ru_utime + ended[2].ru_stime
 
-
-def of_pytest(root: Path, tests: Sequence[str], said: Path, name: Path) -> None:
-    """Run tests in this process, and end it."""
-    import pytest
-
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
-    with said.open("w") as stream:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-    os.chdir(root)
-    os.environ["PYTHONPATH"] = str(root)
-    sys.path[:] = [str(root), *(place for place in sys.path if not Path(place).is_relative_to(ROOT))]
-    watch = Watch()
-    code = pytest.main(["-x", "-p", "no:cacheprovider", "-p", "no:xdist", *CHOICE, *tests], [watch])
-    name.write_text(watch.failed)
-    sys.stdout.flush()
-    os._exit(int(code))
-
-
-@contextlib.contextmanager
-def planted(root: Path, one: Fault, number: int) -> Iterator[None]:
-    """Plant a fault in the copy at `root`. number: its own, the file's time, so that no compiled file is taken for its."""
-    file = root / one.file
-    file.write_text(file.read_text(encoding="utf-8").replace(one.old, one.new), encoding="utf-8")
-    os.utime(file, (number, number))
-    try:
-        yield
-    finally:
-        shutil.copy2(ROOT / one.file, file)
-
-
-def copied(to: Path) -> Path:
-    """Copy what the tests read."""
-    for path in (path for part in PARTS for path in ROOT.glob(part)):
-        if path.is_dir():
-            shutil.copytree(path, to / path.name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy2(path, to / path.name)
-    return to
+    def play(self, items: list[pytest.Item], codes: Sequence[tuple[CodeType, CodeType]]) -> None:
+        """Run the tests up to the first failure."""
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1) if codes else (resource.RLIM_INFINITY,) * 2)
+        for old, new in codes:
+            for function in self.live[place(old)]:
+                function.__code__ = new
+        config = items[0].config
+        config.pluginmanager.unregister(name="terminalreporter")  # which would print each result
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if self.failed:
+                return
 
 
 def main(words: list[str]) -> int:
-    chosen = [one for one in faults() if not words or any(word in f"{one.file} {one.fault}" for word in words)]
-    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    for library in LIBRARIES.split():
-        importlib.import_module(library)
-    gc.freeze()
-    rooms, lost = defaultdict(lambda: [0, 0, 0]), []
+    chosen = [one for one in faults() if not words or any(word in one.name for word in words)]
+    os.chdir(ROOT)
+    trial = Trial(chosen)
     with tempfile.TemporaryDirectory() as folder:
-        root, said = copied(Path(folder, "grpo")), Path(folder, "said")
-        files = [*dict.fromkeys(word for one in chosen for word in one.tests.split() if "/" in word)]
-        code, failed, whole = run(root, files, said)
-        if code:
-            print(f"{said.read_text()}\nfails without a fault: {failed}")
-            return 1
-        for number, one in enumerate(chosen, 1):
-            with planted(root, one, number):
-                code, failed, seconds = run(root, one.tests.split(), said)
-            whole += seconds
-            verdict = failed.partition("/")[2] if code else "equivalent" if one.equivalent else "SURVIVED"
-            if code and (not failed or one.equivalent):
-                verdict = f"WRONG: {'not equivalent, ' if one.equivalent else ''}exit code {code}, {failed}"
-            lost += [one] * verdict.startswith(("SURVIVED", "WRONG"))
-            counts = rooms[one.room]
-            counts[0] += 1
-            counts[1] += bool(code)
-            counts[2] += bool(one.equivalent)
-            print(f"{one.file.removeprefix('grpo/'):30} {seconds:5.1f} s  {one.fault}\n{'':34}{verdict}", flush=True)
-    print(f"\n{'room':20}{'planted':>9}{'killed':>9}{'equivalent':>12}")
-    for room, counts in [*rooms.items(), ("all", [sum(x) for x in zip(*rooms.values(), strict=True)])]:
-        print(f"{room:20}{counts[0]:9}{counts[1]:9}{counts[2]:12}")
-    print(f"{whole:.0f} CPU s")
-    return int(bool(lost))
+        plain = ["-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={folder}/tests"]
+        code = pytest.main([*plain, *files(chosen)], [trial])
+    return int(bool(code or trial.lost))
 
 
 if __name__ == "__main__":

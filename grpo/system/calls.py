@@ -141,7 +141,9 @@ class Calls:
         none of the `others` (threads by native id), has run or waited for a core. A call is also slow if it has computed for
         PATIENCE seconds itself. If the system does not report what threads do (Linux does), PATIENCE alone decides.
         """
-        now, (before, busy_before) = time.monotonic(), self.looked
+        now, mine, (before, busy_before) = time.monotonic(), times(threading.get_native_id()), self.looked
+        # while this thread waits for a core, it may keep the others from running
+        watched = now - (mine[1] if mine else 0.0)
         computed, busy = {}, {}
         open = dict(self.open)  # another thread changes it
         for call in open.values():
@@ -150,11 +152,11 @@ class Calls:
                 if computed[call] <= PATIENCE:
                     busy[call.thread] = sum(found)
         busy |= {thread: sum(found) for thread in others if (found := times(thread))}
-        self.looked = now, busy
-        if not LOOK / 2 < now - before < PATIENCE:  # the last check is too old or too recent
+        self.looked = watched, busy
+        if not LOOK / 2 < watched - before < PATIENCE:  # the last check is too old or too recent
             return set()
         worked = sum(busy[thread] - busy_before[thread] for thread in busy.keys() & busy_before.keys())
-        idle = worked < (now - before) / 10 and not any(map(_is_runnable, busy))
+        idle = worked < (watched - before) / 10 and not any(map(_is_runnable, busy))
         old = {key: open[key] for key in keys if key in open and now - open[key].since > PATIENCE}
         return {key for key, call in old.items() if idle or computed.get(call, 0.0) > PATIENCE}
 

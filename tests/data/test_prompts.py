@@ -57,6 +57,7 @@ def test_long_prompts_are_refused_dropped_or_cut_from_the_left(toy, caplog):
         PromptLimit(longest - 1).within(4096, 8).fitting(task, "train", renderer, most=0)
     assert PromptLimit().within(longest + 7, 8).fitting(task, "train", renderer, most=0)  # the engine sees to it
 
+    assert PromptLimit(longest, "drop").within(4096, 8).fitting(task, "train", renderer) == task.examples("train")
     limit = PromptLimit(longest - 1, "drop").within(4096, 8)
     kept = limit.fitting(task, "train", renderer)
     assert [row["question"] for row in kept] == [

@@ -89,6 +89,7 @@ def test_each_token_has_a_random_number_of_its_own():
     drawn = torch.stack([draws.step(torch.zeros(2, 1000)) for _ in range(6)], dim=1)
     numbers = [torch.rand(6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in (5, 6)]
     assert drawn.tolist() == (torch.stack(numbers) * 1000).long().tolist()
+    assert draws.tails(8) == draws.tails(6) == drawn.tolist() and draws.tails(2) == drawn[:, -2:].tolist()
 
 
 def test_the_score_of_a_token_is_its_log_probability_after_those_before_it(engine, toy_model):
@@ -211,6 +212,8 @@ def test_further_stop_ids_end_a_completion(engine):
     (free,) = engine.sample([PROMPTS[0]], Sampling(8), seeds=[0])
     (held,) = engine.sample([PROMPTS[0]], Sampling(8, stop_ids=[free.ids[3]]), seeds=[0])
     assert held.ids == free.ids[: free.ids.index(free.ids[3]) + 1] and held.finish == "stop"
+    (last,) = engine.sample([PROMPTS[0]], Sampling(len(held.ids), stop_ids=[free.ids[3]]), seeds=[0])
+    assert last.ids == held.ids and last.finish == "stop"  # at the limit, too
 
 
 def test_stop_texts_end_a_completion_at_the_token_that_completes_them(engine, toy):

@@ -16,6 +16,7 @@ from grpo.env.tokens import Completion, completion_of
 from grpo.env.types import Reward
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.episodes import play
+from grpo.rollout.types import Limits
 from grpo.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -30,11 +31,9 @@ def test_the_foreign_classes_import_nothing_of_ours():
     assert names and {name.split(".")[0] for name in names} <= sys.stdlib_module_names
 
 
-def played(engine: foreign.Engine, limit: int = 4):
-    task = foreign.Task()
-    return play(
-        task, task.examples("train"), 2, engine, foreign.Renderer(), Sampling(limit), lambda p, s, t: 4 * p + 2 * s + t
-    )
+def played(engine: foreign.Engine, limits: Limits | None = None):
+    task, seed = foreign.Task(), lambda p, s, t: 4 * p + 2 * s + t
+    return play(task, task.examples("train"), 2, engine, foreign.Renderer(), Sampling(4), seed, limits)
 
 
 def test_foreign_classes_play_together():
@@ -68,6 +67,18 @@ def test_foreign_classes_play_together():
     right, wrong = Reward(2.0, True, {"letters": 1.0}), Reward(-1.0, False, {"letters": 1.0})
     assert [sample.reward for sample in (first, second, waited)] == [right, right, wrong]
     assert cut.reward == Reward(-1.0, False, {"letters": 4.0})
+
+
+def test_turns_and_the_context_end_an_episode_when_they_are_full():
+    def ends(engine, *limits):
+        return [(len(s.turns), s.trajectory.end) for group in played(engine, *limits) for s in group]
+
+    assert ends(foreign.Engine(ANSWERS), Limits(max_turns=1)) == [(1, "out_of_turns")] * 3 + [(1, "truncated")]
+    small = foreign.Engine(ANSWERS)
+    small.context = 18 + 4  # the longest prompt, which is of the second sample, and an answer
+    assert ends(small) == [(2, "answered")] * 3 + [(1, "truncated")]
+    small.context -= 1
+    assert ends(small) == [(2, "answered"), (1, "truncated"), (2, "answered"), (1, "truncated")]
 
 
 def test_what_foreign_classes_played_becomes_tensors():

@@ -137,12 +137,8 @@ def tell(config: pytest.Config, text: str, **markup: bool) -> None:
 
 
 def pytest_report_teststatus(report: pytest.TestReport, config: pytest.Config) -> tuple[str, str, str] | None:
-    if config.option.forks and report.when == "call" and report.outcome in ("passed", "failed"):
-        return (
-            report.outcome,
-            "",
-            report.outcome.upper() if report.failed else "",
-        )  # a line for a file stands for its dots
+    if config.option.forks and (report.when == "call" or report.skipped) and not hasattr(report, "wasxfail"):
+        return report.outcome, "", "FAILED" if report.failed else ""  # a line for a file stands for its letters
     return None
 
 

@@ -23,18 +23,20 @@ from conftest import ROOT
 IMPORTED = (
     "lightning pandas torch.utils.tensorboard grpo.training.module grpo.runs.plots grpo.apps.serve.api train eval"
 )
-PID = os.getpid()  # of the process that collects the tests
+started_by: int | None = None  # the process that started the server
 
 
 def server() -> multiprocessing.context.BaseContext:
-    """Return the context whose processes are forks of the server. Forks of the tests share the one that was there before them."""
+    """Return the context whose processes are forks of the server. Forks of the tests share one that was there before them."""
+    global started_by
     context = multiprocessing.get_context("forkserver")
-    if os.getpid() != PID:
+    if started_by in (None, os.getpid()):
+        started_by = os.getpid()
+        context.set_forkserver_preload(IMPORTED.split())
+        with contextlib.chdir(ROOT):
+            forkserver.ensure_running()
+    else:
         forkserver._forkserver.ensure_running = lambda: None  # it would wait for a process that is no child of a fork
-        return context
-    context.set_forkserver_preload(IMPORTED.split())
-    with contextlib.chdir(ROOT):
-        forkserver.ensure_running()
     return context
 
 

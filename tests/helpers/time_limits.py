@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,14 @@ def keep_for(monkeypatch, hangs: Callable[..., bool]) -> None:
         return await run(self, key, seconds if hangs(key, function, *args) else 300.0, function, *args)
 
     monkeypatch.setattr(Calls, "run", run_with)
+
+
+def compute(seconds: float) -> float:
+    """Compute for so many seconds in this thread."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+    return seconds
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from helpers.time_limits import keep_for
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.types import Action, Reward, State
-from grpo.rollout.episodes import play
+from grpo.rollout.episodes import ENVIRONMENT, play
 from grpo.rollout.prompt_limit import prompt_tokens
 from grpo.rollout.types import Limits
 from grpo.system.seeds import own_randomness
@@ -82,6 +82,17 @@ def test_an_environment_gives_its_reward_and_is_closed_however_its_episode_ends(
     seeds = {kind: [game.seeds for game in task.closed if game.kind == kind] for kind in KINDS}
     assert all(a[1] == b[1] and a[0] != b[0] for a, b in seeds.values())  # one problem, other chances
     assert len({group for pair in seeds.values() for _, group in pair}) == len(KINDS)
+
+
+def test_a_reward_stays_with_its_sample_where_a_sibling_fails(parts):
+    failing = seed(0, 0, ENVIRONMENT)
+
+    class Half(Games):
+        def build(self, example, seed, group_seed):
+            return super().build({"kind": "raises" if seed == failing else "by step"}, seed, group_seed)
+
+    [group] = play(Half([]), [{}], 3, *parts, Sampling(2), seed)
+    assert math.isnan(group[0].reward.value) and [sample.reward.value for sample in group[1:]] == [0.25, 0.25]
 
 
 def test_a_score_sees_the_environment_before_it_is_closed(parts):

@@ -3,8 +3,6 @@
 import asyncio
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -16,7 +14,7 @@ import torch
 from conftest import compose_config, seed
 from helpers.learning import as_given, fresh, make_module
 from helpers.slots import Dice, Talk
-from helpers.time_limits import keep_for
+from helpers.time_limits import compute, crowded, keep_for
 from omegaconf import open_dict
 from torch import tensor
 
@@ -355,19 +353,9 @@ def test_quick_environments_are_handed_to_the_engine_in_one_piece(parts, sizes):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux's account of threads")
 def test_quick_environments_come_in_one_piece_on_a_busy_machine_too(parts, sizes):
-    """Three other processes per core compute too, so a turn of 24 environments with 20 ms of computing each takes seconds."""
-
-    def compute():
-        end = time.thread_time() + 0.02
-        while time.thread_time() < end:
-            pass
-
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3 * os.cpu_count())]
-    try:
-        play(working(compute, "a"), [{"name": str(i)} for i in range(6)], 4, *parts, Sampling(2), seed)
-    finally:
-        for process in others:
-            process.kill()
+    """Five other processes compute on the same core, so a turn of 24 environments with 20 ms of computing each takes seconds."""
+    with crowded():
+        play(working(lambda: compute(0.02), "a"), [{"name": str(i)} for i in range(6)], 4, *parts, Sampling(2), seed)
     assert sizes == [24, 24]
 
 

@@ -14,6 +14,7 @@ from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.metrics import rollout_metrics
 from grpo.rollout.source.conversion import Conversion
+from grpo.rollout.source.file import Recorded
 from grpo.system.errors import RolloutError, UserError
 
 ROW = {"ids": [1, 5, 6, 7, 8, 9, 10], "sampled": [0, 0, 1, 1, 0, 1, 1], "logprobs": [0, 0, -0.1, -0.2, 0, -0.3, -0.4]}
@@ -58,7 +59,9 @@ def test_the_end_is_an_end_token_or_a_guess(convert, caplog):
     guessed = one(convert, given({"versions": [3] * 7}))
     assert guessed.trajectory.truncated and guessed.reward.extra == {"versions": [3], "finish": "guessed"}
     assert one(convert, given()).trajectory.truncated and caplog.text.count("no end token and no finish reason") == 1
-    assert one(convert, given(finish="length")).reward.extra == {"versions": "unknown"}
+    cut = one(convert, given(finish="length"))
+    assert cut.reward.extra == {"versions": "unknown"}
+    assert [turn.completion.finish for turn in cut.turns] == ["stop", "length"]  # the first was answered
 
 
 def test_advantages_of_sample_and_tokens(convert, caplog):
@@ -115,6 +118,19 @@ def test_groups_of_unequal_size_are_a_rectangle_with_unknown_rewards(convert):
     assert torch.allclose(means, torch.tensor([[2 / 3, -1 / 3, -1 / 3], [0.5, -0.5, 0.0]]))
     metrics = rollout_metrics(groups, found)
     assert metrics["rollout/tokens"] == 20 and metrics["rollout/solve_rate"] == 0.4 and metrics["rollout/turns"] == 2
+
+
+def test_a_file_of_groups_is_read_on_and_begins_again(toy, tmp_path):
+    file = tmp_path / "samples.jsonl"
+    file.write_text("\n".join(json.dumps(given(group=g, reward=float(g), finish="stop")) for g in range(3)))
+    pretrained = Pretrained(str(toy))
+    source = Recorded(pretrained, TokenizerRenderer(pretrained.tokenizer()), str(file))
+    assert [[group[0].reward.value for group in source.groups(r, 2, 0, None)] for r in range(3)] == [
+        [0, 1],
+        [2, 0],
+        [1, 2],
+    ]
+    assert source.groups(0, 2, 2, None) == []  # no second round
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ def nobody(monkeypatch, tmp_path):
     for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "300")
     monkeypatch.setattr(sys, "exit", sys.exit)  # wandb replaces it and does not restore it
     yield
     wandb.teardown()  # it reads the environment only once
@@ -61,7 +62,7 @@ def test_all_loggers_get_the_same_numbers_settings_and_texts(smoke, tmp_path, ca
     run = learned(
         smoke,
         tmp_path,
-        *f"""logger=[wandb,mlflow] logger.wandb.mode=offline logger.mlflow.uri={uri}
+        *f"""logger=[wandb,mlflow] logger.wandb.mode=offline logger.wandb.timeout=300 logger.mlflow.uri={uri}
         callbacks=[samples,texts] callbacks.texts.samples=3""".split(),
     )
     assert not warnings(caplog)

@@ -32,18 +32,10 @@ def test_a_worker_is_killed_at_its_deadline_and_replaced():
     assert pool.call(0.01) is None
 
 
-def compute(seconds: float) -> float:
-    """Compute for so many seconds."""
-    end = time.process_time() + seconds
-    while time.process_time() < end:
-        pass
-    return seconds
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux's statistics of threads")
 def test_waiting_for_a_core_does_not_count():
     """The worker shares a core with five others, so a quarter of a second of computing takes it a second and a half."""
-    pool = Workers("test_workers.compute", 1, 0.75, 2**30, (0.0,))
+    pool = Workers("helpers.time_limits.compute", 1, 0.75, 2**30, (0.0,))
     pool.call(0.0)
     (worker,) = pool.workers.values()
     with crowded(worker.process.pid):
