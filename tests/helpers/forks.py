@@ -4,6 +4,7 @@ The unit of work is a file: whoever is free takes the next one. A fork that dies
 A file that is done, or a test that failed, is a line at once, so a run that is cut off has said what it had run.
 """
 
+import gc
 import os
 import signal
 import time
@@ -68,6 +69,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     forks: dict[Connection, Fork] = {}
     outcomes: dict[Path, Counter[str]] = {items[0].path: Counter() for items in files}
     started = 0
+    gc.collect()
+    gc.freeze()  # what was imported is never garbage, and a million objects take a second to look at
 
     def ended(fork: Fork) -> None:
         """A test of the fork is over. A line says what became of the file if it was the last."""
