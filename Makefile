@@ -29,6 +29,8 @@ test-nightly: $(VENV)/installed-test $(VENV)-vllm/installed ## learning, launche
 test-all: test test-slow test-vllm test-nightly docs ## everything (an hour and more)
 test-load: $(VENV)/installed-test ## the quick tests twice beside eight busy processes: none may depend on the machine's speed
 	$(BIN)/python benchmarks/load.py --load 8 --times 2 -- $(PYTEST) --forks 2
+mutants: $(VENV)/installed-test ## plant faults, one at a time, and see whether the tests beside each of them fail
+	$(BIN)/python benchmarks/mutants.py
 curve: $(VENV)/installed-test ## the README's picture: three algorithms, three seeds each, then the plot
 	$(BIN)/python train.py -m sweep=algorithms hydra.launcher.jobs=2 hydra.sweep.dir=outputs/algorithms
 	$(BIN)/python -m grpo.plots outputs/algorithms --out docs/curve.png
@@ -60,4 +62,4 @@ $(VENV)-vllm/installed: pyproject.toml
 	$(VENV)-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-.PHONY: help install train test test-slow test-vllm test-nightly test-all test-load curve docs clean
+.PHONY: help install train test test-slow test-vllm test-nightly test-all test-load mutants curve docs clean
