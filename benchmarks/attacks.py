@@ -19,7 +19,7 @@ from statistics import median
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT), str(ROOT / "tests")]
 
-from attempts import ATTEMPTS, CODE, graded, outcome, programs  # noqa: E402
+from helpers.attempts import ATTEMPTS, CODE, graded, outcome, programs  # noqa: E402
 
 
 def rows(file: Path) -> list[dict]:

@@ -65,7 +65,7 @@ def one_by_one(engine, policy, version: int) -> None:
 
 def measure(mode: str, folder: str) -> dict:
     import torch
-    from cases import disturb, gap_now
+    from helpers.models import disturb, gap_now
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -108,7 +108,7 @@ def main() -> None:
     if given.mode:
         print(json.dumps(measure(given.mode, given.folder)))
         return
-    from cases import SHAPE, model_folder
+    from helpers.models import SHAPE, model_folder
 
     SHAPE.update(hidden_size=given.hidden, intermediate_size=3 * given.hidden, num_hidden_layers=given.layers)
     SHAPE.update(num_attention_heads=given.hidden // 64, num_key_value_heads=given.hidden // 128, head_dim=64)

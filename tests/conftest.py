@@ -1,8 +1,9 @@
 """Fixtures: a toy model that is made in a second, the real configuration, and real data if it is present."""
 
 import functools
+import importlib
 import os
-from copy import deepcopy
+import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a missing file fails at once
 os.environ["OMP_NUM_THREADS"] = "1"  # the models are so small that a second thread only waits
 
 import pytest
+
+pytest.register_assert_rewrite("helpers")
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -26,9 +29,31 @@ ROOT = Path(__file__).parents[1]
 # import path of the tests' modules, for subprocesses
 TEST_PATH = os.pathsep.join(map(str, [ROOT, ROOT / "tests", *(ROOT / "tests").glob("[a-z]*/")]))
 EXAMPLES = ROOT / "tests" / "data"  # a few rows of our own
+NIGHTLY = ROOT / "tests" / "nightly.txt"
 REAL_DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data"))  # gsm8k_test.jsonl and more
 
+pytest_plugins = ["helpers.forks", "helpers.costs", "helpers.again"]
 quiet()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that tests/nightly.txt names."""
+    names = tuple(line for line in NIGHTLY.read_text().splitlines() if line and not line.startswith("#"))
+    for item in items:
+        if item.nodeid.startswith(names):
+            item.add_marker(pytest.mark.nightly)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if (
+        session.config.option.forks and len(session.items) > 1000
+    ):  # all forks share what is imported, and one server of commands
+        from helpers import programs
+
+        for name in programs.IMPORTED.split():
+            importlib.import_module(name)
+        programs.server()
 
 
 def seed(*path: int) -> int:
@@ -39,18 +64,18 @@ def seed(*path: int) -> int:
 
 
 @functools.cache
-def chosen(name: str, groups: tuple[str, ...]) -> DictConfig:
+def chosen(name: str, groups: tuple[str, ...]) -> bytes:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose(name, overrides=list(groups))
+        return pickle.dumps(compose(name, overrides=list(groups)))
 
 
 def compose_config(*overrides: str, name: str = "train") -> DictConfig:
-    """The configuration of a command line. A choice of options is composed once, in a fifth of a second; values are set anew."""
+    """The configuration of a command line. A choice of options is composed once; values are set anew."""
     keys = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides]
     groups = tuple(
         o for o, key in zip(overrides, keys, strict=True) if (ROOT / "conf" / key).is_dir() or "hydra." in key
     )
-    config = deepcopy(chosen(name, groups))
+    config = pickle.loads(chosen(name, groups))  # a fifth of the time of deepcopy
     values = [override for override in overrides if override not in groups]
     ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
     return config
@@ -93,17 +118,8 @@ def smoke(toy: Path, tmp_path: Path):
 
     def overrides(*more: str) -> list[str]:
         return [
-            "task=gsm8k",
-            f"task.path={EXAMPLES}",
-            "model=path",
-            f"model.path={toy}",
-            "debug=smoke",
-            "callbacks=none",
-            "forecast=false",
-            "preflight=off",
-            "max_tokens=8",
-            "optim.optimizer.lr=1e-3",
-            f"output_dir={tmp_path}",
+            *f"""task=gsm8k task.path={EXAMPLES} model=path model.path={toy} debug=smoke callbacks=none
+            forecast=false preflight=off max_tokens=8 optim.optimizer.lr=1e-3 output_dir={tmp_path}""".split(),
             *more,
         ]
 

@@ -120,7 +120,10 @@ def test_commands_are_found_and_a_wrong_one_is_refused(tmp_path):
             check(wrong)
 
 
-@BY_NAME
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow if page.name == "python.md" else (), id=page.name) for page in PAGES],
+)
 def test_every_block_of_python_runs(page, tmp_path, monkeypatch):
     """Blocks run in order, in one namespace. After a line that ends with `FILE.py`: a block is also saved as that file."""
     shutil.copytree(ROOT / "tests" / "data" / "run", tmp_path / "outputs" / "wordmath" / "grpo" / "a_run")

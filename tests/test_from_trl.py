@@ -1,24 +1,23 @@
-"""grpo.from_trl knows every setting of `trl grpo`, its keys exist, and its tables are those of docs/from_trl.md."""
+"""grpo.from_trl knows every setting of `trl grpo`, and its tables are those of docs/from_trl.md."""
 
 import re
 import shlex
 from pathlib import Path
-from textwrap import dedent
 
 import from_trl  # benchmarks/from_trl.py
 import pytest
 import yaml
 from click.testing import CliRunner
-from conftest import ROOT
+from conftest import EXAMPLES, ROOT
 from huggingface_hub.cli import hf
 from huggingface_hub.errors import OfflineModeIsEnabled
-from maps import check_keys, table
 
 from grpo.apps.from_trl import main
 from grpo.system.errors import UserError
 
 TEXT = from_trl.DATA.read_text()
 DATA = yaml.safe_load(TEXT)
+COMMANDS = yaml.safe_load((EXAMPLES / "from_trl.yaml").read_text())
 
 
 def test_every_setting_has_one_row_with_an_answer():
@@ -46,95 +45,19 @@ ALWAYS = """
     optim.optimizer.betas=[0.9,0.999] optim.schedule.name=linear optim.optimizer.lr=1e-06 rollout.group_size=8
     seed=42 max_tokens=512
 """
-PASSES = "rollout.epochs=3.0"
-UNTESTED = "eval.every=0 eval.on_start=false task.splits.test=null task.held_out.test=0"
-# the fields in the file; those after it; the words beside ALWAYS; the lines with #
-COMMANDS = {
-    "defaults": ("", "", f"{UNTESTED} {PASSES} rollout.prompts=1 algo.num_minibatches=1", ""),
-    # 8 rows x 4 steps of accumulation x 2 devices are 64 samples, 8 prompts; 100 steps, 1 for each of 2 epochs, are 50 rollouts
-    "sizes": (
-        """
-        gradient_accumulation_steps: 4
-        max_steps: 100
-        num_iterations: 2
-        warmup_steps: 0.1
-        eval_strategy: steps
-        eval_steps: 25
-        """,
-        "num_processes=2 save_steps=30",
-        """rollout.prompts=8 algo.num_minibatches=1 rollout.num_rollouts=50 algo.num_epochs=2 optim.warmup_ratio=0.1 eval.every=13
-        trainer.devices=2 callbacks.checkpoint.every=15""",
-        "gradient_accumulation_steps: optim.max_tokens_per_microbatch: tokens, not rows, go through the model at once;",
-    ),
-    # 32 samples in 4 steps of 8: 4 prompts, 4 updates
-    "engine": (
-        """
-        generation_batch_size: 32
-        use_vllm: true
-        vllm_gpu_memory_utilization: 0.5
-        vllm_importance_sampling_mode: token_mask
-        use_peft: true
-        lora_target_modules: [q_proj, v_proj]
-        load_in_4bit: true
-        report_to: [wandb]
-        run_name: my run
-        """,
-        "",
-        f"""{UNTESTED} {PASSES} rollout.prompts=4 algo.num_minibatches=4 engine=vllm engine.args.gpu_memory_utilization=0.5
-        algo/correction=icepop algo.correction.high=3.0 adapter=lora adapter.r=16 adapter.lora_alpha=32
-        adapter.target_modules=[q_proj,v_proj] model.quantization=4bit logger=[wandb] logger.wandb.project=huggingface
-        logger.wandb.name='my_run'""",
-        "",
-    ),
-    "objective": (
-        """
-        beta: 0.04
-        epsilon_high: 0.28
-        loss_type: dr_grpo
-        scale_rewards: false
-        sync_ref_model: true
-        use_adaptive_entropy: true
-        chat_template_kwargs: {enable_thinking: false}
-        optim: adamw_8bit
-        max_prompt_length: 300
-        top_k: -1
-        push_to_hub: true
-        """,
-        "bf16=false",
-        f"""{UNTESTED} {PASSES} rollout.prompts=1 algo.num_minibatches=1 algo/kl=loss_with_ratio algo.kl.coef=0.04
-        algo.surrogate.low=0.2 algo.surrogate.high=0.28 algo.reduce=constant algo.advantage.scale=none algo.kl.sync_every=512
-        algo.kl.sync_alpha=0.6 algo.entropy.coef=0.0 algo.entropy.target=0.2 algo.entropy.step=0.005 algo.entropy.most=1.0
-        renderer.template_args={{enable_thinking:false}} optim=adamw_8bit prompt_limit.max_tokens=300
-        prompt_limit.too_long=truncate rollout.sampling.top_k=0 trainer.precision=32-true""",
-        "push_to_hub: none: `python -m grpo.export",
-    ),
-    "a server": (
-        """
-        loss_type: cispo
-        epsilon_high: 5.0
-        save_strategy: "no"
-        use_vllm: true
-        vllm_mode: server
-        vllm_server_port: 9000
-        max_tool_calling_iterations: 3
-        """,
-        "",
-        f"""{UNTESTED} {PASSES} rollout.prompts=1 algo.num_minibatches=1 algo/surrogate=cispo algo.surrogate.bound=5.0
-        algo.reduce=token max_turns=4 engine=vllm_server engine.urls=[http://0.0.0.0:9000] engine.wait=240.0
-        ~callbacks.checkpoint""",
-        "",
-    ),
-}
 
 
-@pytest.mark.parametrize(("file", "after", "words", "remark"), COMMANDS.values(), ids=COMMANDS)
-def test_a_configuration_of_trl_becomes_a_command(tmp_path, capsys, file, after, words, remark):
-    (tmp_path / "grpo.yaml").write_text(MODEL + dedent(file))
+@pytest.mark.parametrize("case", COMMANDS.values(), ids=COMMANDS)
+def test_a_configuration_of_trl_becomes_a_command(tmp_path, capsys, case):
+    after, remark = case.get("after", ""), case.get("remark", "")
+    (tmp_path / "grpo.yaml").write_text(MODEL + case.get("file", ""))
     main([str(tmp_path / "grpo.yaml"), *after.split()])  # composes the command and checks its values
     *lines, command = capsys.readouterr().out.splitlines()
     python, program, *given = shlex.split(command)
     assert [python, program] == ["python", "train.py"]
-    assert sorted(word.replace("my run", "my_run") for word in given) == sorted([*ALWAYS.split(), *words.split()])
+    assert sorted(word.replace("my run", "my_run") for word in given) == sorted(
+        [*ALWAYS.split(), *case["words"].split()]
+    )
     assert len(lines) == bool(remark) and all(line.startswith(f"# {remark}") for line in lines)
 
 
@@ -166,11 +89,3 @@ def test_the_commands_that_publish_a_policy_work_up_to_the_network(tmp_path, fil
         given = [str(link) if word.startswith("RUN/") else word for word in shlex.split(line)[1:]]
         done = CliRunner().invoke(hf.app, given)
         assert isinstance(done.exception, OfflineModeIsEnabled) and "repos/create" in str(done.exception), done.output
-
-
-@pytest.mark.parametrize(
-    ("here", "remark"), [row[1:] for row in table("from_trl.md", "TRL")], ids=lambda text: text[:40]
-)
-@pytest.mark.slow
-def test_its_keys_exist(here, remark):
-    check_keys(here, remark)

@@ -93,16 +93,10 @@ def test_no_worst_habit(folder):
 @pytest.mark.parametrize(
     ("text", "bad"),
     [
-        ("Of each row.", True),
-        ("Rows. Those that end are kept.", True),
-        ("What it will come to.", True),
-        ("What is a rollout?", False),
-        ("They are told in one line", True),
-        ("the mean of a group", False),
-        ("0.3 in the mean, and more", True),
-        ("it has gone on with the run", True),
-        ("Of course it does.", False),
+        ("Of each row.", True), ("Rows. Those that end are kept.", True), ("What it will come to.", True),
+        ("What is a rollout?", False), ("They are told in one line", True), ("the mean of a group", False),
+        ("0.3 in the mean, and more", True), ("it has gone on with the run", True), ("Of course it does.", False),
     ],
-)
+)  # fmt: skip
 def test_the_habits_are_found(text, bad):
     assert any(habit.search(text) for habit in HABITS.values()) == bad

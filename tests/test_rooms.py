@@ -1,40 +1,22 @@
 """The order of the rooms: a room imports only from itself and the rooms above it."""
 
-import ast
 import re
 import sys
 import tomllib
 from pathlib import Path
 
 import lines  # benchmarks/lines.py
+from helpers.project import imports
 
 ROOT = Path(__file__).parents[1]
-ROOMS = [
-    "system",
-    "env",
-    "data",
-    "rewards",
-    "objectives",
-    "models",
-    "engines",
-    "rollout",
-    "evaluation",
-    "runs",
-    "training",
-    "apps",
-]
+ROOMS = "system env data rewards objectives models engines rollout evaluation runs training apps".split()
 
 
-def imports(file: Path) -> set[str]:
-    """Return the dotted names of all modules that the file imports, anywhere in it."""
-    names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: relative import"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return names
+def test_no_test_imports_another():
+    """Shared code is in tests/helpers."""
+    tests = {file.stem: file for file in (ROOT / "tests").rglob("test_*.py")}
+    for file in [*tests.values(), *(ROOT / "tests" / "helpers").glob("*.py")]:
+        assert not [name for name in imports(file) if name.partition(".")[0] in tests], file
 
 
 def test_every_package_that_the_code_imports_is_declared():

@@ -10,6 +10,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
+from grpo.apps.hydra_speed import hasten
+
+hasten()
+
 CONF = Path(__file__).parents[2] / "conf"
 
 

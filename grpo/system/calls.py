@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo.system.clock import times
 from grpo.system.witness import seen
 
 SPENT: Counter[str] = Counter()  # seconds in which any call of a kind was open, in this process
@@ -140,20 +141,22 @@ class Calls:
         none of the `others` (threads by native id), has run or waited for a core. A call is also slow if it has computed for
         PATIENCE seconds itself. If the system does not report what threads do (Linux does), PATIENCE alone decides.
         """
-        now, (before, busy_before) = time.monotonic(), self.looked
+        now, mine, (before, busy_before) = time.monotonic(), times(threading.get_native_id()), self.looked
+        # while this thread waits for a core, it may keep the others from running
+        watched = now - (mine[1] if mine else 0.0)
         computed, busy = {}, {}
         open = dict(self.open)  # another thread changes it
         for call in open.values():
-            if call.thread and (times := _times(call.thread)):
-                computed[call] = times[0] - call.cpu
+            if call.thread and (found := times(call.thread)):
+                computed[call] = found[0] - call.cpu
                 if computed[call] <= PATIENCE:
-                    busy[call.thread] = sum(times)
-        busy |= {thread: sum(times) for thread in others if (times := _times(thread))}
-        self.looked = now, busy
-        if not LOOK / 2 < now - before < PATIENCE:  # the last check is too old or too recent
+                    busy[call.thread] = sum(found)
+        busy |= {thread: sum(found) for thread in others if (found := times(thread))}
+        self.looked = watched, busy
+        if not LOOK / 2 < watched - before < PATIENCE:  # the last check is too old or too recent
             return set()
         worked = sum(busy[thread] - busy_before[thread] for thread in busy.keys() & busy_before.keys())
-        idle = worked < (now - before) / 10 and not any(map(_is_runnable, busy))
+        idle = worked < (watched - before) / 10 and not any(map(_is_runnable, busy))
         old = {key: open[key] for key in keys if key in open and now - open[key].since > PATIENCE}
         return {key for key, call in old.items() if idle or computed.get(call, 0.0) > PATIENCE}
 
@@ -164,15 +167,6 @@ def _is_runnable(thread: int) -> bool:
         return Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[0] == "R"
     except OSError:  # it has ended
         return False
-
-
-def _times(thread: int) -> tuple[float, float] | None:
-    """Return the seconds that a thread has run and that it waited for a core; None if the system does not report them."""
-    try:
-        ran, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
-    except (OSError, ValueError):
-        return None
-    return int(ran) / 1e9, int(waited) / 1e9
 
 
 # -- coroutines

@@ -24,7 +24,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from grpo.system.clock import Clock
+
 START_LIMIT = 120.0  # seconds for imports and the warm-up, on a machine that may be busy
+LOOK = 0.05  # seconds between two looks at a clock that stands
 PR_SET_PDEATHSIG = 1
 
 
@@ -35,7 +38,8 @@ class WorkerError(Exception):
 class Workers:
     """A pool of `size` processes that call `function`, a dotted path; each is started when it is first needed.
 
-    deadline: seconds for one call, counted once a warm worker has the item; then the worker is killed and a new one started.
+    deadline: seconds for one call, counted once a warm worker has the item, without those in which it waits for a core; then the
+    worker is killed and a new one started.
     memory: bytes of address space of a worker (not enforced on macOS).
     warm_up: arguments of a first call, whose result is discarded; late imports happen there.
     """
@@ -118,8 +122,10 @@ class _Worker:
         return self.answer(deadline)
 
     def answer(self, seconds: float) -> dict[str, Any]:
-        if not self.connection.poll(seconds):
-            raise TimeoutError(f"no result after {seconds} s")
+        clock = Clock(self.process.pid)
+        while not self.connection.poll(max(seconds - clock.spent(), LOOK)):
+            if clock.spent() >= seconds:
+                raise TimeoutError(f"no result after {seconds} s")
         try:
             return json.loads(self.connection.recv_bytes())
         except (EOFError, OSError) as error:

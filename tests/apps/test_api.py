@@ -14,9 +14,9 @@ import search_agent
 import torch
 from conftest import EXAMPLES, ROOT, compose_config
 from datasets import Dataset
+from helpers.runs import rows, state
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from peft import LoraConfig, PeftModel
-from test_train import rows, state
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
@@ -57,12 +57,8 @@ def test_a_program_elsewhere_trains_what_the_command_line_trains(smoke, toy, tmp
     program = tmp_path / "elsewhere" / "train.py"
     program.write_text(PROGRAM.format(toy=str(toy), rows=str(EXAMPLES)))
     said = ["algo=dr_grpo", "algo/kl=loss", "rollout.num_rollouts=3", "rollout.sampling.temperature=0.9"]
-    said += [
-        "callbacks=checkpoint",
-        f"task.rewards={program}:varied",
-        "task.weights=null",
-        f"output_dir={tmp_path / 'line'}",
-    ]
+    said += f"""callbacks=checkpoint task.rewards={program}:varied task.weights=null
+        output_dir={tmp_path / "line"}""".split()
     train(compose_config(*smoke(*said)))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -170,22 +166,10 @@ def test_under_torchrun_a_program_names_its_folder_as_the_command_line_does(smok
 @pytest.mark.parametrize(
     "value",
     [
-        "",
-        "1/2",
-        "it's",
-        "a\\",
-        "\\'",
-        'say "no"',
-        "a, b=[c]",
-        "null",
-        "1e-3",
-        1e-05,
-        -2,
-        True,
-        None,
+        "", "1/2", "it's", "a\\", "\\'", 'say "no"', "a, b=[c]", "null", "1e-3", 1e-05, -2, True, None,
         ["a'b", [1, None]],
     ],
-)
+)  # fmt: skip
 def test_a_value_is_the_same_behind_hydras_grammar(value):
     [word], _ = split({"key": value})
     [override] = OverridesParser.create().parse_overrides([word])
@@ -214,6 +198,7 @@ def varied_lengths(prompts, completions, **columns):
     return [len(completion.encode()) % 7 / 7 for completion in completions]
 
 
+@pytest.mark.slow
 def test_the_search_agent_trains(tmp_path_factory, tmp_path, capsys):
     """Its tool, its reward on a right trajectory, and two rollouts of a random model whose template has tools."""
     task = search_agent.Countries()

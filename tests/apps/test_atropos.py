@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from conftest import ROOT, preset
-from run_api import Environment, RunApi, post
+from parity.run_api import Environment, RunApi, post
 
 import grpo
 from grpo.apps.sources.atropos import Atropos, samples_of
@@ -42,7 +42,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def trainer(parts, toy, api, prompts=2, timeout=20.0, tmp="."):
+def trainer(parts, toy, api, prompts=2, timeout=120.0, tmp="."):
     """The source and the rollouts of a run that waits for batches of `prompts` groups of four, on the built-in engine."""
     engine, renderer = parts
     source = Atropos(Pretrained(str(toy)), renderer, api.url, free_port(), timeout)
@@ -61,7 +61,7 @@ def environment(source, api, **settings):
     finally:
         env.over = True
         with source.served.open():  # answers the request that it waits for
-            env.join(10)
+            env.join(60)
 
 
 def test_batches_become_rollouts_with_known_versions_and_log_probabilities(parts, toy, toy_model):
@@ -190,7 +190,7 @@ def test_a_whole_run_with_the_stand_in(toy, tmp_path):
     source = {
         "source.url": api.url,
         "source.port": port,
-        "source.timeout": 60,
+        "source.timeout": 300,
         "engine": "transformers",
         "debug": "smoke",
     }

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import ROOT
-from serving import Client, served
+from helpers.serving import Client, served
 
 from grpo.engines.builtin.engine import TransformersEngine
 from tasks.calculator import calculator

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, TEST_PATH, compose_config
-from test_train import rows
+from helpers.runs import rows
 
 from grpo.apps.launch import launch_file, main, shared_folder
 from grpo.engines.vllm_server.launch import free_ports
@@ -132,28 +132,35 @@ def tiny(smoke, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_file_for_slurm_trains_and_a_preempted_job_resumes(smoke, tmp_path):
-    """Slurm asks one task to end. The job is queued again, resumes, and ends with the weights of one that was not asked."""
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_file_for_slurm_trains_and_a_preempted_job_resumes(smoke, tmp_path, devices):
+    """Slurm asks one task to end. The job is queued again, resumes, and (two devices) ends with the weights of one that was not
+    asked."""
     for name, text in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     requeued = tmp_path / "requeued"
     environment = {**os.environ, "PYTHONPATH": TEST_PATH, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     environment |= {"REQUEUED": str(requeued), "MASTER_PORT": str(free_ports(1)[0])}
-    asked = f"+callbacks.asked={{_target_: test_stop.Asked, update: 1, number: {int(signal.SIGUSR1)}}}"
+    asked = f"+callbacks.asked={{_target_: helpers.slots.Asked, update: 1, number: {int(signal.SIGUSR1)}}}"
     weights = []
-    for name, more in (("run", []), ("asked", [asked])):
-        words = [*tiny(smoke, tmp_path / name), "trainer.devices=2", "rollout.prompts=2", "rollout.num_rollouts=3"]
+    for name, more in (("run", []), ("asked", [asked]))[2 - devices :]:
+        words = [
+            *tiny(smoke, tmp_path / name),
+            f"trainer.devices={devices}",
+            "rollout.prompts=2",
+            "rollout.num_rollouts=3",
+        ]
         job = [sys.executable, "-m", "grpo.launch", *words, "callbacks=[checkpoint]", *more]
         for code in ([75] if more else []) + [0]:
-            done = subprocess.run(job, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+            done = subprocess.run(job, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
             logs = "".join(file.read_text() for file in (tmp_path / name / "launch").glob("trainer-*.log"))
             assert done.returncode == code, done.stdout + done.stderr + logs
             assert requeued.exists() == bool(more)
         assert [row["step"] for row in rows(tmp_path / name)] == [0, 1, 2, 3]
         weights.append(PlainCheckpoints().load_checkpoint(tmp_path / name / "checkpoints" / "last.ckpt")["state_dict"])
     assert requeued.read_text() == "requeue 7\n"
-    assert all(torch.equal(weight, weights[1][parameter]) for parameter, weight in weights[0].items())
+    assert all(torch.equal(weight, weights[-1][parameter]) for parameter, weight in weights[0].items())
 
 
 def test_under_slurm_a_run_begins_at_its_beginning(smoke, monkeypatch, tmp_path):
@@ -184,13 +191,8 @@ class KilledOnce(L.Callback):
 @pytest.mark.slow
 def test_the_lines_of_torchrun_train_on_two_nodes_and_start_again(smoke, tmp_path):
     """One of two nodes loses its process; the run resumes by itself, and ends with the weights of one that lost none."""
-    words = [
-        "trainer.num_nodes=2",
-        "strategy=fsdp2",
-        "rollout.prompts=2",
-        "rollout.num_rollouts=3",
-        "deployment.max_restarts=1",
-    ]
+    words = """trainer.num_nodes=2 strategy=fsdp2 rollout.prompts=2 rollout.num_rollouts=3
+        deployment.max_restarts=1""".split()
     words += ["callbacks.checkpoint.every=1", "trainer.timeout=200", "callbacks=[checkpoint]"]
     killed = f"+callbacks.killed={{_target_: test_launch.KilledOnce, file: {tmp_path / 'killed'}}}"
     weights = []
@@ -202,7 +204,7 @@ def test_the_lines_of_torchrun_train_on_two_nodes_and_start_again(smoke, tmp_pat
             subprocess.Popen(["bash", "-c", text], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             for _ in range(2)
         ]
-        said = [agent.communicate(timeout=400)[0].decode() for agent in agents]
+        said = [agent.communicate(timeout=1800)[0].decode() for agent in agents]
         assert [agent.returncode for agent in agents] == [0, 0], said
         weights.append(PlainCheckpoints().load_checkpoint(tmp_path / name / "checkpoints" / "last.ckpt")["state_dict"])
     assert (tmp_path / "killed").exists()

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 import torch
 from conftest import ROOT, compose_config
+from helpers.serving import served
 from hydra.utils import instantiate
-from serving import served
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval import evaluate

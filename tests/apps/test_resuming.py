@@ -20,13 +20,8 @@ from grpo.runs.runs import Run
 from grpo.system.errors import UserError
 
 THEN = [
-    "task=gsm8k",
-    f"task.path={EXAMPLES}",
-    "model=path",
-    "model.path=x",
-    "algo=dr_grpo",
-    "optim.optimizer.lr=3e-4",
-    "+callbacks.curriculum={_target_: test_train.Crash, rollout: 9}",
+    *f"task=gsm8k task.path={EXAMPLES} model=path model.path=x algo=dr_grpo optim.optimizer.lr=3e-4".split(),
+    "+callbacks.curriculum={_target_: helpers.slots.Crash, rollout: 9}",
 ]
 
 
@@ -73,7 +68,7 @@ def test_the_command_line_is_on_top(run):
         ("task.prompt=zero_shot", "task.prompt=zero_shot (was one_shot)"),
         ("model.path=y", "model.path=y (was x)"),
         ("algo=grpo", "algo.reduce=sequence (was constant)"),
-        ("~callbacks.curriculum", "callbacks.curriculum._target_=None (was test_train.Crash)"),
+        ("~callbacks.curriculum", "callbacks.curriculum._target_=None (was helpers.slots.Crash)"),
     ],
 )
 def test_another_run_needs_a_word(run, override, named, monkeypatch):

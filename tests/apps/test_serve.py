@@ -18,7 +18,7 @@ import peft
 import pytest
 import torch
 from conftest import ROOT
-from serving import POISON, PROMPT, Client, line_of, served, until
+from helpers.serving import POISON, PROMPT, Client, line_of, served, until
 
 from grpo.apps.demo_model import make_model
 from grpo.apps.serve.__main__ import main
@@ -522,7 +522,7 @@ def test_the_command_starts_answers_and_ends(toy):
         assert client("/health") == {"status": "ok"}
         assert len(ids(client.generate(max_tokens=3))) == 3
         process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=60)
+        rest, errors = process.communicate(timeout=300)
         assert (process.returncode, rest, errors) == (130, "", "")
         with pytest.raises(urllib.error.URLError):
             client("/health")

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-from serving import PROMPT, Client, Counting, line_of, served, until
+from helpers.serving import PROMPT, Client, Counting, line_of, served, until
 
 from grpo.apps.demo_model import make_model
 from grpo.apps.serve.__main__ import main, secret_of
@@ -23,7 +23,7 @@ from grpo.env.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.system.errors import UserError
 
-LIMITS = {"body": 100_000, "prompt": 1000, "samples": 50, "tokens": 1000, "queue": 2, "seconds": 0.5}
+LIMITS = {"body": 100_000, "prompt": 1000, "samples": 50, "tokens": 1000, "queue": 2}
 CHUNKED = {"Transfer_Encoding": "chunked"}
 
 
@@ -43,6 +43,14 @@ def small(toy) -> Iterator[Client]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def hasty(toy) -> Iterator[Client]:
+    """A server that disconnects slow clients soon."""
+    with served(toy, seconds=0.5) as client:
+        client.ready()
+        yield client
+
+
 def post(client: Client, path: str, body: object, **headers: str) -> bytes:
     data = json.dumps(body).encode()
     return client.head(f"POST {path}", Content_Length=str(len(data)), **headers) + data
@@ -55,8 +63,8 @@ def metrics(client: Client) -> dict[str, float]:
 
 
 def closed(connection: socket.socket) -> bool:
-    """Read until the server closes a connection; return whether it does so within 10 s."""
-    connection.settimeout(10)
+    """Read until the server closes a connection; return whether it does so within a minute of silence."""
+    connection.settimeout(60)
     with suppress(ConnectionError):
         try:
             while connection.recv(1000):
@@ -125,7 +133,7 @@ def test_the_server_answers_others_while_it_tokenizes(toy):
         def prompt_ids(self, messages, *rest):
             if messages[0].content == "slow":
                 began.set()
-                gate.wait(30)
+                gate.wait(60)
             return super().prompt_ids(messages, *rest)
 
     def chat(client: Client, text: str) -> dict:
@@ -186,7 +194,7 @@ def test_a_change_of_weights_continues_without_its_client(toy):
 
     class Gated(TransformersEngine):
         def sample(self, *arguments):
-            gate.wait(30)
+            gate.wait(60)
             return super().sample(*arguments)
 
     with served(toy, Gated) as client, ThreadPoolExecutor(1) as pool:
@@ -209,19 +217,20 @@ def test_a_small_request_is_not_behind_a_queue_of_large_ones(toy_model):
         def sample(self, prompts, sampling, *rest):
             order.append(sampling.max_tokens)
             begun.set()
-            gate.wait(30)
+            gate.wait(60)
             return super().sample(prompts, sampling, *rest)
 
     batching = Batching(Gated)
     batching.call(lambda engine: engine.load_weights(toy_model, 0)).result()
     futures = [batching.sample([PROMPT], Sampling(1), [0])]
-    begun.wait(30)
+    begun.wait(60)
     futures += [batching.sample([PROMPT], Sampling(length), [0]) for length in (800, 500, 3)]
     gate.set()
     assert all(future.result() for future in futures) and order == [1, 3, 500, 800]
     batching.stop()
+    before = time.monotonic()
     large = SampleRequest([PROMPT, PROMPT], Sampling(9995), [0, 0])  # 20,000 tokens: due in 20 s
-    assert large.due - time.monotonic() == pytest.approx(20, abs=5)
+    assert before <= large.due - 20 <= time.monotonic()
 
 
 def test_what_is_unwanted_ends_and_changes_no_other_sample(toy_model):
@@ -239,37 +248,39 @@ def test_what_is_unwanted_ends_and_changes_no_other_sample(toy_model):
     assert engine.sample(prompts, sampling, seeds) == [None] * 8
 
 
-def test_slow_clients_are_disconnected(small):
+def test_slow_clients_are_disconnected(hasty):
     host = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\n"
     slow = {
-        "idle": small.raw(),
-        "in the headers": small.raw(host + b"X-Slow: "),
-        "in the body": small.raw(host + b"Content-Length: 9\r\n\r\n{"),
-        "in a chunk": small.raw(host + b"Transfer-Encoding: chunked\r\n\r\nff\r\n{"),
-        "after its answer": small.raw(small.head("GET /health")),
+        "idle": hasty.raw(),
+        "in the headers": hasty.raw(host + b"X-Slow: "),
+        "in the body": hasty.raw(host + b"Content-Length: 9\r\n\r\n{"),
+        "in a chunk": hasty.raw(host + b"Transfer-Encoding: chunked\r\n\r\nff\r\n{"),
     }
-    assert b"200 OK" in slow["after its answer"].recv(15)
+
+    def is_answered() -> bool:  # not if this process was too slow
+        slow["after its answer"] = hasty.raw(hasty.head("GET /health"))
+        with suppress(ConnectionError):
+            return b"200 OK" in slow["after its answer"].recv(15)
+        return False
+
+    until(is_answered)
     for name, connection in slow.items():
         with connection:
             assert closed(connection), name
 
 
-def test_one_byte_at_a_time_buys_no_time(small):
-    with small.raw(b"GET / HTTP/1.1\r\nX: ") as connection:
-        began = time.monotonic()
-        with suppress(ConnectionError):
-            while time.monotonic() - began < 10:
-                connection.send(b"x")
-                time.sleep(0.05)
-        assert time.monotonic() - began < 10
+def test_one_byte_at_a_time_buys_no_time(hasty):
+    with hasty.raw(b"GET / HTTP/1.1\r\nX: ") as connection, pytest.raises(ConnectionError):
+        for _ in range(1000):  # 50 s
+            connection.send(b"x")
+            time.sleep(0.05)
 
 
-def test_a_client_that_does_not_read_is_disconnected(small):
-    small("/health")
-    until(lambda: not small.server.server_state.connections)
-    with small.raw(small.head("GET /openapi.json") * 3000):  # about 40 MB of answers
-        until(lambda: small.server.server_state.connections)
-        until(lambda: not small.server.server_state.connections)
+def test_a_client_that_does_not_read_is_disconnected(hasty):
+    until(lambda: not hasty.server.server_state.connections)
+    with hasty.raw(hasty.head("GET /openapi.json") * 3000):  # about 40 MB of answers
+        until(lambda: hasty.server.server_state.connections)
+        until(lambda: not hasty.server.server_state.connections)
 
 
 def test_the_key(toy, capfd):
@@ -406,8 +417,9 @@ def test_metrics(toy):
 
 @pytest.mark.slow
 def test_honest_clients_are_answered_beside_hostile_ones(toy, tmp_path):
-    """100 honest clients, four requests each, and six reloads: alone, then beside 100 hostile clients. Every answer is right. The
-    slowest may take ten times as long as alone, and 10 s more for the samples of hostile clients that have not left yet."""
+    """100 honest clients, four requests each, and six reloads: alone, then beside 100 hostile clients. Every answer is right.
+    During the slowest this process computes at most ten times as long as alone, and 10 s more for the samples of hostile clients
+    that have not left yet."""
     folders = (toy, shutil.copytree(toy, tmp_path / "other"))
     make_model(Pretrained(str(toy)).tokenizer(), seed=1).save_pretrained(folders[1])
     with served(toy, weights_from=folders, seconds=5, body=1_000_000, queue=150) as client:
@@ -442,9 +454,9 @@ def test_honest_clients_are_answered_beside_hostile_ones(toy, tmp_path):
         def honest(i: int) -> float:
             slowest = 0.0
             for _ in range(4):
-                began = time.monotonic()
+                began = time.process_time()
                 assert client("/generate", asked[i])["token_ids"] in (right[0][i], right[1][i])
-                slowest = max(slowest, time.monotonic() - began)
+                slowest = max(slowest, time.process_time() - began)
             return slowest
 
         def crowd(pool: ThreadPoolExecutor) -> float:
@@ -462,7 +474,7 @@ def test_honest_clients_are_answered_beside_hostile_ones(toy, tmp_path):
                 over.set()
             for enemy in enemies:
                 enemy.result()
-        print(f"the slowest of 400 requests: {alone:.2f} s alone, {beside:.2f} s beside hostile clients")
+        print(f"the slowest of 400 requests: {alone:.2f} CPU s alone, {beside:.2f} beside hostile clients")
         assert beside < 10 * alone + 10
         until(lambda: not client.batching.running and not client.batching.waiting)
         assert client("/is_paused") == {"is_paused": False} and client("/version") == {"version": 14}

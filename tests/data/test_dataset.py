@@ -1,10 +1,10 @@
 """Rows of a dataset: where they come from, what is left out, and that no question is on two sides."""
 
-import json
 import os
 
 import pytest
 from conftest import EXAMPLES, compose_config
+from helpers.rows import write
 from hydra.utils import instantiate
 
 from grpo.data.dataset import Dataset, side, spread
@@ -13,10 +13,6 @@ from grpo.system.errors import UserError
 
 def dataset(path, columns=("question", "answer"), **more) -> Dataset:
     return Dataset(str(path), columns, "gsm8k", **more)
-
-
-def write(path, rows) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.mark.parametrize(

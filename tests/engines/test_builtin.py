@@ -132,16 +132,11 @@ LIMITS = [0, 10.8, 13.8, 16.3, 18.5, 20.5, 22.5, 24.3, 26.1, 27.9, 29.6, 31.3]
 @pytest.mark.parametrize(
     "parameters",
     [
-        {},
-        {"temperature": 0.6},
-        {"top_k": 5},
-        {"top_p": 0.7},
-        {"min_p": 0.25},
-        {"repetition_penalty": 2.5},
+        {}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.25}, {"repetition_penalty": 2.5},
         {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_samples_follow_the_distribution(parameters):
     """4,000 draws from a vocabulary of 12 after one of two prompts; without the parameters they would not fit."""
     torch.manual_seed(0)
@@ -247,17 +242,10 @@ def test_what_cannot_be_guided_is_refused(engine):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"temperature": -1},
-        {"top_p": 0},
-        {"top_k": -1},
-        {"min_p": 1},
-        {"max_tokens": 0},
-        {"repetition_penalty": 0},
-        {"stop_ids": ["</s>"]},
-        {"guided": {"regx": "a"}},
-        {"guided": {"regex": "a", "choice": ["a"]}},
+        {"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"min_p": 1}, {"max_tokens": 0}, {"repetition_penalty": 0},
+        {"stop_ids": ["</s>"]}, {"guided": {"regx": "a"}}, {"guided": {"regex": "a", "choice": ["a"]}},
     ],
-)
+)  # fmt: skip
 def test_sampling_out_of_range_is_refused(wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):
         Sampling(**{"max_tokens": 1} | wrong)

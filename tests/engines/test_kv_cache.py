@@ -5,8 +5,7 @@ import inspect
 import pytest
 import torch
 import transformers
-from cases import gap
-from test_packing import MORE, model_of
+from helpers.models import MORE, gap, model_of
 
 from grpo.engines.builtin import kv_cache
 from grpo.engines.builtin.engine import TransformersEngine, cache_objection
@@ -19,14 +18,9 @@ from grpo.system.errors import UserError
 GROUPS = [(5, 6, 7, 8, 9, 10, 11)] * 5 + [(20, 21)] * 3 + [(40,) * 12] * 2
 EOS = [*range(2, 97, 8)]  # enough of the 97 tokens that rows end at different lengths
 SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 97,
-    "max_position_embeddings": 512,
-}
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 512,
+}  # fmt: skip
 LINEAR = {"num_value_heads": 4, "num_key_heads": 2, "key_head_dim": 8, "value_head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 OTHERS = {

@@ -95,23 +95,13 @@ def test_one_conversation_in_three_forms():
 def test_settings_have_the_names_of_sampling():
     call = CHAT.read(
         {
-            "model": "any",
-            "messages": QUESTION,
-            "stop": "\n",
-            "max_tokens": 5,
-            "max_completion_tokens": 7,
-            "temperature": 0.5,
-            "top_k": -1,
-            "stop_token_ids": [3],
+            "model": "any", "messages": QUESTION, "stop": "\n", "max_tokens": 5, "max_completion_tokens": 7,
+            "temperature": 0.5, "top_k": -1, "stop_token_ids": [3],
             "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
-            "logit_bias": {},
-            "presence_penalty": 0.0,
-            "metadata": {"a": "b"},
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "suffix": None,
+            "logit_bias": {}, "presence_penalty": 0.0, "metadata": {"a": "b"}, "stream": True,
+            "stream_options": {"include_usage": True}, "suffix": None,
         }
-    )
+    )  # fmt: skip
     assert (call.stop, call.max_tokens, call.stream, call.usage) == (("\n",), 7, True, True)
     assert call.settings == {"temperature": 0.5, "top_k": 0, "stop_ids": [3], "guided": {"json": SCHEMA}}
     several = COMPLETIONS.read({"prompt": [[1, 2], "x"], "n": 2, "echo": True, "logprobs": 5, "max_tokens": 0})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import compose_config
-from families import FAMILIES, spelled
+from helpers.families import FAMILIES, spelled
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from tokenizers import normalizers
@@ -240,19 +240,9 @@ def test_any_completion_is_kept_whole_or_rendered_anew(name):
     family, tokenizer, renderer = made(name)
     rng = random.Random(0)
     pieces = [
-        family.call,
-        family.calls,
-        family.end,
-        "There are 3.",
-        " ",
-        "\n",
-        "é",
-        "\u2126",
-        "{",
-        "}",
-        "</think>",
+        family.call, family.calls, family.end, "There are 3.", " ", "\n", "é", "\u2126", "{", "}", "</think>",
         "<think>\n",
-    ]
+    ]  # fmt: skip
     pieces += [*family.special, *family.plain]
     kept = 0
     for _ in range(200):

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from families import FAMILIES
+from helpers.families import FAMILIES
 
 from grpo.env.messages import Message, ToolCall, ToolSpec
 from grpo.env.tool_parsers import form_of, message_of_text
@@ -16,17 +16,12 @@ WRITE = ToolSpec(
     {
         "type": "object",
         "properties": {
-            "text": {"type": "string"},
-            "times": {"type": "integer"},
-            "size": {"type": "number", "nullable": True},
-            "loud": {"type": "boolean"},
-            "tags": {"type": "array"},
-            "more": {"type": "object"},
-            "either": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-            "any": {},
+            "text": {"type": "string"}, "times": {"type": "integer"}, "size": {"type": "number", "nullable": True},
+            "loud": {"type": "boolean"}, "tags": {"type": "array"}, "more": {"type": "object"},
+            "either": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "any": {},
         },
     },
-)
+)  # fmt: skip
 A, B = ToolCall("f", {"x": 1}), ToolCall("g", {"y": "{]"})
 JSON_A, JSON_B = '{"name": "f", "arguments": {"x": 1}}', '{"name": "g", "arguments": {"y": "{]"}}'
 BLOCK_A, BLOCK_B = f"<tool_call>\n{JSON_A}\n</tool_call>", f"<tool_call>{JSON_B}</tool_call>"
@@ -139,26 +134,13 @@ def test_a_malformed_call_is_content_and_one_line_says_why(form, text, reason):
 @pytest.mark.parametrize(
     ("key", "text", "value"),
     [
-        ("text", "3", "3"),
-        ("times", "3", 3),
-        ("times", "3.5", "3.5"),
-        ("times", "true", "true"),
-        ("times", "three", "three"),
-        ("times", "None", "None"),
-        ("size", "3.5", 3.5),
-        ("size", "null", None),
-        ("loud", "True", True),
-        ("loud", "false", False),
-        ("loud", "1", "1"),
-        ("tags", '["a", 1]', ["a", 1]),
-        ("tags", '{"a": 1}', '{"a": 1}'),
-        ("more", '{"a": [1]}', {"a": [1]}),
-        ("either", "7", 7),
-        ("either", "None", None),
-        ("any", "7", "7"),
-        ("unknown", "7", "7"),
+        ("text", "3", "3"), ("times", "3", 3), ("times", "3.5", "3.5"), ("times", "true", "true"),
+        ("times", "three", "three"), ("times", "None", "None"), ("size", "3.5", 3.5), ("size", "null", None),
+        ("loud", "True", True), ("loud", "false", False), ("loud", "1", "1"), ("tags", '["a", 1]', ["a", 1]),
+        ("tags", '{"a": 1}', '{"a": 1}'), ("more", '{"a": [1]}', {"a": [1]}), ("either", "7", 7),
+        ("either", "None", None), ("any", "7", "7"), ("unknown", "7", "7"),
     ],
-)
+)  # fmt: skip
 def test_values_between_tags_become_what_the_schema_says(key, text, value):
     (call,) = message_of_text(xml(f"<parameter={key}>\n{text}\n</parameter>"), "hermes", [WRITE]).tool_calls
     assert call == ToolCall("write", {key: value}) and type(call.arguments[key]) is type(value)

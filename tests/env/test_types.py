@@ -5,10 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import foreign
 import pytest
-from foreign_typed import completion  # that file can be imported, too
-from test_rooms import imports
+from helpers import foreign
+from helpers.foreign_typed import completion  # that file can be imported, too
+from helpers.project import imports
 
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
@@ -20,14 +20,14 @@ from grpo.rollout.types import Limits
 from grpo.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-TESTS = ROOT / "tests"
+HELPERS = ROOT / "tests" / "helpers"
 
 # two answers an episode: of two samples that are asked 1+2?, then of two that an asynchronous environment asks 2+2?
 ANSWERS = ["3", "3", "no", "3", "4", "5", "maybe", "never asked for"]
 
 
 def test_the_foreign_classes_import_nothing_of_ours():
-    names = imports(TESTS / "foreign.py")
+    names = imports(HELPERS / "foreign.py")
     assert names and {name.split(".")[0] for name in names} <= sys.stdlib_module_names
 
 
@@ -163,9 +163,13 @@ def errors(tmp_path_factory) -> str:
     """Return what mypy says of all wrong classes. WRONG[i] is in foreign_i.py and foreign_typed_i.py."""
     folder, files = tmp_path_factory.mktemp("wrong"), []
     for i, (_, right, wrong) in enumerate(WRONG):
-        text = (TESTS / "foreign.py").read_text()
+        text = (HELPERS / "foreign.py").read_text()
         assert right in text
-        typed = (TESTS / "foreign_typed.py").read_text().replace("foreign", f"foreign_{i}")
+        typed = (
+            (HELPERS / "foreign_typed.py")
+            .read_text()
+            .replace("from helpers import foreign", f"import foreign_{i} as foreign")
+        )
         for name, content in ((f"foreign_{i}.py", text.replace(right, wrong)), (f"foreign_typed_{i}.py", typed)):
             files.append(folder / name)
             files[-1].write_text(content)

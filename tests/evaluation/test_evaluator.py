@@ -11,9 +11,9 @@ from functools import partial
 
 import pandas as pd
 import pytest
-import typed
 from conftest import EXAMPLES, REAL_DATA, ROOT, compose_config
-from test_train import VARIED, told
+from helpers import programs
+from helpers.runs import learned, told
 
 import eval as eval_script
 from grpo.engines.protocol import Sampling
@@ -36,7 +36,6 @@ from tasks.jsonl import Jsonl
 from tasks.math import Math
 from tasks.mixture import Mixture
 from tasks.wordmath import Wordmath
-from train import train
 
 GSM8K_TEST, MATH_TEST = REAL_DATA / "gsm8k_test.jsonl", REAL_DATA / "math500_test.jsonl"
 
@@ -202,7 +201,7 @@ def test_claims_that_fail_are_told_and_end_nothing(caplog):
 def test_claims_that_hang_are_reported_and_end_nothing(monkeypatch, caplog):
     class Hangs(Wordmath):
         def claims(self, example, trajectory):
-            threading.Event().wait(30)
+            threading.Event().wait(60)
 
     monkeypatch.setattr(metrics, "TIMEOUT", 0.05)
     found = columns(Hangs(), [[sample(True)]])
@@ -377,7 +376,7 @@ def test_killed_in_the_middle_and_gone_on_with_it_is_the_same(overrides, tmp_pat
     assert "parts" not in {file.name for file in whole.iterdir()}
 
     streams = {"out": tmp_path / "out", "err": tmp_path / "err"}
-    process = typed.start("eval.py", *overrides, f"hydra.run.dir={killed}", **streams)
+    process = programs.start("eval.py", *overrides, f"hydra.run.dir={killed}", **streams)
     while len(list(killed.glob("parts/*.parquet"))) < 3 and process.exitcode is None:
         time.sleep(0.01)
     process.kill()
@@ -513,9 +512,7 @@ def test_a_comparison_is_typed_without_quotes(typed, meant):
 def test_compare_reads_two_real_runs_and_loads_no_model(smoke, tmp_path):
     for name in ("a", "b"):
         settings = ("callbacks=[samples]", "optim.optimizer.lr=0.03", "eval.every=1", f"seed={int(name == 'b')}")
-        config = compose_config(*smoke(*settings, f"output_dir={tmp_path / name}"))
-        config.task = VARIED
-        train(config)
+        learned(smoke(*settings, f"output_dir={tmp_path / name}"))
     out = tmp_path / "out"
     arguments = ["eval.py", f"compare={tmp_path}/a,{tmp_path}/b", "after=1", f"hydra.run.dir={out}"]
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)

@@ -3,9 +3,8 @@
 import pytest
 import torch
 import transformers
-from conftest import compose_config
-from test_packing import batch_of, model_of
-from test_train import VARIED, rows, state
+from helpers.models import batch_of, model_of
+from helpers.runs import learned, rows, state
 from torch import Tensor, nn
 
 from grpo.engines.builtin.engine import TransformersEngine
@@ -13,7 +12,6 @@ from grpo.engines.protocol import Sampling
 from grpo.models.gradient_checkpointing import layers_of, recomputing
 from grpo.models.logprobs import completion_logprobs
 from grpo.system.errors import UserError
-from train import train
 
 BATCH = batch_of([(9, [12, 7, 5]), (5, [8, 3])])
 
@@ -77,9 +75,7 @@ def test_a_run_is_the_same_bit_for_bit(smoke, tmp_path):
         folder = tmp_path / str(active)
         folder.mkdir()
         settings = ["callbacks=[checkpoint]", f"optim.gradient_checkpointing={active}", f"output_dir={folder}"]
-        config = compose_config(*smoke("algo.num_epochs=2", *settings))
-        config.task = VARIED
-        train(config)
+        learned(smoke("algo.num_epochs=2", *settings))
     plain, again = state(tmp_path / "False")["state_dict"], state(tmp_path / "True")["state_dict"]
     assert all(torch.equal(plain[name], again[name]) for name in plain)
     assert rows(tmp_path / "False") == rows(tmp_path / "True") and rows(tmp_path / "True")[1]["loss/grad_norm"] > 0

@@ -7,17 +7,15 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import compose_config
+from helpers.learning import make_module, rollout
+from helpers.runs import learned, rows, state
 from peft import LoraConfig
-from test_module import make_module, rollout
-from test_train import VARIED, rows, state
 from torch import Tensor, nn, tensor
 from torch.optim import SGD, AdamW
 
 from grpo.models.master_weights import with_masters
 from grpo.models.policy import Reference, with_adapter
 from grpo.models.pretrained import Pretrained
-from train import train
 
 BF16 = torch.bfloat16
 
@@ -197,12 +195,11 @@ def test_a_reference_moves_by_small_steps():
     assert policy.weight.item() == 2.0
 
 
-@pytest.mark.parametrize("precision", ["auto", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["auto", "bf16-mixed"])
+@pytest.mark.slow
 def test_a_run_in_bfloat16(smoke, toy, tmp_path, precision):
     overrides = ["model.dtype=bfloat16", "trainer=cpu", f"trainer.precision={precision}", "callbacks=[checkpoint]"]
-    config = compose_config(*smoke(*overrides))
-    config.task = VARIED
-    train(config)
+    learned(smoke(*overrides))
     saved = state(tmp_path)
     start = Pretrained(str(toy), dtype="bfloat16").model()
     policy = Pretrained(str(tmp_path / "checkpoints" / "last"), dtype="auto").model()

@@ -1,27 +1,19 @@
 """Every option of conf/optim: its steps against numbers worked by hand or the plain library, and resumed runs bit for bit."""
 
 from functools import partial
-from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import ROOT, compose_config
+from conftest import compose_config
+from helpers.learning import IS_8BIT_HERE, NEEDED, OPTIONS
+from helpers.runs import learned, rows, state, told
 from hydra.utils import instantiate
-from test_train import VARIED, rows, state, told
 from torch import nn, tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from grpo.models.master_weights import with_masters
 from grpo.training.checkpoints import PlainCheckpoints
-from train import train
 
-IS_8BIT_HERE = find_spec("bitsandbytes") is not None
-NEEDED = {"adamw_8bit": pytest.mark.skipif(not IS_8BIT_HERE, reason="pip install -e '.[8bit]'")}
-OPTIONS = [
-    pytest.param(file.stem, marks=NEEDED.get(file.stem, ()))
-    for file in (ROOT / "conf" / "optim").glob("*.yaml")
-    if file.stem != "base"
-]
 LR = 1e-2
 EMBEDDING, MATRIX, VECTOR = "model.embed_tokens.weight", "layers.0.down_proj.weight", "norm.weight"
 SHAPES = {EMBEDDING: (40, 128), MATRIX: (64, 128), VECTOR: (128,)}
@@ -121,26 +113,18 @@ def test_offloaded_gradients_add_up():
     assert p.item() == 0.25
 
 
-CASES = [
-    pytest.param(
-        *option.values,
-        "model.dtype=bfloat16",
-        marks=[*option.marks, *([] if option.values == ("adafactor",) else [pytest.mark.slow])],
-    )
-    for option in OPTIONS
-]
-CASES += [pytest.param("adamw", policy, marks=pytest.mark.slow) for policy in ("adapter=lora", "optim.offload=true")]
+CASES = [pytest.param(*option.values, "model.dtype=bfloat16", marks=option.marks) for option in OPTIONS]
+CASES += [("adamw", "adapter=lora"), ("adamw", "optim.offload=true")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "policy"), CASES)
 def test_a_resumed_run_is_the_same_bit_for_bit(smoke, tmp_path, option, policy):
     def run(name: str, *more: str) -> dict:
         folder = tmp_path / name
         folder.mkdir()
         settings = ["callbacks=[checkpoint]", "eval.every=0", f"optim={option}", policy, f"output_dir={folder}"]
-        config = compose_config(*smoke("algo.num_epochs=2", *settings, *more))
-        config.task = VARIED
-        train(config)
+        learned(smoke("algo.num_epochs=2", *settings, *more))
         return state(folder)
 
     straight = run("straight", "callbacks.checkpoint.every=1", "callbacks.checkpoint.keep=2")

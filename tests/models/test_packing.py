@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from cases import FAMILIES, SHAPE, disturb
-from peft import LoraConfig
-from test_module import GROUPS, fresh, make_module, rollout
+from helpers.learning import GROUPS, fresh, make_module, rollout
+from helpers.models import FAMILIES, MORE, SIZES, agree, batch_of, measured, model_of
 from torch import tensor
 
 from grpo.models import logprobs
@@ -16,74 +15,11 @@ from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.packed_attention import Packed, attending
 from grpo.models.packing import microbatches, trusted
-from grpo.models.policy import with_adapter
-from grpo.objectives.batch import TokenBatch
 from grpo.rollout.collate import collate
 from grpo.system.errors import UserError
 from grpo.training.optimization import Optimization
 
-GPT2 = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512}
-MORE = {
-    "gemma3": (transformers.Gemma3TextConfig, {"sliding_window": 6, "final_logit_softcapping": 2.0}),
-    "mistral, window 6": (transformers.MistralConfig, {"sliding_window": 6}),
-    "gpt2": (transformers.GPT2Config, GPT2),
-    "neox": (transformers.GPTNeoXConfig, {}),
-}
 TRUSTED = {**{name: case for name, case in FAMILIES.items() if name != "gemma2"}, **MORE}
-
-
-def model_of(family: str, lora: bool = False) -> torch.nn.Module:
-    make, more = {**FAMILIES, **MORE}[family]
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(make(**SHAPE | more, vocab_size=97)).eval()
-    disturb(model, seed=1)
-    if lora:
-        kinds = ["c_attn", "c_proj"] if family == "gpt2" else "all-linear"
-        model = with_adapter(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=kinds))
-        disturb(model, seed=2)
-    return model
-
-
-def batch_of(sizes: list[tuple[int, list[int]]], turns: bool = True) -> TokenBatch:
-    """Return random tokens. sizes: the length of each prompt and of its rows. Every third token of a long row is a tool's."""
-    generator = torch.Generator().manual_seed(3)
-    prompt_width, width = max(prompt for prompt, _ in sizes), max(max(own) for _, own in sizes)
-    ids, real, mask = [], [], []
-    for prompt, own in sizes:
-        start = torch.randint(2, 97, (prompt_width,), generator=generator)
-        for length in own:
-            ids.append(torch.cat([start, torch.randint(2, 97, (width,), generator=generator)]))
-            of_row = torch.arange(prompt_width + width)
-            real.append(((of_row >= prompt_width - prompt) & (of_row < prompt_width + length)).long())
-            sampled = torch.arange(width) < length
-            mask.append(sampled & (torch.arange(width) % 3 != 2) if turns and length > 4 else sampled)
-    ids, real, mask = torch.stack(ids), torch.stack(real), torch.stack(mask)
-    return TokenBatch(ids * real, real, mask, torch.zeros(mask.shape), torch.arange(len(ids)))
-
-
-SIZES = [(9, [5, 8, 1, 3]), (4, [2, 6]), (12, [7]), (1, [4, 4, 4])]
-
-
-def measured(model, batch: TokenBatch, layout: str, kernel: str = "sdpa", entropies: bool = False):
-    """Return log-probabilities, entropies, and the gradients of a loss that weights every token differently."""
-    model.zero_grad()
-    logprobs, entropy = completion_logprobs(model, batch, 0.8, entropies, layout, kernel)
-    weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
-    loss = (weights * logprobs).sum() + (weights.flip(0) * entropy).sum() * entropies
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return logprobs.detach(), entropy.detach(), gradients
-
-
-def agree(model, batch, layout, kernel="sdpa", entropies=False) -> None:
-    expected = measured(model, batch, "padded", entropies=entropies)
-    got = measured(model, batch, layout, kernel, entropies)
-    torch.testing.assert_close(got[0], expected[0], atol=1e-5, rtol=0)
-    torch.testing.assert_close(got[1], expected[1], atol=1e-5, rtol=0)
-    assert got[2].keys() == expected[2].keys()
-    for name, gradient in expected[2].items():
-        scale = float(gradient.abs().max().clamp(min=1))
-        torch.testing.assert_close(got[2][name] / scale, gradient / scale, atol=1e-5, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

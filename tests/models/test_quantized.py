@@ -4,8 +4,7 @@ import sys
 
 import pytest
 import torch
-from cases import PROMPTS, disturb, gap_now
-from test_packing import SIZES, agree, batch_of, model_of
+from helpers.models import PROMPTS, SIZES, agree, batch_of, disturb, gap_now, model_of
 from torch import nn
 
 from grpo.apps.cli import check_model

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import preset
+from helpers.learning import GROUPS, batch_of, episode, fresh, make_module, rollout, trained
 from peft import LoraConfig
-from test_module import GROUPS, episode, fresh, make_module, rollout, trained
 from torch import tensor
 
 from grpo.env.types import Reward
@@ -18,7 +18,6 @@ from grpo.models.policy import with_adapter
 from grpo.objectives.advantage import group_advantages, no_baseline
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.baselines import gdpo
-from grpo.objectives.batch import TokenBatch
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip, reinforce
@@ -32,19 +31,6 @@ from grpo.training.preflight.data import signal
 
 close = torch.testing.assert_close
 NAN = math.nan
-
-
-def batch_of(policy: list[list[float]], reference: list[list[float]], lengths: list[int]) -> TokenBatch:
-    width = len(policy[0])
-    return TokenBatch(
-        ids=torch.zeros(len(policy), width + 1, dtype=torch.int64),
-        attention_mask=torch.ones(len(policy), width + 1, dtype=torch.int64),
-        mask=torch.arange(width) < tensor(lengths)[:, None],
-        rollout_logprobs=tensor(policy),
-        sample=torch.arange(len(policy)),
-        old_logprobs=tensor(policy),
-        reference_logprobs=tensor(reference),
-    )
 
 
 # -- credit: two samples of one prompt, of two tokens and one

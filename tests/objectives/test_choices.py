@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import preset
-from test_algorithm import batch_of
+from helpers.learning import batch_of
 from torch import tensor
 
 from grpo.objectives.choices import chosen_tokens, clip_cov, covariance, top_entropy, without_top_cov

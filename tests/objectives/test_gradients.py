@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, preset
-from test_critic import actor_critic
-from test_module import episode, fresh, make_module, rollout
+from helpers.learning import actor_critic, episode, fresh, make_module, rollout
 from torch import Tensor, tensor
 
 from grpo.models.logprobs import completion_logprobs

@@ -53,24 +53,14 @@ def peer(case: Case, trainer: str = "", **settings) -> tuple[torch.Tensor, torch
 
     trl = object.__new__(resolve_name(f"trl.experimental.{trainer}") if trainer else GRPOTrainer)
     defaults = {
-        "loss_type": "grpo",
-        "epsilon_low": 0.2,
-        "epsilon_high": 0.2,
-        "beta": 0.0,
-        "importance_sampling_level": "token",
-        "scale_rewards": "group",
-        "top_entropy_quantile": 1.0,
-        "off_policy_mask_threshold": None,
-        "use_vllm": False,
-        "vllm_importance_sampling_correction": True,
-        "vllm_importance_sampling_mode": "sequence_mask",
-        "vllm_importance_sampling_clip_max": 3.0,
-        "vllm_importance_sampling_clip_min": None,
-        "multi_objective_aggregation": "sum_then_normalize",
-        "reward_weights": torch.ones(1, dtype=torch.float64),
-        "entropy_coef": 0.0,
+        "loss_type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0,
+        "importance_sampling_level": "token", "scale_rewards": "group", "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None, "use_vllm": False, "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0,
+        "vllm_importance_sampling_clip_min": None, "multi_objective_aggregation": "sum_then_normalize",
+        "reward_weights": torch.ones(1, dtype=torch.float64), "entropy_coef": 0.0,
         "mask_truncated_completions": False,
-    }
+    }  # fmt: skip
     args = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
     args |= {"delta": None, "use_bias_correction_kl": True, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
     args |= {name: settings.pop(name) for name in list(settings) if name in args}
@@ -110,16 +100,10 @@ def peer(case: Case, trainer: str = "", **settings) -> tuple[torch.Tensor, torch
         "_pending_metrics": {},
         "_calculate_rewards": lambda *_: rewards.clone(),
         "_generate": lambda prompts: (
-            [[5]] * B,
-            ids,
-            None,
-            ["x"] * B,
-            [case.rollout[i, :length].tolist() for i, length in enumerate(case.lengths)],
-            {},
-            None,
-            None,
+            [[5]] * B, ids, None, ["x"] * B,
+            [case.rollout[i, :length].tolist() for i, length in enumerate(case.lengths)], {}, None, None,
         ),
-    }
+    }  # fmt: skip
 
     def logprobs(model, *_, **__):
         if getattr(model, "who", None) == "reference":
@@ -250,7 +234,7 @@ def test_trl_s_trainer_and_our_module_make_the_same_steps(toy, tmp_path, monkeyp
     """algo=trl_default and GRPOConfig's defaults, on the same completions: after each rollout of two updates the weights are
     equal. With SGD, since Adam's steps magnify rounding."""
     from datasets import Dataset
-    from test_module import episode, make_module
+    from helpers.learning import episode, make_module
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import preset
-from test_module import GROUPS, fresh, make_module, rollout
+from helpers.learning import GROUPS, fresh, make_module, rollout
 from torch import tensor
 
 from grpo.env.messages import Message

@@ -32,7 +32,7 @@ def greedy():
     return answer["completion_token_ids"][0]
 
 
-for _ in range(600):
+for _ in range(6000):  # ten minutes
     try:
         if ask("/health_generate") == {"status": "ok"}:
             break

@@ -158,4 +158,4 @@ if __name__ == "__main__":
     while not served.started:
         time.sleep(0.1)
     print(f"registered for batches of {served.config['batch_size']}", flush=True)
-    time.sleep(120)
+    time.sleep(3600)

@@ -3,14 +3,14 @@
 import json
 
 import pytest
-import typed
 from conftest import ROOT
+from helpers import programs
 
 pytestmark = pytest.mark.slow
 
 
 def results(script: str, *arguments: str):
-    done = typed.command(f"benchmarks/{script}", *arguments, "--json", seconds=3600)
+    done = programs.command(f"benchmarks/{script}", *arguments, "--json", seconds=3600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -48,6 +48,12 @@ def test_two_runs_learn_from_the_same_prompts_from_the_same_policy(tmp_path, mon
         made
     )  # 12.706 is the quantile of Student's t; the logarithms' standard error is ln 2
     assert (value, low, high, seeds) == pytest.approx((4, 4 * 2**-12.7062, 4 * 2**12.7062, 2), rel=1e-4)
+
+
+def test_start_up_is_measured_in_trees_that_take_turns():
+    (row,) = results("start_up.py", str(ROOT), str(ROOT), "--repeats", "1", "--cases", "help")
+    assert (row["case"], row["until"]) == ("help", "end") and len(row["cpu_s"]) == len(row["wall_s"]) == 2
+    assert min(row["cpu_s"] + row["wall_s"]) > 0
 
 
 def test_layouts_are_compared():

@@ -1,8 +1,8 @@
 """Minutes of real training: the demos learn, real rows of GSM8K run."""
 
 import pytest
-import typed
 from conftest import REAL_DATA
+from helpers import programs
 
 from grpo.runs.plots import metrics
 from grpo.runs.runs import Run
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 
 def command(*arguments: str) -> str:
-    done = typed.command(*arguments, seconds=3600)
+    done = programs.command(*arguments, seconds=3600)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
     return done.stdout

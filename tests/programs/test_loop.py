@@ -6,8 +6,8 @@ import lightning as L
 import pytest
 import torch
 from conftest import ROOT, compose_config
+from helpers.runs import rows
 from safetensors.torch import load_file
-from test_train import rows
 
 from grpo.system.errors import UserError
 from train import train
@@ -32,6 +32,7 @@ class Takes(L.Callback):
         module.note("rollout/reward", 1.0)
 
 
+@pytest.mark.slow
 def test_pieces_of_the_page_are_short_change_a_run_and_are_resumed_to_the_bit(smoke, tmp_path, monkeypatch):
     assert [name for name, _ in PIECES] == ["leitner", "surprise", "fading"]
     monkeypatch.syspath_prepend(tmp_path)
@@ -47,7 +48,7 @@ def test_pieces_of_the_page_are_short_change_a_run_and_are_resumed_to_the_bit(sm
     straight = run("straight")
     assert all(0 < row["mine/shortest_to_longest"] <= 1 and row["data/boxes"] >= 0 for row in straight[1:])
     with pytest.raises(RuntimeError, match="the disk is full"):
-        run("crashed", "+callbacks.crash={_target_: test_train.Crash, rollout: 2}")
+        run("crashed", "+callbacks.crash={_target_: helpers.slots.Crash, rollout: 2}")
     resumed = run("resumed", f"ckpt_path={tmp_path / 'crashed'}", "resume.changes=allow")
     begun = int(resumed[0]["step"])
     assert 1 < begun < 4 and [plain(row) for row in resumed] == [plain(row) for row in straight[begun:]]

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, compose_config, preset
+from helpers.runs import VARIED
 from pyarrow import parquet
 from scipy.stats import binomtest
-from test_train import VARIED
 
 from grpo.evaluation.statistics import arm_interval
 from grpo.runs import html
@@ -75,7 +75,7 @@ def execute(name, folder, tmp_path, warns=False, **environment):
     folder.mkdir(exist_ok=True)
     client = NotebookClient(
         notebook,
-        timeout=300,
+        timeout=1800,
         km=AsyncKernelManager(kernel_name="python3", kernel_spec_manager=specs),
         resources={"metadata": {"path": str(folder)}},
     )
@@ -120,17 +120,10 @@ def outputs(toy, tmp_path_factory):
         told = [f"algo={algo}", f"seed={seed}"]
         config = compose_config(
             *told,
-            "model=path",
-            f"model.path={toy}",
-            "debug=smoke",
-            "preflight=off",
-            "callbacks=[health,samples,checkpoint]",
-            f"callbacks.samples.token_logprobs={'false' if job == 3 else 'true'}",
+            *f"""model=path model.path={toy} debug=smoke preflight=off callbacks=[health,samples,checkpoint]
+            callbacks.samples.token_logprobs={"false" if job == 3 else "true"}""".split(),
             "rollout={prompts: 4, group_size: 4, num_rollouts: 3}",
-            "forecast=false",
-            "max_tokens=8",
-            "optim.optimizer.lr=1e-2",
-            f"output_dir={sweep / str(job)}",
+            *f"forecast=false max_tokens=8 optim.optimizer.lr=1e-2 output_dir={sweep / str(job)}".split(),
         )
         config.task = VARIED
         train(config, told)

@@ -3,12 +3,12 @@
 import math
 import subprocess
 import sys
-import time
 
 import pandas as pd
 import pytest
 from conftest import EXAMPLES, REAL_DATA, ROOT, compose_config
-from test_train import rows, told
+from helpers.runs import rows, told
+from helpers.time_limits import keep_for
 
 from grpo.runs.runs import Run
 from tasks.gsm8k import GSM8K
@@ -24,7 +24,6 @@ def brevity(completions, question, **columns):
 
 def test_a_reward_that_fails_leaves_what_was_played(smoke, tmp_path):
     (tmp_path / "mine.py").write_text(BURNS)
-    (tmp_path / "run").mkdir()
     settings = (f"task.rewards={tmp_path}/mine.py:brevity", "task.weights=null", f"output_dir={tmp_path / 'run'}")
     line = told(*smoke(*settings, "eval.every=0", "rollout.prompts=4"))
     assert "the reward function 'brevity' raised RuntimeError: judge is down (mine.py, line 4)" in line
@@ -50,24 +49,22 @@ def test_a_run_whose_reward_failed_goes_on_where_it_was(smoke, tmp_path):
     settings = (*settings, "rollout.num_rollouts=4", "eval.every=0")
 
     (tmp_path / "down").touch()
-    (tmp_path / "a").mkdir()
     assert "OSError: the judge is down" in told(*smoke(*settings, f"output_dir={tmp_path / 'a'}"))
     assert len(rows(tmp_path / "a")) == 2
     (tmp_path / "down").unlink()
     for name, more in (("b", [f"ckpt_path={tmp_path / 'a' / 'checkpoints' / 'last.ckpt'}"]), ("c", [])):
-        (tmp_path / name).mkdir()
         train(compose_config(*smoke(*settings, f"output_dir={tmp_path / name}", *more)))
     assert rows(tmp_path / "b") == rows(tmp_path / "c")[2:] and rows(tmp_path / "c")[3]["loss/grad_norm"] > 0
 
 
-def test_timeouts_are_counted_and_left_out(smoke, tmp_path):
+def test_timeouts_are_counted_and_left_out(smoke, tmp_path, monkeypatch):
+    keep_for(monkeypatch, lambda key, function, *args: "lamps" in str(args[1:2]))
     (tmp_path / "slow.py").write_text(
         "import time\n\ndef slow(completions, question, **columns):\n"
-        "    time.sleep(30 if 'lamps' in question[0] else 0)\n"
+        "    time.sleep(3600 if 'lamps' in question[0] else 0)\n"
         "    return [sum(text.encode()) % 97 / 97 for text in completions]\n"
     )
     settings = (f"task.rewards={tmp_path}/slow.py:slow", "task.weights=null", "eval.every=0", "score_timeout=1")
-    started = time.monotonic()
     train(compose_config(*smoke(*settings, "rollout.prompts=4", "callbacks=[samples]", "rollout.num_rollouts=1")))
     (row,) = rows(tmp_path)
     assert row["rollout/timeout"] == 0.25
@@ -77,7 +74,6 @@ def test_timeouts_are_counted_and_left_out(smoke, tmp_path):
     assert (
         len(samples) == 8 and len(lost) == 2 and set(lost["outcome"]) == {"timeout"} and set(lost["advantage"]) == {0}
     )
-    assert time.monotonic() - started < 25
 
 
 def test_a_reward_that_seeds_every_generator_changes_nothing(smoke, tmp_path):
@@ -109,7 +105,7 @@ def test_a_function_that_ends_the_process_is_named(last, line):
     code += "def call():\n    with witness.seen('the reward function \\'mine\\''): mine()\n"
     code += f"def mine():\n    {last}\n"
     code += "thread = threading.Thread(target=call)\nthread.start(), thread.join()\n"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert line in done.stderr and bool(done.stderr) == bool(done.returncode) == bool(line)
 
 
@@ -121,7 +117,7 @@ def test_a_function_that_leaves_the_process_fails_the_run():
         "try: Rewards(mine)._called({'completions': ['a']}, {})\nexcept Exception as error: print(error, flush=True)\n"
     )
     code += "if not os.fork(): os._exit(0)\nassert os.wait()[1] == 0\nos._exit(7)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout.startswith("the reward function 'mine' raised SystemExit: it called os._exit(0)")
     assert done.returncode == 7 and done.stderr == ""
 
@@ -150,6 +146,7 @@ class Short:
 '''
 
 
+@pytest.mark.slow
 def test_a_task_and_a_reward_from_outside_the_repository(toy, tmp_path, monkeypatch):
     """A folder with a task, its YAML and a reward, which the repository does not know."""
     outside = tmp_path / "mine"
@@ -166,37 +163,11 @@ def test_a_task_and_a_reward_from_outside_the_repository(toy, tmp_path, monkeypa
     found = f"hydra.searchpath=[file://{outside}/conf]"
     train(compose_config("task=short", found, *model, f"output_dir={tmp_path}/a"))
     assert len(rows(tmp_path / "a")) == 3 and rows(tmp_path / "a")[1]["rollout/reward"] < 0
-    more = (
-        f"task.path={EXAMPLES}",
-        "task.prompt=question",
-        "task.rewards=[my_rewards.vowels,longer]",
-        "task.weights=[1,0.5]",
-    )
+    more = f"""task.path={EXAMPLES} task.prompt=question task.rewards=[my_rewards.vowels,longer]
+        task.weights=[1,0.5]""".split()
     train(compose_config("task=jsonl", *more, *model, "max_tokens=5", f"output_dir={tmp_path}/b"))
     row = rows(tmp_path / "b")[1]
     assert row["rollout/reward"] == pytest.approx(row["rollout/vowels"] + 0.5 * row["rollout/longer"])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["task.weights=[1,2,3]"], "number of reward weights (3) must match number of reward functions (2)"),
-        (["task.rewards=[nothing.at.all]", "task.weights=null"], "'nothing.at.all' cannot be imported"),
-        (["task.rewards=[{_target_: nothing.at.all, _partial_: true}]"], "nothing"),
-        (["task.rewards=rewards/mine.py", "task.weights=null"], "is a file: say which of its functions"),
-        (["eval.split=validation"], "there is no split 'validation'"),
-        (["eval.split=dev"], "eval.split=dev is not one of train, validation, test"),
-        (["task.filters=[long]"], "task.filters=[long] must be a list, each item one of empty, duplicate"),
-        (["score_timeout=0"], "score_timeout=0 must be a number above 0"),
-        (["prompt_limit.too_long=cut"], "prompt_limit.too_long=cut is not one of refuse, drop, truncate"),
-        (["prompt_limit={max_tokens: 3, too_long: drop}"], "removes all 4 examples"),
-        (["model.chat_template=nowhere.jinja"], "model.chat_template=nowhere.jinja is not a file"),
-        (["task=jsonl", "task.rewards=longer"], "no column 'prompt'; it has question, answer"),
-        (["task=jsonl"], "task.rewards"),
-    ],
-)
-def test_mistakes_with_tasks_and_rewards_are_told_in_one_line(smoke, overrides, message):
-    assert message in told(*smoke(*overrides))
 
 
 def test_a_function_with_the_name_of_a_metric_leaves_it_alone(smoke, tmp_path):

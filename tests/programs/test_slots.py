@@ -4,7 +4,7 @@ import lightning as L
 import pytest
 import torch
 from conftest import EXAMPLES
-from test_train import rows
+from helpers.runs import rows
 
 import grpo
 from grpo.models.logprobs import completion_logprobs

@@ -1,6 +1,5 @@
 """train.py and eval.py as a user runs them: the files of a run, resumes, messages for mistakes."""
 
-import csv
 import json
 import math
 import re
@@ -15,7 +14,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import yaml
 from conftest import EXAMPLES, ROOT, compose_config
+from helpers.runs import VARIED, learned, rows, state, told
 from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,9 +26,7 @@ from grpo.apps.cli import explain
 from grpo.apps.resuming import saved_config
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
-from grpo.env.messages import Message
 from grpo.env.renderer import TokenizerRenderer
-from grpo.env.types import Example, Reward, SingleTurn, Trajectory
 from grpo.evaluation.evaluator import Evaluation, Evaluator
 from grpo.evaluation.statistics import mean_interval
 from grpo.models.pretrained import Pretrained
@@ -36,58 +35,12 @@ from grpo.system.errors import StopError, UserError
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.evaluation import EvaluationCallback
-from grpo.training.checkpoints import PlainCheckpoints
 from grpo.training.trainer import make_trainer
 from tasks.gsm8k import GSM8K
 from train import train
 
-TIMES = (
-    "time/rollout",
-    "time/update",
-    "time/sync",
-    "time/eval",
-    "time/played",
-    "time/score",
-    "time/started",
-    "tokens/s",
-    "memory/rollout",
-    "memory/update",
-)
-
-
-class Varied(GSM8K):
-    """GSM8K's questions with a reward that differs between samples of a random model, none of which would be right."""
-
-    def score(self, example: Example, trajectory: Trajectory) -> Reward:
-        value = len(trajectory.answer.encode()) % 7 / 7
-        return Reward(value, correct=value > 0.5)
-
-
-VARIED = {"_target_": "test_train.Varied", "path": str(EXAMPLES)}
-
-
-class Crash(L.Callback):
-    """Fails in the middle of a rollout, like a full disk or a lost GPU."""
-
-    def __init__(self, rollout: int) -> None:
-        self.rollout = rollout
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
-        if batch.rollout == self.rollout:
-            raise RuntimeError("the disk is full")
-
-
-def rows(folder) -> list[dict[str, float]]:
-    with open(folder / "metrics.csv") as file:
-        return [{k: float(v) for k, v in row.items() if v and k not in TIMES} for row in csv.DictReader(file)]
-
-
-def state(folder) -> dict:
-    return PlainCheckpoints().load_checkpoint(folder / "checkpoints" / "last.ckpt")
-
-
-CRASH = "+callbacks.crash={_target_: test_train.Crash, rollout: 3}"
-ASKED = f"+callbacks.asked={{_target_: test_stop.Asked, update: 10, number: {int(signal.SIGTERM)}}}"
+CRASH = "+callbacks.crash={_target_: helpers.slots.Crash, rollout: 3}"
+ASKED = f"+callbacks.asked={{_target_: helpers.slots.Asked, update: 10, number: {int(signal.SIGTERM)}}}"
 
 
 @pytest.mark.parametrize(
@@ -105,24 +58,15 @@ def test_a_crashed_run_resumes_bit_exactly(smoke, tmp_path, policy, ending, done
 
     def run(folder: str, *more: str) -> None:
         settings = [
-            "callbacks=[samples,checkpoint]",
-            "callbacks.checkpoint.every=2",
-            "rollout.num_rollouts=5",
-            "algo.num_epochs=2",
-            "algo.num_minibatches=2",
-            "algo.kl.coef=0.05",
-            "algo.kl.sync_every=3",
+            *"""callbacks=[samples,checkpoint] callbacks.checkpoint.every=2 rollout.num_rollouts=5
+            algo.num_epochs=2 algo.num_minibatches=2 algo.kl.coef=0.05 algo.kl.sync_every=3""".split(),
             "algo.entropy={coef: 0.01, target: 9.0}",
-            "selection=dynamic",
-            "selection.rounds=2",
-            "optim.schedule.name=linear",
+            *"selection=dynamic selection.rounds=2 optim.schedule.name=linear".split(),
             *policy.split(),
             f"output_dir={tmp_path / folder}",
         ]
-        config = compose_config(*smoke(*settings, *more))
-        config.task = VARIED
         (tmp_path / folder).mkdir(exist_ok=True)
-        train(config)
+        learned(smoke(*settings, *more))
 
     run("straight")
     with pytest.raises((RuntimeError, StopError), match=r"the disk is full|stopped by SIGTERM"):
@@ -162,17 +106,11 @@ def test_what_a_run_leaves(smoke, tmp_path, capsys):
     )
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert {
-        "config.yaml",
-        "metrics.csv",
-        "rollouts/000001.parquet",
-        "rollouts/000003.parquet",
-        "evaluations/000000.parquet",
-        "evaluations/000002.parquet",
-        "evaluations/000003.parquet",
-        "checkpoints/00003.ckpt/tensors.safetensors",
-        "checkpoints/policy_00003/model.safetensors",
+        "config.yaml", "metrics.csv", "rollouts/000001.parquet", "rollouts/000003.parquet",
+        "evaluations/000000.parquet", "evaluations/000002.parquet", "evaluations/000003.parquet",
+        "checkpoints/00003.ckpt/tensors.safetensors", "checkpoints/policy_00003/model.safetensors",
         "checkpoints/policy_00003/tokenizer.json",
-    } <= left
+    } <= left  # fmt: skip
     assert (tmp_path / "checkpoints/best/model.safetensors").exists() and (tmp_path / "checkpoints/last.ckpt").is_dir()
     assert any(name.startswith("tensorboard/events") for name in left)
 
@@ -267,7 +205,6 @@ def completions(file) -> list[str]:
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_eval_reads_a_run_a_checkpoint_a_folder_and_a_base_model(smoke, toy, tmp_path, adapter):
     run = tmp_path / "run"
-    run.mkdir()
     settings = ("callbacks=[checkpoint]", f"adapter={adapter}", "optim.optimizer.lr=0.03", "max_tokens=16")
     config = compose_config(*smoke(*settings, f"output_dir={run}"))
     config.task = VARIED
@@ -297,15 +234,13 @@ def test_eval_reads_a_run_a_checkpoint_a_folder_and_a_base_model(smoke, toy, tmp
         eval_script.policy_folder(str(tmp_path / "nothing"))
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_an_adapter(smoke, tmp_path):
     """The folder of a trained adapter is a model like any other: merged into its base, then trained as a whole."""
     first, second = tmp_path / "first", tmp_path / "second"
     for folder, more in ((first, ["adapter=lora"]), (second, [f"model.path={first / 'checkpoints' / 'last'}"])):
-        folder.mkdir()
         settings = ("callbacks=[checkpoint,samples]", "optim.optimizer.lr=0.03", f"output_dir={folder}")
-        config = compose_config(*smoke(*settings, *more))
-        config.task = VARIED
-        train(config)
+        learned(smoke(*settings, *more))
     assert completions(second / "evaluations" / "000000.parquet") == completions(
         first / "evaluations" / "000002.parquet"
     )
@@ -314,83 +249,9 @@ def test_training_goes_on_from_an_adapter(smoke, tmp_path):
     assert "is an adapter" in told(*smoke(f"model.path={first / 'checkpoints' / 'last'}", "adapter=lora"))
 
 
-def told(*overrides: str, name: str = "train") -> str:
-    """Return the line that a user gets."""
-    try:
-        config = compose_config(*overrides, name=name)
-        train(config) if name == "train" else eval_script.evaluate(config)
-    except Exception as error:
-        line = explain(error, name, overrides)
-        assert line is not None and "\n" not in line, f"no one-line answer to {error!r}"
-        return line
-    pytest.fail(f"{overrides} was accepted")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        (
-            ["task=gsm9k"],
-            [
-                "task has no option 'gsm9k'",
-                "agent, calculator, code, countdown, gsm8k, gym, jsonl, math, mixture, musique, none, quiz, reasoning_gym, ",
-            ],
-        ),
-        (["algo=grppo"], ["algo has no option 'grppo'", "gpg, grpo, gspo"]),
-        (["model=llama"], ["model has no option 'llama'", "llama1b, llama70b, llama8b, path"]),
-        (["rollout.group_sze=4"], ["no key 'rollout.group_sze'", "did you mean rollout.group_size?"]),
-        (["group_size=4"], ["did you mean rollout.group_size?"]),
-        (["optim.lr=1"], ["did you mean optim.optimizer.lr?"]),
-        (["rollout.group_size=1"], ["rollout.group_size=1", "at least 2"]),
-        (["rollout.group_size=x"], ["rollout.group_size=x must be an integer of at least 1"]),
-        (["algo.num_minibatches=3"], ["3 does not divide the 4 rows", "valid values: 1, 2, 4"]),
-        (["rollout.prompts=5"], ["rollout.prompts=5 is more than the 4"]),
-        (["rollout.sampling.temperature=0"], ["temperature=0", "equal and teach nothing"]),
-        (["max_tokens=0"], ["max_tokens=0 must be an integer of at least 1"]),
-        (["max_tokens=4090"], ["train example 1", "context of 4096"]),
-        (["task.path=nowhere"], ["task.path=nowhere does not exist"]),
-        (["task.prompt=two"], ["task.prompt=two is not one of chat, chat_one_shot"]),
-        (["model.path=nowhere/at_all"], ["model.path=nowhere/at_all is neither a local folder nor"]),
-        (["model.dtype=float8"], ["model.dtype=float8 is not one of auto, float32"]),
-        (["adapter=lora", "adapter.target_modules=[nothing]"], ["adapter:", "nothing"]),
-        (["ckpt_path=nowhere.ckpt"], ["ckpt_path=nowhere.ckpt is no whole checkpoint"]),
-        (["output_dir="], ["hydra.run.dir= is empty"]),
-        (
-            ["algo.reduce=mean"],
-            ["algo.reduce=mean must be one of sequence, token, constant, sum or a function of yours"],
-        ),
-        (
-            ["~algo.surrogate.dual"],
-            ["is null, and Hydra deletes no null: give algo.surrogate.dual=0 ~algo.surrogate.dual"],
-        ),
-        (["eval.samples=2"], ["eval.samples=2 at temperature 0"]),
-        (["+rollout.colour=red"], ["rollout:", "unexpected keyword argument 'colour'"]),
-        (["optim.schedule.name=wavy"], ["optim.schedule: wavy is not a valid", "linear"]),
-        (["+optim.optimizer.colour=red"], ["optim.optimizer: ", "colour", "(it is built from the parameters"]),
-        (["task.promt=chat"], ["did you mean task.prompt?"]),
-        (["task.test_limt=5"], ["did you mean task.test_limit?"]),
-        (["seed=abc"], ["seed=abc must be an integer of at least 0"]),
-        (["max_tokens=2.5"], ["max_tokens=2.5 must be an integer of at least 1"]),
-        (
-            ["+trainer.gradient_clip_val=1"],
-            ["trainer.gradient_clip_val has no effect here, or breaks the loop: set optim.max_grad_norm"],
-        ),
-        (["+trainer.limit_train_batches=0"], ["trainer.limit_train_batches has no effect here, or breaks the loop"]),
-        (["eval.sampling.stop_ids=[3,999999]"], ["eval.sampling.stop_ids: the model has no token 999999, only 0 to"]),
-        (["optim.schedule.name=reduce_lr_on_plateau"], ["optim.schedule: "]),
-        (
-            ["task=musique", "task.rewards=correct"],
-            ["the reward of this task is its own", "define score (docs/tasks.md)"],
-        ),
-        (["task=musique", "+task.rewards=[correct]"], ["the reward of this task is its own"]),
-        (["trainer.strategy=ddp"], ["trainer.strategy=ddp is a choice of the group strategy: set strategy=auto, ddp"]),
-        (["+trainer.strategy=ddp"], ["there is a key trainer.strategy already: leave out the +"]),
-        (["algo=3"], ["algo=3: a group takes the name of an option, and --help lists them"]),
-        (["trainer.precision=8"], ["trainer.precision=8 is not one of auto, 32-true, bf16-mixed"]),
-    ],
-)
-def test_mistakes_are_told_in_one_line(smoke, overrides, parts):
-    line = told(*smoke(*overrides))
+@pytest.mark.parametrize(("typed", "parts"), yaml.safe_load((EXAMPLES / "mistakes.yaml").read_text()).items())
+def test_mistakes_are_told_in_one_line(smoke, typed, parts):
+    line = told(*smoke(*typed.split()))
     for part in parts:
         assert part in line, line
 
@@ -414,7 +275,6 @@ def test_vllm_that_is_not_there(smoke):
 
 def test_a_resumed_run_says_what_is_different(smoke, tmp_path, caplog):
     run = tmp_path / "run"
-    run.mkdir()
     train(compose_config(*smoke("callbacks=[checkpoint]", f"output_dir={run}")))
     resumed = [f"ckpt_path={run}", "callbacks=[checkpoint]", "rollout.num_rollouts=3", "optim.max_grad_norm=2"]
     assert told(*smoke(*resumed, "algo.surrogate.high=0.28")) == (
@@ -443,7 +303,6 @@ def test_a_folder_with_a_run_is_not_written_over(smoke, tmp_path):
 
 def test_a_checkpoint_of_another_model(smoke, tmp_path):
     run = tmp_path / "run"
-    run.mkdir()
     train(compose_config(*smoke("callbacks=[checkpoint]", f"output_dir={run}")))
     checkpoint = f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
     for i, (more, message) in enumerate([
@@ -522,39 +381,19 @@ def test_a_lack_of_memory_is_one_line():
 
 
 def test_means_of_a_run_are_numbers(smoke, tmp_path):
-    config = compose_config(*smoke("algo=dr_grpo", "algo.num_epochs=2", "algo.kl.coef=0.1"))
-    config.task = VARIED
-    train(config)
+    learned(smoke("algo=dr_grpo", "algo.num_epochs=2", "algo.kl.coef=0.1"))
     assert rows(tmp_path)[1]["loss/grad_norm"] > 0
     assert all(math.isfinite(value) for row in rows(tmp_path) for value in row.values())
 
 
-class Halves:
-    """Questions by number. Even ones have a constant reward; the reward of the others depends on the answer."""
-
-    def __init__(self, varied: bool = True) -> None:
-        self.varied = varied
-
-    def examples(self, split):
-        return [{"number": number} for number in range(40)]
-
-    def build(self, example):
-        return SingleTurn((Message("user", str(example["number"])),))
-
-    def score(self, example, trajectory):
-        differs = self.varied and example["number"] % 2
-        return Reward(len(trajectory.answer.encode()) % 7 / 7 if differs else 1.0, correct=False)
-
-
 @pytest.mark.parametrize("varied", [True, False])
 def test_dynamic_sampling_replaces_groups_without_signal(smoke, tmp_path, varied):
-    config = compose_config(
-        *smoke(
+    learned(
+        smoke(
             "selection=dynamic", "selection.rounds=8", "selection.by=reward", "rollout.prompts=6", "callbacks=[samples]"
-        )
+        ),
+        {"_target_": "helpers.slots.Halves", "varied": varied},
     )
-    config.task = {"_target_": "test_train.Halves", "varied": varied}
-    train(config)
     written = Run(tmp_path).samples([1]).to_dict("records")
     groups = [written[i : i + 2] for i in range(0, 12, 2)]
     assert len(written) == 12 and len({group[0]["prompt"] for group in groups}) == 6  # no prompt twice

@@ -4,18 +4,15 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from attempts import ATTEMPTS, CODE, confinable, graded, outcome, programs
 from conftest import REAL_DATA
+from helpers.attempts import ATTEMPTS, CODE, confinable, graded, outcome, programs
+from helpers.rows import read
 
 from grpo.rewards.code.programs import assemble
 from grpo.rewards.math.answers import boxed
 from grpo.rewards.math.worked import copied, unworked
 
 real = pytest.mark.skipif(not (REAL_DATA / "mbpp_sanitized_30.jsonl").is_file(), reason="no real rows on this machine")
-
-
-def rows(name: str) -> list[dict]:
-    return [json.loads(line) for line in (REAL_DATA / name).read_text().splitlines()]
 
 
 def test_there_are_many_attempts():
@@ -60,7 +57,7 @@ def test_programs_that_deceive_real_tests():
     wrong = [(note, program) for note, _, program, verdict in programs(every=False) if verdict == "wrong"]
     cases = [
         (note, program.replace("scaled", assemble(row, "")[1].names[0]), row)
-        for row in (*rows("humaneval_20.jsonl"), *rows("mbpp_sanitized_30.jsonl"))
+        for row in (*read(REAL_DATA / "humaneval_20.jsonl"), *read(REAL_DATA / "mbpp_sanitized_30.jsonl"))
         for note, program in wrong
     ]
     with ThreadPoolExecutor(4) as pool:
@@ -70,6 +67,6 @@ def test_programs_that_deceive_real_tests():
 
 @real
 def test_no_solution_of_math_counts_as_left_to_the_grader():
-    for row in rows("math500_test.jsonl"):
+    for row in read(REAL_DATA / "math500_test.jsonl"):
         answer = boxed(row["solution"])
         assert not unworked(answer, row["answer"]) and not copied(answer, row["answer"], row["problem"]), row["answer"]

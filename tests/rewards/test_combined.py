@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from helpers.episodes import said
 from hydra.errors import MissingConfigException
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
@@ -31,11 +32,6 @@ from grpo.rollout.samples_table import records
 from grpo.rollout.types import Sample
 from grpo.system.errors import RewardError, UserError
 from grpo.system.progress import BEGIN, Progress, set_progress
-
-
-def said(text: str, *before: Message, length: int = 0, truncated: bool = False) -> Trajectory:
-    messages = before or (Message("user", "2 + 2?"),)
-    return Trajectory((Step(State(messages), Action(Message("assistant", text), truncated, tuple(range(length)))),))
 
 
 def letters(completions, **columns):
@@ -63,15 +59,9 @@ def test_a_function_gets_lists_with_every_column(monkeypatch):
 
     Rewards(spy).score({"gold": "4", "level": 3}, [said("four", length=2, truncated=True), said("4", length=1)])
     assert seen == {
-        "prompts": ["2 + 2?", "2 + 2?"],
-        "completions": ["four", "4"],
-        "gold": ["4", "4"],
-        "level": [3, 3],
-        "truncated": [True, False],
-        "lengths": [2, 1],
-        "completion_ids": [[0, 1], [0]],
-        "outcomes": [None, None],
-    }
+        "prompts": ["2 + 2?", "2 + 2?"], "completions": ["four", "4"], "gold": ["4", "4"], "level": [3, 3],
+        "truncated": [True, False], "lengths": [2, 1], "completion_ids": [[0, 1], [0]], "outcomes": [None, None],
+    }  # fmt: skip
     assert [r.value for r in Rewards(no_kwargs).score({"level": 7, "other": 1}, [said("a"), said("b")])] == [7, 7]
 
 
@@ -479,14 +469,8 @@ def test_the_profile_of_a_file(tmp_path):
     lines.append(json.dumps({"id": "f", "gold": "18", "completion": "\\boxed{\ud800}"}))
     (tmp_path / "in.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     command = [
-        "-m",
-        "grpo.rewards",
-        str(tmp_path / "in.jsonl"),
-        "--task",
-        "gsm8k",
-        "--out",
-        str(tmp_path / "out.jsonl"),
-    ]
+        "-m", "grpo.rewards", str(tmp_path / "in.jsonl"), "--task", "gsm8k", "--out", str(tmp_path / "out.jsonl"),
+    ]  # fmt: skip
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     out = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from attempts import confinable
+from helpers.attempts import confinable
 
 from grpo.rewards.code import sandbox
 from grpo.rewards.code.judge import DEEPEST, Peer, Remote, decode, encode

@@ -1,6 +1,5 @@
 """The sandbox with real programs, and with real attempts to escape from it."""
 
-import json
 import os
 import signal
 import socket
@@ -8,16 +7,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from attempts import confinable
 from conftest import REAL_DATA, ROOT
+from helpers.attempts import confinable
+from helpers.rows import read
+from helpers.time_limits import crowded
 
 from grpo.rewards.code import sandbox_child
 from grpo.rewards.code.programs import assemble, code_verdict, extract_continuation, extract_program
-from grpo.rewards.code.sandbox import ProgramLimits, run_program
+from grpo.rewards.code.sandbox import ProgramLimits, UnitTests, run_program
 from grpo.system.errors import UserError
 
 HUMANEVAL, MBPP = REAL_DATA / "humaneval_20.jsonl", REAL_DATA / "mbpp_sanitized_30.jsonl"
@@ -27,10 +29,6 @@ ROW = {"test_list": ["assert double(2) == 4"]}
 
 if not confinable():
     pytest.skip("the platform cannot confine a program", allow_module_level=True)
-
-
-def rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def fenced(code: str) -> str:
@@ -48,6 +46,13 @@ def running(folder: str) -> list[str]:
         if sandbox_child.__file__.encode() in line and folder.encode() in line:
             found.append(entry.parent.name)
     return found
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +73,7 @@ def here(monkeypatch, tmp_path_factory):
 @real
 @pytest.mark.slow
 def test_canonical_solutions_pass_as_code_and_as_a_continuation():
-    humaneval, mbpp = rows(HUMANEVAL), rows(MBPP)
+    humaneval, mbpp = read(HUMANEVAL), read(MBPP)
     with ThreadPoolExecutor(2) as pool:
         whole = pool.map(lambda row: code_verdict(fenced(row["prompt"] + row["canonical_solution"]), row), humaneval)
         body = pool.map(lambda row: code_verdict(fenced(row["canonical_solution"]), row), humaneval)
@@ -84,7 +89,7 @@ def test_canonical_solutions_pass_as_code_and_as_a_continuation():
 @real
 @pytest.mark.slow
 def test_the_solution_of_another_row_is_wrong():
-    humaneval, mbpp = rows(HUMANEVAL), rows(MBPP)
+    humaneval, mbpp = read(HUMANEVAL), read(MBPP)
     cases = [
         (row["canonical_solution"], other) for row, other in zip(humaneval, humaneval[1:] + humaneval[:1], strict=True)
     ]
@@ -223,9 +228,18 @@ def test_endless_loops():
         "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
     ):
         result = run_program(program, ProgramLimits(seconds=0.5))
-        assert result.ending == "timeout" and 0.5 <= result.seconds < 5
+        assert result.ending == "timeout" and result.seconds >= 0.5
     deaf = run_program("import os\nos.closerange(0, 64)\nwhile True: pass", ProgramLimits(seconds=60))
-    assert deaf.ending == "failed" and deaf.seconds < 50  # it cannot answer
+    assert deaf.ending == "failed"  # it cannot answer, and nobody waits until its time is over
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux's statistics of threads")
+def test_waiting_for_a_core_does_not_count():
+    """The program shares a core with five others, so a quarter of a second of computing takes it a second and a half."""
+    program = "import time\ndef f(end):\n    while time.process_time() < end: pass\nf(0.15)"
+    with crowded():
+        result = run_program(program, ProgramLimits(seconds=0.75), tests=UnitTests("f(0.25)", ("f",)))
+    assert result.passed, result
 
 
 def test_memory_and_recursion():
@@ -335,18 +349,11 @@ def test_the_filter_on_both_machines():
     cases = {
         allow: [(0,), (56, 0x3D0F00), (62, 7, 15), (72, 1, 1030), (2, 9, 0o1102), (257, 0, 9, 0), (53, 1, 1 | 0o4000)],
         eperm: [
-            (56, 17),
-            (56, 0x10010000),
-            (62, 8),
-            (62, 0),
-            (62, 0xFFFFFFFF),
-            (234, 8),
-            (302, 8),
-            (72, 1, 8),
+            (56, 17), (56, 0x10010000), (62, 8), (62, 0), (62, 0xFFFFFFFF), (234, 8), (302, 8), (72, 1, 8),
             (72, 1, 10),
         ],
         enosys: [(57,), (58,), (59,), (41, 2, 1), (42,), (101,), (435,), (165,), (0x40000000,), (9999,)],
-    }
+    }  # fmt: skip
     cases[eperm] += [(2, 9, 0o1000), (257, 0, 9, 0o1000), (257, 0, 9, 0o1003), (16, 0, 0x5412), (53, 2, 1), (53, 1, 2)]
     cases[eperm] += [(44, 3, 9, 1, 0, 1 << 40)]
     for verdict, calls in cases.items():
@@ -354,17 +361,11 @@ def test_the_filter_on_both_machines():
     cases = {
         allow: [(63,), (220, 0x3D0F00), (129, 7), (25, 1, 3), (56, 0, 9, 0), (206, 3, 9, 1, 0, 0), (261, 0)],
         eperm: [
-            (220, 17),
-            (129, 8),
-            (131, 8),
-            (261, 8),
-            (25, 1, 8),
-            (56, 0, 9, 0o1000),
-            (29, 0, 0x5412),
+            (220, 17), (129, 8), (131, 8), (261, 8), (25, 1, 8), (56, 0, 9, 0o1000), (29, 0, 0x5412),
             (206, 3, 9, 1, 0, 1),
         ],
         enosys: [(198,), (203,), (221,), (117,), (40,), (425,), (435,), (2000,)],
-    }
+    }  # fmt: skip
     for verdict, calls in cases.items():
         assert [judge(*arm, *call) for call in calls] == [verdict] * len(calls)
     assert judge("x86_64", 0x40000003, 0) == judge("aarch64", 0x40000028, 63) == kill  # 32-bit calls
@@ -430,17 +431,10 @@ from grpo.rewards.code.sandbox import ProgramLimits, run_program
 run_program("import time; time.sleep(600)", ProgramLimits(seconds=600))
 """
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    deadline = time.monotonic() + 30
-    while len(running(here)) < 2 and time.monotonic() < deadline:  # judge and candidate
-        time.sleep(0.05)
-    time.sleep(0.3)
-    assert len(running(here)) == 2
+    until(lambda: len(running(here)) == 2)  # judge and candidate
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 5
-    while running(here) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert running(here) == []
+    until(lambda: running(here) == [])
     subprocess.run(["rm", "-rf", *map(str, Path(here).iterdir())], check=True)  # no process was left to remove it
 
 
@@ -448,7 +442,7 @@ def test_without_landlock_a_program_runs_only_unconfined():
     """In a process whose kernel has no Landlock."""
     code = """
 from grpo.rewards.code import sandbox_child
-from grpo.rewards.code.sandbox import ProgramLimits, run_program
+from grpo.rewards.code.sandbox import ProgramLimits, UnitTests, run_program
 from grpo.system.errors import UserError
 sandbox_child.checked("no_new_privs", sandbox_child.libc.prctl, 38, 1)
 code = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (6, 0, 0, 0x00050000 | 38), (6, 0, 0, 0x7FFF0000)]
@@ -463,7 +457,7 @@ print(run_program("import os, time\\nos.fork()\\ntime.sleep(60)", ProgramLimits(
 print(run_program("import os, time\\nif os.fork() == 0: time.sleep(60)", unconfined=True).ending)
 print(run_program("x = bytearray(10**10)", unconfined=True).ending)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("a program cannot be confined here (Landlock: ") and "unconfined=True" in lines[0], done
     assert lines[1:] == ["passed ('limits',) 1", "", "timeout", "passed", "memory"]

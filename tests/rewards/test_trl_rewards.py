@@ -5,7 +5,7 @@ import json
 from functools import partial
 
 import pytest
-from test_combined import said
+from helpers.episodes import said
 
 from grpo.env.messages import Message
 from tasks.jsonl import Jsonl

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 import torch
 from conftest import EXAMPLES, compose_config
-from test_musique import hop_queries
+from helpers.episodes import hop_queries
 
 from eval import evaluate
 from grpo.apps.demo_model import make_model, make_tokenizer

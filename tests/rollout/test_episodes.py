@@ -3,8 +3,6 @@
 import asyncio
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -14,8 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import compose_config, seed
+from helpers.learning import as_given, fresh, make_module
+from helpers.slots import Dice, Talk
+from helpers.time_limits import compute, crowded, keep_for
 from omegaconf import open_dict
-from test_module import as_given, fresh, make_module
 from torch import tensor
 
 from grpo.engines.protocol import Sampling
@@ -132,22 +132,6 @@ def test_all_rows_of_a_sample_are_in_one_update(toy):
 # -- environments
 
 
-class Talk:
-    """Says its lines, one per turn."""
-
-    def __init__(self, lines):
-        self.messages, self.lines = (Message("user", "begin"),), list(lines)
-
-    def start(self):
-        return State(self.messages)
-
-    def step(self, action):
-        if not self.lines:
-            return None
-        self.messages = (*self.messages, action.message, Message("user", self.lines.pop(0)))
-        return State(self.messages)
-
-
 class Raising(Talk):
     def step(self, action):
         raise KeyError("the tool is gone")
@@ -172,6 +156,9 @@ class HangingCoroutine(Talk):
         except asyncio.CancelledError:
             HangingCoroutine.ended = "cancelled"
             raise
+
+
+HANG = (Hanging.step, HangingCoroutine.step)
 
 
 class Nothing(Talk):
@@ -229,7 +216,8 @@ class Troubled:
 
 
 @pytest.mark.slow
-def test_every_end_is_told_and_nobody_takes_another_along(parts):
+def test_every_end_is_told_and_nobody_takes_another_along(parts, monkeypatch):
+    keep_for(monkeypatch, lambda place, function, *_: getattr(function, "__func__", None) in HANG)
     names = [*ENVIRONMENTS, "unbuilt"]
     task = Troubled()
     limits = Limits(max_turns=3, step_timeout=1.0)
@@ -316,7 +304,7 @@ def test_a_slow_environment_holds_back_nobody(parts):
 
     class Slow(Talk):
         def step(self, action):
-            told.append(rest.wait(30))
+            told.append(rest.wait(60))
             return super().step(action)
 
     class Quick(Talk):
@@ -365,48 +353,34 @@ def test_quick_environments_are_handed_to_the_engine_in_one_piece(parts, sizes):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux's account of threads")
 def test_quick_environments_come_in_one_piece_on_a_busy_machine_too(parts, sizes):
-    """Three other processes per core compute too, so a turn of 24 environments with 20 ms of computing each takes seconds."""
-
-    def compute():
-        end = time.thread_time() + 0.02
-        while time.thread_time() < end:
-            pass
-
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3 * os.cpu_count())]
-    try:
-        play(working(compute, "a"), [{"name": str(i)} for i in range(6)], 4, *parts, Sampling(2), seed)
-    finally:
-        for process in others:
-            process.kill()
+    """Five other processes compute on the same core, so a turn of 24 environments with 20 ms of computing each takes seconds."""
+    with crowded():
+        play(working(lambda: compute(0.02), "a"), [{"name": str(i)} for i in range(6)], 4, *parts, Sampling(2), seed)
     assert sizes == [24, 24]
 
 
 def test_slow_environments_that_answer_one_after_the_other_share_a_batch(parts, sizes, monkeypatch):
-    """All environments are slower than PATIENCE; those that answer shortly after each other are waited for."""
-    monkeypatch.setattr(engine_queue, "PATIENCE", 0.3)
-    monkeypatch.setattr(calls, "PATIENCE", 0.3)
-    order = iter(range(100))
-    task = working(lambda: time.sleep(1 + next(order) / 200), "a")
+    """15 of 16 answer once they were found to be slow. By the queue's clock each asks 5 ms after the one before."""
+    now, all_slow, found, order = [0.0], threading.Event(), set(), iter(range(100))
+    slow, sample = calls.Calls.slow, engine_queue.EngineQueue.sample
+
+    def looked(self, keys, others):
+        given = slow(self, keys, others)
+        found.update(given)
+        if len(found) == 15:
+            all_slow.set()
+        return given
+
+    async def asked(self, *given):
+        now[0] += 0.005
+        return await sample(self, *given)
+
+    monkeypatch.setattr(engine_queue, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(calls.Calls, "slow", looked)
+    monkeypatch.setattr(engine_queue.EngineQueue, "sample", asked)
+    task = working(lambda: next(order) and all_slow.wait(60), "a")
     play(task, [{"name": str(i)} for i in range(4)], 4, *parts, Sampling(2), seed)
-    assert sizes[0] == 16 and sum(sizes) == 32 and len(sizes) < 8
-
-
-class Dice:
-    """Throws dice, as often as the example says, one throw per turn; the seed decides the numbers."""
-
-    def __init__(self, size=12):
-        self.size = size
-
-    def examples(self, split):
-        return [{"throws": 1 + i % 3} for i in range(self.size)]
-
-    def build(self, example, seed):
-        rng = random.Random(seed)
-        return Talk([f"you threw {rng.randint(1, 6)}" for _ in range(example["throws"])])
-
-    def score(self, example, trajectory):
-        text = " ".join(message.content for message in trajectory.messages)
-        return Reward(len(text) % 7 / 7, correct=False)
+    assert sizes == [16, 16]
 
 
 def run_of(smoke, target: str, *overrides: str, **task):
@@ -434,13 +408,8 @@ def metrics_of(folder):
 def test_a_run_of_several_turns_resumes_bit_exactly(smoke, tmp_path):
     def run(name, rollouts, *more):
         folder = tmp_path / name
-        settings = (
-            "callbacks=[samples,checkpoint]",
-            f"output_dir={folder}",
-            f"rollout.num_rollouts={rollouts}",
-            "eval.every=0",
-        )
-        folder.mkdir()
+        settings = f"""callbacks=[samples,checkpoint] output_dir={folder} rollout.num_rollouts={rollouts}
+            eval.every=0""".split()
         train(run_of(smoke, "Dice", *settings, "optim.schedule.name=constant", *more))
         return folder
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import preset
-from test_module import episode
+from helpers.learning import episode
 from torch import tensor
 
 from grpo.data.prompts import Uniform

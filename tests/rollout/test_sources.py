@@ -150,6 +150,7 @@ def early(completions, **kwargs):
     return [1.0 / (1 + ord(text[0]) if text else 2) for text in completions]
 
 
+@pytest.mark.slow
 def test_the_replay_of_a_run_learns_the_same_to_the_bit(toy, recorded, tmp_path):
     run, settings = recorded
     again = grpo.train(

@@ -28,14 +28,8 @@ def test_a_log_holds_the_conversations_the_scores_and_the_settings(tmp_path):
     found = {"eval/accuracy": {"value": 1.0, "low": None, "high": None, "n": 1}, "by": {}}
     (tmp_path / "metrics.json").write_text(json.dumps(found))
     shared = {
-        "item": "a",
-        "tool_calls": None,
-        "end": "answered",
-        "env_error": None,
-        "tokens": 5,
-        "turns": 2,
-        "gold": "3",
-    }
+        "item": "a", "tool_calls": None, "end": "answered", "env_error": None, "tokens": 5, "turns": 2, "gold": "3",
+    }  # fmt: skip
     rows = [
         {**shared, "sample": 0, "messages": json.dumps(MESSAGES), "completion": "3", "correct": True, "answer": "3",
          "outcome": "right", "truncated": False, "reward": 1.0, "reward/format": 0.5},

@@ -12,9 +12,9 @@ from pathlib import Path
 import lightning as L
 import pytest
 from conftest import compose_config
+from helpers.runs import VARIED
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
-from test_train import VARIED
 
 from grpo.runs.runs import Run
 from grpo.runs.trackers import MLflow, TensorBoard, Trackio, Wandb, allowed, markdown, sweep
@@ -31,6 +31,7 @@ def nobody(monkeypatch, tmp_path):
     for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "300")
     monkeypatch.setattr(sys, "exit", sys.exit)  # wandb replaces it and does not restore it
     yield
     wandb.teardown()  # it reads the environment only once
@@ -61,11 +62,8 @@ def test_all_loggers_get_the_same_numbers_settings_and_texts(smoke, tmp_path, ca
     run = learned(
         smoke,
         tmp_path,
-        "logger=[wandb,mlflow]",
-        "logger.wandb.mode=offline",
-        f"logger.mlflow.uri={uri}",
-        "callbacks=[samples,texts]",
-        "callbacks.texts.samples=3",
+        *f"""logger=[wandb,mlflow] logger.wandb.mode=offline logger.wandb.timeout=300 logger.mlflow.uri={uri}
+        callbacks=[samples,texts] callbacks.texts.samples=3""".split(),
     )
     assert not warnings(caplog)
     logged = numbers(run)

@@ -34,23 +34,17 @@ SCREENSHOTS = os.environ.get("GRPO_SCREENSHOTS")  # a folder for pictures of the
 def sweep(toy, tmp_path_factory) -> Path:
     """A sweep of two algorithms with two seeds each and four rollouts of varied rewards; a fifth job crashes in rollout 3."""
     folder = tmp_path_factory.mktemp("sweep")
-    crash = "+callbacks.crash={_target_: test_train.Crash, rollout: 2}"
+    crash = "+callbacks.crash={_target_: helpers.slots.Crash, rollout: 2}"
     jobs = [["algo=grpo", "seed=0"], ["algo=grpo", "seed=1"], ["algo=dr_grpo", "seed=0"], ["algo=dr_grpo", "seed=1"]]
     for job, said in enumerate([*jobs, ["algo=grpo", "seed=2"]]):
-        settings = [
-            "task=gsm8k",
-            "model=path",
-            f"model.path={toy}",
-            "debug=smoke",
-            "preflight=off",
-            "forecast=false",
-            "max_tokens=8",
-        ]
+        settings = (
+            f"task=gsm8k model=path model.path={toy} debug=smoke preflight=off forecast=false max_tokens=8".split()
+        )
         settings += ["callbacks=[samples,report]", "callbacks.samples.token_logprobs=true", "logger=csv"]
         settings += ["rollout.num_rollouts=4", "rollout.group_size=4", "eval.every=2", "optim.optimizer.lr=1e-3"]
         settings += ["eval.samples=4", "eval.sampling.temperature=1"]
         config = compose_config(*settings, *said, *([crash] if job == 4 else []), f"output_dir={folder / str(job)}")
-        config.task = {"_target_": "test_train.Varied", "path": str(EXAMPLES)}
+        config.task = {"_target_": "helpers.slots.Varied", "path": str(EXAMPLES)}
         if job == 4:
             with pytest.raises(RuntimeError, match="the disk is full"):
                 train(config, said)
@@ -74,7 +68,7 @@ def page(browser, request):
     """A page in a new profile. At the end it must have logged no error and requested only files."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(300_000)
     complaints, requests = [], []
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))

@@ -10,7 +10,8 @@ import sys
 import pandas as pd
 import pytest
 from conftest import ROOT, TEST_PATH, compose_config
-from test_train import TIMES, VARIED, Crash  # noqa: F401 - the configuration names it
+from helpers.runs import TIMES, VARIED
+from helpers.slots import Crash  # noqa: F401 - the configuration names it
 
 from grpo.data.dataset import fingerprint, fingerprint_of_all
 from grpo.runs.loggers import MetricsTable
@@ -43,7 +44,7 @@ def test_a_crashed_run_goes_on_in_its_own_folder(run, tmp_path):
     settings = ["rollout.num_rollouts=6", "eval.every=2", "callbacks.checkpoint.every=2"]
     whole = run("whole", *settings)
     with pytest.raises(RuntimeError, match="the disk is full"):
-        run("crashed", *settings, "+callbacks.crash={_target_: test_train.Crash, rollout: 5}")
+        run("crashed", *settings, "+callbacks.crash={_target_: helpers.slots.Crash, rollout: 5}")
     crashed = Run(tmp_path / "crashed")
     assert crashed.status == "failed" and crashed.manifest["error"] == "RuntimeError: the disk is full"
     assert (crashed.manifest["rollouts"], len(crashed.metrics)) == (5, 6)  # one more than the checkpoint has

@@ -18,12 +18,14 @@ async def running_loop():
 
 def test_a_thread_that_hangs_is_replaced():
     async def six():
-        calls = Calls(threads=2)
+        calls, release = Calls(threads=2), threading.Event()
 
         def work(place):
-            return threading.Event().wait(30) if place < 3 else place
+            return release.wait(60) if place < 3 else place
 
-        return await asyncio.gather(*(calls.run(place, 0.2, work, place) for place in range(6)))
+        found = await asyncio.gather(*(calls.run(place, 0.2 if place < 3 else 60, work, place) for place in range(6)))
+        release.set()
+        return found
 
     found = asyncio.run(six())
     assert [str(given) for given in found] == ["it took longer than 0.2 s"] * 3 + ["3", "4", "5"]
@@ -33,7 +35,7 @@ def test_what_a_call_raises_is_its_outcome():
     async def three():
         calls = Calls(threads=1)
         return await asyncio.gather(
-            calls.run(1, 5, sys.exit, 3), calls.run(2, 5, int, "x"), calls.run(3, 5, running_loop)
+            calls.run(1, 60, sys.exit, 3), calls.run(2, 60, int, "x"), calls.run(3, 60, running_loop)
         )
 
     left, wrong, loop = asyncio.run(three())
@@ -46,29 +48,37 @@ def test_a_fork_that_returns_ends():
         return child and os.waitpid(child, 0)[1]
 
     async def status():
-        return await Calls(1).run(1, 20, forks)
+        return await Calls(1).run(1, 60, forks)
 
     assert os.waitstatus_to_exitcode(asyncio.run(status())) == 1
 
 
 def test_a_loop_that_has_a_result_to_tell_is_not_taken_for_blocked():
-    """One coroutine finishes just when another is cancelled."""
-    before, given_up = awaited(running_loop()), asyncio.Event()
+    """One coroutine finishes just when another is cancelled, once both have begun: the clock of the calls' loop then jumps."""
+    before, given_up, begun = awaited(running_loop()), asyncio.Event(), threading.Semaphore(0)
 
     async def slow():
         try:
-            await asyncio.sleep(60)
+            begun.release()
+            await asyncio.sleep(3600)
         finally:
             given_up.set()
 
-    async def both():
-        calls = Calls(threads=4)
-        first = asyncio.create_task(calls.run("slow", 1.0, slow))
-        await asyncio.sleep(0.3)
-        return await calls.run("quick", 5.0, given_up.wait), await first
+    async def quick():
+        begun.release()
+        return await given_up.wait()
 
-    quick, slow_one = asyncio.run(both())
-    assert isinstance(slow_one, TimeoutError) and quick is True
+    async def both():
+        calls, loop = Calls(threads=4), asyncio.get_running_loop()
+        first, second = (asyncio.create_task(calls.run(i, (60, 600)[i], (slow, quick)[i])) for i in range(2))
+        for _ in range(2):
+            await asyncio.to_thread(begun.acquire)
+        now = loop.time
+        loop.time = lambda: now() + 120
+        return await second, await first
+
+    told, late = asyncio.run(both())
+    assert isinstance(late, TimeoutError) and told is True
     assert awaited(running_loop()) is before
 
 

@@ -2,7 +2,8 @@
 
 import pandas as pd
 import pytest
-from conftest import EXAMPLES, ROOT, compose_config
+from conftest import EXAMPLES, ROOT
+from helpers.runs import learned
 
 from grpo.env.types import Reward, Trajectory
 from grpo.rollout.metrics import conversation
@@ -20,7 +21,6 @@ from grpo.system.metrics import (
     written,
 )
 from tasks.gsm8k import GSM8K
-from train import train
 
 
 class Graded(GSM8K):
@@ -34,17 +34,13 @@ class Graded(GSM8K):
 
 
 def test_every_metric_of_a_run_is_in_the_dictionary_and_every_entry_is_of_some_run(smoke, tmp_path):
-    sampling = (
-        "eval.samples=4",
-        "eval.sampling.temperature=1",
-        "selection=dynamic",
-        "selection.rounds=2",
-        "algo.overlong_share=0.5",
-    )
+    sampling = """eval.samples=4 eval.sampling.temperature=1 selection=dynamic selection.rounds=2
+        algo.overlong_share=0.5""".split()
     losses = ("algo/kl=loss", "algo/correction=tis", "algo.entropy.coef=0.01", "algo.off_policy_delta=0.1")
-    config = compose_config(*smoke(*sampling, *losses, "algo.num_minibatches=2", "algo.num_epochs=2", "logger=csv"))
-    config.task = {"_target_": "test_metric_dictionary.Graded", "path": str(EXAMPLES)}
-    train(config)
+    learned(
+        smoke(*sampling, *losses, "algo.num_minibatches=2", "algo.num_epochs=2", "logger=csv"),
+        {"_target_": "test_metric_dictionary.Graded", "path": str(EXAMPLES)},
+    )
     logged = pd.read_csv(tmp_path / "metrics.csv", index_col="step")
     parts = {
         f"{first}/{name}" for first in ("rollout", "eval") for name in ("brevity", "reward/turns", "reward/staleness")
@@ -131,16 +127,7 @@ def test_a_name_of_no_metric():
         ),
         *(
             (name, f"reward/{name}")
-            for name in (
-                "advantages",
-                "repeated",
-                "reward",
-                "pass@2",
-                "brevity_std",
-                "rounds",
-                "logprob_gap_max",
-                "samples",
-            )
+            for name in "advantages repeated reward pass@2 brevity_std rounds logprob_gap_max samples".split()
         ),
         *(
             (name, name)

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 from conftest import TEST_PATH
+from helpers.programs import command
 from lightning.pytorch.loggers import Logger
-from typed import command
 
 from grpo.apps.composing import composed
 from grpo.apps.resuming import continued, with_those_of_the_run
@@ -29,17 +29,7 @@ def test_keys_of_secrets(key):
 
 @pytest.mark.parametrize(
     "key",
-    [
-        "max_tokens",
-        "rollout.tokens",
-        "pad_token",
-        "eos_token",
-        "key",
-        "keys",
-        "secretary",
-        "tokenizer",
-        "token_logprobs",
-    ],
+    "max_tokens rollout.tokens pad_token eos_token key keys secretary tokenizer token_logprobs".split(),
 )
 def test_keys_of_other_values(key):
     assert not is_secret(key)

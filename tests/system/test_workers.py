@@ -9,11 +9,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from helpers.time_limits import crowded
 
 from grpo.rewards.math.grading import verdict
 from grpo.system.workers import WorkerError, Workers
 
-SLACK = 10.0  # seconds, for a busy machine: a killed worker has to restart
+LIMIT = 120.0  # seconds after which a test that waits fails
 
 
 def workers(function: str, warm_up: tuple, deadline: float = 5.0, memory: int = 2**28) -> Workers:
@@ -23,11 +24,22 @@ def workers(function: str, warm_up: tuple, deadline: float = 5.0, memory: int = 
 def test_a_worker_is_killed_at_its_deadline_and_replaced():
     pool = workers("time.sleep", (0,), deadline=1.0)
     assert pool.call(0.01) is None
+    (killed,) = pool.workers.values()
     start = time.monotonic()
     with pytest.raises(TimeoutError):
-        pool.call(60)
-    assert 1.0 <= time.monotonic() - start < SLACK
+        pool.call(3600)
+    assert time.monotonic() - start >= 1.0 and killed.process.returncode == -signal.SIGKILL
     assert pool.call(0.01) is None
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux's statistics of threads")
+def test_waiting_for_a_core_does_not_count():
+    """The worker shares a core with five others, so a quarter of a second of computing takes it a second and a half."""
+    pool = Workers("helpers.time_limits.compute", 1, 0.75, 2**30, (0.0,))
+    pool.call(0.0)
+    (worker,) = pool.workers.values()
+    with crowded(worker.process.pid):
+        assert pool.call(0.25) == 0.25
 
 
 def test_many_threads_share_a_pool():
@@ -70,10 +82,10 @@ def alive(pid: int) -> bool:
 ORPHANS = """
 import os, signal, threading, time
 from grpo.system.workers import Workers
-pool = Workers("time.sleep", 2, 30.0, 2**30, (0,))
+pool = Workers("time.sleep", 2, 3600.0, 2**30, (0,))
 pool.call(0)
-threading.Thread(target=pool.call, args=(25,), daemon=True).start()
-threading.Thread(target=pool.call, args=(25,), daemon=True).start()
+threading.Thread(target=pool.call, args=(600,), daemon=True).start()
+threading.Thread(target=pool.call, args=(600,), daemon=True).start()
 while len(pool.workers) < 2:
     time.sleep(0.1)
 time.sleep(1)  # both are asleep, if the second one is warm
@@ -84,10 +96,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_workers_do_not_outlive_a_killed_parent():
-    done = subprocess.run([sys.executable, "-c", ORPHANS], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", ORPHANS], capture_output=True, text=True, timeout=300)
     pids = [int(pid) for pid in done.stdout.split()]
     assert done.returncode == -signal.SIGKILL and len(pids) == 2 and done.stderr == ""
-    limit = time.monotonic() + SLACK
+    limit = time.monotonic() + LIMIT
     while any(alive(pid) for pid in pids) and time.monotonic() < limit:
         time.sleep(0.05)
     assert not any(alive(pid) for pid in pids)

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import compose_config, seed
+from helpers.time_limits import keep_for
 
 from grpo.apps.demo_model import make_model, make_tokenizer
 from grpo.engines.builtin.engine import TransformersEngine
@@ -165,7 +166,7 @@ def test_an_answer_column_grades_where_no_reward_is_posted(tmp_path):
 
 HOSTILE = {
     "answered": 'note(text(ask("Still there?")))',
-    "never ends": 'ask("?"); signal = __import__("signal"); time.sleep(100)',
+    "never ends": 'ask("?"); signal = __import__("signal"); time.sleep(10**4)',
     "fails": 'ask("?"); print("a line", file=sys.stderr); raise KeyError("lost")',
     "never calls": "pass",
     "rubbish": """
@@ -201,7 +202,7 @@ def one():
     found.append(ask("?").get("status", 200))
 threads = [threading.Thread(target=one, daemon=True) for _ in range(120)]
 [thread.start() for thread in threads]
-deadline = time.time() + 20
+deadline = time.time() + 120
 while 429 not in found and time.time() < deadline:
     time.sleep(0.01)
 note({"flood": 429 in found})
@@ -232,10 +233,19 @@ ask("?", tools=[tool])
 
 
 @pytest.mark.slow
-def test_a_hostile_program_harms_only_its_own_sample(run):
-    limits = Limits(max_turns=6, step_timeout=5)
-    begun = time.monotonic()
-    groups, noted, _ = run(*HOSTILE.values(), limits=limits)
+def test_a_hostile_program_harms_only_its_own_sample(run, model, tmp_path, monkeypatch):
+    """The time between two calls is limited only for the program that never ends, and the policy waits for the flood."""
+    never, log, sample = (list(HOSTILE).index("never ends"), 0), tmp_path / "log", model[0].sample
+    keep_for(monkeypatch, lambda place, function, *_: (place, function.__name__) == (never, "step"))
+
+    def after_the_flood(*asked):
+        end = time.monotonic() + 120
+        while not (log.exists() and '"flood"' in log.read_text()) and time.monotonic() < end:
+            time.sleep(0.01)
+        return sample(*asked)
+
+    monkeypatch.setattr(model[0], "sample", after_the_flood)
+    groups, noted, _ = run(*HOSTILE.values(), limits=Limits(max_turns=6, step_timeout=5))
     found = dict(zip(HOSTILE, (group[0] for group in groups), strict=True))
     failed = {name: sample.trajectory.end for name, sample in found.items() if sample.trajectory.failed}
     names = ("fails", "never calls", "too long", "odd tokens", "no numbers", "no tokens")
@@ -249,7 +259,6 @@ def test_a_hostile_program_harms_only_its_own_sample(run):
     assert {"flood": True} in noted and all(found[name].reward.known for name in found.keys() - failed)
     assert len(found["answered"].turns) == len(found["rubbish"].turns) == 1
     assert not [p for p in psutil.Process().children(recursive=True) if "agent.py" in " ".join(p.cmdline())]
-    assert time.monotonic() - begun < 60
 
 
 def test_if_all_programs_fail_the_run_ends_with_the_last_line_of_one(run):
@@ -344,7 +353,7 @@ def test_programs_from_outside_take_episodes(run, monkeypatch, unused_port):
     thread = threading.Thread(target=outside, daemon=True)
     thread.start()
     groups, _, task = run("", "", group_size=2, command=None, port=unused_port)
-    thread.join(10)
+    thread.join(60)
     assert sorted(sample.reward.value for group in groups for sample in group) == [1, 2, 3, 4]
     assert sorted(seen) == [("q0", 401)] * 2 + [("q1", 401)] * 2
     task.server.shutdown()
@@ -391,14 +400,7 @@ def test_a_run_trains_a_program_and_evaluates_it(toy, tmp_path, monkeypatch):
     program = 'said = text(ask(row["prompt"])); reward(reward=len(said), parts={"letters": len(set(said))})'
     rows = [{"prompt": f"q{i}", "program": program} for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sizes = [
-        "debug=smoke",
-        "max_tokens=8",
-        "eval.limit=2",
-        "optim.optimizer.lr=1e-3",
-        "forecast=false",
-        "preflight=warn",
-    ]
+    sizes = "debug=smoke max_tokens=8 eval.limit=2 optim.optimizer.lr=1e-3 forecast=false preflight=warn".split()
     sizes += [
         "callbacks=samples",
         "task.command=python agent.py",

@@ -5,13 +5,12 @@ import random
 import re
 
 import pytest
+from helpers.episodes import played
 
 from grpo.apps.demo_model import make_tokenizer, texts
 from grpo.env.messages import Message, ToolCall
 from grpo.env.renderer import TokenizerRenderer
 from grpo.env.tools import ToolError
-from grpo.env.types import Action, Step, Trajectory
-from grpo.system.errors import UserError
 from tasks.calculator import LARGEST, Calculator, calculator, conversation, worked_answers
 from tasks.wordmath import Problem, draw, side
 
@@ -27,55 +26,20 @@ def box(number: object) -> Message:
     return Message("assistant", f"\\boxed{{{number}}}")
 
 
-def played(row: dict, *said: Message, most: int = 9) -> Trajectory:
-    """Return the episode of a policy that says these messages, at most `most` of them."""
-    env = Calculator().build(row)
-    state, steps = env.start(), []
-    for message in said[:most]:
-        steps.append(Step(state, Action(message)))
-        state = env.step(steps[-1].action)
-    return Trajectory(tuple(steps), "out_of_turns" if state else "answered", state)
-
-
 @pytest.mark.parametrize(
     ("expression", "result"),
     [
-        ("13*42", "546"),
-        ("214 + 546", "760"),
-        ("2+3*4", "14"),
-        ("(2+3)*4", "20"),
-        ("7/2", "7/2"),
-        ("84/4", "21"),
-        ("3-5", "-2"),
-        ("-2+10", "8"),
-        ("0.1+0.2", "3/10"),
-        ("1/3*3", "1"),
-        ("9999*9999", "99980001"),
+        ("13*42", "546"), ("214 + 546", "760"), ("2+3*4", "14"), ("(2+3)*4", "20"), ("7/2", "7/2"), ("84/4", "21"),
+        ("3-5", "-2"), ("-2+10", "8"), ("0.1+0.2", "3/10"), ("1/3*3", "1"), ("9999*9999", "99980001"),
     ],
-)
+)  # fmt: skip
 def test_the_tool_is_exact(expression, result):
     assert calculator(expression) == result
 
 
 @pytest.mark.parametrize(
     "expression",
-    [
-        "",
-        "1+",
-        "(1",
-        "1)",
-        "1/0",
-        "1/(2-2)",
-        "2**9",
-        "2^9",
-        "5!",
-        "a+1",
-        "1=1",
-        "1 2",
-        "1e9",
-        "__import__('os')",
-        "9" * 201,
-    ],
+    ["", *"1+ (1 1) 1/0 1/(2-2) 2**9 2^9 5! a+1 1=1".split(), "1 2", "1e9", "__import__('os')", "9" * 201],
 )
 def test_anything_else_is_told_in_one_line(expression):
     with pytest.raises(ToolError, match="has no value: give numbers with") as error:
@@ -86,15 +50,10 @@ def test_anything_else_is_told_in_one_line(expression):
 def test_a_dialogue_by_hand():
     said = conversation(PROBLEM, random.Random(0))
     assert said.messages == (
-        Message("user", "?"),
-        call("13*42"),
-        Message("tool", "546", name="calculator"),
-        call("214+546"),
-        Message("tool", "760", name="calculator"),
-        call("760-60"),
-        Message("tool", "700", name="calculator"),
+        Message("user", "?"), call("13*42"), Message("tool", "546", name="calculator"), call("214+546"),
+        Message("tool", "760", name="calculator"), call("760-60"), Message("tool", "700", name="calculator"),
         box(700),
-    )
+    )  # fmt: skip
     (spec,) = said.tools
     assert spec.name == "calculator" and spec.parameters["required"] == ["expression"]
 
@@ -159,7 +118,9 @@ def test_following_the_working_is_right_on_every_row():
     calls = 0
     for row in [*task.examples("train"), *task.examples("test")]:
         lines = row["solution"].split("\n")[:-1]
-        trajectory = played(row, *(call(line.partition("=")[0]) for line in lines), box(row["answer"]))
+        trajectory = played(
+            Calculator().build(row), *(call(line.partition("=")[0]) for line in lines), box(row["answer"])
+        )
         replies = [message for message in trajectory.messages if message.role == "tool"]
         assert [message.content for message in replies] == [line.partition("=")[2] for line in lines]
         reward = task.score(row, trajectory)
@@ -188,17 +149,19 @@ ROW = {"question": "?", "answer": "700", "steps": 3, "solution": ""}
     ],
 )
 def test_episodes_scored_by_hand(said, most, value):
-    reward = Calculator().score(ROW, played(ROW, *said, most=most))
+    reward = Calculator().score(ROW, played(Calculator().build(ROW), *said, most=most))
     assert (reward.value, reward.correct) == (value, value == 1.0)
 
 
 def test_out_of_turns_is_no_answer():
-    trajectory = played(ROW, call("1+1"), call("1+1"), most=2)
+    trajectory = played(Calculator().build(ROW), call("1+1"), call("1+1"), most=2)
     assert trajectory.end == "out_of_turns" and Calculator().score(ROW, trajectory).outcome == "no_answer"
 
 
 def test_the_siblings_of_a_group_may_differ_in_turns():
-    rewards = Calculator().score_group(ROW, [played(ROW, box(700)), played(ROW, call("1+1"), box(2))])
+    rewards = Calculator().score_group(
+        ROW, [played(Calculator().build(ROW), box(700)), played(Calculator().build(ROW), call("1+1"), box(2))]
+    )
     assert [reward.value for reward in rewards] == [1.0, 0.0]
 
 
@@ -226,20 +189,8 @@ def test_the_warm_start_is_of_the_train_side():
     assert len(test) == 500 and {side(question) for question in test} == {"test"}
 
 
-def test_worked_answers_depend_on_the_seed_alone():
-    assert worked_answers(20, 1, hasty=0.5, slips=0.1) == worked_answers(20, 1, hasty=0.5, slips=0.1)
-    assert worked_answers(20, 1) != worked_answers(20, 2)
-
-
 def test_hasty_dialogues_are_shorter():
     clean, hasty = (
         sum(len(one.messages) // 2 - 1 for one in worked_answers(1000, 0, hasty=share)) for share in (0.0, 0.5)
     )
     assert 2400 < clean < 2600 and 600 < hasty < 950  # 1/2 + 1/4 + sometimes 1/8
-
-
-@pytest.mark.parametrize("arguments", [{"steps": (1, 4)}, {"largest": 98}, {"train_size": 0}])
-def test_bad_arguments_are_told_in_one_line(arguments):
-    with pytest.raises(UserError) as error:
-        Calculator(**arguments)
-    assert f"task.{next(iter(arguments))}=" in str(error.value) and "\n" not in str(error.value)

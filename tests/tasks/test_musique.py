@@ -4,12 +4,13 @@ import json
 
 import pytest
 from conftest import EXAMPLES, REAL_DATA, compose_config
+from helpers.episodes import hop_queries, played
+from helpers.rows import write
 from hydra.utils import instantiate
 
 from grpo.env.intake import build as build_env
 from grpo.env.messages import Message, ToolCall
-from grpo.env.tools import ToolEnv
-from grpo.env.types import Action, Example, Reward, Step, Trajectory
+from grpo.env.types import Action, Example, Reward, Trajectory
 from grpo.system.errors import UserError
 from tasks.musique import NOTHING, Musique, Paragraph, em, f1, normalised, question_of, search_of
 
@@ -30,31 +31,8 @@ def say(text: str) -> Message:
     return Message("assistant", text)
 
 
-def episode(env: ToolEnv, *said: Message, truncated: bool = False) -> Trajectory:
-    """Return the episode of a policy that says these, one a turn. It is out of turns if the environment wants more."""
-    steps, state = [], env.start()
-    for place, message in enumerate(said):
-        cut = truncated and place == len(said) - 1
-        steps.append(Step(state, Action(message, truncated=cut)))
-        state = env.step(steps[-1].action)
-    if truncated:
-        return Trajectory(tuple(steps), "truncated")
-    return Trajectory(tuple(steps)) if state is None else Trajectory(tuple(steps), "out_of_turns", last=state)
-
-
 def scored(task: Musique, example: Example, *said: Message, **how) -> Reward:
-    return task.score(example, episode(task.build(example), *said, **how))
-
-
-def hop_queries(row: Example) -> list[str]:
-    """Return the searches of someone who knows the plan and every intermediate answer."""
-    queries = []
-    for place, hop in enumerate(row["decomposition"]):
-        query = hop["q"]
-        for earlier in range(place, 0, -1):
-            query = query.replace(f"#{earlier}", row["decomposition"][earlier - 1]["a"])
-        queries.append(query)
-    return queries
+    return task.score(example, played(task.build(example), *said, **how))
 
 
 def published(row: Example) -> Example:
@@ -67,11 +45,6 @@ def published(row: Example) -> Example:
     same = {name: row[name] for name in ("id", "question", "answer")}
     rest = {"answer_aliases": row["aliases"], "question_decomposition": hops, "answerable": True}
     return {**same, **rest, "paragraphs": paragraphs}
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 # -- search
@@ -228,7 +201,7 @@ def test_cut_short():
 def test_the_limit_of_turns_takes_the_credit_of_a_plain_answer_too():
     task = task_of()
     row = task.examples("test")[0]
-    steps = episode(task.build(row), say("\\boxed{Mills}")).steps
+    steps = played(task.build(row), say("\\boxed{Mills}")).steps
     assert task.score(row, Trajectory(steps)).correct and not task.score(row, Trajectory(steps, "out_of_turns")).correct
 
 
@@ -244,9 +217,9 @@ def test_nothing_of_one_sample_is_in_another():
     task = task_of()
     row = task.examples("test")[0]
     ours, theirs = build_env(task, row, seed=1), build_env(task, row, seed=2)
-    first = episode(ours, search("Lark Bridge"), search("Ines Korda"), say("\\boxed{Mills}"))
+    first = played(ours, search("Lark Bridge"), search("Ines Korda"), say("\\boxed{Mills}"))
     assert len(theirs.start().messages) == 1
-    second = episode(theirs, search("Lark Bridge"), say("\\boxed{Mills}"))
+    second = played(theirs, search("Lark Bridge"), say("\\boxed{Mills}"))
     assert [task.score(row, one).parts["supports"] for one in (first, second, first)] == [1, 0.5, 1]
     assert task.score(row, second).parts["repeats"] == 0  # only its sibling had searched for that
 
@@ -265,7 +238,7 @@ def test_both_forms_of_a_row_are_one(tmp_path):
     reward = scored(task, example, search("Lark Bridge"), say("\\boxed{Mills}"))
     assert reward.correct and reward.parts["supports"] == 0.5 and reward.parts["hops_2"] == 1
     plain = {name: rows[0][name] for name in ("question", "answer")} | {"gold": "Mills"}
-    assert set(task.score(plain, episode(task.build(example), say("\\boxed{Mills}"))).parts) == {
+    assert set(task.score(plain, played(task.build(example), say("\\boxed{Mills}"))).parts) == {
         "em",
         "f1",
         "searches",

@@ -1,22 +1,24 @@
 """The tasks: rows, prompts and rewards of each; one from outside the repository."""
 
-import json
 import random
 from fractions import Fraction
 from itertools import pairwise
 
 import pytest
 from conftest import EXAMPLES, REAL_DATA, ROOT, compose_config
+from helpers.episodes import said
+from helpers.rows import write
 from hydra.utils import instantiate
 
 from grpo.data.dataset import side
 from grpo.env.messages import Message
 from grpo.env.scoring import score_group
-from grpo.env.types import Action, Example, State, Step, Trajectory
+from grpo.env.types import Example
 from grpo.rewards.math.answers import extract_answer
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
-from tasks import countdown, gsm8k
+from tasks import calculator, countdown, gsm8k, wordmath
+from tasks.calculator import Calculator
 from tasks.code import Code, chat
 from tasks.countdown import Countdown
 from tasks.gsm8k import GSM8K
@@ -30,17 +32,8 @@ from train import train
 real = pytest.mark.skipif(not REAL_DATA.is_dir(), reason="no real rows on this machine")
 
 
-def said(text: str, state: State | None = None) -> Trajectory:
-    return Trajectory((Step(state or State(()), Action(Message("assistant", text))),))
-
-
 def asked(task, example: Example) -> tuple[Message, ...]:
     return task.build(example).start().messages
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 # -- gsm8k
@@ -176,7 +169,7 @@ def test_jsonl_takes_texts_and_conversations(tmp_path):
     assert [m.role for m in asked(task, row)] == ["system", "user"]
     seen = []
     spy = Jsonl(path, lambda prompts, completions: seen.append((prompts, completions)) or [0], prompt="ask")
-    spy.score(row, said("4", State(asked(spy, row))))
+    spy.score(row, said("4", *asked(spy, row)))
     assert seen == [([conversation], [[{"role": "assistant", "content": "4"}]])]  # any column may have a conversation
     assert task.score(row, said("\\boxed{4}")).outcome == "right"
     numbers = write(tmp_path / "numbers.jsonl", [{"prompt": f"{i} + 1?", "right": i + 1} for i in range(40)])
@@ -321,3 +314,23 @@ def test_every_task_has_three_splits_or_says_which(tmp_path):
     with pytest.raises(UserError, match="no split 'dev'"):
         wordmath.examples("dev")
     assert (ROOT / "conf" / "task").is_dir()
+
+
+@pytest.mark.parametrize("task", [calculator, wordmath])
+def test_worked_answers_depend_on_the_seed_alone(task):
+    assert task.worked_answers(20, 1, hasty=0.5, slips=0.1) == task.worked_answers(20, 1, hasty=0.5, slips=0.1)
+    assert task.worked_answers(20, 1) != task.worked_answers(20, 2)
+
+
+@pytest.mark.parametrize("task", [Calculator, Wordmath])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", (1, 4)), ("steps", (4, 2)), ("steps", (2, 99)), ("steps", (2,)), ("train_size", 0),
+        ("test_size", 0), ("largest", 98),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_told_in_one_line(task, name, value):
+    with pytest.raises(UserError) as error:
+        task(**{name: value})
+    assert f"task.{name}=" in str(error.value) and "\n" not in str(error.value)

@@ -4,18 +4,15 @@ import random
 import re
 
 import pytest
+from helpers.episodes import said
 
 from grpo.apps.demo_model import texts
 from grpo.env.messages import Message
-from grpo.env.types import Action, State, Step, Trajectory
+from grpo.env.types import Action
 from grpo.rewards.math.answers import extract_answer
 from grpo.system.errors import UserError
 from tasks import wordmath
 from tasks.wordmath import EVENTS, LARGEST, Problem, Wordmath, draw, side
-
-
-def said(text: str) -> Trajectory:
-    return Trajectory((Step(State((Message("user", "?"),)), Action(Message("assistant", text))),))
 
 
 def worked_answers(*arguments, **more) -> list[tuple[str, str]]:
@@ -140,29 +137,6 @@ def test_slips_come_as_often_as_asked():
     lines = [line for _, answer in worked_answers(1000, 0, slips=0.1) for line in answer.split("\n")[:-1]]
     wrong = sum(not check(line) for line in lines if "/" not in line)
     assert 0.07 < wrong / len(lines) < 0.13
-
-
-def test_worked_answers_depend_on_the_seed_alone():
-    assert worked_answers(20, 1, hasty=0.5, slips=0.1) == worked_answers(20, 1, hasty=0.5, slips=0.1)
-    assert worked_answers(20, 1) != worked_answers(20, 2)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"steps": (1, 4)},
-        {"steps": (4, 2)},
-        {"steps": (2, 99)},
-        {"steps": (2,)},
-        {"train_size": 0},
-        {"test_size": 0},
-        {"largest": 98},
-    ],
-)
-def test_bad_arguments_are_told_in_one_line(arguments):
-    with pytest.raises(UserError) as error:
-        Wordmath(**arguments)
-    assert f"task.{next(iter(arguments))}=" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_an_unknown_split_is_told():

@@ -11,8 +11,9 @@ import pandas as pd
 import pytest
 import torch
 from conftest import EXAMPLES, compose_config
+from helpers.runs import VARIED
+from helpers.slots import Varied
 from omegaconf import OmegaConf
-from test_train import VARIED, Varied
 from transformers import AutoModelForCausalLM
 
 from grpo.apps.resuming import check_resumed, is_over
@@ -88,46 +89,22 @@ def two(toy, tmp_path_factory):
     return folder
 
 
-CHOSEN = (
-    "rollout.epochs=1.5",
-    "data_seed=5",
-    "eval.every=1",
-    "callbacks.checkpoint.monitor=eval/seen/length",
-    "callbacks.checkpoint.mode=min",
-    "callbacks.checkpoint.history=1",
-    "callbacks.checkpoint.history_keep=2",
-    "callbacks.checkpoint.only_model=true",
-    "callbacks.checkpoint.keep=1",
-)
+CHOSEN = """rollout.epochs=1.5 data_seed=5 eval.every=1 callbacks.checkpoint.monitor=eval/seen/length
+    callbacks.checkpoint.mode=min callbacks.checkpoint.history=1 callbacks.checkpoint.history_keep=2
+    callbacks.checkpoint.only_model=true callbacks.checkpoint.keep=1""".split()
 
 
 def of_two(toy) -> list[str]:
-    settings = [
-        "task=gsm8k",
-        "model=path",
-        f"model.path={toy}",
-        "debug=smoke",
-        "callbacks=[checkpoint,samples]",
-        "forecast=false",
-    ]
-    settings += [
-        "callbacks.checkpoint.every=1",
-        "rollout.num_rollouts=3",
-        "preflight=off",
-        "max_tokens=8",
-    ]
+    settings = (
+        f"task=gsm8k model=path model.path={toy} debug=smoke callbacks=[checkpoint,samples] forecast=false".split()
+    )
+    settings += "callbacks.checkpoint.every=1 rollout.num_rollouts=3 preflight=off max_tokens=8".split()
     return settings
 
 
 def test_the_newest_stay_and_links_name_them(two):
     folder = two / "checkpoints"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "00002.ckpt",
-        "00003.ckpt",
-        "last",
-        "last.ckpt",
-        "policy_00003",
-    ]
+    assert sorted(path.name for path in folder.iterdir()) == "00002.ckpt 00003.ckpt last last.ckpt policy_00003".split()
     assert (folder / "last.ckpt").readlink().name == "00003.ckpt" and (
         folder / "last"
     ).readlink().name == "policy_00003"
@@ -192,10 +169,7 @@ def test_a_checkpoint_without_the_optimizer_is_smaller_and_resumes_with_a_line(c
     config = compose_config(
         *of_two(toy),
         *CHOSEN,
-        f"output_dir={tmp_path}",
-        f"ckpt_path={chosen}",
-        "rollout.epochs=2",
-        "resume.changes=allow",
+        *f"output_dir={tmp_path} ckpt_path={chosen} rollout.epochs=2 resume.changes=allow".split(),
     )
     config.task = VARIED
     config.eval.every = 0

@@ -6,34 +6,18 @@ from functools import partial
 import pytest
 import torch
 from conftest import preset
+from helpers.learning import ADVANTAGES, GROUPS, actor_critic, episode, fresh, rollout
 from peft import LoraConfig
-from test_module import ADVANTAGES, GROUPS, episode, fresh, make_module, rollout
 from torch import tensor
 
 from grpo.models.critic import given_to_the_head
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
-from grpo.models.pretrained import Pretrained
 from grpo.objectives.gae import gae, value_loss
 from grpo.rollout.collate import collate
 from grpo.system.errors import UserError
-from grpo.training.critic import ActorCritic, ValueLearning
 
 LAYOUTS = ["padded", "packed", "shared_prompt"]
-
-
-def actor_critic(policy, toy=None, coef=0.1, lam=1.0, pretrain=0, critic_lr=0.1, **settings) -> ActorCritic:
-    """Return a module with a critic whose head already tells states apart. toy: the folder of its own model."""
-    learning = ValueLearning(toy and Pretrained(str(toy)), lr=critic_lr, coef=coef, lam=lam, pretrain=pretrain)
-
-    def made(*arguments, **named) -> ActorCritic:
-        module = ActorCritic(*arguments, **named, critic=learning)
-        head, generator = module.critic.head, torch.Generator().manual_seed(0)
-        head.weight.data.copy_(torch.randn(head.weight.shape, generator=generator))
-        head.bias.data.fill_(0.05)
-        return module
-
-    return make_module(policy, module=made, **{"advantage": gae, "reduce": "token", **settings})
 
 
 def learned(module, batch=None) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -179,7 +163,7 @@ def test_a_critic_on_low_precision_and_an_adapter(toy):
 
 
 def test_a_critic_s_model_reads_the_policy_s_tokens(toy, tmp_path):
-    from cases import model_folder
+    from helpers.models import model_folder
 
     small = model_folder("llama", tmp_path)
     policy = fresh(toy)

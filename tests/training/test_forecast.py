@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from cases import FAMILIES, SHAPE, model_folder
 from conftest import compose_config
+from helpers.learning import OPTIONS
+from helpers.models import FAMILIES, SHAPE, model_folder
+from helpers.runs import VARIED, learned, state
+from helpers.slots import Varied
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from test_optimizers import OPTIONS
-from test_train import VARIED, Varied, state
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, MixtralConfig
 
 from grpo.engines.builtin.engine import TransformersEngine
@@ -110,9 +111,7 @@ class Big(Varied):
 @LINUX
 @pytest.mark.slow
 def test_phases_are_told_apart(smoke, tmp_path):
-    config = compose_config(*smoke("eval.every=0"))
-    config.task = VARIED | {"_target_": "test_forecast.Big"}
-    train(config)
+    learned(smoke("eval.every=0"), VARIED | {"_target_": "test_forecast.Big"})
     with open(tmp_path / "metrics.csv") as file:
         for row in csv.DictReader(file):
             rollout, update = float(row["memory/rollout"]), float(row["memory/update"])
@@ -378,11 +377,7 @@ def test_a_forecast_changes_nothing(smoke, tmp_path):
     """LoRA's matrices are random, and a forecast draws some too, which must not change the run."""
     for wanted in (True, False):
         folder = tmp_path / str(wanted)
-        config = compose_config(
-            *smoke("adapter=lora", "callbacks=[checkpoint]", f"forecast={wanted}", f"output_dir={folder}")
-        )
-        config.task = VARIED
-        train(config)
+        learned(smoke("adapter=lora", "callbacks=[checkpoint]", f"forecast={wanted}", f"output_dir={folder}"))
     one, other = (state(tmp_path / name)["state_dict"] for name in ("True", "False"))
     assert all(torch.equal(one[name], other[name]) for name in one | other)
 

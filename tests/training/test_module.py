@@ -7,41 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.learning import ADVANTAGES, GROUPS, episode, fresh, make_module, rollout, trained
 from peft import LoraConfig
 from torch import tensor
 from transformers import get_scheduler
 
-from grpo.env.messages import Message
-from grpo.env.tokens import Completion, Turn
-from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
-from grpo.models.pretrained import Pretrained
-from grpo.objectives.algorithm import Algorithm
-from grpo.objectives.kl import KL
-from grpo.objectives.loss import clip
-from grpo.rollout.collate import collate, scores
-from grpo.rollout.types import Sample
+from grpo.rollout.collate import collate
 from grpo.system import distributed
 from grpo.system.errors import UserError
 from grpo.training import module as training
-from grpo.training.batch import RolloutBatch
 from grpo.training.meter import Means
-from grpo.training.module import GRPOModule
 from grpo.training.optimization import Optimization
-
-
-def episode(prompt: tuple[int, ...], ids: tuple[int, ...], logprobs: tuple[float, ...] | None = None) -> Sample:
-    step = Step(State((Message("user", "q"),)), Action(Message("assistant", "a")))
-    completion = Completion(ids, logprobs or (-0.5,) * len(ids), "stop")
-    return Sample({}, Trajectory((step,)), (Turn(prompt, completion),), Reward(0.0, False))
-
-
-GROUPS = [
-    [episode((11, 12, 13), (21, 22)), episode((11, 12, 13), (23,))],
-    [episode((14,), (24, 25, 26, 27)), episode((14,), (28, 29, 30))],
-]
-ADVANTAGES = tensor([[1.0, -1.0], [0.5, -0.5]])
 
 
 def test_collate_pads_prompts_left_and_completions_right():
@@ -102,47 +80,6 @@ def test_rows_without_a_completion_alone_in_a_microbatch_or_minibatch(toy, layou
     assert metrics["loss/grad_norm"] > 0.01 and metrics["loss/skipped"] == 0
 
 
-def as_given(rewards):
-    """Return the rewards as advantages."""
-    return rewards
-
-
-def make_module(
-    policy,
-    max_tokens_per_microbatch=1000,
-    optimizer=torch.optim.SGD,
-    lr=0.1,
-    max_grad_norm=None,
-    layout="shared_prompt",
-    module=GRPOModule,
-    **algorithm,
-) -> GRPOModule:
-    settings = {"advantage": as_given, "surrogate": clip, "max_tokens": 4, **algorithm}
-    if "kl_coef" in settings:
-        settings["kl"] = KL(coef=settings.pop("kl_coef"))
-    module = module(
-        policy,
-        Algorithm(**settings),
-        Optimization(
-            lambda parameters: optimizer(parameters, lr=lr),
-            lambda optimizer, num_training_steps: torch.optim.lr_scheduler.LinearLR(
-                optimizer, 1.0, 0.0, num_training_steps
-            ),
-            max_tokens_per_microbatch,
-            max_grad_norm,
-            layout,
-        ),
-        temperature=1.0,
-        num_rollouts=4,
-        seed=0,
-    )
-    optimizers, schedules = module.configure_optimizers()
-    # in place of the Trainer, which only returns these
-    module.optimizers, module.lr_schedulers = lambda: optimizers[0], lambda: schedules[0]
-    module.manual_backward = lambda loss: loss.backward()
-    return module
-
-
 def test_a_schedule_is_tried_with_its_warm_up_and_refused_for_what_it_does():
     """A polynomial schedule divides by the updates after the warm-up: by 0 at the last update if there are none."""
     schedule = partial(get_scheduler, name="polynomial", num_warmup_steps=1)
@@ -166,23 +103,6 @@ def test_the_warm_up_is_a_share_of_the_updates(share, rates):
         optimizer.step()
         scheduled.step()
     assert found == pytest.approx(rates)
-
-
-def rollout(number=0, rewards=ADVANTAGES, groups=GROUPS, tokens=None, **change) -> RolloutBatch:
-    """Return the module's batch for a rollout with these groups and rewards."""
-    return RolloutBatch(
-        number, tokens=tokens or collate(groups), scores=replace(scores(groups), rewards=rewards, **change)
-    )
-
-
-def trained(policy, batch=None, **settings) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    module = make_module(policy, **settings)
-    metrics = module.training_step(batch or rollout(), 0)
-    return {name: p.detach().clone() for name, p in policy.named_parameters()}, metrics
-
-
-def fresh(toy):
-    return Pretrained(str(toy)).model()
 
 
 def test_first_update_follows_the_policy_gradient_worked_by_autograd(toy):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import EXAMPLES, compose_config
-from test_train import rows
+from helpers.runs import rows
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from grpo.apps.cli import one_line_errors
@@ -31,14 +31,7 @@ from grpo.training.preflight import probe as probing
 from grpo.training.preflight.probe import Probe
 from train import train
 
-SMALL = (
-    "callbacks=none",
-    "forecast=false",
-    "rollout.group_size=4",
-    "task.train_size=50",
-    "task.test_size=20",
-    "logger=csv",
-)
+SMALL = "callbacks=none forecast=false rollout.group_size=4 task.train_size=50 task.test_size=20 logger=csv".split()
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +49,10 @@ def checked(tmp_path_factory) -> Iterator[tuple[Probe, dict]]:
 
 
 @pytest.fixture
-def probe(checked) -> Probe:
+def probe(checked, monkeypatch) -> Probe:
     """A new probe of that run, whose objects a test may change through `monkeypatch`."""
     sound, _ = checked
+    monkeypatch.setattr(sampling, "PATIENCE", 1e9)  # as many draws on a slow machine
     return Probe(sound.module, sound.rollouts, sound.examples, sound.precision)
 
 
@@ -264,6 +258,7 @@ def test_an_engine_that_draws_otherwise_than_it_says(probe, monkeypatch, change)
 def test_a_slow_engine_draws_as_often_as_it_can_in_four_seconds(probe, monkeypatch):
     """A draw takes 25 ms: 100 draws show that, and 60 more fill the four seconds, or a little more."""
     sample, counts = probe.sample, []
+    monkeypatch.setattr(sampling, "PATIENCE", 4.0)
     monkeypatch.setattr(sampling, "time", SimpleNamespace(perf_counter=lambda: sum(counts) * 0.025))
     monkeypatch.setattr(
         probe, "sample", lambda prompts, *a, **k: counts.append(len(prompts)) or sample(prompts, *a, **k)

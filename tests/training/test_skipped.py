@@ -6,8 +6,8 @@ import lightning as L
 import pytest
 import torch
 from conftest import compose_config
-from test_module import ADVANTAGES, fresh, make_module, rollout
-from test_train import VARIED, rows, state
+from helpers.learning import ADVANTAGES, fresh, make_module, rollout
+from helpers.runs import VARIED, rows, state
 
 from grpo.apps.replay import replay
 from grpo.runs.runs import Run
@@ -54,11 +54,7 @@ def surrogate(ratio, advantages):
 def test_a_run_goes_on_and_the_update_is_repeated(smoke, tmp_path, capsys, caplog):
     """The policy moves in the first update, so the second one is skipped; its replay names tokens."""
     settings = (
-        "algo.num_epochs=2",
-        "rollout.num_rollouts=1",
-        "eval.every=0",
-        "optim.max_skipped=5",
-        "callbacks=[checkpoint]",
+        "algo.num_epochs=2 rollout.num_rollouts=1 eval.every=0 optim.max_skipped=5 callbacks=[checkpoint]".split()
     )
     settings += (
         "+callbacks.breaking={_target_: test_skipped.Breaking}",

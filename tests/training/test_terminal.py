@@ -18,17 +18,10 @@ from grpo.training.callbacks.terminal import Terminal, status
 from train import train
 
 ROLLOUT = {
-    "rollout/reward": 0.5,
-    "rollout/solve_rate": 0.25,
-    "rollout/effective_groups": 0.75,
-    "rollout/tokens": 300.0,
-    "tokens/s": 1234.0,
-    "time/rollout": 2.0,
-    "time/update": 1.0,
-    "time/sync": 0.0,
-    "memory/rollout": 2.0**30,
+    "rollout/reward": 0.5, "rollout/solve_rate": 0.25, "rollout/effective_groups": 0.75, "rollout/tokens": 300.0,
+    "tokens/s": 1234.0, "time/rollout": 2.0, "time/update": 1.0, "time/sync": 0.0, "memory/rollout": 2.0**30,
     "memory/update": 2.0**31,
-}
+}  # fmt: skip
 
 
 def test_the_line_of_a_rollout():
@@ -142,7 +135,7 @@ def interrupts():
     ("callback", "error", "why"),
     [
         ("{_target_: test_terminal.Interrupt}", SystemExit, "KeyboardInterrupt"),
-        ("{_target_: test_train.Crash, rollout: 2}", RuntimeError, "RuntimeError"),
+        ("{_target_: helpers.slots.Crash, rollout: 2}", RuntimeError, "RuntimeError"),
     ],
 )
 def test_a_run_that_is_stopped_says_how_to_go_on(smoke, tmp_path, capsys, interrupts, callback, error, why):

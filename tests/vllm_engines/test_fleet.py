@@ -1,10 +1,12 @@
 """Servers that this process started, and that end, without vLLM."""
 
 import asyncio
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
-from grpo.engines.vllm_server import fleet
+from grpo.engines.vllm_server import fleet, http
 from grpo.engines.vllm_server.fleet import Fleet
 from grpo.engines.vllm_server.http import STARTS, RemoteServer
 from grpo.engines.vllm_server.sync import Disk
@@ -12,7 +14,9 @@ from grpo.system.errors import UserError
 
 
 def test_a_server_that_ends_at_once_is_started_three_times(monkeypatch, tmp_path):
-    started = []
+    started, looks = [], count()
+    for module in (fleet, http):  # a clock that goes on by a millisecond when somebody looks at it
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(looks) / 1000))
     server = RemoteServer("http://127.0.0.1:9", 1, "see the log", lambda: "it ended", lambda: started.append(1))
     monkeypatch.setattr(fleet, "PAUSE", 0.01)
     servers = Fleet([server], Disk(tmp_path), last_id=0, wait=0.05, label="run-0", met=True)

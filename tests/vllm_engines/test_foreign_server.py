@@ -226,16 +226,16 @@ def test_arguments_become_flags():
 
 SERVER = """if True:
     import subprocess, sys, time
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
     subprocess.Popen([sys.executable, "-c", deaf])
-    time.sleep(600)
+    time.sleep(3600)
 """
 TRAINER = f"""if True:
     import signal, sys, time
     from grpo.system import child
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits that SIGINT is ignored
     server = child.start([sys.executable, "-c", {SERVER!r}])
-    time.sleep(600)
+    time.sleep(3600)
 """
 
 
@@ -246,15 +246,15 @@ def test_nothing_outlives_a_trainer_however_it_ends(kind):
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER], env=environment, stderr=subprocess.DEVNULL)
     try:
         found: list[psutil.Process] = []
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(found) < 3 and time.monotonic() < deadline:  # the guard, the server, its child
             found = psutil.Process(trainer.pid).children(recursive=True)
             time.sleep(0.1)
     finally:
         trainer.send_signal(kind)
-        trainer.wait(60)
+        trainer.wait(120)
     assert len(found) == 3
-    assert not psutil.wait_procs(found, timeout=child.GRACE + 20)[1]
+    assert not psutil.wait_procs(found, timeout=child.GRACE + 100)[1]
 
 
 def test_the_end_of_a_server_is_told_with_its_reason(tmp_path, monkeypatch):

@@ -6,11 +6,9 @@ from copy import deepcopy
 import pytest
 import torch
 import transformers
-from cases import CONTEXT, FAMILIES, disturb, gap, gap_now, model_folder, steps
-from conftest import compose_config
+from helpers.models import BOUND, CONTEXT, FAMILIES, disturb, gap, gap_now, model_folder, steps
+from helpers.runs import learned, rows
 from safetensors.torch import load_file
-from test_sync import BOUND
-from test_train import VARIED, rows
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +20,6 @@ from grpo.engines.vllm_server.sync import adapter_tensors
 from grpo.models.policy import Reference
 from grpo.models.quantized import quantize
 from grpo.system.errors import UserError
-from train import train
 
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
@@ -52,26 +49,15 @@ def test_packed_experts_are_refused(tmp_path, monkeypatch):
 
 def test_a_run_with_an_adapter_stays_in_step_when_it_is_resumed(smoke, tmp_path):
     def run(folder: str, *more: str) -> None:
-        settings = [
-            "engine=vllm_shared",
-            "adapter=lora",
-            f"engine.args.kv_cache_memory_bytes={1 << 26}",
-            "engine.args.max_model_len=1024",
-            "callbacks=[checkpoint]",
-            "callbacks.checkpoint.every=1",
-            "rollout.num_rollouts=3",
-            "eval.every=0",
-            "algo.kl.coef=0.05",
-            "optim.optimizer.lr=1e-2",
-            f"output_dir={tmp_path / folder}",
-        ]
-        config = compose_config(*smoke(*settings, *more))
-        config.task = VARIED
+        settings = f"""engine=vllm_shared adapter=lora engine.args.kv_cache_memory_bytes={1 << 26}
+            engine.args.max_model_len=1024 callbacks=[checkpoint] callbacks.checkpoint.every=1
+            rollout.num_rollouts=3 eval.every=0 algo.kl.coef=0.05 optim.optimizer.lr=1e-2
+            output_dir={tmp_path / folder}""".split()
         (tmp_path / folder).mkdir()
-        train(config)
+        learned(smoke(*settings, *more))
 
     with pytest.raises(RuntimeError, match="the disk is full"):
-        run("crashed", "+callbacks.crash={_target_: test_train.Crash, rollout: 2}")
+        run("crashed", "+callbacks.crash={_target_: helpers.slots.Crash, rollout: 2}")
     run("resumed", f"ckpt_path={tmp_path / 'crashed'}", "resume.changes=allow")
     measured = [*rows(tmp_path / "crashed"), *rows(tmp_path / "resumed")]
     assert len(measured) == 3 and max(row["rollout/logprob_gap_max"] for row in measured) < 1e-4

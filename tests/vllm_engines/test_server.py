@@ -17,10 +17,10 @@ import peft
 import psutil
 import pytest
 import torch
-from cases import CONTEXT, PROMPTS, disturb, gap, gap_now, model_folder, next_logits, steps
 from conftest import ROOT, TEST_PATH
+from helpers.models import CONTEXT, PROMPTS, disturb, gap, gap_now, model_folder, next_logits, steps
+from helpers.runs import rows
 from safetensors.torch import save_file
-from test_train import rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.engines.protocol import Sampling
@@ -377,7 +377,7 @@ def test_a_start_brings_the_trainers_weights_and_leaves_nothing(pair, folder, mo
     processes = family(engine._launched._guards[engine._launched.ports[0]].pid)
     assert len(processes) > 2
     engine.close()
-    assert not psutil.wait_procs(processes, timeout=20)[1]
+    assert not psutil.wait_procs(processes, timeout=120)[1]
     assert [path.name for path in tmp_path.iterdir()] == [f"server-{engine._launched.ports[0]}.log"]
 
 
@@ -425,7 +425,7 @@ def test_no_server_outlives_a_trainer_that_is_killed(folder, tmp_path):
     finally:
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
-    assert not psutil.wait_procs(processes, timeout=30)[1]
+    assert not psutil.wait_procs(processes, timeout=120)[1]
 
 
 def test_a_run_of_two_devices_starts_a_server_and_stops_it(smoke, tmp_path):
@@ -442,7 +442,7 @@ def test_a_run_of_two_devices_starts_a_server_and_stops_it(smoke, tmp_path):
         seen |= {process.pid: process for process in family(run.pid)[1:]} if psutil.pid_exists(run.pid) else {}
         time.sleep(0.5)
     assert run.returncode == 0
-    assert len(seen) > 4 and not psutil.wait_procs(seen.values(), timeout=20)[1]
+    assert len(seen) > 4 and not psutil.wait_procs(seen.values(), timeout=120)[1]
     assert list((tmp_path / "run").glob("server-*.log")) and not (tmp_path / "run" / "weights").exists()
     learned = rows(tmp_path / "run")
     assert [row["rollout/logprob_gap"] for row in learned if "rollout/logprob_gap" in row] == pytest.approx(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import CONTEXT, PROMPTS, gap, gap_now, model_folder, steps
+from helpers.models import BOUND, CONTEXT, PROMPTS, gap, gap_now, model_folder, steps
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,10 +19,6 @@ pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
 ARGS = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": CONTEXT}
-BOUND = {
-    torch.float32: 1e-5,
-    torch.bfloat16: 0.1,
-}  # largest allowed gap; bfloat16 keeps 8 bits, and logits here are near 4
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "llama", "qwen2", "qwen3"])

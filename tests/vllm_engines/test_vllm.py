@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from cases import CONTEXT, disturb, gap, next_logits
+from helpers.models import CONTEXT, disturb, gap, next_logits
 
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm.engine import VLLMEngine, checkpoint, eos_token_ids

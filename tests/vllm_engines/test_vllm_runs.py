@@ -4,8 +4,8 @@ import math
 
 import pytest
 from conftest import compose_config
-from ranks import Ranks
-from test_train import VARIED, rows
+from helpers.ranks import Ranks
+from helpers.runs import VARIED, learned, rows
 from torch import nn
 
 from grpo.engines.vllm.engine import VLLMEngine
@@ -32,9 +32,7 @@ CACHE = "engine.args.kv_cache_memory_bytes=67108864"
 )
 def test_the_engine_samples_what_the_trainer_has_learned(smoke, tmp_path, settings):
     """Four rollouts, with several updates each or with adapters: the trainer's log-probabilities equal the engine's each time."""
-    config = compose_config(*smoke(*settings, CACHE, "rollout.num_rollouts=4", "rollout.group_size=4", "max_tokens=16"))
-    config.task = VARIED
-    train(config)
+    learned(smoke(*settings, CACHE, "rollout.num_rollouts=4", "rollout.group_size=4", "max_tokens=16"))
     gaps = [row["rollout/logprob_gap_max"] for row in rows(tmp_path) if "rollout/logprob_gap_max" in row]
     if "rollout.ahead=1" in settings:  # later rollouts are sampled with weights that are one rollout old
         assert [row["rollout/staleness"] for row in rows(tmp_path) if "rollout/staleness" in row] == [0, 1, 1, 1]
@@ -54,13 +52,8 @@ def test_the_engine_samples_what_the_trainer_has_learned(smoke, tmp_path, settin
 def test_each_of_two_ranks_has_an_engine(smoke, tmp_path, settings):
     """The engines hold what the trainer has learned, also from shards."""
     ranks = Ranks(2)
-    more = (
-        "rollout.num_rollouts=3",
-        "rollout.group_size=4",
-        "max_tokens=16",
-        "preflight=warn",
-        "task._target_=test_train.Varied",
-    )
+    more = """rollout.num_rollouts=3 rollout.group_size=4 max_tokens=16 preflight=warn
+        task._target_=helpers.slots.Varied""".split()
     try:
         ranks.train(2, smoke(*settings, CACHE, *more, "trainer=cpu", "trainer.devices=2", "trainer.timeout=60"))
     finally:
@@ -94,9 +87,7 @@ def test_an_engine_that_keeps_old_weights_is_told_of(smoke, tmp_path, caplog):
 
 def test_every_sample_of_a_guided_run_matches(smoke, tmp_path):
     guided = "rollout.sampling.guided={regex: '[0-9]{2}[+-][0-9]{2}=[0-9]{1,3}'}"
-    config = compose_config(*smoke("engine=vllm", CACHE, guided, "callbacks=[samples]", "max_tokens=16"))
-    config.task = VARIED
-    train(config)
+    learned(smoke("engine=vllm", CACHE, guided, "callbacks=[samples]", "max_tokens=16"))
     said = Run(tmp_path).samples()["completion"]
     assert len(said) == 2 * 2 * 2 and said.nunique() > 1
     assert said.str.fullmatch("[0-9]{2}[+-][0-9]{2}=[0-9]{1,3}").all()

@@ -14,7 +14,7 @@ from pathlib import Path
 import peft
 import torch
 import torch.distributed as dist
-from cases import disturb, gap_now
+from helpers.models import disturb, gap_now
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM

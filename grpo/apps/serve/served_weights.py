@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from peft import PeftModel
 from torch import nn
 
 from grpo.engines.protocol import Engine
@@ -92,6 +91,8 @@ class ServedWeights:
             model = pretrained.model()
             shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
             if adapter:
+                from peft import PeftModel  # takes seconds to import
+
                 path = adapter.path
                 model = PeftModel.from_pretrained(model, path).eval()
         except UserError:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Annotated, Literal
 
 from grpo.rewards.code import judge, sandbox_child
+from grpo.system.clock import Clock, children
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Range, Seconds, Whole, enforced
 
@@ -48,7 +49,7 @@ sandbox_child.main()"""
 class ProgramLimits:
     """Limits of one program. It cannot start processes, so none can outlive it."""
 
-    seconds: Seconds = 10.0  # of wall clock, from the program's first line
+    seconds: Seconds = 10.0  # from the program's first line, without those in which it waits for a core
     memory_mb: Annotated[int, Range(64)] = 512  # of address space; the bare interpreter takes about 30
     disk_mb: Count = 16  # for each file and standard output, and for all files in its folder together
     threads: Count = 16
@@ -156,13 +157,13 @@ def _start(folder: str, status: int, limits: ProgramLimits, unconfined: bool, **
 
 def _watch(process: subprocess.Popen, heard: int, folder: str, limits: ProgramLimits) -> tuple[Ending | None, bytes]:
     """Wait for the end. Returns "timeout" or "disk" if that limit was exceeded, else None; and the child's output on the pipe."""
-    said, started, deadline = b"", False, time.monotonic() + START_SECONDS
+    said, started, clock, limit = b"", False, Clock(process.pid), START_SECONDS
     poll = select.poll()
     poll.register(heard, select.POLLIN)
     while True:
         if process.poll() is not None:  # asked first: its output is then complete, and in time however late we look
             return None, said + (os.read(heard, 4096) if poll.poll(0) else b"")
-        wait = min(deadline - time.monotonic(), LOOK_EVERY)
+        wait = min(limit - clock.spent(), LOOK_EVERY)
         if wait <= 0:
             return "timeout", said
         if _exceeds(folder, limits.disk_mb << 20):
@@ -170,7 +171,7 @@ def _watch(process: subprocess.Popen, heard: int, folder: str, limits: ProgramLi
         if poll.poll(math.ceil(wait * 1000)):  # at once when the judge has closed the pipe, which it does at its end
             said = (said + os.read(heard, 4096))[:4096]
             if not started and sandbox_child.MARK in said:
-                deadline, started = time.monotonic() + limits.seconds, True
+                clock, limit, started = Clock(process.pid, *children(process.pid)), limits.seconds, True
 
 
 def _exceeds(folder: str, limit: int) -> bool:

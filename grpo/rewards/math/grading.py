@@ -6,14 +6,17 @@ worker processes, because math-verify and sympy may take minutes and gigabytes, 
 
 import os
 import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 from grpo.env.types import Outcome
 from grpo.rewards.math.answers import MAX_LENGTH, equal, readable, reading_of, without_names
 from grpo.system.workers import WorkerError, Workers
 
-DEADLINE = 4.5  # seconds; real answers take 0.4 at most
-ALARM = 3  # seconds of each step in a worker, an integer: with a float math-verify silently returns "wrong"
+DEADLINE = 4.5  # seconds, without those in which a worker waits for a core; real answers take 0.4 at most
+ALARM = 3.0  # seconds that a worker computes in each step
 MEMORY = 2**30  # bytes of a worker
 WORKERS = min(4, os.cpu_count() or 1)
 
@@ -35,13 +38,30 @@ def by_algebra(answer: str, gold: str) -> Outcome:
             ours = _parse(answer)
             if _differ(ours, theirs) or (not getattr(ours, "is_Symbol", False) and _other_case(answer, gold)):
                 return "wrong"
-            return _OUTCOME[verify(theirs, ours, **_EXACTLY)]
+            with _alarm(ALARM):
+                return _OUTCOME[verify(theirs, ours, **_EXACTLY)]
         except MemoryError:
             raise
         except Exception:  # a policy may write anything, and sympy may raise anything
             return "wrong"
     except TimeoutException:
         return "timeout"
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Raise TimeoutException in a `with` block that computes for longer. Waiting for a core is not computing."""
+    from math_verify.errors import TimeoutException
+
+    def ring(*_) -> None:
+        raise TimeoutException
+
+    signal.signal(signal.SIGVTALRM, ring)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def _parse(text: str):
@@ -54,7 +74,10 @@ def _parse(text: str):
     exact = _DECIMAL.sub(lambda d: f"\\frac{{{int(d[1] + d[2])}}}{{{10 ** len(d[2])}}}", text)
     spelling = NormalizationConfig(units=False, malformed_operators=True, boxed="none")  # units=True reads 4s as 4
     only_latex = LatexExtractionConfig(boxed_match_priority=-1, normalization_config=spelling)
-    found = parse(f"${exact}$", [only_latex], "no_fallback", "first_match", parsing_timeout=ALARM, raise_on_error=True)
+    with _alarm(ALARM):
+        found = parse(
+            f"${exact}$", [only_latex], "no_fallback", "first_match", parsing_timeout=None, raise_on_error=True
+        )
     if not found:
         raise ValueError(f"math-verify cannot read {text!r}")
     found = found[0]
@@ -77,11 +100,11 @@ def _differ(ours, theirs) -> bool:
     If so, they are not equal, and sympy need not simplify (sin x + cos x)^1000 to find out.
     """
     from math_verify.errors import TimeoutException
-    from math_verify.utils import timeout
     from sympy import Expr, Integral, Limit, Product, Rational, Sum
 
     names = sorted({symbol.name for symbol in ours.free_symbols | theirs.free_symbols})
 
+    @_alarm(1.0)
     def at_a_point(expression):
         point = {symbol: Rational(137 + 61 * names.index(symbol.name), 101) for symbol in expression.free_symbols}
         return expression.evalf(15, subs=point)
@@ -91,7 +114,7 @@ def _differ(ours, theirs) -> bool:
     rough = any(expression.has(Sum, Product, Integral, Limit) for expression in (ours, theirs))
     tolerance = 0.1 if rough else 1e-9  # their numerical values may be far off
     try:
-        x, y = (timeout(1)(at_a_point)(expression) for expression in (ours, theirs))
+        x, y = at_a_point(ours), at_a_point(theirs)
         return bool(abs(x - y) > tolerance * (1 + abs(x) + abs(y)))  # raises if one of them is not a number
     except (Exception, TimeoutException):
         return False
@@ -101,7 +124,7 @@ _OUTCOME: dict[bool, Outcome] = {True: "right", False: "wrong"}
 _EXACTLY = {
     "numeric_precision": 50,  # digits; with 15, sqrt(2) 10^-20 equals sqrt(3) 10^-20
     "allow_set_relation_comp": True,  # x <= 2 is an answer to (-oo, 2]
-    "timeout_seconds": ALARM,
+    "timeout_seconds": None,  # its own alarm counts the seconds in which a worker waits for a core
     "raise_on_error": True,
 }
 ALGEBRA = Workers(f"{__name__}.by_algebra", WORKERS, DEADLINE, MEMORY, warm_up=("x+1", "1+x"))

@@ -5,9 +5,8 @@ import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from typed import server
-
 from grpo.engines.vllm_server.launch import free_ports
+from helpers.programs import server
 
 LIMIT = 300  # seconds for one run
 

@@ -1,12 +1,11 @@
 """Puts the classes of `foreign` into the slots: nothing to run, mypy reads it (see `test_types`)."""
 
-import foreign
-
 from grpo.engines.protocol import Engine
 from grpo.env.messages import MessageLike
 from grpo.env.renderer import Renderer
 from grpo.env.tokens import CompletionLike
 from grpo.env.types import Env, EnvBuilder, RewardLike, RewardModel, StateLike, Task
+from helpers import foreign
 
 message: MessageLike = foreign.Message("user", "1+2?")
 state: StateLike = foreign.State([])

@@ -4,23 +4,23 @@
 for answers; those called known are paid, and the documentation says so.
 """
 
-import json
 from functools import cache
 from pathlib import Path
 
 from grpo.env.messages import Message, ToolCall
-from grpo.env.types import Action, State, Step, Trajectory
 from grpo.rewards import functions
 from grpo.rewards.code.programs import code_verdict
 from grpo.rewards.code.sandbox import ProgramLimits, confinement
 from grpo.rewards.combined import Rewards
 from grpo.system.errors import UserError
+from helpers.episodes import played, said
+from helpers.rows import read
 from tasks.calculator import Calculator
 from tasks.countdown import Countdown, form
 from tasks.musique import Musique
 
-DATA = Path(__file__).parent / "data"
-ATTEMPTS = [json.loads(line) for line in (DATA / "attempts.jsonl").read_text().splitlines()]
+DATA = Path(__file__).parents[1] / "data"
+ATTEMPTS = read(DATA / "attempts.jsonl")
 LIMITS = ProgramLimits(seconds=2)
 CODE = {
     "mbpp": {
@@ -46,24 +46,13 @@ CODE = {
 }
 
 
-def played(env, turns: list, most: int = 9) -> Trajectory:
-    """Return the episode of a policy that says these, texts or calls of a tool, one a turn."""
-    state, steps = env.start(), []
-    for turn in turns[:most]:
-        calls = () if isinstance(turn, str) else (ToolCall(turn["name"], turn["arguments"]),)
-        text = turn if isinstance(turn, str) else turn.get("text", "")
-        steps.append(Step(state, Action(Message("assistant", text, calls))))
-        state = env.step(steps[-1].action)
-    return Trajectory(tuple(steps), "out_of_turns" if state else "answered", state)
-
-
-def said(text: str) -> Trajectory:
-    return Trajectory((Step(State((Message("user", "?"),)), Action(Message("assistant", text))),))
-
-
 @cache
 def musique() -> Musique:
     return Musique(str(DATA / "musique.jsonl"), splits={"test": "test"})
+
+
+def message(name: str, arguments: object, text: str = "") -> Message:
+    return Message("assistant", text, (ToolCall(name, arguments),))
 
 
 def graded(row: dict) -> object:
@@ -84,7 +73,8 @@ def graded(row: dict) -> object:
         example = {**task.examples("test")[0], "answer": row["gold"]}
     else:
         task, example = Calculator(), {"question": "214 and 13 times 42?", "answer": "760"}
-    return task.score(example, played(task.build(example), attempt)).outcome
+    turns = [Message("assistant", one) if isinstance(one, str) else message(**one) for one in attempt]
+    return task.score(example, played(task.build(example), *turns, most=9)).outcome
 
 
 def programs(every: bool) -> list[tuple[str, str, str, str]]:

@@ -7,7 +7,9 @@ import contextlib
 import multiprocessing
 import os
 import runpy
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,16 +21,22 @@ from pathlib import Path
 from conftest import ROOT
 
 IMPORTED = (
-    "lightning pandas peft torch.utils.tensorboard grpo.training.module grpo.runs.plots grpo.apps.serve.api train eval"
+    "lightning pandas torch.utils.tensorboard grpo.training.module grpo.runs.plots grpo.apps.serve.api train eval"
 )
+started_by: int | None = None  # the process that started the server
 
 
 def server() -> multiprocessing.context.BaseContext:
-    """Return the context whose processes are forks of the server."""
+    """Return the context whose processes are forks of the server. Forks of the tests share one that was there before them."""
+    global started_by
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED.split())
-    with contextlib.chdir(ROOT):
-        forkserver.ensure_running()
+    if started_by in (None, os.getpid()):
+        started_by = os.getpid()
+        context.set_forkserver_preload(IMPORTED.split())
+        with contextlib.chdir(ROOT):
+            forkserver.ensure_running()
+    else:
+        forkserver._forkserver.ensure_running = lambda: None  # it would wait for a process that is no child of a fork
     return context
 
 
@@ -51,6 +59,33 @@ def command(*words: str, seconds: float = 900, **more) -> subprocess.CompletedPr
         process.kill()
         process.join()
         return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
+
+
+def typed(lines: list[str], file: str) -> tuple[str, list[int]]:
+    """Run commands one after another, and beside the rest those that end with &, which get a Ctrl-C at the end.
+
+    Returns what they printed, which is in the file, and the exit codes. ROOT and PORT stand for the project and a free port."""
+    codes, beside = [], []
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    Path(file).write_text("")
+    for line in lines:
+        words = shlex.split(line.replace("ROOT", str(ROOT)).replace("PORT", str(port)).removesuffix("&"))
+        given = dict(word.split("=", 1) for word in words[: words.index("python")])
+        environment = {"PYTHONPATH": os.pathsep.join([os.getcwd(), str(ROOT)]), **given}
+        streams = {"out": Path(file), "err": Path(file)}
+        child = start(*words[len(given) + 1 :], **streams, folder=Path.cwd(), environment=environment)
+        if line.endswith("&"):
+            beside.append(child)
+        else:
+            child.join(900)
+            child.kill()
+            codes.append(child.exitcode)
+    for child in beside:
+        os.kill(child.pid, signal.SIGINT)
+        child.join(300)
+        child.kill()
+    return Path(file).read_text(), codes
 
 
 def work(words: tuple[str, ...], out: Path, err: Path, folder: Path, environment: Mapping[str, str]) -> None:

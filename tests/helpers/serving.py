@@ -61,7 +61,7 @@ class Client:
 
     def raw(self, *parts: bytes) -> socket.socket:
         """Open a connection and send these bytes."""
-        connection = socket.create_connection(("127.0.0.1", int(self.url.rpartition(":")[2])), timeout=30)
+        connection = socket.create_connection(("127.0.0.1", int(self.url.rpartition(":")[2])), timeout=60)
         for part in parts:
             connection.sendall(part)
         return connection

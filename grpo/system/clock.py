@@ -1,0 +1,43 @@
+"""A clock that stands while a process waits for a core, so that a time limit means the same on a busy machine."""
+
+import time
+from pathlib import Path
+
+LEAST = 0.05  # of a core; a process that gets less is counted as if it had this much, so every limit ends
+
+
+def times(thread: int, process: int | str = "self") -> tuple[float, float] | None:
+    """Return the seconds that a thread has run and that it waited for a core; None if the system does not report them (Linux
+    does)."""
+    try:
+        ran, waited, _ = Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return int(ran) / 1e9, int(waited) / 1e9
+
+
+class Clock:
+    """The seconds since now in which none of these processes waited for a core: they ran, or waited for something else. Main
+    threads count. Where the system does not report waits, all seconds count."""
+
+    def __init__(self, *processes: int) -> None:
+        self.processes, self.begun = processes, time.monotonic()
+        self.waits: dict[int, float] = {}  # of a process that has ended, the last that was seen
+        self.before = self._waited()
+
+    def spent(self) -> float:
+        """Return the seconds until now."""
+        wall = time.monotonic() - self.begun
+        return max(wall - (self._waited() - self.before), wall * LEAST)
+
+    def _waited(self) -> float:
+        self.waits |= {process: found[1] for process in self.processes if (found := times(process, process))}
+        return sum(self.waits.values())
+
+
+def children(process: int) -> list[int]:
+    """Return the processes that this one has started and that have not ended; none if the system does not report them."""
+    try:
+        return [*map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
+    except OSError:
+        return []

@@ -1,0 +1,142 @@
+"""CPU seconds of tests, by room and by test, with what they compose, train and start. `pytest --costs=FILE.jsonl` shows them.
+
+The seconds are those of a test's process and of the processes that it waited for. They scatter by a tenth or two, and grow on a
+busy machine, so `--budget` divides them by the time of a piece of work that is measured beside the tests. Counts do not scatter.
+"""
+
+import json
+import os
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import forkserver
+from pathlib import Path
+from statistics import median
+
+import psutil
+import pytest
+
+# CPU seconds that the quick tests of a room may take on a machine whose `pace` is PACE. A feature pays for its tests' time
+BUDGET = {
+    "training": 75, "apps": 70, "programs": 55, "objectives": 50, "rollout": 35, "models": 30, "tests": 40, "rewards": 30,
+    "runs": 25, "engines": 25, "tasks": 18, "system": 15, "env": 12, "evaluation": 12, "vllm_engines": 4, "data": 4,
+    "commands typed": 40,
+}  # fmt: skip
+PACE = 0.0140
+PHASES: list[dict] = []  # a line of the file for each phase of each test
+COUNTS: Counter[str] = Counter()  # of this process
+EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
+CALLS = [
+    ("hydra._internal.config_loader_impl", "ConfigLoaderImpl", "_load_configuration_impl", "compositions"),
+    ("lightning.pytorch", "Trainer", "fit", "runs"),
+]
+spent = 0.0  # when the phase began
+file = ""  # that the latest test is in
+
+
+def seconds() -> float:
+    """Return the CPU seconds of this process and of the processes that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def pace() -> float:
+    """Return the CPU seconds of a fixed piece of work, which grow as those of tests do where others use the machine."""
+    begun = time.process_time()
+    json.loads(json.dumps([{str(i): [i, i / 7, None]} for i in range(6000)]))
+    return time.process_time() - begun
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--costs", type=Path, help="print costs, and write those of each phase of each test to this file")
+    parser.addoption("--budget", action="store_true", help="fail if a room takes more than its CPU seconds")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.option.costs:
+        sys.addaudithook(lambda event, _: COUNTS.update(["processes"]) if event in EVENTS else None)
+        for module, holder, function, what in CALLS:
+            if module in sys.modules:  # else no test uses it
+                holder = getattr(sys.modules[module], holder)
+                setattr(holder, function, counted(getattr(holder, function), what))
+
+
+def counted(function: Callable, what: str) -> Callable:
+    def counting(*given, **named):
+        COUNTS[what] += 1
+        return function(*given, **named)
+
+    return counting
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    global spent, file
+    COUNTS.clear()
+    if item.config.option.costs and item.nodeid.partition("::")[0] != file:
+        file = item.nodeid.partition("::")[0]
+        COUNTS["pace"] = pace()
+    spent = seconds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    global spent
+    report = yield
+    before, spent = spent, seconds()
+    report.cost = {"cpu": round(spent - before, 4), **COUNTS}
+    COUNTS.clear()
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    PHASES.append({"test": report.nodeid, "when": report.when, **getattr(report, "cost", {})})
+
+
+def by_room() -> dict[str, Counter]:
+    """Return the sums of each folder of tests/, and of the commands that helpers/programs.py forks for all of them."""
+    rooms: dict[str, Counter] = defaultdict(Counter)
+    for phase in PHASES:
+        parts = phase["test"].partition("::")[0].split("/")
+        rooms[parts[1] if len(parts) > 2 else "tests"].update({"tests": phase["when"] == "call", **numbers(phase)})
+    with suppress(psutil.Error, TypeError):  # there was no command
+        rooms["commands typed"]["cpu"] = sum(psutil.Process(forkserver._forkserver._forkserver_pid).cpu_times()[:4])
+    return rooms
+
+
+def numbers(phase: dict) -> dict[str, float]:
+    return {name: number for name, number in phase.items() if name not in ("test", "when", "pace")}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fail a session that passed if a room is over its budget; each such room is a line."""
+    config = session.config
+    if config.option.budget and exitstatus == pytest.ExitCode.OK:
+        slower = median(phase["pace"] for phase in PHASES if "pace" in phase) / PACE
+        for room, sums in by_room().items():
+            if sums["cpu"] / slower > BUDGET[room]:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+                line = f"{room} took {sums['cpu'] / slower:.1f} of {BUDGET[room]} CPU seconds (at pace {slower:.2f}): "
+                line += "cheapen tests, or raise BUDGET in tests/helpers/costs.py"
+                config.get_terminal_writer().line(line, red=True)
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    if not config.option.costs or not PHASES:
+        return
+    config.option.costs.write_text("".join(json.dumps(phase) + "\n" for phase in PHASES))
+    rooms, tests = by_room(), Counter()
+    for phase in PHASES:
+        tests[phase["test"]] += phase.get("cpu", 0)
+    columns = ("cpu", "tests", "compositions", "runs", "processes")
+    slower = median(phase["pace"] for phase in PHASES if "pace" in phase) / PACE
+    terminalreporter.section(f"CPU seconds by room, at pace {slower:.2f}")
+    terminalreporter.line(f"{'':20}" + "".join(f"{column:>14}" for column in columns))
+    for name, sums in sorted({**rooms, "all": sum(rooms.values(), Counter())}.items(), key=lambda row: -row[1]["cpu"]):
+        terminalreporter.line(f"{name:20}{sums['cpu']:14.1f}" + "".join(f"{sums[what]:14}" for what in columns[1:]))
+    terminalreporter.section("dearest tests")
+    for test, cpu in tests.most_common(20):
+        terminalreporter.line(f"{cpu:8.2f} {test}")

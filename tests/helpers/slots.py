@@ -1,0 +1,111 @@
+"""Tasks, engines and callbacks that the configurations of tests name."""
+
+import os
+import random
+from copy import deepcopy
+
+import lightning as L
+
+from grpo.engines.builtin.engine import TransformersEngine
+from grpo.env.messages import Message
+from grpo.env.types import Example, Reward, SingleTurn, State, Trajectory
+from tasks.gsm8k import GSM8K
+
+
+class Varied(GSM8K):
+    """GSM8K's questions with a reward that differs between samples of a random model, none of which would be right."""
+
+    def score(self, example: Example, trajectory: Trajectory) -> Reward:
+        value = len(trajectory.answer.encode()) % 7 / 7
+        return Reward(value, correct=value > 0.5)
+
+
+class Crash(L.Callback):
+    """Fails in the middle of a rollout, like a full disk or a lost GPU."""
+
+    def __init__(self, rollout: int) -> None:
+        self.rollout = rollout
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        if batch.rollout == self.rollout:
+            raise RuntimeError("the disk is full")
+
+
+class Halves:
+    """Questions by number. Even ones have a constant reward; the reward of the others depends on the answer."""
+
+    def __init__(self, varied: bool = True) -> None:
+        self.varied = varied
+
+    def examples(self, split):
+        return [{"number": number} for number in range(40)]
+
+    def build(self, example):
+        return SingleTurn((Message("user", str(example["number"])),))
+
+    def score(self, example, trajectory):
+        differs = self.varied and example["number"] % 2
+        return Reward(len(trajectory.answer.encode()) % 7 / 7 if differs else 1.0, correct=False)
+
+
+class Asked(L.Callback):
+    """Sends a signal to this process in an update."""
+
+    def __init__(self, update: int, number: int) -> None:
+        self.update, self.number = update, number
+
+    def on_before_optimizer_step(self, trainer, module, optimizer) -> None:
+        if module.updates == self.update:
+            os.kill(os.getpid(), self.number)
+
+
+class Apart(TransformersEngine):
+    """The built-in engine with a copy of the weights. It records which weights it received, and which it sampled with."""
+
+    apart = True
+
+    def __init__(self, max_cache_tokens: int = 65536) -> None:
+        super().__init__(max_cache_tokens)
+        Apart.loads, Apart.sampled = [], []
+
+    def load_weights(self, model, version):
+        self.loads.append(version)
+        super().load_weights(deepcopy(model), version)
+
+    def sample(self, *args):
+        self.sampled.append(self.version)
+        return super().sample(*args)
+
+
+class Talk:
+    """Says its lines, one per turn."""
+
+    def __init__(self, lines):
+        self.messages, self.lines = (Message("user", "begin"),), list(lines)
+
+    def start(self):
+        return State(self.messages)
+
+    def step(self, action):
+        if not self.lines:
+            return None
+        self.messages = (*self.messages, action.message, Message("user", self.lines.pop(0)))
+        return State(self.messages)
+
+
+class Dice:
+    """Throws dice, as often as the example says, one throw per turn; the seed decides the numbers."""
+
+    def __init__(self, size=12):
+        self.size = size
+
+    def examples(self, split):
+        return [{"throws": 1 + i % 3} for i in range(self.size)]
+
+    def build(self, example, seed):
+        rng = random.Random(seed)
+        return Talk([f"you threw {rng.randint(1, 6)}" for _ in range(example["throws"])])
+
+    def score(self, example, trajectory):
+        text = " ".join(message.content for message in trajectory.messages)
+        return Reward(len(text) % 7 / 7, correct=False)

@@ -1,0 +1,92 @@
+"""The suite's own tools: forks, a second chance for a failed test, and costs, on a few tests that are planted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import NIGHTLY, ROOT
+
+PLANTED = {
+    "test_one.py": """
+        import os, pathlib
+
+        def test_passes(): pass
+        def test_by_chance():
+            print("seen the first time")
+            assert pathlib.Path("mark").exists() or pathlib.Path("mark").touch()
+        def test_kills_its_process(): os._exit(3)
+        def test_after_it(): pass
+        def test_wrong(): assert 1 == 2
+    """,
+    "test_two.py": """
+        import os, subprocess, sys
+
+        def test_captures(capfd):
+            os.system("echo seen")
+            assert capfd.readouterr().out == "seen\\n"
+        def test_computes(): subprocess.run([sys.executable, "-c", "sum(range(10**7))"])
+    """,
+}
+
+
+@pytest.fixture
+def suite(tmp_path):
+    """Starts pytest with the tools on the planted tests."""
+    for name, text in PLANTED.items():
+        (tmp_path / name).write_text(text.replace("\n        ", "\n"))
+
+    def start(*words: str) -> subprocess.Popen:
+        plugins = ("-p", "helpers.forks", "-p", "helpers.again", "-p", "helpers.costs", "-p", "no:cacheprovider")
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
+        words = (sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir=.", *plugins, "--forks=2", *words)
+        return subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+
+    return start
+
+
+def test_the_tests_of_the_night_exist():
+    for line in NIGHTLY.read_text().splitlines():
+        if line and not line.startswith("#"):
+            file, _, name = line.partition("::")
+            assert f"def {name.partition('[')[0]}" in (ROOT / file).read_text(), line
+
+
+def test_a_dead_fork_costs_one_test_and_a_flaky_one_is_printed(suite):
+    """The test that ended its process and the wrong one stay failed; the one that passes alone is printed with both outputs."""
+    process = suite("--again")
+    out = process.communicate()[0]
+    assert process.returncode == 1 and "2 failed, 4 passed, 1 flaky" in out
+    assert {"test_one.py: 2 passed, 3 failed", "test_two.py: 2 passed"} <= {*out.splitlines()}
+    assert "test_kills_its_process ended the process that ran it: exit code 3" in out
+    flaky = out.partition("FLAKY test_one.py::test_by_chance")[2].partition("short test summary")[0]
+    assert "seen the first time" in flaky.partition("Alone:")[0] and "1 passed" in flaky.partition("Alone:")[2]
+    assert "FLAKY test_one.py::test_wrong" not in out
+
+
+def test_a_flaky_test_alone_does_not_fail_the_suite_and_children_are_counted(suite, tmp_path):
+    """The sum of ten million numbers takes a tenth of a second and more, in a process that the test starts."""
+    process = suite("--again", "-k", "chance or computes", "--costs=costs.jsonl")
+    assert "1 passed, 5 deselected, 1 flaky" in process.communicate()[0] and process.returncode == 0
+    costs = [json.loads(line) for line in (tmp_path / "costs.jsonl").read_text().splitlines()]
+    (call,) = [cost for cost in costs if cost["when"] == "call" and cost["test"].endswith("test_computes")]
+    assert call["cpu"] > 0.02 and call["processes"] >= 1 and "runs" not in call
+
+
+def test_a_room_over_its_budget_fails_the_suite(suite, tmp_path):
+    (tmp_path / "conftest.py").write_text("from helpers import costs\n\ncosts.BUDGET['tests'] = 0.001\n")
+    process = suite("--budget", "--costs=costs.jsonl", "-k", "computes")
+    assert "of 0.001 CPU seconds" in process.communicate()[0] and process.returncode == 1
+
+
+def test_a_suite_that_is_cut_off_says_what_it_ran(suite, tmp_path):
+    (tmp_path / "test_three.py").write_text("import time\n\ndef test_hangs(): time.sleep(100)\n")
+    process = suite("test_two.py", "test_three.py")
+    line = ""
+    while line != "test_two.py: 2 passed\n":
+        line = process.stdout.readline()
+        assert line
+    process.send_signal(signal.SIGTERM)
+    assert "2 passed" in process.communicate()[0] and process.returncode == 2
