@@ -143,6 +143,8 @@ def test_a_grader_that_fails_is_counted_and_spoils_no_mean():
         math.sqrt(2) / 3
     )
     assert got["rollout/effective_groups"] == 0.5 and got["rollout/tokens"] == 8.0
+    groups.append([right, wrong])
+    assert rollout_metrics(groups, scores(groups))["rollout/effective_groups"] == pytest.approx(2 / 3)
 
 
 def test_answers_that_repeat_themselves():

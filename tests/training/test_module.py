@@ -126,7 +126,7 @@ def test_each_update_follows_its_own_gradient_at_its_own_rate(toy):
     """The rate falls by a quarter of its start with each of four updates, and no gradient is left over from the one before."""
     module, policy, batch = make_module(fresh(toy)), fresh(toy), collate(GROUPS)
     for r, rate in enumerate((0.1, 0.075)):
-        module.training_step(rollout(r), 0)
+        assert "rollout/logprob_gap" in module.training_step(rollout(r), 0)  # of every rollout
         logprobs, _ = completion_logprobs(policy, batch, 1.0)
         loss = -(ADVANTAGES.flatten() * logprobs.sum(1) / batch.mask.sum(1)).mean()
         for p, gradient in zip(policy.parameters(), torch.autograd.grad(loss, [*policy.parameters()]), strict=True):
@@ -191,20 +191,24 @@ def test_every_pass_has_the_temperature_of_the_sampling(toy_model):
 
 
 def test_minibatches_differ_between_epochs_rollouts_and_runs(toy_model):
-    """Each is one of the two groups, drawn at random; an update counts half of the four samples."""
+    """Each is one of the two groups, drawn at random. An update counts half of the samples: of four, and then of three."""
 
     def orders(seed, rollouts, epochs=1):
-        module, first = make_module(toy_model, num_minibatches=2, num_epochs=epochs), []
+        module, first, counts = make_module(toy_model, num_minibatches=2, num_epochs=epochs), [], []
         module.seed, module.freeze = seed, lambda tokens: replace(tokens, old_logprobs=tokens.rollout_logprobs)
 
         def update(minibatch, means, count):
-            assert count == 2
+            counts.append(count)
             first.append(minibatch.sample.tolist())
 
         module.update = update
         for r in range(rollouts):
             module.training_step(rollout(r), 0)
-        return first[::2]
+        three = rollout(0, groups=[GROUPS[0], GROUPS[1][:1]])
+        three.groups = [GROUPS[0], GROUPS[1][:1]]
+        module.training_step(three, 0)
+        assert counts == [2] * (2 * epochs * rollouts) + [1.5] * (2 * epochs)
+        return first[: -2 * epochs : 2]
 
     by_rollout = orders(0, 8)
     assert sorted(map(tuple, {*map(tuple, by_rollout)})) == [(0, 1), (2, 3)]
