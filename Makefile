@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 FORKS ?= 2
+TESTS ?= # folders or files; all by default
 PYTEST_ARGS ?= # such as --again or --costs=FILE
 BUDGET ?= # --budget: fail if a room of tests takes more CPU seconds than it may
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -20,7 +21,7 @@ test: $(VENV)/installed-test ## the quick tests, in two processes
 	$(BIN)/ruff format --check .
 	$(PYTEST) --forks 2 $(BUDGET)
 test-slow: $(VENV)/installed-test ## the tests that train for seconds or start programs
-	$(PYTEST) --forks $(FORKS) -m 'slow and not nightly'
+	$(PYTEST) --forks $(FORKS) -m 'slow and not nightly' $(TESTS)
 test-vllm: $(VENV)-vllm/installed ## the tests that need vLLM, on a CPU, in an environment of their own
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest $(PYTEST_ARGS) -m 'vllm and not nightly'
 test-nightly: $(VENV)/installed-test $(VENV)-vllm/installed ## learning, launchers, kills, notebooks: what takes minutes each

@@ -6,6 +6,7 @@ import time
 import urllib.error
 import urllib.request
 
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -42,10 +43,10 @@ for _ in range(6000):  # ten minutes
 print("health", ask("/health")["status"], ask("/health_generate")["status"])
 first = greedy()
 
+torch.manual_seed(0)  # another adapter may be too small to change the answer
 model = AutoModelForCausalLM.from_pretrained("served")
-adapted = get_peft_model(
-    model, LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"], task_type="CAUSAL_LM")
-)
+large = {"r": 2, "lora_alpha": 64, "init_lora_weights": False}
+adapted = get_peft_model(model, LoraConfig(**large, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 adapted.save_pretrained("served/adapter")
 print("adapters", ask("/lora/status")["loaded"] if "loaded" in ask("/lora/status") else ask("/lora/status"))
 print("missing", ask("/lora/load", {"adapter_path": "served/none", "adapter_name": "none"}))
