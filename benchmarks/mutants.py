@@ -100,8 +100,8 @@ def place(code: CodeType) -> tuple[str, str, int]:
 class Trial:
     """A plugin of pytest that tries the faults in place of running the tests."""
 
-    def __init__(self, chosen: Sequence[Fault]) -> None:
-        self.chosen, self.failed, self.lost = chosen, "", 0
+    def __init__(self, chosen: Sequence[Fault], folder: Path) -> None:
+        self.chosen, self.folder, self.failed, self.lost = chosen, folder, "", 0
         self.live: dict[tuple, list[FunctionType]] = defaultdict(list)  # the functions in memory, by their place
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -180,6 +180,7 @@ class Trial:
         for old, new in codes:
             for function in self.live[place(old)]:
                 function.__code__ = new
+        os.chdir(self.folder)
         config = items[0].config
         config.pluginmanager.unregister(name="terminalreporter")  # which would print each result
         for item, following in zip(items, [*items[1:], None], strict=True):
@@ -191,9 +192,13 @@ class Trial:
 def main(words: list[str]) -> int:
     chosen = [one for one in faults() if not words or any(word in one.name for word in words)]
     os.chdir(ROOT)
-    trial = Trial(chosen)
-    with tempfile.TemporaryDirectory() as folder:
-        plain = ["-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={folder}/tests"]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, "project")  # looks like the project, and takes what a fault writes where it should not
+        folder.mkdir()
+        for path in (path for path in ROOT.iterdir() if not path.name.startswith(".")):
+            (folder / path.name).symlink_to(path)
+        trial = Trial(chosen, folder)
+        plain = ["-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={temporary}/tests"]
         code = pytest.main([*plain, *files(chosen)], [trial])
     return int(bool(code or trial.lost))
 

@@ -198,6 +198,16 @@ def test_preflight_knows_what_dynamic_sampling_looks_at(rounds, found):
 # -- the update
 
 
+def test_a_kl_in_the_reward_is_that_of_the_policy_before_the_update(toy):
+    module, tokens = make_module(fresh(toy), kl=KL(0.5, "k1", "reward"), lr=1.0), collate(GROUPS)
+    module.training_step(rollout(), 0)
+    moved = completion_logprobs(module.policy, tokens, 1.0)[0] - completion_logprobs(fresh(toy), tokens, 1.0)[0]
+    batch = rollout(1, rewards=torch.zeros(2, 2))
+    module.training_step(batch, 0)
+    close(tensor(batch.advantages), -0.5 * moved.sum(1).detach().view(2, 2), atol=1e-5, rtol=0)
+    assert moved.abs().max() > 0.01
+
+
 def test_rows_without_advantage_are_skipped_and_nothing_changes(toy):
     """Forward passes only for rows with an advantage, and the same weights as with passes for all rows."""
     rewards = tensor([[1.0, 0.0], [0.0, 0.0]])  # the second group teaches nothing
