@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
+from grpo.data.dataset import at
 from grpo.env.messages import Message
 from grpo.env.types import Claim, Env, Example, Reward, SingleTurn, Split, Trajectory
 from grpo.rewards.combined import Rewards, Weights, as_lists, text_of
@@ -48,7 +49,7 @@ class RowTask:
 
     def gold(self, example: Example) -> Any:
         """Return the right answer; None if a row has none."""
-        return example.get(self.gold_column)
+        return None if self.gold_column is None else at(example, self.gold_column)
 
     def examples(self, split: Split) -> Sequence[Example]:
         rows = self.data.split(split)
