@@ -10,6 +10,7 @@ from grpo.data.dataset import Dataset, at
 from grpo.env.dialects.calls import messages_of, text_in
 from grpo.env.dialects.chat import chat_message
 from grpo.env.messages import Message, shown
+from grpo.env.tool_parsers import Malformed
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Env, Example, Reward, Split, State
 from grpo.rewards.combined import Weights
@@ -36,14 +37,14 @@ def conversation(prompt: Any) -> tuple[Message, ...]:
         return messages_of([chat_message(message) for message in prompt])
     except UserError:
         raise
-    except (TypeError, LookupError, AttributeError, ValueError) as error:
-        said = f"a call needs {error}" if isinstance(error, KeyError) else error
+    except (Malformed, TypeError, LookupError, AttributeError, ValueError) as error:
+        said = f"a call or a part needs {error}" if isinstance(error, KeyError) else error
         raise UserError(f"{said}, in {shown(prompt)}") from error
 
 
 class Jsonl(RowTask):
     """prompt: the column with the prompt, a text or a list of messages (see `conversation`). gold: the column with the right
-    answer, for rewards that need `gold`; a list of one text is that text. Both may be dotted names of fields in a column.
+    answer, for rewards that need `gold`. Both may be dotted names of fields in a column.
     last_answer: the policy continues a last message of the assistant, or it is left out. template: surrounds a text, which
     replaces {prompt}. system: the message before it. environment: see `FactoryEnv`. rows: further arguments of `Dataset`.
     """
@@ -77,10 +78,6 @@ class Jsonl(RowTask):
         if not isinstance(prompt, str):
             prompt = [{**message, "content": text_in(message.get("content")) or ""} for message in prompt or ()]
         return super().columns({**example, "prompt": prompt})
-
-    def gold(self, example: Example) -> Any:
-        gold = super().gold(example)
-        return gold[0] if isinstance(gold, list) and len(gold) == 1 and isinstance(gold[0], str) else gold
 
     def examples(self, split: Split) -> Sequence[Example]:
         rows = super().examples(split)

@@ -1,4 +1,4 @@
-"""Rows of a dataset (a hub id, a folder or a file), filtered, and split so that no question is in two splits.
+"""TableRows of a dataset (a hub id, a folder or a file), filtered, and split so that no question is in two splits.
 
 Knows nothing of what the columns mean, except that the first column a task needs is the question.
 """
@@ -12,11 +12,10 @@ import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from grpo.data.tables import KINDS, Rows, arrow_rows, opened
+from grpo.data.tables import KINDS, TableRows, arrow_rows, read_file
 from grpo.env.types import Example, Split
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Share, enforced
@@ -45,7 +44,8 @@ class Dataset:
     """The rows of a task, by split, each read once.
 
     path: a local folder or file (jsonl, json, parquet, csv), else a dataset on the hub with its `config`.
-    columns: columns that every row must have, the question first; see `at` for dotted names. name: picks the file in a folder with several datasets.
+    columns: columns that every row must have, the question first, maybe by dotted names (`at`). name: picks the file in a folder
+    with several datasets.
     splits: from our names (train, validation, test) to the source's; None or absent if the source, such as a file, lacks one.
     held_out: for a split that the source lacks, the share of train rows that it takes, such as {validation: 0.1}, chosen by a
     hash of the question. A row of a test or validation split is never trained on, even if it is in train too.
@@ -79,7 +79,7 @@ class Dataset:
         self.held_out = {split: float(share) for split, share in (held_out or {}).items() if share}
         self.filters, self.streaming, self.numbers, self.form = tuple(filters), streaming, tuple(numbers), form
         self.limits = {"train": train_limit, "validation": validation_limit, "test": test_limit}
-        self.sources: dict[Split, Rows] = {}
+        self.sources: dict[Split, TableRows] = {}
         self.read: dict[Split, Sequence[Example]] = {}
         if sum(self.held_out.values()) >= 1:
             raise UserError(f"task.held_out={self.held_out} must be shares of the rows that leave some to train on")
@@ -121,7 +121,7 @@ class Dataset:
                     found |= {key_of(at(row, name)) for row in rows}
         return found
 
-    def _kept(self, split: Split, source: Rows, sides: set[str], elsewhere: set[int]) -> Sequence[Example]:
+    def _kept(self, split: Split, source: TableRows, sides: set[str], elsewhere: set[int]) -> Sequence[Example]:
         """Return the rows of `source` that are in one of `sides`, not `elsewhere`, and pass the filters. Logs removals."""
         removed = dict.fromkeys((*self.filters, "held out"), 0)
         kept, seen, read = [] if self.streaming else array("q"), set(), 0  # rows of a table are not kept in memory
@@ -170,7 +170,7 @@ class Dataset:
             log.info("%s, %s: %d rows kept of %d; removed: %s", self.path, split, len(kept), read, told)
         return kept if self.streaming else source.select(kept)
 
-    def _rows(self, source: Rows, split: Split) -> Iterable[tuple[Any, Sequence]]:
+    def _rows(self, source: TableRows, split: Split) -> Iterable[tuple[Any, Sequence]]:
         """Yield (what to keep, the values of our columns) of each row; a streamed row is kept itself, else its index."""
         with _reading(f"task.path={self.path}"):
             heads = tuple(dict.fromkeys(head(name, source.column_names) for name in self.columns))
@@ -181,7 +181,7 @@ class Dataset:
             for i, row in enumerate(rows):
                 yield row if self.streaming else i, [at(row, name) for name in self.columns]
 
-    def _source(self, split: Split) -> Rows:
+    def _source(self, split: Split) -> TableRows:
         """Return all rows of the source's split, which is opened once."""
         if split not in self.sources:
             self.sources[split] = self._opened(split)
@@ -194,14 +194,14 @@ class Dataset:
             return None
         return split_file(self.local, name, self.name) if self.local.is_dir() else self.local
 
-    def _opened(self, split: Split) -> Rows:
+    def _opened(self, split: Split) -> TableRows:
         from datasets import load_dataset
         from datasets.utils.logging import disable_progress_bar
 
         disable_progress_bar()
         if file := self.file(split):
             with _reading(f"the dataset file {file}"):
-                return opened(file, self.streaming, self.numbers)
+                return read_file(file, self.streaming, self.numbers)
         if self.path.startswith((".", "/", "~")) or self.path.count("/") != 1:
             raise UserError(f"task.path={self.path} does not exist: give a folder, a file or a dataset's id on the hub")
         name = self.splits.get(split, split)
@@ -249,7 +249,7 @@ def head(name: str, there: Iterable[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class Made(Sequence):
-    """Rows that are made when they are read, each from its index alone. digest: of the file that they come from, if any."""
+    """TableRows that are made when they are read, each from its index alone. digest: of the file that they come from, if any."""
 
     size: int
     make: Callable[[int], Example]

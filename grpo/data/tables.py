@@ -1,4 +1,4 @@
-"""Rows of a local file as the file has them: numbers are not rounded, texts stay texts, types are those of the whole file.
+"""TableRows of a local file as the file has them: numbers are not rounded, texts stay texts, types are those of the whole file.
 
 `datasets` keeps the rows on disk: a JSON file as its lines, a CSV file as texts. They become values when a row is read.
 """
@@ -27,8 +27,8 @@ Make = Callable[[dict[str, Any]], dict[str, Any]]  # from a row of the table to 
 
 
 @dataclass(frozen=True, eq=False)
-class Rows(Sequence):
-    """Rows of a table of `datasets`; every row has every column, and None where the file has nothing.
+class TableRows(Sequence):
+    """TableRows of a table of `datasets`; every row has every column, and None where the file has nothing.
 
     file: where they are, None for the hub; digest: of its bytes. lines: of the rows of a JSON file, None if a row has its place.
     by_line: the table holds lines, whose columns cannot be picked before they are read.
@@ -62,15 +62,17 @@ class Rows(Sequence):
         found = self.make(row)
         return {name: found.get(name) for name in self.column_names}
 
-    def select(self, places: Sequence[int]) -> "Rows":
+    def select(self, places: Sequence[int]) -> "TableRows":
         """Return the rows at these places."""
         lines = [place + 1 if self.lines is None else self.lines[place] for place in places] if self.by_line else None
         return replace(self, table=self.table.select(places), lines=lines)
 
-    def select_columns(self, names: Sequence[str]) -> "Rows":
+    def select_columns(self, names: Sequence[str]) -> "TableRows":
         """Return the rows with these columns alone."""
         return replace(
-            self, table=self.table if self.by_line else self.table.select_columns(list(names)), column_names=tuple(names)
+            self,
+            table=self.table if self.by_line else self.table.select_columns(list(names)),
+            column_names=tuple(names),
         )
 
     def where(self, place: int) -> str:
@@ -83,8 +85,8 @@ class Rows(Sequence):
         return f"{self.file}, {'line' if self.by_line and self.file.suffix == '.jsonl' else 'row'} {line}"
 
 
-def opened(file: Path, streaming: bool = False, numbers: Sequence[str] = ()) -> Rows:
-    """Return the rows of a file. numbers: see `Dataset`. Raises any exception of a parser, or UserError, for a file with a fault."""
+def read_file(file: Path, streaming: bool = False, numbers: Sequence[str] = ()) -> TableRows:
+    """Return the rows of a file. numbers: see `Dataset`. Raises UserError, or whatever a parser raises, for a damaged file."""
     if file.suffix not in KINDS:
         raise UserError(f"task.path={file} is not a dataset file: {', '.join(KINDS)} are read")
     if not file.is_file():
@@ -94,7 +96,9 @@ def opened(file: Path, streaming: bool = False, numbers: Sequence[str] = ()) -> 
     kind = KINDS[file.suffix]
     if numbers and kind != "csv":
         raise UserError(f"task.numbers={list(numbers)} is for CSV files: {file} has types of its own")
-    found = {"json": json_rows, "csv": partial(csv_rows, numbers=numbers), "parquet": parquet_rows}[kind](file, streaming)
+    found = {"json": json_rows, "csv": partial(csv_rows, numbers=numbers), "parquet": parquet_rows}[kind](
+        file, streaming
+    )
     if streaming:
         return found
     with file.open("rb") as content:
@@ -111,7 +115,7 @@ def loaded(kind: str, file: Path, streaming: bool, **more: Any) -> Any:
     return load_dataset(kind, data_files=name, split="train", streaming=streaming, **more)
 
 
-def json_rows(file: Path, streaming: bool) -> Rows:
+def json_rows(file: Path, streaming: bool) -> TableRows:
     """Return the rows of a JSON file. Every line is read once, for its columns and its faults; a stream's first ones are."""
     from datasets import Dataset
 
@@ -119,7 +123,7 @@ def json_rows(file: Path, streaming: bool) -> Rows:
     if rows is not None:
         names = dict.fromkeys(name for row in rows for name in row)
         lines = [json.dumps(row) for row in rows]
-        return Rows(Dataset.from_dict({"text": lines}), of_line, tuple(names), file, by_line=True)
+        return TableRows(Dataset.from_dict({"text": lines}), of_line, tuple(names), file, by_line=True)
     names, places = {}, array("q")
     for place, row in lines_of(file, LOOKS if streaming else None):
         names |= dict.fromkeys(row)
@@ -127,11 +131,11 @@ def json_rows(file: Path, streaming: bool) -> Rows:
     if not names:
         raise UserError(f"the dataset file {file} is empty")
     if streaming:
-        return Rows(lambda: (row for _, row in lines_of(file)), dict, tuple(names), file, by_line=True)
+        return TableRows(lambda: (row for _, row in lines_of(file)), dict, tuple(names), file, by_line=True)
     table = loaded("text", file, streaming, encoding="utf-8-sig")
     if blank := len(table) > len(places):
         table = table.select([place - 1 for place in places])
-    return Rows(table, of_line, tuple(names), file, lines=places if blank else None, by_line=True)
+    return TableRows(table, of_line, tuple(names), file, lines=places if blank else None, by_line=True)
 
 
 def of_line(row: Mapping[str, str]) -> dict[str, Any]:
@@ -140,12 +144,18 @@ def of_line(row: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def csv_rows(file: Path, streaming: bool, numbers: Sequence[str] = ()) -> Rows:
+def csv_rows(file: Path, streaming: bool, numbers: Sequence[str] = ()) -> TableRows:
     """Return the rows of a CSV file. A column whose texts are all as Python writes an integer, a float, True or False has such
     values (of a stream none has); every other column has its texts, without exception."""
     import pandas as pd
     from datasets import Features, Value
 
+    with file.open("rb") as lines:
+        for line, content in enumerate(lines, 1):
+            try:
+                content.decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{error}, in line {line}: save it as UTF-8") from None
     names = pd.read_csv(file, nrows=0, index_col=False, dtype=object).columns
     if missing := [name for name in numbers if name not in names]:
         raise UserError(f"task.numbers={list(numbers)}: {file} has no column {missing[0]!r}; it has {', '.join(names)}")
@@ -155,16 +165,16 @@ def csv_rows(file: Path, streaming: bool, numbers: Sequence[str] = ()) -> Rows:
     kinds: dict[str, Callable[[str], Any]] = dict.fromkeys(names, str)
     if not streaming:
         kinds = {name: written_as(table.data.column(name).chunks) for name in names}
-    kinds |= dict.fromkeys(numbers, number)
+    kinds |= dict.fromkeys(numbers, said_number)
 
     def make(row: dict[str, str]) -> dict[str, Any]:
         return {name: kinds[name](text) if text else None for name, text in row.items()}
 
-    found = Rows(table, make, tuple(names), file)
+    found = TableRows(table, make, tuple(names), file)
     for name in () if streaming else numbers:
         for place, piece in enumerate(table.select_columns([name])):
             try:
-                number(piece[name] or "")
+                said_number(piece[name] or "")
             except ValueError:
                 fix = "correct it, or take the column out of task.numbers"
                 raise UserError(f"{found.where(place)}, column {name!r}: {piece[name]!r} is no number; {fix}") from None
@@ -183,6 +193,7 @@ def written_as(chunks: Iterable[Any]) -> Callable[[str], Any]:
 
 
 def is_written(text: str, kind: Callable[[str], Any]) -> bool:
+    """Return whether a value of this type prints as this text."""
     try:
         return str(kind(text)) == text and text.lstrip("-") not in ("nan", "inf")
     except (ValueError, KeyError):
@@ -190,10 +201,11 @@ def is_written(text: str, kind: Callable[[str], Any]) -> bool:
 
 
 def truth(text: str) -> bool:
+    """Return the value of True or False as Python writes them. Raises KeyError for another text."""
     return {"True": True, "False": False}[text]
 
 
-def number(text: str) -> int | float | None:
+def said_number(text: str) -> int | float | None:
     """Return the number of a text; None for one that says that it is missing. Raises ValueError for any other."""
     if text.strip().lower() in MISSING:
         return None
@@ -214,14 +226,15 @@ def line_of_csv(file: Path, place: int) -> int:
     return before
 
 
-def parquet_rows(file: Path, streaming: bool) -> Rows:
+def parquet_rows(file: Path, streaming: bool) -> TableRows:
+    """Return the rows of a Parquet file."""
     import pyarrow.parquet as pq
 
     names = pq.read_schema(file).names
     return arrow_rows(loaded("parquet", file, streaming), tuple(names), file)
 
 
-def arrow_rows(table: Any, names: tuple[str, ...] | None = None, file: Path | None = None) -> Rows:
+def arrow_rows(table: Any, names: tuple[str, ...] | None = None, file: Path | None = None) -> TableRows:
     """Return the rows of a table of `datasets` with types of its own. names: its columns, if a stream does not know them."""
     schema = table.features.arrow_schema if table.features else ()
     makers = {field.name: make for field in schema if (make := exact(field.type))}
@@ -230,7 +243,7 @@ def arrow_rows(table: Any, names: tuple[str, ...] | None = None, file: Path | No
         return row | {name: one(row[name]) for name, one in makers.items() if row.get(name) is not None}
 
     names = names or tuple(table.column_names or next(iter(table), ()))
-    return Rows(table, make if makers else dict, names, file)
+    return TableRows(table, make if makers else dict, names, file)
 
 
 def exact(kind: Any) -> Callable[[Any], Any] | None:
@@ -242,7 +255,7 @@ def exact(kind: Any) -> Callable[[Any], Any] | None:
         of = np.float32 if types.is_float32(kind) else np.float16
         return lambda value: float(str(of(value)))
     if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
-        return text_in
+        return text_of_bytes
     if types.is_dictionary(kind):
         return exact(kind.value_type)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
@@ -250,11 +263,16 @@ def exact(kind: Any) -> Callable[[Any], Any] | None:
         return inner and (lambda values: [value if value is None else inner(value) for value in values])
     if types.is_struct(kind):
         fields = {field.name: make for field in kind if (make := exact(field.type))}
-        return (lambda value: value | {n: one(value[n]) for n, one in fields.items() if value[n] is not None}) if fields else None
+        return (
+            (lambda value: value | {n: one(value[n]) for n, one in fields.items() if value[n] is not None})
+            if fields
+            else None
+        )
     return None
 
 
-def text_in(value: bytes) -> str | bytes:
+def text_of_bytes(value: bytes) -> str | bytes:
+    """Return the text that bytes are in UTF-8, or the bytes if they are none."""
     try:
         return value.decode()
     except UnicodeDecodeError:
