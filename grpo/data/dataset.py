@@ -1,4 +1,4 @@
-"""TableRows of a dataset (a hub id, a folder or a file), filtered, and split so that no question is in two splits.
+"""Rows of a dataset (a hub id, a folder or a file), filtered, and split so that no question is in two splits.
 
 Knows nothing of what the columns mean, except that the first column a task needs is the question.
 """
@@ -249,7 +249,7 @@ def head(name: str, there: Iterable[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class Made(Sequence):
-    """TableRows that are made when they are read, each from its index alone. digest: of the file that they come from, if any."""
+    """Rows that are made when they are read, each from its index alone. digest: of the file that they come from, if any."""
 
     size: int
     make: Callable[[int], Example]

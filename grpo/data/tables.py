@@ -1,4 +1,4 @@
-"""TableRows of a local file as the file has them: numbers are not rounded, texts stay texts, types are those of the whole file.
+"""Rows of a local file as the file has them: numbers are not rounded, texts stay texts, types are those of the whole file.
 
 `datasets` keeps the rows on disk: a JSON file as its lines, a CSV file as texts. They become values when a row is read.
 """
@@ -28,7 +28,7 @@ Make = Callable[[dict[str, Any]], dict[str, Any]]  # from a row of the table to 
 
 @dataclass(frozen=True, eq=False)
 class TableRows(Sequence):
-    """TableRows of a table of `datasets`; every row has every column, and None where the file has nothing.
+    """Rows of a table of `datasets`; every row has every column, and None where the file has nothing.
 
     file: where they are, None for the hub; digest: of its bytes. lines: of the rows of a JSON file, None if a row has its place.
     by_line: the table holds lines, whose columns cannot be picked before they are read.
