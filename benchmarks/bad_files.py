@@ -46,7 +46,6 @@ WORDS = ["preflight=off", "task.train_size=20", "task.test_size=4", "max_tokens=
 ROW = {"prompt": "Sam has 10 coins. Sam finds 5 coins. How many coins does Sam have?", "answer": "15"}
 ROWS = [{**ROW, "prompt": ROW["prompt"].replace("10", str(i))} for i in range(40)]
 
-ASKED = [{"role": "user", "content": "Add 1 and 2."}]
 CALLED = {
     **{"role": "assistant", "content": None},
     "tool_calls": [{"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
@@ -79,6 +78,11 @@ def lines(rows: Sequence[object]) -> str:
 
 
 # -- data
+
+
+def asked(row: dict[str, str]) -> dict[str, str]:
+    """Return the message of a row."""
+    return {"role": "user", "content": row["prompt"]}
 
 
 def data() -> list[Input]:
@@ -156,7 +160,7 @@ def data() -> list[Input]:
         "words_of_nothing.csv": "prompt,answer\n" + "".join(f"{i}?,NA\n" for i in range(40)),
         "latin_1.csv": b"prompt,answer\n" + "é?,1\n".encode("latin-1") * 9,
         "open_quote.csv": 'prompt,answer\na?,1\n"b?,2\n',
-        "calls.jsonl": lines([{**row, "prompt": [*ASKED, CALLED, ANSWERED]} for row in ROWS]),
+        "calls.jsonl": lines([{**row, "prompt": [asked(row), CALLED, ANSWERED]} for row in ROWS]),
         "parts.jsonl": lines(
             [
                 {**row, "prompt": [{"role": "user", "content": [{"type": "text", "text": row["prompt"]}]}]}
@@ -165,9 +169,9 @@ def data() -> list[Input]:
         ),
         "picture.jsonl": lines([{**row, "prompt": [{"role": "user", "content": [{"type": "image"}]}]} for row in ROWS]),
         "from_and_value.jsonl": lines([{**row, "prompt": [{"from": "human", "value": "1?"}]} for row in ROWS]),
-        "another_field.jsonl": lines([{**row, "prompt": [{**ASKED[0], "weight": 1}]} for row in ROWS]),
+        "another_field.jsonl": lines([{**row, "prompt": [{**asked(row), "weight": 1}]} for row in ROWS]),
         "broken_call.jsonl": lines(
-            [{**row, "prompt": [*ASKED, {**CALLED, "tool_calls": [{"id": "a"}]}]} for row in ROWS]
+            [{**row, "prompt": [asked(row), {**CALLED, "tool_calls": [{"id": "a"}]}]} for row in ROWS]
         ),
         "surrogates.jsonl": good.replace("Sam", "S\\ud800m"),
         "nul_characters.jsonl": good.replace("Sam", "S\\u0000m"),

@@ -33,6 +33,10 @@ def conversation(prompt: Any) -> tuple[Message, ...]:
     for message in prompt:
         if other := [name for name, value in message.items() if value is not None and name not in FIELDS]:
             raise UserError(f"a message has the field {other[0]!r}, which no chat template gets: leave it out")
+        if not isinstance(content := message.get("content"), str | list | None):
+            raise UserError(
+                f"a message has the content {shown(content)}: it needs a text, or a list of parts of type text"
+            )
     try:
         return messages_of([chat_message(message) for message in prompt])
     except UserError:

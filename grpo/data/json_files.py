@@ -32,6 +32,14 @@ def fraction(text: str) -> float | str:
 DECODER = json.JSONDecoder(parse_int=whole, parse_float=fraction)
 
 
+def value_of(text: str) -> Any:
+    """Return the value of a JSON text. Halves of characters, which UTF-8 cannot encode, become question marks."""
+    found = DECODER.decode(text)
+    if "\\ud" in text or "\\uD" in text:
+        found = DECODER.decode(json.dumps(found, ensure_ascii=False).encode(errors="replace").decode())
+    return found
+
+
 def lines_of(file: Path, most: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the rows of a file with a JSON object a line, each with the number of its line. most: lines to read; None for all.
 
@@ -42,7 +50,7 @@ def lines_of(file: Path, most: int | None = None) -> Iterator[tuple[int, dict[st
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if text.strip():
-                    yield number, objects(file, f"line {number}", DECODER.decode(text))
+                    yield number, objects(file, f"line {number}", value_of(text))
             except json.JSONDecodeError as error:
                 raise ValueError(f"line {number}: {error.msg}, at character {error.pos + 1}") from None
             except UnicodeDecodeError as error:
@@ -54,7 +62,7 @@ def lines_of(file: Path, most: int | None = None) -> Iterator[tuple[int, dict[st
 def whole_file(file: Path) -> list[dict[str, Any]] | None:
     """Return the rows of a file with one JSON list, or with one object; None if it has more, as one a line."""
     try:
-        found = DECODER.decode(file.read_text(encoding="utf-8-sig"))
+        found = value_of(file.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
             raise

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo.data.json_files import DECODER, lines_of, whole_file
+from grpo.data.json_files import lines_of, value_of, whole_file
 from grpo.system.errors import UserError
 
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -140,7 +140,7 @@ def json_rows(file: Path, streaming: bool) -> TableRows:
 
 def of_line(row: Mapping[str, str]) -> dict[str, Any]:
     """Return the row that a line holds."""
-    found: dict[str, Any] = DECODER.decode(row["text"])
+    found: dict[str, Any] = value_of(row["text"])
     return found
 
 

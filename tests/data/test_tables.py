@@ -111,6 +111,14 @@ def test_a_refusal_names_file_line_and_column(tmp_path, name, content, columns, 
     assert "\n" not in str(refused.value)
 
 
+def test_half_a_character_is_a_question_mark(tmp_path):
+    (tmp_path / "train.jsonl").write_text(
+        '{"q": "a\\ud800b", "gold": 0.1234567890123456789}\n{"q": "\\ud83d\\ude00", "gold": 1}\n'
+    )
+    rows = Dataset(str(tmp_path), ("q",)).split("train")
+    assert [*rows] == [{"q": "a?b", "gold": "0.1234567890123456789"}, {"q": "😀", "gold": 1}]
+
+
 def test_fields_of_columns_and_lines_of_records(tmp_path):
     row = {"a": {"b": {"c": 1}}, "a.b": 2, "d": None}
     assert [at(row, name) for name in ("a.b.c", "a.b", "d.e", "x", "a.x")] == [1, 2, None, None, None]

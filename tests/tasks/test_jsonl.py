@@ -53,6 +53,7 @@ REFUSED = [
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "a part of type 'image_url'"),
     ([{"role": "user", "content": [{"text": "1?"}]}], "needs 'type'"),
     ([{"role": "user", "content": None}], "is no message: it needs a role"),
+    ([{"role": "user", "content": 7}], "a message has the content 7: it needs a text, or a list"),
     ([{"role": "wizard", "content": "1?"}], "is no message: it needs a role"),
     ([{"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {}}]}], "needs 'function'"),
     (
