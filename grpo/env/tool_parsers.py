@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo.env.messages import Message, ToolCall, ToolSpec, shown
+from grpo.env.thoughts import after_thinking
 from grpo.env.tools import TYPES
 
 # tokens that a reader needs to see; a tokenizer may count them among its special ones
 SPELLED = "<tool_call> </tool_call> <|python_tag|> [TOOL_CALLS] [CALL_ID] [ARGS] <think> </think>"
 MARKERS = tuple(SPELLED.split())
-BEGINNINGS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "{")  # of a message that is a call
 DEPTH = 32  # of nested JSON: whoever writes it again does so by recursion
 
 Said = tuple[str, list[ToolCall]]
@@ -195,16 +195,6 @@ WRITTEN = {
     "llama3": '{"name": "NAME", "parameters": {"KEY": VALUE}}, with nothing else in the message',
     "mistral": '[TOOL_CALLS] [{"name": "NAME", "arguments": {"KEY": VALUE}}]',
 }
-
-
-def after_thinking(text: str) -> int:
-    """Where the thinking ends that a message begins with. Its <think> may be missing: some templates end a prompt with it."""
-    start, end = text.find("<think>"), text.find("</think>")
-    if end < 0:
-        return 0
-    opened = start >= 0 and not text[:start].strip()
-    unopened = (start < 0 or end < start) and not text.lstrip().startswith(BEGINNINGS)
-    return end + len("</think>") if opened or unopened else 0
 
 
 def no_number(name: str) -> Any:
