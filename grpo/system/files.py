@@ -56,13 +56,13 @@ def write_json(file: str | Path, content: Any) -> None:
 
 def strict_json(value: Any, **options: Any) -> str:
     """Return the value as JSON that every parser reads: NaN and infinities are null. options: of json.dumps."""
-    return json.dumps(finite(value), ensure_ascii=False, allow_nan=False, **options)
+    return json.dumps(without_nan(value), ensure_ascii=False, allow_nan=False, **options)
 
 
-def finite(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """Return the value with None for each number, however deep, that JSON does not have."""
     if isinstance(value, Mapping):
-        return {finite(key): finite(one) for key, one in value.items()}
+        return {without_nan(key): without_nan(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
+        return [without_nan(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
