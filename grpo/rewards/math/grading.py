@@ -8,7 +8,7 @@ import os
 from functools import lru_cache
 
 from grpo.env.types import Outcome
-from grpo.rewards.math.answers import MAX_LENGTH, equal, readable, reading_of, without_names
+from grpo.rewards.math.answers import MAX_LENGTH, equal, readable, reading_of, for_algebra
 from grpo.system.workers import WorkerError, Workers
 
 DEADLINE = 4.5  # seconds, without those in which a worker waits for a core; real answers take 0.4 at most
@@ -26,7 +26,7 @@ def _decide(answer: str, gold: str) -> Outcome:
         raise WorkerError("there is no gold answer")
     if len(answer) <= MAX_LENGTH and (known := equal(answer, gold)) is not None:
         return _OUTCOME[known]
-    ours, theirs = without_names(answer, gold) if readable(answer) else ("", reading_of(gold).amount)
+    ours, theirs = for_algebra(answer, gold) if readable(answer) else ("", reading_of(gold).amount)
     outcome = ALGEBRA.call(ours, theirs)
     if outcome == "timeout":
         raise TimeoutError
