@@ -7,6 +7,7 @@ from inspect import getmembers, isawaitable, isfunction
 from typing import Any, Literal
 
 from grpo.data.dataset import Dataset, at
+from grpo.env import thoughts
 from grpo.env.dialects.calls import messages_of, text_in
 from grpo.env.dialects.chat import chat_message
 from grpo.env.messages import Message, shown
@@ -21,12 +22,15 @@ from grpo.system.ranges import FunctionName
 
 log = logging.getLogger(__name__)
 
-FIELDS = {field.name for field in fields(Message)} - {"error"} | {"tool_call_id"}  # of a message in a file
+FIELDS = {field.name for field in fields(Message)} - {"error"} | {
+    "tool_call_id",
+    *thoughts.FIELDS,
+}  # of a message in a file
 
 
 def conversation(prompt: Any) -> tuple[Message, ...]:
-    """Return the messages of a list in OpenAI's form: role, content (a text, or parts of type text), name, tool_calls (arguments
-    as an object or as JSON text), tool_call_id. Raises UserError for what a `Message` cannot hold."""
+    """Return the messages of a list in OpenAI's form: role, content (a text, or parts of type text), reasoning_content, name,
+    tool_calls (arguments as an object or as JSON text), tool_call_id. Raises UserError for what a `Message` cannot hold."""
     listed = isinstance(prompt, Sequence) and not isinstance(prompt, str)
     if not listed or not all(isinstance(message, Mapping) and "role" in message for message in prompt):
         raise UserError(f"{shown(prompt)} is neither a text nor a list of messages with role and content")

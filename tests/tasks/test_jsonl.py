@@ -30,7 +30,7 @@ def test_a_conversation_keeps_what_a_message_can_hold():
     given = [
         {"role": "system", "content": "s", "name": None, "tool_calls": None},
         {"role": "user", "content": parts},
-        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "assistant", "content": None, "tool_calls": calls, "reasoning_content": "Both."},
         *({"role": "tool", "content": name.upper(), "tool_call_id": name} for name in ("sub", "add")),
         {"role": "user", "content": "So?", "name": "Ada"},
     ]
@@ -38,7 +38,7 @@ def test_a_conversation_keeps_what_a_message_can_hold():
     assert conversation(given) == (
         Message("system", "s"),
         Message("user", "2 + 2?\nAnd 3?"),
-        Message("assistant", "", made),
+        Message("assistant", "<think>\nBoth.\n</think>\n\n", made),
         Message("tool", "ADD", name="add"),
         Message("tool", "SUB", name="sub"),
         Message("user", "So?", name="Ada"),
