@@ -20,7 +20,7 @@ def whole(text: str) -> int | str:
 def fraction(text: str) -> float | str:
     """Return a number as a float if that prints as the same number, with at most 17 digits; else the text itself."""
     value = float(text)
-    if len(text) <= 15 and "e" not in text.lower():  # a float has 15 digits at least
+    if repr(value) == text or (len(text) <= 15 and "e" not in text.lower()):  # a float has 15 digits at least
         return value
     try:
         same = Decimal(text) in (Decimal(repr(value)), Decimal(f"{value:.17g}"))
