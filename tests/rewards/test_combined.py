@@ -388,6 +388,8 @@ def test_correct_and_what_is_built_on_it():
     wrong = functions.cosine_length([texts[1]] * 3, ["5"] * 3, limit=100, lengths=[0, 50, 200])
     assert right == pytest.approx([1.0, 0.75, 0.5]) and wrong == pytest.approx([-1.0, -0.75, -0.5])
     assert functions.cosine_length(texts[:1], [None]) == [None]  # no verdict
+    with pytest.raises(UserError, match=r"cosine_length: wrong=\[-0.5, -1\] must be \[least, most\]"):
+        functions.cosine_length(texts, ["2"] * 2, wrong=(-0.5, -1))
     # length counts only if all siblings are right
     lengths = [40, 75, 100]
     assert functions.long_when_all_right([texts[0]] * 3, ["2"] * 3, 100, lengths) == pytest.approx([0.0, -0.5, -1.0])
