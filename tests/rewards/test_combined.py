@@ -6,6 +6,8 @@ import json
 import logging
 import math
 import os
+import random
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -30,6 +32,7 @@ from grpo.rewards.reward_model import Classifier
 from grpo.rewards.row_task import RowTask
 from grpo.rollout.samples_table import records
 from grpo.rollout.types import Sample
+from grpo.system.calls import Calls
 from grpo.system.errors import RewardError, UserError
 from grpo.system.progress import BEGIN, Progress, set_progress
 
@@ -150,6 +153,8 @@ def test_two_parts_of_one_name_are_refused():
         ),
         (lambda **_: setattr(sys, "stdout", None), r"changed sys.stdout.closed from False to True"),
         (lambda **_: logging.disable(), r"changed logging.disable from 0 to 50"),
+        (lambda **_: torch.set_grad_enabled(False), r"changed torch's gradient mode from True to False: restore it"),
+        (lambda **_: signal.signal(signal.SIGTERM, signal.SIG_IGN), r"changed signal handlers: SIGTERM: restore it"),
         (lambda **_: {}["gold"], r"raised KeyError: 'gold' \(test_combined.py, line \d+\)"),
     ],
 )
@@ -159,6 +164,49 @@ def test_what_is_no_reward_is_told_with_the_function_that_gave_it(gives, message
     with pytest.raises(RewardError, match=f"the reward function 'mine' {message}"):
         Rewards(gives).score({}, [said("a"), said("b")])
     assert os.getcwd() != "/" and torch.get_default_dtype() is torch.float32 and not logging.root.manager.disable
+    assert torch.is_grad_enabled() and signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN
+
+
+def test_what_honest_functions_change_is_put_back_and_told_once(monkeypatch, caplog):
+    def seeds(completions, **columns):
+        torch.manual_seed(7)
+        torch.rand(3)
+        return [1.0] * len(completions)
+
+    async def environment(completions, **columns):
+        os.environ.update(A_SECRET="value-of-it", HOME="/elsewhere")
+        os.environ.pop("GONE", None)
+        return [1.0] * len(completions)
+
+    def threads(completions, **columns):
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        return [random.random() + torch.rand(1).item() for _ in completions]  # draws are its own
+
+    monkeypatch.setenv("GONE", "1")
+    before, seed, count = os.environ.copy(), torch.initial_seed(), torch.get_num_threads()
+    for _ in range(2):
+        Rewards([seeds, environment, threads]).score({}, [said("a"), said("b")])
+    assert (os.environ.copy(), torch.initial_seed(), torch.get_num_threads()) == (before, seed, count)
+    said_of = [record.getMessage().partition(": it was put back")[0] for record in caplog.records]
+    assert said_of == [
+        f"the reward function 'seeds' changed torch's random seed from {seed} to 7",
+        f"the reward function 'threads' changed torch's number of threads from {count} to {count + 1}",
+        "one of the reward functions seeds, environment, threads changed environment variables: A_SECRET, GONE, HOME",
+    ]
+
+
+def test_a_task_and_an_environment_are_named_too():
+    def step():
+        torch.set_grad_enabled(False)
+
+    async def called():
+        calls = Calls(1, "an environment of Mine")
+        given = await calls.run(0, 60.0, step), await calls.run(0, 60.0, torch.is_grad_enabled)
+        calls.close()
+        return given
+
+    refused, after = asyncio.run(called())
+    assert str(refused).startswith("an environment of Mine changed torch's gradient mode from True to False") and after
 
 
 @pytest.mark.parametrize(

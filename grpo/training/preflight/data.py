@@ -12,9 +12,11 @@ from statistics import pstdev
 from torch.nn import Module
 
 from grpo.env.messages import Message
+from grpo.env.scoring import place_of
 from grpo.env.types import Action, Example, State, Step, Task, Trajectory
 from grpo.rewards.row_task import RowTask
 from grpo.rollout.collate import scores
+from grpo.system.global_state import put_back
 from grpo.training.preflight.probe import Checked, Probe, judged
 
 FORMS = ("\\boxed{{{}}}", "#### {}", "{}")  # ways to write an answer
@@ -50,7 +52,8 @@ def gold(probe: Probe) -> Checked:
     def right(row: Example, answer: str) -> bool:
         state = State(task.messages(row))
         said = [Trajectory((Step(state, Action(Message("assistant", form.format(answer)))),)) for form in FORMS]
-        return any(reward.correct for reward in task.score_group(row, said))
+        with put_back(place_of(task)):
+            return any(reward.correct for reward in task.score_group(row, said))
 
     missed = [answer for row, answer in answers if not right(row, answer)]
     if len(missed) == len(answers):
