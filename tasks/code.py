@@ -35,7 +35,7 @@ def passes(
     limits = sandbox.ProgramLimits(seconds=seconds, memory_mb=memory_mb)
     found = []
     for i, completion in enumerate(completions):
-        row = {name: values[i] for name, values in columns.items()}
+        row = {name: values[i] for name, values in columns.items() if isinstance(values, list)}
         verdict = code_verdict(text_of(completion), row, limits, bool(continuation and continuation[i]), unconfined)
         right = verdict.outcome == "right"
         value = float("nan") if verdict.outcome in ("timeout", "error") else float(right)

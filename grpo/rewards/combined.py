@@ -122,12 +122,13 @@ class Rewards:
         return rewards
 
     def _called(self, arguments: Mapping[str, list], state: Mapping[str, Any]) -> list[list[float | Reward | None]]:
-        """Return the values of every function; coroutines run at the same time. state: arguments for those who name them."""
+        """Return the values of every function; coroutines run at the same time. state: arguments that are no lists, for those who
+        name them, or TRL_GIVES for **columns."""
         given: list[Any] = []
         count = len(arguments["completions"])
         for function, name, wanted in zip(self.functions, self.names, self.wanted, strict=True):
             own = {one: [*arguments[one]] for one in wanted or arguments if one in arguments}
-            named = {one.name for one in _parameters(function)} - own.keys()
+            named = {*(wanted or TRL_GIVES), *(one.name for one in _parameters(function))} - own.keys()
             own |= {one: state[one] for one in named & state.keys()}
             with seen(what := f"the reward function {name!r}"), put_back(what):
                 try:
@@ -203,7 +204,8 @@ async def _side_by_side(given: Sequence[Any]) -> list[Any]:
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _LISTS = {"prompts", "completions", "completion_ids", "truncated", "lengths", "outcomes", "environments"}
-_ALWAYS = _LISTS | {"progress", "trainer_state", "log_metric", "log_extra"}  # available in every task
+TRL_GIVES = ("trainer_state", "log_metric", "log_extra")  # to every function, beside the lists
+_ALWAYS = _LISTS | {"progress", *TRL_GIVES}  # available in every task
 
 
 def _parameters(function: Function) -> list[inspect.Parameter]:

@@ -61,10 +61,11 @@ def test_a_function_gets_lists_with_every_column(monkeypatch):
         return [0] * len(completions)
 
     Rewards(spy).score({"gold": "4", "level": 3}, [said("four", length=2, truncated=True), said("4", length=1)])
-    assert seen == {
+    assert {name: value for name, value in seen.items() if isinstance(value, list)} == {
         "prompts": ["2 + 2?", "2 + 2?"], "completions": ["four", "4"], "gold": ["4", "4"], "level": [3, 3],
         "truncated": [True, False], "lengths": [2, 1], "completion_ids": [[0, 1], [0]], "outcomes": [None, None],
     }  # fmt: skip
+    assert {name for name in seen if not isinstance(seen[name], list)} == {"trainer_state", "log_metric", "log_extra"}
     assert [r.value for r in Rewards(no_kwargs).score({"level": 7, "other": 1}, [said("a"), said("b")])] == [7, 7]
 
 
@@ -291,12 +292,21 @@ def test_the_rest_of_trls_contract():
     def ramp(completions, progress):
         return [progress.share] * len(completions)
 
+    async def rest(**kwargs):  # as TRL's functions read it
+        assert {"log_metric", "log_extra"} < kwargs.keys() and "progress" not in kwargs
+        return [kwargs["trainer_state"].global_step] * len(kwargs["completions"])
+
     set_progress(3, 12)
     try:
-        one, two = Rewards([full, ramp]).score({}, [said("ab", length=2), said("c", length=1)])
+        one, two = Rewards([full, ramp, rest], [1, 1, 0]).score({}, [said("ab", length=2), said("c", length=1)])
     finally:
         set_progress(0, 1)
-    assert (one.value, two.value) == (0.5, 0.5) and dict(one.parts) == {"full": 0.25, "ramp": 0.25, "longest": 2.0}
+    assert (one.value, two.value) == (0.5, 0.5) and dict(one.parts) == {
+        "full": 0.25,
+        "ramp": 0.25,
+        "rest": 3,
+        "longest": 2.0,
+    }
     assert (one.extra, two.extra) == ({"seen": "ab"}, {"seen": "c"}) and two.parts["longest"] == 2.0
     [row, _] = records([[Sample({}, said("ab"), (), reward) for reward in (one, two)]])
     assert (row["extra/seen"], row["reward/longest"]) == ("ab", 2.0)
