@@ -3,9 +3,9 @@
     python benchmarks/grading.py D          # D has gsm8k_test.jsonl and math500_test.jsonl
 
 Prints answers per second on GSM8K's own solutions (one by one, and in groups of 8 as a run scores them, with no cache between
-rounds), seconds for 64 answers that need algebra, without and with an endless one among them, and the time of one grading: median,
-99 % and slowest, of MATH-500's answers against their own gold and against another one, and of the tests' cases. Medians of three
-rounds; the times of one grading are of one round.
+rounds), seconds for 64 answers that need algebra, without and with an endless one among them (medians of three rounds), and the
+time of one grading: median, 99 % and slowest, of MATH-500's answers against their own gold and another one, and of the tests'
+cases.
 """
 
 import asyncio
@@ -18,6 +18,8 @@ from pathlib import Path
 from statistics import median, quantiles
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import grading_table
+
 from grpo.env.messages import Message
 from grpo.env.types import Action, State, Step, Trajectory
 from grpo.rewards.math import grading
@@ -88,9 +90,10 @@ def main(folder: str) -> None:
 
 def cases() -> list[tuple[str, str]]:
     """Return (answer, gold) of every case in the tables of the tests."""
-    tables = (Path(__file__).parents[1] / "tests/data").glob("grading_*.txt")
+    tables = [Path(__file__).parents[1] / f"tests/data/grading_{name}.txt" for name in ("right", "wrong")]
     lines = [line.split(" ~ ") for table in tables for line in table.read_text(encoding="utf-8").splitlines()]
-    return [(answer, gold) for gold, *answers in lines for answer in answers]
+    rules = [(a, gold) for _, gold, answers in grading_table.cases() for a in answers["right"] + answers["wrong"]]
+    return [(answer, gold) for gold, *answers in lines for answer in answers] + rules
 
 
 def one_at_a_time(name: str, pairs: list[tuple[str, str]]) -> None:

@@ -18,7 +18,7 @@ from grpo.rewards.math.grading import verdict
 from grpo.rewards.math.worked import copied, unworked
 from grpo.rewards.resolve import Function, locate, reward_name
 from grpo.system.errors import UserError
-from grpo.system.ranges import Whole
+from grpo.system.ranges import Count, NonNegative, Positive, Whole
 
 Completions = Sequence[str] | Sequence[Sequence[Mapping[str, str]]]
 
@@ -128,7 +128,7 @@ def _sizes(completions: Completions, lengths: Sequence[int] | None) -> list[int]
 
 
 def overlong(
-    completions: Completions, limit: int, buffer: int, lengths: Sequence[int] | None = None, **columns: Any
+    completions: Completions, limit: int, buffer: Positive, lengths: Sequence[int] | None = None, **columns: Any
 ) -> list[float]:
     """0 up to limit - buffer, then falling linearly to -1 at the limit (arXiv 2503.14476, eq. 13)."""
     return [-min(max((size - limit + buffer) / buffer, 0.0), 1.0) for size in _sizes(completions, lengths)]
@@ -147,14 +147,18 @@ def long_when_all_right(
 def cosine_length(
     completions: Completions,
     gold: Sequence[str],
-    limit: int = 1000,
+    limit: Count = 1000,
     right: tuple[float, float] = (0.5, 1.0),
     wrong: tuple[float, float] = (-1.0, -0.5),
     lengths: Sequence[int] | None = None,
     **columns: Any,
 ) -> list[float | None]:
     """Shorter right answers earn more, shorter wrong answers lose more, along half a cosine up to `limit`
-    (arXiv 2502.03373, sec. 4.2). right and wrong: (least, most). None if the grader reached no verdict."""
+    (arXiv 2502.03373, sec. 4.2). right and wrong: (least, most), of any sign. None if the grader reached no verdict."""
+    for name, (least, most) in (("right", right), ("wrong", wrong)):
+        if least > most:
+            fix = "give the least first, or length would be paid in the other direction"
+            raise UserError(f"cosine_length: {name}=[{least}, {most}] must be [least, most]: {fix}")
 
     def value(reward: Reward, size: int) -> float | None:
         long, short = right if reward.correct else wrong[::-1]
@@ -164,7 +168,7 @@ def cosine_length(
     return list(map(value, graded, _sizes(completions, lengths)))
 
 
-def repetition(completions: Completions, size: int = 3, most: float = 1.0, **columns: Any) -> list[float]:
+def repetition(completions: Completions, size: Count = 3, most: NonNegative = 1.0, **columns: Any) -> list[float]:
     """-most x the share of n-grams (of `size` words) that occurred earlier in the text (arXiv 2502.03373, app. C)."""
 
     def share(text: str) -> float:

@@ -9,25 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import math_verify.grader as comparing
+import sympy
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.errors import TimeoutException
-from sympy import (
-    Eq,
-    Expr,
-    FiniteSet,
-    I,
-    Integral,
-    Limit,
-    MatrixBase,
-    Mul,
-    Product,
-    Rational,
-    Sum,
-    Union,
-    UnevaluatedExpr,
-)
-from sympy import fraction, ordered, simplify, solve, together
+from sympy import Eq, Expr, Rational, simplify
 from sympy.core.relational import Relational
 
 from grpo.env.types import Outcome
@@ -36,6 +22,7 @@ from grpo.rewards.math.exact import MOST_BITS, same_number, size
 ALARM = 3.0  # seconds that a worker computes in each step
 
 _COMMAND = re.compile(r"\\text\s*\{[^{}]*\}|\\(?:begin|end|mathbb)\s*\{[^{}]*\}|\\[a-zA-Z]+")
+_AND = re.compile(r"\band\b|\\(?:land|wedge)\b")
 _DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
 _OUTCOME: dict[bool, Outcome] = {True: "right", False: "wrong"}
 
@@ -92,10 +79,11 @@ def _parse(text: str):
     if not found:
         raise ValueError(f"math-verify cannot read {text!r}")
     found = found[0]
-    relations = isinstance(found, FiniteSet) and all(isinstance(item, Relational) for item in found.args)
+    relations = isinstance(found, sympy.FiniteSet) and all(isinstance(item, Relational) for item in found.args)
     if relations and len(found.free_symbols) == 1:
-        return Union(*(item.as_set() for item in found.args))  # x < 2 or x > 3
-    units = {symbol: I for symbol in found.free_symbols if symbol.name == "i"}
+        joined = sympy.Intersection if _AND.search(text) else sympy.Union  # x > 2 and x < 3, but x < 2 or x > 3
+        return joined(*(item.as_set() for item in found.args))
+    units = {symbol: sympy.I for symbol in found.free_symbols if symbol.name == "i"}
     return found.subs(units) if units and not isinstance(found, Relational) else found
 
 
@@ -121,7 +109,7 @@ def _differ(ours, theirs) -> bool:
         return False  # math-verify reads a word as one symbol, or as the product of its letters
     if not names or size(ours) + size(theirs) > MOST_BITS:
         return False  # `same_number` decides
-    rough = any(expression.has(Sum, Product, Integral, Limit) for expression in (ours, theirs))
+    rough = any(expression.has(sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit) for expression in (ours, theirs))
     tolerance = 0.1 if rough else 1e-9  # their numerical values may be far off
     try:
         x, y = at_a_point(ours), at_a_point(theirs)
@@ -132,7 +120,7 @@ def _differ(ours, theirs) -> bool:
 
 
 def _percent(x) -> bool:
-    return isinstance(x, Mul) and UnevaluatedExpr(Rational(1, 100)) in x.args
+    return isinstance(x, sympy.Mul) and sympy.UnevaluatedExpr(Rational(1, 100)) in x.args
 
 
 def _numeric(a, b, float_rounding: int, numeric_precision: int) -> bool:
@@ -164,7 +152,7 @@ comparing.sympy_numeric_eq, comparing.sympy_symbolic_eq = _numeric, _symbolic
 def same_equation(ours: Eq, gold: Eq) -> bool:
     """Return whether two equations have the same solutions: one is a multiple of the other, or both have the same solutions for
     each unknown. An identity, which everything solves, must be written alike."""
-    p, q = (fraction(together((x.lhs - x.rhs).doit()))[0] for x in (ours, gold))
+    p, q = (sympy.fraction(sympy.together((x.lhs - x.rhs).doit()))[0] for x in (ours, gold))
     if not (isinstance(p, Expr) and isinstance(q, Expr)) or not (p := simplify(p)) or not (q := simplify(q)):
         return ours == gold
     if p.free_symbols != q.free_symbols:
@@ -172,11 +160,11 @@ def same_equation(ours: Eq, gold: Eq) -> bool:
     ratio = simplify(p / q)
     if not ratio.free_symbols and ratio.is_finite and ratio != 0:
         return True
-    return all(_solutions(p, unknown) == _solutions(q, unknown) for unknown in ordered(p.free_symbols))
+    return all(_solutions(p, unknown) == _solutions(q, unknown) for unknown in sympy.ordered(p.free_symbols))
 
 
 def _solutions(x: Expr, unknown) -> set[Expr]:
-    return {simplify(solution) for solution in solve(x, unknown)}
+    return {simplify(solution) for solution in sympy.solve(x, unknown)}
 
 
 _EXACTLY = {

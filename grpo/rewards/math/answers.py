@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from grpo.rewards.math.arithmetic import LARGE, Value, same, value
 from grpo.rewards.math.spelling import SPECIAL, clean
-from grpo.rewards.math.units import factor, split, temperature
+from grpo.rewards.math.units import apart, factor, temperature
 
 MAX_LENGTH = 1000  # characters of an answer worth reading; longer ones are loops, and some take minutes
 MAX_NESTING = 10  # of brackets, where algebra is needed
@@ -83,25 +83,29 @@ _INDEX = r"(?:_(?:\w|\{[^{}]*\}))?'*"
 # what an equation may define: x, x_1, y', AB, f(x), P(A|B), \angle ABC, \overline{AB}, \frac{dy}{dx}, (x,y), \text{area}
 _NAME = (
     rf"(?:\\(?:angle|triangle|overline|vec|hat|bar|operatorname|text|mathbf)\s*(?:\{{[^{{}}]*\}}|[A-Z]+)|[A-Z]{{2,}}|[A-Z][a-z]{{2,}}|"
-    rf"\\frac\s*\{{d\^?\w*\s*[a-z]?\}}\s*\{{d[a-z](?:\^\w)?\}}|{_LETTER}{_INDEX})"
+    rf"\\frac\s*\{{d\^?\w*\s*[a-z]?\}}\s*\{{d[a-z](?:\^\w)?\}}|{_LETTER}{_INDEX}(?:\^\{{?-1\}}?(?=\s*\())?)"
 )
 _NAMED = re.compile(rf"(?!{_FUNCTION})({_NAME}(?:\s*\([^()=]*\))?|\([a-z](?:\s*,\s*[a-z])+\))\s*=")  # but not \sum_{k=
-_FUNCTION_OF = re.compile(rf"{_FUNCTION}\s*(?:\(\s*)?{_NAME}(?:\s*\))?\s*=\s*(?=[^a-zA-Z=]*$|(?:[^a-zA-Z=]|\\(?:frac|sqrt|pi)\b)*$)")
+_FUNCTION_OF = re.compile(
+    rf"{_FUNCTION}\s*(?:\(\s*)?{_NAME}(?:\s*\))?\s*=\s*(?=[^a-zA-Z=]*$|(?:[^a-zA-Z=]|\\(?:frac|sqrt|pi)\b)*$)"
+)
 _EQUALS = re.compile(r"(?<![<>!:\\])=")
-_UNKNOWN = re.compile(r"(?<![a-zA-Z\\])(?!e(?![a-zA-Z]))[a-zA-Z]|\\(?:theta|alpha|beta|gamma|phi|lambda|mu|omega|rho|sigma|tau)\b")
+_UNKNOWN = re.compile(
+    r"(?<![a-zA-Z\\])(?!e(?![a-zA-Z]))[a-zA-Z]|\\(?:theta|alpha|beta|gamma|phi|lambda|mu|omega|rho|sigma|tau)\b"
+)
 # \text{Evelyn}, but not \text{5 apples}
 _WORDS = re.compile(r"(?=\\text\s*\{[\s(]*[a-zA-Z])(?:\\text\s*\{[^{}]*\} ?)+")
 _PIECE = re.compile(r"\\text\s*\{([^{}]*)\}")
 _BASED = re.compile(r"\(?([0-9][0-9A-F]*)\)?_\{?([0-9]+)\}?")
 _APART = re.compile(r"[0-9] +[0-9]")
-_POWER = re.compile(r"\^ ?(-?[0-9])$")
 _CLOSED_AT_INFINITY = re.compile(r"\[\s*-?\s*\\infty|\\infty\s*\]")
 _COLON = re.compile(r"[0-9.]+(?: ?: ?[0-9.]+)+")  # a time or a ratio
 _TIME = re.compile(r"[0-9]+(?::[0-5][0-9])+")
 _INDIAN = re.compile(r"[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}(?:\.[0-9]+)?")  # 12,34,567
 # C, (C), C), C: a river, Option C. a river
 _CHOICE = re.compile(
-    r"(?:(?:option|choice) )?(?:\(([a-z])\)|\[([a-z])\]|([a-z])(?=$|[):]|\.(?!\S)|\.? ?$| \())(?:[):.\s]*)(.*)", re.IGNORECASE
+    r"(?:(?:option|choice) )?(?:\(([a-z])\)|\[([a-z])\]|([a-z])(?=$| ?[):]|\.\)|\.(?!\S)| \())(?:[):.\s]*)(.*)",
+    re.IGNORECASE,
 )
 _OTHER_CHOICE = re.compile(r"(?i:or|and|not|is|,|;|/|&)\b|[,;/&+=*^-]|\(?[A-J][).:]|.*(?:\([A-J]\)|\b[A-J][):])|[A-J]$")
 
@@ -126,16 +130,20 @@ class Reading(NamedTuple):
 def reading_of(answer: str) -> Reading:
     """Return the reading of an answer; later calls take it from a cache."""
     text = clean(answer)
-    amount, unit = split(text)
+    amount, unit = apart(text)
     percent = amount.endswith("%")
     amount = amount.rstrip("% ")
     named = _NAMED.match(amount) or _FUNCTION_OF.match(amount)
     name, body = (named[0].rstrip("= "), amount[named.end() :].strip()) if named else ("", amount)
-    equation = not named and bool(_EQUALS.search(amount)) and bool(_UNKNOWN.search(amount)) and not _LISTED.search(amount)
+    equation = not named and bool(_EQUALS.search(amount)) and not _LISTED.search(amount)
+    if equation and not _UNKNOWN.search(amount):
+        equation, body = False, amount.rpartition("=")[2].strip()
     return Reading(text, amount, unit, percent, name, body, equation, value(body))
 
 
-_LISTED = re.compile(r",|;|\\text|\\in\b|\\begin|[<>]|\\[lgn]e\b|\b(?:and|or)\b|\\[a-z]+_\{[^{}]*=")  # more than one equation, or no equation
+_LISTED = re.compile(
+    r",|;|\\text|\\in\b|\\begin|[<>]|\\[lgn]e\b|\b(?:and|or)\b|\\[a-z]+_\{[^{}]*="
+)  # more than one equation, or no equation
 
 
 def readable(answer: str) -> bool:
@@ -143,6 +151,38 @@ def readable(answer: str) -> bool:
     text = reading_of(answer).amount if len(answer) <= MAX_LENGTH else ""
     depths = accumulate((character in "({[") - (character in ")}]") for character in text)
     return bool(text) and max(depths) <= MAX_NESTING and not _APART.search(text)
+
+
+# what can stand for a letter, an operator or a bracket, from the inside to the outside
+_PARTS = [
+    (re.compile(r"\\(?:d|t)?(?:frac|binom)\s*\{[^{}\\]+\}\s*\{[^{}\\]+\}|\\sqrt\s*(?:\[\w+\])?\s*\{[^{}\\]+\}"), "x"),
+    (
+        re.compile(
+            r"(?<=[_^])\s*\{[^{}\\]+\}|\\(?:text|mathbb)\s*\{[^{}\\]*\}|\\circ|\\infty|\\emptyset|\\(?:pi|theta|alpha|beta)\b"
+        ),
+        "x",
+    ),
+    (re.compile(r"[-+]|\\pm(?![a-zA-Z])"), "-"),
+    (re.compile(r"\\(?:cdot|times|le|ge|cup|cap|in|ne)(?![a-zA-Z])|[*/^_=<>,;:]"), "+"),
+    (re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|ln|log)(?![a-zA-Z])|[!%' .]|\\(?=[{}])"), ""),
+    (re.compile(r"[(\[][^()\[\]{}\\]*[)\]]|\{[^()\[\]{}\\]*\}"), "x"),
+]
+_SOUND = re.compile(r"-*[0-9a-zA-Z|]+(?:[-+]-*[0-9a-zA-Z|]+)*")
+
+
+def sound(gold: str) -> bool:
+    """Return whether a gold answer is put together soundly, so that algebra need not be asked whether it can be read."""
+    reading, before = reading_of(gold), ""
+    text = reading.body
+    while text != before:
+        before = text
+        for pattern, part in _PARTS[:2]:
+            text = pattern.sub(part, text)
+    for pattern, part in _PARTS[2:]:
+        text = pattern.sub(part, text)
+    return len(gold) <= MAX_LENGTH and (
+        bool(_WORDS.fullmatch(reading.text)) or bool(_SOUND.fullmatch(_PARTS[-1][0].sub("x", text)))
+    )
 
 
 def for_algebra(answer: str, gold: str) -> tuple[str, str]:
@@ -163,7 +203,7 @@ def words(text: str) -> str:
 
 
 def choice_of(text: str) -> tuple[str, str] | None:
-    """Return the letter of a choice and the text beside it: ("C", "a river") for `\\textbf{(C) }a river`; None for other answers."""
+    """Return the letter of a choice and the text beside it: ("C", "a river") for `\\textbf{(C) }a river`; else None."""
     bare = re.sub(r"\s+", " ", _PIECE.sub(r"\1", re.sub(r"[{}]", "", _PIECE.sub(r" \1 ", text)))).strip(" .")
     found = _CHOICE.fullmatch(bare)
     if not found or _OTHER_CHOICE.match(found[4]):
@@ -193,7 +233,10 @@ def _equal_amounts(ours: Reading, gold: Reading) -> bool | None:
     mine = ours.value if ours.value == LARGE else ours.value * times
     known = same(mine, gold.value)
     if known is False and ours.percent != gold.percent:
-        x, y = (number / 100 if percent else number for number, percent in ((mine, ours.percent), (gold.value, gold.percent)))
+        x, y = (
+            number / 100 if percent else number
+            for number, percent in ((mine, ours.percent), (gold.value, gold.percent))
+        )
         known = same(x, y)
     return known
 
@@ -202,7 +245,9 @@ def _equal_colons(ours: Reading, gold: Reading) -> bool | None:
     """Compare times and ratios part by part: 0:45 is not 0:50, and 9:30 is not 3:10. A time is no number."""
     mine, theirs = (_COLON.fullmatch(reading.body) for reading in (ours, gold))
     if mine and theirs:
-        return [value(part.strip()) for part in mine[0].split(":")] == [value(part.strip()) for part in theirs[0].split(":")]
+        return [value(part.strip()) for part in mine[0].split(":")] == [
+            value(part.strip()) for part in theirs[0].split(":")
+        ]
     return False if any(_TIME.fullmatch(reading.body) for reading in (ours, gold)) else None
 
 
@@ -247,9 +292,6 @@ def equal(answer: str, gold: str) -> bool | None:
     bases = [_BASED.fullmatch(reading.text.replace(" ", "")) for reading in (ours, theirs)]
     if any(bases):  # 5 is not 5_8: the question asks for a base
         return all(bases) and bases[0].groups() == bases[1].groups()
-    powers = [_POWER.search(reading.unit) for reading in (ours, theirs)]
-    if all(powers) and powers[0][1] != powers[1][1]:  # cm^2 and cm^3
-        return False
     if factor(ours.unit, theirs.unit) is None and temperature(Fraction(0), ours.unit, theirs.unit) is None:
         return False
     if theirs.equation and not _EQUALS.search(ours.amount):

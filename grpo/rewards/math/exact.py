@@ -1,8 +1,8 @@
 """Decides whether two numbers are equal, by proof and not by rounding: sympy expressions in, True, False or None out.
 
-In this order: rationals exactly; powers that nobody can write down by their factors, 4^{10^{10}} = 2^{2*10^{10}}; an inequality by a
-difference of which digits are sure; roots by their separation bound; anything else by sympy's rules, at last to DIGITS digits.
-Runs in a worker: only its callers import sympy.
+In this order: rationals exactly; powers that nobody can write down by their factors, 4^{10^{10}} = 2^{2*10^{10}}; an
+inequality by a difference of which digits are sure; roots by their separation bound; anything else by sympy's rules, at last
+to DIGITS digits. Runs in a worker: only its callers import sympy.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,15 +10,14 @@ from fractions import Fraction
 from math import gcd, inf, log2, prod
 
 import mpmath
-from sympy import E, Expr, Float, I, Integral, Limit, Pow, Product, Rational, Sum, UnevaluatedExpr, binomial, factorial
-from sympy import exp as exponential
-from sympy import simplify
+import sympy
+from sympy import E, Expr, Pow, Rational
 from sympy.functions.elementary.hyperbolic import HyperbolicFunction
 
 MOST_BITS = 2**18  # of a number that is computed; 79,000 digits
 MOST_DIGITS = 20000  # that a separation bound may ask for
 DIGITS = 1000  # to which two numbers without a proof must agree, beyond the digits of the numbers in them
-_ROUGH = (Sum, Product, Integral, Limit)  # whose digits sympy does not answer for
+_ROUGH = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)  # whose digits sympy does not answer for
 
 Factors = dict[int | Expr, Fraction]  # base -> exponent; a base is an integer above 1, or e
 
@@ -28,11 +27,11 @@ def size(x: Expr) -> float:
     if x.is_Rational:
         return x.p.bit_length() + x.q.bit_length()
     inner = max(1, sum(size(part) for part in x.args))
-    if isinstance(x, exponential | HyperbolicFunction) or (isinstance(x, Pow) and not x.base.is_algebraic):
+    if isinstance(x, sympy.exp | HyperbolicFunction) or (isinstance(x, Pow) and not x.base.is_algebraic):
         return inner if inner <= 256 else inf  # sympy gets lost in the digits of e^{-2025!}
     if isinstance(x, Pow) and x.exp.is_number:
         return size(x.base) * max(1.0, _magnitude(x.exp))
-    if isinstance(x, factorial | binomial) and x.args[0].is_number:
+    if isinstance(x, sympy.factorial | sympy.binomial) and x.args[0].is_number:
         return inner * max(1.0, _magnitude(x.args[0]))
     return inner
 
@@ -58,7 +57,7 @@ def same_number(a: Expr, b: Expr) -> bool | None:
     bound = None if rough else _bound(difference)
     if bound is not None and bound < MOST_DIGITS:
         return not _nonzero(difference, bound)
-    if simplify(difference) == 0:
+    if sympy.simplify(difference) == 0:
         return True
     return None if rough else not _nonzero(difference, DIGITS + int(size(difference)))
 
@@ -66,12 +65,13 @@ def same_number(a: Expr, b: Expr) -> bool | None:
 def _nonzero(x: Expr, digits: int) -> bool:
     """Return whether x is surely not 0. sympy raises its precision up to so many digits until three digits of x are sure."""
     return any(
-        isinstance(part, Float) and part._prec > 1 and part != 0 for part in x.evalf(3, maxn=digits).as_real_imag()
+        isinstance(part, sympy.Float) and part._prec > 1 and part != 0
+        for part in x.evalf(3, maxn=digits).as_real_imag()
     )
 
 
 def _bound(x: Expr) -> int | None:
-    """Return with how many digits a number made of rationals by + - * / and roots cannot be told from 0 unless it is 0.
+    """Return with how many digits a number made of rationals by + - * / and roots differs from 0 unless it is 0.
 
     The separation bound of Burnikel, Funke, Mehlhorn, Schirra and Schmitt (2001). None for other numbers.
     """
@@ -81,28 +81,28 @@ def _bound(x: Expr) -> int | None:
         """Return log2 of the bounds u and l of the paper."""
         if x.is_Rational:
             return x.p.bit_length(), x.q.bit_length()
-        if x == I:
+        if x == sympy.I:
             roots.add(Pow(-1, Rational(1, 2), evaluate=False))
             return 0, 0
         parts = [measured(part) for part in x.args[:1] if x.is_Pow] or [measured(part) for part in x.args]
         if x.is_Add:
-            low = sum(part[1] for part in parts)
-            return max(u + low - l for u, l in parts) + log2(len(parts)), low
+            total = sum(low for _, low in parts)
+            return max(up + total - low for up, low in parts) + log2(len(parts)), total
         if x.is_Mul:
-            return sum(part[0] for part in parts), sum(part[1] for part in parts)
+            return sum(up for up, _ in parts), sum(low for _, low in parts)
         if not (x.is_Pow and x.exp.is_Rational):
             raise ValueError(f"{x.func} makes no algebraic number")
-        (u, l), q = parts[0], x.exp.q
+        (up, low), q = parts[0], x.exp.q
         if q > 1:
             roots.add(Pow(x.base, Rational(1, q), evaluate=False))
-            u, l = ((u + (q - 1) * l) / q, l) if u >= l else (u, ((q - 1) * u + l) / q)
-        return (u * abs(x.exp.p), l * abs(x.exp.p))[:: 1 if x.exp.p > 0 else -1]
+            up, low = ((up + (q - 1) * low) / q, low) if up >= low else (up, ((q - 1) * up + low) / q)
+        return (up * abs(x.exp.p), low * abs(x.exp.p))[:: 1 if x.exp.p > 0 else -1]
 
     try:
-        u, l = measured(x)
+        up, low = measured(x)
     except ValueError:
         return None
-    return int((l + prod(root.exp.q for root in roots) * u) * 0.302) + 10
+    return int((low + prod(root.exp.q for root in roots) * up) * 0.302) + 10
 
 
 def _same_sums(ours: list[Expr], theirs: list[Expr]) -> bool | None:
@@ -163,9 +163,9 @@ def _rational(x: Expr) -> Fraction:
 
 def _factors(x: Expr) -> tuple[int, Factors]:
     """Return the sign of a real number other than 0, and |x| as a product of powers. Raises ValueError for other numbers."""
-    if isinstance(x, UnevaluatedExpr):
+    if isinstance(x, sympy.UnevaluatedExpr):
         return _factors(x.args[0])
-    if x == E or isinstance(x, exponential):
+    if x == E or isinstance(x, sympy.exp):
         return 1, {E: _rational(x.exp) if x != E else Fraction(1)}
     if x.is_Mul:
         signs, parts = zip(*map(_factors, x.args), strict=True)

@@ -5,10 +5,12 @@ worker processes, because math-verify and sympy may take minutes and gigabytes, 
 """
 
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 from grpo.env.types import Outcome
-from grpo.rewards.math.answers import MAX_LENGTH, equal, readable, reading_of, for_algebra
+from grpo.rewards.math.answers import MAX_LENGTH, equal, for_algebra, readable, reading_of, sound
 from grpo.system.workers import WorkerError, Workers
 
 DEADLINE = 4.5  # seconds, without those in which a worker waits for a core; real answers take 0.4 at most
@@ -47,3 +49,23 @@ def verdict(answer: str | None, gold: str) -> Outcome:
         return "timeout"
     except WorkerError:
         return "error"
+
+
+def unreadable(golds: Sequence[str | None]) -> list[int]:
+    """Return the places of the right answers that nobody can read; None is no answer, and is left out.
+
+    Asks a worker only about those that are not put together soundly.
+    """
+    places: dict[str, list[int]] = {}
+    for place, gold in enumerate(golds):
+        if gold is not None and reading_of(gold).value is None and not sound(gold):
+            places.setdefault(gold, []).append(place)
+    if not places:
+        return []
+    with ThreadPoolExecutor(WORKERS) as pool:  # a number that is no right answer
+        outcomes = pool.map(lambda gold: verdict("12345678987654321", gold), places)
+        return sorted(
+            place
+            for gold, outcome in zip(places, outcomes, strict=True)
+            for place in places[gold] * (outcome == "error")
+        )

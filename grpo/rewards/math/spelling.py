@@ -2,16 +2,18 @@
 
 Each rewrite has the reason beside it or speaks for itself. None changes what is meant. Linear in the text.
 """
-# ruff: noqa: RUF001 - this file replaces characters that look like others
+# ruff: noqa: RUF001, RUF002 - this file replaces characters that look like others
 
 import re
 import unicodedata
 
-SPECIAL = re.compile(r"<[|｜][^<>\s]{1,40}[|｜]>|</?(?:s|answer)>|<(?:eos|pad|end_of_turn)>|\[/?INST\]")  # <|im_end|> and its like
+SPECIAL = re.compile(
+    r"<[|｜][^<>\s]{1,40}[|｜]>|</?(?:s|answer)>|<(?:eos|pad|end_of_turn)>|\[/?INST\]"
+)  # <|im_end|> and its like
 
 
 class _Characters(dict):
-    """Character -> LaTeX. Those that are not listed are found by Unicode's own description, and kept."""
+    """Character -> LaTeX. Unicode's own description gives those that are not listed."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
@@ -44,9 +46,10 @@ _CHARACTERS = _Characters(
             ("\u200b\u2060\ufeff\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069`", ""),
             ("÷\u2044\u2215", "/"), ("°º˚", "^\\circ "), ("∞", "\\infty "), ("×✕⨯", "\\times "), ("·⋅∙•∗", "\\cdot "),
             ("±", "\\pm "), ("≤⩽≦", "\\le "), ("≥⩾≧", "\\ge "), ("≠", "\\ne "), ("∪", "\\cup "), ("∩", "\\cap "),
-            ("∈", "\\in "), ("∅", "\\emptyset "), ("∖", "\\setminus "), ("∨", " or "), ("∣", "|"), ("∶", ":"), ("⟨〈", "("),
+            ("∈", "\\in "), ("∅", "\\emptyset "), ("∖", "\\setminus "),
+            ("∨", " or "), ("∧", " and "), ("∣", "|"), ("∶", ":"), ("⟨〈", "("),
             ("⟩〉", ")"), ("⌊", "\\lfloor "), ("⌋", "\\rfloor "), ("⌈", "\\lceil "), ("⌉", "\\rceil "), ("′’", "'"),
-            ("∛", "\\sqrt[3]"), ("∜", "\\sqrt[4]"), ("ϕ", "\\phi "), ("ϵ", "\\epsilon "), ("。", "."), ("、", ","),
+            ("ϕ", "\\phi "), ("ϵ", "\\epsilon "), ("。", "."), ("、", ","),
         ]
         for character in characters
     }
@@ -61,7 +64,7 @@ def _repeating(whole: str, once: str, again: str) -> str:
 
 
 def _rows(match: re.Match) -> str:
-    """aligned: a row that begins with = goes on with the row before; else it is one more answer."""
+    """aligned: a row that begins with = belongs to the row before; any other is one more answer."""
     return re.sub(r"\\\\\s*(=)?", lambda end: " =" if end[1] else ", ", match[1].replace("&", "")).strip(" ,")
 
 
@@ -76,8 +79,18 @@ _PREFIX = "kilo|centi|milli|micro|nano|pico|mega|giga|tera|deci|hecto|femto"
 
 def _quantity(match: re.Match) -> str:
     r"""\SI{4}{\centi\meter} is 4 centimeter."""
-    unit = re.sub(rf"\\({_PREFIX})\s*\\", r" \1", match[2]).replace("\\per", "/").replace("\\squared", "^2").replace("\\cubed", "^3")
+    unit = (
+        re.sub(rf"\\({_PREFIX})\s*\\", r" \1", match[2])
+        .replace("\\per", "/")
+        .replace("\\squared", "^2")
+        .replace("\\cubed", "^3")
+    )
     return match[1] + "\\text{ " + re.sub(r"[~.]|\\(?=[a-zA-Z])", " ", unit).strip() + "}"
+
+
+def _third_or_fourth(match: re.Match) -> str:
+    """∛8 in LaTeX."""
+    return f"\\sqrt[{'∛∜'.index(match[0][0]) + 3}]{{{match[1] or match[2]}}}"
 
 
 def _money(match: re.Match) -> str:
@@ -86,7 +99,16 @@ def _money(match: re.Match) -> str:
     return f"{sign}{number.rstrip('. ')}\\text{{ {_CURRENCY[currency.replace(' ', '').rstrip('.')]} }}{rest}"
 
 
-_CURRENCY = {"$": "dollar", "€": "euro", "EUR": "euro", "£": "pound", "GBP": "pound", "¥": "yen", "JPY": "yen", "₹": "rupee"}
+_CURRENCY = {
+    "$": "dollar",
+    "€": "euro",
+    "EUR": "euro",
+    "£": "pound",
+    "GBP": "pound",
+    "¥": "yen",
+    "JPY": "yen",
+    "₹": "rupee",
+}
 _CURRENCY |= {"INR": "rupee", "Rs": "rupee", "¢": "cent"}
 _SIGN = r"[$€£¥₹¢]|\b(?:EUR|GBP|JPY|INR)\b|\bRs\b\.?"
 _INSIDE = r"\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)"  # up to three brackets deep
@@ -105,6 +127,8 @@ _REWRITES = [
         (rf"(?:√|(?:\\|(?<![\\a-zA-Z]))sqrt)\s*(\[[^\]]*\])?\s*{_INSIDE}", r"\\sqrt\1{\2}"),
         (r"(?:√|(?<![\\a-zA-Z])sqrt)\s*([0-9]+(?:\.[0-9]+)?|[a-z])", r"\\sqrt{\1}"),
         (r"√", r"\\sqrt"),
+        (r"[∛∜]\s*(?:\(([^()]*)\)|([0-9]+(?:\.[0-9]+)?|[a-z]))", _third_or_fourth),
+        (r"\](\s*[^,;\[\](){}]+[,;][^,;\[\](){}]+)\[", r"(\1)"),  # ]1, 2[
         (rf"(?<![\\a-zA-Z])cbrt\s*{_INSIDE}", r"\\sqrt[3]{\1}"),
         (rf"(?:(?<![\\a-zA-Z])abs|\\operatorname\s*\{{abs\}})\s*{_INSIDE}", r"|\1|"),
         (rf"(?<![\\a-zA-Z])(floor|ceil)(?:ing)?\s*{_INSIDE}", r"\\l\1 \2\\r\1 "),
@@ -132,14 +156,21 @@ _REWRITES = [
         (rf"(?<![\\a-zA-Z{{])({_GREEK})(?![a-zA-Z}}])", r"\\\1 "),
         (r"(?<![\\a-zA-Z])(?:oo|inf(?:inity|ty)?)(?![a-zA-Z])", r"\\infty "),
         (r"\\(?:lor|vee)(?![a-zA-Z])", " or "),
+        (r"\\(?:land|wedge)(?![a-zA-Z])", " and "),
         (r"([)\]}])\s*(?:\\text\s*\{\s*)?U(?:\s*\})?\s*(?=[(\[]|\\\{)", r"\1\\cup "),
-        (r"^\]([^\[\](){}]*[,;][^\[\](){}]*)([\[\])])$", lambda match: f"({match[1]}{')' if match[2] == '[' else match[2]}"),
+        (
+            r"^\]([^\[\](){}]*[,;][^\[\](){}]*)([\[\])])$",
+            lambda match: f"({match[1]}{')' if match[2] == '[' else match[2]}",
+        ),
         (r"^([(\[][^,;\[\](){}]*)[,;]([^,;\[\](){}]*)\[$", r"\1,\2)"),
         (r"^([(\[][^,;\[\](){}]*);([^,;\[\](){}]*[)\]])$", r"\1,\2"),
         (r"(?<=[0-9])\s*[xX]\s*(?=10\s*(?:\^|\*\*))", r"\\times "),
         (r"\\(?:ast|bullet|star)(?![a-zA-Z])", r"\\cdot "),
         (r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}"),
-        (r"(?<![\w.,])[1-9][0-9]{0,2}(?:(?:\.[0-9]{3}){2,}|(?:'[0-9]{3})+)(?![0-9.])", lambda match: re.sub(r"\D", "", match[0])),
+        (
+            r"(?<![\w.,])[1-9][0-9]{0,2}(?:(?:\.[0-9]{3}){2,}|(?:'[0-9]{3})+)(?![0-9.])",
+            lambda match: re.sub(r"\D", "", match[0]),
+        ),
         (r"^(?:\\text\s*\{\s*)?all real numbers\s*\}?$", r"\\mathbb{R}"),
         (r"\{,\}", ","),
         (r"\\mathrm\s*\{\s*([eid])\s*\}", r"\1"),
@@ -173,6 +204,7 @@ _REWRITES = [
         (rf"^([-+]?) ?(?:\\text ?\{{ ?)?({_SIGN}) ?\}}? ?(?=[-+.0-9\\(])(.*?)((?: ?\\text.*| [a-zA-Z].*)?)$", _money),
         (rf"(?<=[0-9}}]) ?({_SIGN})(?![0-9])", lambda match: f"\\text{{ {_CURRENCY[match[1].rstrip('.')]} }}"),
         (rf"{_SIGN}", ""),
+        (r"\\text ?\{ ?\\frac ?\{([^{}]*)\} ?\{([^{}]*)\} ?\}", r"\\text{\1/\2}"),
         (r"\\text ?\{(?:[^{}]|\{[^{}]*\})*\}", lambda match: "\\text{" + re.sub("[{}]", "", match[0][5:]) + "}"),
         (r"\\frac ?\{ ?\\text ?\{([^{}]*)\} ?\} ?\{ ?\\text ?\{([^{}]*)\} ?\}", r"\\text{\1/\2}"),
     ]

@@ -16,11 +16,13 @@ from grpo.data.dataset import Dataset, at, key_of
 from grpo.data.written import agrees, golds_in, texts_only
 from grpo.env.messages import Message
 from grpo.env.renderer import Renderer
+from grpo.env.scoring import place_of
 from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Action, Example, State, Step, Task, Trajectory
 from grpo.rewards.row_task import RowTask
 from grpo.rollout.collate import scores
 from grpo.rollout.types import Sample
+from grpo.system.global_state import put_back
 from grpo.training.preflight.probe import Checked, Probe, judged
 
 FORMS = ("\\boxed{{{}}}", "#### {}", "{}")  # ways to write an answer
@@ -63,7 +65,8 @@ def gold(probe: Probe) -> Checked:
     def right(row: Example, answer: str) -> bool:
         state = State(task.messages(row))
         said = [Trajectory((Step(state, Action(Message("assistant", form.format(answer)))),)) for form in FORMS]
-        return any(reward.correct for reward in task.score_group(row, said))
+        with put_back(place_of(task)):
+            return any(reward.correct for reward in task.score_group(row, said))
 
     missed = [answer for row, answer in answers if not right(row, answer)]
     if len(missed) == len(answers):
