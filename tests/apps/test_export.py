@@ -56,7 +56,10 @@ eval: {{split: test, samples: 2, sampling: {{temperature: 1.0}}}}
     [
         ([".", "--merge"], r"\. exists: remove it, or name another folder after the run"),
         (["new", "--eval", "."], r"--eval=\. has no metrics\.json"),
-        (["--merge", "new", "--push", "me/policy"], "is complete, but me/policy did not take it: .*; after `hf auth login`"),
+        (
+            ["--merge", "new", "--push", "me/policy"],
+            "is complete, but me/policy did not take it: .*; after `hf auth login`",
+        ),
     ],
 )
 def test_mistakes_in_one_line(tmp_path, monkeypatch, arguments, line):
