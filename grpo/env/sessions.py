@@ -109,6 +109,8 @@ class Sessions(ThreadingHTTPServer):
             raise NoAnswer("there is no such session, or it has ended", 404)
         if route == "v1/models":
             return json.dumps(MODELS)
+        if route.startswith("v1/models/"):  # any name is the policy's, as in requests
+            return json.dumps({**MODELS["data"][0], "id": route.removeprefix("v1/models/")})
         if route == "reward":
             session.post(reward := posted(body, session.solved))
             return json.dumps({"reward": reward and reward.value})
