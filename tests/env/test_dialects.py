@@ -6,7 +6,7 @@ import math
 import pytest
 
 from grpo.env.dialects import DIALECTS
-from grpo.env.dialects.calls import Answer, answered, cut, pieces, sse
+from grpo.env.dialects.calls import Answer, answered, cut, sse, words_of
 from grpo.env.messages import Message, ToolCall, ToolSpec
 from grpo.env.tokens import Completion
 from grpo.system.errors import UserError
@@ -238,13 +238,13 @@ def test_usage_counts_a_prompt_once():
 
 def test_a_stream_comes_in_pieces_that_make_the_answer():
     texts = ["one  two\nthree ", "", " ", "x" * 40, "a\n\n\nb"]
-    assert [pieces(text) for text in texts[:3]] == [["one", "  two", "\nthree "], [""], [" "]]
+    assert [words_of(text) for text in texts[:3]] == [["one", "  two", "\nthree "], [""], [" "]]
     for text in texts:
-        assert "".join(pieces(text)) == text
+        assert "".join(words_of(text)) == text
         call = CHAT.read({"messages": QUESTION, "stream": True, "logprobs": True, "prompt_logprobs": 0})
         *told, end = (data for _, data in CHAT.events(CHAT.written(call, [spoken(call, text)], "m")))
         deltas = [data["choices"][0]["delta"] for data in told]
-        assert "".join(delta["content"] for delta in deltas) == text and len(deltas) == len(pieces(text))
+        assert "".join(delta["content"] for delta in deltas) == text and len(deltas) == len(words_of(text))
         assert ["role" in delta for delta in deltas] == [data["choices"][0]["logprobs"] is not None for data in told]
         assert ["prompt_logprobs" in data for data in (*told, end)] == [True, *[False] * len(told)]
         assert {data["choices"][0]["finish_reason"] for data in told} == {None} and end["choices"][0]["finish_reason"]

@@ -68,7 +68,7 @@ def anthropic_events(answer: dict[str, Any]) -> Iterator[tuple[str, dict[str, An
     for i, block in enumerate(answer["content"]):
         if block["type"] == "text":
             empty = {**block, "text": ""}
-            deltas = [{"type": "text_delta", "text": piece} for piece in calls.pieces(block["text"])]
+            deltas = [{"type": "text_delta", "text": piece} for piece in calls.words_of(block["text"])]
         else:
             empty = {**block, "input": {}}
             deltas = [{"type": "input_json_delta", "partial_json": calls.arguments_of(block["input"])}]

@@ -338,7 +338,7 @@ def event(kind: str, **data: Any) -> tuple[str, dict[str, Any]]:
     return kind, {"type": kind, **data}
 
 
-def pieces(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
     """Return a text in the pieces of a stream: words of at most 16 characters, each with the blanks before it. An empty text is
     one piece."""
     return re.findall(r"\s*\S{1,16}(?:\s+$)?|\s+$", text) or [text]

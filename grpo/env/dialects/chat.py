@@ -86,7 +86,7 @@ def chat_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]
         called = [{"index": i, **call} for i, call in enumerate(said.pop("tool_calls", []))]
         begun = {name: value for name, value in choice.items() if name != "message"}
         further = {"index": choice["index"], "logprobs": None}
-        parts = calls.pieces(said["content"] or "")
+        parts = calls.words_of(said["content"] or "")
         for i, part in enumerate(parts):
             delta = {**said, "content": part or said["content"]} if i == 0 else {"content": part}
             delta |= {"tool_calls": called} if called and i == len(parts) - 1 else {}

@@ -58,7 +58,7 @@ def completions_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str,
     """Yield the text of each choice in pieces, and then the usage, if it is wanted. The first piece has the log-probabilities of
     all, the last one the reason of the end."""
     for choice in answer["choices"]:
-        *before, last = calls.pieces(choice["text"])
+        *before, last = calls.words_of(choice["text"])
         rest = choice
         for part in before:
             yield None, {**answer, "usage": None, "choices": [rest | {"text": part, "finish_reason": None}]}

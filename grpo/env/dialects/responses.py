@@ -95,7 +95,7 @@ def response_steps(answer: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]
             place["content_index"] = 0
             said = {"text": part["text"], "logprobs": part["logprobs"]}
             yield calls.event("response.content_part.added", **place, part={**part, "text": "", "logprobs": []})
-            for n, piece in enumerate(calls.pieces(part["text"])):
+            for n, piece in enumerate(calls.words_of(part["text"])):
                 logprobs = [] if n else part["logprobs"]  # all of them with the first piece
                 yield calls.event("response.output_text.delta", **place, delta=piece, logprobs=logprobs)
             yield calls.event("response.output_text.done", **place, **said)
