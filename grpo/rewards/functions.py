@@ -39,9 +39,25 @@ def correct(
         outcome = "error" if right is None else verdict(answer, str(right))
         if outcome == "right" and (unworked(answer, str(right)) or copied(answer, str(right), _asked(prompt))):
             outcome = "wrong"
-        value = {"right": 1.0, "timeout": math.nan, "error": math.nan}.get(outcome, wrong)
-        found.append(Reward(value, outcome == "right", outcome=outcome))
+        found.append(_graded(outcome, wrong))
     return found
+
+
+def last_number(completions: Completions, gold: Sequence[Any], wrong: float = 0.0, **columns: Any) -> list[Reward]:
+    """1 if the last number after any thought equals `gold`, `wrong` if not: for models that do not box their answers."""
+    found = []
+    for completion, right in zip(completions, gold, strict=True):
+        numbers = re.findall(
+            r"-?(?:\d+(?:\.\d+)?|\.\d+)", text_of(completion).rpartition("</think>")[2].replace(",", "")
+        )
+        outcome = verdict(numbers[-1], str(right)) if numbers else "no_answer"
+        found.append(_graded(outcome, wrong))
+    return found
+
+
+def _graded(outcome: str, wrong: float) -> Reward:
+    value = {"right": 1.0, "timeout": math.nan, "error": math.nan}.get(outcome, wrong)
+    return Reward(value, outcome == "right", outcome=outcome)
 
 
 def _asked(prompt: str | Sequence[Mapping[str, str]]) -> str:

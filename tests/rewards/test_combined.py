@@ -253,7 +253,7 @@ def test_a_file_is_run_once_and_may_have_dataclasses(tmp_path):
     ("name", "message"),
     [
         ("corect", "did you mean correct?"),
-        ("nothing_like_it", "no reward function 'nothing_like_it'. Give one of correct, format"),
+        ("nothing_like_it", "no reward function 'nothing_like_it'. Give one of correct, last_number, format"),
         ("no_module_here.f", "cannot be imported: ModuleNotFoundError: No module named 'no_module_here'"),
         ("math.sqroot", "'math.sqroot' is not there: math has acos"),
         ("nowhere.py:f", "cannot be imported: FileNotFoundError: there is no file nowhere.py"),

@@ -4,7 +4,6 @@
 `answered`. `Dialect.written` makes the JSON of the answers, and `sse` a stream of it.
 """
 
-import json
 import re
 import time
 import uuid
@@ -18,6 +17,7 @@ from grpo.env.messages import Message, ToolCall, ToolSpec, message_of, shown
 from grpo.env.tokens import Completion
 from grpo.env.tool_parsers import Malformed, call_in
 from grpo.system.errors import UserError
+from grpo.system.files import strict_json
 from grpo.system.ranges import Count, Whole, require
 
 Prompt = str | tuple[int, ...]
@@ -290,7 +290,7 @@ def call_written(given: Mapping[str, Any], name: Any) -> ToolCall:
 
 def arguments_of(arguments: Mapping[str, Any]) -> str:
     """Return the arguments of a call as JSON text."""
-    return json.dumps(dict(arguments), ensure_ascii=False)
+    return strict_json(arguments, ensure_ascii=False)
 
 
 def new_id(kind: str) -> str:
@@ -348,6 +348,6 @@ def sse(dialect: Dialect, answer: dict[str, Any]) -> Iterator[str]:
     """Yield an answer as server-sent events. APIs without names of events end with [DONE]."""
     name = None
     for name, data in dialect.events(answer):
-        yield f"event: {name}\ndata: {json.dumps(data)}\n\n" if name else f"data: {json.dumps(data)}\n\n"
+        yield f"event: {name}\ndata: {strict_json(data)}\n\n" if name else f"data: {strict_json(data)}\n\n"
     if name is None:
         yield "data: [DONE]\n\n"
