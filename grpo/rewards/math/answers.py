@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from grpo.rewards.math.arithmetic import LARGE, Value, same, value
-from grpo.rewards.math.spelling import SPECIAL, clean
+from grpo.rewards.math.spelling import PLAIN, SPECIAL, clean
 from grpo.rewards.math.units import apart, factor, temperature
 
 MAX_LENGTH = 1000  # characters of an answer worth reading; longer ones are loops, and some take minutes
@@ -130,6 +130,8 @@ class Reading(NamedTuple):
 def reading_of(answer: str) -> Reading:
     """Return the reading of an answer; later calls take it from a cache."""
     text = clean(answer)
+    if PLAIN.fullmatch(text):
+        return Reading(text, text, "", False, "", text, False, value(text))
     amount, unit = apart(text)
     percent = amount.endswith("%")
     amount = amount.rstrip("% ")
@@ -283,6 +285,9 @@ def equal(answer: str, gold: str) -> bool | None:
     ours, theirs = reading_of(answer), reading_of(gold)
     if ours.text == theirs.text:
         return True
+    bare = not (ours.unit or ours.percent or ours.name or theirs.unit or theirs.percent or theirs.name)
+    if bare and ours.value is not None and theirs.value is not None:
+        return same(ours.value, theirs.value)
     if (known := _equal_choices(ours.text, theirs.text)) is not None:
         return known
     if _WORDS.fullmatch(theirs.text):
