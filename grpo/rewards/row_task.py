@@ -10,6 +10,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
+from grpo.data.dataset import at
 from grpo.env.messages import Message
 from grpo.env.types import Claim, Env, Example, Reward, SingleTurn, Split, Trajectory
 from grpo.rewards.combined import Rewards, Weights, as_lists, text_of
@@ -52,8 +53,9 @@ class RowTask:
         raise NotImplementedError
 
     def gold(self, example: Example) -> Any:
-        """Return the right answer; None if a row has none."""
-        return example.get(self.gold_column)
+        """Return the right answer, of a list with one text that text; None if a row has none."""
+        gold = None if self.gold_column is None else at(example, self.gold_column)
+        return gold[0] if isinstance(gold, list) and len(gold) == 1 and isinstance(gold[0], str) else gold
 
     def examples(self, split: Split) -> Sequence[Example]:
         rows = self.data.split(split)

@@ -8,13 +8,21 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import pstdev
+from typing import Any
 
 from torch.nn import Module
 
+from grpo.data.dataset import Dataset, at, key_of
+from grpo.data.written import agrees, golds_in, texts_only
 from grpo.env.messages import Message
+from grpo.env.renderer import Renderer
+from grpo.env.scoring import place_of
+from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Action, Example, State, Step, Task, Trajectory
 from grpo.rewards.row_task import RowTask
 from grpo.rollout.collate import scores
+from grpo.rollout.types import Sample
+from grpo.system.global_state import put_back
 from grpo.training.preflight.probe import Checked, Probe, judged
 
 FORMS = ("\\boxed{{{}}}", "#### {}", "{}")  # ways to write an answer
@@ -39,18 +47,26 @@ def prompts(probe: Probe) -> Checked:
 
 
 def gold(probe: Probe) -> Checked:
-    """Right answers get full marks; damaged ones, and right answers of other rows, do not."""
+    """Right answers are those of the file and get full marks; damaged ones, and right answers of other rows, do not."""
     task = probe.rollouts.task
     if not isinstance(task, RowTask):
         return Checked("SKIP", "the task does not tell its right answers")
     answers = [(row, str(task.gold(row))) for row in probe.rows if task.gold(row) is not None]
     if not answers:
         return Checked("SKIP", "the rows have no right answers")
+    told, misread = of_the_file(task, probe.rows)
+    if misread:
+        read, text = misread[0]
+        has = f"{len(misread)} of {told} right answers are not what the file has"
+        return Checked(
+            "FAIL", has, f"{text!r} is read as {read!r}: write the column as texts, or give the file as it was"
+        )
 
     def right(row: Example, answer: str) -> bool:
         state = State(task.messages(row))
         said = [Trajectory((Step(state, Action(Message("assistant", form.format(answer)))),)) for form in FORMS]
-        return any(reward.correct for reward in task.score_group(row, said))
+        with put_back(place_of(task)):
+            return any(reward.correct for reward in task.score_group(row, said))
 
     missed = [answer for row, answer in answers if not right(row, answer)]
     if len(missed) == len(answers):
@@ -59,15 +75,74 @@ def gold(probe: Probe) -> Checked:
     broken = [(row, wrong) for row, answer in answers if (wrong := damaged(answer))]
     fooled, deceived = (sum(right(row, wrong) for row, wrong in pairs) for pairs in (others, broken))
     text = f"{len(answers) - len(missed)} of {len(answers)} right answers are right"
+    text = f"{told} right answers are as the file has them, {text}" if told else text
     text += f", {fooled} answers of other rows and {deceived} damaged ones are"
     remedy = f"the right answer {missed[0][:40]!r} gets no marks: look at task.gold" if missed else ACCEPTS
     return judged(not missed and not fooled and not deceived, text, remedy)
+
+
+def of_the_file(task: RowTask, rows: Sequence[Example]) -> tuple[int, list[tuple[Any, Any]]]:
+    """Compare the rows' right answers with the text of their local file. Returns how many are in it, and pairs of what was read
+    and what the file has, where these differ. A task whose `gold` is not a column has that column compared."""
+    data, name = task.data, task.gold_column
+    file = data.file("train") if isinstance(data, Dataset) else None
+    if file is None or name is None:
+        return 0, []
+    if all(at(row, name) is None for row in rows):  # as math's, whose answer is in the solution
+        name = data.columns[-1]
+    question = data.columns[0]
+    found, told, misread = golds_in(file, question, name, [at(row, question) for row in rows]), 0, []
+    for row in rows:
+        texts = found.get(key_of(texts_only(at(row, question))), [])
+        read = at(row, name) if overrides(task) else task.gold(row)
+        told += bool(texts)
+        if texts and not any(agrees(read, text) for text in texts):
+            misread.append((read, texts[0]))
+    return told, misread
+
+
+def overrides(task: RowTask) -> bool:
+    """Return whether the class of a task makes its right answers of the rows in a way of its own."""
+    return type(task).gold is not RowTask.gold
 
 
 def damaged(answer: str) -> str | None:
     """Return another answer, whose first digit is one higher; None if there is no digit."""
     digit = re.search(r"[0-9]", answer)
     return digit and f"{answer[: digit.start()]}{(int(digit[0]) + 1) % 10}{answer[digit.end() :]}"
+
+
+def turns(probe: Probe) -> Checked:
+    """Turns go on in the row of the turn before; the verdict tells if the chat template keeps them from it."""
+    several = [sample for sample in probe.samples if len(sample.turns) > 1]
+    if not several:
+        return Checked("SKIP", "every episode has one turn")
+    rows = [rows_of_turns(sample.turns) for sample in several]
+    count = sum(map(len, rows))
+    text = f"{sum(len(sample.turns) for sample in several)} turns of {len(several)} episodes are {count} rows"
+    if count == len(several):
+        return Checked("PASS", text)
+    tokens = sum(len(row.prompt_ids) + len(row.ids) for found in rows for row in found)
+    text += f", {tokens / sum(len(sample.turns[-1].ids) for sample in several):.1f} times the tokens of the last turns"
+    if any(thought_dropped(probe.rollouts.renderer, sample) for sample in several):
+        return Checked(
+            "PASS", f"{text}: the chat template drops earlier thoughts, so each turn after one is a row of its own"
+        )
+    return Checked("PASS", f"{text}: the template or the environment writes earlier turns in another way")
+
+
+def thought_dropped(renderer: Renderer, sample: Sample) -> bool:
+    """Return whether a prompt lacks the thought of the turn before it, although its conversation has it."""
+    read = getattr(getattr(renderer, "tokenizer", None), "decode", str)
+    for before, step, turn in zip(sample.trajectory.steps, sample.trajectory.steps[1:], sample.turns[1:], strict=False):
+        said = before.action.message
+        if (
+            said.reasoning_content
+            and said in step.state.messages
+            and said.reasoning_content not in read(turn.prompt_ids)
+        ):
+            return True
+    return False
 
 
 def rewards(probe: Probe) -> Checked:
