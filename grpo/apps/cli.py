@@ -23,8 +23,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo.apps.border import check_values
 from grpo.apps.composing import CONF, composed
-from grpo.apps.resuming import check_resumed, continued, has_checkpoint, is_over, with_those_of_the_run
+from grpo.apps.resuming import (
+    check_resumed,
+    continued,
+    folder_of,
+    has_checkpoint,
+    is_over,
+    resolved,
+    with_those_of_the_run,
+)
 from grpo.apps.sweep import sweep
+from grpo.apps.trust import check_code
 from grpo.env.types import Task
 from grpo.system import witness
 from grpo.system.errors import UserError
@@ -40,6 +49,8 @@ log = logging.getLogger(__name__)
 
 # The user's own setting. `run` sets HYDRA_FULL_ERROR as well, and the processes of further devices inherit that.
 FULL_ERROR = os.environ.setdefault("GRPO_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "0")) == "1"
+
+TYPED: list[str] = []  # the user's own arguments, without those of a resumed run that `run` puts before them
 
 RENAMED = {
     "loader": "sampler",
@@ -68,6 +79,7 @@ def run(main: Callable[[], object], config_name: str) -> None:
         sys.argv += ["+hydra.job_logging.handlers.console.level=WARNING"]
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the end
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
+    TYPED[:] = sys.argv[1:]
     if config_name == "train":
         sys.argv[1:] = with_those_of_the_run(sys.argv[1:])
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
@@ -257,8 +269,11 @@ def announced(config: DictConfig, overrides: Sequence[str] | None = None) -> Dic
     if config.resume.auto and not config.ckpt_path and has_checkpoint(Path(config.output_dir)):
         config.ckpt_path = config.output_dir
     if config.ckpt_path or config.replay:
-        config = continued(config, given_arguments() if overrides is None else overrides)
+        arguments = given_arguments() if overrides is None else overrides
+        config = continued(config, arguments)
         check_values(config)
+        words = arguments if overrides is not None or in_sweep() else TYPED
+        check_code(resolved(config), folder_of(Path(config.ckpt_path or config.replay)), words, config.trust)
     if config.replay:
         from grpo.apps.replay import replay  # imports torch
 
