@@ -5,7 +5,6 @@ the next one. Message space only, as in every environment.
 """
 
 import asyncio
-import json
 import os
 import shlex
 import shutil
@@ -29,6 +28,7 @@ from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask
 from grpo.system import child
 from grpo.system.errors import UserError
+from grpo.system.files import strict_json
 from grpo.system.ranges import Port
 
 WAITING = 64  # unanswered calls of a program
@@ -64,7 +64,7 @@ class AgentEnv:
         """Start the program in a folder of its own."""
         self.folder = tempfile.mkdtemp(prefix="grpo-agent-")
         example = Path(self.folder, "example.json")
-        example.write_text(json.dumps(self.example, ensure_ascii=False, default=str), encoding="utf-8")
+        example.write_text(strict_json(self.example, default=str), encoding="utf-8")
         told = {**environment(), **addresses, "GRPO_EXAMPLE": str(example), "GRPO_SEED": str(self.seed)}
         words = ["sh", "-c", f'ulimit -f {FILE_BLOCKS}; exec "$@"', "sh", *self.task.words]
         with Path(self.folder, "stderr").open("wb") as errors:

@@ -32,6 +32,7 @@ from grpo.rewards.row_task import RowTask
 from grpo.rollout.rewarding import Scorer
 from grpo.rollout.types import TIMEOUT
 from grpo.system.errors import RewardError, UserError
+from grpo.system.files import strict_json
 
 
 def read(file: Path) -> list[dict]:
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str]) -> None:
             raise UserError(f"{given.file} has no {error}, which the task needs: add `gold` or that column") from error
     done = asyncio.run(profile(task, rows, given.file))
     if given.out:
-        given.out.write_text("".join(json.dumps(row) + "\n" for row in done), encoding="utf-8")
+        given.out.write_text("".join(strict_json(row) + "\n" for row in done), encoding="utf-8")
     print(report(done))
 
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
+from grpo.env.thoughts import FIELDS, parted, with_thought
+
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -48,6 +50,12 @@ class Message:
     name: str | None = None
     error: str | None = None
 
+    @property
+    def reasoning_content(self) -> str | None:
+        """The thought that the policy's message begins with, without its tags; None without one. The content holds it too."""
+        thought = parted(self.content)[0] if self.role == "assistant" else None
+        return None if thought is None else thought.strip()
+
     def as_dict(self) -> dict[str, Any]:
         """The form that chat templates take."""
         named = {"name": self.name} if self.name is not None else {}
@@ -82,11 +90,14 @@ def message_of(given: Any) -> Message:
 
     role, content = part("role"), part("content")
     calls = tuple(map(call_of, part("tool_calls") or ()))
-    if content is None and calls:
+    thought = next((part(field) for field in FIELDS if isinstance(part(field), str)), None)
+    if content is None and (calls or thought is not None):
         content = ""
     if role not in get_args(Role) or not isinstance(content, str):
         roles = ", ".join(get_args(Role))
         raise TypeError(f"{shown(given)} is no message: it needs a role ({roles}) and a text as content")
+    if role == "assistant" and thought and parted(content)[0] is None:  # it came in a field of its own
+        content = with_thought(thought, content)
     return Message(role, content.encode(errors="replace").decode(), calls, part("name"), part("error"))
 
 

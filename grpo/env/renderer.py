@@ -1,11 +1,11 @@
 """Messages <-> tokens: the one seam between the two worlds."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
-from itertools import count
+from itertools import chain, count
 from typing import Any, Literal, Protocol, Self
 
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo.env.dialects.calls import cut
 from grpo.env.intake import no_tokens
 from grpo.env.messages import Message, MessageLike, ToolCall, ToolSpec, message_of
+from grpo.env.thoughts import CLOSED, OPENED, WAYS, Written, as_it_is, oddity
 from grpo.env.tokens import Turn
 from grpo.env.tool_parsers import FORMS, MARKERS, WRITTEN, form_of, message_of_text
 from grpo.env.types import State, Step
@@ -82,17 +83,26 @@ class TokenizerRenderer:
             _ = self.form  # refused before anything is rendered
         raw = isinstance(messages, str) or self.tokenizer.chat_template is None
         if isinstance(messages, str):
-            text = messages
+            texts = iter([messages])
         elif raw:
-            text = "\n\n".join(message.content for message in messages)
+            texts = iter(["\n\n".join(message.content for message in messages)])
         else:
-            text = self._text(messages, tools)
-        fresh = self._encoded(text, add_special_tokens=raw)  # a template writes the special tokens itself
-        ids = self._extended(tuple(before), fresh) if before else fresh
+            texts = self._texts(messages, tools)
+        every = (
+            self._encoded(text, add_special_tokens=raw) for text in texts
+        )  # a template writes the special tokens itself
+        fresh = ids = next(every)
+        if before := tuple(before):
+            longer = (self._extended(before, one) for one in chain([fresh], every))
+            ids = next((one for one in longer if one[: len(before)] == before), fresh)
         return ids if self.keep is None or len(ids) <= self.keep else fresh[-self.keep :]
 
     def parse(self, ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
         if not tools:
+            if any(i in self._tags for i in ids):  # a tokenizer may count them among its special ones
+                return Message(
+                    "assistant", self._decoded([i for i in ids if i not in self._special or i in self._tags])
+                )
             return Message("assistant", self.tokenizer.decode(ids, skip_special_tokens=True))
         text = self._decoded([i for i in ids if i not in self._unread])
         message = message_of_text(text, self.form, tools)
@@ -101,22 +111,61 @@ class TokenizerRenderer:
             return Message("assistant", text, error=f"{reason}; a call is written {WRITTEN[self.form]}")
         return message
 
+    def _texts(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Iterator[str]:
+        """The conversation as text, in every way in which the template takes thoughts, the best one first."""
+        tried: list[list[Written]] = []
+        for way in self._ways:
+            if (written := as_dicts(messages, way)) not in tried:
+                tried.append(written)
+                yield self._written(written, tools)
+
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str:
-        prefill = messages[-1].role == "assistant"
+        return self._written(as_dicts(messages), tools)
+
+    def _written(self, messages: Sequence[Written], tools: Sequence[ToolSpec] = (), ask: bool = True) -> str:
+        """A conversation as the template writes it. ask: it ends where the policy's next words begin."""
+        prefill = messages[-1]["role"] == "assistant"
         try:
             return self.tokenizer.apply_chat_template(
-                as_dicts(messages),
+                messages,
                 tools=[tool.as_dict() for tool in tools] or None,
                 tokenize=False,
-                add_generation_prompt=not prefill,
+                add_generation_prompt=ask and not prefill,
                 continue_final_message=prefill,
                 **self.template_args,
             )
         except Exception as error:  # a template may raise anything
-            roles = ", ".join(message.role for message in messages[:8]) + ", ..." * (len(messages) > 8)
+            roles = ", ".join(message["role"] for message in messages[:8]) + ", ..." * (len(messages) > 8)
             reason = f"a conversation of {roles}: {' '.join(str(error).split())}"
             fix = "ask in another way (task.prompt) or set model.chat_template"
             raise UserError(f"the chat template refuses {reason}; {fix}") from error
+
+    @cached_property
+    def _ways(self) -> list[Callable[[Written], Written]]:
+        """The ways in which the template writes a thought and what follows it best, found by trying."""
+        try:
+            asked = self._written(as_dicts(ASKED), ask=False)
+            opening = self._text(ASKED)[len(asked) :]
+            opening = opening[opening.find(OPENED) :] if OPENED in opening else ""
+        except UserError:  # it refuses a lone question
+            return [as_it_is]
+        thought, rest = "Let me see.", "It is three."
+        said = ("" if opening and CLOSED not in opening else f"{OPENED}\n") + f"{thought}\n{CLOSED}\n\n"
+        talk = [*ASKED, Message("assistant", said + rest), Message("user", "Sure?")]
+        call = [*ASKED, Message("assistant", said, called(1)[0].tool_calls), called(1)[1]]
+
+        def odd(
+            way: Callable[[Written], Written], messages: list[Message], tools: Sequence[ToolSpec], rest: str
+        ) -> int:
+            try:
+                text = self._written(as_dicts(messages, way), tools, ask=False)
+            except UserError:
+                return 3
+            return oddity(text.partition(ASKED[0].content)[2], thought, rest)
+
+        ways = [partial(way, opening=opening) for way in WAYS]
+        ranks = [odd(way, talk, (), rest) + odd(way, call, [ADD], "") for way in ways]
+        return [way for way, rank in zip(ways, ranks, strict=True) if rank == min(ranks)]
 
     def _encoded(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
         text = text.encode(errors="replace").decode()  # programs may send half of a surrogate pair
@@ -156,11 +205,19 @@ class TokenizerRenderer:
             return False
 
     @cached_property
+    def _special(self) -> set[int]:
+        added = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        return added | set(self.tokenizer.all_special_ids)
+
+    @cached_property
     def _unread(self) -> set[int]:
         """The special tokens that are no part of the message. Tokens that mark a call are part of it."""
-        added = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        special = added | set(self.tokenizer.all_special_ids)
-        return {i for i in special if self.tokenizer.convert_ids_to_tokens(i) not in MARKERS}
+        return {i for i in self._special if self.tokenizer.convert_ids_to_tokens(i) not in MARKERS}
+
+    @cached_property
+    def _tags(self) -> set[int]:
+        """The special tokens that are tags of thoughts."""
+        return {i for i in self._special if self.tokenizer.convert_ids_to_tokens(i) in (OPENED, CLOSED)}
 
 
 def rendered_prompt(renderer: Renderer, state: State, steps: Sequence[Step], turns: Sequence[Turn]) -> tuple[int, ...]:
@@ -209,10 +266,13 @@ def called(count: int) -> list[Message]:
     return [Message("assistant", "", (ToolCall("add", {"a": 1}),) * count), *[Message("tool", "3", name="add")] * count]
 
 
-def as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def as_dicts(messages: Sequence[Message], way: Callable[[Written], Written] | None = None) -> list[Written]:
     """The form that chat templates take. Every call has an id of nine letters or digits, as Mistral's want it, made of its place
-    where the policy wrote none such; and every answer the id of its call."""
+    where the policy wrote none such; and every answer the id of its call. way: how thoughts are written; it does not concern
+    a last message, which is continued."""
     given = [message.as_dict() for message in messages]
+    if way is not None:
+        given = [way(one) if one["role"] == "assistant" and one is not given[-1] else one for one in given]
     waiting: list[str] = []
     places = count()
     for written in given:

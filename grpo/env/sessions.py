@@ -22,6 +22,7 @@ from grpo.env.messages import shown
 from grpo.env.scoring import LARGEST
 from grpo.env.types import Reward
 from grpo.system.errors import UserError, told
+from grpo.system.files import strict_json
 from grpo.system.ports import check_port
 
 HOST = "127.0.0.1"
@@ -104,19 +105,19 @@ class Sessions(ThreadingHTTPServer):
         """Return the answer to a request, as JSON or as server-sent events. Raises UserError."""
         name, _, route = path.partition("/")
         if path == "sessions":
-            return json.dumps(self.taken(key), default=str)
+            return strict_json(self.taken(key), default=str)
         if (session := self.open.get(name)) is None:
             raise NoAnswer("there is no such session, or it has ended", 404)
         if route == "v1/models":
-            return json.dumps(MODELS)
+            return strict_json(MODELS)
         if route == "reward":
             session.post(reward := posted(body, session.solved))
-            return json.dumps({"reward": reward and reward.value})
+            return strict_json({"reward": reward and reward.value})
         if (dialect := DIALECTS.get(f"/{route}")) is None:
             raise NoAnswer(f"there is no /{shown(route)} in a session, but {', '.join(DIALECTS)}, /reward", 404)
         check_call(call := dialect.read(body))
         written = dialect.written(call, [session.ask(call)], str(body.get("model", "policy")))
-        return "".join(sse(dialect, written)) if call.stream else json.dumps(written)
+        return "".join(sse(dialect, written)) if call.stream else strict_json(written)
 
 
 @cache
@@ -140,7 +141,7 @@ class Handler(BaseHTTPRequestHandler):
         except Exception as error:
             status = getattr(error, "status", 400 if isinstance(error, UserError) else 500)
             dialect = DIALECTS.get(f"/{path.partition('/')[2]}", DIALECTS["/v1/chat/completions"])
-            text = json.dumps(dialect.failure(status, told(error) if status == 500 else str(error)))
+            text = strict_json(dialect.failure(status, told(error) if status == 500 else str(error)))
         self.send_response(status)
         self.send_header("Content-Type", "application/json" if text[0] == "{" else "text/event-stream")
         self.send_header("Content-Length", str(len(text.encode())))

@@ -8,18 +8,22 @@ mistral: [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "123456789"}
 A form is a function of the text and the tools that gives the text outside of the calls, and the calls. It raises Malformed.
 """
 
+import ast
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial, reduce
+from types import NoneType
 from typing import Any
 
 from grpo.env.messages import Message, ToolCall, ToolSpec, shown
-from grpo.env.tools import TYPES
+from grpo.env.thoughts import after_thinking
 
 # tokens that a reader needs to see; a tokenizer may count them among its special ones
 SPELLED = "<tool_call> </tool_call> <|python_tag|> [TOOL_CALLS] [CALL_ID] [ARGS] <think> </think>"
 MARKERS = tuple(SPELLED.split())
-BEGINNINGS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "{")  # of a message that is a call
 DEPTH = 32  # of nested JSON: whoever writes it again does so by recursion
 
 Said = tuple[str, list[ToolCall]]
@@ -125,31 +129,84 @@ def xml_call(reader: Reader, tools: Sequence[ToolSpec]) -> ToolCall:
     """Reads the next call, which begins with <function=. Values get the types of the tool's schema."""
     name = reader.need(r"<function=([^<>\n]+)>", "<function=NAME> is broken")[1].strip()
     arguments = {}
-    schemas = {tool.name: tool.parameters for tool in tools}.get(name, {}).get("properties", {})
+    schema = {tool.name: tool.parameters for tool in tools}.get(name, {})
+    schemas = schema.get("properties", {})
     while opened := reader.take(r"<parameter=([^<>\n]+)>\n?"):
         key, start, end = opened[1].strip(), opened.end(), reader.text.find("</parameter>", opened.end())
         if end < 0:
             raise Malformed(f"</parameter> is missing after {shown(opened[0].strip())}")
-        arguments[key] = converted(reader.text[start:end].removesuffix("\n"), schemas.get(key, {}))
+        arguments[key] = converted(reader.text[start:end].removesuffix("\n"), schemas.get(key, {}), schema)
         reader.at = end + len("</parameter>")
     reader.need("</function>", f"</function> is missing after the parameters of {shown(name)}")
     return ToolCall(name, arguments)
 
 
-def converted(text: str, schema: Mapping[str, Any]) -> Any:
-    """The value that a text stands for. It stays a text where the schema wants one, or it is nothing that the schema wants."""
-    kinds = [schema.get("type"), *(one.get("type") for one in schema.get("anyOf", ()))]
-    kinds = [kind for given in kinds if given for kind in ([given] if isinstance(given, str) else given)]
-    if not kinds or "string" in kinds:
-        return text
-    try:  # Qwen's templates write Python's names
-        value = decoded({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
+def converted(text: str, schema: Any, whole: Mapping[str, Any]) -> Any:
+    """The value that a text stands for: the first of null, integer, number, boolean, object and array that the schema allows and
+    the text can be, as in vLLM's parsers; else the text. whole: the schema of all arguments, with its definitions."""
+    kinds = kinds_in(schema, whole)
+    for kind in (kind for kind in READERS if kind in kinds):
+        with suppress(Malformed, ValueError, LookupError, SyntaxError, TypeError, RecursionError, MemoryError):
+            value = READERS[kind](text.strip())
+            if not isinstance(value, float) or math.isfinite(value):
+                return value
+    return text
+
+
+def kinds_in(schema: Any, whole: Mapping[str, Any]) -> set[str]:
+    """The types that a JSON schema allows, by their names there."""
+    kinds: set[str] = set()
+    waiting, seen = [schema], []
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, Mapping) or any(one is other for other in seen):
+            continue
+        seen.append(one)
+        given = one.get("type", ())
+        kinds |= {given} if isinstance(given, str) else {*given}
+        values = [*one.get("enum", ()), *([one["const"]] if "const" in one else ())]
+        kinds |= {KINDS[type(value)] for value in values} | ({"null"} if one.get("nullable") else set())
+        waiting += [other for name in ("anyOf", "oneOf", "allOf") for other in one.get(name, ())]
+        if place := one.get("$ref"):  # "#/$defs/NAME"
+            waiting.append(reduce(lambda found, name: found.get(name, {}), place.split("/")[1:], whole))
+    return kinds
+
+
+def structure(text: str, kind: type) -> Any:
+    """Reads an object or an array, in JSON or as Python writes it."""
+    try:
+        value = decoded(text)
     except Malformed:
-        return text
-    if value is None:
-        return None if schema.get("nullable") or "null" in kinds else text
-    wanted = [kind for kind in kinds if isinstance(value, TYPES.get(kind, ()))]
-    return value if wanted and (not isinstance(value, bool) or "boolean" in wanted) else text
+        value = decoded(json.dumps(ast.literal_eval(text)))
+    if not isinstance(value, kind):
+        raise TypeError
+    return value
+
+
+def numeric(text: str) -> int | float:
+    """Reads a number; one without a fraction stays exact."""
+    with suppress(ValueError):
+        return int(text)
+    return float(text)
+
+
+KINDS = {
+    NoneType: "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+READERS: dict[str, Callable[[str], Any]] = {
+    "null": lambda text: {"null": None, "None": None}[text],
+    "integer": int,
+    "number": numeric,
+    "boolean": lambda text: {"true": True, "1": True, "false": False, "0": False}[text.lower()],
+    "object": partial(structure, kind=dict),
+    "array": partial(structure, kind=list),
+}
 
 
 def llama3(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
@@ -197,22 +254,19 @@ WRITTEN = {
 }
 
 
-def after_thinking(text: str) -> int:
-    """Where the thinking ends that a message begins with. Its <think> may be missing: some templates end a prompt with it."""
-    start, end = text.find("<think>"), text.find("</think>")
-    if end < 0:
-        return 0
-    opened = start >= 0 and not text[:start].strip()
-    unopened = (start < 0 or end < start) and not text.lstrip().startswith(BEGINNINGS)
-    return end + len("</think>") if opened or unopened else 0
-
-
 def no_number(name: str) -> Any:
     """Refuses NaN and Infinity, which Python's parser would accept."""
     raise Malformed(f"{name} is no JSON")
 
 
-DECODER = json.JSONDecoder(parse_constant=no_number)
+def number(digits: str) -> float:
+    """Refuses what a float cannot hold: Python's parser would read infinity."""
+    if not math.isfinite(value := float(digits)):
+        raise Malformed(f"{shown(digits, 40)} is too large for a number")
+    return value
+
+
+DECODER = json.JSONDecoder(parse_constant=no_number, parse_float=number)
 
 
 def decoded(text: str) -> Any:

@@ -12,7 +12,6 @@ A tool is a function whose docstring the policy reads:
     ToolEnv([Message("user", question)], [search])
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from grpo.env.messages import Message, ToolCall, ToolSpec, shown
 from grpo.env.types import Action, State
 from grpo.system.calls import awaited
 from grpo.system.errors import UserError
+from grpo.system.files import strict_json
 
 TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
 
@@ -100,7 +100,7 @@ class ToolEnv:
                 raise ToolError(f"there is no tool {call.name!r}; there are: {', '.join(self.specs)}")
             check_arguments(self.specs[call.name], call.arguments)
             result = awaited(self.functions[call.name](**call.arguments))
-            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            text = result if isinstance(result, str) else strict_json(result, default=str)
         except OSError:
             raise
         except Exception as error:

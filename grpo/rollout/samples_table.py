@@ -13,7 +13,7 @@ from grpo.data.dataset import fingerprint
 from grpo.env.tokens import Row, rows_of_turns
 from grpo.rollout.types import Group, Sample
 from grpo.system.errors import RolloutError
-from grpo.system.files import replacing
+from grpo.system.files import replacing, strict_json
 
 
 def records(groups: Iterable[Group], **columns: Iterable[Iterable[Any]]) -> Iterator[dict]:
@@ -29,9 +29,9 @@ def records(groups: Iterable[Group], **columns: Iterable[Iterable[Any]]) -> Iter
                 "item": fingerprint(sample.example),
                 "example": text(sample.example),
                 "prompt": first.state.messages[-1].content if first else "",
-                "messages": json_text([message.as_dict() for message in last.state.messages] if last else []),
+                "messages": strict_json([message.as_dict() for message in last.state.messages] if last else []),
                 "completion": trajectory.answer,
-                "tool_calls": json_text(called) if called else None,
+                "tool_calls": strict_json(called) if called else None,
                 "end": trajectory.end,
                 "env_error": trajectory.error,
                 "reward": sample.reward.value,
@@ -55,12 +55,7 @@ def conversation_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def text(value: Any) -> str:
     """Return a value as text: a text as it is, other values as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def json_text(value: Any) -> str:
-    """Return the value as JSON text, with all characters readable."""
-    return json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else strict_json(value, default=str)
 
 
 def golds(task: Any, groups: Iterable[Group]) -> dict[str, list]:

@@ -3,9 +3,10 @@
 import errno
 import json
 import logging
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,4 +51,18 @@ def write_text(file: str | Path, text: str) -> None:
 
 def write_json(file: str | Path, content: Any) -> None:
     """Write a JSON file atomically."""
-    write_text(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_text(file, strict_json(content, indent=2) + "\n")
+
+
+def strict_json(value: Any, **options: Any) -> str:
+    """Return the value as JSON that every parser reads: NaN and infinities are null. options: of json.dumps."""
+    return json.dumps(without_nan(value), ensure_ascii=False, allow_nan=False, **options)
+
+
+def without_nan(value: Any) -> Any:
+    """Return the value with None for each number, however deep, that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {without_nan(key): without_nan(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

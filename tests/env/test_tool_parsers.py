@@ -18,8 +18,12 @@ WRITE = ToolSpec(
         "properties": {
             "text": {"type": "string"}, "times": {"type": "integer"}, "size": {"type": "number", "nullable": True},
             "loud": {"type": "boolean"}, "tags": {"type": "array"}, "more": {"type": "object"},
-            "either": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "any": {},
+            "either": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "any": {}, "all": {"allOf": [{"type": "integer"}]},
+            "one": {"oneOf": [{"type": "integer"}, {"type": "boolean"}]}, "of": {"enum": [1, "b"]}, "five": {"const": 5},
+            "list": {"type": ["string", "integer", "null"]}, "point": {"$ref": "#/$defs/P"}, "deep": {"$ref": "#/$defs/Q"},
+            "nowhere": {"$ref": "#/$defs/Z/Y"},
         },
+        "$defs": {"P": {"type": "object"}, "Q": {"anyOf": [{"$ref": "#/$defs/Q"}, {"$ref": "#/$defs/P"}]}},
     },
 )  # fmt: skip
 A, B = ToolCall("f", {"x": 1}), ToolCall("g", {"y": "{]"})
@@ -103,6 +107,8 @@ BAD = [
     ("hermes", f"<tool_call>[{JSON_A}]</tool_call>", "a call is an object, not"),
     ("hermes", BLOCK_A.replace("1", "NaN"), "NaN is no JSON"),
     ("hermes", BLOCK_A.replace("1", "1" * 5000), "too many digits"),
+    ("hermes", BLOCK_A.replace("1", "-1e999"), "'-1e999' is too large for a number"),
+    ("mistral", f"[TOOL_CALLS] [{JSON_A}]".replace("1", "[NaN]"), "NaN is no JSON"),
     ("hermes", BLOCK_A.replace("1", '"\\ud800"'), "half a character"),
     ("hermes", BLOCK_A.replace("1", "[" * 40 + "]" * 40), "nested more than 32 deep"),
     ("hermes", xml("<parameter=x>\n1"), "</parameter> is missing after '<parameter=x>'"),
@@ -136,9 +142,18 @@ def test_a_malformed_call_is_content_and_one_line_says_why(form, text, reason):
     [
         ("text", "3", "3"), ("times", "3", 3), ("times", "3.5", "3.5"), ("times", "true", "true"),
         ("times", "three", "three"), ("times", "None", "None"), ("size", "3.5", 3.5), ("size", "null", None),
-        ("loud", "True", True), ("loud", "false", False), ("loud", "1", "1"), ("tags", '["a", 1]', ["a", 1]),
+        ("loud", "True", True), ("loud", "false", False), ("loud", "1", True), ("loud", "FALSE", False),
+        ("loud", "2", "2"), ("tags", '["a", 1]', ["a", 1]),
         ("tags", '{"a": 1}', '{"a": 1}'), ("more", '{"a": [1]}', {"a": [1]}), ("either", "7", 7),
-        ("either", "None", None), ("any", "7", "7"), ("unknown", "7", "7"),
+        ("either", "None", None), ("any", "7", "7"), ("unknown", "7", "7"), ("all", "7", 7), ("one", "7", 7),
+        ("one", "true", True),
+        ("of", "1", 1), ("of", "b", "b"), ("five", "5", 5), ("list", "7", 7), ("list", "null", None), ("list", "a", "a"),
+        ("point", '{"x": 1}', {"x": 1}), ("deep", '{"x": 1}', {"x": 1}), ("nowhere", "{}", "{}"), ("size", "1e3", 1000.0),
+        ("size", ".5", 0.5), ("size", "3", 3), ("size", "1e999", "1e999"), ("size", "NaN", "NaN"), ("tags", "[1e999]", "[1e999]"),
+        ("tags", "[{'a': False, 'b': None}]", [{"a": False, "b": None}]),
+        ("more", "{'a': __import__('os')}", "{'a': __import__('os')}"),
+        ("times", " 5 ", 5), ("times", "1" * 5000, "1" * 5000), ("tags", "[" * 40 + "]" * 40, "[" * 40 + "]" * 40),
+        ("more", "{1}", "{1}"),
     ],
 )  # fmt: skip
 def test_values_between_tags_become_what_the_schema_says(key, text, value):

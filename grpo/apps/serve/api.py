@@ -10,7 +10,6 @@ from typing import Any
 
 import uvicorn
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
@@ -25,6 +24,7 @@ from grpo.engines.protocol import Engine
 from grpo.env.dialects.calls import Call, Fields
 from grpo.env.tokens import Completion
 from grpo.system.errors import UserError
+from grpo.system.files import strict_json
 
 
 def make_app(service: Service) -> FastAPI:
@@ -76,12 +76,12 @@ def make_app(service: Service) -> FastAPI:
         call = own_call(fields, RAW_TOKENS if messages is None else None)
         return await (one_prompt(prompt, call) if messages is None else conversations(messages, call))
 
-    async def conversations(messages: list, call: Call) -> JSONResponse:
+    async def conversations(messages: list, call: Call) -> Response:
         call = replace(call, settings={"temperature": 0.7, **call.settings})
         prompts = await service.read(service.chat_ids, messages, call.n)
         return await service.apart(of_conversations, prompts, await service.sample(prompts, call), call)
 
-    def of_conversations(prompts: Sequence[tuple], completions: Sequence[Completion], call: Call) -> JSONResponse:
+    def of_conversations(prompts: Sequence[tuple], completions: Sequence[Completion], call: Call) -> Response:
         content = {
             "prompt": [service.prompt_text(prompt) for prompt in prompts],
             "completion": [service.text(completion, call.stop) for completion in completions],
@@ -90,13 +90,13 @@ def make_app(service: Service) -> FastAPI:
             "old_log_probs": [completion.logprobs for completion in completions],
             "finish_reasons": [completion.finish for completion in completions],
         }
-        return JSONResponse(content)
+        return Response(strict_json(content), media_type="application/json")
 
-    async def one_prompt(prompt: Any, call: Call) -> JSONResponse:
+    async def one_prompt(prompt: Any, call: Call) -> Response:
         prompts = await service.read(service.prompt_ids, [prompt], call.n)
         return await service.apart(of_one_prompt, *prompts, await service.sample(prompts, call), call)
 
-    def of_one_prompt(prompt: tuple[int, ...], completions: Sequence[Completion], call: Call) -> JSONResponse:
+    def of_one_prompt(prompt: tuple[int, ...], completions: Sequence[Completion], call: Call) -> Response:
         """Return the answer in the form that Atropos reads from vLLM: for each token a list of one {id: log-probability}."""
         content = {
             "text": [service.text(completion, call.stop) for completion in completions],
@@ -106,7 +106,7 @@ def make_app(service: Service) -> FastAPI:
             "prompt_token_ids": prompt,
             "token_ids": [completion.ids for completion in completions],
         }
-        return JSONResponse(content)
+        return Response(strict_json(content), media_type="application/json")
 
     @app.post("/reload_weights")
     async def reload_weights(body: Json = None) -> dict[str, Any]:

@@ -6,13 +6,14 @@
 from typing import Any
 
 from fastapi import APIRouter, Depends
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from grpo.apps.serve.service import Json, Service
 from grpo.env.dialects import DIALECTS
 from grpo.env.dialects.anthropic import ANTHROPIC
 from grpo.env.dialects.calls import Dialect, sse
+from grpo.system.files import strict_json
 
 
 def client_router(service: Service) -> APIRouter:
@@ -28,7 +29,7 @@ def client_router(service: Service) -> APIRouter:
                 content = dialect.written(call, answers, service.weights.pretrained.path)
                 if call.stream:
                     return Response("".join(sse(dialect, content)), media_type="text/event-stream")
-                return JSONResponse(content)
+                return Response(strict_json(content), media_type="application/json")
 
             return await service.apart(written)
 

@@ -4,7 +4,6 @@
 `answered`. `Dialect.written` makes the JSON of the answers, and `sse` a stream of it.
 """
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from grpo.env.messages import Message, ToolCall, ToolSpec, message_of, shown
 from grpo.env.tokens import Completion
 from grpo.env.tool_parsers import Malformed, call_in
 from grpo.system.errors import UserError
+from grpo.system.files import strict_json
 from grpo.system.ranges import Count, Whole, require
 
 Prompt = str | tuple[int, ...]
@@ -289,7 +289,7 @@ def call_written(given: Mapping[str, Any], name: Any) -> ToolCall:
 
 def arguments_of(arguments: Mapping[str, Any]) -> str:
     """Return the arguments of a call as JSON text."""
-    return json.dumps(dict(arguments), ensure_ascii=False)
+    return strict_json(arguments)
 
 
 def new_id(kind: str) -> str:
@@ -341,6 +341,6 @@ def sse(dialect: Dialect, answer: dict[str, Any]) -> Iterator[str]:
     """Yield an answer as server-sent events. APIs without names of events end with [DONE]."""
     name = None
     for name, data in dialect.events(answer):
-        yield f"event: {name}\ndata: {json.dumps(data)}\n\n" if name else f"data: {json.dumps(data)}\n\n"
+        yield f"event: {name}\ndata: {strict_json(data)}\n\n" if name else f"data: {strict_json(data)}\n\n"
     if name is None:
         yield "data: [DONE]\n\n"

@@ -12,6 +12,7 @@ from grpo.training.preflight.probe import Checked, Probe
 CHECKS: dict[str, Callable[[Probe], Checked]] = {
     "the weights are whole": learning.all_weights,
     "prompts differ, answers end": data.prompts,
+    "turns share a row": data.turns,
     "gold answers are right": data.gold,
     "rewards agree with correctness": data.rewards,
     "there is something to learn": data.signal,

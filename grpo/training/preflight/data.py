@@ -12,9 +12,12 @@ from statistics import pstdev
 from torch.nn import Module
 
 from grpo.env.messages import Message
+from grpo.env.renderer import Renderer
+from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Action, Example, State, Step, Task, Trajectory
 from grpo.rewards.row_task import RowTask
 from grpo.rollout.collate import scores
+from grpo.rollout.types import Sample
 from grpo.training.preflight.probe import Checked, Probe, judged
 
 FORMS = ("\\boxed{{{}}}", "#### {}", "{}")  # ways to write an answer
@@ -68,6 +71,39 @@ def damaged(answer: str) -> str | None:
     """Return another answer, whose first digit is one higher; None if there is no digit."""
     digit = re.search(r"[0-9]", answer)
     return digit and f"{answer[: digit.start()]}{(int(digit[0]) + 1) % 10}{answer[digit.end() :]}"
+
+
+def turns(probe: Probe) -> Checked:
+    """Turns go on in the row of the turn before; the verdict tells if the chat template keeps them from it."""
+    several = [sample for sample in probe.samples if len(sample.turns) > 1]
+    if not several:
+        return Checked("SKIP", "every episode has one turn")
+    rows = [rows_of_turns(sample.turns) for sample in several]
+    count = sum(map(len, rows))
+    text = f"{sum(len(sample.turns) for sample in several)} turns of {len(several)} episodes are {count} rows"
+    if count == len(several):
+        return Checked("PASS", text)
+    tokens = sum(len(row.prompt_ids) + len(row.ids) for found in rows for row in found)
+    text += f", {tokens / sum(len(sample.turns[-1].ids) for sample in several):.1f} times the tokens of the last turns"
+    if any(thought_dropped(probe.rollouts.renderer, sample) for sample in several):
+        return Checked(
+            "PASS", f"{text}: the chat template drops earlier thoughts, so each turn after one is a row of its own"
+        )
+    return Checked("PASS", f"{text}: the template or the environment writes earlier turns in another way")
+
+
+def thought_dropped(renderer: Renderer, sample: Sample) -> bool:
+    """Return whether a prompt lacks the thought of the turn before it, although its conversation has it."""
+    read = getattr(getattr(renderer, "tokenizer", None), "decode", str)
+    for before, step, turn in zip(sample.trajectory.steps, sample.trajectory.steps[1:], sample.turns[1:], strict=False):
+        said = before.action.message
+        if (
+            said.reasoning_content
+            and said in step.state.messages
+            and said.reasoning_content not in read(turn.prompt_ids)
+        ):
+            return True
+    return False
 
 
 def rewards(probe: Probe) -> Checked:

@@ -1,0 +1,159 @@
+"""Thoughts in the history: what the policy sampled comes back as it was, or its template drops it; never half of it."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers.families import FAMILIES, spelled
+from tokenizers import AddedToken
+
+from grpo.env.messages import Message, ToolCall, message_of
+from grpo.env.renderer import TokenizerRenderer
+from grpo.env.scoring import UNKNOWN
+from grpo.env.thoughts import parted, with_thought
+from grpo.env.tokens import Completion, Turn
+from grpo.env.tools import spec_of
+from grpo.env.types import Action, State, Step, Trajectory
+from grpo.rollout.types import Sample
+from grpo.training.preflight.data import turns
+
+ASK, SURE, THREE = Message("user", "How many are 1 + 2?"), Message("user", "Sure?"), Message("tool", "3", name="add")
+BLOCK = FAMILIES["qwen3"].call
+XML = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>"
+NONE = {"enable_thinking": False}
+NEMO = ("nano", "super", "ultra", "5_lightning")
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+TOOLS = (spec_of(add),)
+
+
+def real(template: str, **template_args) -> TokenizerRenderer:
+    """A model's own template, which TRL ships, on a small tokenizer with the special tokens of the template."""
+    if (spec := find_spec("trl")) is None:
+        pytest.skip("TRL is not installed")
+    source = (Path(spec.submodule_search_locations[0]) / "chat_templates" / f"{template}.jinja").read_text(
+        encoding="utf-8"
+    )
+    tokenizer = FAMILIES["qwen3"].tokenizer()
+    tokens = sorted({*re.findall("<\\|\\w+\\|>|<\uff5c[^<>]+\uff5c>", source)})
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    tokenizer.chat_template = source
+    return TokenizerRenderer(tokenizer, template_args=template_args)
+
+
+# said: a turn as the model writes it. kept: the next prompt begins with the ids of this turn; else the template drops its thought
+CASES = [
+    ("qwen3", {}, f"<think>\nI add.\n</think>\n\n{BLOCK}<|im_end|>", THREE, True),
+    *[(n, {}, f"I add.\n</think>\n\n{XML}<|im_end|>", THREE, True) for n in ("qwen3_5_think", "qwen3_6", "qwen3_8")],
+    *[(n, {}, "I add.\n</think>\n\nThree.<|im_end|>", SURE, n == "qwen3_8") for n in ("qwen3_5_think", "qwen3_6", "qwen3_8")],
+    *[(f"nemotron_3_{n}", {}, f"I add.\n</think>\n{XML}\n<|im_end|>", THREE, True) for n in ("nano", "super")],
+    *[(f"nemotron_3_{n}", {}, f"I add.</think>\n{XML}\n<|im_end|>", THREE, True) for n in ("ultra", "5_lightning")],
+    *[(f"nemotron_3_{n}", {}, "I add.\n</think>\nThree.<|im_end|>", SURE, False) for n in NEMO],
+    ("qwen3", {}, "<think>\nI add.\n</think>\n\nThree.<|im_end|>", SURE, False),
+    ("qwen3_training", {}, "<think>\nI add.\n</think>\n\nThree.<|im_end|>", SURE, True),
+    # the prompt holds an empty thought, which is a part of the turn
+    *[(n, NONE, f"{BLOCK if n == 'qwen3' else XML}<|im_end|>", THREE, True) for n in ("qwen3", "qwen3_5_think", "qwen3_8")],
+    *[(f"nemotron_3_{n}", NONE, f"\n{XML}\n<|im_end|>", THREE, True) for n in ("nano", "ultra")],
+    ("qwen3", NONE, "Three.<|im_end|>", SURE, False),
+    ("qwen3_8", NONE, "Three.<|im_end|>", SURE, True),
+    ("lfm2_2_5", {}, "<think>I add.</think>Three.<|im_end|>", SURE, False),
+    ("deepseek_r1_distill", {}, "I add.\n</think>\n\nThree.<\uff5cend\u2581of\u2581sentence\uff5c>", SURE, False),
+    ("deepseek_r1_distill_training", {}, "I add.\n</think>\n\nThree.<\uff5cend\u2581of\u2581sentence\uff5c>", SURE, True),
+    ("qwen2_5", {}, f"<think>\nI add.\n</think>\n{BLOCK}<|im_end|>", THREE, True),  # knows no thoughts: they are text
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "args", "said", "reply", "kept"), CASES)
+def test_a_sampled_turn_comes_back_token_for_token_or_without_its_thought(template, args, said, reply, kept):
+    renderer = real(template, **args)
+    tools = TOOLS if reply is THREE else ()
+    prompt = renderer.prompt_ids([ASK], tools)
+    before = prompt + spelled(renderer.tokenizer, said)
+    message = renderer.parse(before[len(prompt) :], tools)
+    assert message.reasoning_content == ("I add." if "I add." in said else None)
+    assert message.tool_calls == ((ToolCall("add", {"a": 1, "b": 2}),) if tools else ())
+    got = renderer.prompt_ids([ASK, message, reply], tools, before)
+    assert (got[: len(before)] == before) is kept
+    told = renderer.tokenizer.decode(got).partition(ASK.content)[2]
+    opening = renderer.tokenizer.decode(prompt).partition(ASK.content)[2]
+    assert told.count("<think>") - opening.count("<think>") == told.count("</think>") - opening.count("</think>")
+    assert told.count("I add.") == (kept and "I add." in said) and (tools or "Three." in told)
+
+
+def test_a_thought_that_came_apart_is_a_part_of_the_text():
+    """Rows and clients give it as reasoning_content, as vLLM and OpenAI's clients do, as reasoning, or as thinking."""
+    for field in ("reasoning_content", "reasoning", "thinking"):
+        message = message_of({"role": "assistant", "content": "Three.", field: "I add."})
+        assert message == Message("assistant", "<think>\nI add.\n</think>\n\nThree.")
+        assert message.reasoning_content == "I add." and message_of(message) == message
+        assert message_of({"role": "user", "content": "Hm", field: "I add."}).content == "Hm"
+        whole = {"role": "assistant", "content": "<think>A</think>B", field: "A"}
+        assert message_of(whole).content == "<think>A</think>B"  # a client that sends both
+    text = real("qwen3_8").tokenizer.decode(real("qwen3_8").prompt_ids([ASK, message, SURE]))
+    assert "assistant\n<think>\nI add.\n</think>\n\nThree.<|im_end|>" in text
+    assert message_of({"role": "assistant", "content": None, "reasoning": "I add."}).content == with_thought(
+        "I add.", ""
+    )
+
+
+def test_where_a_thought_begins_and_ends():
+    for text, found in [
+        ("<think>a</think>b", ("a", "b")), (" <think>\na\n</think>\n\nb", ("\na\n", "\n\nb")), ("a</think>b", ("a", "b")),
+        ("b", (None, "b")), ("<think>a", (None, "<think>a")), ("</think>b", ("", "b")),
+        ("b<think>a</think>", (None, "b<think>a</think>")),
+        ('{"name": "</think>"}', (None, '{"name": "</think>"}')), ("<think>a</think>b</think>c", ("a", "b</think>c")),
+    ]:  # fmt: skip
+        assert parted(text) == found
+
+
+def test_tags_stay_in_the_text_where_a_tokenizer_counts_them_as_special():
+    """Otherwise a box in a thought would be the answer."""
+    tokenizer = FAMILIES["qwen25"].tokenizer()
+    tokenizer.add_tokens([AddedToken(tag, special=True, normalized=False) for tag in ("<think>", "</think>")])
+    said = spelled(tokenizer, "<think>4</think>5<|im_end|>")
+    assert TokenizerRenderer(tokenizer).parse(said) == Message("assistant", "<think>4</think>5")
+    assert TokenizerRenderer(tokenizer).parse(spelled(tokenizer, "5<|im_end|>")) == Message("assistant", "5")
+
+
+def sample(renderer: TokenizerRenderer, *said: str) -> Sample:
+    """An episode in which the user asks after every answer whether it is right."""
+    messages, before, steps, played = [ASK], (), [], []
+    for text in said:
+        prompt = renderer.prompt_ids(messages, (), before)
+        ids = spelled(renderer.tokenizer, f"{text}<|im_end|>")
+        played.append(Turn(prompt, Completion(ids, (0.0,) * len(ids), "stop")))
+        steps.append(Step(State(tuple(messages)), Action(renderer.parse(ids))))
+        messages, before = [*messages, steps[-1].action.message, SURE], prompt + ids
+    return Sample({}, Trajectory(tuple(steps)), tuple(played), UNKNOWN)
+
+
+def test_the_preflight_tells_what_dropped_thoughts_cost():
+    def told(renderer: TokenizerRenderer, *said: str) -> tuple[str, str]:
+        found = turns(SimpleNamespace(samples=[sample(renderer, *said)], rollouts=SimpleNamespace(renderer=renderer)))
+        return found.result, found.compared
+
+    thought = "<think>\nI add.\n</think>\n\nThree."
+    assert told(real("qwen3"), thought) == ("SKIP", "every episode has one turn")
+    result, text = told(real("qwen3"), thought, "Yes.", "Yes.")  # two rows: the last two turns have no thought
+    assert result == "PASS" and text.startswith("3 turns of 1 episodes are 2 rows") and "drops earlier thoughts" in text
+    assert told(real("qwen3_training"), thought, thought, thought) == ("PASS", "3 turns of 1 episodes are 1 rows")
+    one, two, three = (len(turn.ids) for turn in sample(real("qwen3"), thought, thought, thought).turns)
+    result, text = told(real("qwen3"), thought, thought, thought)
+    assert text == (
+        f"3 turns of 1 episodes are 3 rows, {(one + two + three) / three:.1f} times the tokens of the last turns: "
+        "the chat template drops earlier thoughts, so each turn after one is a row of its own"
+    )
+    odd = told(real("qwen3", **NONE), "Three.", "Yes.")
+    assert odd[1].endswith("the template or the environment writes earlier turns in another way")
