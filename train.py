@@ -55,7 +55,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     rollouts = Rollouts(plan, task, sampler, engine, renderer, algorithm, config.output_dir, config.seed, *players)
     rollout = RolloutCallback(rollouts, Stop(config.max_time))
     evaluation = EvaluationCallback(rollout, evaluator, examples)
-    preflight = PreflightCallback(config.preflight, rollout, evaluator, examples)
+    preflight = PreflightCallback(config.preflight, rollout, evaluator, examples, tokenizer)
     callbacks = [rollout, preflight, Tokens(), evaluation, *completed(instantiate(config.callbacks), tokenizer)]
 
     def module(model) -> L.LightningModule:

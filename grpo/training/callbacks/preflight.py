@@ -10,6 +10,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedTokenizerBase
 
 from grpo.env.types import Example
 from grpo.evaluation.evaluator import Evaluator
@@ -34,15 +35,22 @@ class PreflightCallback(L.Callback):
     """Checks a run before it learns, and prints its plan. It comes after RolloutCallback.
 
     mode: on: a FAIL stops the run with exit code 3. warn: a FAIL is a warning. off: no checks. only: the run ends after them.
-    examples: the rows of each split. Mutable: parts, those of the memory forecast; verdicts, by the name of the check; plan;
+    examples: the rows of each split. tokenizer: the model's own.
+    Mutable: parts, those of the memory forecast; verdicts, by the name of the check; plan;
     rounding, the difference of log-probabilities that rounding explains, in nats, None without checks.
     """
 
     def __init__(
-        self, mode: Mode, rollout: RolloutCallback, evaluator: Evaluator, examples: Mapping[str, Sequence[Example]]
+        self,
+        mode: Mode,
+        rollout: RolloutCallback,
+        evaluator: Evaluator,
+        examples: Mapping[str, Sequence[Example]],
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         require("preflight", mode, Mode)
         self.mode, self.rollout, self.evaluator, self.examples = mode, rollout, evaluator, examples
+        self.tokenizer = tokenizer
         self.parts: list[Part] = []
         self.verdicts: dict[str, Checked] = {}
         self.plan: RunPlan | None = None
@@ -61,7 +69,7 @@ class PreflightCallback(L.Callback):
         if is_source(self.rollout.makes.sampler):
             log.warning("no preflight: it plays episodes of a task, and the samples of this run come from a source")
             return self.judge()
-        probe = Probe(module, self.rollout.makes, self.examples, trainer.precision)
+        probe = Probe(module, self.rollout.makes, self.examples, trainer.precision, self.tokenizer)
         checks = {} if self.mode == "off" else CHECKS
         if checks and not isinstance(module, GRPOModule):
             raise UserError(f"preflight={self.mode} knows only GRPOModule and its subclasses: set preflight=off")
