@@ -71,7 +71,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
         return None, None
     save_config(config)
     noted = (evaluation.progress, preflight.facts)
-    with kept(config.output_dir, overrides, config.seed, examples, *noted), rollout.stop.during():
+    with kept(config.output_dir, overrides, config.seed, examples, *noted) as preflight.noted, rollout.stop.during():
         trainer.fit(module(pretrained.model(mapped=shards(trainer))), rollout.batches, ckpt_path=config.ckpt_path)
     return evaluation.accuracy, rollout.policy
 

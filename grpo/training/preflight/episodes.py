@@ -15,6 +15,7 @@ from grpo.env.types import SingleTurn, Step
 from grpo.rollout.rewarding import THREADS
 from grpo.rollout.types import Sample
 from grpo.system.calls import Calls
+from grpo.system.errors import StopError
 from grpo.training.preflight.probe import Checked, Probe, judged
 
 PATIENCE = 4.0  # seconds: slow rewards are asked again only for as many groups as fit in
@@ -108,6 +109,8 @@ def owners(probe: Probe) -> Checked:
         if unlike(sorted(recorded), sorted(alone)):
             return Checked("SKIP", "rewards compare samples, or vary")
         again = [value for group in probe.groups for value in rescored(probe, group)][: len(alone)]
+    except StopError:
+        raise
     except Exception as error:  # a reward that needs its environment, or what else a user's code may raise
         return Checked("SKIP", f"rewards cannot be asked again: {type(error).__name__}")
     if unlike(alone, again):
