@@ -29,6 +29,7 @@ from grpo.apps.resuming import (
     folder_of,
     has_checkpoint,
     is_over,
+    key_in,
     resolved,
     with_those_of_the_run,
 )
@@ -157,6 +158,9 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
         lacks = any(isinstance(cause, ModuleNotFoundError) for cause in causes)
         guess = "is it installed?" if lacks else "a key too many, or a value of the wrong type?"
         return f"{' '.join(reason.split())} ({guess})"
+    gone = next((a for a in arguments if a.startswith("~") and key_in(a) in re.split(r"\W+", str(error))), None)
+    if gone and not deleted and isinstance(error, (HydraException, OmegaConfBaseException)):
+        return f"{gone}: the run needs {key_in(gone)}: give it another value or option, and --help lists them"
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return " ".join(str(error).split())
     return None
