@@ -82,7 +82,7 @@ class PlainCheckpoints(CheckpointIO):
         """
         path = Path(path)
         try:
-            tensors = read_tensors(path)
+            tensors = read_tensors(path, mapped=lazily)
         except SafetensorError as error:
             raise UserError(f"{path} has no tensors that can be read: {' '.join(str(error).split())[:200]}") from error
         all_parts = [(*name.partition(".")[::2], part) for name, parts in tensors.items() for part in parts]
@@ -163,11 +163,15 @@ def write_pieces(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
     return {name: total for each in everyones for name, total in each.items()}
 
 
-def read_tensors(folder: Path) -> dict[str, list[Tensor]]:
-    """Return the tensors of a checkpoint by name, each as its parts. The files are mapped, not read."""
+def read_tensors(folder: Path, mapped: bool) -> dict[str, list[Tensor]]:
+    """Return the tensors of a checkpoint by name, each as its parts.
+
+    mapped: the files are mapped, not read. A tensor of the optimizer that stayed mapped would keep the whole file in memory, next
+    to the pages that have changed since, and on the disk when it is removed.
+    """
     found: dict[str, list[Tensor]] = {}
     for file in sorted(folder.glob("tensors*.safetensors")):
-        for name, tensor in load_file(file).items():
+        for name, tensor in load_file(file, backend="mmap" if mapped else "pread").items():
             found.setdefault(name, []).append(tensor)
     return found
 

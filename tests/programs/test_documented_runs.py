@@ -92,7 +92,7 @@ def test_a_documented_run_passes_its_preflight(name, toy, tmp_path):
     rows.mkdir()
     for file in ("train.jsonl", "test.jsonl"):
         (rows / file).write_text((EXAMPLES / file).read_text())
-    asked = [{"prompt": f"What is {i} + 3?", "question": f"What is {i} + 3?", "answer": str(i + 3)} for i in range(60)]
+    asked = [{"prompt": f"Add {i} and 3.", "question": f"Add {i} and 3.", "answer": str(i + 3)} for i in range(60)]
     (rows / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     (rows / "mine.py").write_text(MINE)
     (rows / "game.py").write_text(GAME)

@@ -252,7 +252,7 @@ class Signalled(Varied):
 
 @pytest.mark.slow
 def test_a_signal_is_heard_in_preflight_and_evaluation_and_nothing_is_lost(smoke, tmp_path, monkeypatch):
-    """Of the answers of an evaluation or of the probe few more are scored. The manifest has the verdicts by then."""
+    """Few more answers of an evaluation or of the probe are scored. The manifest has the verdicts by then."""
     task, more = (
         VARIED | {"_target_": "test_stop.Signalled"},
         ("eval.batch=1", "eval.samples=8", "eval.sampling.temperature=1"),

@@ -6,6 +6,7 @@ import pickle
 import resource
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -60,6 +61,15 @@ def test_plain_data_returns_what_it_was_given(tmp_path):
         assert type(a) is type(b) and a.dtype == b.dtype and a.tolist() == b.tolist()
     assert found == given and type(found["records"][2]) is float
     assert (tmp_path / "00001.ckpt" / "tensors.safetensors").stat().st_size < 1000
+
+
+def test_a_checkpoint_that_was_read_is_not_mapped(tmp_path):
+    """AdamW's state would keep the file in memory, beside the pages that it has changed. Sharded tensors are read later."""
+    PlainCheckpoints().save_checkpoint({"weight": torch.ones(1000)}, tmp_path / "00001.ckpt")
+    for lazily in (False, True):
+        found = PlainCheckpoints().load_checkpoint(tmp_path / "00001.ckpt", lazily=lazily)
+        assert found["weight"].sum() == 1000
+        assert (f"{tmp_path}/00001.ckpt" in Path("/proc/self/maps").read_text()) == lazily
 
 
 def test_a_nan_and_the_states_of_generators_stay():
