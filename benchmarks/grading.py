@@ -3,7 +3,9 @@
     python benchmarks/grading.py D          # D has gsm8k_test.jsonl and math500_test.jsonl
 
 Prints answers per second on GSM8K's own solutions (one by one, and in groups of 8 as a run scores them, with no cache between
-rounds), and seconds for 64 answers that need algebra, without and with an endless one among them. Medians of three rounds.
+rounds), seconds for 64 answers that need algebra, without and with an endless one among them (medians of three rounds), and the
+time of one grading: median, 99 % and slowest, of MATH-500's answers against their own gold and another one, and of the tests'
+cases.
 """
 
 import asyncio
@@ -13,9 +15,11 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import grading_table
+
 from grpo.env.messages import Message
 from grpo.env.types import Action, State, Step, Trajectory
 from grpo.rewards.math import grading
@@ -80,6 +84,29 @@ def main(folder: str) -> None:
         f"64 answers for algebra: {clean:.2f} s; one of them endless: {endless:.2f} s (deadline {grading.DEADLINE} s)"
     )
     assert outcomes["poisoned"][63] == "timeout" and outcomes["poisoned"][:63] == outcomes["clean"][:63]
+    one_at_a_time("MATH-500, answers and others", [*zip(golds, golds, strict=True), *pairwise(golds)])
+    one_at_a_time("cases of the tests", cases())
+
+
+def cases() -> list[tuple[str, str]]:
+    """Return (answer, gold) of every case in the tables of the tests."""
+    tables = [Path(__file__).parents[1] / f"tests/data/grading_{name}.txt" for name in ("right", "wrong")]
+    lines = [line.split(" ~ ") for table in tables for line in table.read_text(encoding="utf-8").splitlines()]
+    rules = [(a, gold) for _, gold, answers in grading_table.cases() for a in answers["right"] + answers["wrong"]]
+    return [(answer, gold) for gold, *answers in lines for answer in answers] + rules
+
+
+def one_at_a_time(name: str, pairs: list[tuple[str, str]]) -> None:
+    grading._decide.cache_clear()
+    times = []
+    for answer, gold in pairs:
+        start = time.perf_counter()
+        grading.verdict(answer, gold)
+        times.append(1000 * (time.perf_counter() - start))
+    print(
+        f"{name}: {len(pairs)} gradings, median {median(times):.3f} ms, 99 % under {quantiles(times, n=100)[98]:.0f} ms, "
+        f"slowest {max(times):.0f} ms"
+    )
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class AgentEnv:
         """Start the program in a folder of its own."""
         self.folder = tempfile.mkdtemp(prefix="grpo-agent-")
         example = Path(self.folder, "example.json")
-        example.write_text(strict_json(self.example, default=str), encoding="utf-8")
+        example.write_text(strict_json(self.example, ensure_ascii=False, default=str), encoding="utf-8")
         told = {**environment(), **addresses, "GRPO_EXAMPLE": str(example), "GRPO_SEED": str(self.seed)}
         words = ["sh", "-c", f'ulimit -f {FILE_BLOCKS}; exec "$@"', "sh", *self.task.words]
         with Path(self.folder, "stderr").open("wb") as errors:

@@ -1,4 +1,5 @@
-"""Write a Python function that passes tests: rows in the form of HumanEval (arXiv 2107.03374) or MBPP (arXiv 2108.07732)."""
+"""Write a Python program that passes tests: rows in the form of HumanEval (arXiv 2107.03374) or MBPP (arXiv 2108.07732), or with
+cases, as those of APPS (arXiv 2105.09938), TACO (arXiv 2312.14852) and LiveCodeBench (arXiv 2403.07974)."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -7,6 +8,7 @@ from grpo.data.dataset import Dataset
 from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Split, Trajectory
 from grpo.rewards.code import sandbox
+from grpo.rewards.code.cases import Case, cases_of
 from grpo.rewards.code.programs import code_verdict
 from grpo.rewards.combined import Weights, text_of
 from grpo.rewards.resolve import Functions
@@ -33,7 +35,7 @@ def passes(
     limits = sandbox.ProgramLimits(seconds=seconds, memory_mb=memory_mb)
     found = []
     for i, completion in enumerate(completions):
-        row = {name: values[i] for name, values in columns.items()}
+        row = {name: values[i] for name, values in columns.items() if isinstance(values, list)}
         verdict = code_verdict(text_of(completion), row, limits, bool(continuation and continuation[i]), unconfined)
         right = verdict.outcome == "right"
         value = float("nan") if verdict.outcome in ("timeout", "error") else float(right)
@@ -95,3 +97,58 @@ class Code(RowTask):
         if self.template is base and not continuation:
             trajectories = [with_answer(t, FENCE + t.answer) for t in trajectories]  # the prompt has opened the fence
         return super().score_group({**example, "continuation": continuation}, trajectories)
+
+
+class Cases(RowTask):
+    """Programs that read standard input, or functions (a row with `starter_code`), judged by the cases of the row.
+
+    question: the column with the text. cases: the columns with the cases, in a form that `cases_of` reads. A row whose cases
+    cannot be read has an unknown reward. rows: further arguments of `Dataset`.
+    """
+
+    gold_column = None
+
+    def __init__(
+        self,
+        path: str,
+        question: str,
+        cases: Sequence[str],
+        rewards: Functions = "tasks.code.passes",
+        weights: Weights = None,
+        solved: float = 1.0,
+        **rows: Any,
+    ) -> None:
+        self.question, self.cases = question, tuple(cases)
+        super().__init__(Dataset(path, (question, *self.cases), "", **rows), rewards, weights, solved)
+
+    def check(self, row: Example, where: str) -> None:
+        super().check(row, where)
+        try:
+            found = self.found(row)
+        except ValueError as error:
+            raise UserError(
+                f"{where}: the cases in {', '.join(self.cases)} cannot be read ({error}); see docs/sandbox.md"
+            ) from error
+        if not found:
+            raise UserError(f"{where}: there is no case in {', '.join(self.cases)}; see docs/sandbox.md")
+
+    def messages(self, example: Example) -> tuple[Message, ...]:
+        if (code := example.get("starter_code") or "").strip():
+            how = f"Complete this code. Give the whole of it in a ```python block.\n\n{FENCE}{code}\n```"
+        else:
+            how = (
+                "Write a Python program that reads standard input and prints its answer. Give it in a ```python block."
+            )
+        return (Message("user", f"{example[self.question]}\n\n{how}"),)
+
+    def found(self, row: Example) -> list[Case]:
+        """Return the cases of a row. Columns `inputs` and `outputs` are one. Raises ValueError if they cannot be read."""
+        columns = {name: row[name] for name in self.cases}
+        whole = {"inputs", "outputs"} <= columns.keys()
+        return cases_of([columns] if whole else columns.values(), row.get("metadata"))
+
+    def columns(self, example: Example) -> Example:
+        try:
+            return {**example, "cases": self.found(example)}
+        except ValueError:
+            return {**example, "cases": []}

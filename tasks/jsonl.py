@@ -2,12 +2,16 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from inspect import getmembers, isawaitable, isfunction
-from typing import Any
+from typing import Any, Literal
 
-from grpo.data.dataset import Dataset
-from grpo.env.messages import Message
+from grpo.data.dataset import Dataset, at
+from grpo.env import thoughts
+from grpo.env.dialects.calls import messages_of, text_in
+from grpo.env.dialects.chat import chat_message
+from grpo.env.messages import Message, shown
+from grpo.env.tool_parsers import Malformed
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Env, Example, Reward, Split, State
 from grpo.rewards.combined import Weights
@@ -18,11 +22,39 @@ from grpo.system.ranges import FunctionName
 
 log = logging.getLogger(__name__)
 
+FIELDS = {field.name for field in fields(Message)} - {"error"} | {
+    "tool_call_id",
+    *thoughts.FIELDS,
+}  # of a message in a file
+
+
+def conversation(prompt: Any) -> tuple[Message, ...]:
+    """Return the messages of a list in OpenAI's form: role, content (a text, or parts of type text), reasoning_content, name,
+    tool_calls (arguments as an object or as JSON text), tool_call_id. Raises UserError for what a `Message` cannot hold."""
+    listed = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    if not listed or not all(isinstance(message, Mapping) and "role" in message for message in prompt):
+        raise UserError(f"{shown(prompt)} is neither a text nor a list of messages with role and content")
+    for message in prompt:
+        if other := [name for name, value in message.items() if value is not None and name not in FIELDS]:
+            raise UserError(f"a message has the field {other[0]!r}, which no chat template gets: leave it out")
+        if not isinstance(content := message.get("content"), str | list | None):
+            raise UserError(
+                f"a message has the content {shown(content)}: it needs a text, or a list of parts of type text"
+            )
+    try:
+        return messages_of([chat_message(message) for message in prompt])
+    except UserError:
+        raise
+    except (Malformed, TypeError, LookupError, AttributeError, ValueError) as error:
+        said = f"a call or a part needs {error}" if isinstance(error, KeyError) else error
+        raise UserError(f"{said}, in {shown(prompt)}") from error
+
 
 class Jsonl(RowTask):
-    """prompt: the column with the prompt, a text or a list of messages ({role, content}; the policy continues a list that
-    ends with the assistant). gold: the column with the right answer, for rewards that need `gold`. template: surrounds a text,
-    which replaces {prompt}. system: the message before it. environment: see `FactoryEnv`. rows: further arguments of `Dataset`.
+    """prompt: the column with the prompt, a text or a list of messages (see `conversation`). gold: the column with the right
+    answer, for rewards that need `gold`. Both may be dotted names of fields in a column.
+    last_answer: the policy continues a last message of the assistant, or it is left out. template: surrounds a text, which
+    replaces {prompt}. system: the message before it. environment: see `FactoryEnv`. rows: further arguments of `Dataset`.
     """
 
     def __init__(
@@ -36,23 +68,28 @@ class Jsonl(RowTask):
         template: str = "{prompt}",
         system: str | None = None,
         environment: FunctionName | None = None,
+        last_answer: Literal["continue", "drop"] = "continue",
         **rows: Any,
     ) -> None:
         if "{prompt}" not in template:
             raise UserError(f"task.template={template!r} must say {{prompt}} where the prompt goes")
         self.environment = imported(environment, "task.environment") if isinstance(environment, str) else environment
         self.prompt, self.gold_column, self.template, self.system = prompt, gold, template, system
+        self.last_answer = last_answer
         self.said = False  # whether the log has a line about prompts that are texts
         columns = (prompt,) if gold is None else (prompt, gold)
-        super().__init__(Dataset(path, columns, **rows), rewards, weights, solved)
+        super().__init__(Dataset(path, columns, form=self.asked, **rows), rewards, weights, solved)
 
     def columns(self, example: Example) -> Example:
         """Return the columns, with the prompt also as `prompt`, which shows whether this is a conversation."""
-        return super().columns({**example, "prompt": example.get(self.prompt)})
+        prompt = at(example, self.prompt)
+        if not isinstance(prompt, str):
+            prompt = [{**message, "content": text_in(message.get("content")) or ""} for message in prompt or ()]
+        return super().columns({**example, "prompt": prompt})
 
     def examples(self, split: Split) -> Sequence[Example]:
         rows = super().examples(split)
-        if split == "train" and not self.said and isinstance(rows[0].get(self.prompt), str):
+        if split == "train" and not self.said and isinstance(at(rows[0], self.prompt), str):
             self.said = True
             line = "a user's message, in the chat template if there is one; model.chat_template=none sends it alone, as TRL"
             log.info("task.prompt=%s is a text: %s", self.prompt, line)
@@ -68,15 +105,20 @@ class Jsonl(RowTask):
         return FactoryEnv(self.messages(example), self.environment(), example, self.rewards.solved)
 
     def messages(self, example: Example) -> tuple[Message, ...]:
-        prompt = example[self.prompt]
+        try:
+            return self.asked(at(example, self.prompt))
+        except UserError as error:
+            raise UserError(f"task.prompt={self.prompt}: {error}") from error
+
+    def asked(self, prompt: Any) -> tuple[Message, ...]:
+        """Return the messages of a prompt. Raises UserError if it cannot be asked."""
         before = (Message("system", self.system),) if self.system else ()
         if isinstance(prompt, str):
             return (*before, Message("user", self.template.replace("{prompt}", prompt)))
-        try:
-            return (*before, *(Message(message["role"], message["content"]) for message in prompt))
-        except (TypeError, KeyError) as error:
-            needed = "neither a text nor a list of messages with role and content"
-            raise UserError(f"task.prompt={self.prompt}: {str(prompt)[:80]!r} is {needed}") from error
+        said = conversation(prompt)
+        if self.last_answer == "drop" and len(said) > 1 and said[-1].role == "assistant":
+            said = said[:-1]
+        return (*before, *said)
 
 
 class FactoryEnv(ToolEnv):

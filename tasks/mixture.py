@@ -54,7 +54,7 @@ class Mixture:
             name, i = order[place]
             return {"source": name, "example": rows[name][i]}
 
-        return Made(len(order), row)
+        return Made(len(order), row, "".join(getattr(found, "digest", "") for found in rows.values()))
 
     def gold(self, example: Example) -> Any:
         """Return the right answer, if the source knows it."""

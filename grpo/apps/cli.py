@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import shlex
 import sys
 import threading
 import warnings
@@ -15,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, InstantiationException, MissingConfigException
+from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo.apps.border import check_values
-from grpo.apps.composing import CONF, composed
+from grpo.apps.composing import CONF, composed, literal
 from grpo.apps.resuming import (
     check_resumed,
     continued,
@@ -129,6 +130,8 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
         group, _, option = (missing.missing_cfg_file or "").rpartition("/")
         options = ", ".join(option for option in missing.options or () if option != "base")
         return f"{group} has no option {option!r}; options: {options}" if options else " ".join(str(missing).split())
+    if unread := next((cause.override for cause in causes if isinstance(cause, OverrideParseException)), None):
+        return " ".join(f"{unread}: {_quote(unread)}".split())
     if lacking := next((str(cause) for cause in causes if lacks_memory(cause)), None):
         least = "python train.py debug=forecast shows what a run needs, docs/memory.md how to need less"
         return f"not enough memory: {' '.join(lacking.split())[:200]}; {least}"
@@ -164,6 +167,17 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return " ".join(str(error).split())
     return None
+
+
+def _quote(argument: str) -> str:
+    """Return what to do about an argument that Hydra's grammar cannot read."""
+    key, given, value = argument.partition("=")
+    if not given or not re.fullmatch(r"[+~]*[\w.@/-]+", key):
+        return "an argument is KEY=VALUE, and --help lists the keys"
+    word = f"{key}={literal(value)}"
+    whole = shlex.quote(word) if re.search(r'["$`!\\]', word) else f'"{word}"'
+    inner = ", or each text in it" if value[:1] in ("[", "{") else ""
+    return f"quote the value{inner}, and the argument for the shell: {whole}"
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> None:
     """Write the folder, and push it if a repository is given."""
     parser = argparse.ArgumentParser(prog="python -m grpo.export", description="Export the best policy of a run.")
     parser.add_argument("run", help="a run (its best policy), one of its checkpoints, or the folder of a policy")
-    parser.add_argument("--out", type=Path, help="the new folder; by default RUN/export")
+    parser.add_argument("out", type=Path, nargs="?", help="the new folder; by default RUN/export")
     parser.add_argument("--merge", action="store_true", help="merge an adapter into its base")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="number type of all weights")
     parser.add_argument("--license", help="as apache-2.0; by default that of the base model's card")
@@ -35,12 +35,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--trust", action="store_true", help="run code of the model, if the run did (docs/trust.md)")
     parser.add_argument("--push", metavar="REPO", help="then upload the folder to this repository of the hub")
     parser.add_argument("--private", action="store_true", help="a new repository is private")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     policy = policy_folder(given.run).resolve()
     run = policy.parents[1]
     out = given.out or run / "export"
     if out.exists():
-        raise UserError(f"{out} exists: remove it, or name another folder with --out")
+        raise UserError(f"{out} exists: remove it, or name another folder after the run")
     base = base_path(str(policy))
     adapter = base != str(policy) and not given.merge
     if adapter and given.dtype:

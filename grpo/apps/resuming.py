@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -241,6 +241,29 @@ def check_resumed(config: DictConfig) -> None:
         raise UserError(f"{line}; leave them out, or set resume.changes=allow")
     if changed:
         log.warning("resuming with other values: %s", ", ".join(changed))
+
+
+def check_data(config: DictConfig, examples: Mapping[str, Sequence[Any]]) -> None:
+    """Compare the rows of each split with those of the run that is resumed, if any, by the facts in its manifest.
+
+    Raises UserError for rows that would make it another run.
+    """
+    from grpo.runs.manifest import data_facts  # imports torch
+    from grpo.runs.runs import Run
+
+    then = (Run(folder_of(Path(config.ckpt_path))).manifest.get("data") or {}) if config.ckpt_path else {}
+    now = {split: data_facts(rows) for split, rows in examples.items() if split in then}
+    shared = {split: [name for name in facts if name in then[split]] for split, facts in now.items()}
+    other = [
+        f"{split} has {now[split]['rows']} rows, {name}={now[split][name]} (was {then[split][name]})"
+        for split, names in shared.items()
+        if (name := next((one for one in names if now[split][one] != then[split][one]), None))
+    ]
+    if other and config.resume.changes != "allow":
+        line = f"the run to resume had other data: {'; '.join(other)}"
+        raise UserError(f"{line}; give it the same rows, or set resume.changes=allow")
+    if other:
+        log.warning("resuming with other data: %s", "; ".join(other))
 
 
 def is_shown(change: str, *configs: DictConfig) -> bool:

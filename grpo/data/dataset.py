@@ -4,7 +4,6 @@ Knows nothing of what the columns mean, except that the first column a task need
 """
 
 import contextlib
-import glob
 import hashlib
 import json
 import logging
@@ -13,11 +12,10 @@ import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from grpo.data.json_files import check_objects
+from grpo.data.tables import KINDS, TableRows, arrow_rows, read_file
 from grpo.env.types import Example, Split
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Share, enforced
@@ -27,7 +25,6 @@ log = logging.getLogger(__name__)
 SPLITS = get_args(Split)
 Filter = Literal["empty", "duplicate"]
 FILTERS = get_args(Filter)
-_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def side(question: Any, held_out: Mapping[str, float]) -> Split:
@@ -47,12 +44,15 @@ class Dataset:
     """The rows of a task, by split, each read once.
 
     path: a local folder or file (jsonl, json, parquet, csv), else a dataset on the hub with its `config`.
-    columns: columns that every row must have, the question first. name: picks the file in a folder with several datasets.
+    columns: columns that every row must have, the question first, maybe by dotted names (`at`). name: picks the file in a folder
+    with several datasets.
     splits: from our names (train, validation, test) to the source's; None or absent if the source, such as a file, lacks one.
     held_out: for a split that the source lacks, the share of train rows that it takes, such as {validation: 0.1}, chosen by a
     hash of the question. A row of a test or validation split is never trained on, even if it is in train too.
     filters: `empty` removes rows in which a column is missing or blank, `duplicate` rows whose question came before. The log
     counts removed rows. limits: numbers of rows, after filtering. streaming: read only as much of a hub dataset as they need.
+    numbers: columns of a CSV file that hold numbers; NA, nan, null, None and blanks are then None. form: called with every
+    question; it raises UserError for one that cannot be asked.
     """
 
     @enforced("task")
@@ -69,15 +69,17 @@ class Dataset:
         validation_limit: Count | None = None,
         test_limit: Count | None = None,
         streaming: bool = False,
+        numbers: Sequence[str] = (),
+        form: Callable[[Any], Any] | None = None,
     ) -> None:
         self.path, self.columns, self.name, self.config = path, tuple(columns), name, config
         self.local = Path(path).expanduser()
         named = splits if splits is not None else {"train": "train", "test": "test"}
         self.splits = {split: source for split, source in named.items() if source is not None}
         self.held_out = {split: float(share) for split, share in (held_out or {}).items() if share}
-        self.filters, self.streaming = tuple(filters), streaming
+        self.filters, self.streaming, self.numbers, self.form = tuple(filters), streaming, tuple(numbers), form
         self.limits = {"train": train_limit, "validation": validation_limit, "test": test_limit}
-        self.sources: dict[Split, Any] = {}
+        self.sources: dict[Split, TableRows] = {}
         self.read: dict[Split, Sequence[Example]] = {}
         if sum(self.held_out.values()) >= 1:
             raise UserError(f"task.held_out={self.held_out} must be shares of the rows that leave some to train on")
@@ -113,11 +115,13 @@ class Dataset:
             if split in self.splits:
                 # a split that cannot be read is refused when it is requested
                 with contextlib.suppress(UserError, KeyError, ValueError):  # of a stream only the rows that are read
-                    rows = self.split(split) if self.streaming else self._source(split).select_columns([name])
-                    found |= {key_of(row[name]) for row in rows}
+                    rows = self.split(split) if self.streaming else self._source(split)
+                    if not self.streaming:
+                        rows = rows.select_columns([head(name, rows.column_names)])
+                    found |= {key_of(at(row, name)) for row in rows}
         return found
 
-    def _kept(self, split: Split, source: Any, sides: set[str], elsewhere: set[int]) -> Sequence[Example]:
+    def _kept(self, split: Split, source: TableRows, sides: set[str], elsewhere: set[int]) -> Sequence[Example]:
         """Return the rows of `source` that are in one of `sides`, not `elsewhere`, and pass the filters. Logs removals."""
         removed = dict.fromkeys((*self.filters, "held out"), 0)
         kept, seen, read = [] if self.streaming else array("q"), set(), 0  # rows of a table are not kept in memory
@@ -129,12 +133,19 @@ class Dataset:
             blank = next((name for name, value in zip(self.columns, values, strict=True) if _blank(value)), None)
             if blank and "empty" not in self.filters:
                 fix = f"every row needs {', '.join(self.columns)} (task.filters=[empty] leaves such rows out)"
-                raise UserError(f"{self.path}, {split} row {read}: no field {blank!r}; {fix}")
+                raise UserError(f"{source.where(read - 1)}, {split} row {read}: no field {blank!r}; {fix}")
             if blank:
                 removed["empty"] += 1
-            elif side(values[0], self.held_out) not in sides:
                 continue
-            elif "duplicate" in self.filters and question in seen:
+            if self.form is not None:
+                try:
+                    self.form(values[0])
+                except UserError as error:
+                    where = f"{source.where(read - 1)}, column {self.columns[0]!r}"
+                    raise UserError(f"{where}: {error}") from error
+            if side(values[0], self.held_out) not in sides:
+                continue
+            if "duplicate" in self.filters and question in seen:
                 removed["duplicate"] += 1
             elif question in elsewhere:
                 removed["held out"] += 1
@@ -149,6 +160,8 @@ class Dataset:
             elif removed["held out"]:
                 hint = "they are in the test or validation rows too; if these are the same file, set task.splits.validation=null"
                 hint += " and task.held_out.test=0.1"
+            elif read and removed.get("empty") == read:
+                hint = f"no row has {blank!r}; see task.filters"
             counts = f"{read} read, {told or 'none for it'}"
             raise UserError(f"task.path={self.path} has no rows for the split {split!r}: {counts}; {hint}")
         if split in self.held_out:
@@ -157,55 +170,43 @@ class Dataset:
             log.info("%s, %s: %d rows kept of %d; removed: %s", self.path, split, len(kept), read, told)
         return kept if self.streaming else source.select(kept)
 
-    def _rows(self, source: Any, split: Split) -> Iterable[tuple[Any, Sequence]]:
+    def _rows(self, source: TableRows, split: Split) -> Iterable[tuple[Any, Sequence]]:
         """Yield (what to keep, the values of our columns) of each row; a streamed row is kept itself, else its index."""
         with _reading(f"task.path={self.path}"):
-            if self.streaming:
-                for row in source:
-                    self._check_columns(row, split)
-                    yield row, [row[name] for name in self.columns]
-                return
-            self._check_columns(source.column_names, split)
-            pieces = source.select_columns(list(self.columns)).iter(1000)  # one row at a time is 50 times slower
-            rows = (zip(*(piece[name] for name in self.columns), strict=True) for piece in pieces)
-            yield from enumerate(chain.from_iterable(rows))
+            heads = tuple(dict.fromkeys(head(name, source.column_names) for name in self.columns))
+            if missing := [name for name in heads if name not in source.column_names]:
+                has = ", ".join(source.column_names)
+                raise UserError(f"{self.path}, {split}: no column {missing[0]!r}; it has {has}")
+            rows = source if self.streaming else source.select_columns(heads)
+            for i, row in enumerate(rows):
+                yield row if self.streaming else i, [at(row, name) for name in self.columns]
 
-    def _check_columns(self, there: Iterable[str], split: Split) -> None:
-        for name in self.columns:
-            if name not in there:
-                raise UserError(f"{self.path}, {split}: no column {name!r}; it has {', '.join(there)}")
-
-    def _source(self, split: Split) -> Any:
+    def _source(self, split: Split) -> TableRows:
         """Return all rows of the source's split, which is opened once."""
         if split not in self.sources:
             self.sources[split] = self._opened(split)
         return self.sources[split]
 
-    def _opened(self, split: Split) -> Any:
+    def file(self, split: Split) -> Path | None:
+        """Return the local file of a split; None if it is on the hub."""
+        name = self.splits.get(split, split)
+        if not self.local.exists():
+            return None
+        return split_file(self.local, name, self.name) if self.local.is_dir() else self.local
+
+    def _opened(self, split: Split) -> TableRows:
         from datasets import load_dataset
         from datasets.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        name = self.splits.get(split, split)
-        if self.local.exists():
-            file = split_file(self.local, name, self.name) if self.local.is_dir() else self.local
-            if file.suffix not in _KINDS:
-                raise UserError(f"task.path={self.path} is not a dataset file: {', '.join(_KINDS)} are read")
-            if not file.is_file():
-                raise UserError(f"the dataset file {file} is a folder, a pipe, a device or a broken link: give a file")
-            if file.stat().st_size == 0:
-                raise UserError(f"the dataset file {file} is empty")
-            kind = _KINDS[file.suffix]
+        if file := self.file(split):
             with _reading(f"the dataset file {file}"):
-                if kind == "json":
-                    check_objects(file, 1000 if self.streaming else None)
-                more = {"index_col": False} if kind == "csv" else {}  # else a long first row shifts the columns
-                name = glob.escape(str(file))  # it may have * or [
-                return load_dataset(kind, data_files=name, split="train", streaming=self.streaming, **more)
+                return read_file(file, self.streaming, self.numbers)
         if self.path.startswith((".", "/", "~")) or self.path.count("/") != 1:
             raise UserError(f"task.path={self.path} does not exist: give a folder, a file or a dataset's id on the hub")
+        name = self.splits.get(split, split)
         try:
-            return load_dataset(self.path, self.config, split=name, streaming=self.streaming)
+            return arrow_rows(load_dataset(self.path, self.config, split=name, streaming=self.streaming))
         except Exception as error:  # a network may raise anything
             missing = "is no folder of this machine, and the hub does not give it"
             fix = "give task.path=FOLDER with a train.jsonl and a test.jsonl"
@@ -233,12 +234,26 @@ def _reason(error: Exception) -> str:
     return (str(cause).partition("\n")[0] or type(cause).__name__) + advice
 
 
+def at(row: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a column, or of a field in one: `reward_model.ground_truth`. None if there is none."""
+    if name in row or "." not in name:
+        return row.get(name)
+    column, _, rest = name.partition(".")
+    return at(inner, rest) if isinstance(inner := row.get(column), Mapping) else None
+
+
+def head(name: str, there: Iterable[str] = ()) -> str:
+    """Return the column of a dotted name, or the name itself if it is one of those that are there."""
+    return name if name in there else name.partition(".")[0]
+
+
 @dataclass(frozen=True)
 class Made(Sequence):
-    """Rows that are made when they are read, each from its index alone."""
+    """Rows that are made when they are read, each from its index alone. digest: of the file that they come from, if any."""
 
     size: int
     make: Callable[[int], Example]
+    digest: str = ""
 
     def __len__(self) -> int:
         return self.size
@@ -250,7 +265,7 @@ class Made(Sequence):
 
 def picked(rows: Sequence[Example], places: Sequence[int]) -> Sequence[Example]:
     """Return the rows at these places."""
-    return Made(len(places), lambda i: rows[places[i]])
+    return Made(len(places), lambda i: rows[places[i]], getattr(rows, "digest", ""))
 
 
 def rows_where(test: Callable[[Example], bool], rows: Sequence[Example], columns: Sequence[str]) -> Sequence[Example]:
@@ -290,7 +305,7 @@ def spread(examples: Sequence[Example], most: int) -> list[Example]:
 
 def _files(path: Path, split: str) -> list[Path]:
     named = re.compile(rf"(?<![a-z]){re.escape(split)}(?![a-z])")  # but not latest.jsonl
-    return sorted(file for file in path.iterdir() if file.suffix in _KINDS and named.search(file.stem.lower()))
+    return sorted(file for file in path.iterdir() if file.suffix in KINDS and named.search(file.stem.lower()))
 
 
 def split_file(path: Path, split: str, name: str) -> Path:
@@ -300,7 +315,7 @@ def split_file(path: Path, split: str, name: str) -> Path:
         files = [file for file in files if file.stem == split] or [file for file in files if name and name in file.stem]
     if len(files) != 1:
         other = f" or {name}_{split}.jsonl" if name else ""
-        fix = f"there must be one, such as {split}.jsonl{other} ({', '.join(_KINDS)} are read)"
+        fix = f"there must be one, such as {split}.jsonl{other} ({', '.join(KINDS)} are read)"
         raise UserError(f"task.path={path} has {len(files) or 'no'} files for the split {split!r}: {fix}")
     return files[0]
 

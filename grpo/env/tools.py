@@ -100,7 +100,7 @@ class ToolEnv:
                 raise ToolError(f"there is no tool {call.name!r}; there are: {', '.join(self.specs)}")
             check_arguments(self.specs[call.name], call.arguments)
             result = awaited(self.functions[call.name](**call.arguments))
-            text = result if isinstance(result, str) else strict_json(result, default=str)
+            text = result if isinstance(result, str) else strict_json(result, ensure_ascii=False, default=str)
         except OSError:
             raise
         except Exception as error:

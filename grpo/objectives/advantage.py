@@ -4,7 +4,7 @@ An advantage function returns [N, G], or [N, G, K] for K turns, or if it names `
 `rewards` [N, G], `lengths` [N, G] (sampled tokens), `parts` {name: [N, G]} (the numbers in a reward, `correct` among them),
 `steps` [N, G, K] (rewards of turns; NaN where there is none), `examples` (N), `observations` (N, G, K texts), `progress`, and the
 fields of `TokenBatch`. An unknown reward (the grader timed out) is NaN: the baseline ignores it, and nothing is learned from the
-sample. With a baseline, equal rewards have advantages of exactly 0.
+sample. With a baseline, rewards that are equal but for rounding (`has_signal`) have advantages of exactly 0.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,14 @@ Scale = Literal["group", "batch", "none"]
 
 
 def has_signal(rewards: Tensor) -> Tensor:
-    """Return whether the rewards of each group differ, [N] bool; nothing is learned from other groups. rewards: [N, G]."""
+    """Return which groups have rewards, [N, G], that differ by over 1e-6 of the larger, [N] bool. Others teach nothing."""
     low = rewards.nan_to_num(torch.inf).amin(dim=1)
     high = rewards.nan_to_num(-torch.inf).amax(dim=1)
-    return low < high
+    return high - low > 1e-6 * torch.maximum(low.abs(), high.abs())
 
 
 def less_baseline(rewards: Tensor, baseline: Tensor) -> Tensor:
-    """Return rewards - baseline, exactly 0 if a group's rewards are equal: a floating-point mean may differ from them."""
+    """Return rewards - baseline, exactly 0 if a group has no signal: a floating-point mean may differ from its rewards."""
     return torch.where(has_signal(rewards)[:, None] | rewards.isnan(), rewards - baseline, 0.0)
 
 
@@ -93,7 +93,7 @@ def whiten(
     found = [(len(values), values.sum(), values.min(), values.max())] if len(values) else []
     found = concatenated(found)
     count = sum(n for n, *_ in found)
-    if not found or min(low for *_, low, _ in found) == max(high for *_, high in found):
+    if not found or not has_signal(torch.stack([x for *_, low, high in found for x in (low, high)])[None]):
         return torch.zeros_like(advantages)
     mean = float(sum(added for _, added, *_ in found)) / count
     variance = float(sum(concatenated([(values - mean).square().sum()]))) / count

@@ -11,6 +11,11 @@ from grpo.system.errors import UserError
 from grpo.system.ranges import NonNegative
 
 
+def less_mean(rewards: Tensor) -> Tensor:
+    """Return the rewards less the mean of their group."""
+    return less_baseline(rewards, rewards.nanmean(dim=1, keepdim=True))
+
+
 def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
     """A_i = r_i - sum_j |o_j| r_j / sum_j |o_j|: the baseline of smallest variance, OPO, arXiv 2505.23585."""
     lengths = torch.where(rewards.isnan(), 0.0, lengths.to(rewards.dtype))
@@ -44,7 +49,7 @@ def gpg(rewards: Tensor) -> Tensor:
     """A_i = (r_i - mean(r)) N / (groups whose rewards differ): groups that teach nothing do not make the step smaller, GPG, arXiv
     2504.02546. verl divides by the share of rewards that are not 0."""
     live = has_signal(rewards).sum().clamp(min=1)
-    return less_baseline(rewards, rewards.nanmean(dim=1, keepdim=True)) * len(rewards) / live
+    return less_mean(rewards) * len(rewards) / live
 
 
 def best_only(rewards: Tensor) -> Tensor:
@@ -52,25 +57,30 @@ def best_only(rewards: Tensor) -> Tensor:
     sample, and for that one too if another is as good."""
     others = rewards.nan_to_num(-torch.inf)[:, None].expand(-1, rewards.shape[1], -1)  # [N, G, G]
     others = others.masked_fill(torch.eye(rewards.shape[1], dtype=torch.bool, device=rewards.device), -torch.inf)
-    best = others.amax(dim=2)
-    return torch.where((best > -torch.inf) | rewards.isnan(), (rewards - best).clamp(min=0), 0.0)
+    return less_baseline(rewards, others.amax(dim=2)).clamp(min=0)
+
+
+def earned(rewards: Tensor) -> Tensor:
+    """Return the rewards, [N, G], less the lowest of their group if that is negative: a share of them is a cost or nothing, where
+    a share of a negative reward would be a bonus."""
+    return rewards - rewards.nan_to_num(0.0).amin(dim=1, keepdim=True).clamp(max=0.0)
 
 
 def alp(rewards: Tensor, lengths: Tensor, parts: Mapping[str, Tensor], beta: NonNegative = 1e-4) -> Tensor:
-    """A_i = s_i - mean(s) with s_i = r_i - beta max(share of right samples, 1 / G) |o_i|, ALP, arXiv 2506.05256. There is no
+    """A_i = s_i - mean(s) with s_i = r_i - beta max(share of right samples, 1 / G) |o_i|, ALP, arXiv 2506.05256. Length costs the
+    same whatever a wrong answer earns. There is no
     division by the standard deviation: where all are right, any beta would become the whole signal."""
     solved = parts["correct"].nanmean(dim=1, keepdim=True).nan_to_num(0.0).clamp(min=1 / rewards.shape[1])
-    shaped = rewards - beta * solved * lengths
-    return less_baseline(shaped, shaped.nanmean(dim=1, keepdim=True))
+    return less_mean(rewards) - less_mean(beta * solved * lengths + 0 * rewards)  # 0 x NaN: no one's cost
 
 
 def length_penalty(
     rewards: Tensor, lengths: Tensor, steps: Tensor, tokens: NonNegative = 0.25, turns: NonNegative = 0.1
 ) -> Tensor:
-    """A_i = s_i - mean(s) with s_i = r_i - mean(r) (tokens |o_i| / max_j |o_j| + turns K_i / max_j K_j), as in prime-rl. K_i: the
-    turns of a sample. A group that is all wrong teaches nothing. steps: [N, G, K], NaN where there is no turn."""
+    """A_i = s_i - mean(s) with s_i = r_i - mean(e) (tokens |o_i| / max_j |o_j| + turns K_i / max_j K_j), in prime-rl with e = r.
+    Here e is `earned`, which is r unless a reward is negative. K_i: the turns of a sample. A group that is all wrong teaches
+    nothing. steps: [N, G, K], NaN where there is no turn."""
     known, penalty = ~rewards.isnan(), 0.0
     for weight, size in ((tokens, lengths), (turns, (~steps.isnan()).sum(2))):
         penalty = penalty + weight * size / (size * known).amax(dim=1, keepdim=True).clamp(min=1)
-    shaped = rewards - rewards.nanmean(dim=1, keepdim=True) * penalty
-    return less_baseline(shaped, shaped.nanmean(dim=1, keepdim=True))
+    return less_mean(rewards) - less_mean(earned(rewards).nanmean(dim=1, keepdim=True) * penalty + 0 * rewards)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo.objectives.advantage import less_baseline
+from grpo.objectives.advantage import has_signal, less_baseline
 from grpo.system.errors import UserError
 from grpo.system.ranges import NonNegative, Share, enforced
 
@@ -102,10 +102,12 @@ def optimal_token(
 def remax(rewards: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
     """A = r - the reward of the greedy answer to the same prompt, the part `greedy` of a reward, ReMax, arXiv 2310.10505."""
     try:
-        return rewards - parts["greedy"]
+        greedy = parts["greedy"]
     except KeyError as error:
         line = "algo/advantage=remax needs the reward of a greedy answer: set selection=greedy"
         raise UserError(f"{line}: no part {error}; there are {', '.join(parts)}") from error
+    differs = has_signal(torch.stack([rewards, greedy], dim=2).flatten(0, 1)).view_as(rewards)
+    return torch.where(differs | rewards.isnan(), rewards - greedy, 0.0)
 
 
 # -- by columns of the examples

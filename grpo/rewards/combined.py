@@ -12,15 +12,11 @@ import asyncio
 import inspect
 import logging
 import math
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
-
-import torch
 
 from grpo.env.messages import Message
 from grpo.env.scoring import LARGEST
@@ -28,22 +24,11 @@ from grpo.env.types import Env, Example, Reward, Trajectory
 from grpo.rewards.resolve import Function, Functions, locate, reward_name
 from grpo.system.calls import awaited
 from grpo.system.errors import RewardError, UserError, told
+from grpo.system.global_state import put_back
 from grpo.system.progress import Progress, progress, scheduled
 from grpo.system.witness import seen
 
 log = logging.getLogger(__name__)
-
-PROCESS = {  # settings of the whole process, each with how to read and to write it
-    "the working directory": (os.getcwd, os.chdir),
-    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    # not sys.stderr itself, which the next call would close
-    "sys.stdout.closed": (
-        lambda: getattr(sys.stdout, "closed", True),
-        lambda _: setattr(sys, "stdout", os.fdopen(os.dup(2), "w")),
-    ),
-    "logging.disable": (lambda: logging.root.manager.disable, logging.disable),
-}
-
 
 Weight = float | Mapping[str, Any]  # a number, or one that changes: {schedule: linear, from: 0.5, to: 0}
 Weights = Mapping[str, Weight] | Sequence[Weight] | None
@@ -89,7 +74,6 @@ class Rewards:
         if twice := [name for name in self.names if self.names.count(name) > 1]:
             raise UserError(f"two reward functions are called {twice[0]!r}: their parts could not be distinguished")
         self.warned = False
-        self.process = {what: read() for what, (read, _) in PROCESS.items()}
 
     def check(self, columns: Iterable[str], where: str) -> None:
         """Refuse rows that lack a column that a function needs. where: the name of their source, for the message."""
@@ -138,31 +122,23 @@ class Rewards:
         return rewards
 
     def _called(self, arguments: Mapping[str, list], state: Mapping[str, Any]) -> list[list[float | Reward | None]]:
-        """Return the values of every function; coroutines run at the same time. state: arguments for those who name them."""
+        """Return the values of every function; coroutines run at the same time. state: arguments that are no lists, for those who
+        name them, or TRL_GIVES for **columns."""
         given: list[Any] = []
         count = len(arguments["completions"])
         for function, name, wanted in zip(self.functions, self.names, self.wanted, strict=True):
             own = {one: [*arguments[one]] for one in wanted or arguments if one in arguments}
-            named = {one.name for one in _parameters(function)} - own.keys()
+            named = {*(wanted or TRL_GIVES), *(one.name for one in _parameters(function))} - own.keys()
             own |= {one: state[one] for one in named & state.keys()}
-            with seen(f"the reward function {name!r}"):
+            with seen(what := f"the reward function {name!r}"), put_back(what):
                 try:
                     given.append(function(**own))
                 except (Exception, SystemExit) as error:
                     given.append(error)
-            self._check_process(name)
         if any(map(inspect.isawaitable, given)):
-            with seen(f"one of the reward functions {', '.join(self.names)}"):
+            with seen(what := f"one of the reward functions {', '.join(self.names)}"), put_back(what):
                 given = awaited(_side_by_side(given))
         return [_checked(name, values, count) for name, values in zip(self.names, given, strict=True)]
-
-    def _check_process(self, name: str) -> None:
-        """Restore what a function must not change for the whole process, and raise RewardError if it did."""
-        for what, (read, write) in PROCESS.items():
-            if (now := read()) != (before := self.process[what]):
-                write(before)
-                fix = "restore it before returning, or do this work in a process of its own"
-                raise RewardError(f"the reward function {name!r} changed {what} from {before} to {now}: {fix}")
 
     def _combined(self, values: Sequence[float | Reward | None]) -> Reward:
         """Return the weighted sum of one sample's values."""
@@ -228,7 +204,8 @@ async def _side_by_side(given: Sequence[Any]) -> list[Any]:
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _LISTS = {"prompts", "completions", "completion_ids", "truncated", "lengths", "outcomes", "environments"}
-_ALWAYS = _LISTS | {"progress", "trainer_state", "log_metric", "log_extra"}  # available in every task
+TRL_GIVES = ("trainer_state", "log_metric", "log_extra")  # to every function, beside the lists
+_ALWAYS = _LISTS | {"progress", *TRL_GIVES}  # available in every task
 
 
 def _parameters(function: Function) -> list[inspect.Parameter]:

@@ -18,7 +18,7 @@ from grpo.rewards.math.grading import verdict
 from grpo.rewards.math.worked import copied, unworked
 from grpo.rewards.resolve import Function, locate, reward_name
 from grpo.system.errors import UserError
-from grpo.system.ranges import Whole
+from grpo.system.ranges import Count, NonNegative, Positive, Whole
 
 Completions = Sequence[str] | Sequence[Sequence[Mapping[str, str]]]
 
@@ -39,9 +39,25 @@ def correct(
         outcome = "error" if right is None else verdict(answer, str(right))
         if outcome == "right" and (unworked(answer, str(right)) or copied(answer, str(right), _asked(prompt))):
             outcome = "wrong"
-        value = {"right": 1.0, "timeout": math.nan, "error": math.nan}.get(outcome, wrong)
-        found.append(Reward(value, outcome == "right", outcome=outcome))
+        found.append(_graded(outcome, wrong))
     return found
+
+
+def last_number(completions: Completions, gold: Sequence[Any], wrong: float = 0.0, **columns: Any) -> list[Reward]:
+    """1 if the last number after any thought equals `gold`, `wrong` if not: for models that do not box their answers."""
+    found = []
+    for completion, right in zip(completions, gold, strict=True):
+        numbers = re.findall(
+            r"-?(?:\d+(?:\.\d+)?|\.\d+)", text_of(completion).rpartition("</think>")[2].replace(",", "")
+        )
+        outcome = verdict(numbers[-1], str(right)) if numbers else "no_answer"
+        found.append(_graded(outcome, wrong))
+    return found
+
+
+def _graded(outcome: str, wrong: float) -> Reward:
+    value = {"right": 1.0, "timeout": math.nan, "error": math.nan}.get(outcome, wrong)
+    return Reward(value, outcome == "right", outcome=outcome)
 
 
 def _asked(prompt: str | Sequence[Mapping[str, str]]) -> str:
@@ -112,7 +128,7 @@ def _sizes(completions: Completions, lengths: Sequence[int] | None) -> list[int]
 
 
 def overlong(
-    completions: Completions, limit: int, buffer: int, lengths: Sequence[int] | None = None, **columns: Any
+    completions: Completions, limit: int, buffer: Positive, lengths: Sequence[int] | None = None, **columns: Any
 ) -> list[float]:
     """0 up to limit - buffer, then falling linearly to -1 at the limit (arXiv 2503.14476, eq. 13)."""
     return [-min(max((size - limit + buffer) / buffer, 0.0), 1.0) for size in _sizes(completions, lengths)]
@@ -131,14 +147,18 @@ def long_when_all_right(
 def cosine_length(
     completions: Completions,
     gold: Sequence[str],
-    limit: int = 1000,
+    limit: Count = 1000,
     right: tuple[float, float] = (0.5, 1.0),
     wrong: tuple[float, float] = (-1.0, -0.5),
     lengths: Sequence[int] | None = None,
     **columns: Any,
 ) -> list[float | None]:
     """Shorter right answers earn more, shorter wrong answers lose more, along half a cosine up to `limit`
-    (arXiv 2502.03373, sec. 4.2). right and wrong: (least, most). None if the grader reached no verdict."""
+    (arXiv 2502.03373, sec. 4.2). right and wrong: (least, most), of any sign. None if the grader reached no verdict."""
+    for name, (least, most) in (("right", right), ("wrong", wrong)):
+        if least > most:
+            fix = "give the least first, or length would be paid in the other direction"
+            raise UserError(f"cosine_length: {name}=[{least}, {most}] must be [least, most]: {fix}")
 
     def value(reward: Reward, size: int) -> float | None:
         long, short = right if reward.correct else wrong[::-1]
@@ -148,7 +168,7 @@ def cosine_length(
     return list(map(value, graded, _sizes(completions, lengths)))
 
 
-def repetition(completions: Completions, size: int = 3, most: float = 1.0, **columns: Any) -> list[float]:
+def repetition(completions: Completions, size: Count = 3, most: NonNegative = 1.0, **columns: Any) -> list[float]:
     """-most x the share of n-grams (of `size` words) that occurred earlier in the text (arXiv 2502.03373, app. C)."""
 
     def share(text: str) -> float:

@@ -3,22 +3,27 @@
 Most tasks are of this kind. Other tasks need nothing from here: see `env.types.Task`.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
+from grpo.data.dataset import at
 from grpo.env.messages import Message
 from grpo.env.types import Claim, Env, Example, Reward, SingleTurn, Split, Trajectory
 from grpo.rewards.combined import Rewards, Weights, as_lists, text_of
 from grpo.rewards.functions import correct
 from grpo.rewards.math.answers import extract_answer, loose_answer
-from grpo.rewards.math.grading import verdict
+from grpo.rewards.math.grading import unreadable, verdict
 from grpo.rewards.resolve import Functions
 from grpo.system.errors import UserError
 from grpo.system.ranges import as_yaml, require
 from grpo.system.states import set_states, states_of
 
+log = logging.getLogger(__name__)
+LOOKED_AT = 10000  # rows of a split, whose right answers are read when it is loaded
 Template = Callable[[str], tuple[Message, ...]]  # from a question to messages
 
 
@@ -40,6 +45,7 @@ class RowTask:
     stop: str | None = None  # the text with which a base model starts to invent the next question
 
     def __init__(self, data: Rows, rewards: Functions, weights: Weights = None, solved: float = 1.0) -> None:
+        self.told: set[str] = set()  # splits whose right answers were read
         self.data, self.rewards = data, Rewards(rewards, weights, solved, self.usual_weights)
 
     def messages(self, example: Example) -> tuple[Message, ...]:
@@ -47,13 +53,30 @@ class RowTask:
         raise NotImplementedError
 
     def gold(self, example: Example) -> Any:
-        """Return the right answer; None if a row has none."""
-        return example.get(self.gold_column)
+        """Return the right answer, of a list with one text that text; None if a row has none."""
+        gold = None if self.gold_column is None else at(example, self.gold_column)
+        return gold[0] if isinstance(gold, list) and len(gold) == 1 and isinstance(gold[0], str) else gold
 
     def examples(self, split: Split) -> Sequence[Example]:
         rows = self.data.split(split)
         self.check(rows[0], split)
+        if self.grades_mathematics and split not in self.told:
+            self.told.add(split)
+            self.tell_unreadable(rows, split)
         return rows
+
+    def tell_unreadable(self, rows: Sequence[Example], where: str) -> None:
+        """Warn of right answers that nobody can read, by row. where: the name of their source, for the message."""
+        golds = [self.gold(row) for row in islice(rows, LOOKED_AT)]
+        if places := unreadable([None if gold is None else str(gold) for gold in golds]):
+            shown = ", ".join(f"{place + 1} ({str(golds[place])[:40]!r})" for place in places[:5])
+            what = "right answers cannot be read: write them as LaTeX, or only the same text has a reward. Rows"
+            log.warning("split %r: %d %s %s%s", where, len(places), what, shown, ", ..." if len(places) > 5 else "")
+
+    @property
+    def grades_mathematics(self) -> bool:
+        """Whether `correct` is among the rewards."""
+        return any(getattr(function, "func", function) is correct for function in self.rewards.functions)
 
     def check(self, row: Example, where: str) -> None:
         """Refuse a row that lacks a column that a reward function needs. where: the name of its source, for the message."""
@@ -94,7 +117,7 @@ class RowTask:
 
     def claims(self, example: Example, trajectory: Trajectory) -> Claim | None:
         """Return the answer that `correct` reads; None if `correct` is not among the rewards."""
-        if not any(getattr(function, "func", function) is correct for function in self.rewards.functions):
+        if not self.grades_mathematics:
             return None
         columns = self.columns(example)
         text = text_of(as_lists(columns, [self.heard(trajectory)], self.several_turns)["completions"][0])

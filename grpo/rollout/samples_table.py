@@ -29,9 +29,11 @@ def records(groups: Iterable[Group], **columns: Iterable[Iterable[Any]]) -> Iter
                 "item": fingerprint(sample.example),
                 "example": text(sample.example),
                 "prompt": first.state.messages[-1].content if first else "",
-                "messages": strict_json([message.as_dict() for message in last.state.messages] if last else []),
+                "messages": strict_json(
+                    [message.as_dict() for message in last.state.messages] if last else [], ensure_ascii=False
+                ),
                 "completion": trajectory.answer,
-                "tool_calls": strict_json(called) if called else None,
+                "tool_calls": text(called) if called else None,
                 "end": trajectory.end,
                 "env_error": trajectory.error,
                 "reward": sample.reward.value,
@@ -55,7 +57,7 @@ def conversation_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def text(value: Any) -> str:
     """Return a value as text: a text as it is, other values as JSON."""
-    return value if isinstance(value, str) else strict_json(value, default=str)
+    return value if isinstance(value, str) else strict_json(value, ensure_ascii=False, default=str)
 
 
 def golds(task: Any, groups: Iterable[Group]) -> dict[str, list]:

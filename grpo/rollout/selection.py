@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from grpo.objectives.algorithm import Algorithm
+from grpo.objectives.baselines import earned
 from grpo.objectives.checks import check_age
 from grpo.rollout.draw import Draw, Everything, Selection
 from grpo.rollout.types import Group, Plan, Sample
@@ -118,7 +120,8 @@ class Fewer(Outer):
     """Learns from `keep` samples of each group; the others are in no baseline. by:
     extremes    half with the highest and half with the lowest rewards (best and worst of n; arXiv 2504.13818)
     short       the shortest (GFPO, arXiv 2508.09726)
-    efficient   those with the highest reward per token (the same paper)
+    efficient   those with the highest reward per token (the same paper); of equal ones, the shorter. With negative rewards, the
+                reward counts from the lowest of the group
     Samples without a reward are never kept.
     """
 
@@ -140,10 +143,11 @@ class Fewer(Outer):
 
     def of(self, group: Group, rewards: list[float]) -> Group:
         """Return the kept samples of one group. rewards: the shaped ones."""
+        gains = earned(torch.tensor([rewards], dtype=torch.float64))[0].tolist()
         worth = {
             "extremes": lambda i: rewards[i],
             "short": lambda i: -group[i].length,
-            "efficient": lambda i: rewards[i] / max(group[i].length, 1),
+            "efficient": lambda i: (gains[i] / max(group[i].length, 1), -group[i].length),
         }[self.by]
         order = sorted((i for i in range(len(group)) if rewards[i] == rewards[i]), key=worth, reverse=True)
         best = math.ceil(self.keep / 2) if self.by == "extremes" else self.keep

@@ -55,6 +55,12 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def data_facts(rows: Sequence[Example]) -> dict[str, Any]:
+    """Return the number of rows, the fingerprint of their examples, and the digest of the file that they come from, if any."""
+    digest = getattr(rows, "digest", "")
+    return {"rows": len(rows), "fingerprint": fingerprint_of_all(rows)} | ({"file": digest} if digest else {})
+
+
 def ending(error: BaseException | None) -> dict[str, Any]:
     """Return status (finished, interrupted or failed), error and ended of a run, by the exception that ended it (None: none)."""
     stopped = isinstance(error, KeyboardInterrupt | SystemExit | StopError)  # Lightning turns the first into the second
@@ -102,7 +108,7 @@ def kept(
         "versions": versions(),
         "hardware": hardware(),
         **{name: before[name] for name in ("preflight", "plan", "rounding") if name in before},
-        "data": {s: {"rows": len(rows), "fingerprint": fingerprint_of_all(rows)} for s, rows in examples.items()},
+        "data": {split: data_facts(rows) for split, rows in examples.items()},
     }
 
     def noted() -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.system.clock import times
+from grpo.system.global_state import put_back
 from grpo.system.witness import seen
 
 SPENT: Counter[str] = Counter()  # seconds in which any call of a kind was open, in this process
@@ -116,7 +117,7 @@ class Calls:
         while (call := self.waiting.get()) is not None:
             call.cpu, call.thread = time.thread_time(), threading.get_native_id()
             try:
-                with seen(self.what):
+                with seen(self.what), put_back(self.what):
                     given = call.function()
             except BaseException as error:  # a user's code may raise anything, SystemExit too
                 given = error

@@ -51,12 +51,12 @@ def write_text(file: str | Path, text: str) -> None:
 
 def write_json(file: str | Path, content: Any) -> None:
     """Write a JSON file atomically."""
-    write_text(file, strict_json(content, indent=2) + "\n")
+    write_text(file, strict_json(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def strict_json(value: Any, **options: Any) -> str:
     """Return the value as JSON that every parser reads: NaN and infinities are null. options: of json.dumps."""
-    return json.dumps(without_nan(value), ensure_ascii=False, allow_nan=False, **options)
+    return json.dumps(without_nan(value), allow_nan=False, **options)
 
 
 def without_nan(value: Any) -> Any:

@@ -33,7 +33,7 @@ eval: {{split: test, samples: 2, sampling: {{temperature: 1.0}}}}
 """
     (evaluation / "config.yaml").write_text(settings)
     (evaluation / "metrics.json").write_text(json.dumps(FOUND))
-    main([str(run), "--out", str(out), "--eval", str(evaluation), str(evaluation)])
+    main([str(run), str(out), "--eval", str(evaluation), str(evaluation)])
     assert (out / "model.safetensors").read_bytes() == (run / "checkpoints" / "best" / "model.safetensors").read_bytes()
     data = ModelCard.load(out / "README.md").data
     front = data.to_dict()
@@ -46,7 +46,7 @@ eval: {{split: test, samples: 2, sampling: {{temperature: 1.0}}}}
     assert [(metric["type"], metric["value"]) for metric in metrics] == [("accuracy", 0.25), ("pass@2", 0.5)]
     assert metrics[0]["args"] == {"low": 0.1, "high": 0.5, "n": 4, "samples": 2, "temperature": 1.0}
 
-    main([str(run), "--out", str(tmp_path / "half"), "--dtype", "float16"])
+    main([str(run), str(tmp_path / "half"), "--dtype", "float16"])
     half, whole = (load_file(folder / "model.safetensors") for folder in (tmp_path / "half", out))
     assert all(torch.equal(half[name], weight.half()) for name, weight in whole.items()) and len(half) == len(whole)
 
@@ -54,25 +54,28 @@ eval: {{split: test, samples: 2, sampling: {{temperature: 1.0}}}}
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--out", "."], r"\. exists: remove it, or name another folder with --out"),
-        (["--eval", "."], r"--eval=\. has no metrics\.json"),
-        (["--push", "me/policy"], "is complete, but me/policy did not take it: .*; after `hf auth login`"),
+        ([".", "--merge"], r"\. exists: remove it, or name another folder after the run"),
+        (["new", "--eval", "."], r"--eval=\. has no metrics\.json"),
+        (
+            ["--merge", "new", "--push", "me/policy"],
+            "is complete, but me/policy did not take it: .*; after `hf auth login`",
+        ),
     ],
 )
 def test_mistakes_in_one_line(tmp_path, monkeypatch, arguments, line):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as raised:
-        main([str(RUN), "--out", "new", *arguments])
+        main([str(RUN), *arguments])
     assert re.search(line, str(raised.value)) and "\n" not in str(raised.value)
 
 
 def test_a_folder_without_a_card_and_another_policy(toy, tmp_path):
     with pytest.raises(UserError, match=r"has no README\.md"):
-        main([str(toy), "--out", str(tmp_path / "out")])
+        main([str(toy), str(tmp_path / "out")])
     (tmp_path / "metrics.json").write_text(json.dumps(FOUND))
     (tmp_path / "config.yaml").write_text("model: {path: elsewhere}\n")
     with pytest.raises(UserError, match=r"evaluated elsewhere, not .*best"):
-        main([str(RUN), "--out", str(tmp_path / "out"), "--eval", str(tmp_path)])
+        main([str(RUN), str(tmp_path / "out"), "--eval", str(tmp_path)])
 
 
 def test_the_licence_is_that_of_the_base(tmp_path):

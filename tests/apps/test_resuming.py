@@ -8,6 +8,7 @@ from grpo.apps.composing import composed
 from grpo.apps.resuming import (
     changed,
     changes,
+    check_data,
     check_resumed,
     continued,
     joined,
@@ -15,7 +16,8 @@ from grpo.apps.resuming import (
     saved_config,
     with_those_of_the_run,
 )
-from grpo.runs.manifest import save_manifest
+from grpo.data.dataset import Dataset, fingerprint_of_all
+from grpo.runs.manifest import data_facts, save_manifest
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
 
@@ -81,6 +83,35 @@ def test_another_run_needs_a_word(run, override, named, monkeypatch):
     assert named in str(refused.value)
     config.resume.changes = "allow"
     check_resumed(config)
+
+
+def test_other_data_needs_a_word(run, tmp_path, caplog):
+    """A row more, a row that changes, and one of many that the fingerprint, which looks at a thousand, does not see."""
+
+    def rows(count: int, gold: int = 0):
+        (tmp_path / "train.jsonl").write_text(
+            "".join(f'{{"q": "{i}?", "gold": {gold * (i == 1)}}}\n' for i in range(count))
+        )
+        return {"train": Dataset(str(tmp_path), ("q",)).split("train")}
+
+    save_manifest(
+        str(run), {"overrides": THEN, "data": {"train": data_facts(rows(1200)["train"]), "test": {"rows": 7}}}
+    )
+    config = resumed(run)
+    check_data(config, rows(1200))
+    assert fingerprint_of_all(rows(1200, 1)["train"]) == fingerprint_of_all(rows(1200)["train"])
+    for changed_rows, said in [(rows(1200, 1), "1200 rows, file="), (rows(1199), "1199 rows, rows=1199 (was 1200)")]:
+        with pytest.raises(
+            UserError, match=r"the run to resume had other data: .*set resume\.changes=allow"
+        ) as refused:
+            check_data(config, changed_rows)
+        assert said in str(refused.value)
+    config.resume.changes = "allow"
+    check_data(config, rows(1199))
+    assert "resuming with other data: train has 1199 rows" in caplog.text
+    for same in ("null", f"{tmp_path}/checkpoints/lone.ckpt"):  # a run of its own, and a checkpoint without a manifest
+        config.ckpt_path = None if same == "null" else same
+        check_data(config, rows(5))
 
 
 def test_the_first_configuration_stays_and_changes_are_added(run, monkeypatch):

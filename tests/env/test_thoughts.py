@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from grpo.env.messages import Message, ToolCall, message_of
 from grpo.env.renderer import TokenizerRenderer
 from grpo.env.scoring import UNKNOWN
-from grpo.env.thoughts import parted, with_thought
+from grpo.env.thoughts import oddity, parted, with_thought
 from grpo.env.tokens import Completion, Turn
 from grpo.env.tools import spec_of
 from grpo.env.types import Action, State, Step, Trajectory
@@ -116,6 +116,14 @@ def test_where_a_thought_begins_and_ends():
         ('{"name": "</think>"}', (None, '{"name": "</think>"}')), ("<think>a</think>b</think>c", ("a", "b</think>c")),
     ]:  # fmt: skip
         assert parted(text) == found
+
+
+def test_how_badly_a_template_wrote_a_thought():
+    for history, rank in [
+        ("<think>\nA\n</think>\n\nB", 0), ("B", 1), ("<think></think>B", 1), ("A\n</think>\n\nB", 2), ("<think>A</think>", 2),
+        ("<think></think>A B", 2), ("<think></think><think>A</think>B", 2), ("A B", 2),
+    ]:  # fmt: skip
+        assert oddity(history, "A", "B") == rank, history
 
 
 def test_tags_stay_in_the_text_where_a_tokenizer_counts_them_as_special():

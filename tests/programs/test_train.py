@@ -17,6 +17,7 @@ import torch
 import yaml
 from conftest import EXAMPLES, ROOT, compose_config
 from helpers.runs import VARIED, learned, rows, state, told
+from hydra.errors import HydraException
 from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -346,6 +347,20 @@ def test_the_command_line_prints_that_one_line(smoke, tmp_path):
 
 def test_a_bug_keeps_its_traceback():
     assert explain(KeyError("ours"), "train") is None
+
+
+def test_an_argument_that_hydra_cannot_read_is_shown_in_quotes():
+    unread = {
+        "max_tokens=50 %(n)s": "quote the value, and the argument for the shell: \"max_tokens='50 %(n)s'\"",
+        "task.path=it's": r"""quote the value, and the argument for the shell: 'task.path='"'"'it\'"'"'s'"'"''""",
+        "model.path=é\n(2)": "quote the value, and the argument for the shell: \"model.path='é (2)'\"",
+        "eval={a: # }": "quote the value, or each text in it, ",
+        "ta#sk=gsm8k": "an argument is KEY=VALUE",
+    }
+    for typed, advice in unread.items():
+        with pytest.raises(HydraException) as refused:
+            compose_config(typed)
+        assert explain(refused.value, "train", [typed]).startswith(f"{' '.join(typed.split())}: {advice}")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import json
 import logging
 import math
 import os
+import random
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -30,6 +32,7 @@ from grpo.rewards.reward_model import Classifier
 from grpo.rewards.row_task import RowTask
 from grpo.rollout.samples_table import records
 from grpo.rollout.types import Sample
+from grpo.system.calls import Calls
 from grpo.system.errors import RewardError, UserError
 from grpo.system.progress import BEGIN, Progress, set_progress
 
@@ -58,10 +61,11 @@ def test_a_function_gets_lists_with_every_column(monkeypatch):
         return [0] * len(completions)
 
     Rewards(spy).score({"gold": "4", "level": 3}, [said("four", length=2, truncated=True), said("4", length=1)])
-    assert seen == {
+    assert {name: value for name, value in seen.items() if isinstance(value, list)} == {
         "prompts": ["2 + 2?", "2 + 2?"], "completions": ["four", "4"], "gold": ["4", "4"], "level": [3, 3],
         "truncated": [True, False], "lengths": [2, 1], "completion_ids": [[0, 1], [0]], "outcomes": [None, None],
     }  # fmt: skip
+    assert {name for name in seen if not isinstance(seen[name], list)} == {"trainer_state", "log_metric", "log_extra"}
     assert [r.value for r in Rewards(no_kwargs).score({"level": 7, "other": 1}, [said("a"), said("b")])] == [7, 7]
 
 
@@ -150,6 +154,8 @@ def test_two_parts_of_one_name_are_refused():
         ),
         (lambda **_: setattr(sys, "stdout", None), r"changed sys.stdout.closed from False to True"),
         (lambda **_: logging.disable(), r"changed logging.disable from 0 to 50"),
+        (lambda **_: torch.set_grad_enabled(False), r"changed torch's gradient mode from True to False: restore it"),
+        (lambda **_: signal.signal(signal.SIGTERM, signal.SIG_IGN), r"changed signal handlers: SIGTERM: restore it"),
         (lambda **_: {}["gold"], r"raised KeyError: 'gold' \(test_combined.py, line \d+\)"),
     ],
 )
@@ -159,6 +165,49 @@ def test_what_is_no_reward_is_told_with_the_function_that_gave_it(gives, message
     with pytest.raises(RewardError, match=f"the reward function 'mine' {message}"):
         Rewards(gives).score({}, [said("a"), said("b")])
     assert os.getcwd() != "/" and torch.get_default_dtype() is torch.float32 and not logging.root.manager.disable
+    assert torch.is_grad_enabled() and signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN
+
+
+def test_what_honest_functions_change_is_put_back_and_told_once(monkeypatch, caplog):
+    def seeds(completions, **columns):
+        torch.manual_seed(7)
+        torch.rand(3)
+        return [1.0] * len(completions)
+
+    async def environment(completions, **columns):
+        os.environ.update(A_SECRET="value-of-it", HOME="/elsewhere")
+        os.environ.pop("GONE", None)
+        return [1.0] * len(completions)
+
+    def threads(completions, **columns):
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        return [random.random() + torch.rand(1).item() for _ in completions]  # draws are its own
+
+    monkeypatch.setenv("GONE", "1")
+    before, seed, count = os.environ.copy(), torch.initial_seed(), torch.get_num_threads()
+    for _ in range(2):
+        Rewards([seeds, environment, threads]).score({}, [said("a"), said("b")])
+    assert (os.environ.copy(), torch.initial_seed(), torch.get_num_threads()) == (before, seed, count)
+    said_of = [record.getMessage().partition(": it was put back")[0] for record in caplog.records]
+    assert said_of == [
+        f"the reward function 'seeds' changed torch's random seed from {seed} to 7",
+        f"the reward function 'threads' changed torch's number of threads from {count} to {count + 1}",
+        "one of the reward functions seeds, environment, threads changed environment variables: A_SECRET, GONE, HOME",
+    ]
+
+
+def test_a_task_and_an_environment_are_named_too():
+    def step():
+        torch.set_grad_enabled(False)
+
+    async def called():
+        calls = Calls(1, "an environment of Mine")
+        given = await calls.run(0, 60.0, step), await calls.run(0, 60.0, torch.is_grad_enabled)
+        calls.close()
+        return given
+
+    refused, after = asyncio.run(called())
+    assert str(refused).startswith("an environment of Mine changed torch's gradient mode from True to False") and after
 
 
 @pytest.mark.parametrize(
@@ -204,7 +253,7 @@ def test_a_file_is_run_once_and_may_have_dataclasses(tmp_path):
     ("name", "message"),
     [
         ("corect", "did you mean correct?"),
-        ("nothing_like_it", "no reward function 'nothing_like_it'. Give one of correct, format"),
+        ("nothing_like_it", "no reward function 'nothing_like_it'. Give one of correct, last_number, format"),
         ("no_module_here.f", "cannot be imported: ModuleNotFoundError: No module named 'no_module_here'"),
         ("math.sqroot", "'math.sqroot' is not there: math has acos"),
         ("nowhere.py:f", "cannot be imported: FileNotFoundError: there is no file nowhere.py"),
@@ -243,12 +292,21 @@ def test_the_rest_of_trls_contract():
     def ramp(completions, progress):
         return [progress.share] * len(completions)
 
+    async def rest(**kwargs):  # as TRL's functions read it
+        assert {"log_metric", "log_extra"} < kwargs.keys() and "progress" not in kwargs
+        return [kwargs["trainer_state"].global_step] * len(kwargs["completions"])
+
     set_progress(3, 12)
     try:
-        one, two = Rewards([full, ramp]).score({}, [said("ab", length=2), said("c", length=1)])
+        one, two = Rewards([full, ramp, rest], [1, 1, 0]).score({}, [said("ab", length=2), said("c", length=1)])
     finally:
         set_progress(0, 1)
-    assert (one.value, two.value) == (0.5, 0.5) and dict(one.parts) == {"full": 0.25, "ramp": 0.25, "longest": 2.0}
+    assert (one.value, two.value) == (0.5, 0.5) and dict(one.parts) == {
+        "full": 0.25,
+        "ramp": 0.25,
+        "rest": 3,
+        "longest": 2.0,
+    }
     assert (one.extra, two.extra) == ({"seen": "ab"}, {"seen": "c"}) and two.parts["longest"] == 2.0
     [row, _] = records([[Sample({}, said("ab"), (), reward) for reward in (one, two)]])
     assert (row["extra/seen"], row["reward/longest"]) == ("ab", 2.0)
@@ -388,6 +446,8 @@ def test_correct_and_what_is_built_on_it():
     wrong = functions.cosine_length([texts[1]] * 3, ["5"] * 3, limit=100, lengths=[0, 50, 200])
     assert right == pytest.approx([1.0, 0.75, 0.5]) and wrong == pytest.approx([-1.0, -0.75, -0.5])
     assert functions.cosine_length(texts[:1], [None]) == [None]  # no verdict
+    with pytest.raises(UserError, match=r"cosine_length: wrong=\[-0.5, -1\] must be \[least, most\]"):
+        functions.cosine_length(texts, ["2"] * 2, wrong=(-0.5, -1))
     # length counts only if all siblings are right
     lengths = [40, 75, 100]
     assert functions.long_when_all_right([texts[0]] * 3, ["2"] * 3, 100, lengths) == pytest.approx([0.0, -0.5, -1.0])

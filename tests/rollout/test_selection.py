@@ -164,6 +164,9 @@ def test_fewer_samples_of_a_group(tmp_path, by, kept):
     assert values(rollouts(Fewer(3, by), lambda n, s: rewards[s], tmp_path).make(0).groups) == [three] * 2
     unknown = rollouts(Fewer(3, by), lambda n, s: math.nan if s == 1 else 0.5, tmp_path).make(0)
     assert values(unknown.groups) == [[0.5] * 3] * 2  # a sample without a reward is never kept
+    if by == "efficient":  # -1, -1, 1, -1 earn 0, 0, 2, 0: of equal ones the shortest, as with 0 for wrong answers
+        wrong = rollouts(Fewer(2, by), lambda n, s: -1.0 if s != 2 else 1.0, tmp_path).make(0)
+        assert [[len(sample.turns[0].completion.ids) for sample in group] for group in wrong.groups] == [[1, 3]] * 2
 
 
 def test_a_greedy_answer_is_a_part_of_each_sample(tmp_path):

@@ -64,7 +64,7 @@ def check_exported(run: Path, adapter: Path) -> None:
     export([str(run), "--license", "mit"])
     card = ModelCard.load(run / "export" / "README.md")
     assert (card.data.library_name, card.data.license, len(card.data.eval_results)) == ("peft", "mit", 1)
-    export([str(run), "--merge", "--dtype", "bfloat16", "--out", str(run / "merged")])
+    export([str(run), "--merge", "--dtype", "bfloat16", str(run / "merged")])
     assert ModelCard.load(run / "merged" / "README.md").data.library_name == "transformers"
     assert not (run / "merged" / "adapter_config.json").exists()
     merged = AutoModelForCausalLM.from_pretrained(run / "merged").state_dict()
@@ -73,9 +73,9 @@ def check_exported(run: Path, adapter: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(run / "export").state_dict()  # as the card says
     assert any("lora" in name for name in loaded)
     with pytest.raises(UserError, match="only on this machine"):
-        export([str(run), "--push", "me/policy", "--out", str(run / "pushed")])
+        export([str(run), "--push", "me/policy", str(run / "pushed")])
     with pytest.raises(UserError, match=r"--dtype=float16 is for a whole model.*add --merge"):
-        export([str(run), "--dtype", "float16", "--out", str(run / "half")])
+        export([str(run), "--dtype", "float16", str(run / "half")])
 
 
 def test_a_policy_that_was_not_evaluated_says_so(smoke, tmp_path):

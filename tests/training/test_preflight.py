@@ -35,6 +35,7 @@ from grpo.training.plan import RunPlan, checkpoint_bytes, duration, plan_of
 from grpo.training.preflight import CHECKS, data, episodes, sampling
 from grpo.training.preflight import probe as probing
 from grpo.training.preflight.probe import Probe
+from tasks.jsonl import Jsonl
 from train import train
 
 SMALL = "callbacks=none forecast=false rollout.group_size=4 task.train_size=50 task.test_size=20 logger=csv".split()
@@ -146,6 +147,30 @@ def test_a_right_answer_that_the_reward_does_not_get(probe, monkeypatch):
     assert failed(probe) == {"gold answers are right"}
     found = preflight.outcome(CHECKS["gold answers are right"], probe)
     assert found.compared == "7 of 8 right answers are right, 0 answers of other rows and 0 damaged ones are"
+
+
+def test_a_right_answer_that_is_not_what_the_file_has(tmp_path):
+    """A reader that rounds, in any of four formats."""
+    import pandas as pd
+
+    golds = [9007199254740993 + 2 * i for i in range(8)]
+    table = pd.DataFrame({"prompt": [f"{i}?" for i in range(8)], "gold": golds})
+    for name, write in (
+        ("a.jsonl", lambda file: table.to_json(file, orient="records", lines=True)),
+        ("a.json", lambda file: table.to_json(file, orient="records")),
+        ("a.csv", lambda file: table.to_csv(file, index=False)),
+        ("a.parquet", table.to_parquet),
+    ):
+        write(tmp_path / name)
+        task = Jsonl(str(tmp_path / name), "correct", gold="gold", splits={"train": "train"})
+        rows = list(task.examples("train"))
+        assert data.of_the_file(task, rows) == (8, [])
+        rounded = SimpleNamespace(
+            rollouts=SimpleNamespace(task=task), rows=[r | {"gold": float(r["gold"])} for r in rows]
+        )
+        found = data.gold(rounded)
+        assert found.result == "FAIL" and found.compared == "8 of 8 right answers are not what the file has"
+        assert found.remedy.startswith("'9007199254740993' is read as 9007199254740992.0: ")
 
 
 def test_a_reward_that_sees_only_the_last_digit(probe, monkeypatch):

@@ -17,7 +17,7 @@ def test_the_same_greedy_tokens_in_transformers_and_vllm(toy, tmp_path):
     policy, out = tmp_path / "run" / "checkpoints" / "best", tmp_path / "out"
     shutil.copytree(toy, policy)
     shutil.copy(EXAMPLES / "run" / "checkpoints" / "best" / "README.md", policy)
-    main([str(tmp_path / "run"), "--dtype", "float32", "--out", str(out)])
+    main([str(tmp_path / "run"), "--dtype", "float32", str(out)])
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     prompts = [
         tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True)

@@ -289,7 +289,7 @@ def call_written(given: Mapping[str, Any], name: Any) -> ToolCall:
 
 def arguments_of(arguments: Mapping[str, Any]) -> str:
     """Return the arguments of a call as JSON text."""
-    return strict_json(arguments)
+    return strict_json(arguments, ensure_ascii=False)
 
 
 def new_id(kind: str) -> str:

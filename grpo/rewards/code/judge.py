@@ -292,10 +292,19 @@ def _decoded(data: bytes, at: int, peer: Peer | None) -> tuple[Any, int]:
 
 def run_candidate(source: int, sink: int) -> None:
     """Run the program that the judge sends, then call its functions as the judge asks."""
-    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module = types.ModuleType("program")
+    sys.modules["__main__"] = sys.modules["program"] = module  # where unittest, doctest and pickle look
+    builtins.exit = builtins.quit = sys.exit  # from the module site, which is not imported here
 
-    def run(program: str) -> None:
-        exec(compile(program, "<program>", "exec", dont_inherit=True), module.__dict__)
+    def run(program: str, name: str, may_exit: bool) -> None:
+        module.__name__ = name
+        try:
+            exec(compile(program, "<program>", "exec", dont_inherit=True), module.__dict__)
+        except SystemExit:
+            if not may_exit:
+                raise
+        if name == "__main__" and may_exit:
+            _end()
 
     def find(name: str) -> Any:
         if name in module.__dict__ or hasattr(builtins, name):
@@ -306,8 +315,20 @@ def run_candidate(source: int, sink: int) -> None:
     Peer(source, sink, operations, lambda _: True).serve()
 
 
-def run_judge(source: int, sink: int, program: str, setup: str, names: list[str], tests: str) -> bytes:
-    """Run the tests with the program's `names`. setup: code of the dataset that runs first. Returns the end."""
+def _end() -> None:
+    """Do what Python does at the end of a program: wait for its threads, then call what it registered."""
+    if threading := sys.modules.get("threading"):
+        threading._shutdown()
+    import atexit
+
+    atexit._run_exitfuncs()
+
+
+def run_judge(
+    source: int, sink: int, program: str, name: str, may_exit: bool, setup: str, names: list[str], tests: str
+) -> bytes:
+    """Run the program as a module of this name, then the tests with its `names`. may_exit: whether sys.exit is a good end of the
+    program. setup: code of the dataset that runs before the tests. Returns the end."""
 
     def call(function: Any, /, *args: Any, **named: Any) -> Any:
         if not any(function is one for one in peer.lent.values()):
@@ -318,7 +339,7 @@ def run_judge(source: int, sink: int, program: str, setup: str, names: list[str]
     peer = Peer(source, sink, operations, lambda value: callable(value) or hasattr(type(value), "__next__"))
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
-        peer.ask("run", program)
+        peer.ask("run", program, name, may_exit)
         exec(compile(setup, "<setup>", "exec", dont_inherit=True), module.__dict__)
         module.__dict__.update({name: peer.ask("find", name) for name in names})
         exec(compile(tests, "<tests>", "exec", dont_inherit=True), module.__dict__)

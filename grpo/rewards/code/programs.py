@@ -1,4 +1,4 @@
-"""Grades a program: from a completion and a row of HumanEval or MBPP to a `Verdict`."""
+"""Grades a program: from a completion and a row with unit tests (HumanEval, MBPP) or cases (see `cases`) to a `Verdict`."""
 
 import ast
 import builtins
@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from grpo.env.types import Example, Outcome
+from grpo.rewards.code.cases import run_case
 from grpo.rewards.code.sandbox import ProgramLimits, Result, UnitTests, run_program
 from grpo.rewards.code.tricks import tricks
 from grpo.system.errors import UserError
@@ -70,7 +71,7 @@ def assemble(row: Example, code: str) -> tuple[str, UnitTests]:
         imports = "\n".join(row.get("test_imports", ()))
         text = "\n".join(row["test_list"])
         return f"{imports}\n{code}\n", UnitTests(text, functions_of(f"{imports}\n{text}"), imports)
-    raise UserError(f"columns {sorted(row)}: need HumanEval's (prompt, entry_point, test) or MBPP's (test_list)")
+    raise UserError(f"columns {sorted(row)}: need HumanEval's (prompt, entry_point, test), MBPP's (test_list) or cases")
 
 
 def functions_of(tests: str) -> tuple[str, ...]:
@@ -108,20 +109,30 @@ class Verdict:
 def code_verdict(
     text: str, row: Example, limits: ProgramLimits | None = None, continuation: bool = False, unconfined: bool = False
 ) -> Verdict:
-    """Run a completion's program, and its row's tests in another process. continuation: the text continues a HumanEval prompt.
+    """Run a completion's program with its row's tests, which run in another process, or on its cases, each in a process of its
+    own with the whole limits, up to the first that it fails. continuation: the text continues a HumanEval prompt.
 
     A program that exceeds its time, memory or disk is wrong, because the policy wrote it: if such samples were masked, an
     endless loop on a hard problem would cost nothing, and be worth more than an honest failure. No program can cause the
     outcome "timeout", where the machine never reached its first line, or "error", where the tests are no Python or cannot be run
-    from outside the program.
+    from outside the program, or the row has no cases that can be read.
     """
     code = extract_continuation(text) if continuation else extract_program(text) or bare_program(text, row)
     if code is None:
         return Verdict("no_answer")
-    try:
-        program, tests = assemble(row, code)
-    except SyntaxError:
-        return Verdict("error")
-    result = run_program(program, limits, unconfined, tests)
-    outcome = {"passed": "right", "unstarted": "timeout", "untestable": "error"}.get(result.ending, "wrong")
-    return Verdict(outcome, result, tuple(sorted(tricks(program, tests.names))))
+    limits, names, result = limits or ProgramLimits(), (), None
+    if "cases" in row:
+        for case in row["cases"]:
+            result = run_case(code, case, limits, unconfined)
+            if not result.passed:
+                break
+    else:
+        try:
+            code, tests = assemble(row, code)
+        except SyntaxError:
+            return Verdict("error")
+        names, result = tests.names, run_program(code, limits, unconfined, tests)
+    outcome = {"passed": "right", "unstarted": "timeout", "untestable": "error", None: "error"}.get(
+        result and result.ending, "wrong"
+    )
+    return Verdict(outcome, result, tuple(sorted(tricks(code, names))))

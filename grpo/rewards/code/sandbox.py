@@ -3,8 +3,10 @@
 The process itself is in `sandbox_child`; this file watches it. `run_program` may be called from many threads at once: the
 child is started without running Python between fork and exec, and no state is shared.
 
-"passed" means that the program and its tests ran to their last line, the tests in a second process that never runs the program
-(`judge`). An early exit, by sys.exit(0) or os._exit(0), does not pass. Without tests, a hostile program can forge its last line.
+"passed" means that the tests ran to their last line, in a second process that never runs the program (`judge`). The program is
+then a module that they import: it is not `__main__`, and may call sys.exit after its definitions. With `stdin` it is a script,
+and "passed" means that it ended by itself; whoever called compares what it printed. With neither, it must run to its last line,
+which a hostile program can forge. os._exit never passes.
 """
 
 import contextlib
@@ -85,26 +87,37 @@ class Result:
 
 
 def run_program(
-    program: str, limits: ProgramLimits | None = None, unconfined: bool = False, tests: UnitTests | None = None
+    program: str,
+    limits: ProgramLimits | None = None,
+    unconfined: bool = False,
+    tests: UnitTests | None = None,
+    stdin: str | None = None,
 ) -> Result:
-    """Run the program in an empty folder, deleted afterwards, without input, environment, network or other processes, and its
-    tests in a process of their own.
+    """Run the program in an empty folder, deleted afterwards, without environment, network or other processes, and its tests in a
+    process of their own. stdin: the text on its standard input, as a script; None: no input.
 
     Raises UserError if the platform cannot confine it (not Linux, or no Landlock), unless `unconfined` accepts limits of time,
     memory and file size alone; a process that the program started and moved out of its group then survives it.
     """
-    limits, tests = limits or ProgramLimits(), tests or UnitTests()
+    limits = limits or ProgramLimits()
+    name, may_exit = "__main__" if tests is None else "program", tests is not None or stdin is not None
+    tests = tests or UnitTests()
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         folder = tempfile.mkdtemp(prefix="grpo-sandbox-")
         stack.callback(_remove, folder)
-        stdin, stdout, stderr = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
-        stdin.write(judge.encode((program, tests.setup, list(tests.names), tests.code)))
-        stdin.seek(0)
+        job, stdout, stderr = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        given = stack.enter_context(tempfile.TemporaryFile(dir=folder))  # where a program may open /dev/stdin
+        given.write((stdin or "").encode(errors="surrogatepass"))
+        job.write(judge.encode((program, name, may_exit, tests.setup, list(tests.names), tests.code)))
+        for file in (given, job):
+            file.seek(0)
         heard, status = os.pipe()
         stack.callback(os.close, heard)
         try:
-            process = _start(folder, status, limits, unconfined, stdin=stdin, stdout=stdout, stderr=stderr)
+            process = _start(
+                folder, (status, job.fileno()), limits, unconfined, stdin=given, stdout=stdout, stderr=stderr
+            )
         finally:
             os.close(status)
         try:
@@ -134,9 +147,11 @@ def confinement() -> tuple[str, ...]:
     return run_program("").confinement
 
 
-def _start(folder: str, status: int, limits: ProgramLimits, unconfined: bool, **files: IO) -> subprocess.Popen:
+def _start(
+    folder: str, passed: tuple[int, int], limits: ProgramLimits, unconfined: bool, **files: IO
+) -> subprocess.Popen:
     amounts = limits.memory_mb, limits.disk_mb, limits.threads, float(limits.seconds)
-    numbers = status, int(unconfined), os.getpid(), *amounts
+    numbers = *passed, int(unconfined), os.getpid(), *amounts
     interpreter = "-sSPB", "-c", _LAUNCH
     return subprocess.Popen(
         # -s -S -P -B: no site-packages, no other folder to import from, no bytecode written; the environment is ours
@@ -149,7 +164,7 @@ def _start(folder: str, status: int, limits: ProgramLimits, unconfined: bool, **
             "LANG": "C.UTF-8",
             "PYTHONHASHSEED": "0",  # the order of a set, and thus a verdict, is always the same
         },
-        pass_fds=(status,),
+        pass_fds=passed,
         start_new_session=True,
         **files,
     )

@@ -5,7 +5,8 @@ library, and little of it, since every program pays for every import. In the ord
 was root, no capabilities, resource limits, Landlock (which files), then seccomp (which system calls).
 
 The process forks before it reads anything but its arguments: itself it becomes the judge, its child the candidate
-(see `judge`). The judge alone has the pipe to the parent and standard input, and it may kill the candidate, and nothing else.
+(see `judge`). The judge alone has the pipe to the parent and the file with the job, and it may kill the candidate, and nothing
+else. Standard input is the candidate's.
 """
 
 import _signal  # signal itself imports enum
@@ -211,11 +212,12 @@ def confine(folder: str, parent: int, seconds: float, memory_mb: int, disk_mb: i
 
 
 def main() -> None:
-    """Confine this process, then run the program and the tests from standard input."""
+    """Confine this process, then run the program and the tests of the job."""
     folder, *numbers = sys.argv[1:]
-    status, unconfined, parent, memory_mb, disk_mb, threads = map(int, numbers[:-1])
+    status, job, unconfined, parent, memory_mb, disk_mb, threads = map(int, numbers[:-1])
     seconds = float(numbers[-1])
     os.set_inheritable(status, False)
+    os.set_inheritable(job, False)
     sys.argv = [""]
     try:
         in_force = confine(folder, parent, seconds, memory_mb, disk_mb, threads + 2)
@@ -225,10 +227,10 @@ def main() -> None:
             os._exit(1)
         limit_resources(seconds, memory_mb, disk_mb, None)
         in_force = ["limits"]
-    run_both(status, in_force)
+    run_both(status, job, in_force)
 
 
-def run_both(status: int, in_force: list[str]) -> None:
+def run_both(status: int, job: int, in_force: list[str]) -> None:
     """Fork: this process becomes the judge, the child the candidate. Neither has run or read anything of the row before."""
     from judge import decode, flush, run_candidate, run_judge
 
@@ -236,9 +238,8 @@ def run_both(status: int, in_force: list[str]) -> None:
     (asked, ask), (told, tell) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        for one in (0, status, ask, told):
+        for one in (job, status, ask, told):
             os.close(one)
-        os.open(os.devnull, os.O_RDONLY)  # number 0
         try:
             if "seccomp" in in_force:
                 die_with(judge)
@@ -247,8 +248,9 @@ def run_both(status: int, in_force: list[str]) -> None:
             run_candidate(asked, tell)
         finally:
             os._exit(1)  # no clean-up: exit handlers of the program would come first
-    os.close(asked)
-    os.close(tell)
+    for one in (0, asked, tell):
+        os.close(one)
+    os.open(os.devnull, os.O_RDONLY)  # number 0
 
     def stop() -> None:
         """Leave no process behind: the parent waits only for this one."""
@@ -271,11 +273,10 @@ def run_both(status: int, in_force: list[str]) -> None:
     except OSError as error:
         os.write(status, REFUSED + str(error).encode() + MARK)
         stopped()
-    with open(0, "rb") as file:
-        job = decode(file.read())
-    os.open(os.devnull, os.O_RDONLY)
+    with open(job, "rb") as file:
+        parts = decode(file.read())
     os.write(status, ", ".join(in_force).encode() + MARK)
-    ended = run_judge(told, ask, *job)
+    ended = run_judge(told, ask, *parts)
     stop()
     flush()
     os.write(status, ended)

@@ -2,20 +2,20 @@
 
 Knows no algebra: if algebra is needed, `equal` returns None, and `grading` asks math-verify. Pure functions, linear in the text.
 """
-# ruff: noqa: RUF001 - a part of this file replaces characters that look like others
 
 import re
+from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from grpo.rewards.math.arithmetic import Value, same, value
+from grpo.rewards.math.arithmetic import LARGE, Value, same, value
+from grpo.rewards.math.spelling import SPECIAL, clean
+from grpo.rewards.math.units import apart, factor, temperature
 
 MAX_LENGTH = 1000  # characters of an answer worth reading; longer ones are loops, and some take minutes
 MAX_NESTING = 10  # of brackets, where algebra is needed
 
-# <|im_end|> and its like
-_SPECIAL = re.compile(r"<[|｜][^<>\s]{1,40}[|｜]>|</?(?:s|answer)>|<(?:eos|pad|end_of_turn)>|\[/?INST\]")
 _BRACE = re.compile(r"\\f?box(?:ed)?(?:\s*\{| *(-?[0-9][0-9.,/]{0,99}))|\\\\(?![a-z])|\\[{}]|[{}]")
 _HASHES = re.compile(r"(?<!#)####+([^\n#]+)")
 
@@ -52,7 +52,7 @@ def extract_answer(text: str) -> str | None:
     if (answer := boxed(text)) is not None:
         return answer
     for line in reversed(_HASHES.findall(text)):  # the text after <|eot_id|> is another turn
-        answer = next(filter(None, map(str.strip, _SPECIAL.split(line))), "")
+        answer = next(filter(None, map(str.strip, SPECIAL.split(line))), "")
         if 0 < len(answer) <= MAX_LENGTH and answer.strip("*_ "):
             return answer
     return None
@@ -77,125 +77,52 @@ def loose_answer(text: str) -> str | None:
     return formula.strip() if formula else (found[0][3] or "") + found[0][4]
 
 
-# One spelling for mathematics that is written in many ways.
-
-_CHARACTERS = str.maketrans(
-    {full: full - 0xFEE0 for full in range(0xFF01, 0xFF5F)}  # full-width digits, brackets, signs
-    | dict.fromkeys("−–—﹣", "-")
-    | dict.fromkeys("\u00a0\u3000\t\r\n", " ")
-    | dict.fromkeys("\u2005\u2006\u2009\u202f", "\\,")
-    | dict.fromkeys("\u200b\u2060\ufeff\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069`£€¥₹¢", None)
-    | {"½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "÷": "/", "°": "^\\circ "}
-    | {"π": "\\pi ", "θ": "\\theta ", "∞": "\\infty ", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "±": "\\pm "}
-    | {"≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset "}
+_FUNCTION = r"\\(?:(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|log|ln|lg|exp)(?![a-zA-Z])(?:_\{[^{}]*\})?"
+_LETTER = r"(?:\\(?!frac|sqrt|angle|text|mathbb|in\b|cap|cup|times|cdot|begin|end)[a-zA-Z]+|[a-zA-Z])"
+_INDEX = r"(?:_(?:\w|\{[^{}]*\}))?'*"
+# what an equation may define: x, x_1, y', AB, f(x), P(A|B), \angle ABC, \overline{AB}, \frac{dy}{dx}, (x,y), \text{area}
+_NAME = (
+    rf"(?:\\(?:angle|triangle|overline|vec|hat|bar|operatorname|text|mathbf)\s*(?:\{{[^{{}}]*\}}|[A-Z]+)|[A-Z]{{2,}}|[A-Z][a-z]{{2,}}|"
+    rf"\\frac\s*\{{d\^?\w*\s*[a-z]?\}}\s*\{{d[a-z](?:\^\w)?\}}|{_LETTER}{_INDEX}(?:\^\{{?-1\}}?(?=\s*\())?)"
 )
-
-
-def _repeating(whole: str, once: str, again: str) -> str:
-    """0.1\\overline{6} is (16 - 1)/90."""
-    first = whole + once
-    return f"\\frac{{{int(first + again) - int(first or 0)}}}{{{10 ** len(once) * (10 ** len(again) - 1)}}}"
-
-
-_ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉", "0123456789-0123456789")
-_REWRITES = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in [
-        (r"[⁰¹²³⁴-⁹⁻]+", lambda match: f"^{{{match[0].translate(_SMALL)}}}"),
-        (r"[₀-₉]+", lambda match: f"_{{{match[0].translate(_SMALL)}}}"),
-        (r"(?:√|(?<![\\a-zA-Z])sqrt)\s*(?:\(([^()]*)\)|([0-9]+(?:\.[0-9]+)?|[a-z]))", r"\\sqrt{\1\2}"),
-        (r"√", r"\\sqrt"),
-        (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?|\\displaystyle|(?<!\\)\\!\s*|\\?\$|\bUSD\b", ""),
-        (r"\\(?:tiny|small|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline|pounds|checkmark)(?![a-zA-Z])", ""),
-        (r"\\(?:text)?color\s*\{[^{}]*\}", ""),
-        (r"(?i)\b(?:the )?(?:final )?answer(?: is)?[:\s]+", ""),
-        (r"\\text\s*\{\s*\}", ""),
-        (r"^\\text\s*\{\s*(-?[0-9][^{}]*)\}$", r"\1"),
-        (r"(?<![\w)}])\*\*([^*]*)\*\*|^\*\*|\*\*\.?$", r"\1"),  # bold, not a power
-        (r"\\[lr]brace(?![a-zA-Z])", lambda match: "\\{" if match[0][1] == "l" else "\\}"),
-        (r"^\\\{\s*[a-z]\s*(?:\\mid(?![a-zA-Z])|[:|])(.*)\\\}$", r"\1"),  # {x | x < 2}
-        (r"\\\{\s*\\\}", r"\\emptyset"),
-        (r"\\R(?![a-zA-Z])|\\mathbb\s*R", r"\\mathbb{R}"),
-        (r"\\backslash", r"\\setminus"),
-        (r"\\(?:operatorname|mathrm)\s*\{((?:arc)?(?:sin|cos|tan)|ln|log|exp)\}", r"\\\1 "),
-        (r"(?<![\\a-zA-Z])(pi|(?:arc)?(?:sin|cos|tan)|ln|log)(?![a-zA-Z])", r"\\\1"),
-        (r"\{,\}", ","),
-        (r"\\mathrm\s*\{\s*([eid])\s*\}", r"\1"),
-        (r"\\(?:text(?:bf|it|rm|sf|tt|sc|normal)|emph|mbox|hbox|math(?:rm|bf|it|sf|tt))(?![a-zA-Z])", r"\\text"),
-        (r"\\[dtc]frac", r"\\frac"),
-        (r"\\langle", "("),
-        (r"\\rangle", ")"),
-        (r"\\varnothing", r"\\emptyset"),
-        (r"\\log_\{?e\}?(?![a-zA-Z])", r"\\ln"),
-        (r"\*\*", "^"),
-        (
-            r"(?<![\w.,^])[1-9][0-9]{0,2}(?:(?:\\[,;: ]|[ ~])[0-9]{3})+(?![0-9])",
-            lambda match: re.sub(r"\D", "", match[0]),
-        ),
-        (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-zA-Z])", " "),
-        (r"\\frac\s*([0-9a-z])", r"\\frac{\1}"),
-        (r"(\\frac\s*\{[^{}]*\})\s*([0-9a-z])", r"\1{\2}"),
-        (r"\\sqrt\s*([0-9a-z])", r"\\sqrt{\1}"),
-        (r"\\([lgn]e)q?(?:slant)?(?![a-zA-Z])", r"\\\1 "),
-        (r"\s*(?:\\%|\\text\s*\{\s*(?:percent|%|\\%)\s*\}|(?<![a-zA-Z])per ?cent\b)", "%"),
-        (r"\\deg(?:ree)?(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
-        (r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)([0-9.]+)\s*\^\\circ", r"\1\\frac{\2\\pi}{180}"),
-        (r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*\{([0-9]{1,50})\}", lambda match: _repeating(*match.groups())),
-        (
-            r"(?<=[0-9])\s*(?:\\text\s*\{\s*)?(thousand|million|billion|trillion)\b\s*\}?",
-            lambda match: f"\\cdot 10^{{{_ZEROS[match[1]]}}}",
-        ),
-        (r"\s+", " "),
-    ]
-]
-_INTEGER = re.compile(r"[0-9]+")
-_WRAPPED = re.compile(r"\\\((.*)\\\)|\\\[(.*)\\\]|\*\*(.*)\*\*")
-
-
-def clean(text: str) -> str:
-    """Return the same mathematics in plain LaTeX: no decoration, no thin spaces, and no braces left out."""
-    if _INTEGER.fullmatch(text):
-        return text
-    text = _SPECIAL.sub("", text).translate(_CHARACTERS).strip()
-    if match := _WRAPPED.fullmatch(text):
-        text = next(inside for inside in match.groups() if inside is not None)
-    for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)
-    return text.strip(" =*_").rstrip(".,;: \\*_")
-
-
-# Units and signs after a number.
-
-# also without a space, as in 10cm
-_SHORT = "cm|mm|km|ft|kg|mg|lbs?|oz|in|mi|yd|sq|hrs?|m[lL]|mph|[aApP]\\.?[mM]|st|nd|rd|th"
-_NO_UNIT = (
-    "sin|cos|tan|cot|sec|csc|arc[a-z]+|log|ln|exp|sqrt|pi|theta|alpha|beta|mod|and|or|inf|infinity|hundred|dozen|choose"
+_NAMED = re.compile(rf"(?!{_FUNCTION})({_NAME}(?:\s*\([^()=]*\))?|\([a-z](?:\s*,\s*[a-z])+\))\s*=")  # but not \sum_{k=
+_FUNCTION_OF = re.compile(
+    rf"{_FUNCTION}\s*(?:\(\s*)?{_NAME}(?:\s*\))?\s*=\s*(?=[^a-zA-Z=]*$|(?:[^a-zA-Z=]|\\(?:frac|sqrt|pi)\b)*$)"
 )
-_UNITS = re.compile(
-    r"(?<=[0-9}])(?:\s*\^\s*\\circ\s*[CFK]?\b|"  # after a number, or a fraction
-    rf"(?:\s*-?\s*(?:{_SHORT})\b|[ -](?!(?:{_NO_UNIT})\b)(?:[mgshL]|of|[a-zA-Z]{{3,}})\b)"
-    r"(?:[ /.]+[a-zA-Z]+)*\.?(?:\s*\^\s*\{?[0-9]\}?)?)$"
-    r"|(?<=[0-9a-zA-Z)}\]])(?:\s*(?:/|\\cdot)?\s*\\text\s*\{[^{}]*\}(?:\s*\^\s*\{?-?[0-9]\}?)?)+$"
+_EQUALS = re.compile(r"(?<![<>!:\\])=")
+_UNKNOWN = re.compile(
+    r"(?<![a-zA-Z\\])(?!e(?![a-zA-Z]))[a-zA-Z]|\\(?:theta|alpha|beta|gamma|phi|lambda|mu|omega|rho|sigma|tau)\b"
 )
-_NAMED = re.compile(r"(\\?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?)\s*=")  # but not \sum_{k=
 # \text{Evelyn}, but not \text{5 apples}
 _WORDS = re.compile(r"(?=\\text\s*\{[\s(]*[a-zA-Z])(?:\\text\s*\{[^{}]*\} ?)+")
 _PIECE = re.compile(r"\\text\s*\{([^{}]*)\}")
 _BASED = re.compile(r"\(?([0-9][0-9A-F]*)\)?_\{?([0-9]+)\}?")
 _APART = re.compile(r"[0-9] +[0-9]")
-_POWER = re.compile(r"\^\s*\{?(-?[0-9])\}?$")
 _CLOSED_AT_INFINITY = re.compile(r"\[\s*-?\s*\\infty|\\infty\s*\]")
+_COLON = re.compile(r"[0-9.]+(?: ?: ?[0-9.]+)+")  # a time or a ratio
+_TIME = re.compile(r"[0-9]+(?::[0-5][0-9])+")
+_INDIAN = re.compile(r"[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}(?:\.[0-9]+)?")  # 12,34,567
+# C, (C), C), C: a river, Option C. a river
+_CHOICE = re.compile(
+    r"(?:(?:option|choice) )?(?:\(([a-z])\)|\[([a-z])\]|([a-z])(?=$| ?[):]|\.\)|\.(?!\S)| \())(?:[):.\s]*)(.*)",
+    re.IGNORECASE,
+)
+_OTHER_CHOICE = re.compile(r"(?i:or|and|not|is|,|;|/|&)\b|[,;/&+=*^-]|\(?[A-J][).:]|.*(?:\([A-J]\)|\b[A-J][):])|[A-J]$")
 
 
 class Reading(NamedTuple):
-    """An answer: cleaned (text), without its units (amount), that as `name = body`, and the value of a plain arithmetic body."""
+    """An answer: cleaned (text), without its units (amount), that as `name = body`, and the value of a plain arithmetic body.
+
+    unit: the units and words after the amount. equation: whether it is an equation in unknowns, which defines nothing.
+    """
 
     text: str
     amount: str
+    unit: str
     percent: bool
     name: str
     body: str
+    equation: bool
     value: Value | None
 
 
@@ -203,12 +130,20 @@ class Reading(NamedTuple):
 def reading_of(answer: str) -> Reading:
     """Return the reading of an answer; later calls take it from a cache."""
     text = clean(answer)
-    amount = _UNITS.sub("", text).strip()
+    amount, unit = apart(text)
     percent = amount.endswith("%")
     amount = amount.rstrip("% ")
-    named = _NAMED.match(amount)
-    name, body = (named[1], amount[named.end() :].strip()) if named else ("", amount)
-    return Reading(text, amount, percent, name, body, value(body))
+    named = _NAMED.match(amount) or _FUNCTION_OF.match(amount)
+    name, body = (named[0].rstrip("= "), amount[named.end() :].strip()) if named else ("", amount)
+    equation = not named and bool(_EQUALS.search(amount)) and not _LISTED.search(amount)
+    if equation and not _UNKNOWN.search(amount):
+        equation, body = False, amount.rpartition("=")[2].strip()
+    return Reading(text, amount, unit, percent, name, body, equation, value(body))
+
+
+_LISTED = re.compile(
+    r",|;|\\text|\\in\b|\\begin|[<>]|\\[lgn]e\b|\b(?:and|or)\b|\\[a-z]+_\{[^{}]*="
+)  # more than one equation, or no equation
 
 
 def readable(answer: str) -> bool:
@@ -218,11 +153,47 @@ def readable(answer: str) -> bool:
     return bool(text) and max(depths) <= MAX_NESTING and not _APART.search(text)
 
 
-def without_names(answer: str, gold: str) -> tuple[str, str]:
-    """Return both for algebra: `x = 3` stands for 3, unless there are more equations or the names differ."""
+# what can stand for a letter, an operator or a bracket, from the inside to the outside
+_PARTS = [
+    (re.compile(r"\\(?:d|t)?(?:frac|binom)\s*\{[^{}\\]+\}\s*\{[^{}\\]+\}|\\sqrt\s*(?:\[\w+\])?\s*\{[^{}\\]+\}"), "x"),
+    (
+        re.compile(
+            r"(?<=[_^])\s*\{[^{}\\]+\}|\\(?:text|mathbb)\s*\{[^{}\\]*\}|\\circ|\\infty|\\emptyset|\\(?:pi|theta|alpha|beta)\b"
+        ),
+        "x",
+    ),
+    (re.compile(r"[-+]|\\pm(?![a-zA-Z])"), "-"),
+    (re.compile(r"\\(?:cdot|times|le|ge|cup|cap|in|ne)(?![a-zA-Z])|[*/^_=<>,;:]"), "+"),
+    (re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|ln|log)(?![a-zA-Z])|[!%' .]|\\(?=[{}])"), ""),
+    (re.compile(r"[(\[][^()\[\]{}\\]*[)\]]|\{[^()\[\]{}\\]*\}"), "x"),
+]
+_SOUND = re.compile(r"-*[0-9a-zA-Z|]+(?:[-+]-*[0-9a-zA-Z|]+)*")
+
+
+def sound(gold: str) -> bool:
+    """Return whether a gold answer is put together soundly, so that algebra need not be asked whether it can be read."""
+    reading, before = reading_of(gold), ""
+    text = reading.body
+    while text != before:
+        before = text
+        for pattern, part in _PARTS[:2]:
+            text = pattern.sub(part, text)
+    for pattern, part in _PARTS[2:]:
+        text = pattern.sub(part, text)
+    return len(gold) <= MAX_LENGTH and (
+        bool(_WORDS.fullmatch(reading.text)) or bool(_SOUND.fullmatch(_PARTS[-1][0].sub("x", text)))
+    )
+
+
+def for_algebra(answer: str, gold: str) -> tuple[str, str]:
+    """Return both for algebra: `x = 3` stands for 3, unless there are more equations or the names differ; in the gold's unit."""
     ours, theirs = reading_of(answer), reading_of(gold)
     equations = "=" in ours.body or "=" in theirs.body or (ours.name and theirs.name and ours.name != theirs.name)
-    return (ours.amount, theirs.amount) if equations else (ours.body, theirs.body)
+    if equations:
+        return ours.amount, theirs.amount
+    times = factor(ours.unit, theirs.unit)
+    body = ours.body if times in (1, None) else f"({ours.body})\\cdot\\frac{{{times.numerator}}}{{{times.denominator}}}"
+    return body, theirs.body
 
 
 def words(text: str) -> str:
@@ -231,15 +202,53 @@ def words(text: str) -> str:
     return re.sub(r"^an? (?=\w\w)", "", bare)
 
 
+def choice_of(text: str) -> tuple[str, str] | None:
+    """Return the letter of a choice and the text beside it: ("C", "a river") for `\\textbf{(C) }a river`; else None."""
+    bare = re.sub(r"\s+", " ", _PIECE.sub(r"\1", re.sub(r"[{}]", "", _PIECE.sub(r" \1 ", text)))).strip(" .")
+    found = _CHOICE.fullmatch(bare)
+    if not found or _OTHER_CHOICE.match(found[4]):
+        return None
+    return (found[1] or found[2] or found[3]).upper(), found[4].casefold().strip(" .()")
+
+
+def _equal_choices(ours: str, gold: str) -> bool | None:
+    """Compare answers where the gold is a letter, alone or with its text; a text counts if both have one."""
+    theirs = choice_of(gold)
+    if theirs is None or not "A" <= theirs[0] <= "J" or theirs[0] not in gold:
+        return None
+    if (mine := choice_of(ours)) is not None:
+        return mine[0] == theirs[0] and (not mine[1] or not theirs[1] or mine[1] == theirs[1])
+    return False if theirs[1] or re.search(r"\\text|[a-zA-Z]{2}", ours) else None
+
+
 def _equal_amounts(ours: Reading, gold: Reading) -> bool | None:
     """Return whether two amounts are equal: 28 and 0.28 are both 28\\%, which is neither 0.28\\% nor 2800\\%."""
+    if ours.value is None and gold.value is not None and _INDIAN.fullmatch(ours.body):
+        ours = ours._replace(value=value(ours.body.replace(",", "")))
     if ours.value is None or gold.value is None or (ours.name and gold.name and ours.name != gold.name):
         return None
-    known = same(ours.value, gold.value)
+    times = factor(ours.unit, gold.unit)
+    if times is None:  # two scales of temperature; other units that disagree do not get here
+        return LARGE not in (ours.value, gold.value) and temperature(ours.value, ours.unit, gold.unit) == gold.value
+    mine = ours.value if ours.value == LARGE else ours.value * times
+    known = same(mine, gold.value)
     if known is False and ours.percent != gold.percent:
-        x, y = (r.value / 100 if r.percent else r.value for r in (ours, gold))
+        x, y = (
+            number / 100 if percent else number
+            for number, percent in ((mine, ours.percent), (gold.value, gold.percent))
+        )
         known = same(x, y)
     return known
+
+
+def _equal_colons(ours: Reading, gold: Reading) -> bool | None:
+    """Compare times and ratios part by part: 0:45 is not 0:50, and 9:30 is not 3:10. A time is no number."""
+    mine, theirs = (_COLON.fullmatch(reading.body) for reading in (ours, gold))
+    if mine and theirs:
+        return [value(part.strip()) for part in mine[0].split(":")] == [
+            value(part.strip()) for part in theirs[0].split(":")
+        ]
+    return False if any(_TIME.fullmatch(reading.body) for reading in (ours, gold)) else None
 
 
 def _items(text: str) -> tuple[str, list[Value | None]]:
@@ -274,6 +283,8 @@ def equal(answer: str, gold: str) -> bool | None:
     ours, theirs = reading_of(answer), reading_of(gold)
     if ours.text == theirs.text:
         return True
+    if (known := _equal_choices(ours.text, theirs.text)) is not None:
+        return known
     if _WORDS.fullmatch(theirs.text):
         return words(ours.text) == words(theirs.text)
     if theirs.text.isalpha() and len(theirs.text) > 2 and words(ours.text) == words(theirs.text):
@@ -281,10 +292,12 @@ def equal(answer: str, gold: str) -> bool | None:
     bases = [_BASED.fullmatch(reading.text.replace(" ", "")) for reading in (ours, theirs)]
     if any(bases):  # 5 is not 5_8: the question asks for a base
         return all(bases) and bases[0].groups() == bases[1].groups()
-    powers = [_POWER.search(reading.text.removeprefix(reading.amount)) for reading in (ours, theirs)]
-    if all(powers) and powers[0][1] != powers[1][1]:  # cm^2 and cm^3; a unit may be left out
+    if factor(ours.unit, theirs.unit) is None and temperature(Fraction(0), ours.unit, theirs.unit) is None:
+        return False
+    if theirs.equation and not _EQUALS.search(ours.amount):
         return False
     if _CLOSED_AT_INFINITY.search(ours.text) and not _CLOSED_AT_INFINITY.search(theirs.text):
         return False
-    known = _equal_amounts(ours, theirs)
+    known = _equal_colons(ours, theirs)
+    known = _equal_amounts(ours, theirs) if known is None else known
     return _equal_lists(ours.amount, theirs.amount) if known is None else known

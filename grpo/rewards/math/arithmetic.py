@@ -14,13 +14,14 @@ import re
 from fractions import Fraction
 
 MAX_BITS = 4096  # of a numerator and a denominator together; 1,000 digits are 3,322
-LARGE = math.inf  # stands for an expression in which a number has more
+LARGE = math.inf  # stands for a fraction in lowest terms with more than LARGE_BITS bits
+LARGE_BITS = 2**20  # whatever 1,000 characters of numbers within MAX_BITS do with it, the result is not within MAX_BITS
 
 Value = Fraction | float
 
 
 class Undecided(ArithmeticError):
-    """Not a number."""
+    """Not a number, or one between MAX_BITS and LARGE_BITS."""
 
 
 def same(x: Value, y: Value) -> bool | None:
@@ -37,21 +38,29 @@ def power(x: Fraction, n: Fraction) -> Value:
     """x^n."""
     if n.denominator != 1 or x == n == 0:  # a root
         raise Undecided
-    return LARGE if abs(n) * (bits(x) - 2) > MAX_BITS else x**n.numerator
+    return _within(abs(n) * (bits(x) - 2)) or x**n.numerator
+
+
+def _within(size: float) -> Value | None:
+    """Return LARGE for that many bits, None if a number with so many can be computed."""
+    if MAX_BITS < size <= LARGE_BITS:
+        raise Undecided
+    return LARGE if size > MAX_BITS else None
 
 
 def factorial(n: Fraction) -> Value:
     """n!."""
     if n.denominator != 1 or n < 0:
         raise Undecided
-    return Fraction(math.factorial(int(n))) if n <= 1000 else LARGE
+    return _within(n * (n.numerator.bit_length() - 3)) or Fraction(math.factorial(int(n)))  # since (n/e)^n < n!
 
 
 def binomial(n: Fraction, k: Fraction) -> Value:
     """n over k."""
     if n.denominator != 1 or k.denominator != 1 or not 0 <= k <= n:
         raise Undecided
-    return Fraction(math.comb(int(n), int(k))) if min(k, n - k) * bits(n) <= 16 * MAX_BITS else LARGE
+    k = min(k, n - k)  # C(n, k) is (n/k)^k at least
+    return _within(k * max(1, bits(n) - bits(k) - 1)) or Fraction(math.comb(int(n), int(k)))
 
 
 _TOKEN = re.compile(
@@ -79,9 +88,22 @@ _APPLY = {
 
 
 def applied(sign: str, *numbers: Value) -> Value:
-    """Return the result of an operation. One with a LARGE number is LARGE."""
-    result = LARGE if LARGE in numbers else _APPLY[sign](*numbers)
-    return LARGE if result == LARGE or bits(result) > MAX_BITS else result
+    """Return the result of an operation. Numbers within MAX_BITS do not make a LARGE one small; another LARGE one may."""
+    if LARGE not in numbers:
+        result = _APPLY[sign](*numbers)
+        if result != LARGE and bits(result) > MAX_BITS:
+            raise Undecided
+        return result
+    x, y = numbers[0], numbers[-1]
+    small = next((number for number in numbers if number != LARGE), None)
+    if sign == "^" and x == 1:
+        return x
+    grows = sign == "^" and x not in (0, -1) and (y == LARGE or (y != 0 and y.denominator == 1))
+    if grows or sign in ("!", "negative") or (sign in ("+", "-") and small is not None):
+        return LARGE
+    if sign in ("*", "/", "\\frac") and small:
+        return LARGE
+    raise Undecided
 
 
 def value(text: str) -> Value | None:

@@ -8,16 +8,21 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import pstdev
+from typing import Any
 
 from torch.nn import Module
 
+from grpo.data.dataset import Dataset, at, key_of
+from grpo.data.written import agrees, golds_in, texts_only
 from grpo.env.messages import Message
 from grpo.env.renderer import Renderer
+from grpo.env.scoring import place_of
 from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Action, Example, State, Step, Task, Trajectory
 from grpo.rewards.row_task import RowTask
 from grpo.rollout.collate import scores
 from grpo.rollout.types import Sample
+from grpo.system.global_state import put_back
 from grpo.training.preflight.probe import Checked, Probe, judged
 
 FORMS = ("\\boxed{{{}}}", "#### {}", "{}")  # ways to write an answer
@@ -28,18 +33,26 @@ LEADING = re.compile(rf"^({VERBS})( the following)?( problem| question)?\s*\d*\s
 
 
 def gold(probe: Probe) -> Checked:
-    """Right answers get full marks; damaged ones, and right answers of other rows, do not."""
+    """Right answers are those of the file and get full marks; damaged ones, and right answers of other rows, do not."""
     task = probe.rollouts.task
     if not isinstance(task, RowTask):
         return Checked("SKIP", "the task does not tell its right answers")
     answers = [(row, str(task.gold(row))) for row in probe.rows if task.gold(row) is not None]
     if not answers:
         return Checked("SKIP", "the rows have no right answers")
+    told, misread = of_the_file(task, probe.rows)
+    if misread:
+        read, text = misread[0]
+        has = f"{len(misread)} of {told} right answers are not what the file has"
+        return Checked(
+            "FAIL", has, f"{text!r} is read as {read!r}: write the column as texts, or give the file as it was"
+        )
 
     def right(row: Example, answer: str) -> bool:
         state = State(task.messages(row))
         said = [Trajectory((Step(state, Action(Message("assistant", form.format(answer)))),)) for form in FORMS]
-        return any(reward.correct for reward in task.score_group(row, said))
+        with put_back(place_of(task)):
+            return any(reward.correct for reward in task.score_group(row, said))
 
     missed = [answer for row, answer in answers if not right(row, answer)]
     if len(missed) == len(answers):
@@ -48,9 +61,35 @@ def gold(probe: Probe) -> Checked:
     broken = [(row, wrong) for row, answer in answers if (wrong := damaged(answer))]
     fooled, deceived = (sum(right(row, wrong) for row, wrong in pairs) for pairs in (others, broken))
     text = f"{len(answers) - len(missed)} of {len(answers)} right answers are right"
+    text = f"{told} right answers are as the file has them, {text}" if told else text
     text += f", {fooled} answers of other rows and {deceived} damaged ones are"
     remedy = f"the right answer {missed[0][:40]!r} gets no marks: look at task.gold" if missed else ACCEPTS
     return judged(not missed and not fooled and not deceived, text, remedy)
+
+
+def of_the_file(task: RowTask, rows: Sequence[Example]) -> tuple[int, list[tuple[Any, Any]]]:
+    """Compare the rows' right answers with the text of their local file. Returns how many are in it, and pairs of what was read
+    and what the file has, where these differ. A task whose `gold` is not a column has that column compared."""
+    data, name = task.data, task.gold_column
+    file = data.file("train") if isinstance(data, Dataset) else None
+    if file is None or name is None:
+        return 0, []
+    if all(at(row, name) is None for row in rows):  # as math's, whose answer is in the solution
+        name = data.columns[-1]
+    question = data.columns[0]
+    found, told, misread = golds_in(file, question, name, [at(row, question) for row in rows]), 0, []
+    for row in rows:
+        texts = found.get(key_of(texts_only(at(row, question))), [])
+        read = at(row, name) if overrides(task) else task.gold(row)
+        told += bool(texts)
+        if texts and not any(agrees(read, text) for text in texts):
+            misread.append((read, texts[0]))
+    return told, misread
+
+
+def overrides(task: RowTask) -> bool:
+    """Return whether the class of a task makes its right answers of the rows in a way of its own."""
+    return type(task).gold is not RowTask.gold
 
 
 def damaged(answer: str) -> str | None:

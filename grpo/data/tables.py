@@ -1,0 +1,279 @@
+"""Rows of a local file as the file has them: numbers are not rounded, texts stay texts, types are those of the whole file.
+
+`datasets` keeps the rows on disk: a JSON file as its lines, a CSV file as texts. They become values when a row is read.
+"""
+
+import csv
+import glob
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo.data.json_files import lines_of, value_of, whole_file
+from grpo.system.errors import UserError
+
+KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+MISSING = {"", "na", "n/a", "nan", "none", "null"}  # in a column of a CSV file that is said to hold numbers
+LOOKS = 1000  # lines of a stream whose columns are looked at
+
+Make = Callable[[dict[str, Any]], dict[str, Any]]  # from a row of the table to a row of the file
+
+
+@dataclass(frozen=True, eq=False)
+class TableRows(Sequence):
+    """Rows of a table of `datasets`; every row has every column, and None where the file has nothing.
+
+    file: where they are, None for the hub; digest: of its bytes. lines: of the rows of a JSON file, None if a row has its place.
+    by_line: the table holds lines, whose columns cannot be picked before they are read.
+    """
+
+    table: Any  # a stream may be a function that starts it
+    make: Make
+    column_names: tuple[str, ...]
+    file: Path | None = None
+    digest: str = ""
+    lines: Sequence[int] | None = None
+    by_line: bool = False
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        return self.made(self.table[range(len(self))[index]])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if not hasattr(self.table, "__len__"):  # a stream
+            yield from map(self.made, self.table() if callable(self.table) else self.table)
+            return
+        for piece in self.table.iter(1000):  # one row at a time is 50 times slower
+            yield from (self.made(dict(zip(piece, row, strict=True))) for row in zip(*piece.values(), strict=True))
+
+    def made(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return a row of the file. row: of the table."""
+        found = self.make(row)
+        return {name: found.get(name) for name in self.column_names}
+
+    def select(self, places: Sequence[int]) -> "TableRows":
+        """Return the rows at these places."""
+        lines = [place + 1 if self.lines is None else self.lines[place] for place in places] if self.by_line else None
+        return replace(self, table=self.table.select(places), lines=lines)
+
+    def select_columns(self, names: Sequence[str]) -> "TableRows":
+        """Return the rows with these columns alone."""
+        return replace(
+            self,
+            table=self.table if self.by_line else self.table.select_columns(list(names)),
+            column_names=tuple(names),
+        )
+
+    def where(self, place: int) -> str:
+        """Return the file of a row, and its line or row from 1, for a message."""
+        if self.file is None:
+            return f"row {place + 1}"
+        if self.file.suffix == ".csv":
+            return f"{self.file}, line {line_of_csv(self.file, place)}"
+        line = place + 1 if self.lines is None else self.lines[place]
+        return f"{self.file}, {'line' if self.by_line and self.file.suffix == '.jsonl' else 'row'} {line}"
+
+
+def read_file(file: Path, streaming: bool = False, numbers: Sequence[str] = ()) -> TableRows:
+    """Return the rows of a file. numbers: see `Dataset`. Raises UserError, or whatever a parser raises, for a damaged file."""
+    if file.suffix not in KINDS:
+        raise UserError(f"task.path={file} is not a dataset file: {', '.join(KINDS)} are read")
+    if not file.is_file():
+        raise UserError(f"the dataset file {file} is a folder, a pipe, a device or a broken link: give a file")
+    if file.stat().st_size == 0:
+        raise UserError(f"the dataset file {file} is empty")
+    kind = KINDS[file.suffix]
+    if numbers and kind != "csv":
+        raise UserError(f"task.numbers={list(numbers)} is for CSV files: {file} has types of its own")
+    found = {"json": json_rows, "csv": partial(csv_rows, numbers=numbers), "parquet": parquet_rows}[kind](
+        file, streaming
+    )
+    if streaming:
+        return found
+    with file.open("rb") as content:
+        return replace(found, digest=hashlib.file_digest(content, "sha256").hexdigest()[:16])
+
+
+def loaded(kind: str, file: Path, streaming: bool, **more: Any) -> Any:
+    """Return the table of a file by a reader of `datasets`."""
+    from datasets import load_dataset
+    from datasets.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    name = glob.escape(str(file))  # it may have * or [
+    return load_dataset(kind, data_files=name, split="train", streaming=streaming, **more)
+
+
+def json_rows(file: Path, streaming: bool) -> TableRows:
+    """Return the rows of a JSON file. Every line is read once, for its columns and its faults; a stream's first ones are."""
+    from datasets import Dataset
+
+    rows = whole_file(file) if file.suffix == ".json" else None
+    if rows is not None:
+        names = dict.fromkeys(name for row in rows for name in row)
+        lines = [json.dumps(row) for row in rows]
+        return TableRows(Dataset.from_dict({"text": lines}), of_line, tuple(names), file, by_line=True)
+    names, places = {}, array("q")
+    for place, row in lines_of(file, LOOKS if streaming else None):
+        names |= dict.fromkeys(row)
+        places.append(place)
+    if not names:
+        raise UserError(f"the dataset file {file} is empty")
+    if streaming:
+        return TableRows(lambda: (row for _, row in lines_of(file)), dict, tuple(names), file, by_line=True)
+    table = loaded("text", file, streaming, encoding="utf-8-sig")
+    if blank := len(table) > len(places):
+        table = table.select([place - 1 for place in places])
+    return TableRows(table, of_line, tuple(names), file, lines=places if blank else None, by_line=True)
+
+
+def of_line(row: Mapping[str, str]) -> dict[str, Any]:
+    """Return the row that a line holds."""
+    found: dict[str, Any] = value_of(row["text"])
+    return found
+
+
+def csv_rows(file: Path, streaming: bool, numbers: Sequence[str] = ()) -> TableRows:
+    """Return the rows of a CSV file. A column whose texts are all as Python writes an integer, a float, True or False has such
+    values (of a stream none has); every other column has its texts, without exception."""
+    import pandas as pd
+    from datasets import Features, Value
+
+    with file.open("rb") as lines:
+        for line, content in enumerate(lines, 1):
+            try:
+                content.decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{error}, in line {line}: save it as UTF-8") from None
+    names = pd.read_csv(file, nrows=0, index_col=False, dtype=object).columns
+    if missing := [name for name in numbers if name not in names]:
+        raise UserError(f"task.numbers={list(numbers)}: {file} has no column {missing[0]!r}; it has {', '.join(names)}")
+    # index_col: else a long first row shifts the columns; na_filter: NA and null are texts
+    texts = {"features": Features({name: Value("string") for name in names}), "index_col": False, "na_filter": False}
+    table = loaded("csv", file, streaming, **texts)
+    kinds: dict[str, Callable[[str], Any]] = dict.fromkeys(names, str)
+    if not streaming:
+        kinds = {name: written_as(table.data.column(name).chunks) for name in names}
+    kinds |= dict.fromkeys(numbers, said_number)
+
+    def make(row: dict[str, str]) -> dict[str, Any]:
+        return {name: kinds[name](text) if text else None for name, text in row.items()}
+
+    found = TableRows(table, make, tuple(names), file)
+    for name in () if streaming else numbers:
+        for place, piece in enumerate(table.select_columns([name])):
+            try:
+                said_number(piece[name] or "")
+            except ValueError:
+                fix = "correct it, or take the column out of task.numbers"
+                raise UserError(f"{found.where(place)}, column {name!r}: {piece[name]!r} is no number; {fix}") from None
+    return found
+
+
+def written_as(chunks: Iterable[Any]) -> Callable[[str], Any]:
+    """Return the type whose values are written as all the texts of a column, blank ones apart; str if no other is."""
+    kinds: list[Callable[[str], Any]] = [int, float, truth]
+    for chunk in chunks:
+        for text in filter(None, chunk.unique().to_pylist()):
+            kinds = [kind for kind in kinds if is_written(text, kind)]
+            if not kinds:
+                return str
+    return kinds[0]
+
+
+def is_written(text: str, kind: Callable[[str], Any]) -> bool:
+    """Return whether a value of this type prints as this text."""
+    try:
+        return str(kind(text)) == text and text.lstrip("-") not in ("nan", "inf")
+    except (ValueError, KeyError):
+        return False
+
+
+def truth(text: str) -> bool:
+    """Return the value of True or False as Python writes them. Raises KeyError for another text."""
+    return {"True": True, "False": False}[text]
+
+
+def said_number(text: str) -> int | float | None:
+    """Return the number of a text; None for one that says that it is missing. Raises ValueError for any other."""
+    if text.strip().lower() in MISSING:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def line_of_csv(file: Path, place: int) -> int:
+    """Return the line in which a row of a CSV file begins, from 1."""
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        reader, before = csv.reader(lines), 0
+        for record in reader:
+            if record and (place := place - 1) == -2:  # the header is a record, and pandas passes over blank lines
+                return before + 1
+            before = reader.line_num
+    return before
+
+
+def parquet_rows(file: Path, streaming: bool) -> TableRows:
+    """Return the rows of a Parquet file."""
+    import pyarrow.parquet as pq
+
+    names = pq.read_schema(file).names
+    return arrow_rows(loaded("parquet", file, streaming), tuple(names), file)
+
+
+def arrow_rows(table: Any, names: tuple[str, ...] | None = None, file: Path | None = None) -> TableRows:
+    """Return the rows of a table of `datasets` with types of its own. names: its columns, if a stream does not know them."""
+    schema = table.features.arrow_schema if table.features else ()
+    makers = {field.name: make for field in schema if (make := exact(field.type))}
+
+    def make(row: dict[str, Any]) -> dict[str, Any]:
+        return row | {name: one(row[name]) for name, one in makers.items() if row.get(name) is not None}
+
+    names = names or tuple(table.column_names or next(iter(table), ()))
+    return TableRows(table, make if makers else dict, names, file)
+
+
+def exact(kind: Any) -> Callable[[Any], Any] | None:
+    """Return what makes a value of an Arrow type what was written; None if it is that. A float of 16 or 32 bits becomes the
+    shortest number that rounds to it, bytes become a text if they are one."""
+    import pyarrow.types as types
+
+    if types.is_float32(kind) or types.is_float16(kind):
+        of = np.float32 if types.is_float32(kind) else np.float16
+        return lambda value: float(str(of(value)))
+    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
+        return text_of_bytes
+    if types.is_dictionary(kind):
+        return exact(kind.value_type)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inner = exact(kind.value_type)
+        return inner and (lambda values: [value if value is None else inner(value) for value in values])
+    if types.is_struct(kind):
+        fields = {field.name: make for field in kind if (make := exact(field.type))}
+        return (
+            (lambda value: value | {n: one(value[n]) for n, one in fields.items() if value[n] is not None})
+            if fields
+            else None
+        )
+    return None
+
+
+def text_of_bytes(value: bytes) -> str | bytes:
+    """Return the text that bytes are in UTF-8, or the bytes if they are none."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value

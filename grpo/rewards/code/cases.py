@@ -1,0 +1,140 @@
+"""Programs judged by cases: an input, and the output that a right program gives for it, as in APPS, TACO and LiveCodeBench.
+
+A case is a text on standard input and the text that the program must print, or the arguments of a function and its result. What
+is expected never enters the sandbox of a script: this process compares what the script printed.
+"""
+
+import base64
+import binascii
+import io
+import json
+import pickle
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from grpo.rewards.code.sandbox import ProgramLimits, Result, UnitTests, run_program
+
+UNPACKED = 1 << 30  # bytes of packed cases at most
+# what the starter code of such rows takes for granted; Python's own names come last, since math has another pow
+IMPORTS = ["typing", "collections", "heapq", "bisect", "itertools", "functools", "string", "re", "math", "builtins"]
+PRELUDE = "".join(f"import {name}\nfrom {name} import *\n" for name in IMPORTS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case. given: the text on standard input, or the arguments of `function`. wanted: what the script must print, or the
+    results that the function may return."""
+
+    given: Any
+    wanted: Any
+    function: str | None = None
+
+
+def cases_of(columns: Iterable[Any], metadata: Any = None) -> list[Case]:
+    """Return the cases in the columns of a row. A column is one of these, or it as JSON, or packed as in LiveCodeBench:
+
+        {"inputs": [...], "outputs": [...], "fn_name": NAME}        APPS, TACO, PRIME; without fn_name for scripts
+        [{"input": ..., "output": ..., "testtype": "stdin"}, ...]   LiveCodeBench, DeepCoder, Codeforces
+
+    metadata: LiveCodeBench's, which names the function of "functional" cases. Raises ValueError for anything else.
+    """
+    try:
+        name = (_opened(metadata) or {}).get("func_name")
+        return [_case(*one, name) for column in columns for one in _rows(_opened(column))]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"these are no cases: {error}") from error
+
+
+def _rows(column: Any) -> Iterable[tuple[Any, Any, str | None, bool]]:
+    """Yield the input, the output, the function's name and whether there is one, of each case in a column."""
+    if isinstance(column, Mapping):
+        given, wanted = (column.get(f"{kind}s", column.get(kind)) for kind in ("input", "output"))
+        name = column.get("fn_name")
+        yield from ((one, right, name, bool(name)) for one, right in zip(given, wanted, strict=True))
+    else:
+        for x in column or ():
+            kind = x.get("testtype") or x.get("type")
+            yield x["input"], x["output"], x.get("fn_name"), kind in ("functional", "function_call")
+
+
+def _case(given: Any, wanted: Any, name: str | None, called: bool, usual: str | None) -> Case:
+    if not called:
+        return Case(_text(given), _text(wanted))
+    if not (name or usual):
+        raise KeyError("no name of the function that they call")
+    if isinstance(given, str):  # a JSON value a line, in LiveCodeBench
+        return Case([json.loads(line) for line in given.split("\n")], [json.loads(wanted)], name or usual)
+    wrapped = wanted[:1] if isinstance(wanted, list) else []  # a result may be in a list of one, in APPS
+    return Case(given, [wanted, *wrapped], name or usual)
+
+
+def _text(value: Any) -> str:
+    """Return a text; a list is its lines."""
+    if isinstance(value, list):
+        return "\n".join(map(_text, value))
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+class _TextOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise ValueError(f"packed cases name {module}.{name}: only a text is read")
+
+
+def _opened(value: Any) -> Any:
+    if not isinstance(value, str) or not value.strip():
+        return value or None
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        try:
+            packed = zlib.decompressobj().decompress(base64.b64decode(value, validate=True), UNPACKED)
+            return json.loads(_TextOnly(io.BytesIO(packed)).load())
+        except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, TypeError):
+            raise error from None
+
+
+def same_output(said: str, wanted: str) -> bool:
+    """Return whether an output is the one expected, by LiveCodeBench's rule: as many lines, and each of them equal, or equal as
+    decimal numbers separated by blanks, exactly (1.50 is 1.5, and 0.333 is not 1/3). Blanks at both ends of a line, and blank
+    lines at both ends of the output, do not count."""
+    lines, right = ([line.strip() for line in text.strip().split("\n")] for text in (said, wanted))
+    return len(lines) == len(right) and all(a == b or _same_numbers(a, b) for a, b in zip(lines, right, strict=True))
+
+
+def _same_numbers(said: str, wanted: str) -> bool:
+    try:
+        numbers, right = ([Decimal(word) for word in line.split()] for line in (said, wanted))
+    except InvalidOperation:
+        return False
+    return all(number.is_finite() for number in numbers) and numbers == right
+
+
+_CALL = """
+nan, inf = float("nan"), float("inf")
+def plain(x):
+    return [plain(one) for one in x] if isinstance(x, (list, tuple)) else x
+found = plain({call}(*{arguments!r}))
+assert any(found == one for one in {wanted!r}), "another result"
+"""
+
+
+def _call(program: str, case: Case) -> tuple[str, UnitTests]:
+    """Return the program and the test that calls its function."""
+    name = "Solution" if "class Solution" in program else case.function  # LiveCodeBench's rule
+    call = f"Solution().{case.function}" if name == "Solution" else name
+    before = "" if "__future__" in program else PRELUDE
+    return before + program, UnitTests(_CALL.format(call=call, arguments=case.given, wanted=case.wanted), (name,))
+
+
+def run_case(program: str, case: Case, limits: ProgramLimits, unconfined: bool = False) -> Result:
+    """Run a program on one case, with the limits for itself. Its ending is "passed" if it is right, else the reason."""
+    if case.function:
+        program, tests = _call(program, case)
+        return run_program(program, limits, unconfined, tests)
+    kept, limits = limits.output, replace(limits, output=limits.disk_mb << 20)  # all that it prints is compared
+    result = run_program(program, limits, unconfined, stdin=case.given)
+    wrong = result.passed and not same_output(result.stdout, case.wanted)
+    return replace(result, ending="failed" if wrong else result.ending, stdout=result.stdout[-kept:])

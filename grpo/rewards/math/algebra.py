@@ -1,0 +1,174 @@
+"""Compares two answers by algebra: math-verify reads them, `exact` compares the numbers in them. Text in, verdict out.
+
+Runs in a worker: math-verify and sympy may take minutes and gigabytes, and use the alarm signal.
+"""
+
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import math_verify.grader as comparing
+import sympy
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import LatexExtractionConfig, parse, verify
+from math_verify.errors import TimeoutException
+from sympy import Eq, Expr, Rational, simplify
+from sympy.core.relational import Relational
+
+from grpo.env.types import Outcome
+from grpo.rewards.math.exact import MOST_BITS, same_number, size
+
+ALARM = 3.0  # seconds that a worker computes in each step
+
+_COMMAND = re.compile(r"\\text\s*\{[^{}]*\}|\\(?:begin|end|mathbb)\s*\{[^{}]*\}|\\[a-zA-Z]+")
+_AND = re.compile(r"\band\b|\\(?:land|wedge)\b")
+_DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
+_OUTCOME: dict[bool, Outcome] = {True: "right", False: "wrong"}
+
+
+def by_algebra(answer: str, gold: str) -> Outcome:
+    """Return whether math-verify finds two cleaned answers equal.
+
+    An answer that it cannot read is wrong; a gold answer that it cannot read raises.
+    """
+    try:
+        theirs = _parse(gold)
+        if not answer:
+            return "wrong"
+        try:
+            ours = _parse(answer)
+            if _differ(ours, theirs) or (not getattr(ours, "is_Symbol", False) and _other_case(answer, gold)):
+                return "wrong"
+            with _alarm(ALARM):
+                if isinstance(ours, Eq) and isinstance(theirs, Eq):
+                    return _OUTCOME[same_equation(ours, theirs)]
+                return _OUTCOME[verify(theirs, ours, **_EXACTLY)]
+        except MemoryError:
+            raise
+        except Exception:  # a policy may write anything, and sympy may raise anything
+            return "wrong"
+    except TimeoutException:
+        return "timeout"
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Raise TimeoutException in a `with` block that computes for longer. Waiting for a core is not computing."""
+
+    def ring(*_) -> None:
+        raise TimeoutException
+
+    signal.signal(signal.SIGVTALRM, ring)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def _parse(text: str):
+    """Return a sympy object. Decimals become fractions, so that nothing is rounded; i is the imaginary unit."""
+    exact = _DECIMAL.sub(lambda d: f"\\frac{{{int(d[1] + d[2])}}}{{{10 ** len(d[2])}}}", text)
+    spelling = NormalizationConfig(units=False, malformed_operators=True, boxed="none")  # units=True reads 4s as 4
+    only_latex = LatexExtractionConfig(boxed_match_priority=-1, normalization_config=spelling)
+    with _alarm(ALARM):
+        found = parse(
+            f"${exact}$", [only_latex], "no_fallback", "first_match", parsing_timeout=None, raise_on_error=True
+        )
+    if not found:
+        raise ValueError(f"math-verify cannot read {text!r}")
+    found = found[0]
+    relations = isinstance(found, sympy.FiniteSet) and all(isinstance(item, Relational) for item in found.args)
+    if relations and len(found.free_symbols) == 1:
+        joined = sympy.Intersection if _AND.search(text) else sympy.Union  # x > 2 and x < 3, but x < 2 or x > 3
+        return joined(*(item.as_set() for item in found.args))
+    units = {symbol: sympy.I for symbol in found.free_symbols if symbol.name == "i"}
+    return found.subs(units) if units and not isinstance(found, Relational) else found
+
+
+def _other_case(answer: str, gold: str) -> bool:
+    """Return whether one has an R where the other has an r: math-verify reads both as r."""
+    ours, theirs = ({*_COMMAND.sub(" ", text)} for text in (answer, gold))
+    return any(letter.swapcase() in theirs - ours for letter in ours - theirs if letter not in "eEiI")
+
+
+def _differ(ours, theirs) -> bool:
+    """Return whether two expressions have different values at some point.
+
+    If so, they are not equal, and sympy need not simplify (sin x + cos x)^1000 to find out.
+    """
+    names = sorted({symbol.name for symbol in ours.free_symbols | theirs.free_symbols})
+
+    @_alarm(1.0)
+    def at_a_point(expression):
+        point = {symbol: Rational(137 + 61 * names.index(symbol.name), 101) for symbol in expression.free_symbols}
+        return expression.evalf(15, subs=point)
+
+    if not (isinstance(ours, Expr) and isinstance(theirs, Expr)) or ours.is_Symbol or theirs.is_Symbol:
+        return False  # math-verify reads a word as one symbol, or as the product of its letters
+    if not names or size(ours) + size(theirs) > MOST_BITS:
+        return False  # `same_number` decides
+    rough = any(expression.has(sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit) for expression in (ours, theirs))
+    tolerance = 0.1 if rough else 1e-9  # their numerical values may be far off
+    try:
+        x, y = at_a_point(ours), at_a_point(theirs)
+        sure = all(part == 0 or part._prec > 30 for value in (x, y) for part in value.as_real_imag())
+        return sure and bool(abs(x - y) > tolerance * (int(rough) + abs(x) + abs(y)))  # raises if one is not a number
+    except (Exception, TimeoutException):
+        return False
+
+
+def _percent(x) -> bool:
+    return isinstance(x, sympy.Mul) and sympy.UnevaluatedExpr(Rational(1, 100)) in x.args
+
+
+def _numeric(a, b, float_rounding: int, numeric_precision: int) -> bool:
+    """Return whether two expressions are equal as far as numbers decide it, in place of math-verify's function, which rounds.
+
+    Its own function still takes matrices apart, and knows percent.
+    """
+    if not (isinstance(a, Expr) and isinstance(b, Expr)) or _percent(a) or _percent(b):
+        return _by_math_verify(a, b, float_rounding, numeric_precision)
+    if a.free_symbols or b.free_symbols:
+        if size(a) + size(b) > MOST_BITS:
+            raise TimeoutException
+        return (a.doit() - b.doit()).doit() == 0
+    if (known := same_number(a, b)) is None:
+        raise TimeoutException
+    return known
+
+
+def _symbolic(a, b) -> bool:
+    """Return whether the difference simplifies to zero, in place of math-verify's function. `_numeric` has decided on numbers."""
+    scalars = isinstance(a, Expr) and isinstance(b, Expr) and not (_percent(a) or _percent(b))
+    return False if scalars and not (a.free_symbols or b.free_symbols) else _by_simplifying(a, b)
+
+
+_by_math_verify, _by_simplifying = comparing.sympy_numeric_eq, comparing.sympy_symbolic_eq
+comparing.sympy_numeric_eq, comparing.sympy_symbolic_eq = _numeric, _symbolic
+
+
+def same_equation(ours: Eq, gold: Eq) -> bool:
+    """Return whether two equations have the same solutions: one is a multiple of the other, or both have the same solutions for
+    each unknown. An identity, which everything solves, must be written alike."""
+    p, q = (sympy.fraction(sympy.together((x.lhs - x.rhs).doit()))[0] for x in (ours, gold))
+    if not (isinstance(p, Expr) and isinstance(q, Expr)) or not (p := simplify(p)) or not (q := simplify(q)):
+        return ours == gold
+    if p.free_symbols != q.free_symbols:
+        return False
+    ratio = simplify(p / q)
+    if not ratio.free_symbols and ratio.is_finite and ratio != 0:
+        return True
+    return all(_solutions(p, unknown) == _solutions(q, unknown) for unknown in sympy.ordered(p.free_symbols))
+
+
+def _solutions(x: Expr, unknown) -> set[Expr]:
+    return {simplify(solution) for solution in sympy.solve(x, unknown)}
+
+
+_EXACTLY = {
+    "allow_set_relation_comp": True,  # x <= 2 is an answer to (-oo, 2]
+    "timeout_seconds": None,  # its own alarm counts the seconds in which a worker waits for a core
+    "raise_on_error": True,
+}
