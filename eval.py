@@ -12,7 +12,8 @@ from rich.console import Console
 from grpo.apps.border import check_values
 from grpo.apps.cli import check_model, given_arguments, keep_secrets, one_line_errors, quiet, run
 from grpo.apps.composing import CONF
-from grpo.apps.resuming import changes, policy_folder, save_config, saved_config
+from grpo.apps.resuming import changes, policy_folder, resolved, save_config, saved_config
+from grpo.apps.trust import check_code
 from grpo.system.errors import UserError
 from grpo.system.files import write_json
 
@@ -54,6 +55,7 @@ def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
             ours = [key for key in given if key.partition(".")[0] in taken and not (CONF / key).is_dir()]
             config.merge_with_dotlist([given[key] for key in ours])
         config.model.path = str(folder)
+    check_code(resolved(config), trained, overrides, config.trust)
     return config
 
 

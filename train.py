@@ -55,7 +55,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     rollouts = Rollouts(plan, task, sampler, engine, renderer, algorithm, config.output_dir, config.seed, *players)
     rollout = RolloutCallback(rollouts, Stop(config.max_time))
     evaluation = EvaluationCallback(rollout, evaluator, examples)
-    preflight = PreflightCallback(config.preflight, rollout, evaluator, examples)
+    preflight = PreflightCallback(config.preflight, rollout, evaluator, examples, tokenizer)
     callbacks = [rollout, preflight, Tokens(), evaluation, *completed(instantiate(config.callbacks), tokenizer)]
 
     def module(model) -> L.LightningModule:
@@ -71,7 +71,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
         return None, None
     save_config(config)
     noted = (evaluation.progress, preflight.facts)
-    with kept(config.output_dir, overrides, config.seed, examples, *noted), rollout.stop.during():
+    with kept(config.output_dir, overrides, config.seed, examples, *noted) as preflight.noted, rollout.stop.during():
         trainer.fit(module(pretrained.model(mapped=shards(trainer))), rollout.batches, ckpt_path=config.ckpt_path)
     return evaluation.accuracy, rollout.policy
 

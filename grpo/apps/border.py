@@ -118,6 +118,8 @@ def check_values(config: DictConfig) -> None:
     node = OmegaConf.to_container(config, resolve=True)
     if node.get("output_dir") == "":
         raise UserError("hydra.run.dir= is empty: name a folder, or leave the key out")
+    if empty := [name for name in ("ckpt_path", "replay", "run", "max_time") if node.get(name) == ""]:
+        raise UserError(f"{empty[0]}= is empty: give a value, or leave the key out")
     for key, names in TABLES["instead"].items():
         for name in node.get("trainer", {}).keys() & set(names.split()):
             raise UserError(f"trainer.{name} has no effect here, or breaks the loop: set {key} instead")

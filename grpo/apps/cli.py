@@ -24,8 +24,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo.apps.border import check_values
 from grpo.apps.composing import CONF, composed, literal
-from grpo.apps.resuming import check_resumed, continued, has_checkpoint, is_over, with_those_of_the_run
+from grpo.apps.resuming import (
+    check_resumed,
+    continued,
+    folder_of,
+    has_checkpoint,
+    is_over,
+    key_in,
+    resolved,
+    with_those_of_the_run,
+)
 from grpo.apps.sweep import sweep
+from grpo.apps.trust import check_code
 from grpo.env.types import Task
 from grpo.system import witness
 from grpo.system.errors import UserError
@@ -41,6 +51,8 @@ log = logging.getLogger(__name__)
 
 # The user's own setting. `run` sets HYDRA_FULL_ERROR as well, and the processes of further devices inherit that.
 FULL_ERROR = os.environ.setdefault("GRPO_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "0")) == "1"
+
+TYPED: list[str] = []  # the user's own arguments, without those of a resumed run that `run` puts before them
 
 RENAMED = {
     "loader": "sampler",
@@ -69,6 +81,7 @@ def run(main: Callable[[], object], config_name: str) -> None:
         sys.argv += ["+hydra.job_logging.handlers.console.level=WARNING"]
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the end
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
+    TYPED[:] = sys.argv[1:]
     if config_name == "train":
         sys.argv[1:] = with_those_of_the_run(sys.argv[1:])
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
@@ -148,6 +161,9 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
         lacks = any(isinstance(cause, ModuleNotFoundError) for cause in causes)
         guess = "is it installed?" if lacks else "a key too many, or a value of the wrong type?"
         return f"{' '.join(reason.split())} ({guess})"
+    gone = next((a for a in arguments if a.startswith("~") and key_in(a) in re.split(r"\W+", str(error))), None)
+    if gone and not deleted and isinstance(error, (HydraException, OmegaConfBaseException)):
+        return f"{gone}: the run needs {key_in(gone)}: give it another value or option, and --help lists them"
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return " ".join(str(error).split())
     return None
@@ -271,8 +287,11 @@ def announced(config: DictConfig, overrides: Sequence[str] | None = None) -> Dic
     if config.resume.auto and not config.ckpt_path and has_checkpoint(Path(config.output_dir)):
         config.ckpt_path = config.output_dir
     if config.ckpt_path or config.replay:
-        config = continued(config, given_arguments() if overrides is None else overrides)
+        arguments = given_arguments() if overrides is None else overrides
+        config = continued(config, arguments)
         check_values(config)
+        words = arguments if overrides is not None or in_sweep() else TYPED
+        check_code(resolved(config), folder_of(Path(config.ckpt_path or config.replay)), words, config.trust)
     if config.replay:
         from grpo.apps.replay import replay  # imports torch
 

@@ -12,6 +12,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard
 
 from grpo.apps.cli import one_line_errors, quiet
 from grpo.apps.resuming import policy_folder, saved_config
+from grpo.apps.trust import check_code
 from grpo.evaluation.resumable import finished
 from grpo.models.pretrained import Pretrained, base_path
 from grpo.runs.model_card import hub_id, results
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="number type of all weights")
     parser.add_argument("--license", help="as apache-2.0; by default that of the base model's card")
     parser.add_argument("--eval", type=Path, nargs="+", default=[], help="folders of eval.py run=RUN, for the card")
+    parser.add_argument("--trust", action="store_true", help="run code of the model, if the run did (docs/trust.md)")
     parser.add_argument("--push", metavar="REPO", help="then upload the folder to this repository of the hub")
     parser.add_argument("--private", action="store_true", help="a new repository is private")
     given = parser.parse_intermixed_args(arguments)
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
         left = shutil.ignore_patterns("*.safetensors*", "adapter_*") if whole else None
         shutil.copytree(policy, folder, dirs_exist_ok=True, ignore=left)
         if whole:
-            whole_model(policy, run, given.dtype).save_pretrained(folder)
+            whole_model(policy, run, given.dtype, given.trust).save_pretrained(folder)
         card.save(folder / "README.md")
     print(f"{policy} is exported to {out}")
     if not card.data.license:
@@ -100,10 +102,12 @@ def licence_of(run: Path, base: str) -> dict[str, str]:
     return {name: value for name in LICENCE if (value := data.get(name))}
 
 
-def whole_model(policy: Path, run: Path, dtype: str | None) -> torch.nn.Module:
-    """Return a policy as one model. An adapter is merged in float32. dtype: None for that of the files, or of the base."""
+def whole_model(policy: Path, run: Path, dtype: str | None, trust: bool = False) -> torch.nn.Module:
+    """Return a policy as one model. An adapter is merged in float32. dtype: None for that of the files, or of the base. trust:
+    whether code that the run's configuration names may run."""
     settings = saved_config(run).model if (run / "config.yaml").exists() else {}
     trusted, bits = settings.get("trust_remote_code", False), settings.get("quantization")
+    check_code({"model": {"trust_remote_code": trusted}}, run, (), trust, "--trust")
     pretrained = Pretrained(str(policy), quantization=bits, trust_remote_code=trusted)
     stored = (pretrained.base() or pretrained).config().dtype or torch.float32
     return replace(pretrained, dtype="float32").model().to(getattr(torch, dtype) if dtype else stored)

@@ -21,7 +21,16 @@ from grpo.system.settings import flat
 
 log = logging.getLogger(__name__)
 
-OWN = ("output_dir", "ckpt_path", "replay", "resume", "max_time", "report", "export")  # of each command, not of the run
+OWN = (
+    "output_dir",
+    "ckpt_path",
+    "replay",
+    "resume",
+    "trust",
+    "max_time",
+    "report",
+    "export",
+)  # of each command, not of the run
 GUARDED = ("task", "model", "adapter", "algo", "callbacks")  # a change of these needs resume.changes=allow
 SHOWN = "grpo.training.callbacks."  # callbacks that do not change what a run learns
 LATER = "config_changes.yaml"  # beside config.yaml: a list of times, changes, and the whole configuration from then on
@@ -105,11 +114,17 @@ def folder_of(checkpoint: Path) -> Path:
 
 
 def overrides_of(folder: Path) -> list[str]:
-    """Return the arguments of a run's command line that still have a meaning, those of earlier resumed runs included."""
+    """Return the arguments of a run's command line that still have a meaning, those of earlier resumed runs included.
+
+    Flags, and settings of Hydra itself, which could run code, are none of them.
+    """
     from grpo.runs.runs import Run  # imports pandas
 
     given = Run(folder).manifest.get("overrides") or []
-    return [each for each in given if not each.lstrip("+~").startswith(OWN)]
+    texts = [
+        each for each in given if isinstance(each, str) and not each.startswith("-") and "hydra" not in key_in(each)
+    ]
+    return [each for each in texts if not each.lstrip("+~").startswith(OWN)]
 
 
 def joined(earlier: Sequence[str], later: Sequence[str]) -> list[str]:

@@ -81,21 +81,26 @@ class TokenizerRenderer:
     ) -> tuple[int, ...]:
         if tools:
             _ = self.form  # refused before anything is rendered
-        raw = isinstance(messages, str) or self.tokenizer.chat_template is None
-        if isinstance(messages, str):
-            texts = iter([messages])
-        elif raw:
-            texts = iter(["\n\n".join(message.content for message in messages)])
-        else:
-            texts = self._texts(messages, tools)
-        every = (
-            self._encoded(text, add_special_tokens=raw) for text in texts
-        )  # a template writes the special tokens itself
+        every = (self._encoded(text, special) for text, special in self.texts(messages, tools))
         fresh = ids = next(every)
         if before := tuple(before):
             longer = (self._extended(before, one) for one in chain([fresh], every))
             ids = next((one for one in longer if one[: len(before)] == before), fresh)
         return ids if self.keep is None or len(ids) <= self.keep else fresh[-self.keep :]
+
+    def texts(self, messages: Sequence[Message] | str, tools: Sequence[ToolSpec] = ()) -> Iterator[tuple[str, bool]]:
+        """Yield a prompt as text, in every way in which the template takes thoughts, the best one first, and whether special
+        tokens are added to it: a template writes them itself."""
+        if isinstance(messages, str):
+            yield messages, True
+        elif self.tokenizer.chat_template is None:
+            yield "\n\n".join(message.content for message in messages), True
+        else:
+            tried: list[list[Written]] = []
+            for way in self._ways:
+                if (written := as_dicts(messages, way)) not in tried:
+                    tried.append(written)
+                    yield self._written(written, tools), False
 
     def parse(self, ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
         if not tools:
@@ -110,14 +115,6 @@ class TokenizerRenderer:
             reason = f"{len(message.tool_calls)} calls in one message, and there can be one"
             return Message("assistant", text, error=f"{reason}; a call is written {WRITTEN[self.form]}")
         return message
-
-    def _texts(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Iterator[str]:
-        """The conversation as text, in every way in which the template takes thoughts, the best one first."""
-        tried: list[list[Written]] = []
-        for way in self._ways:
-            if (written := as_dicts(messages, way)) not in tried:
-                tried.append(written)
-                yield self._written(written, tools)
 
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str:
         return self._written(as_dicts(messages), tools)

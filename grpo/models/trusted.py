@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from grpo.models.packed_attention import attending
+from grpo.system.errors import StopError
 
 PROBE = "grpo_probe"
 FAR = 2**20  # a context that is long enough
@@ -24,7 +25,7 @@ def objection(model: nn.Module, tried: Callable[[], str], by_plan: bool = True) 
     """
     try:
         return (by_plan and MaskProbe(model).wrong) or tried()
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, StopError):
         raise
     except Exception as error:  # a model's code may raise anything
         return f"{type(error).__name__}: {error}".splitlines()[0]

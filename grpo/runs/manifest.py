@@ -81,14 +81,14 @@ def kept(
     seed: int,
     examples: Mapping[str, Sequence[Example]],
     *progress: Callable[[], Mapping[str, Any]],
-) -> Iterator[None]:
-    """Keep FOLDER/manifest.json up to date during a `with` block.
+) -> Iterator[Callable[[], None]]:
+    """Keep FOLDER/manifest.json up to date during a `with` block. Yields a function that writes what is known by then.
 
     The status becomes finished, interrupted or failed. It stays running if the process was killed.
-    progress: functions that return further facts; called at the start and at the end.
+    progress: functions that return further facts.
     """
     if rank_zero_only.rank != 0:  # only the first process writes
-        yield
+        yield lambda: None
         return
     before = Run(folder).manifest  # a run that is resumed in its own folder
     begun = time.monotonic()
@@ -114,10 +114,13 @@ def kept(
     def noted() -> dict[str, Any]:
         return {name: fact for each in progress for name, fact in each().items()}
 
-    save_manifest(folder, facts | noted())
+    def note() -> None:
+        save_manifest(folder, facts | noted())
+
+    note()
     error = None
     try:
-        yield
+        yield note
     except BaseException as raised:
         error = raised
         raise

@@ -35,6 +35,7 @@ class StopError(UserError):
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
     kind = ""
+    saves = True  # whether the run is where a checkpoint can be written
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"stopped by {reason}; the same command with resume=auto continues the run")

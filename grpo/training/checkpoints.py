@@ -39,6 +39,13 @@ log = logging.getLogger(__name__)
 
 TENSORS, STATE, SUMS = "tensors.safetensors", "state.json", "sha256.json"
 
+# The parts without which a run would begin anew, with later weights, by their dotted names.
+PARTS = {
+    "pytorch-lightning_version": str, "state_dict": dict, "policy_shapes": dict, "optimizer_states": list, "lr_schedulers": list,
+    "loops.fit_loop": dict, "callbacks.RolloutCallback.rollouts": int, "callbacks.RolloutCallback.random": dict,
+    "callbacks.RolloutCallback.objects": dict,
+}  # fmt: skip
+
 
 class PlainCheckpoints(CheckpointIO):
     """Writes and reads the folders for Lightning."""
@@ -74,14 +81,17 @@ class PlainCheckpoints(CheckpointIO):
         lazily: tensors in several files are RowsInFiles. Raises UserError for weights that are not finite.
         """
         path = Path(path)
-        tensors = read_tensors(path)
+        try:
+            tensors = read_tensors(path, mapped=lazily)
+        except SafetensorError as error:
+            raise UserError(f"{path} has no tensors that can be read: {' '.join(str(error).split())[:200]}") from error
         all_parts = [(*name.partition(".")[::2], part) for name, parts in tensors.items() for part in parts]
         broken = not_finite((name, part) for kind, name, part in all_parts if kind == "state_dict")
         joined = RowsInFiles if lazily else torch.cat
         whole = {name: parts[0] if len(parts) == 1 else joined(parts) for name, parts in tensors.items()}
         try:
-            found = from_plain(json.loads((path / STATE).read_text()), whole)
-        except (KeyError, ValueError, TypeError, AttributeError, ImportError) as error:
+            found = {**from_plain(json.loads((path / STATE).read_text()), whole)}
+        except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} was written by another version: {error}") from error
         if distributed.rank() == 0 and not found.get("optimizer_states", True):
             log.warning("%s has no state of the optimizer, which begins anew: the run is not as without a stop", path)
@@ -92,6 +102,21 @@ class PlainCheckpoints(CheckpointIO):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint."""
         shutil.rmtree(path)
+
+
+class RunCheckpoints(PlainCheckpoints):
+    """The checkpoints that a run is resumed from."""
+
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return a checkpoint. Raises UserError also if it lacks one of PARTS."""
+        found = super().load_checkpoint(path, *args, **kwargs)
+        for name, kind in PARTS.items():
+            part = found
+            for key in name.split("."):
+                part = part.get(key) if isinstance(part, dict) else None
+            if not isinstance(part, kind):
+                raise UserError(f"{path} is no whole checkpoint of a run: {name} is missing in its {STATE}")
+        return found
 
 
 class RowsInFiles:
@@ -138,11 +163,15 @@ def write_pieces(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
     return {name: total for each in everyones for name, total in each.items()}
 
 
-def read_tensors(folder: Path) -> dict[str, list[Tensor]]:
-    """Return the tensors of a checkpoint by name, each as its parts. The files are mapped, not read."""
+def read_tensors(folder: Path, mapped: bool) -> dict[str, list[Tensor]]:
+    """Return the tensors of a checkpoint by name, each as its parts.
+
+    mapped: the files are mapped, not read. A tensor of the optimizer that stayed mapped would keep the whole file in memory, next
+    to the pages that have changed since, and on the disk when it is removed.
+    """
     found: dict[str, list[Tensor]] = {}
     for file in sorted(folder.glob("tensors*.safetensors")):
-        for name, tensor in load_file(file).items():
+        for name, tensor in load_file(file, backend="mmap" if mapped else "pread").items():
             found.setdefault(name, []).append(tensor)
     return found
 

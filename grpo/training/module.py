@@ -189,8 +189,7 @@ class GRPOModule(ModuleState):
     def update(self, minibatch: TokenBatch, means: Means, count: float) -> Tensor:
         """Make one optimizer step on the loss of a minibatch, summed over its microbatches. count: its samples on all ranks.
         Returns the log-probabilities before the step, [B, C]; 0 on rows that were skipped."""
-        weights = self.algorithm.weights(minibatch.mask, minibatch.sample, count)
-        minibatch = replace(minibatch, weights=weights * distributed.world_size())  # gradients of ranks are averaged
+        minibatch = self.weighed(minibatch, count)
         alpha, zero = self.entropy.alpha, self.optimizers().zero_grad
         found, noted = self.at_once.fitting(lambda: self.gradients(minibatch, alpha), zero, minibatch.ids.shape[1])
         if stepped := self.step(minibatch, noted):
@@ -202,6 +201,11 @@ class GRPOModule(ModuleState):
         if (kl := self.algorithm.kl).sync_every and self.updates % kl.sync_every == 0:
             self.reference.move(kl.sync_alpha)
         return found
+
+    def weighed(self, minibatch: TokenBatch, count: float) -> TokenBatch:
+        """Add the tokens' weights in the loss of an update. count: its samples on all ranks, whose gradients are averaged."""
+        weights = self.algorithm.weights(minibatch.mask, minibatch.sample, count)
+        return replace(minibatch, weights=weights * distributed.world_size())
 
     def gradients(self, minibatch: TokenBatch, alpha: float) -> tuple[Tensor, Means]:
         """Add the gradients of a minibatch. Returns the log-probabilities, [B, C], and metrics. alpha: weight of the entropy."""

@@ -18,7 +18,7 @@ from grpo.system.errors import UserError
 from grpo.system.ranges import Range, Seconds, enforced
 from grpo.training.callbacks.recorder import Recorder
 from grpo.training.callbacks.timing import Timing
-from grpo.training.checkpoints import PlainCheckpoints
+from grpo.training.checkpoints import RunCheckpoints
 from grpo.training.strategy import Strategy, WatchedRanks
 
 # precision of computation. No bf16-true: model.dtype is the precision of parameters. No 16-mixed: clipping needs the loss scale
@@ -88,7 +88,7 @@ def make_trainer(
             strategy=shared,
             callbacks=[Timing(), *callbacks, Recorder()],
             logger=logger,
-            plugins=[PlainCheckpoints(), *plugins],
+            plugins=[RunCheckpoints(), *plugins],
             max_epochs=1,  # endless: RolloutCallback stops the run
             enable_checkpointing=False,  # callbacks.checkpoint does it, by rollouts
             enable_progress_bar=False,

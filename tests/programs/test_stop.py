@@ -238,3 +238,44 @@ def test_a_run_that_could_never_end_early_is_refused(smoke, monitor, every, line
     with pytest.raises(Exception) as refusal:
         train(compose_config(*smoke(*more)))
     assert line in explain(refusal.value, "train")
+
+
+class Signalled(Varied):
+    """Sends SIGTERM while the answer `at` is scored, and counts the answers that are scored after it."""
+
+    def score(self, example, trajectory):
+        Signalled.scored += 1
+        if Signalled.scored == Signalled.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().score(example, trajectory)
+
+
+@pytest.mark.slow
+def test_a_signal_is_heard_in_preflight_and_evaluation_and_nothing_is_lost(smoke, tmp_path, monkeypatch):
+    """Few more answers of an evaluation or of the probe are scored. The manifest has the verdicts by then."""
+    task, more = (
+        VARIED | {"_target_": "test_stop.Signalled"},
+        ("eval.batch=1", "eval.samples=8", "eval.sampling.temperature=1"),
+    )
+    Signalled.scored, Signalled.at = 0, -1
+    monkeypatch.setattr("grpo.rollout.rewarding.THREADS", 1)
+    run(smoke, tmp_path / "straight", *more, task=task)
+    evaluation = 3 * 8  # answers
+    after_two = (
+        evaluation + 2 * (Signalled.scored - 3 * evaluation) // 4
+    )  # two of four rollouts, before their evaluation
+    for at in (3, after_two + 3):
+        Signalled.scored, Signalled.at = 0, at
+        with pytest.raises(StopError, match="SIGTERM"):
+            run(smoke, tmp_path / "stopped", *more, task=task)
+        assert Signalled.scored <= at + 8
+    assert Run(tmp_path / "stopped").manifest["rollouts"] == 2 and has_checkpoint(tmp_path / "stopped")
+    Signalled.at = -1
+    run(smoke, tmp_path / "stopped", *more, task=task)
+    same(tmp_path / "straight", tmp_path / "stopped")
+    Signalled.scored, Signalled.at, checked = 0, 3, tmp_path / "checked"
+    with pytest.raises(StopError, match="SIGTERM"):
+        run(smoke, checked, *more, "preflight=warn", task=task)
+    manifest = Run(checked).manifest
+    assert manifest["status"] == "interrupted" and not has_checkpoint(checked) and Signalled.scored <= 3 + 2
+    assert manifest["preflight"]["the weights are whole"]["result"] == "PASS" and "plan" not in manifest

@@ -4,6 +4,9 @@ import json
 import os
 import pickle
 import resource
+import shutil
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,7 +34,7 @@ from grpo.system.plain import Tensors, from_plain, to_plain
 from grpo.system.seeds import random_states, set_random_states
 from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.evaluation import EvaluationCallback
-from grpo.training.checkpoints import PlainCheckpoints, fault_of, link, new_folder, usable
+from grpo.training.checkpoints import PlainCheckpoints, RunCheckpoints, fault_of, link, new_folder, usable
 from train import train
 
 
@@ -60,6 +63,15 @@ def test_plain_data_returns_what_it_was_given(tmp_path):
     assert (tmp_path / "00001.ckpt" / "tensors.safetensors").stat().st_size < 1000
 
 
+def test_a_checkpoint_that_was_read_is_not_mapped(tmp_path):
+    """AdamW's state would keep the file in memory, beside the pages that it has changed. Sharded tensors are read later."""
+    PlainCheckpoints().save_checkpoint({"weight": torch.ones(1000)}, tmp_path / "00001.ckpt")
+    for lazily in (False, True):
+        found = PlainCheckpoints().load_checkpoint(tmp_path / "00001.ckpt", lazily=lazily)
+        assert found["weight"].sum() == 1000
+        assert (f"{tmp_path}/00001.ckpt" in Path("/proc/self/maps").read_text()) == lazily
+
+
 def test_a_nan_and_the_states_of_generators_stay():
     tensors = Tensors()
     before = random_states()
@@ -70,12 +82,33 @@ def test_a_nan_and_the_states_of_generators_stay():
     assert [torch.rand(2).tolist(), np.random.rand(), os.urandom(0)] == drawn and nan != nan
 
 
-def test_code_does_not_travel():
+def test_code_does_not_travel(tmp_path):
+    """A file names records alone, with fields of their types; no other name is imported."""
     with pytest.raises(TypeError, match=r"callbacks\.mine is a Mock|callbacks\.mine is a function"):
         to_plain({"callbacks": {"mine": lambda: 1}}, Tensors())
-    for name in ("os.system", "grpo.system.files.write_text", "collections.Counter"):
-        with pytest.raises(ValueError, match="is no dataclass of this project"):
-            from_plain({"$is": name}, {})
+    places = {"sampling": {"$is": "grpo.engines.protocol.Sampling", "max_tokens": 8}, "prompts": 1, "num_rollouts": 1}
+    plan = {"$is": "grpo.rollout.types.Plan", "group_size": 2, **places}
+    assert from_plain(plan, {}).sampling.max_tokens == 8
+    attacks = [
+        {"$is": name, "cache": f"{tmp_path}/made", "level": f"{tmp_path}/evil.py:f"}
+        for name in ("os.system", "grpo.system.files.write_text", "collections.Counter", 3, "grpo.rewards.judge.Judge")
+    ]
+    attacks.append(
+        {"$is": "grpo.objectives.algorithm.Algorithm", "level": f"{tmp_path}/evil.py:f", "reduce": "sequence"}
+    )
+    attacks += [plan | {"prompts": "4"}, plan | {"sampling": plan}, plan | {"limits": {"max_turns": 3}}]
+    attacks.append(
+        plan | {"sampling": {"$is": "grpo.engines.stop_texts.StopTexts", "texts": ["x"], "decode": "os.system"}}
+    )
+    attacks.append({"$is": "grpo.env.tokens.Completion", "ids": [1.5], "logprobs": [0], "finish": "stop"})
+    attacks.append({"$is": "grpo.env.types.Trajectory", "steps": [{"$tuple": [1, 2]}]})
+    attacks.append({"$is": "grpo.env.types.Reward", "value": [1.0], "correct": True})
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'made')!r}, 'w')\ndef f(*args): pass\n")
+    loaded = {*sys.modules}
+    for attack in attacks:
+        with pytest.raises(ValueError, match=r"is no record of a checkpoint|has a value of another type"):
+            from_plain({"callbacks": [{"objects": attack}]}, {})
+    assert not (tmp_path / "made").exists() and {*sys.modules} == loaded
 
 
 @pytest.fixture(scope="module")
@@ -264,10 +297,42 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
 
 def test_a_checkpoint_of_another_version_is_told(tmp_path):
     PlainCheckpoints().save_checkpoint({"weight": torch.ones(2)}, tmp_path / "00001.ckpt")
-    for state in ('{"$tensor": "gone"}', '{"$is": "grpo.gone.X"}', '{"$is": "os.system"}', '{"$items": 3}', "{"):
+    deep = "[" * 100_000
+    for state in (
+        '{"$tensor": "gone"}',
+        '{"$is": "grpo.gone.X"}',
+        '{"$is": "os.system"}',
+        '{"$items": 3}',
+        "{",
+        "[]",
+        deep,
+    ):
         (tmp_path / "00001.ckpt" / "state.json").write_text(state)
         with pytest.raises(UserError, match="was written by another version"):
             PlainCheckpoints().load_checkpoint(tmp_path / "00001.ckpt")
+
+
+def test_a_checkpoint_that_lacks_a_part_is_refused(two, tmp_path):
+    """Without its callbacks a run would begin at rollout 0, with later weights. Pickled tensors are not read."""
+    good, folder = two / "checkpoints" / "00003.ckpt", tmp_path / "00003.ckpt"
+    assert RunCheckpoints().load_checkpoint(good)["callbacks"]["RolloutCallback"]["rollouts"] == 3
+    shutil.copytree(good, folder)
+    whole = json.loads((good / "state.json").read_text())
+    parts = ["callbacks", "loops", "lr_schedulers", "optimizer_states", "state_dict", "policy_shapes"]
+    rollout = whole["callbacks"]["RolloutCallback"]
+    broken = [{name: part for name, part in whole.items() if name != left} for left in parts]
+    broken += [
+        whole | {"callbacks": {}},
+        whole | {"callbacks": {"RolloutCallback": rollout | {"rollouts": "3"}}},
+        whole | {"loops": 1},
+    ]
+    for state in broken:
+        (folder / "state.json").write_text(json.dumps(state))
+        with pytest.raises(UserError, match=r"is no whole checkpoint of a run: .* is missing in its state\.json"):
+            RunCheckpoints().load_checkpoint(folder)
+    (folder / "tensors.safetensors").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(UserError, match="has no tensors that can be read"):
+        RunCheckpoints().load_checkpoint(folder)
 
 
 def test_nothing_to_resume_is_told(tmp_path):

@@ -1,5 +1,7 @@
 """Preflight: each check finds the fault that is planted for it, and no other check does; sound runs pass."""
 
+import json
+import random
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -14,19 +16,23 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from grpo.apps.cli import one_line_errors
 from grpo.apps.demo_model import SHIPPED
 from grpo.engines.protocol import Sampling
+from grpo.env.messages import Message
 from grpo.env.scoring import UNKNOWN
-from grpo.env.types import Reward, Trajectory
+from grpo.env.types import Reward, SingleTurn, State, Trajectory
 from grpo.evaluation.evaluator import Evaluator
+from grpo.models.logprobs import completion_logprobs
+from grpo.rollout.collate import collate
 from grpo.rollout.types import Sample
 from grpo.runs.runs import Run
 from grpo.system import distributed
+from grpo.system.distributed import one_pass
 from grpo.system.errors import PreflightError
 from grpo.training.callbacks import preflight
 from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.samples import Samples
 from grpo.training.forecast import Part
 from grpo.training.plan import RunPlan, checkpoint_bytes, duration, plan_of
-from grpo.training.preflight import CHECKS, data, sampling
+from grpo.training.preflight import CHECKS, data, episodes, sampling
 from grpo.training.preflight import probe as probing
 from grpo.training.preflight.probe import Probe
 from tasks.jsonl import Jsonl
@@ -54,7 +60,13 @@ def probe(checked, monkeypatch) -> Probe:
     """A new probe of that run, whose objects a test may change through `monkeypatch`."""
     sound, _ = checked
     monkeypatch.setattr(sampling, "PATIENCE", 1e9)  # as many draws on a slow machine
-    return Probe(sound.module, sound.rollouts, sound.examples, sound.precision)
+    monkeypatch.setattr(episodes, "PATIENCE", 1e9)  # and all groups are scored again
+    return again(sound)
+
+
+def again(sound: Probe) -> Probe:
+    """A probe of the same run that has played nothing yet."""
+    return Probe(sound.module, sound.rollouts, sound.examples, sound.precision, sound.tokenizer)
 
 
 def failed(probe: Probe) -> set[str]:
@@ -194,9 +206,7 @@ def test_a_probe_without_signal_asks_more_rows(probe, monkeypatch):
     monkeypatch.setattr(probing, "PROMPTS", 1)
     others = probe.rollouts.sampler.draw(0, 31)
     monkeypatch.setattr(probe.rollouts.sampler, "draw", lambda *_: [row, *others[7:]])
-    found = preflight.outcome(
-        CHECKS["there is something to learn"], Probe(probe.module, probe.rollouts, probe.examples, probe.precision)
-    )
+    found = preflight.outcome(CHECKS["there is something to learn"], again(probe))
     assert found.result == "PASS" and "of 25 groups have signal" in found.compared
 
 
@@ -346,6 +356,118 @@ def test_equal_rows_have_a_gradient_to_compare(probe):
     """A policy that is almost certain gives equal answers; their gradients must not cancel."""
     probe.few = probe.tokens.rows(torch.zeros(6, dtype=torch.long))
     assert preflight.outcome(CHECKS["the gradient ignores microbatches"], probe).result == "PASS"
+
+
+def stale_tokenizer(probe: Probe, folder):
+    """The run's tokenizer, where every digit has the id of the next one."""
+    probe.tokenizer.save_pretrained(folder)
+    written = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = written["model"]["vocab"]
+    vocabulary |= {str(i): vocabulary[str((i + 1) % 10)] for i in reversed(range(10))} | {"9": vocabulary["0"]}
+    (folder / "tokenizer.json").write_text(json.dumps(written))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def lies(probe: Probe, folder) -> dict:
+    """Return for each lie the object, its attribute, what takes its place, and the check that finds it."""
+    rollouts, module, said = probe.rollouts, probe.module, "tokens are those of the texts"
+    renderer, engine, task, learns = rollouts.renderer, rollouts.engine, rollouts.task, type(module.algorithm).weights
+    prompt_ids, sample, score, play = renderer.prompt_ids, engine.sample, task.score_group, rollouts.play
+    longer = lambda asked: replace(asked, max_tokens=asked.max_tokens + 20)  # noqa: E731
+
+    def permuted(*args):
+        ids = prompt_ids(*args)
+        return (*ids[:3], *reversed(ids[3:-3]), *ids[-3:])
+
+    def neighbours(*args):
+        groups = play(*args)
+        return [[replace(one, turns=group[i - 1].turns) for i, one in enumerate(group)] for group in groups]
+
+    def one_group_on(*args):
+        groups = play(*args)
+        return [[replace(one, reward=other.reward) for one, other in zip(*pair, strict=True)]
+                for pair in zip(groups, [*groups[1:], groups[0]], strict=True)]  # fmt: skip
+
+    def turn_later(groups, first=()):
+        tokens = collate(groups, first)
+        return replace(tokens, turn=tokens.turn + 1)
+
+    def sharper(model, tokens, entropy):
+        return one_pass(model, completion_logprobs, tokens, 0.9, entropy, *module.layout)
+
+    def uneven(*args):
+        weights = learns(*args)
+        more = weights * (1 + torch.arange(len(weights)).remainder(2)[:, None])
+        return more * (weights.sum() / more.sum())
+
+    stale = type(renderer)(stale_tokenizer(probe, folder))
+    mixed, weighed = "each sample has its own reward", "tokens have the weights of the loss"
+    return {
+        "prompt ids permuted": (renderer, "prompt_ids", permuted, said),
+        "a stale tokenizer in the renderer": (rollouts, "renderer", stale, said),
+        "the tokens of the neighbour": (rollouts, "play", neighbours, said),
+        "weights times 37": (type(module.algorithm), "weights", lambda *args: learns(*args) * 37, weighed),
+        "every other row weighs more": (type(module.algorithm), "weights", uneven, weighed),
+        "max_tokens ignored": (engine, "sample", lambda ids, *args: sample(ids, longer(args[0]), *args[1:]),
+                               "prompts differ, answers end"),
+        "the reward of the neighbour": (task, "score_group", lambda *args: [*(got := score(*args))[1:], got[0]], mixed),
+        "the rewards of the next group": (rollouts, "play", one_group_on, mixed),
+        "a shifted turn": (probing, "collate", turn_later, "the mask has every sampled token"),
+        "a temperature in the update alone": (module, "forward_pass", sharper, "the policy starts at its reference"),
+    }  # fmt: skip
+
+
+def test_no_lie_passes(probe, tmp_path):
+    missed = []
+    for lie, (owner, name, false, check) in lies(probe, tmp_path).items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, false)
+            if preflight.outcome(CHECKS[check], again(probe)).result != "FAIL":
+                missed.append(lie)
+    assert not missed
+
+
+def test_rewards_that_compare_or_vary_are_no_lie(probe, monkeypatch):
+    """A rank among siblings, noise, a reward that needs its environment: alone they are something else, or nothing."""
+    rng, check = random.Random(0), CHECKS["each sample has its own reward"]
+
+    def ranks(row, said):
+        lengths = [len(one.answer) for one in said]
+        return [Reward(float(sum(length < other for other in lengths)), False) for length in lengths]
+
+    for score, reason in [
+        (ranks, "rewards compare samples, or vary"),
+        (lambda row, said: [Reward(rng.random(), False) for _ in said], "rewards compare samples, or vary"),
+        (
+            lambda row, said, envs: [Reward(env.score, False) for env in envs],
+            "rewards cannot be asked again: AttributeError",
+        ),
+    ]:
+        fresh = again(probe)
+        if "cannot" in reason:
+            assert len(fresh.samples) > 0  # played with rewards of its own
+        monkeypatch.setattr(probe.rollouts.task, "score_group", score)
+        found = preflight.outcome(check, fresh)
+        assert (found.result, found.compared) == ("SKIP", reason)
+
+
+class Doors:
+    """An environment whose episodes all begin alike: what is behind the door is known only when it is open."""
+
+    def start(self):
+        return State((Message("user", "Which door?"),))
+
+    def step(self, action):
+        return None
+
+
+def test_equal_prompts_are_a_fault_of_questions_alone(checked, probe, monkeypatch):
+    check, task = CHECKS["prompts differ, answers end"], probe.rollouts.task
+    for env, result in ((Doors, "PASS"), (lambda: SingleTurn(Doors().start().messages), "FAIL")):
+        monkeypatch.setattr(task, "build", lambda example, env=env: env())
+        found = preflight.outcome(check, again(probe))
+        assert found.result == result and found.compared.startswith("1 different prompts of 8")
+    assert "look at the chat template and at task.prompt" in found.remedy
 
 
 @pytest.mark.slow

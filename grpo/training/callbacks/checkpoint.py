@@ -120,7 +120,7 @@ class Checkpoint(L.Callback):
         return f"{self.mode} {self.monitor}, {written(self.monitor, self.best_value)}" if known else None
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, RolloutError | StopError):  # raised between two updates, on every rank
+        if isinstance(exception, RolloutError | StopError) and getattr(exception, "saves", True):  # on every rank
             self.save(trainer, module)
 
     def save(self, trainer: L.Trainer, module: L.LightningModule) -> None:

@@ -6,25 +6,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
-import torch
 
 from grpo.evaluation.evaluator import Evaluation, Evaluator
 from grpo.rollout.samples_table import on_disk
+from grpo.system.errors import StopError
+from grpo.system.states import everything
 from grpo.training.batch import RolloutBatch
+from grpo.training.callbacks.recorder import record
 from grpo.training.callbacks.rollout import RolloutCallback
 
 
 class EvaluationCallback(L.Callback):
     """Evaluates the policy, and sends all metrics to the loggers.
 
-    It comes after RolloutCallback, and uses its engine, task and renderer while no rollout is being played. examples: the
-    held-out examples by the names of `Evaluator.sources`; examples of other names are ignored.
+    It uses the engine, task and renderer of RolloutCallback while no rollout is being played. An evaluation that a signal ends is
+    made when the run is resumed. examples: held-out examples by the names of `Evaluator.sources`; others are ignored.
     """
 
     def __init__(self, rollout: RolloutCallback, evaluator: Evaluator, examples: Mapping[str, Sequence]) -> None:
         self.rollout, self.evaluator, self.examples = rollout, evaluator, examples
         self.accuracy: float | None = None  # the latest held-out accuracy
-        self.first: list[Evaluation] = []  # the evaluation before training
+        self.first: list[Evaluation] = []  # the evaluation before the first rollout
+        self.owed: dict[str, float] = {}  # the metrics of a rollout whose evaluation was ended
 
     def progress(self) -> dict[str, float | None]:
         """Return the run's progress for the manifest; accuracy is the latest held-out accuracy."""
@@ -32,21 +35,32 @@ class EvaluationCallback(L.Callback):
         return {"rollouts": learned, "num_rollouts": total, "accuracy": self.accuracy}
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if self.rollout.rollouts == 0 and self.evaluator.due(0, self.rollout.plan.num_rollouts):
+        if self.owed or (self.rollout.rollouts == 0 and self.evaluator.due(0, self.rollout.plan.num_rollouts)):
             self.first = [self.evaluate()]
-            record(trainer, self.first[0].metrics, step=0)
+            record(trainer, self.owed | self.first[0].metrics, step=self.rollout.rollouts)
 
     def on_train_batch_start(self, trainer, module, batch: RolloutBatch, batch_idx: int) -> None:
-        batch.evaluations += self.first
-        self.first = []
+        batch.evaluations, self.first = batch.evaluations + self.first, []
 
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
-        rollouts = batch.rollout + 1
+        rollouts, self.owed = batch.rollout + 1, {}
         if self.evaluator.due(rollouts, self.rollout.plan.num_rollouts):
-            batch.evaluations.append(self.evaluate())
-            batch.metrics |= batch.evaluations[-1].metrics
+            try:
+                batch.evaluations.append(self.evaluate())
+                batch.metrics |= batch.evaluations[-1].metrics
+            except StopError as error:
+                if trainer.should_stop:  # nothing follows that would make it: the run goes back to a checkpoint
+                    error.saves = False
+                    raise
+                self.owed = batch.metrics  # with what other callbacks add; the run ends before the next rollout
         batch.recorded = dict(batch.metrics)
         record(trainer, batch.recorded, rollouts)
+
+    def state_dict(self) -> dict:
+        return {"owed": self.owed} if self.owed else {}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.owed = state["owed"]
 
     def evaluate(self) -> Evaluation:
         """Evaluate the present policy."""
@@ -55,19 +69,10 @@ class EvaluationCallback(L.Callback):
             rollout.ahead.wait()
         begun = time.perf_counter()
         rollout.sync()
+        rollout.before = rollout.before or everything(rollout.objects)
         failed = Path(makes.folder) / "evaluations" / f"{rollout.rollouts:06d}.failed.parquet"
-        with makes.sampling(), on_disk(failed):
-            evaluation = self.evaluator(
-                makes.task, makes.engine, makes.renderer, makes.seed, rollout.rollouts, self.examples
-            )
-        self.accuracy = evaluation.metrics["eval/accuracy"]
+        given = makes.task, makes.engine, makes.renderer, makes.seed, rollout.rollouts, self.examples
+        with rollout.stop.allowed(), makes.sampling(), on_disk(failed):
+            evaluation = self.evaluator(*given)
+        self.accuracy, rollout.before = evaluation.metrics["eval/accuracy"], None
         return replace(evaluation, seconds=time.perf_counter() - begun)
-
-
-def record(trainer: L.Trainer, metrics: dict[str, float], step: int) -> None:
-    """Send metrics to all loggers. step: the number of rollouts learned from."""
-    metrics = {name: float(value) for name, value in metrics.items()}
-    for logger in trainer.loggers:
-        logger.log_metrics(metrics, step=step)
-    # monitors (early stopping, a sweep's objective) read the latest values here
-    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})

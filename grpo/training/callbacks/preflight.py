@@ -10,12 +10,13 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedTokenizerBase
 
 from grpo.env.types import Example
 from grpo.evaluation.evaluator import Evaluator
 from grpo.rollout.source.protocol import is_source
 from grpo.system import distributed
-from grpo.system.errors import PreflightError, UserError, told
+from grpo.system.errors import PreflightError, StopError, UserError, told
 from grpo.system.ranges import require
 from grpo.system.states import everything, set_everything
 from grpo.training.callbacks.rollout import RolloutCallback
@@ -34,26 +35,34 @@ class PreflightCallback(L.Callback):
     """Checks a run before it learns, and prints its plan. It comes after RolloutCallback.
 
     mode: on: a FAIL stops the run with exit code 3. warn: a FAIL is a warning. off: no checks. only: the run ends after them.
-    examples: the rows of each split. Mutable: parts, those of the memory forecast; verdicts, by the name of the check; plan;
-    rounding, the difference of log-probabilities that rounding explains, in nats, None without checks.
+    examples: the rows of each split. tokenizer: the model's own.
+    Mutable: parts, those of the memory forecast; verdicts, by the name of the check; plan;
+    rounding, the difference of log-probabilities that rounding explains, in nats, None without checks; noted, called when a
+    verdict is known.
     """
 
     def __init__(
-        self, mode: Mode, rollout: RolloutCallback, evaluator: Evaluator, examples: Mapping[str, Sequence[Example]]
+        self,
+        mode: Mode,
+        rollout: RolloutCallback,
+        evaluator: Evaluator,
+        examples: Mapping[str, Sequence[Example]],
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         require("preflight", mode, Mode)
         self.mode, self.rollout, self.evaluator, self.examples = mode, rollout, evaluator, examples
+        self.tokenizer = tokenizer
         self.parts: list[Part] = []
         self.verdicts: dict[str, Checked] = {}
         self.plan: RunPlan | None = None
         self.rounding: float | None = None
+        self.noted: Callable[[], None] = lambda: None
 
     def facts(self) -> dict[str, Any]:
-        """Return the verdicts and the plan for the manifest; nothing if the run was resumed."""
-        if self.plan is None:
-            return {}
+        """Return the verdicts so far, the bound and the plan for the manifest; nothing if the run was resumed."""
         verdicts = {name: asdict(found) for name, found in self.verdicts.items()}
-        return {"preflight": verdicts, "plan": asdict(self.plan), "rounding": self.rounding}
+        found = {"preflight": verdicts, "rounding": self.rounding} if verdicts or self.plan else {}
+        return found | ({"plan": asdict(self.plan)} if self.plan else {})
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if self.rollout.rollouts and self.mode != "only":
@@ -61,19 +70,26 @@ class PreflightCallback(L.Callback):
         if is_source(self.rollout.makes.sampler):
             log.warning("no preflight: it plays episodes of a task, and the samples of this run come from a source")
             return self.judge()
-        probe = Probe(module, self.rollout.makes, self.examples, trainer.precision)
+        probe = Probe(module, self.rollout.makes, self.examples, trainer.precision, self.tokenizer)
         checks = {} if self.mode == "off" else CHECKS
         if checks and not isinstance(module, GRPOModule):
             raise UserError(f"preflight={self.mode} knows only GRPOModule and its subclasses: set preflight=off")
         before = everything(self.rollout.objects)
         if checks:
             self.rollout.sync()
-        with trainer.precision_plugin.forward_context():
-            for name, check in checks.items():
-                self.verdicts[name] = agreed(outcome(check, probe))
-            self.plan = plan_of(probe, self.evaluator, trainer.callbacks, self.parts, timed=bool(checks))
-        self.rounding = vars(probe).get("bound")
-        set_everything(self.rollout.objects, before)
+        try:
+            with trainer.precision_plugin.forward_context(), self.rollout.stop.allowed():
+                for name, check in checks.items():
+                    self.verdicts[name] = agreed(outcome(check, probe))
+                    self.rounding = vars(probe).get("bound")
+                    self.noted()
+                self.plan = plan_of(probe, self.evaluator, trainer.callbacks, self.parts, timed=bool(checks))
+        except StopError as error:
+            error.saves = False  # weights may be moved: without a checkpoint the run begins anew
+            raise
+        finally:
+            set_everything(self.rollout.objects, before)
+        self.noted()
         self.show()
         self.judge()
 

@@ -1,10 +1,10 @@
 """Recorder: sends to the loggers what the user's callbacks have added to a rollout's metrics."""
 
 import lightning as L
+import torch
 
 from grpo.system.errors import UserError
 from grpo.training.batch import RolloutBatch
-from grpo.training.callbacks.evaluation import record
 
 
 class Recorder(L.Callback):
@@ -30,3 +30,12 @@ class Recorder(L.Callback):
         """Send metrics to all loggers, if there are any."""
         if metrics:
             record(trainer, metrics, self.step)
+
+
+def record(trainer: L.Trainer, metrics: dict[str, float], step: int) -> None:
+    """Send metrics to all loggers. step: the number of rollouts learned from."""
+    metrics = {name: float(value) for name, value in metrics.items()}
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=step)
+    # monitors (early stopping, a sweep's objective) read the latest values here
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})

@@ -39,8 +39,6 @@ class RolloutCallback(L.Callback):
         self.syncing = self.started = 0.0  # seconds
         check_engine(self.engine, self.plan.ahead)
 
-    # -- from batch to metrics
-
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Called before the policy moves to its device. An engine that shares the policy's memory gets the policy now, so that
         there is never a second copy; other engines get it later, since a checkpoint may still be loaded into it."""
@@ -126,8 +124,6 @@ class RolloutCallback(L.Callback):
             self.ahead.stop()
         getattr(self.makes.sampler, "close", lambda: None)()
         self.engine.close()
-
-    # -- resuming
 
     def state_dict(self) -> dict:
         ahead = self.ahead.state_dict() if self.ahead else {}  # first, since it may draw random numbers

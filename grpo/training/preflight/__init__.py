@@ -6,18 +6,21 @@ and puts everything back, so that runs with and without preflight have equal num
 
 from collections.abc import Callable
 
-from grpo.training.preflight import data, learning, sampling
+from grpo.training.preflight import data, episodes, learning, sampling
 from grpo.training.preflight.probe import Checked, Probe
 
 CHECKS: dict[str, Callable[[Probe], Checked]] = {
     "the weights are whole": learning.all_weights,
-    "prompts differ, answers end": data.prompts,
+    "prompts differ, answers end": episodes.prompts,
+    "tokens are those of the texts": episodes.spelled_out,
     "turns share a row": data.turns,
     "gold answers are right": data.gold,
     "rewards agree with correctness": data.rewards,
+    "each sample has its own reward": episodes.owners,
     "there is something to learn": data.signal,
     "held-out rows are new": data.held_out,
     "the mask has every sampled token": learning.mask,
+    "tokens have the weights of the loss": learning.weights,
     "log-probabilities agree": sampling.logprobs,
     "draws follow the probabilities": sampling.draws,
     "new weights reach the engine": sampling.sync,

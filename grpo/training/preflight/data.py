@@ -32,20 +32,6 @@ VERBS = "question|problem|q|task|solve|answer|calculate"
 LEADING = re.compile(rf"^({VERBS})( the following)?( problem| question)?\s*\d*\s*[:.)]\s*")
 
 
-def prompts(probe: Probe) -> Checked:
-    """Different rows have different prompts, and the policy can end an answer."""
-    asked = [group[0].turns[0].prompt_ids for group in probe.groups if group[0].turns]
-    text = f"{len(set(asked))} different prompts of {len(probe.rows)}"
-    if len(asked) > 1 and len(set(asked)) == 1:
-        return Checked("FAIL", text, "prompts do not depend on the rows: look at the chat template and at task.prompt")
-    cut = sum(sample.trajectory.truncated for sample in probe.samples)
-    length = sum(sample.length for sample in probe.samples) / len(probe.samples)
-    text += f"; {cut} of {len(probe.samples)} answers cut short, {length:.0f} tokens each"
-    text += f" of at most {probe.rollouts.plan.sampling.max_tokens}"
-    remedy = "the policy never ends an answer: raise max_tokens, or set rollout.sampling.stop_ids or its end token"
-    return judged(cut < len(probe.samples), text, remedy)
-
-
 def gold(probe: Probe) -> Checked:
     """Right answers are those of the file and get full marks; damaged ones, and right answers of other rows, do not."""
     task = probe.rollouts.task

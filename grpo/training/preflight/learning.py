@@ -26,17 +26,20 @@ def all_weights(probe: Probe) -> Checked:
 
 
 def mask(probe: Probe) -> Checked:
-    """The mask has every sampled token once, end tokens included, and nothing else; microbatches have every row once."""
+    """The mask has every sampled token once, in its turn, end tokens included, and nothing else; microbatches have every row
+    once."""
     tokens = probe.tokens
     placed = tokens.ids[:, tokens.prompt_width :]
     wrong = 0
     for s, sample in enumerate(probe.samples):
         rows = tokens.sample == s
-        drawn = [i for turn in sample.turns for i in turn.completion.ids]
-        reported = torch.tensor([value for turn in sample.turns for value in turn.completion.logprobs])
-        found = placed[rows][tokens.mask[rows]].tolist()
-        values = tokens.rollout_logprobs[rows][tokens.mask[rows]].cpu()
-        wrong += drawn != found or not torch.equal(values, reported.to(values))
+        good = int(tokens.mask[rows].sum()) == sample.length
+        for number, turn in enumerate(sample.turns):
+            here = tokens.mask[rows] & (tokens.turn[rows] == number)
+            values = tokens.rollout_logprobs[rows][here].cpu()
+            good &= placed[rows][here].tolist() == list(turn.completion.ids)
+            good &= torch.equal(values, torch.tensor(turn.completion.logprobs).to(values))
+        wrong += not good
     every = torch.arange(len(tokens), device=tokens.ids.device)
     cut = torch.cat([rows for rows, _ in probe.module.microbatches(tokens, every)]).sort().values
     count = sum(sample.length for sample in probe.samples)
@@ -44,15 +47,40 @@ def mask(probe: Probe) -> Checked:
     return judged(not wrong and torch.equal(cut, every), text, "the loss would score other tokens: please report this")
 
 
+def weights(probe: Probe) -> Checked:
+    """Each token has the weight in the loss that the reduction of the objective gives it."""
+    tokens, algorithm, world = probe.tokens, probe.module.algorithm, distributed.world_size()
+    if callable(algorithm.reduce):
+        return Checked("SKIP", "the reduction is a function of yours")
+    lengths = torch.zeros(len(probe.samples), device=tokens.ids.device)
+    lengths.index_add_(0, tokens.sample, tokens.mask.sum(1).float())
+    ones, total, answered = torch.ones_like(lengths), lengths.sum(), (lengths > 0).sum()
+    shares = {"sequence": 1 / (answered * lengths), "token": ones / total, "sum": ones / answered}
+    shares["constant"] = ones / (len(lengths) * algorithm.max_tokens)
+    right = torch.where(tokens.mask, shares[algorithm.reduce][tokens.sample, None], 0.0)
+    found = probe.module.weighed(tokens, len(lengths) * world).weights
+    text = (
+        f"{int(total)} tokens weigh {float(found.sum()):.6g} together, {float(right.sum()):.6g} by {algorithm.reduce}"
+    )
+    return judged(
+        torch.allclose(found, right, rtol=1e-4, atol=0), text, "the loss weighs its tokens wrongly: please report this"
+    )
+
+
 @torch.no_grad()
 def first_pass(probe: Probe) -> Checked:
-    """Two passes of the policy are equal (nothing in it is random), and so is the reference: KL 0, ratio 1, nothing clipped."""
+    """Two passes of the policy are equal (nothing in it is random), that of the update too, and so is the reference: KL 0, ratio
+    1, nothing clipped."""
     few, bound = probe.few, probe.bound
     one, two = probe.trainer(few)[0], probe.trainer(few)[0]
     noise = float((one - two).abs().max())
     text = f"two passes differ by {noise:.1e} nats"
     if noise > bound:
         return Checked("FAIL", text, "something in the policy is random: set dropout to 0")
+    learns = probe.module.forward_pass(probe.module.policy, few, False)[0]
+    if (other := float((learns - one)[few.mask].abs().mean())) > bound:
+        text = f"the pass that learns and the one that measures are {other:.1e} nats apart, bound {bound:.1e}"
+        return Checked("FAIL", text, "they compute different numbers: look at temperature and at optim.layout")
     if probe.module.reference is None:
         return Checked("PASS", f"{text}; this run has no reference")
     few = replace(few, advantages=few.mask.float())

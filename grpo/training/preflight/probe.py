@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
@@ -47,12 +48,14 @@ def judged(good: bool, compared: str, remedy: str) -> Checked:
 
 @dataclass
 class Probe:
-    """A run before its first rollout. examples: the rows of each split. precision: of Lightning's trainer."""
+    """A run before its first rollout. examples: the rows of each split. precision: of Lightning's trainer. tokenizer: the
+    model's own."""
 
     module: GRPOModule
     rollouts: Rollouts
     examples: Mapping[str, Sequence[Example]]
     precision: str
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     @cached_property
     def chosen(self) -> list[Example]:

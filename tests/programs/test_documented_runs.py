@@ -1,0 +1,109 @@
+"""Every run that the documents show passes its preflight, with a small model in place of one that is not here."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from conftest import EXAMPLES, compose_config
+from helpers.documents import PAGES, commands, composable
+
+from grpo.runs.runs import Run
+from grpo.system.errors import PreflightError
+from train import train
+
+LEFT_OUT = {  # what is not run here, by its words
+    r"^-m |--help|--cfg|--config-dir|hydra.searchpath": "a sweep, a help text, or a folder of somebody's own",
+    r"debug=forecast|preflight=off|replay=|ckpt_path=|source=": "a run without a preflight",
+    r"engine=vllm": "vLLM is in an environment of its own",
+    r"trainer.devices=|llama8b_8gpus": "several devices",
+    r"task=agent|judge=": "programs and servers of others, which tests/programs/test_agent_examples.py starts",
+    r"quantization=4bit": "a GPU",
+    r"[+]model.path.worked_answers": "a model that is trained first, for minutes",
+    r"warm_start=": "a model that is trained first, for minutes",
+    r"mine/axes.py": "the files of a page, which tests/objectives/test_objectives.py names",
+}
+OTHER = [  # words of a command, and what takes their place
+    (r"^model=(qwen|llama).*", "model=path model.path={toy} max_tokens=8"),
+    (r"^model.path=FOLDER$", "model.path={toy} max_tokens=8"),
+    (r"^(experiment=(qwen|tldr).*)", r"\1 model.path={toy} max_tokens=8 model.dtype=float32"),
+    (r"^task.path=FOLDER$", "task.path={rows}"),
+    (r"^task.sources.gsm8k.task.path=FOLDER$", "task.sources.gsm8k.task.path={rows}"),
+    (r"^task.path=\w+.jsonl$", "task.path={rows}/rows.jsonl"),
+    (
+        r"^(logger|report|resume|hydra.run.dir|preflight|max_tokens|prompt_limit.max_tokens|rollout.prompts|rollout.epochs)\b.*",
+        "",
+    ),
+    (r"^task.make=textarena:.*", "task.make={rows}/game.py:Game"),
+    (r"(my_rewards|mine|my_env).py", "{rows}/mine.py"),
+]
+MINE = """
+def reward(completions, **_): return [float(len(text) % 3) for text in completions]
+brevity = unique_letters = reward
+class Counter:
+    def reset(self, **_): self.total = 0
+    def add(self, number: int) -> int:
+        "Add a number.\\n\\nArgs:\\n    number: what to add"
+        self.total += number
+        return self.total
+    def score(self): return self.total
+    reward = score
+"""
+GAME = """
+class Game:
+    "All games begin alike, as those of TextArena."
+    def reset(self, seed=None): return "Guess a number from 1 to 20.", {}
+    def step(self, action): return "higher", float(len(action) % 2), True, False, {}
+"""
+MODEL_ALONE = {"there is something to learn", "prompts differ, answers end"}  # what a random model cannot pass
+
+
+def documented() -> dict[str, list[str]]:
+    """Return the arguments of every documented run, by page and number."""
+    found: dict[str, list[str]] = {}
+    for page in PAGES:
+        for words in commands(page):
+            if words[:1] == ["python"] and words[1:2] == ["train.py"] and words[2:] not in found.values():
+                found[f"{page.stem}-{len(found)}"] = words[2:]
+    return found
+
+
+RUNS = {
+    name: words
+    for name, words in documented().items()
+    if not any(re.search(each, " ".join(words)) for each in LEFT_OUT)
+}
+
+
+def small(words: list[str], toy: Path, rows: Path) -> list[str]:
+    """Return the arguments with what is here in place of what is not."""
+    done = []
+    for word in words:
+        for wanted, other in OTHER:
+            word = re.sub(wanted, other.format(toy=toy, rows=rows), word)
+        done += word.split(" ") if str(toy) in word else [word]
+    return [word for word in done if word]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_documented_run_passes_its_preflight(name, toy, tmp_path):
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    for file in ("train.jsonl", "test.jsonl"):
+        (rows / file).write_text((EXAMPLES / file).read_text())
+    asked = [{"prompt": f"Add {i} and 3.", "question": f"Add {i} and 3.", "answer": str(i + 3)} for i in range(60)]
+    (rows / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    (rows / "mine.py").write_text(MINE)
+    (rows / "game.py").write_text(GAME)
+    words = small(composable(RUNS[name]), toy, rows)
+    config = compose_config(
+        *words, "preflight=only", "forecast=false", "callbacks=none", "logger=none", f"output_dir={tmp_path}/run"
+    )
+    config.rollout.prompts, config.max_turns = min(config.rollout.prompts, 8), min(config.max_turns, 2)
+    with pytest.raises((SystemExit, PreflightError)):
+        train(config)
+    verdicts = Run(tmp_path / "run").manifest["preflight"]
+    failed = {check: each["compared"] for check, each in verdicts.items() if each["result"] == "FAIL"}
+    assert not failed.keys() - (MODEL_ALONE if f"{toy}" in " ".join(words) else set()), failed
+    assert "do not depend on the rows" not in verdicts["prompts differ, answers end"]["remedy"]
