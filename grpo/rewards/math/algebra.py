@@ -41,7 +41,7 @@ def by_algebra(answer: str, gold: str) -> Outcome:
             if _differ(ours, theirs) or _other_letters(answer, gold, getattr(ours, "is_Symbol", False)):
                 return "wrong"
             with _alarm(ALARM):
-                if isinstance(ours, Eq) and isinstance(theirs, Eq):
+                if all(isinstance(x, Eq) and all(isinstance(side, Expr) for side in x.args) for x in (ours, theirs)):
                     return _OUTCOME[same_equation(ours, theirs)]
                 return _OUTCOME[verify(theirs, ours, **_EXACTLY)]
         except MemoryError:
