@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo.system.clock import times
-from grpo.system.global_state import put_back
 from grpo.system.witness import seen
 
 SPENT: Counter[str] = Counter()  # seconds in which any call of a kind was open, in this process
@@ -113,6 +112,8 @@ class Calls:
         self.waiting.put(call)
 
     def _work(self) -> None:
+        from grpo.system.global_state import put_back  # imports torch, which a mistyped command need not wait for
+
         process = os.getpid()
         while (call := self.waiting.get()) is not None:
             call.cpu, call.thread = time.thread_time(), threading.get_native_id()

@@ -29,7 +29,7 @@ ALLOWED = {  # the leaves that take these values, on purpose
     "a list": UNUSED | WEIGHTS | {"judge.criteria", "sampler.weight.thresholds"},
     "a mapping": UNUSED
     | WEIGHTS
-    | {"callbacks", "logger", "renderer.template_args", "rollout.sampling.guided", "eval.sampling.guided"}
+    | {"renderer.template_args", "rollout.sampling.guided", "eval.sampling.guided"}
     | {"optim.schedule.scheduler_specific_kwargs", "judge.request"}
     | {"task.config", "task.arguments", "task.settings"},
 }
