@@ -22,7 +22,7 @@ LEFT_OUT = {  # what is not run here, by its words
     r"quantization=4bit": "a GPU",
     r"[+]model.path.worked_answers": "a model that is trained first, for minutes",
     r"warm_start=": "a model that is trained first, for minutes",
-    r"task=(mixture|musique|code)|eval.sets.math|experiment=(quiz|tldr_length$)|parquet": "rows of the hub",
+    r"task=(mixture|musique|code|verl|open_instruct)|eval.sets.math|experiment=(quiz|tldr_length$)|parquet": "rows of the hub",
     r"my_env.py": "an environment in TRL's form, which tests/tasks/test_jsonl.py plays",
     r"^task=jsonl algo=trl_default": "arguments that the page leaves open",
     r"mine/axes.py": "the files of a page, which tests/objectives/test_objectives.py names",
