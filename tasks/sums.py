@@ -23,6 +23,7 @@ HELD_OUT = {"test": 0.2}  # share of all questions
 
 
 def asked(left: int, sign: str, right: int) -> Message:
+    """Return the question, as the user asks it."""
     return Message("user", QUESTION.format(left, sign, right))
 
 

@@ -110,6 +110,8 @@ class Sessions(ThreadingHTTPServer):
             raise NoAnswer("there is no such session, or it has ended", 404)
         if route == "v1/models":
             return strict_json(MODELS)
+        if route.startswith("v1/models/"):  # any name is the policy's, as in requests
+            return strict_json({**MODELS["data"][0], "id": route.removeprefix("v1/models/")})
         if route == "reward":
             session.post(reward := posted(body, session.solved))
             return strict_json({"reward": reward and reward.value})

@@ -53,7 +53,7 @@ def opened(written: Written, opening: str) -> Written:
     return written | {"content": whole} if after_thinking(whole) else written
 
 
-def apart(written: Written, opening: str, field: str, trimmed: int) -> Written:
+def in_field(written: Written, opening: str, field: str, trimmed: int) -> Written:
     """The thought in a field of its own. trimmed: 2 takes the line breaks from thought and rest, 1 from the rest, 0 from none."""
     thought, rest = parted(opened(written, opening)["content"])
     if thought is None:
@@ -64,7 +64,7 @@ def apart(written: Written, opening: str, field: str, trimmed: int) -> Written:
     }
 
 
-WAYS: tuple[Way, ...] = (as_it_is, opened, *(partial(apart, field=f, trimmed=t) for f in FIELDS for t in (2, 1, 0)))
+WAYS: tuple[Way, ...] = (as_it_is, opened, *(partial(in_field, field=f, trimmed=t) for f in FIELDS for t in (2, 1, 0)))
 
 
 def oddity(history: str, thought: str, rest: str) -> int:

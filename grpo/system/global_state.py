@@ -1,6 +1,6 @@
 """Puts back what a user's function changes for the whole process, or for its thread, and names the function in one line.
 
-Python's and NumPy's random generators are not among it: functions may draw from them, and nothing of a run does.
+Draws from the global random generators are not among it, nor are seeds of Python's and NumPy's: nothing of a run draws from them.
 """
 
 import logging

@@ -41,7 +41,7 @@ TENSORS, STATE, SUMS = "tensors.safetensors", "state.json", "sha256.json"
 
 # The parts without which a run would begin anew, with later weights, by their dotted names.
 PARTS = {
-    "pytorch-lightning_version": str, "state_dict": dict, "policy_shapes": dict, "optimizer_states": list, "lr_schedulers": list,
+    "pytorch-lightning_version": str, "state_dict": dict, "optimizer_states": list, "lr_schedulers": list,
     "loops.fit_loop": dict, "callbacks.RolloutCallback.rollouts": int, "callbacks.RolloutCallback.random": dict,
     "callbacks.RolloutCallback.objects": dict,
 }  # fmt: skip

@@ -32,10 +32,11 @@ class ModuleState(L.LightningModule):
             del checkpoint["state_dict"][name]
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
+        if missing := [name for name in ("policy_shapes", "progress") if not checkpoint.get(name)]:
+            raise UserError(f"this is no whole checkpoint of a run: {missing[0]} is missing in its state.json")
         check_shapes(checkpoint["policy_shapes"], self.policy_shapes())
-        if progress := checkpoint.get("progress"):
-            self.updates = progress["updates"]
-            self.entropy.load_state_dict(progress)
+        self.updates = checkpoint["progress"]["updates"]
+        self.entropy.load_state_dict(checkpoint["progress"])
         if self.reference is not None and self.reference.moves and "reference" in checkpoint:
             self.reference.load(checkpoint["reference"])
 

@@ -129,7 +129,9 @@ def test_a_kind_of_call_of_openais_client(official, api, more, kind):
         return
     answer = asked(official, api, more)
     if more.get("stream") and api == "responses":
-        assert answer[0].type == "response.created" and answer[-1].response.output_text == answer[4].delta
+        assert answer[0].type == "response.created" and answer[-1].response.output_text == "".join(
+            piece.delta for piece in answer if piece.type == "response.output_text.delta"
+        )
         assert answer[-1].response.usage.output_tokens > 0
     elif more.get("stream"):
         ends = [choice.finish_reason for piece in answer for choice in piece.choices if choice.finish_reason]
@@ -149,6 +151,7 @@ def test_there_are_fifty_kinds_and_49_are_answered(official):
     assert len(KINDS) + 2 == 50
     (model,) = official.models.list().data
     assert official.models.retrieve(model.id).max_model_len == model.max_model_len > 100
+    assert official.models.retrieve("gpt-9").root == model.id  # any name, as in requests
 
 
 def test_an_agent_on_openais_client_calls_a_tool(official):
@@ -171,8 +174,6 @@ def test_an_agent_on_openais_client_calls_a_tool(official):
 def test_openais_errors_are_our_lines(official, server):
     with pytest.raises(openai.BadRequestError, match="reads text only"):
         asked(official, "chat.completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})
-    with pytest.raises(openai.NotFoundError, match="there is no model"):
-        official.models.retrieve("other")
     with pytest.raises(openai.AuthenticationError, match="needs its api_key"):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0).models.list()
 

@@ -465,7 +465,14 @@ def test_alternatives_of_a_sample_have_its_temperature(server, toy_model):
 def test_models_and_the_route_of_tokens(server, toy):
     (model,) = server("/v1/models")["data"]
     assert (model["id"], model["max_model_len"]) == (str(toy), 4096) and server(f"/v1/models/{toy}") == model
-    assert "only" in server.refused("/v1/models/other", status=404)
+    assert (
+        server("/v1/models/any/other") == {**model, "id": "any/other"} and model["root"] == model["id"]
+    )  # as in requests
+    nothing = server("/v1/completions", {"prompt": "1", "max_tokens": 0, "n": 2})
+    assert [(one["text"], one["finish_reason"]) for one in nothing["choices"]] == [("", "length")] * 2
+    assert nothing["usage"]["completion_tokens"] == 0
+    conversation = {"messages": [{"role": "user", "content": "1"}], "max_tokens": 0}
+    assert "max_tokens=0 must be an integer of at least 1" in server.refused("/v1/chat/completions", conversation)
     asked = {"token_ids": [22, 23], "sampling_params": {"max_tokens": 3, "seed": 1, "logprobs": 1}}
     (choice,) = server("/inference/v1/generate", asked)["choices"]
     assert choice["token_ids"] == ids(server.generate([22, 23], max_tokens=3, seed=1))

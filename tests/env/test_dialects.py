@@ -6,7 +6,7 @@ import math
 import pytest
 
 from grpo.env.dialects import DIALECTS
-from grpo.env.dialects.calls import Answer, answered, cut, sse
+from grpo.env.dialects.calls import Answer, answered, cut, sse, words_of
 from grpo.env.messages import Message, ToolCall, ToolSpec
 from grpo.env.tokens import Completion
 from grpo.system.errors import UserError
@@ -234,6 +234,33 @@ def test_usage_counts_a_prompt_once():
     written = RESPONSES.written(RESPONSES.read({"input": "x"}), [spoken(call, "xyz", finish="length")], "m")
     assert (written["status"], written["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert written["usage"]["total_tokens"] == 5
+
+
+def test_a_stream_comes_in_pieces_that_make_the_answer():
+    texts = ["one  two\nthree ", "", " ", "x" * 40, "a\n\n\nb"]
+    assert [words_of(text) for text in texts[:3]] == [["one", "  two", "\nthree "], [""], [" "]]
+    for text in texts:
+        assert "".join(words_of(text)) == text
+        call = CHAT.read({"messages": QUESTION, "stream": True, "logprobs": True, "prompt_logprobs": 0})
+        *told, end = (data for _, data in CHAT.events(CHAT.written(call, [spoken(call, text)], "m")))
+        deltas = [data["choices"][0]["delta"] for data in told]
+        assert "".join(delta["content"] for delta in deltas) == text and len(deltas) == len(words_of(text))
+        assert ["role" in delta for delta in deltas] == [data["choices"][0]["logprobs"] is not None for data in told]
+        assert ["prompt_logprobs" in data for data in (*told, end)] == [True, *[False] * len(told)]
+        assert {data["choices"][0]["finish_reason"] for data in told} == {None} and end["choices"][0]["finish_reason"]
+        call = COMPLETIONS.read({"prompt": "ab", "stream": True, "n": 2})
+        choices = [
+            data["choices"][0]
+            for _, data in COMPLETIONS.events(COMPLETIONS.written(call, [spoken(call, text)] * 2, "m"))
+        ]
+        for index in (0, 1):
+            mine = [choice for choice in choices if choice["index"] == index]
+            assert "".join(choice["text"] for choice in mine) == text
+            assert [choice["finish_reason"] is None for choice in mine] == [True] * (len(mine) - 1) + [False]
+        blocks = ANTHROPIC.events(ANTHROPIC.written(call, [spoken(call, text)], "m"))
+        said_in = [data["delta"]["text"] for name, data in blocks if name == "content_block_delta"]
+        told = RESPONSES.events(RESPONSES.written(RESPONSES.read({"input": "x"}), [spoken(call, text)], "m"))
+        assert "".join(said_in) == text == "".join(data["delta"] for name, data in told if name.endswith("text.delta"))
 
 
 def test_streams_tell_the_whole_answer():

@@ -391,10 +391,12 @@ def test_gdpo_does_not_learn_from_a_reward_that_nobody_could_give():
     assert got.mask.tolist() == [[False, False], [True, False]] and not got.advantages.any()
 
 
-def test_an_older_checkpoint_starts_what_it_did_not_know_anew(toy):
+def test_a_checkpoint_without_its_progress_is_refused(toy):
+    """Otherwise later weights would begin at update 0."""
     module = make_module(fresh(toy))
-    module.on_load_checkpoint({"policy_shapes": module.policy_shapes()})
-    assert module.updates == 0
+    for lacking in ({"progress": {"updates": 5}}, {"policy_shapes": module.policy_shapes()}):
+        with pytest.raises(UserError, match="no whole checkpoint of a run: (policy_shapes|progress) is missing"):
+            module.on_load_checkpoint(lacking)
 
 
 def test_a_checkpoint_keeps_the_updates_and_the_entropy_bonus(toy):

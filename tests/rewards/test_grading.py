@@ -4,6 +4,7 @@ The tables, tests/data/grading_*.txt, are `gold ~ answer ~ answer ...`, a line f
 """
 # ruff: noqa: RUF001 - a policy writes any character
 
+import json
 import math
 import re
 import signal
@@ -20,6 +21,7 @@ from grpo.rewards.functions import correct
 from grpo.rewards.math.answers import clean, equal, extract_answer, sound
 from grpo.rewards.math.arithmetic import LARGE, same, value
 from grpo.rewards.math.grading import unreadable, verdict
+from tasks.jsonl import Jsonl
 
 ENDLESS = "\\ln(10^{10^{10}})"  # sympy computes the whole power
 real_data = pytest.mark.skipif(not REAL_DATA.is_dir(), reason="no real answers on this machine")
@@ -193,7 +195,22 @@ def test_the_rules_of_the_page():
     assert grading_table.table() in grading_table.PAGE.read_text(encoding="utf-8")
 
 
-def test_gold_answers_that_nobody_can_read_are_told_by_row():
+def test_numbers_are_compared_by_proof():
+    """In this process, where a planted fault is seen."""
+    from grpo.rewards.math.algebra import by_algebra
+
+    equal_numbers = ["6^{10^9}", "2^{10^9}\\cdot 3^{10^9}"], ["\\sqrt{2}+\\sqrt{7}", "\\sqrt{9+2\\sqrt{14}}"]
+    unlike = [
+        ["(-3)^{10^9+1}", "3^{10^9+1}"], ["e^{-140}", "e^{-141}"], ["\\sqrt{2}+\\sqrt{7}", "\\sqrt{9+2\\sqrt{14}}+10^{-90}"],
+        ["5^{10^9}+1", "5^{10^9}"], ["\\frac{\\pi}{10^{80}}", "\\frac{3}{10^{80}}"],
+    ]  # fmt: skip
+    assert {by_algebra(*pair) for pair in equal_numbers} == {"right"} and {by_algebra(*pair) for pair in unlike} == {
+        "wrong"
+    }
+    assert by_algebra("10^{10^{10^{10}}}+\\pi", "10^{10^{10^{9}}}") == "timeout"  # unknown, and at once
+
+
+def test_gold_answers_that_nobody_can_read_are_told_by_row(tmp_path, caplog):
     golds = [
         "7",
         "\\frac{1}{2}",
@@ -205,6 +222,10 @@ def test_gold_answers_that_nobody_can_read_are_told_by_row():
         "\\text{Monday}",
     ]
     assert unreadable(golds) == [2, 4, 6]
+    rows = [json.dumps({"prompt": gold, "gold": gold}) for gold in ("7", "\\foo{", "\\sqrt{2}", "1,,2")]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    Jsonl(str(tmp_path / "train.jsonl"), ["correct"], gold="gold", splits={"train": "train"}).examples("train")
+    assert "'train': 2 right answers cannot be read" in caplog.text and "Rows 2 ('\\\\foo{'), 4 ('1,,2')" in caplog.text
     with_roots = ["\\sqrt{2}+1", "(1,2]", "x^{2}-1", "3\\pi", "\\frac{\\sqrt{3}}{2}", "28\\%", "\\{1,2\\}"]
     assert all(map(sound, with_roots)) and not any(map(sound, ["3+", "\\frac{1}", "(1,2", "x^", "2+*3", "\\bar{"]))
 

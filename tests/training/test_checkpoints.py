@@ -318,7 +318,7 @@ def test_a_checkpoint_that_lacks_a_part_is_refused(two, tmp_path):
     assert RunCheckpoints().load_checkpoint(good)["callbacks"]["RolloutCallback"]["rollouts"] == 3
     shutil.copytree(good, folder)
     whole = json.loads((good / "state.json").read_text())
-    parts = ["callbacks", "loops", "lr_schedulers", "optimizer_states", "state_dict", "policy_shapes"]
+    parts = ["callbacks", "loops", "lr_schedulers", "optimizer_states", "state_dict"]
     rollout = whole["callbacks"]["RolloutCallback"]
     broken = [{name: part for name, part in whole.items() if name != left} for left in parts]
     broken += [

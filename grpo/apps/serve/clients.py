@@ -1,13 +1,12 @@
 """The endpoints that clients of OpenAI, Anthropic and vLLM call, see grpo.env.dialects, and the list of models.
 
-`model` may be any name, because the server has one model. A stream is sent when the answer is complete.
+`model` may be any name, because the server has one model. A stream is sent in pieces when the answer is complete.
 """
 
 from typing import Any
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import Response
-from starlette.exceptions import HTTPException
 
 from grpo.apps.serve.service import Json, Service
 from grpo.env.dialects import DIALECTS
@@ -42,8 +41,9 @@ def client_router(service: Service) -> APIRouter:
     async def count_tokens(body: Json = None) -> dict[str, int]:
         return {"input_tokens": len(await service.apart(service.rendered, ANTHROPIC.read(body)))}
 
-    def described() -> dict[str, Any]:
-        model = {"id": service.weights.pretrained.path, "object": "model", "created": 0, "owned_by": "grpo"}
+    def described(name: str | None = None) -> dict[str, Any]:
+        path = service.weights.pretrained.path
+        model = {"id": name or path, "object": "model", "created": 0, "owned_by": "grpo", "root": path}
         return {**model, "max_model_len": service.batching.context}
 
     @router.get("/v1/models")
@@ -52,8 +52,6 @@ def client_router(service: Service) -> APIRouter:
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        if name != (found := described())["id"]:
-            raise HTTPException(404, f"there is no model {name[:80]!r}, only {found['id']}")
-        return found
+        return described(name)
 
     return router

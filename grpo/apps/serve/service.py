@@ -135,7 +135,7 @@ class Service:
         if top > LIKELIEST:
             raise UserError(f"{top} alternatives of a token are too many: ask for at most {LIKELIEST}")
         each = [prompt for prompt in prompts for _ in range(call.n)]
-        if call.max_tokens == 0 and scored:
+        if call.max_tokens == 0 and (scored or call.prompts):  # an empty completion, as of OpenAI's older API
             self.check_size(prompts, call.n, 0)
             found = [Completion((), (), "length")] * len(each)
         else:

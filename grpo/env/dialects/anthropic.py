@@ -62,17 +62,19 @@ def anthropic_written(call: Call, answers: Sequence[Answer], model: str) -> dict
 
 
 def anthropic_events(answer: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of each block, its text or arguments in one piece."""
+    """Yield the events of each block, its text in pieces, its arguments in one."""
     end = {name: answer[name] for name in ("stop_reason", "stop_sequence")}
     yield calls.event("message_start", message={**answer, "content": [], "stop_reason": None, "stop_sequence": None})
     for i, block in enumerate(answer["content"]):
         if block["type"] == "text":
-            empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+            empty = {**block, "text": ""}
+            deltas = [{"type": "text_delta", "text": piece} for piece in calls.words_of(block["text"])]
         else:
             empty = {**block, "input": {}}
-            delta = {"type": "input_json_delta", "partial_json": calls.arguments_of(block["input"])}
+            deltas = [{"type": "input_json_delta", "partial_json": calls.arguments_of(block["input"])}]
         yield calls.event("content_block_start", index=i, content_block=empty)
-        yield calls.event("content_block_delta", index=i, delta=delta)
+        for delta in deltas:
+            yield calls.event("content_block_delta", index=i, delta=delta)
         yield calls.event("content_block_stop", index=i)
     yield calls.event("message_delta", delta=end, usage=answer["usage"])
     yield calls.event("message_stop")

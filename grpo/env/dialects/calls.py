@@ -4,6 +4,7 @@
 `answered`. `Dialect.written` makes the JSON of the answers, and `sse` a stream of it.
 """
 
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -335,6 +336,12 @@ def openai_failure(status: int, line: str) -> dict[str, Any]:
 def event(kind: str, **data: Any) -> tuple[str, dict[str, Any]]:
     """Return a named event, whose data has its name too."""
     return kind, {"type": kind, **data}
+
+
+def words_of(text: str) -> list[str]:
+    """Return a text in the pieces of a stream: words of at most 16 characters, each with the blanks before it. An empty text is
+    one piece."""
+    return re.findall(r"\s*\S{1,16}(?:\s+$)?|\s+$", text) or [text]
 
 
 def sse(dialect: Dialect, answer: dict[str, Any]) -> Iterator[str]:

@@ -78,15 +78,21 @@ def chat_logprobs(call: Call, answer: Answer) -> dict[str, Any] | None:
 
 
 def chat_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]:
-    """Yield two pieces of each choice, the whole message and its end, and then the usage, if it is wanted."""
+    """Yield the text of each choice in pieces and its end, and then the usage, if it is wanted. The first piece has the
+    log-probabilities of all, the last one the calls."""
     piece = {**answer, "object": "chat.completion.chunk", "usage": None}
     for choice in answer["choices"]:
-        delta = dict(choice["message"])
-        if "tool_calls" in delta:
-            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+        said = dict(choice["message"])
+        called = [{"index": i, **call} for i, call in enumerate(said.pop("tool_calls", []))]
         begun = {name: value for name, value in choice.items() if name != "message"}
-        yield None, {**piece, "choices": [begun | {"delta": delta, "finish_reason": None}]}
-        end = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
+        further = {"index": choice["index"], "logprobs": None}
+        parts = calls.words_of(said["content"] or "")
+        for i, part in enumerate(parts):
+            delta = {**said, "content": part or said["content"]} if i == 0 else {"content": part}
+            delta |= {"tool_calls": called} if called and i == len(parts) - 1 else {}
+            yield None, {**piece, "choices": [(further if i else begun) | {"delta": delta, "finish_reason": None}]}
+            piece = {name: value for name, value in piece.items() if not name.startswith("prompt_")}  # once is enough
+        end = further | {"delta": {}, "finish_reason": choice["finish_reason"]}
         yield None, {**piece, "choices": [end]}
     if "usage" in answer:
         yield None, {**piece, "choices": [], "usage": answer["usage"]}

@@ -55,9 +55,15 @@ def completions_written(call: Call, answers: Sequence[Answer], model: str) -> di
 
 
 def completions_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]:
-    """Yield one piece of each choice, and then the usage, if it is wanted."""
+    """Yield the text of each choice in pieces, and then the usage, if it is wanted. The first piece has the log-probabilities of
+    all, the last one the reason of the end."""
     for choice in answer["choices"]:
-        yield None, {**answer, "usage": None, "choices": [choice]}
+        *before, last = calls.words_of(choice["text"])
+        rest = choice
+        for part in before:
+            yield None, {**answer, "usage": None, "choices": [rest | {"text": part, "finish_reason": None}]}
+            rest = {"index": choice["index"], "logprobs": None, "finish_reason": choice["finish_reason"]}
+        yield None, {**answer, "usage": None, "choices": [rest | {"text": last}]}
     if "usage" in answer:
         yield None, {**answer, "choices": []}
 

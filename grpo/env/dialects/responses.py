@@ -75,7 +75,7 @@ def responses_written(call: Call, answers: Sequence[Answer], model: str) -> dict
 
 
 def responses_events(answer: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of each item, its text or arguments in one piece."""
+    """Yield the events of each item, its text in pieces, its arguments in one."""
     for number, (name, data) in enumerate(response_steps(answer)):
         yield name, {**data, "sequence_number": number}
 
@@ -95,7 +95,9 @@ def response_steps(answer: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]
             place["content_index"] = 0
             said = {"text": part["text"], "logprobs": part["logprobs"]}
             yield calls.event("response.content_part.added", **place, part={**part, "text": "", "logprobs": []})
-            yield calls.event("response.output_text.delta", **place, delta=part["text"], logprobs=part["logprobs"])
+            for n, piece in enumerate(calls.words_of(part["text"])):
+                logprobs = [] if n else part["logprobs"]  # all of them with the first piece
+                yield calls.event("response.output_text.delta", **place, delta=piece, logprobs=logprobs)
             yield calls.event("response.output_text.done", **place, **said)
             yield calls.event("response.content_part.done", **place, part=part)
         else:

@@ -38,10 +38,10 @@ def by_algebra(answer: str, gold: str) -> Outcome:
             return "wrong"
         try:
             ours = _parse(answer)
-            if _differ(ours, theirs) or (not getattr(ours, "is_Symbol", False) and _other_case(answer, gold)):
+            if _differ(ours, theirs) or _other_letters(answer, gold, getattr(ours, "is_Symbol", False)):
                 return "wrong"
             with _alarm(ALARM):
-                if isinstance(ours, Eq) and isinstance(theirs, Eq):
+                if all(isinstance(x, Eq) and all(isinstance(side, Expr) for side in x.args) for x in (ours, theirs)):
                     return _OUTCOME[same_equation(ours, theirs)]
                 return _OUTCOME[verify(theirs, ours, **_EXACTLY)]
         except MemoryError:
@@ -87,8 +87,12 @@ def _parse(text: str):
     return found.subs(units) if units and not isinstance(found, Relational) else found
 
 
-def _other_case(answer: str, gold: str) -> bool:
-    """Return whether one has an R where the other has an r: math-verify reads both as r."""
+def _other_letters(answer: str, gold: str, word: bool) -> bool:
+    """Return whether one has an R where the other has an r, or f' where the other has f: math-verify reads both alike."""
+    if answer.count("'") != gold.count("'"):
+        return True
+    if word:
+        return False
     ours, theirs = ({*_COMMAND.sub(" ", text)} for text in (answer, gold))
     return any(letter.swapcase() in theirs - ours for letter in ours - theirs if letter not in "eEiI")
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from grpo.rewards.math.arithmetic import LARGE, Value, same, value
-from grpo.rewards.math.spelling import SPECIAL, clean
+from grpo.rewards.math.spelling import PLAIN, SPECIAL, clean
 from grpo.rewards.math.units import apart, factor, temperature
 
 MAX_LENGTH = 1000  # characters of an answer worth reading; longer ones are loops, and some take minutes
@@ -97,7 +97,9 @@ _UNKNOWN = re.compile(
 _WORDS = re.compile(r"(?=\\text\s*\{[\s(]*[a-zA-Z])(?:\\text\s*\{[^{}]*\} ?)+")
 _PIECE = re.compile(r"\\text\s*\{([^{}]*)\}")
 _BASED = re.compile(r"\(?([0-9][0-9A-F]*)\)?_\{?([0-9]+)\}?")
-_APART = re.compile(r"[0-9] +[0-9]")
+_UNCLEAR = re.compile(
+    r"[0-9] +[0-9]|\)\s*[0-9]|\\sqrt\s*\("
+)  # math-verify drops the 0 of 5(0)1, and the root of \sqrt(
 _CLOSED_AT_INFINITY = re.compile(r"\[\s*-?\s*\\infty|\\infty\s*\]")
 _COLON = re.compile(r"[0-9.]+(?: ?: ?[0-9.]+)+")  # a time or a ratio
 _TIME = re.compile(r"[0-9]+(?::[0-5][0-9])+")
@@ -107,13 +109,16 @@ _CHOICE = re.compile(
     r"(?:(?:option|choice) )?(?:\(([a-z])\)|\[([a-z])\]|([a-z])(?=$| ?[):]|\.\)|\.(?!\S)| \())(?:[):.\s]*)(.*)",
     re.IGNORECASE,
 )
-_OTHER_CHOICE = re.compile(r"(?i:or|and|not|is|,|;|/|&)\b|[,;/&+=*^-]|\(?[A-J][).:]|.*(?:\([A-J]\)|\b[A-J][):])|[A-J]$")
+_OTHER_CHOICE = re.compile(
+    r"(?i:or|and|not|is|,|;|/|&)\b|[,;/&+=*^-]|\(?[A-J][).:]|.*(?:\([A-J]\)|\b[A-J][):])|[A-J]$|(?:wrong|incorrect)$"
+)
 
 
 class Reading(NamedTuple):
     """An answer: cleaned (text), without its units (amount), that as `name = body`, and the value of a plain arithmetic body.
 
-    unit: the units and words after the amount. equation: whether it is an equation in unknowns, which defines nothing.
+    unit: the units and words after the amount, percent among them. equation: whether it is an equation in unknowns, which
+    defines nothing.
     """
 
     text: str
@@ -130,9 +135,11 @@ class Reading(NamedTuple):
 def reading_of(answer: str) -> Reading:
     """Return the reading of an answer; later calls take it from a cache."""
     text = clean(answer)
+    if PLAIN.fullmatch(text):
+        return Reading(text, text, "", False, "", text, False, value(text))
     amount, unit = apart(text)
     percent = amount.endswith("%")
-    amount = amount.rstrip("% ")
+    amount, unit = amount.rstrip("% "), f"percent {unit}".strip() if percent else unit
     named = _NAMED.match(amount) or _FUNCTION_OF.match(amount)
     name, body = (named[0].rstrip("= "), amount[named.end() :].strip()) if named else ("", amount)
     equation = not named and bool(_EQUALS.search(amount)) and not _LISTED.search(amount)
@@ -147,10 +154,10 @@ _LISTED = re.compile(
 
 
 def readable(answer: str) -> bool:
-    """Return whether algebra should read the answer. "1 0" is not 10, and math-verify needs seconds for 16 brackets."""
+    """Return whether algebra should read the answer. "1 0" is not 10; math-verify needs seconds for 16 brackets."""
     text = reading_of(answer).amount if len(answer) <= MAX_LENGTH else ""
     depths = accumulate((character in "({[") - (character in ")}]") for character in text)
-    return bool(text) and max(depths) <= MAX_NESTING and not _APART.search(text)
+    return bool(text) and max(depths) <= MAX_NESTING and not _UNCLEAR.search(text)
 
 
 # what can stand for a letter, an operator or a bracket, from the inside to the outside
@@ -244,11 +251,12 @@ def _equal_amounts(ours: Reading, gold: Reading) -> bool | None:
 def _equal_colons(ours: Reading, gold: Reading) -> bool | None:
     """Compare times and ratios part by part: 0:45 is not 0:50, and 9:30 is not 3:10. A time is no number."""
     mine, theirs = (_COLON.fullmatch(reading.body) for reading in (ours, gold))
-    if mine and theirs:
+    times = [bool(_TIME.fullmatch(reading.body)) for reading in (ours, gold)]
+    if mine and theirs and times[0] == times[1]:
         return [value(part.strip()) for part in mine[0].split(":")] == [
             value(part.strip()) for part in theirs[0].split(":")
         ]
-    return False if any(_TIME.fullmatch(reading.body) for reading in (ours, gold)) else None
+    return False if any(times) else None
 
 
 def _items(text: str) -> tuple[str, list[Value | None]]:
@@ -283,6 +291,9 @@ def equal(answer: str, gold: str) -> bool | None:
     ours, theirs = reading_of(answer), reading_of(gold)
     if ours.text == theirs.text:
         return True
+    bare = not (ours.unit or ours.percent or ours.name or theirs.unit or theirs.percent or theirs.name)
+    if bare and ours.value is not None and theirs.value is not None:
+        return same(ours.value, theirs.value)
     if (known := _equal_choices(ours.text, theirs.text)) is not None:
         return known
     if _WORDS.fullmatch(theirs.text):

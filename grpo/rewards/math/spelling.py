@@ -209,13 +209,13 @@ _REWRITES = [
         (r"\\frac ?\{ ?\\text ?\{([^{}]*)\} ?\} ?\{ ?\\text ?\{([^{}]*)\} ?\}", r"\\text{\1/\2}"),
     ]
 ]
-_PLAIN = re.compile(r"[0-9]+(?:\.[0-9]+)?")
+PLAIN = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?")  # most answers
 _WRAPPED = re.compile(r"\\\((.*)\\\)|\\\[(.*)\\\]|\*\*(.*)\*\*|\$\$?([^$]*[^$\\])\$\$?\.?")
 
 
 def clean(text: str) -> str:
     """Return the same mathematics in plain LaTeX: no decoration, no thin spaces, and no braces left out."""
-    if _PLAIN.fullmatch(text):
+    if PLAIN.fullmatch(text):
         return text
     text = SPECIAL.sub("", text).translate(_CHARACTERS).strip()
     if match := _WRAPPED.fullmatch(text):

@@ -20,7 +20,7 @@ _SHORT = (
 _NO_UNIT = (  # they make another number
     "sin|cos|tan|cot|sec|csc|arc[a-z]+|log|ln|exp|sqrt|pi|theta|alpha|beta|mod|and|or|inf|infinity|hundreds?|dozens?|choose|"
     "thousandths?|hundredths?|tenths?|half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?|squared|cubed|"
-    "factorial|plus|minus|times|over|divided|more|less|not|never|wrong|lakhs?|crores?|score|gross"
+    "factorial|plus|minus|times|over|divided|(?:square |cube )?roots?|not|never|wrong|lakhs?|crores?|score|gross"
 )
 _TAIL = re.compile(
     r"(?<=[0-9}%])(?:\s*\^\s*\\circ\s*(?:[CFKNSEW]\b)?|\s*(?:\\mu\s*|[kM]\s*)?(?:\\Omega\b|(?<=mu )[mglLsAVW]\b)|"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 from transformers import PreTrainedTokenizerBase
 
 from grpo.env.types import Example
@@ -83,6 +83,7 @@ class PreflightCallback(L.Callback):
                     self.verdicts[name] = agreed(outcome(check, probe))
                     self.rounding = vars(probe).get("bound")
                     self.noted()
+                    show(name, self.verdicts[name])  # at once: on a large model the checks take minutes
                 self.plan = plan_of(probe, self.evaluator, trainer.callbacks, self.parts, timed=bool(checks))
         except StopError as error:
             error.saves = False  # weights may be moved: without a checkpoint the run begins anew
@@ -90,17 +91,16 @@ class PreflightCallback(L.Callback):
         finally:
             set_everything(self.rollout.objects, before)
         self.noted()
-        self.show()
+        self.show_plan()
         self.judge()
 
     @rank_zero_only
-    def show(self) -> None:
-        """Print the verdicts and the plan."""
-        console = Console()
+    def show_plan(self) -> None:
+        """Print the time of the checks, and the plan."""
         if self.verdicts:
-            console.print(shown_table(self.verdicts))
+            Console().print(f"preflight: {sum(v.seconds for v in self.verdicts.values()):.1f} s", highlight=False)
         for line in self.plan.lines():
-            console.print(line, soft_wrap=True, highlight=False)
+            Console().print(line, soft_wrap=True, highlight=False)
 
     def judge(self) -> None:
         """End the run if a check failed, or if only the checks were wanted."""
@@ -131,11 +131,11 @@ def outcome(check: Callable[[Probe], Checked], probe: Probe) -> Checked:
     return replace(found, seconds=time.perf_counter() - begun)
 
 
-def shown_table(verdicts: Mapping[str, Checked]) -> Table:
-    """Return the verdicts for the terminal."""
-    shown = Table(f"preflight, {sum(v.seconds for v in verdicts.values()):.1f} s", "", "compared")
-    colors = {"PASS": "green", "FAIL": "bold red", "SKIP": "dim"}
-    for name, found in verdicts.items():
-        words = f"{found.compared}\n{found.remedy}" if found.result == "FAIL" else found.compared
-        shown.add_row(name, f"[{colors[found.result]}]{found.result}[/]", words)
-    return shown
+@rank_zero_only
+def show(name: str, found: Checked) -> None:
+    """Print a verdict as a line, with what to do about a FAIL as a second one."""
+    color = {"PASS": "green", "FAIL": "bold red", "SKIP": "dim"}[found.result]
+    words = f"[{color}]{found.result}[/] {name}, {found.seconds:.1f} s: {escape(found.compared)}"
+    Console().print(
+        words + f"\n     {escape(found.remedy)}" * (found.result == "FAIL"), soft_wrap=True, highlight=False
+    )
