@@ -5,11 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import EXAMPLES, compose_config
+from conftest import compose_config
 from helpers.documents import PAGES, commands, composable
 
 from grpo.runs.runs import Run
 from grpo.system.errors import PreflightError
+from grpo.training.preflight import probe as probing
 from train import train
 
 LEFT_OUT = {  # what is not run here, by its words
@@ -21,12 +22,16 @@ LEFT_OUT = {  # what is not run here, by its words
     r"quantization=4bit": "a GPU",
     r"[+]model.path.worked_answers": "a model that is trained first, for minutes",
     r"warm_start=": "a model that is trained first, for minutes",
+    r"task=(mixture|musique|code|verl|open_instruct)|eval.sets.math|experiment=(quiz|tldr_length$)|parquet": "rows of the hub",
+    r"my_env.py": "an environment in TRL's form, which tests/tasks/test_jsonl.py plays",
+    r"^task=jsonl algo=trl_default": "arguments that the page leaves open",
     r"mine/axes.py": "the files of a page, which tests/objectives/test_objectives.py names",
 }
 OTHER = [  # words of a command, and what takes their place
     (r"^model=(qwen|llama).*", "model=path model.path={toy} max_tokens=8"),
     (r"^model.path=FOLDER$", "model.path={toy} max_tokens=8"),
-    (r"^(experiment=(qwen|tldr).*)", r"\1 model.path={toy} max_tokens=8 model.dtype=float32"),
+    (r"^(experiment=qwen.*)", r"\1 model.path={toy} task.path={rows} max_tokens=8 model.dtype=float32"),
+    (r"^task=gsm8k$", r"task=gsm8k task.path={rows}"),
     (r"^task.path=FOLDER$", "task.path={rows}"),
     (r"^task.sources.gsm8k.task.path=FOLDER$", "task.sources.gsm8k.task.path={rows}"),
     (r"^task.path=\w+.jsonl$", "task.path={rows}/rows.jsonl"),
@@ -39,15 +44,7 @@ OTHER = [  # words of a command, and what takes their place
 ]
 MINE = """
 def reward(completions, **_): return [float(len(text) % 3) for text in completions]
-brevity = unique_letters = reward
-class Counter:
-    def reset(self, **_): self.total = 0
-    def add(self, number: int) -> int:
-        "Add a number.\\n\\nArgs:\\n    number: what to add"
-        self.total += number
-        return self.total
-    def score(self): return self.total
-    reward = score
+def brevity(completions, **_): return reward(completions)
 """
 GAME = """
 class Game:
@@ -81,29 +78,37 @@ def small(words: list[str], toy: Path, rows: Path) -> list[str]:
     for word in words:
         for wanted, other in OTHER:
             word = re.sub(wanted, other.format(toy=toy, rows=rows), word)
-        done += word.split(" ") if str(toy) in word else [word]
+        done += word.split(" ") if re.search(f"({toy}|{rows})( |$)", word) else [word]
     return [word for word in done if word]
+
+
+def row(i: int, file: str) -> dict[str, str]:
+    """Return a row with the columns of several datasets."""
+    asked, right = f"Sam has {i} coins. Sam finds 3 coins. How many coins does Sam have?", str(i + 3)
+    answer = right if file == "rows.jsonl" else f"#### {right}"
+    return {"prompt": asked, "question": asked, "problem": asked, "answer": answer, "solution": f"\\boxed{{{right}}}"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_a_documented_run_passes_its_preflight(name, toy, tmp_path):
+def test_a_documented_run_passes_its_preflight(name, toy, tmp_path, monkeypatch):
     rows = tmp_path / "rows"
     rows.mkdir()
-    for file in ("train.jsonl", "test.jsonl"):
-        (rows / file).write_text((EXAMPLES / file).read_text())
-    asked = [{"prompt": f"Add {i} and 3.", "question": f"Add {i} and 3.", "answer": str(i + 3)} for i in range(60)]
-    (rows / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    for file, first in (("train.jsonl", 0), ("test.jsonl", 60), ("validation.jsonl", 80), ("rows.jsonl", 0)):
+        numbers = range(first, first + 60 - first // 2)
+        (rows / file).write_text("".join(json.dumps(row(i, file)) + "\n" for i in numbers))
     (rows / "mine.py").write_text(MINE)
     (rows / "game.py").write_text(GAME)
     words = small(composable(RUNS[name]), toy, rows)
-    config = compose_config(
-        *words, "preflight=only", "forecast=false", "callbacks=none", "logger=none", f"output_dir={tmp_path}/run"
-    )
-    config.rollout.prompts, config.max_turns = min(config.rollout.prompts, 8), min(config.max_turns, 2)
+    config = compose_config(*words, "preflight=only", "forecast=false", "logger=none", f"output_dir={tmp_path}/run")
+    config.rollout.prompts = min(config.rollout.prompts, 8)
+    replaced = re.search(f"{toy}|{rows}", " ".join(words))
+    if replaced:  # a random model needs no second look
+        config.max_turns = min(config.max_turns, 2)
+        monkeypatch.setattr(probing, "FURTHER", 1)
     with pytest.raises((SystemExit, PreflightError)):
         train(config)
     verdicts = Run(tmp_path / "run").manifest["preflight"]
     failed = {check: each["compared"] for check, each in verdicts.items() if each["result"] == "FAIL"}
-    assert not failed.keys() - (MODEL_ALONE if f"{toy}" in " ".join(words) else set()), failed
+    assert not failed.keys() - (MODEL_ALONE if replaced else set()), failed
     assert "do not depend on the rows" not in verdicts["prompts differ, answers end"]["remedy"]
