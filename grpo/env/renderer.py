@@ -145,7 +145,7 @@ class TokenizerRenderer:
             opening = self._text(ASKED)[len(asked) :]
             opening = opening[opening.find(OPENED) :] if OPENED in opening else ""
         except UserError:  # it refuses a lone question
-            return [as_it_is]
+            return [partial(as_it_is, opening="")]
         thought, rest = "Let me see.", "It is three."
         said = ("" if opening and CLOSED not in opening else f"{OPENED}\n") + f"{thought}\n{CLOSED}\n\n"
         talk = [*ASKED, Message("assistant", said + rest), Message("user", "Sure?")]

@@ -4,18 +4,21 @@ A message keeps its thought in its text, as it was sampled. Some templates (Qwen
 (Nemotron 3) need the opening tag, although it stands in their prompts. Which ways a template understands is found by trying.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 OPENED, CLOSED = "<think>", "</think>"
 BEGINNINGS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "{")  # of a message that is a call
 FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 Written = dict[str, Any]  # a message in the form that chat templates take
-Way = Callable[
-    [Written, str], Written
-]  # from a message of the policy, and the thought that every answer's prompt opens
+
+
+class Manner(Protocol):
+    """A way to pass a message of the policy on."""
+
+    def __call__(self, written: Written, opening: str) -> Written:
+        """Return the message for the template. opening: the beginning of a thought that stands in the prompt."""
 
 
 def after_thinking(text: str) -> int:
@@ -64,7 +67,7 @@ def in_field(written: Written, opening: str, field: str, trimmed: int) -> Writte
     }
 
 
-WAYS: tuple[Way, ...] = (as_it_is, opened, *(partial(in_field, field=f, trimmed=t) for f in FIELDS for t in (2, 1, 0)))
+WAYS: tuple[Manner, ...] = (as_it_is, opened, *(partial(in_field, field=f, trimmed=t) for f in FIELDS for t in (2, 1, 0)))
 
 
 def oddity(history: str, thought: str, rest: str) -> int:

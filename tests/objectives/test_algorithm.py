@@ -395,7 +395,7 @@ def test_a_checkpoint_without_its_progress_is_refused(toy):
     """Otherwise later weights would begin at update 0."""
     module = make_module(fresh(toy))
     for lacking in ({"progress": {"updates": 5}}, {"policy_shapes": module.policy_shapes()}):
-        with pytest.raises(UserError, match="no whole checkpoint of a run: (policy_shapes|progress) is missing"):
+        with pytest.raises(UserError, match=r"no whole checkpoint of a run: (policy_shapes|progress) is missing"):
             module.on_load_checkpoint(lacking)
 
 

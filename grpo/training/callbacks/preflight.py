@@ -83,7 +83,7 @@ class PreflightCallback(L.Callback):
                     self.verdicts[name] = agreed(outcome(check, probe))
                     self.rounding = vars(probe).get("bound")
                     self.noted()
-                    show(name, self.verdicts[name])  # at once: on a large model the checks take minutes
+                    show_verdict(name, self.verdicts[name])  # at once: on a large model the checks take minutes
                 self.plan = plan_of(probe, self.evaluator, trainer.callbacks, self.parts, timed=bool(checks))
         except StopError as error:
             error.saves = False  # weights may be moved: without a checkpoint the run begins anew
@@ -132,7 +132,7 @@ def outcome(check: Callable[[Probe], Checked], probe: Probe) -> Checked:
 
 
 @rank_zero_only
-def show(name: str, found: Checked) -> None:
+def show_verdict(name: str, found: Checked) -> None:
     """Print a verdict as a line, with what to do about a FAIL as a second one."""
     color = {"PASS": "green", "FAIL": "bold red", "SKIP": "dim"}[found.result]
     words = f"[{color}]{found.result}[/] {name}, {found.seconds:.1f} s: {escape(found.compared)}"
