@@ -206,6 +206,7 @@ deadline = time.time() + 120
 while 429 not in found and time.time() < deadline:
     time.sleep(0.01)
 note({"flood": 429 in found})
+os._exit(0)  # Python's own end may abort while so many threads write their errors
 """,
     "too large": """
 ask("?")
