@@ -67,7 +67,11 @@ def in_field(written: Written, opening: str, field: str, trimmed: int) -> Writte
     }
 
 
-WAYS: tuple[Manner, ...] = (as_it_is, opened, *(partial(in_field, field=f, trimmed=t) for f in FIELDS for t in (2, 1, 0)))
+WAYS: tuple[Manner, ...] = (
+    as_it_is,
+    opened,
+    *(partial(in_field, field=f, trimmed=t) for f in FIELDS for t in (2, 1, 0)),
+)
 
 
 def oddity(history: str, thought: str, rest: str) -> int:
