@@ -120,6 +120,10 @@ def check_values(config: DictConfig) -> None:
         raise UserError("hydra.run.dir= is empty: name a folder, or leave the key out")
     if empty := [name for name in ("ckpt_path", "replay", "run", "max_time") if node.get(name) == ""]:
         raise UserError(f"{empty[0]}= is empty: give a value, or leave the key out")
+    groups = {group: node[group] for group in ("callbacks", "logger") if isinstance(node.get(group), dict)}
+    parts = ((f"{group}.{name}", part) for group, those in groups.items() for name, part in those.items())
+    if empty := [key for key, part in parts if part is None]:
+        raise UserError(f"{empty[0]}=null is no part of a run: ~{empty[0]} leaves it out")
     for key, names in TABLES["instead"].items():
         for name in node.get("trainer", {}).keys() & set(names.split()):
             raise UserError(f"trainer.{name} has no effect here, or breaks the loop: set {key} instead")
