@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import compose_config
-from helpers.families import FAMILIES, spelled
+from helpers.families import FAMILIES, TOOLS, add, spelled
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from tokenizers import normalizers
@@ -16,22 +16,10 @@ from tokenizers import normalizers
 from eval import as_in_run
 from grpo.env.messages import Message, ToolCall
 from grpo.env.renderer import TokenizerRenderer
-from grpo.env.tools import ToolEnv, spec_of
+from grpo.env.tools import ToolEnv
 from grpo.env.types import Action
 from grpo.system.errors import UserError
 
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: the first
-        b: the second
-    """
-    return a + b
-
-
-TOOLS = (spec_of(add),)
 QUESTION = Message("user", "How many are 1 + 2?")
 CALL = ToolCall("add", {"a": 1, "b": 2})
 every_family = pytest.mark.parametrize("name", FAMILIES)

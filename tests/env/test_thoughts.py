@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers.families import FAMILIES, spelled
+from helpers.families import FAMILIES, TOOLS, spelled
 from tokenizers import AddedToken
 
 from grpo.env.messages import Message, ToolCall, message_of
@@ -14,7 +14,6 @@ from grpo.env.renderer import TokenizerRenderer
 from grpo.env.scoring import UNKNOWN
 from grpo.env.thoughts import oddity, parted, with_thought
 from grpo.env.tokens import Completion, Turn
-from grpo.env.tools import spec_of
 from grpo.env.types import Action, State, Step, Trajectory
 from grpo.rollout.types import Sample
 from grpo.training.preflight.data import turns
@@ -24,19 +23,6 @@ BLOCK = FAMILIES["qwen3"].call
 XML = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>"
 NONE = {"enable_thinking": False}
 NEMO = ("nano", "super", "ultra", "5_lightning")
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: the first
-        b: the second
-    """
-    return a + b
-
-
-TOOLS = (spec_of(add),)
 
 
 def real(template: str, **template_args) -> TokenizerRenderer:

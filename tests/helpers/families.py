@@ -11,6 +11,20 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from grpo.apps.demo_model import make_tokenizer
+from grpo.env.tools import spec_of
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+TOOLS = (spec_of(add),)
 
 
 def template(name: str) -> str:
