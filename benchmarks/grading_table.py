@@ -2,7 +2,8 @@
 
     python benchmarks/grading_table.py
 
-The cases are lines `gold ~ equal ~ equal ≠ unlike`, below a line `# Rule: what it says`.
+A line `# Rule: what it says` begins a rule. Each line below it is a case: the right answer, then other answers. The sign before
+an answer is `~` if it is equal, and `≠` if it is not: `1/2 ~ 0.5 ~ .5 ≠ 2`.
 """
 
 import re

@@ -22,10 +22,8 @@ from grpo.system.ranges import FunctionName
 
 log = logging.getLogger(__name__)
 
-FIELDS = {field.name for field in fields(Message)} - {"error"} | {
-    "tool_call_id",
-    *thoughts.FIELDS,
-}  # of a message in a file
+# of a message in a file
+FIELDS = {field.name for field in fields(Message)} - {"error"} | {"tool_call_id", *thoughts.FIELDS}
 
 
 def conversation(prompt: Any) -> tuple[Message, ...]:

@@ -15,7 +15,7 @@ from zipfile import ZipFile
 from platformdirs import user_cache_path
 from tokenizers import pre_tokenizers
 
-from grpo.apps.cli import one_line_errors
+from grpo.apps.cli import one_line_errors, quiet
 from grpo.system.errors import UserError
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -80,5 +80,6 @@ def convert_gguf(folder: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
+    quiet()
     with one_line_errors("smollm2"):
         main()

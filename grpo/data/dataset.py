@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from grpo.data.tables import KINDS, TableRows, arrow_rows, read_file
+from grpo.data.tables import KINDS, TableRows, arrow_rows, from_datasets, read_file
 from grpo.env.types import Example, Split
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Share, enforced
@@ -195,10 +195,6 @@ class Dataset:
         return split_file(self.local, name, self.name) if self.local.is_dir() else self.local
 
     def _opened(self, split: Split) -> TableRows:
-        from datasets import load_dataset
-        from datasets.utils.logging import disable_progress_bar
-
-        disable_progress_bar()
         if file := self.file(split):
             with _reading(f"the dataset file {file}"):
                 return read_file(file, self.streaming, self.numbers)
@@ -206,7 +202,7 @@ class Dataset:
             raise UserError(f"task.path={self.path} does not exist: give a folder, a file or a dataset's id on the hub")
         name = self.splits.get(split, split)
         try:
-            return arrow_rows(load_dataset(self.path, self.config, split=name, streaming=self.streaming))
+            return arrow_rows(from_datasets(self.path, self.config, split=name, streaming=self.streaming))
         except Exception as error:  # a network may raise anything
             missing = "is no folder of this machine, and the hub does not give it"
             fix = "give task.path=FOLDER with a train.jsonl and a test.jsonl"

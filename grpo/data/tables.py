@@ -105,14 +105,19 @@ def read_file(file: Path, streaming: bool = False, numbers: Sequence[str] = ()) 
         return replace(found, digest=hashlib.file_digest(content, "sha256").hexdigest()[:16])
 
 
-def loaded(kind: str, file: Path, streaming: bool, **more: Any) -> Any:
-    """Return the table of a file by a reader of `datasets`."""
+def from_datasets(*source: str | None, **options: Any) -> Any:
+    """Return a table of `datasets`, without its bars. source, options: of `load_dataset`."""
     from datasets import load_dataset
     from datasets.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    return load_dataset(*source, **options)
+
+
+def loaded(kind: str, file: Path, streaming: bool, **more: Any) -> Any:
+    """Return the table of a file by a reader of `datasets`."""
     name = glob.escape(str(file))  # it may have * or [
-    return load_dataset(kind, data_files=name, split="train", streaming=streaming, **more)
+    return from_datasets(kind, data_files=name, split="train", streaming=streaming, **more)
 
 
 def json_rows(file: Path, streaming: bool) -> TableRows:

@@ -29,9 +29,7 @@ def records(groups: Iterable[Group], **columns: Iterable[Iterable[Any]]) -> Iter
                 "item": fingerprint(sample.example),
                 "example": text(sample.example),
                 "prompt": first.state.messages[-1].content if first else "",
-                "messages": strict_json(
-                    [message.as_dict() for message in last.state.messages] if last else [], ensure_ascii=False
-                ),
+                "messages": text([message.as_dict() for message in last.state.messages] if last else []),
                 "completion": trajectory.answer,
                 "tool_calls": text(called) if called else None,
                 "end": trajectory.end,

@@ -8,7 +8,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
-from importlib import import_module
+from pkgutil import resolve_name
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -102,10 +102,8 @@ def from_plain(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
 @cache
 def kinds_kept() -> dict[str, type]:
     """Return the dataclasses that a file may name: ROOTS, and those in the annotations of their fields."""
-    found, new = (
-        {},
-        [getattr(import_module(module), kind) for module, _, kind in (name.rpartition(".") for name in ROOTS)],
-    )
+    found: dict[str, type] = {}
+    new = [resolve_name(name) for name in ROOTS]
     while new:
         kind = new.pop()
         if is_dataclass(kind) and name_of(kind) not in found:

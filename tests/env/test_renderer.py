@@ -3,12 +3,10 @@
 import random
 import re
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from conftest import compose_config
-from helpers.families import FAMILIES, TOOLS, add, spelled
+from helpers.families import FAMILIES, TOOLS, add, shipped, spelled
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from tokenizers import normalizers
@@ -318,12 +316,8 @@ THOUGHT = "I think.\n</think>\n\n"
 )
 def test_real_templates_keep_what_was_sampled(template, family, said):
     """The models' own templates, which TRL ships."""
-    spec = find_spec("trl")
-    if spec is None:
-        pytest.skip("TRL is not installed")
     tokenizer = FAMILIES[family].tokenizer()
-    folder = Path(spec.submodule_search_locations[0]) / "chat_templates"
-    tokenizer.chat_template = (folder / f"{template}.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = shipped(template)
     renderer = TokenizerRenderer(tokenizer)
     prompt = renderer.prompt_ids([QUESTION], TOOLS)
     before = prompt + spelled(tokenizer, said + FAMILIES[family].end)

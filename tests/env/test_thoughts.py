@@ -1,12 +1,10 @@
 """Thoughts in the history: what the policy sampled comes back as it was, or its template drops it; never half of it."""
 
 import re
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers.families import FAMILIES, TOOLS, spelled
+from helpers.families import FAMILIES, TOOLS, shipped, spelled
 from tokenizers import AddedToken
 
 from grpo.env.messages import Message, ToolCall, message_of
@@ -27,11 +25,7 @@ NEMO = ("nano", "super", "ultra", "5_lightning")
 
 def real(template: str, **template_args) -> TokenizerRenderer:
     """A model's own template, which TRL ships, on a small tokenizer with the special tokens of the template."""
-    if (spec := find_spec("trl")) is None:
-        pytest.skip("TRL is not installed")
-    source = (Path(spec.submodule_search_locations[0]) / "chat_templates" / f"{template}.jinja").read_text(
-        encoding="utf-8"
-    )
+    source = shipped(template)
     tokenizer = FAMILIES["qwen3"].tokenizer()
     tokens = sorted({*re.findall("<\\|\\w+\\|>|<\uff5c[^<>]+\uff5c>", source)})
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])

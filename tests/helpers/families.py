@@ -5,7 +5,10 @@ what is trimmed, which thinking is kept, who writes the first token, what is ref
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
+import pytest
 from conftest import EXAMPLES
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
@@ -25,6 +28,13 @@ def add(a: int, b: int) -> int:
 
 
 TOOLS = (spec_of(add),)
+
+
+def shipped(name: str) -> str:
+    """A model's own chat template, which TRL ships; a test without TRL is skipped."""
+    if (spec := find_spec("trl")) is None:
+        pytest.skip("TRL is not installed")
+    return (Path(spec.submodule_search_locations[0]) / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def template(name: str) -> str:

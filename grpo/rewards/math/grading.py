@@ -17,7 +17,6 @@ DEADLINE = 4.5  # seconds, without those in which a worker waits for a core; rea
 MEMORY = 2**30  # bytes of a worker
 WORKERS = min(4, os.cpu_count() or 1)
 
-_OUTCOME: dict[bool, Outcome] = {True: "right", False: "wrong"}
 ALGEBRA = Workers("grpo.rewards.math.algebra.by_algebra", WORKERS, DEADLINE, MEMORY, warm_up=("x+1", "1+x"))
 
 
@@ -27,7 +26,7 @@ def _decide(answer: str, gold: str) -> Outcome:
     if not reading_of(gold).text:
         raise WorkerError("there is no gold answer")
     if len(answer) <= MAX_LENGTH and (known := equal(answer, gold)) is not None:
-        return _OUTCOME[known]
+        return "right" if known else "wrong"
     ours, theirs = for_algebra(answer, gold) if readable(answer) else ("", reading_of(gold).amount)
     outcome = ALGEBRA.call(ours, theirs)
     if outcome == "timeout":

@@ -99,17 +99,15 @@ def _money(match: re.Match) -> str:
     return f"{sign}{number.rstrip('. ')}\\text{{ {_CURRENCY[currency.replace(' ', '').rstrip('.')]} }}{rest}"
 
 
+def _grouped(match: re.Match) -> str:
+    """12'345 without its separators."""
+    return re.sub(r"\D", "", match[0])
+
+
 _CURRENCY = {
-    "$": "dollar",
-    "€": "euro",
-    "EUR": "euro",
-    "£": "pound",
-    "GBP": "pound",
-    "¥": "yen",
-    "JPY": "yen",
-    "₹": "rupee",
-}
-_CURRENCY |= {"INR": "rupee", "Rs": "rupee", "¢": "cent"}
+    "$": "dollar", "€": "euro", "EUR": "euro", "£": "pound", "GBP": "pound", "¥": "yen", "JPY": "yen", "₹": "rupee",
+    "INR": "rupee", "Rs": "rupee", "¢": "cent",
+}  # fmt: skip
 _SIGN = r"[$€£¥₹¢]|\b(?:EUR|GBP|JPY|INR)\b|\bRs\b\.?"
 _INSIDE = r"\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)"  # up to three brackets deep
 _ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -167,10 +165,7 @@ _REWRITES = [
         (r"(?<=[0-9])\s*[xX]\s*(?=10\s*(?:\^|\*\*))", r"\\times "),
         (r"\\(?:ast|bullet|star)(?![a-zA-Z])", r"\\cdot "),
         (r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}"),
-        (
-            r"(?<![\w.,])[1-9][0-9]{0,2}(?:(?:\.[0-9]{3}){2,}|(?:'[0-9]{3})+)(?![0-9.])",
-            lambda match: re.sub(r"\D", "", match[0]),
-        ),
+        (r"(?<![\w.,])[1-9][0-9]{0,2}(?:(?:\.[0-9]{3}){2,}|(?:'[0-9]{3})+)(?![0-9.])", _grouped),
         (r"^(?:\\text\s*\{\s*)?all real numbers\s*\}?$", r"\\mathbb{R}"),
         (r"\{,\}", ","),
         (r"\\mathrm\s*\{\s*([eid])\s*\}", r"\1"),
@@ -181,10 +176,7 @@ _REWRITES = [
         (r"\\varnothing", r"\\emptyset"),
         (r"\\log_\{?e\}?(?![a-zA-Z])", r"\\ln"),
         (r"\*\*", "^"),
-        (
-            r"(?<![\w.,^])[1-9][0-9]{0,2}(?:(?:\\[,;: ]|[ ~])[0-9]{3})+(?![0-9])",
-            lambda match: re.sub(r"\D", "", match[0]),
-        ),
+        (r"(?<![\w.,^])[1-9][0-9]{0,2}(?:(?:\\[,;: ]|[ ~])[0-9]{3})+(?![0-9])", _grouped),
         (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-zA-Z])", " "),
         (r"\\frac\s*([0-9a-z])", r"\\frac{\1}"),
         (r"(\\frac\s*\{[^{}]*\})\s*([0-9a-z])", r"\1{\2}"),
