@@ -11,9 +11,13 @@ while the other runs a cycle, from the start of one rollout to the start of the 
 Seconds are CPU seconds, since the machine may be busy. `total` is generation + update + everything else; `update` is clipping,
 the optimizer's step and every pass through the model after generation. RSS is the peak of the process.
 
-TRL's microbatch is the 64 rows of a rollout, ours 1024 tokens. With TRL_BATCH=8, its default, or 16 in the environment TRL takes
-as many seconds and far less memory: at `100` 760 and 917 MB, not 1.7 GB. So the ratio of RSS depends on this choice. TRL's
-gradient checkpointing, which computes the forward pass again, and its bfloat16 are off.
+`sums` and `essays` have a real model, SmolLM2-135M-Instruct (`make smollm`), in float32. `sums` is the task of smollm2_sums:
+prompts of 93 tokens, mostly two worked examples, and answers of 11. `essays` has questions of 40 tokens with the template, and
+answers of up to 128. TRL's answers end where ours did. TRL's microbatch is 16 rows, ours 2048 tokens.
+
+In the other cases TRL's microbatch is the 64 rows of a rollout, ours 1024 tokens. With TRL_BATCH=8, its default, or 16 in the
+environment TRL takes as many seconds and far less memory: at `100` 760 and 917 MB, not 1.7 GB. So the ratio of RSS depends on
+this choice. TRL's gradient checkpointing, which computes the forward pass again, and its bfloat16 are off.
 
 The floor is the time of a cycle's arithmetic if every prompt goes through the model once (a forward pass to sample, mu forward
 and backward passes, one for the reference), at the speed of this machine's matrix products in the shapes of the model.
@@ -23,11 +27,12 @@ import argparse
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
@@ -41,9 +46,7 @@ sys.path.insert(0, str(ROOT))
 
 SIDES = ("grpo", "trl")  # in this order: TRL needs the lengths of our answers
 PARTS = ("generation", "update", "other")
-PROMPTS, GROUP, LIMIT = 8, 8, 64
-BATCH = int(os.environ.get("TRL_BATCH", str(PROMPTS * GROUP)))  # rows in a microbatch of TRL
-TOKENS = 1024  # in a microbatch of ours
+PROMPTS, GROUP = 8, 8
 VOCABULARY = 129
 BETA = 0.04
 ENDS = list(range(40, 46))  # tokens that end an answer in `short`
@@ -55,6 +58,21 @@ class Case:
     mu: int = 1
     beta: float = 0.0
     short: bool = False
+    real: bool = False  # SmolLM2
+    reward: str = "digits"
+    rate: float = 1e-6  # learning rate
+    limit: int = 64  # new tokens
+    batch: int = PROMPTS * GROUP  # rows in a microbatch of TRL
+    tokens: int = 1024  # in a microbatch of ours
+
+    @property
+    def ends(self) -> list[int]:
+        """Return the tokens that end an answer, if TRL's answers have to end where ours did."""
+        return [2] if self.real else ENDS if self.short else []
+
+    @property
+    def trl_batch(self) -> int:
+        return int(os.environ.get("TRL_BATCH", str(self.batch)))
 
 
 CASES = {
@@ -64,19 +82,62 @@ CASES = {
     "100-mu2": Case(mu=2),
     "100-kl-mu2": Case(beta=BETA, mu=2),
     "short": Case(short=True),
+    "sums": Case(prompt=93, real=True, reward="last", rate=5e-6, limit=24, batch=16, tokens=2048),
+    "essays": Case(prompt=40, real=True, reward="different", rate=5e-6, limit=128, batch=16, tokens=2048),
 }
+THINGS = "rain bread tea bees salt snow paper iron sleep glass honey wool fire maps rivers clocks bridges stars"
 
 
 def digits(completions: Sequence[str], **_) -> list[float]:
-    """Return the share of digits in each completion, the reward of both sides."""
+    """Return the share of digits in each completion."""
     return [sum(c in "0123456789" for c in text) / max(1, len(text)) for text in completions]
+
+
+def last(completions: Sequence[list[dict]], gold: Sequence[int], **_) -> list[float]:
+    """Return 1 for each completion whose last number is right."""
+    numbers = [re.findall(r"-?\d+", completion[-1]["content"]) for completion in completions]
+    return [float(found[-1:] == [str(right)]) for found, right in zip(numbers, gold, strict=True)]
+
+
+def different(completions: Sequence[list[dict]], **_) -> list[float]:
+    """Return the share of different words in each completion, and a little for its length: nearly every one has its own."""
+    texts = [completion[-1]["content"] for completion in completions]
+    return [len(set(text.split())) / max(1, len(text.split())) + len(text) / 1e4 for text in texts]
 
 
 # -- shared by both sides: a folder with a model, a tokenizer and prompts
 
 
 def prepare(folder: Path, case: Case) -> None:
-    """Write the folder. A token is a character; the tokenizer's own end token is never sampled, since its logit is far below."""
+    """Write the folder."""
+    write = prepare_real if case.real else prepare_made
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, write(folder, case))))
+
+
+def prepare_real(folder: Path, case: Case) -> Iterator[dict]:
+    """Link the files of SmolLM2, and yield rows."""
+    from grpo.apps.smollm2 import made
+    from tasks.sums import Sums
+
+    if not made().exists():
+        sys.exit("this case needs SmolLM2: make smollm")
+    for file in made().iterdir():
+        (folder / file.name).symlink_to(file)
+    sums = Sums(train_size=800)
+    for i, row in enumerate(sums.examples("train")):
+        messages = [{"role": message.role, "content": message.content} for message in sums.messages(row)]
+        if case.reward == "different":
+            things = THINGS.split()
+            asked = (
+                f"Compare {things[i % len(things)]} and {things[i // len(things) % len(things)]} in a few sentences."
+            )
+            messages = [{"role": "user", "content": asked}]
+        yield {"prompt": messages, "gold": row["answer"]}
+
+
+def prepare_made(folder: Path, case: Case) -> Iterator[dict]:
+    """Write a small model and its tokenizer, and yield rows. A token is a character; the tokenizer's own end token is never
+    sampled, since its logit is far below."""
     from shapes import llama
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -95,8 +156,8 @@ def prepare(folder: Path, case: Case) -> None:
     embedding[:, 0], embedding[-1, 0] = 1, -1  # a hidden state points along the first axis, away from the end token
     model.save_pretrained(folder)
     draw = random.Random(0)
-    rows = [json.dumps({"prompt": "".join(draw.choices(characters[1:], k=case.prompt))}) for _ in range(64)]
-    (folder / "train.jsonl").write_text("\n".join(rows))
+    for _ in range(64):
+        yield {"prompt": "".join(draw.choices(characters[1:], k=case.prompt))}
 
 
 # -- in the process of one side
@@ -176,11 +237,12 @@ def run_grpo(folder: Path, case: Case, cycles: Cycles) -> None:
     )
     cycles.watch(GRPOModule, "training_step", "update", live)
     quiet()
-    overrides = f"""task=jsonl task.path={folder} task.rewards=[{__file__}:digits] task.held_out.test=0 task.splits.test=null
-        model=path model.path={folder} engine=transformers trainer=cpu callbacks=none logger=none output_dir={folder} eval.every=0
-        preflight=off
-        rollout.prompts={PROMPTS} rollout.group_size={GROUP} rollout.num_rollouts=100000 max_tokens={LIMIT}
-        optim.max_tokens_per_microbatch={TOKENS} algo.num_epochs={case.mu}
+    gold = "gold" if case.real else "null"
+    overrides = f"""task=jsonl task.path={folder}/train.jsonl task.rewards=[{__file__}:{case.reward}] task.gold={gold}
+        task.held_out.test=0 task.splits.test=null model=path model.path={folder} engine=transformers trainer=cpu
+        callbacks=none logger=none output_dir={folder}/run eval.every=0 preflight=off forecast=false
+        rollout.prompts={PROMPTS} rollout.group_size={GROUP} rollout.num_rollouts=100000 max_tokens={case.limit}
+        optim.max_tokens_per_microbatch={case.tokens} optim.optimizer.lr={case.rate} algo.num_epochs={case.mu}
         algo/kl={"loss_with_ratio" if case.beta else "none"} algo.kl.coef={case.beta}"""
     train(composed("train", overrides.split()))
 
@@ -195,10 +257,13 @@ def run_trl(folder: Path, case: Case, cycles: Cycles) -> None:
     class Ends(LogitsProcessor):
         """Makes answers end where ours did."""
 
+        def __init__(self, width: int) -> None:
+            self.width = width  # of the prompts, padded
+
         def __call__(self, ids, scores):
-            last = torch.tensor(cycles.lengths) == ids.shape[1] - case.prompt + 1
-            ends = torch.zeros(VOCABULARY, dtype=torch.bool)
-            ends[ENDS] = True
+            last = torch.tensor(cycles.lengths) == ids.shape[1] - self.width + 1
+            ends = torch.zeros(scores.shape[1], dtype=torch.bool)
+            ends[case.ends] = True
             return scores.masked_fill(ends != last[:, None], -torch.inf)
 
     def live(_, given) -> dict:
@@ -214,20 +279,23 @@ def run_trl(folder: Path, case: Case, cycles: Cycles) -> None:
         **TRL,
         output_dir=str(folder),
         max_steps=100000,
-        per_device_train_batch_size=BATCH,
-        gradient_accumulation_steps=PROMPTS * GROUP // BATCH,
+        learning_rate=case.rate,
+        per_device_train_batch_size=case.trl_batch,
+        gradient_accumulation_steps=PROMPTS * GROUP // case.trl_batch,
         num_generations=GROUP,
-        max_completion_length=LIMIT,
+        max_completion_length=case.limit,
         num_iterations=case.mu,
         beta=case.beta,
         loss_type="grpo",
         model_init_kwargs={"dtype": "float32"},
     )
     rows = load_dataset("json", data_files=str(folder / "train.jsonl"), split="train", cache_dir=str(folder / "cache"))
-    trainer = GRPOTrainer(str(folder), digits, args, rows)
-    if case.short:
+    trainer = GRPOTrainer(str(folder), globals()[case.reward], args, rows)
+    if case.ends:
         generate = trainer.model.generate
-        trainer.model.generate = lambda **inputs: generate(**inputs, logits_processor=[Ends()])
+        trainer.model.generate = lambda **inputs: generate(
+            **inputs, logits_processor=[Ends(inputs["input_ids"].shape[1])]
+        )
     trainer.train()
 
 
@@ -257,14 +325,16 @@ class Side:
         self.process.wait()
 
 
-def floor(case: Case, lengths: Sequence[int]) -> tuple[float, float]:
+def floor(case: Case, folder: str, record: dict) -> tuple[float, float]:
     """Return the operations of a cycle that computes nothing twice, and how many this machine now does in a CPU second: float32
-    products in the shapes of a layer, on one thread."""
-    from shapes import forward_flops, llama, matrix_shapes
+    products in the shapes of a layer, on one thread. A row without an advantage is not learned from."""
+    from shapes import forward_flops, matrix_shapes
+    from transformers import AutoConfig
 
-    config = llama("3m")
-    groups = [(case.prompt, list(lengths[start : start + GROUP])) for start in range(0, len(lengths), GROUP)]
-    work = forward_flops(config, groups) * (1 + 3 * case.mu + (case.beta > 0))
+    config, lengths = AutoConfig.from_pretrained(folder), record["lengths"]
+    groups = [(case.prompt, lengths[start : start + GROUP]) for start in range(0, len(lengths), GROUP)]
+    passes = 1 + record["live"] / len(lengths) * (3 * case.mu + (case.beta > 0))
+    work = forward_flops(config, groups) * passes
     torch.set_num_threads(1)
     pairs = [(torch.randn(1024, a), torch.randn(a, b)) for a, b in matrix_shapes(config)]
     seconds = []
@@ -289,11 +359,12 @@ def compare(name: str, cycles: int) -> dict:
             for side, process in sides.items():
                 records[side].append(process.cycle(lengths))
                 lengths = records[side][-1]["lengths"]
-            least.append(floor(case, lengths))
+            least.append(floor(case, folder, records["grpo"][-1]))
         for process in sides.values():
             process.close()
     for ours, theirs in zip(*records.values(), strict=True):
-        if any(ours[same] != theirs[same] for same in ("prompts", "lengths")):
+        apart = abs(ours["prompts"] / theirs["prompts"] - 1)  # each side shuffles the prompts of the real model itself
+        if ours["lengths"] != theirs["lengths"] or apart > 0.1 * case.real:
             sys.exit(f"{name}: not the same work: {ours} and {theirs}")
     medians = {side: middle(found[1:]) for side, found in records.items()}  # the first is a warm-up
     work, rate = (median(column) for column in zip(*least[1:], strict=True))

@@ -6,19 +6,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import torch
-from huggingface_hub import EvalResult, HfApi, ModelCard
+from typing import TYPE_CHECKING
 
 from grpo.apps.cli import one_line_errors, quiet
-from grpo.apps.resuming import policy_folder, saved_config
-from grpo.apps.trust import check_code
-from grpo.evaluation.resumable import finished
-from grpo.models.pretrained import Pretrained, base_path
-from grpo.runs.model_card import hub_id, results
-from grpo.runs.runs import Run
 from grpo.system.errors import UserError
-from grpo.training.checkpoints import new_folder
+
+if TYPE_CHECKING:  # imported in the functions, since --help and a mistyped argument need neither torch nor transformers
+    from huggingface_hub import EvalResult, ModelCard
+    from torch import nn
 
 LICENCE = ("license", "license_name", "license_link")  # fields of a model card
 
@@ -36,6 +31,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--push", metavar="REPO", help="then upload the folder to this repository of the hub")
     parser.add_argument("--private", action="store_true", help="a new repository is private")
     given = parser.parse_intermixed_args(arguments)
+    from grpo.apps.resuming import policy_folder
+    from grpo.models.pretrained import base_path
+    from grpo.runs.model_card import hub_id
+    from grpo.training.checkpoints import new_folder
+
     policy = policy_folder(given.run).resolve()
     run = policy.parents[1]
     out = given.out or run / "export"
@@ -65,9 +65,15 @@ def main(arguments: Sequence[str]) -> None:
         push(out, given.push, given.private)
 
 
-def card_of(policy: Path, run: Path, evaluations: Sequence[Path]) -> ModelCard:
+def card_of(policy: Path, run: Path, evaluations: Sequence[Path]) -> "ModelCard":
     """Return the policy's card with the results of evaluations. Raises UserError for a folder without a card, or an evaluation of
     another policy."""
+    from huggingface_hub import ModelCard
+
+    from grpo.evaluation.resumable import finished
+    from grpo.runs.model_card import results
+    from grpo.runs.runs import Run
+
     if not (policy / "README.md").is_file():
         raise UserError(f"{policy} has no README.md: only policies that a run has saved can be exported")
     card = ModelCard.load(policy / "README.md")
@@ -83,7 +89,7 @@ def card_of(policy: Path, run: Path, evaluations: Sequence[Path]) -> ModelCard:
     return card
 
 
-def measured(result: EvalResult) -> tuple:
+def measured(result: "EvalResult") -> tuple:
     """Return what tells a result from others: the task, the split, the metric, the number of samples, the temperature."""
     return (
         result.unique_identifier,
@@ -94,6 +100,10 @@ def measured(result: EvalResult) -> tuple:
 
 def licence_of(run: Path, base: str) -> dict[str, str]:
     """Return the licence in the card of the model that was trained, by field; {} if it has none, or the card cannot be read."""
+    from huggingface_hub import ModelCard
+
+    from grpo.apps.resuming import saved_config
+
     trained = saved_config(run).model.path if base.startswith(str(run)) and (run / "config.yaml").exists() else base
     try:
         data = ModelCard.load(Path(trained) / "README.md" if Path(trained).is_dir() else trained).data
@@ -102,9 +112,15 @@ def licence_of(run: Path, base: str) -> dict[str, str]:
     return {name: value for name in LICENCE if (value := data.get(name))}
 
 
-def whole_model(policy: Path, run: Path, dtype: str | None, trust: bool = False) -> torch.nn.Module:
+def whole_model(policy: Path, run: Path, dtype: str | None, trust: bool = False) -> "nn.Module":
     """Return a policy as one model. An adapter is merged in float32. dtype: None for that of the files, or of the base. trust:
     whether code that the run's configuration names may run."""
+    import torch
+
+    from grpo.apps.resuming import saved_config
+    from grpo.apps.trust import check_code
+    from grpo.models.pretrained import Pretrained
+
     settings = saved_config(run).model if (run / "config.yaml").exists() else {}
     trusted, bits = settings.get("trust_remote_code", False), settings.get("quantization")
     check_code({"model": {"trust_remote_code": trusted}}, run, (), trust, "--trust")
@@ -115,6 +131,8 @@ def whole_model(policy: Path, run: Path, dtype: str | None, trust: bool = False)
 
 def push(folder: Path, repo: str, private: bool) -> None:
     """Upload a folder to a repository of the hub, which is created if there is none. Raises UserError if that fails."""
+    from huggingface_hub import HfApi
+
     try:
         url = HfApi().create_repo(repo, private=private, exist_ok=True)
         HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload the policy")

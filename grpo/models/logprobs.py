@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from grpo.models.head import of_logits, token_values
 from grpo.models.packed_attention import Packed, attending
 from grpo.objectives.batch import TokenBatch
 
 Layout = Literal["padded", "packed", "shared_prompt"]
-LOGITS_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 23}  # in float32 four bytes each, and four more for the softmax
 
 
 def completion_logprobs(
@@ -40,18 +38,9 @@ def completion_logprobs(
         states = model.get_decoder()(input_ids=plan.ids, position_ids=plan.positions, use_cache=False, plan=plan)
     hidden = states.last_hidden_state[0].index_select(0, places)
     targets = batch.ids[:, batch.prompt_width :][batch.mask]
-    values = by_chunks(model, hidden, targets, temperature, entropy_gradient)
+    values = token_values(model, hidden, targets, temperature, entropy_gradient)
     nothing = torch.zeros_like(batch.rollout_logprobs)
     return tuple(nothing.masked_scatter(batch.mask, of_tokens) for of_tokens in values)
-
-
-def of_logits(logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of `targets` and the entropies, [...] each. logits: [..., V]; targets: [...]."""
-    log_softmax = F.log_softmax(logits.float() / temperature, dim=-1)
-    logprobs = log_softmax.gather(-1, targets[..., None]).squeeze(-1)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy = -(log_softmax.exp() * log_softmax.clamp(min=-1e4)).sum(dim=-1)  # a logit of -inf adds 0
-    return logprobs, entropy
 
 
 def padded(model: nn.Module, batch: TokenBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
@@ -105,26 +94,3 @@ def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, 
         if sampled
     ]
     return plan, torch.tensor(places, dtype=torch.int64, device=batch.ids.device)
-
-
-def by_chunks(
-    model: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    """Apply the head to a bounded number of logits at a time. If there are more, the backward pass computes them again.
-
-    hidden: [n, hidden]; targets: [n]. Returns log-probabilities and entropies, [n] each.
-    """
-    config, head = model.config.get_text_config(), model.get_output_embeddings()
-    cap = getattr(config, "final_logit_softcapping", None)
-
-    def values(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(hidden)
-        logits = logits if cap is None else cap * torch.tanh(logits / cap)
-        return of_logits(logits, targets, temperature, entropy_gradient)
-
-    size = max(1, LOGITS_AT_ONCE.get(hidden.device.type, 1 << 25) // config.vocab_size)
-    if len(targets) <= size:
-        return values(hidden, targets)
-    chunks = zip(hidden.split(size), targets.split(size), strict=True)
-    found = [checkpoint(values, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))

@@ -20,8 +20,8 @@ from typing import Any
 
 from grpo.env.messages import Message
 from grpo.env.scoring import LARGEST
-from grpo.env.types import Env, Example, Reward, Trajectory
-from grpo.rewards.resolve import Function, Functions, locate, reward_name
+from grpo.env.types import Action, Env, Example, Reward, State, Step, Trajectory
+from grpo.rewards.resolve import Function, Functions, locate, module_of, reward_name
 from grpo.system.calls import awaited
 from grpo.system.errors import RewardError, UserError, told
 from grpo.system.global_state import put_back
@@ -84,6 +84,22 @@ class Rewards:
                 if needed and parameter.name not in given | _ALWAYS:
                     lacks = f"{parameter.name!r}, which is no column of {where} ({', '.join(sorted(given))})"
                     raise UserError(f"the reward function {name!r} needs {lacks} and has no default value")
+
+    def try_foreign(self, example: Example, messages: Sequence[Message]) -> None:
+        """Call the functions that are not ours with two made-up answers to `messages`, in the form that a run gives them.
+
+        Raises UserError, which names the form: a mistake in a function shows before a model is loaded.
+        """
+        foreign = [one for one in self.functions if not module_of(one).startswith("grpo.")]
+        if not foreign:
+            return
+        step = Step(State(tuple(messages)), Action(Message("assistant", "I think it is 42."), ids=(1, 2, 3)))
+        try:
+            Rewards(foreign, solved=self.solved).score(example, [Trajectory((step,))] * 2)
+        except RewardError as error:
+            last = "completions[i][-1]['content'] is an answer's text"
+            form = f"lists of messages, because the prompt of a row is one: {last}" if in_messages(example) else "texts"
+            raise UserError(f"{error} (tried with made-up answers; completions are {form})") from error
 
     def score(
         self,
@@ -230,7 +246,7 @@ def as_lists(example: Example, trajectories: Sequence[Trajectory], conversationa
     `truncated` (the token limit cut the answer short), `outcomes` (the rewards that environments gave), every column of the
     example, and if they are known `completion_ids` (the sampled tokens) and `lengths` (their numbers).
     """
-    conversational = conversational or isinstance(example.get("prompt"), (list, tuple))
+    conversational = conversational or in_messages(example)
     prompts, completions = [], []
     for trajectory in trajectories:
         start = list(trajectory.steps[0].state.messages)
@@ -250,6 +266,11 @@ def as_lists(example: Example, trajectories: Sequence[Trajectory], conversationa
     known["outcomes"] = [t.reward for t in trajectories]
     ids = [[token for step in trajectory.steps for token in step.action.ids] for trajectory in trajectories]
     return rest | known | ({"completion_ids": ids, "lengths": list(map(len, ids))} if all(ids) else {})
+
+
+def in_messages(example: Example) -> bool:
+    """Return whether the row has its prompt as a list of messages."""
+    return isinstance(example.get("prompt"), (list, tuple))
 
 
 def text_of(completion: str | Sequence[Mapping[str, str]]) -> str:

@@ -75,9 +75,21 @@ def _module_of_file(file: Path) -> ModuleType:
     return module
 
 
-def reward_name(function: Function) -> str:
-    """Return the name of a function's part of the reward: its own, or MODULE.NAME if a metric of ours has that name."""
+def unwrapped(function: Function) -> Function:
+    """Return the function without its partial arguments."""
     while isinstance(function, partial):
         function = function.func
+    return function
+
+
+def module_of(function: Function) -> str:
+    """Return the name of the module that defines the function, or the class of a callable object."""
+    inner = unwrapped(function)
+    return getattr(inner, "__module__", None) or type(inner).__module__
+
+
+def reward_name(function: Function) -> str:
+    """Return the name of a function's part of the reward: its own, or MODULE.NAME if a metric of ours has that name."""
+    function = unwrapped(function)
     name = getattr(function, "__name__", type(function).__name__)
     return f"{function.__module__}.{name}" if is_taken(name) else name

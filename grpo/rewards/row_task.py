@@ -46,6 +46,7 @@ class RowTask:
 
     def __init__(self, data: Rows, rewards: Functions, weights: Weights = None, solved: float = 1.0) -> None:
         self.told: set[str] = set()  # splits whose right answers were read
+        self.tried = False  # whether the reward functions have scored a made-up answer
         self.data, self.rewards = data, Rewards(rewards, weights, solved, self.usual_weights)
 
     def messages(self, example: Example) -> tuple[Message, ...]:
@@ -60,6 +61,9 @@ class RowTask:
     def examples(self, split: Split) -> Sequence[Example]:
         rows = self.data.split(split)
         self.check(rows[0], split)
+        if not self.tried and not self.several_turns:  # environments of its own may be what a function reads
+            self.rewards.try_foreign(self.columns(rows[0]), self.messages(rows[0]))
+            self.tried = True
         if self.grades_mathematics and split not in self.told:
             self.told.add(split)
             self.tell_unreadable(rows, split)

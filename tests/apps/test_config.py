@@ -216,7 +216,7 @@ def test_a_recipe_suits_the_model_and_the_adapter_and_a_model_file_sets_the_mode
     assert learning_rate("model=llama1b", "adapter=lora") == learning_rate("adapter=lora", "model=llama1b") == 1e-5
     assert learning_rate("adapter=lora", "optim.optimizer.lr=0.5") == 0.5
     config = compose_config("experiment=gsm8k_tiny", "output_dir=.")
-    assert (config.optim.max_tokens_per_microbatch, config.rollout.num_rollouts) == (2048, 20)
+    assert (config.optim.optimizer.lr, config.rollout.num_rollouts) == (1.5e-4, 20)
     assert "optim" not in compose_config("output_dir=.", name="eval")
 
 

@@ -10,7 +10,7 @@ from helpers.models import MORE, gap, model_of
 from grpo.engines.builtin import kv_cache
 from grpo.engines.builtin.engine import TransformersEngine, cache_objection
 from grpo.engines.builtin.kv_cache import KVCache
-from grpo.engines.builtin.llama import LlamaCache, is_small_llama
+from grpo.engines.builtin.llama import LlamaCache, is_plain_llama
 from grpo.engines.builtin.padded import PaddedCache
 from grpo.engines.protocol import Sampling
 from grpo.system.errors import UserError
@@ -88,13 +88,13 @@ def test_a_small_llama_is_computed_in_few_operations_with_the_same_result():
 
 def test_what_a_small_llama_is():
     model = model_of("llama")
-    assert is_small_llama(model)
+    assert is_plain_llama(model)
     hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)  # it may change what the layer returns
-    assert not is_small_llama(model)
+    assert not is_plain_llama(model)
     hook.remove()
     model.config.rope_parameters["rope_type"] = "dynamic"  # its angles depend on the longest row
-    assert not is_small_llama(model)
-    assert not any(map(is_small_llama, (model_of("llama", True), model_of("qwen3"), model_of("llama").bfloat16())))
+    assert not is_plain_llama(model)
+    assert not any(map(is_plain_llama, (model_of("llama", True), model_of("qwen3"), model_of("llama").bfloat16())))
 
 
 @pytest.mark.parametrize("family", OTHERS)

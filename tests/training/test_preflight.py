@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import EXAMPLES, compose_config
 from helpers.runs import rows
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from grpo.apps.cli import one_line_errors
 from grpo.apps.demo_model import SHIPPED
@@ -78,7 +78,10 @@ def test_a_sound_run_passes_every_check_and_keeps_the_verdicts(checked, probe):
     assert manifest["status"] == "finished"
     assert list(manifest["preflight"]) == list(CHECKS)
     skipped = {name for name, verdict in manifest["preflight"].items() if verdict["result"] != "PASS"}
-    assert skipped == {"the devices' gradients add up", "turns share a row"} and manifest["rounding"] == 1e-5
+    assert (
+        skipped == {"the devices' gradients add up", "turns share a row", "prompts have their start token"}
+        and manifest["rounding"] == 1e-5
+    )
     assert failed(probe) == set()
 
 
@@ -137,6 +140,43 @@ def test_answers_that_never_end(probe, monkeypatch):
     )
     found = preflight.outcome(CHECKS["there is something to learn"], probe)
     assert found.result == "FAIL" and found.remedy == "all answers are cut short: raise max_tokens"
+
+
+def test_most_answers_cut_short_are_a_warning(probe, caplog):
+    """59 of 64 answers of a real model were cut short, and it was a PASS. A reward for short answers may begin so."""
+    cut = {"end": "truncated"}
+    groups = [[replace(s, trajectory=replace(s.trajectory, **cut)) for s in group] for group in probe.groups]
+    groups[0][0] = replace(groups[0][0], trajectory=replace(groups[0][0].trajectory, end="answered"))
+    probe.__dict__["played"] = (groups, 1.0)
+    found = preflight.outcome(CHECKS["prompts differ, answers end"], probe)
+    assert found.result == "WARN" and "31 of 32 answers cut short" in found.compared and "max_tokens" in found.remedy
+    callback = preflight.PreflightCallback("on", SimpleNamespace(), SimpleNamespace(), {})
+    callback.verdicts = {"prompts differ, answers end": found}
+    callback.judge()  # the run goes on
+    assert "31 of 32 answers cut short" in caplog.text
+
+
+def test_a_start_token_that_is_never_put_in_front(probe, monkeypatch):
+    """The place alone tells this model the next token, and it has learned places behind a start token."""
+    asked = [group[0].turns[0].prompt_ids for group in probe.groups]
+    assert 8 < max(map(len, asked)) < 120
+    tokenizer = deepcopy(probe.tokenizer)
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(next(i for i in range(421) if i != asked[0][0]))
+    sizes = {"vocab_size": 421, "n_embd": 128, "n_layer": 1, "n_head": 1, "n_positions": 128}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, tie_word_embeddings=False)).eval()
+    for p in model.parameters():
+        p.data.zero_()
+    model.transformer.ln_f.weight.data.fill_(1)
+    model.transformer.wpe.weight.data.copy_(torch.eye(128))
+    for prompt in asked:
+        for place, token in enumerate(prompt):
+            model.lm_head.weight.data[token, place] = 1  # the start token, at place 0, comes before the prompt's first
+    monkeypatch.setattr(probe, "tokenizer", tokenizer)
+    check = CHECKS["prompts have their start token"]
+    assert preflight.outcome(check, probe).result == "PASS"  # the demo's model knows no such token
+    monkeypatch.setitem(probe.module._modules, "policy", model)
+    found = preflight.outcome(check, probe)
+    assert found.result == "FAIL" and "nats likelier" in found.compared and "add_bos_token" in found.remedy
 
 
 def test_a_right_answer_that_the_reward_does_not_get(probe, monkeypatch):

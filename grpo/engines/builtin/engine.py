@@ -2,7 +2,7 @@
 
 Each distinct prompt goes through the model once, then each step is one forward pass for all rows. Finished samples leave the
 batch and waiting ones join it. Works wherever the model works: CPU, MPS, one GPU. The KV cache is chosen by comparing its
-log-probabilities on a few tokens with plain forward passes: `LlamaCache` for a small Llama, else `KVCache`, else `PaddedCache`.
+log-probabilities on a few tokens with plain forward passes: `LlamaCache` for a Llama on a CPU, `KVCache`, else `PaddedCache`.
 """
 
 import logging
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.engines.builtin.kv_cache import KVCache
-from grpo.engines.builtin.llama import LlamaCache, is_small_llama
+from grpo.engines.builtin.llama import LlamaCache, is_plain_llama
 from grpo.engines.builtin.padded import PaddedCache
 from grpo.engines.builtin.sampler import Draws
 from grpo.engines.context import check_context
@@ -126,7 +126,7 @@ class TransformersEngine:
 
 def cache_for(model: nn.Module) -> tuple[Cache, str]:
     """Return the cache to sample with, and the reason if it is `PaddedCache`. Raises UserError if every cache is wrong."""
-    if is_small_llama(model) and not cache_objection(LlamaCache, model):
+    if is_plain_llama(model) and not cache_objection(LlamaCache, model):
         return LlamaCache, ""
     if not (why := cache_objection(KVCache, model)):
         return KVCache, ""

@@ -1,6 +1,6 @@
-"""A KV cache that computes a small Llama's forward pass itself, in few operations and without transformers' modules.
+"""A KV cache that computes a Llama's forward pass itself on a CPU, in few operations and without transformers' modules.
 
-q, k and v are one product, gate and up another, queries and keys rotate together, and sums are in place. On a CPU, small
+Queries and keys rotate together, and sums are in place. In a small model q, k and v are one product, gate and up another: small
 operations take a model of a few million parameters as long as its products. The results are those of the modules.
 """
 
@@ -12,12 +12,12 @@ from transformers import LlamaForCausalLM
 from grpo.engines.builtin.kv_cache import KVCache
 from grpo.models.packed_attention import AttentionPlan
 
-SMALL = 1 << 24  # parameters; the cache copies most of them, and larger models are bound by their products
+SMALL = 1 << 24  # parameters of a model whose matrices are joined: that copies them, and saves less the larger they are
 
 
-def is_small_llama(model: nn.Module) -> bool:
+def is_plain_llama(model: nn.Module) -> bool:
     """Return whether `LlamaCache` computes what this model does: a plain Llama in float32 on a CPU, with nothing added."""
-    if type(model) is not LlamaForCausalLM or sum(p.numel() for p in model.parameters()) > SMALL:
+    if type(model) is not LlamaForCausalLM:
         return False
     config, modules, hooks = model.config, [*model.modules()], ("_forward_hooks", "_forward_pre_hooks")
     linear = [m for name, m in model.named_modules() if name.endswith(("_proj", "lm_head"))]
@@ -33,17 +33,18 @@ def is_small_llama(model: nn.Module) -> bool:
 
 
 class LlamaCache(KVCache):
-    """`KVCache` for models that are `is_small_llama`. It holds a copy of their projections, so it serves one set of weights."""
+    """`KVCache` for models that are `is_plain_llama`. It may copy their projections, so it serves one set of weights."""
 
     def __init__(self, model: nn.Module, prompts, max_tokens: int, bound: int) -> None:
         super().__init__(model, prompts, max_tokens, bound)
+        joins = sum(p.numel() for p in model.parameters()) <= SMALL
         self.layers = [
             (
                 layer.input_layernorm.weight,
-                torch.cat([getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"]),
+                joined([getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"], joins),
                 layer.self_attn.o_proj.weight,
                 layer.post_attention_layernorm.weight,
-                torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]),
+                joined([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight], joins),
                 layer.mlp.down_proj.weight,
             )
             for layer in model.model.layers
@@ -59,7 +60,7 @@ class LlamaCache(KVCache):
         cos, sin = (table.index_select(0, positions[0])[:, None] for table in (self.cos, self.sin))  # [T, 1, D]
         x = F.embedding(ids[0], self.model.model.embed_tokens.weight)  # [T, hidden]
         for i, (norm, qkv, out, norm_mlp, gate_up, down) in enumerate(self.layers):
-            three = F.linear(F.rms_norm(x, shape, norm, eps), qkv).view(len(x), -1, width)  # [T, H + 2 K, D]
+            three = products(F.rms_norm(x, shape, norm, eps), qkv).view(len(x), -1, width)  # [T, H + 2 K, D]
             turned, value = three.narrow(1, 0, heads + kv), three.narrow(1, heads + kv, kv)
             turned = (turned * cos).add_(turned.roll(width // 2, -1).mul_(sin)).transpose(0, 1)[None]
             query, key = turned.narrow(1, 0, heads), turned.narrow(1, heads, kv)
@@ -67,6 +68,17 @@ class LlamaCache(KVCache):
             if torch.is_tensor(logits_to_keep) and i + 1 == len(self.layers):
                 x, said = x[logits_to_keep], said[logits_to_keep]
             x = F.linear(said, out).add_(x)
-            gate, up = F.linear(F.rms_norm(x, shape, norm_mlp, eps), gate_up).chunk(2, dim=1)
+            gate, up = products(F.rms_norm(x, shape, norm_mlp, eps), gate_up).chunk(2, dim=1)
             x = F.linear(F.silu(gate).mul_(up), down).add_(x)
         return F.linear(F.rms_norm(x, shape, self.model.model.norm.weight, eps), self.model.lm_head.weight)
+
+
+def joined(weights: list[Tensor], joins: bool) -> list[Tensor]:
+    return [torch.cat(weights)] if joins else weights
+
+
+def products(x: Tensor, weights: list[Tensor]) -> Tensor:
+    """Return the products with all these matrices, side by side."""
+    if len(weights) == 1:
+        return F.linear(x, weights[0])
+    return torch.cat([F.linear(x, weight) for weight in weights], dim=1)

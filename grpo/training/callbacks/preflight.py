@@ -109,13 +109,18 @@ class PreflightCallback(L.Callback):
             raise PreflightError(f"preflight failed: {' | '.join(failed)} (preflight=warn trains all the same)")
         for line in failed:
             log.warning("preflight failed: %s", line)
+        for name, v in self.verdicts.items():
+            if v.result == "WARN":
+                log.warning("preflight: %s: %s; %s", name, v.compared, v.remedy)
         if self.mode == "only":
             raise SystemExit(0)
 
 
 def agreed(found: Checked) -> Checked:
     """Return the worst verdict of all devices."""
-    return min(distributed.all_gather([found]), key=lambda verdict: ("FAIL", "SKIP", "PASS").index(verdict.result))
+    return min(
+        distributed.all_gather([found]), key=lambda verdict: ("FAIL", "WARN", "SKIP", "PASS").index(verdict.result)
+    )
 
 
 def outcome(check: Callable[[Probe], Checked], probe: Probe) -> Checked:
@@ -133,9 +138,7 @@ def outcome(check: Callable[[Probe], Checked], probe: Probe) -> Checked:
 
 @rank_zero_only
 def show_verdict(name: str, found: Checked) -> None:
-    """Print a verdict as a line, with what to do about a FAIL as a second one."""
-    color = {"PASS": "green", "FAIL": "bold red", "SKIP": "dim"}[found.result]
+    """Print a verdict as a line, with what to do about it as a second one."""
+    color = {"PASS": "green", "FAIL": "bold red", "WARN": "yellow", "SKIP": "dim"}[found.result]
     words = f"[{color}]{found.result}[/] {name}, {found.seconds:.1f} s: {escape(found.compared)}"
-    Console().print(
-        words + f"\n     {escape(found.remedy)}" * (found.result == "FAIL"), soft_wrap=True, highlight=False
-    )
+    Console().print(words + f"\n     {escape(found.remedy)}" * bool(found.remedy), soft_wrap=True, highlight=False)

@@ -12,6 +12,7 @@ from grpo.training.preflight.probe import Checked, Probe
 CHECKS: dict[str, Callable[[Probe], Checked]] = {
     "the weights are whole": learning.all_weights,
     "prompts differ, answers end": episodes.prompts,
+    "prompts have their start token": episodes.begun,
     "tokens are those of the texts": episodes.spelled_out,
     "turns share a row": data.turns,
     "gold answers are right": data.gold,

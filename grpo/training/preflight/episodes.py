@@ -9,15 +9,17 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.env.intake import build, close_env
 from grpo.env.renderer import message_read
-from grpo.env.scoring import score_group
-from grpo.env.tokens import Turn
-from grpo.env.types import SingleTurn, Step
+from grpo.env.scoring import UNKNOWN, score_group
+from grpo.env.tokens import Completion, Turn
+from grpo.env.types import SingleTurn, Step, Trajectory
+from grpo.rollout.collate import collate
 from grpo.rollout.rewarding import THREADS
 from grpo.rollout.types import Sample
 from grpo.system.calls import Calls
 from grpo.system.errors import StopError
 from grpo.training.preflight.probe import Checked, Probe, judged
 
+LIKELIER = 0.5  # nats per token by which a start token in front may make a prompt likelier
 PATIENCE = 4.0  # seconds: slow rewards are asked again only for as many groups as fit in
 
 
@@ -46,8 +48,32 @@ def prompts(probe: Probe) -> Checked:
     cut = sum(sample.trajectory.truncated for sample in probe.samples)
     length = sum(sample.length for sample in probe.samples) / len(probe.samples)
     text += f"; {cut} of {len(probe.samples)} answers cut short, {length:.0f} tokens each of at most {most}"
-    remedy = "the policy never ends an answer: raise max_tokens, or set rollout.sampling.stop_ids or its end token"
-    return judged(cut < len(probe.samples), text, remedy)
+    remedy = "raise max_tokens, or set rollout.sampling.stop_ids or the model's end token"
+    if cut == len(probe.samples):
+        return Checked("FAIL", text, f"the policy never ends an answer: {remedy}")
+    if cut > len(probe.samples) / 2:  # a reward for shorter answers may begin so
+        return Checked("WARN", text, f"most answers have no end, and are graded without it: {remedy}")
+    return Checked("PASS", text)
+
+
+def begun(probe: Probe) -> Checked:
+    """The prompts begin with the tokenizer's start token, or the model does not miss it. Gemma without it talks nonsense."""
+    start = probe.tokenizer and probe.tokenizer.bos_token_id
+    asked = [*dict.fromkeys(group[0].turns[0].prompt_ids for group in probe.groups if group[0].turns)]
+    without = [prompt[:256] for prompt in asked if prompt[0] != start and len(prompt) > 1][:4]
+    if start is None or not without:
+        return Checked("SKIP", "the tokenizer has no start token") if start is None else Checked("PASS", "all do")
+    means = []
+    for front in ((), (start,)):
+        turns = [
+            Turn((*front, prompt[0]), Completion(prompt[1:], (0.0,) * (len(prompt) - 1), "stop")) for prompt in without
+        ]
+        tokens = collate([[Sample({}, Trajectory(()), (turn,), UNKNOWN)] for turn in turns]).to(probe.module.device)
+        means.append(float(probe.trainer(tokens)[0][tokens.mask].mean()))
+    gain, token = means[1] - means[0], probe.tokenizer.bos_token
+    text = f"they do not begin with {token}, and with it their tokens are {gain:+.2f} nats likelier"
+    remedy = f"let the tokenizer put {token} in front (add_bos_token in its folder), or the chat template"
+    return judged(gain <= LIKELIER, text, remedy)
 
 
 def turns_of(probe: Probe) -> list[tuple[Step, Turn]]:

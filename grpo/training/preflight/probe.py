@@ -33,9 +33,10 @@ ROWS = 6  # rows of checks that need several passes
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of a check. compared: the numbers, or the reason for a SKIP. remedy: what to do about a FAIL. seconds: time."""
+    """The result of a check. compared: the numbers, or the reason for a SKIP. remedy: what to do about a FAIL or a WARN,
+    which does not stop the run. seconds: time."""
 
-    result: Literal["PASS", "FAIL", "SKIP"]
+    result: Literal["PASS", "WARN", "FAIL", "SKIP"]
     compared: str
     remedy: str = ""
     seconds: float = 0.0

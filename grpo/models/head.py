@@ -1,0 +1,118 @@
+"""The head of a language model: from hidden states to log-probabilities of tokens, with few logits in memory at a time.
+
+Shapes: n tokens, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+# logits in one product. On a CPU 28 MB: larger tensors get new pages each time, which the kernel has to zero
+LOGITS_AT_ONCE = {"cuda": 1 << 27, "cpu": 7 << 20}
+LOGITS_KEPT = 1 << 27  # if there are more logits, the backward pass computes them again
+
+
+def token_values(
+    model: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities of `targets` and the entropies there, [n] each. hidden: [n, hidden]; targets: [n].
+
+    A head with an adapter, a cap or 8-bit weights is computed by its own module.
+    """
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    cap, device = getattr(config, "final_logit_softcapping", None), hidden.device.type
+    size = max(1, LOGITS_AT_ONCE.get(device, 1 << 25) // config.vocab_size)
+    if cap is None and is_plain(head) and not torch.is_autocast_enabled(device):
+        return OfTokens.apply(hidden, head.weight, targets, temperature, entropy_gradient, size)
+
+    def values(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(hidden)
+        logits = logits if cap is None else cap * torch.tanh(logits / cap)
+        return of_logits(logits, targets, temperature, entropy_gradient)
+
+    if len(targets) <= size:
+        return values(hidden, targets)
+    chunks = zip(hidden.split(size), targets.split(size), strict=True)
+    found = [checkpoint(values, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+
+def of_logits(logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities of `targets` and the entropies, [...] each. logits: [..., V]; targets: [...]."""
+    log_softmax = F.log_softmax(logits.float() / temperature, dim=-1)
+    logprobs = log_softmax.gather(-1, targets[..., None]).squeeze(-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropy = -(log_softmax.exp() * log_softmax.clamp(min=-1e4)).sum(dim=-1)  # a logit of -inf adds 0
+    return logprobs, entropy
+
+
+def is_plain(head: nn.Module) -> bool:
+    """Return whether the head is one matrix on this device, and nothing else."""
+    hooks = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
+    return type(head) is nn.Linear and head.bias is None and not hooks and not hasattr(head.weight, "full_tensor")
+
+
+class OfTokens(Function):
+    """`of_logits` of a plain head, with gradients written by hand.
+
+    Autograd would keep four tensors of all logits, or make a gradient of the whole matrix for each chunk. Here at most one
+    is kept, and the matrix has one gradient, to which each chunk adds.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool, size: int
+    ):
+        logprobs, entropy = hidden.new_empty(2, len(targets), dtype=torch.float32)
+        keeps = any(ctx.needs_input_grad) and len(targets) * len(weight) <= LOGITS_KEPT
+        kept = []
+        for at in pieces(len(targets), size):
+            log_softmax = scaled(hidden[at], weight, temperature).log_softmax(-1)
+            logprobs[at] = log_softmax.gather(-1, targets[at, None]).squeeze(-1)
+            entropy[at] = mean_of(log_softmax.exp(), -log_softmax)
+            kept += [log_softmax] * keeps
+        ctx.save_for_backward(hidden, weight, targets, entropy, *kept)
+        ctx.temperature, ctx.size, ctx.entropy_gradient = temperature, size, entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_logprobs: Tensor, of_entropy: Tensor):
+        """d log p(y) / d z = onehot(y) - p, and d H / d z = -p (log p + H)."""
+        hidden, weight, targets, entropy, *kept = ctx.saved_tensors
+        wants_hidden, wants_weight, *_ = ctx.needs_input_grad
+        of_hidden = torch.empty_like(hidden) if wants_hidden else None
+        of_weight = torch.zeros_like(weight) if wants_weight else None
+        for i, at in enumerate(pieces(len(targets), ctx.size)):
+            log_softmax = kept[i] if kept else scaled(hidden[at], weight, ctx.temperature).log_softmax(-1)
+            factor = of_logprobs[at, None]
+            if ctx.entropy_gradient:
+                factor = of_entropy[at, None] * (log_softmax.clamp(min=-1e4) + entropy[at, None]) + factor
+            of_logits = log_softmax.exp().mul_(-factor / ctx.temperature)
+            of_logits.scatter_add_(-1, targets[at, None], of_logprobs[at, None] / ctx.temperature)
+            of_logits = of_logits.to(weight.dtype)
+            if wants_hidden:
+                torch.mm(of_logits, weight, out=of_hidden[at])
+            if wants_weight:
+                of_weight.addmm_(of_logits.T, hidden[at])
+        return of_hidden, of_weight, None, None, None, None
+
+
+def pieces(count: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
+def scaled(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """Return the logits at this temperature, [n, V] float32."""
+    logits = F.linear(hidden, weight).float()
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def mean_of(probs: Tensor, values: Tensor) -> Tensor:
+    """Return the mean of values under probs, [n]. Both: [n, V]. An infinite value with probability 0 adds 0."""
+    return probs.mul_(values.clamp_(max=1e4)).sum(-1)
