@@ -264,6 +264,7 @@ def check_model(pretrained: "Pretrained", config: DictConfig) -> None:
     """Raises UserError if the model cannot take the new adapter, or does not have the ids of stop_ids and of its end tokens."""
     if "adapter" in config:  # of a run that trains
         pretrained.check_takes(config.adapter)
+        warn_of_bfloat16(str(pretrained.dtype), config.trainer)
     text = pretrained.config().get_text_config()
     last, ends = text.vocab_size - 1, text.eos_token_id
     if never := [token for token in (ends if isinstance(ends, list) else [ends or 0]) if token > last]:
@@ -272,6 +273,22 @@ def check_model(pretrained: "Pretrained", config: DictConfig) -> None:
     for key in ("rollout.sampling.stop_ids", "eval.sampling.stop_ids"):
         if outside := [token for token in OmegaConf.select(config, key) or () if token > last]:
             raise UserError(f"{key}: the model has no token {outside[0]}, only 0 to {last}")
+
+
+def warn_of_bfloat16(dtype: str, trainer: DictConfig) -> None:
+    """Warn of 16 bits where they are computed on a CPU without instructions for them."""
+    import torch
+
+    on_cpu = trainer.get("accelerator") == "cpu" or not torch.accelerator.is_available()
+    chosen = {
+        "model.dtype=bfloat16": dtype == "bfloat16",
+        "trainer.precision=bf16-mixed": trainer.get("precision") == "bf16-mixed",
+    }
+    if on_cpu and any(chosen.values()) and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        which = next(name for name, is_chosen in chosen.items() if is_chosen)
+        log.warning(
+            "%s: this CPU has no instructions for it, so it halves the memory and is slower than float32", which
+        )
 
 
 def announced(config: DictConfig, overrides: Sequence[str] | None = None) -> DictConfig | None:

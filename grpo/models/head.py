@@ -25,7 +25,7 @@ def token_values(
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     cap, device = getattr(config, "final_logit_softcapping", None), hidden.device.type
     size = max(1, LOGITS_AT_ONCE.get(device, 1 << 25) // config.vocab_size)
-    if cap is None and is_plain(head) and not torch.is_autocast_enabled(device):
+    if cap is None and is_one_matrix(head) and not torch.is_autocast_enabled(device):
         return OfTokens.apply(hidden, head.weight, targets, temperature, entropy_gradient, size)
 
     def values(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ def of_logits(logits: Tensor, targets: Tensor, temperature: float, entropy_gradi
     return logprobs, entropy
 
 
-def is_plain(head: nn.Module) -> bool:
+def is_one_matrix(head: nn.Module) -> bool:
     """Return whether the head is one matrix on this device, and nothing else."""
     hooks = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
     return type(head) is nn.Linear and head.bias is None and not hooks and not hasattr(head.weight, "full_tensor")
@@ -69,7 +69,7 @@ class OfTokens(Function):
         logprobs, entropy = hidden.new_empty(2, len(targets), dtype=torch.float32)
         keeps = any(ctx.needs_input_grad) and len(targets) * len(weight) <= LOGITS_KEPT
         kept = []
-        for at in pieces(len(targets), size):
+        for at in chunks_of(len(targets), size):
             log_softmax = scaled(hidden[at], weight, temperature).log_softmax(-1)
             logprobs[at] = log_softmax.gather(-1, targets[at, None]).squeeze(-1)
             entropy[at] = mean_of(log_softmax.exp(), -log_softmax)
@@ -88,7 +88,7 @@ class OfTokens(Function):
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         of_weight = torch.zeros_like(weight) if wants_weight else None
-        for i, at in enumerate(pieces(len(targets), ctx.size)):
+        for i, at in enumerate(chunks_of(len(targets), ctx.size)):
             log_softmax = kept[i] if kept else scaled(hidden[at], weight, ctx.temperature).log_softmax(-1)
             factor = of_logprobs[at, None]
             if ctx.entropy_gradient:
@@ -103,7 +103,8 @@ class OfTokens(Function):
         return of_hidden, of_weight, None, None, None, None
 
 
-def pieces(count: int, size: int) -> list[slice]:
+def chunks_of(count: int, size: int) -> list[slice]:
+    """Return the places of each chunk."""
     return [slice(start, start + size) for start in range(0, count, size)]
 
 

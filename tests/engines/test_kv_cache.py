@@ -9,7 +9,7 @@ from helpers.models import MORE, gap, model_of
 
 from grpo.engines.builtin import kv_cache
 from grpo.engines.builtin.engine import TransformersEngine, cache_objection
-from grpo.engines.builtin.kv_cache import KVCache
+from grpo.engines.builtin.kv_cache import KVCache, Prefill
 from grpo.engines.builtin.llama import LlamaCache, is_plain_llama
 from grpo.engines.builtin.padded import PaddedCache
 from grpo.engines.protocol import Sampling
@@ -73,6 +73,24 @@ def test_the_pool_says_what_a_plain_forward_does(family, lora, caplog):
     few = engine_of(model, 100).sample(GROUPS, Sampling(24, temperature=0.8), range(10))  # two or three at a time
     assert [completion.ids for completion in few] == [completion.ids for completion in found]
     assert gap(model, GROUPS, few, 0.8) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", *MORE])
+def test_a_beginning_that_all_prompts_share_is_computed_once(family, monkeypatch):
+    """Worked examples of 20 tokens, then questions of 1, 4 and 9 tokens; and prompts that begin alike for 15 tokens only."""
+    model, read = model_of(family), []
+    init = Prefill.__init__
+    monkeypatch.setattr(
+        Prefill, "__init__", lambda plan, *given: (init(plan, *given), read.append(plan.ids.shape[1]))[0]
+    )
+    for same, tokens in ((20, 20 + 1 + 4 + 9), (15, 3 * 15 + 1 + 4 + 9)):
+        start = torch.randint(97, (same,), generator=torch.Generator().manual_seed(1)).tolist()
+        prompts = [(*start, *range(7 * n, 8 * n)) for n in (1, 4, 9) for _ in range(2)]
+        engine = engine_of(model)
+        read.clear()
+        found = engine.sample(prompts, Sampling(12, temperature=0.8), range(6))
+        assert read == [tokens]
+        assert gap(model, prompts, found, 0.8) < 1e-5
 
 
 def test_a_small_llama_is_computed_in_few_operations_with_the_same_result():

@@ -201,3 +201,38 @@ def test_a_wrong_layout_or_size_is_one_line():
         Optimization(torch.optim.SGD, print, layout="ragged")
     with pytest.raises(UserError, match=r"optim.max_tokens_per_microbatch=0 must be an integer of at least 1"):
         Optimization(torch.optim.SGD, print, max_tokens_per_microbatch=0)
+
+
+@pytest.mark.parametrize("entropies", [False, True])
+@pytest.mark.parametrize("kept", [1 << 27, 0])
+@pytest.mark.parametrize("size", [3, 100])
+def test_the_gradients_of_the_head_are_those_of_autograd(monkeypatch, size, kept, entropies):
+    """Ten tokens in chunks of three or in one, with logits kept or computed again."""
+    torch.manual_seed(0)
+    model = model_of("llama")
+    monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", size * 97)
+    monkeypatch.setattr(head, "LOGITS_KEPT", kept)
+    weight, targets = model.lm_head.weight, torch.randint(97, (10,))
+    hidden = torch.randn(10, weight.shape[1], requires_grad=True)
+    factors = torch.randn(2, 10)
+
+    def gradients(values):
+        loss = sum((factor * x).sum() for factor, x in zip(factors, values, strict=True) if x.requires_grad)
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    exact = head.of_logits(hidden @ weight.T, targets, 0.7, entropies)
+    got = head.token_values(model, hidden, targets, 0.7, entropies)
+    assert got[1].requires_grad == entropies
+    torch.testing.assert_close(got, exact, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(gradients(got), gradients(exact), atol=1e-6, rtol=1e-5)
+
+
+def test_a_head_that_is_more_than_a_matrix_is_computed_by_its_module():
+    model = model_of("llama")
+    assert head.is_one_matrix(model.lm_head)
+    model.lm_head.register_forward_hook(lambda module, given, logits: 2 * logits)
+    assert not head.is_one_matrix(model.lm_head)
+    hidden, targets = torch.randn(4, model.lm_head.weight.shape[1]), torch.arange(4)
+    got, _ = head.token_values(model, hidden, targets, 1.0, False)
+    exact, _ = head.of_logits(2 * (hidden @ model.lm_head.weight.T), targets, 1.0, False)
+    torch.testing.assert_close(got, exact)

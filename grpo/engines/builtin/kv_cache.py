@@ -16,6 +16,7 @@ from grpo.models.packed_attention import AttentionPlan, Packed, attending, take
 from grpo.system.pieces import in_pieces
 
 PREFILL_TOKENS = 8192  # tokens of prompts in one forward pass; a longer prompt goes alone
+SHARED = 16  # tokens with which all prompts of a pass must begin, so that the pass computes them once
 GROWTH = 16  # rows grow by this many tokens, or by an eighth of their length if that is more
 NEVER = 2**62  # the position of a place without a token
 
@@ -74,8 +75,7 @@ class KVCache:
         """Run the model on these prompts: stores their keys and values, and the logits after each."""
         self.prompts += prompts
         plan = Prefill(self, [self.texts[u] for u in prompts])
-        last = (torch.tensor(plan.starts) + plan.prompt_lengths - 1).to(self.device)
-        logits = self.forward(plan, plan.ids, plan.positions, logits_to_keep=last)
+        logits = self.forward(plan, plan.ids, plan.positions, logits_to_keep=plan.last)
         self.logits |= zip(prompts, logits, strict=True)
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -200,23 +200,40 @@ class KVCache:
 
 
 class Prefill(Packed):
-    """The plan that reads the newest prompts of a cache, packed into one row, and stores their keys and values."""
+    """The plan that reads the newest prompts of a cache, packed into one row, and stores their keys and values.
+
+    If all begin alike, with a system message or worked examples, the rest of each is a row that follows this beginning.
+    kept: the places of each prompt's tokens, [n, P]. last: that of its last token, [n].
+    """
 
     def __init__(self, cache: KVCache, prompts: Sequence[tuple[int, ...]]) -> None:
-        super().__init__(prompts, [[]] * len(prompts), cache.device)
-        self.cache = cache
+        self.cache, alike = cache, alike_until(prompts)
+        if len(prompts) > 1 and alike >= SHARED:
+            super().__init__([prompts[0][:alike]], [[prompt[alike:] for prompt in prompts]], cache.device)
+            self.kept, starts, lengths = self.places[2], self.starts[1:], self.row_lengths
+        else:
+            super().__init__(prompts, [[]] * len(prompts), cache.device)
+            self.kept, starts, lengths = self.places[0], self.starts, self.prompt_lengths
+        self.last = (torch.tensor(starts) + lengths - 1).to(cache.device)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
         """Store keys and values of the layer in the cache, then attend as `Packed`."""
         count, longest = len(self.cache.prompts), max(len(self.cache.texts[u]) for u in self.cache.prompts)
-        new = [take(x[0].transpose(0, 1), self.places[0]) for x in (key, value)]  # [n, K, P, D]
+        new = [take(x[0].transpose(0, 1), self.kept) for x in (key, value)]  # [n, K, P, D]
         kept = self.cache.of_prompts.get(layer) or [x[:0] for x in new]
         self.cache.of_prompts[layer] = kept = [fitted(x, count, longest, 0) for x in kept]
         for x, y in zip(kept, new, strict=True):
             x[count - len(y) : count, :, : y.shape[2]] = y
         return super().attend(layer, query, key, value, scale, window)
+
+
+def alike_until(prompts: Sequence[tuple[int, ...]]) -> int:
+    """Return how many tokens all prompts have in common at their start, less than any of them has."""
+    first, last = min(prompts), max(prompts)  # all others are between these two
+    most = min(map(len, prompts)) - 1
+    return next((i for i, (a, b) in enumerate(zip(first[:most], last, strict=False)) if a != b), most)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -41,10 +41,10 @@ class LlamaCache(KVCache):
         self.layers = [
             (
                 layer.input_layernorm.weight,
-                joined([getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"], joins),
+                side_by_side([getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"], joins),
                 layer.self_attn.o_proj.weight,
                 layer.post_attention_layernorm.weight,
-                joined([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight], joins),
+                side_by_side([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight], joins),
                 layer.mlp.down_proj.weight,
             )
             for layer in model.model.layers
@@ -73,7 +73,8 @@ class LlamaCache(KVCache):
         return F.linear(F.rms_norm(x, shape, self.model.model.norm.weight, eps), self.model.lm_head.weight)
 
 
-def joined(weights: list[Tensor], joins: bool) -> list[Tensor]:
+def side_by_side(weights: list[Tensor], joins: bool) -> list[Tensor]:
+    """Return the matrices as one, or as they are."""
     return [torch.cat(weights)] if joins else weights
 
 
