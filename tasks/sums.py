@@ -5,9 +5,10 @@ Before its question the model reads worked examples, as turns of the conversatio
 
 import random
 from collections.abc import Sequence
+from itertools import combinations_with_replacement
 from typing import Annotated
 
-from grpo.data.dataset import Made, side
+from grpo.data.dataset import side
 from grpo.env.messages import Message
 from grpo.env.types import Example, Split
 from grpo.rewards.combined import Weights
@@ -33,7 +34,7 @@ class Sums(RowTask):
     @enforced("task")
     def __init__(
         self,
-        largest: Annotated[int, Range(20, 10**6)] = 60,
+        largest: Annotated[int, Range(20, 200)] = 60,
         shots: Annotated[int, Range(0, len(WORKED))] = 2,
         train_size: Count = 2000,
         test_size: Count = 200,
@@ -49,21 +50,23 @@ class Sums(RowTask):
     def split(self, split: Split) -> Sequence[Example]:
         if split not in self.sizes:
             raise UserError(f"there is no split {split!r}: {', '.join(self.sizes)}")
-        return Made(self.sizes[split], lambda i: self.row(split, i))
+        rows, size = self.questions(split), self.sizes[split]
+        if size > len(rows):
+            raise UserError(
+                f"task.{split}_size={size} is more than the {len(rows)} questions with task.largest={self.largest}"
+            )
+        return rows[:size]
 
-    def row(self, split: Split, place: int) -> Example:
-        """Return row `place` of a split. A hash of the question decides the split, so that the splits share none."""
-        rng = random.Random(f"{split} {self.seed} {place}")
-        while True:
-            right, left = sorted(rng.randint(2, self.largest) for _ in range(2))
-            sign = rng.choice("+-")
-            if side([left, sign, right], HELD_OUT) == split:
-                return {
-                    "left": left,
-                    "sign": sign,
-                    "right": right,
-                    "answer": left + right if sign == "+" else left - right,
-                }
+    def questions(self, split: Split) -> list[Example]:
+        """Return all questions of a split, each once. A hash of the question decides the split, so that the splits share none."""
+        rows = [
+            {"left": left, "sign": sign, "right": right, "answer": left + right if sign == "+" else left - right}
+            for left, right in combinations_with_replacement(range(self.largest, 1, -1), 2)
+            for sign in "+-"
+            if side([left, sign, right], HELD_OUT) == split
+        ]
+        random.Random(self.seed).shuffle(rows)
+        return rows
 
     def messages(self, example: Example) -> tuple[Message, ...]:
         worked = [

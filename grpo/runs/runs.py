@@ -23,7 +23,7 @@ from grpo.system.settings import flat
 
 VERDICTS = {"accuracy": "correct", "accuracy_lenient": "correct_lenient"}  # metric -> its column in tables of samples
 # keys that may differ between runs of one arm
-SAME = ("seed", "data_seed", "ckpt_path", "output_dir", "optim.skipped", "trainer.default_root_dir")
+SAME = ("seed", "data_seed", "ckpt_path", "output_dir", "optim.skipped", "trainer.default_root_dir", "preflight")
 SHOWN = ("callbacks", "logger")  # groups that may differ, too
 Rollouts = Collection[int] | None  # wanted rollouts; None: all
 # PyYAML's parser in C, if there is one, takes a tenth of the time

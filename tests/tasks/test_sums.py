@@ -13,6 +13,7 @@ def test_questions_are_those_of_the_seed_and_the_splits_share_none():
     rows = {split: [*Sums(train_size=400, test_size=100).examples(split)] for split in ("train", "test")}
     assert all(row["answer"] == eval(f"{row['left']}{row['sign']}{row['right']}") >= 0 for row in rows["train"])
     asked = {split: {(row["left"], row["sign"], row["right"]) for row in rows[split]} for split in rows}
+    assert len(asked["train"]) == 400 and len(asked["test"]) == 100  # each question once
     assert not asked["train"] & asked["test"] and {sign for _, sign, _ in asked["train"]} == {"+", "-"}
     assert max(row["left"] for row in rows["train"]) == 60 and min(row["right"] for row in rows["train"]) == 2
     assert (
@@ -20,6 +21,12 @@ def test_questions_are_those_of_the_seed_and_the_splits_share_none():
     )
     with pytest.raises(UserError, match="no split 'validation': train, test"):
         Sums().examples("validation")
+    every = [len(Sums().questions(split)) for split in ("train", "test")]
+    assert sum(every) == 2 * 59 * 60 / 2 and 0.18 < every[1] / sum(every) < 0.22
+    with pytest.raises(
+        UserError, match=f"task.test_size=2000 is more than the {every[1]} questions with task.largest=60"
+    ):
+        Sums(test_size=2000).examples("test")
 
 
 def test_the_model_reads_worked_examples_and_its_last_number_counts():
