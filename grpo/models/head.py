@@ -10,9 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-# logits in one product. On a CPU 28 MB: larger tensors get new pages each time, which the kernel has to zero
-LOGITS_AT_ONCE = {"cuda": 1 << 27, "cpu": 7 << 20}
-LOGITS_KEPT = 1 << 27  # if there are more logits, the backward pass computes them again
+LOGITS_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 23}  # in one product, in float32 four bytes each
 
 
 def token_values(
@@ -67,7 +65,7 @@ class OfTokens(Function):
         ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool, size: int
     ):
         logprobs, entropy = hidden.new_empty(2, len(targets), dtype=torch.float32)
-        keeps = any(ctx.needs_input_grad) and len(targets) * len(weight) <= LOGITS_KEPT
+        keeps = any(ctx.needs_input_grad) and len(targets) <= size  # else the backward pass computes them again
         kept = []
         for at in chunks_of(len(targets), size):
             log_softmax = scaled(hidden[at], weight, temperature).log_softmax(-1)

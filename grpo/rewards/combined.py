@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import replace
 from itertools import islice
@@ -29,6 +30,8 @@ from grpo.system.progress import Progress, progress, scheduled
 from grpo.system.witness import seen
 
 log = logging.getLogger(__name__)
+
+PATIENCE = 5.0  # seconds for made-up answers
 
 Weight = float | Mapping[str, Any]  # a number, or one that changes: {schedule: linear, from: 0.5, to: 0}
 Weights = Mapping[str, Weight] | Sequence[Weight] | None
@@ -68,6 +71,7 @@ class Rewards:
         if not listed:
             raise UserError("task.rewards is empty: name at least one reward function")
         self.functions = [locate(one) if isinstance(one, str) else one for one in listed]
+        self.foreign = [one for one in self.functions if not module_of(one).startswith(("grpo.", "tasks."))]
         self.names = [reward_name(function) for function in self.functions]
         self.wanted = [_wanted(function) for function in self.functions]
         self.weights, self.solved = weights_of(self.names, weights, usual), solved
@@ -86,17 +90,24 @@ class Rewards:
                     raise UserError(f"the reward function {name!r} needs {lacks} and has no default value")
 
     def try_foreign(self, example: Example, messages: Sequence[Message]) -> None:
-        """Call the functions that are not ours with two made-up answers to `messages`, in the form that a run gives them.
+        """Call the functions that do not come with the project with two made-up answers, in the form that a run gives them.
 
-        Raises UserError, which names the form: a mistake in a function shows before a model is loaded.
+        messages: that pose the example. Raises UserError, which names the form: a mistake shows before a model is loaded. A
+        function that takes longer than PATIENCE is left alone: a run has its own limit of time, and counts what exceeds it.
         """
-        foreign = [one for one in self.functions if not module_of(one).startswith("grpo.")]
-        if not foreign:
-            return
         step = Step(State(tuple(messages)), Action(Message("assistant", "I think it is 42."), ids=(1, 2, 3)))
-        try:
-            Rewards(foreign, solved=self.solved).score(example, [Trajectory((step,))] * 2)
-        except RewardError as error:
+        errors: list[RewardError] = []
+
+        def score() -> None:
+            try:
+                Rewards(self.foreign, solved=self.solved).score(example, [Trajectory((step,))] * 2)
+            except RewardError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=score, name="trial", daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+        for error in errors:
             last = "completions[i][-1]['content'] is an answer's text"
             form = f"lists of messages, because the prompt of a row is one: {last}" if in_messages(example) else "texts"
             raise UserError(f"{error} (tried with made-up answers; completions are {form})") from error

@@ -61,7 +61,7 @@ class RowTask:
     def examples(self, split: Split) -> Sequence[Example]:
         rows = self.data.split(split)
         self.check(rows[0], split)
-        if not self.tried and not self.several_turns:  # environments of its own may be what a function reads
+        if self.rewards.foreign and not self.tried and not self.several_turns:  # a function may read an environment
             self.rewards.try_foreign(self.columns(rows[0]), self.messages(rows[0]))
             self.tried = True
         if self.grades_mathematics and split not in self.told:

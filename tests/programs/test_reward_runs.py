@@ -16,7 +16,7 @@ from train import train
 
 BURNS = """
 def brevity(completions, question, **columns):
-    if any("lamps" in text for text in question):
+    if any("lamps" in text for text in question) and "think" not in completions[0]:  # no made-up answer
         raise RuntimeError("judge is down")
     return [-len(text) / 100 for text in completions]
 """

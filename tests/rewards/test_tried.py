@@ -1,9 +1,11 @@
 """A reward function of the user's scores made-up answers when the rows are loaded: before a model is."""
 
 import json
+import threading
 
 import pytest
 
+from grpo.rewards import combined
 from grpo.system.errors import UserError
 from tasks.jsonl import Jsonl
 
@@ -21,6 +23,10 @@ def for_messages(completions, gold, completion_ids):
 
 def forgets_one(completions, **columns):
     return [0.0]
+
+
+def hangs(completions, **columns):
+    threading.Event().wait()
 
 
 def rows(folder, prompt, **more) -> Jsonl:
@@ -56,6 +62,11 @@ def test_the_line_names_the_form(tmp_path):
         rows(tmp_path, as_text, rewards=[for_messages]).examples("train")
     with pytest.raises(UserError, match="'forgets_one' gave 1 values for 2 completions"):
         rows(tmp_path, as_text, rewards=["last_number", forgets_one]).examples("train")
+
+
+def test_one_that_hangs_does_not_hold_the_run_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(combined, "PATIENCE", 0.05)
+    rows(tmp_path, as_text, rewards=[hangs]).examples("train")
 
 
 def test_each_function_is_tried_once_and_ours_is_not(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 from conftest import seed
+from helpers.serving import until
 from helpers.time_limits import keep_for
 
 from grpo.engines.protocol import Sampling
@@ -133,7 +134,8 @@ def test_environments_are_closed_when_the_run_ends_in_the_middle(parts):
     engine.calls, engine.sample = 0, stopping
     with pytest.raises(KeyboardInterrupt):
         play(task, [{"kind": "never ends"}] * 3, 1, engine, renderer, Sampling(2), seed)
-    assert built and {id(env) for env in task.closed} == {id(env) for env in built}
+    assert built
+    until(lambda: {id(env) for env in task.closed} == {id(env) for env in built})  # one may be built after the end
 
 
 def test_an_environment_that_is_built_too_late_is_closed_at_once(parts):
