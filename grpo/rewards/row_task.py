@@ -5,6 +5,7 @@ Most tasks are of this kind. Other tasks need nothing from here: see `env.types.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType
@@ -62,7 +63,9 @@ class RowTask:
         rows = self.data.split(split)
         self.check(rows[0], split)
         if self.rewards.foreign and not self.tried and not self.several_turns:  # a function may read an environment
+            before = deepcopy(self.state_dict())
             self.rewards.try_foreign(self.columns(rows[0]), self.messages(rows[0]))
+            self.load_state_dict(before)
             self.tried = True
         if self.grades_mathematics and split not in self.told:
             self.told.add(split)
