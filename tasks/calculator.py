@@ -45,14 +45,23 @@ def calculator(expression: str) -> str:
     return str(result)  # 7/2 if it is not an integer
 
 
+def called(expression: str) -> list[Message]:
+    """Return a call of the calculator, and its result."""
+    call = Message("assistant", "", (ToolCall("calculator", {"expression": expression}),))
+    return [call, Message("tool", calculator(expression), name="calculator")]
+
+
+def in_time(trajectory: Trajectory) -> Trajectory:
+    """Return the trajectory, without an answer if it ran out of turns."""
+    return with_answer(trajectory, "") if trajectory.end == "out_of_turns" else trajectory
+
+
 def conversation(problem: Problem, rng: random.Random, hasty: float = 0.0, slips: float = 0.0) -> State:
     """Return a call for each line of the working, and a box. After a slip the author uses another number than the tool's."""
     lines, result = problem.working(rng, hasty, slips)
     said = [Message("user", problem.question)]
     for line in lines:
-        expression = line.partition("=")[0]
-        said.append(Message("assistant", "", (ToolCall("calculator", {"expression": expression}),)))
-        said.append(Message("tool", calculator(expression), name="calculator"))
+        said += called(line.partition("=")[0])
     return State((*said, Message("assistant", f"\\boxed{{{result}}}")), (spec_of(calculator),))
 
 
@@ -83,4 +92,4 @@ class Calculator(Wordmath):
         return ToolEnv(self.messages(example), [calculator])
 
     def heard(self, trajectory: Trajectory) -> Trajectory:
-        return with_answer(trajectory, "") if trajectory.end == "out_of_turns" else trajectory
+        return in_time(trajectory)

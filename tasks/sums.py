@@ -11,16 +11,16 @@ from itertools import combinations_with_replacement
 from typing import Annotated
 
 from grpo.data.dataset import side
-from grpo.env.messages import Message, ToolCall
+from grpo.env.messages import Message
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Example, Split, Trajectory
 from grpo.rewards.combined import Weights
 from grpo.rewards.functions import last_number
 from grpo.rewards.resolve import Functions
-from grpo.rewards.row_task import RowTask, with_answer
+from grpo.rewards.row_task import RowTask
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Range, Whole, enforced
-from tasks.calculator import calculator
+from tasks.calculator import calculator, called, in_time
 
 RESULT = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 WORKED = ((12, "+", 7), (40, "-", 25), (31, "+", 18), (57, "-", 8))
@@ -65,9 +65,8 @@ class Sums(RowTask):
             raise UserError(f"there is no split {split!r}: {', '.join(self.sizes)}")
         rows, size = self.questions(split), self.sizes[split]
         if size > len(rows):
-            raise UserError(
-                f"task.{split}_size={size} is more than the {len(rows)} questions with task.largest={self.largest}"
-            )
+            there = f"the {len(rows)} questions with task.largest={self.largest}"
+            raise UserError(f"task.{split}_size={size} is more than {there}")
         return rows[:size]
 
     def questions(self, split: Split) -> list[Example]:
@@ -96,13 +95,10 @@ class CalledSums(Sums):
     signs, shown = "+-*", CALLED
 
     def worked(self, left: int, sign: str, right: int) -> tuple[Message, ...]:
-        expression = f"{left} {sign} {right}"
-        call = Message("assistant", "", (ToolCall("calculator", {"expression": expression}),))
-        result = Message("tool", calculator(expression), name="calculator")
-        return asked(left, sign, right), call, result, answered(left, sign, right)
+        return asked(left, sign, right), *called(f"{left} {sign} {right}"), answered(left, sign, right)
 
     def build(self, example: Example) -> ToolEnv:
         return ToolEnv(self.messages(example), [calculator])
 
     def heard(self, trajectory: Trajectory) -> Trajectory:
-        return with_answer(trajectory, "") if trajectory.end == "out_of_turns" else trajectory
+        return in_time(trajectory)

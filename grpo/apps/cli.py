@@ -276,19 +276,19 @@ def check_model(pretrained: "Pretrained", config: DictConfig) -> None:
 
 
 def warn_of_bfloat16(dtype: str, trainer: DictConfig) -> None:
-    """Warn of 16 bits where they are computed on a CPU without instructions for them."""
+    """Warn of bfloat16 where it is computed on a CPU without instructions for it."""
     import torch
 
+    chosen = "model.dtype=bfloat16" if dtype == "bfloat16" else f"trainer.precision={trainer.get('precision')}"
     on_cpu = trainer.get("accelerator") == "cpu" or not torch.accelerator.is_available()
-    chosen = {
-        "model.dtype=bfloat16": dtype == "bfloat16",
-        "trainer.precision=bf16-mixed": trainer.get("precision") == "bf16-mixed",
-    }
-    if on_cpu and any(chosen.values()) and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        which = next(name for name, is_chosen in chosen.items() if is_chosen)
-        log.warning(
-            "%s: this CPU has no instructions for it, so it halves the memory and is slower than float32", which
-        )
+    known = torch.backends.mkldnn.is_available()  # whether torch can tell what the CPU has
+    if (
+        chosen.endswith(("bfloat16", "bf16-mixed"))
+        and on_cpu
+        and known
+        and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ):
+        log.warning("%s: this CPU has no instructions for it, so it saves memory and is slower than float32", chosen)
 
 
 def announced(config: DictConfig, overrides: Sequence[str] | None = None) -> DictConfig | None:

@@ -43,8 +43,12 @@ def of_logits(logits: Tensor, targets: Tensor, temperature: float, entropy_gradi
     log_softmax = F.log_softmax(logits.float() / temperature, dim=-1)
     logprobs = log_softmax.gather(-1, targets[..., None]).squeeze(-1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy = -(log_softmax.exp() * log_softmax.clamp(min=-1e4)).sum(dim=-1)  # a logit of -inf adds 0
-    return logprobs, entropy
+        return logprobs, entropies(log_softmax)
+
+
+def entropies(log_softmax: Tensor) -> Tensor:
+    """Return the entropy of each distribution, [...]. log_softmax: [..., V]."""
+    return -(log_softmax.exp() * log_softmax.clamp(min=-1e4)).sum(dim=-1)  # a logit of -inf adds 0
 
 
 def is_one_matrix(head: nn.Module) -> bool:
@@ -70,7 +74,7 @@ class OfTokens(Function):
         for at in chunks_of(len(targets), size):
             log_softmax = scaled(hidden[at], weight, temperature).log_softmax(-1)
             logprobs[at] = log_softmax.gather(-1, targets[at, None]).squeeze(-1)
-            entropy[at] = mean_of(log_softmax.exp(), -log_softmax)
+            entropy[at] = entropies(log_softmax)
             kept += [log_softmax] * keeps
         ctx.save_for_backward(hidden, weight, targets, entropy, *kept)
         ctx.temperature, ctx.size, ctx.entropy_gradient = temperature, size, entropy_gradient
@@ -86,18 +90,18 @@ class OfTokens(Function):
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         of_weight = torch.zeros_like(weight) if wants_weight else None
-        for i, at in enumerate(chunks_of(len(targets), ctx.size)):
-            log_softmax = kept[i] if kept else scaled(hidden[at], weight, ctx.temperature).log_softmax(-1)
+        for at in chunks_of(len(targets), ctx.size):
+            log_softmax = kept[0] if kept else scaled(hidden[at], weight, ctx.temperature).log_softmax(-1)
             factor = of_logprobs[at, None]
             if ctx.entropy_gradient:
                 factor = of_entropy[at, None] * (log_softmax.clamp(min=-1e4) + entropy[at, None]) + factor
-            of_logits = log_softmax.exp().mul_(-factor / ctx.temperature)
-            of_logits.scatter_add_(-1, targets[at, None], of_logprobs[at, None] / ctx.temperature)
-            of_logits = of_logits.to(weight.dtype)
+            of_scores = log_softmax.exp().mul_(-factor / ctx.temperature)  # [chunk, V]
+            of_scores.scatter_add_(-1, targets[at, None], of_logprobs[at, None] / ctx.temperature)
+            of_scores = of_scores.to(weight.dtype)
             if wants_hidden:
-                torch.mm(of_logits, weight, out=of_hidden[at])
+                torch.mm(of_scores, weight, out=of_hidden[at])
             if wants_weight:
-                of_weight.addmm_(of_logits.T, hidden[at])
+                of_weight.addmm_(of_scores.T, hidden[at])
         return of_hidden, of_weight, None, None, None, None
 
 
@@ -110,8 +114,3 @@ def scaled(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """Return the logits at this temperature, [n, V] float32."""
     logits = F.linear(hidden, weight).float()
     return logits if temperature == 1 else logits.div_(temperature)
-
-
-def mean_of(probs: Tensor, values: Tensor) -> Tensor:
-    """Return the mean of values under probs, [n]. Both: [n, V]. An infinite value with probability 0 adds 0."""
-    return probs.mul_(values.clamp_(max=1e4)).sum(-1)

@@ -12,7 +12,6 @@ import asyncio
 import inspect
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import replace
 from itertools import islice
@@ -23,7 +22,7 @@ from grpo.env.messages import Message
 from grpo.env.scoring import LARGEST
 from grpo.env.types import Action, Env, Example, Reward, State, Step, Trajectory
 from grpo.rewards.resolve import Function, Functions, locate, module_of, reward_name
-from grpo.system.calls import awaited
+from grpo.system.calls import Calls, awaited
 from grpo.system.errors import RewardError, UserError, told
 from grpo.system.global_state import put_back
 from grpo.system.progress import Progress, progress, scheduled
@@ -96,21 +95,13 @@ class Rewards:
         function that takes longer than PATIENCE is left alone: a run has its own limit of time, and counts what exceeds it.
         """
         step = Step(State(tuple(messages)), Action(Message("assistant", "I think it is 42."), ids=(1, 2, 3)))
-        errors: list[RewardError] = []
-
-        def score() -> None:
-            try:
-                Rewards(self.foreign, solved=self.solved).score(example, [Trajectory((step,))] * 2)
-            except RewardError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=score, name="trial", daemon=True)
-        thread.start()
-        thread.join(PATIENCE)
-        for error in errors:
+        foreign, calls = Rewards(self.foreign, solved=self.solved), Calls(1, "the trial of the reward functions")
+        found = awaited(calls.run("trial", PATIENCE, foreign.score, example, [Trajectory((step,))] * 2))
+        calls.close()
+        if isinstance(found, RewardError):
             last = "completions[i][-1]['content'] is an answer's text"
             form = f"lists of messages, because the prompt of a row is one: {last}" if in_messages(example) else "texts"
-            raise UserError(f"{error} (tried with made-up answers; completions are {form})") from error
+            raise UserError(f"{found} (tried with made-up answers; completions are {form})") from found
 
     def score(
         self,

@@ -58,7 +58,7 @@ def test_a_run_whose_reward_failed_goes_on_where_it_was(smoke, tmp_path):
 
 
 def test_timeouts_are_counted_and_left_out(smoke, tmp_path, monkeypatch):
-    keep_for(monkeypatch, lambda key, function, *args: "lamps" in str(args[1:2]))
+    keep_for(monkeypatch, lambda key, function, *args: key == "trial" or "lamps" in str(args[1:2]))
     (tmp_path / "slow.py").write_text(
         "import time\n\ndef slow(completions, question, **columns):\n"
         "    time.sleep(3600 if 'lamps' in question[0] else 0)\n"

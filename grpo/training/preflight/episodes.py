@@ -9,10 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.env.intake import build, close_env
 from grpo.env.renderer import message_read
-from grpo.env.scoring import UNKNOWN, score_group
+from grpo.env.scoring import score_group
 from grpo.env.tokens import Completion, Turn
-from grpo.env.types import SingleTurn, Step, Trajectory
-from grpo.rollout.collate import collate
+from grpo.env.types import SingleTurn, Step
 from grpo.rollout.rewarding import THREADS
 from grpo.rollout.types import Sample
 from grpo.system.calls import Calls
@@ -59,18 +58,20 @@ def prompts(probe: Probe) -> Checked:
 def begun(probe: Probe) -> Checked:
     """The prompts begin with the tokenizer's start token, or the model does not miss it. Gemma without it talks nonsense."""
     start = probe.tokenizer and probe.tokenizer.bos_token_id
-    asked = [*dict.fromkeys(group[0].turns[0].prompt_ids for group in probe.groups if group[0].turns)]
+    if start is None:
+        return Checked("SKIP", "the tokenizer has no start token")
+    asked = dict.fromkeys(group[0].turns[0].prompt_ids for group in probe.groups if group[0].turns)
     without = [prompt[:256] for prompt in asked if prompt[0] != start and len(prompt) > 1][:4]
-    if start is None or not without:
-        return Checked("SKIP", "the tokenizer has no start token") if start is None else Checked("PASS", "all do")
-    means = []
-    for front in ((), (start,)):
-        turns = [
-            Turn((*front, prompt[0]), Completion(prompt[1:], (0.0,) * (len(prompt) - 1), "stop")) for prompt in without
-        ]
-        tokens = collate([[Sample({}, Trajectory(()), (turn,), UNKNOWN)] for turn in turns]).to(probe.module.device)
-        means.append(float(probe.trainer(tokens)[0][tokens.mask].mean()))
-    gain, token = means[1] - means[0], probe.tokenizer.bos_token
+    if not without:
+        return Checked("PASS", "all do")
+
+    def mean(*front: int) -> float:
+        """Return the mean log-probability of their tokens after the first one, with these tokens in front."""
+        turns = [Turn((*front, first), Completion(tuple(rest), (0.0,) * len(rest), "stop")) for first, *rest in without]
+        tokens = probe.rows_of(turns)
+        return float(probe.trainer(tokens)[0][tokens.mask].mean())
+
+    gain, token = mean(start) - mean(), probe.tokenizer.bos_token
     text = f"they do not begin with {token}, and with it their tokens are {gain:+.2f} nats likelier"
     remedy = f"let the tokenizer put {token} in front (add_bos_token in its folder), or the chat template"
     return judged(gain <= LIKELIER, text, remedy)

@@ -137,7 +137,10 @@ class Probe:
         with self.rollouts.sampling():
             completions = self.rollouts.engine.sample(prompts, plain, seeds)
         engine = self.rollouts.engine
-        turns = [Turn(tuple(p), received(engine, c)) for p, c in zip(prompts, completions, strict=True)]
+        return self.rows_of([Turn(tuple(p), received(engine, c)) for p, c in zip(prompts, completions, strict=True)])
+
+    def rows_of(self, turns: Sequence[Turn]) -> TokenBatch:
+        """Return a row for each turn, as if it were an episode."""
         return collate([[Sample({}, Trajectory(()), (turn,), UNKNOWN) for turn in turns]]).to(self.module.device)
 
     @cached_property
