@@ -2,8 +2,8 @@
 
     python benchmarks/grading_table.py
 
-A line `# Rule: what it says` begins a rule. Each line below it is a case: the right answer, then other answers. The sign before
-an answer is `~` if it is equal, and `≠` if it is not: `1/2 ~ 0.5 ~ .5 ≠ 2`.
+A rule is a line `# Rule: what it says`, and the lines below it are its cases. A case is a right answer with answers that equal it
+(`~`) or do not (`≠`): `1/2 ~ 0.5 ~ .5 ≠ 2`.
 """
 
 import re

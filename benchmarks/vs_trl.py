@@ -27,7 +27,6 @@ import argparse
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
+from itertools import permutations
 from pathlib import Path
 from statistics import median
 
@@ -95,8 +95,9 @@ def digits(completions: Sequence[str], **_) -> list[float]:
 
 def last(completions: Sequence[list[dict]], gold: Sequence[int], **_) -> list[float]:
     """Return 1 for each completion whose last number is right."""
-    numbers = [re.findall(r"-?\d+", completion[-1]["content"]) for completion in completions]
-    return [float(found[-1:] == [str(right)]) for found, right in zip(numbers, gold, strict=True)]
+    from grpo.rewards.functions import last_number
+
+    return [reward.value for reward in last_number(completions, gold)]
 
 
 def different(completions: Sequence[list[dict]], **_) -> list[float]:
@@ -123,16 +124,13 @@ def prepare_real(folder: Path, case: Case) -> Iterator[dict]:
         sys.exit("this case needs SmolLM2: make smollm")
     for file in made().iterdir():
         (folder / file.name).symlink_to(file)
-    sums = Sums(train_size=800)
-    for i, row in enumerate(sums.examples("train")):
-        messages = [{"role": message.role, "content": message.content} for message in sums.messages(row)]
-        if case.reward == "different":
-            things = THINGS.split()
-            asked = (
-                f"Compare {things[i % len(things)]} and {things[i // len(things) % len(things)]} in a few sentences."
-            )
-            messages = [{"role": "user", "content": asked}]
-        yield {"prompt": messages, "gold": row["answer"]}
+    if case.reward == "different":
+        for one, other in permutations(THINGS.split(), 2):
+            yield {"prompt": [{"role": "user", "content": f"Compare {one} and {other} in a few sentences."}]}
+        return
+    sums = Sums()
+    for row in sums.examples("train"):
+        yield {"prompt": [message.as_dict() for message in sums.messages(row)], "gold": row["answer"]}
 
 
 def prepare_made(folder: Path, case: Case) -> Iterator[dict]:
@@ -237,7 +235,7 @@ def run_grpo(folder: Path, case: Case, cycles: Cycles) -> None:
     )
     cycles.watch(GRPOModule, "training_step", "update", live)
     quiet()
-    gold = "gold" if case.real else "null"
+    gold = "gold" if case.reward == "last" else "null"
     overrides = f"""task=jsonl task.path={folder}/train.jsonl task.rewards=[{__file__}:{case.reward}] task.gold={gold}
         task.held_out.test=0 task.splits.test=null model=path model.path={folder} engine=transformers trainer=cpu
         callbacks=none logger=none output_dir={folder}/run eval.every=0 preflight=off forecast=false

@@ -4,11 +4,13 @@ from typing import Any
 
 import bad_inputs  # benchmarks/bad_inputs.py
 import pytest
+import torch
 from bad_inputs import WRONG, outcome
 from conftest import compose_config
 from omegaconf import OmegaConf
 
 from grpo.apps.border import arguments, check_values
+from grpo.apps.cli import warn_of_bfloat16
 from grpo.system.errors import UserError
 from grpo.system.ranges import accepts
 
@@ -141,3 +143,22 @@ def test_a_user_s_class_is_checked_by_its_annotations_without_an_import(tmp_path
         assert str(refusal.value) == line
     for target in ("no_such_module.Thing", "mine_at_the_border.Nothing", "torch.optim.SGD", "x"):
         assert arguments(target) == {}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trainer", "named"),
+    [
+        ("bfloat16", {"accelerator": "cpu"}, "model.dtype=bfloat16"),
+        ("float32", {"accelerator": "cpu", "precision": "bf16-mixed"}, "trainer.precision=bf16-mixed"),
+        ("float32", {"accelerator": "cpu", "precision": "auto"}, None),
+        ("float32", {}, None),
+    ],
+)
+@pytest.mark.parametrize("has", [True, False])
+def test_bfloat16_on_a_cpu_without_its_instructions_is_a_warning(dtype, trainer, named, has, monkeypatch, caplog):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has)
+    warn_of_bfloat16(dtype, OmegaConf.create(trainer))
+    warned = [record.message for record in caplog.records]
+    assert len(warned) == bool(named and not has) and all(
+        line.startswith(f"{named}: this CPU has no") for line in warned
+    )

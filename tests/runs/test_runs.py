@@ -153,6 +153,8 @@ def test_runs_side_by_side(run, tmp_path):
         "algo=grpo": ["0", "1"], "algo=dr_grpo": ["2", "3"],
     }  # fmt: skip
     assert list(arms(made[:2])) == ["all runs"]
+    made[1].overrides["preflight"] = "off"  # which changes no number
+    assert list(arms(made)) == ["algo=grpo", "algo=dr_grpo"]
     for silent in (silent_runs := [Run(r.folder) for r in made]):
         silent.overrides = {}
     assert sorted(map(len, arms(silent_runs).values())) == [2, 2]  # grouped by the configuration, without folders
