@@ -1,14 +1,18 @@
-"""Train the demo with TRL 1.16 and with this project: held-out accuracy against rollouts and against CPU seconds.
+"""Train a task with TRL 1.16 and with this project: held-out accuracy against rollouts and against CPU seconds.
 
-    python benchmarks/learning_vs_trl.py [--rollouts 40] [--seeds 0 1 2 3 4] [--json] [--picture FILE]        # needs trl
+    python benchmarks/learning_vs_trl.py [--case demo] [--seeds 0 1 2 3 4] [--json] [--picture FILE]        # needs trl
 
-Both start from the demo's base model and learn from the same prompts in the same order, with the same reward and settings:
-16 prompts x 8 samples, at most 40 new tokens, AdamW at the demo's learning rate, one optimizer step per rollout, float32, no KL,
-one thread. Their samples differ, because each draws with a generator of its own.
+Both start from the same model and learn from the same prompts in the same order, with the same reward and settings: AdamW at the
+learning rate of the experiment, one optimizer step per rollout, float32, no KL, one thread. Their samples differ, because each
+draws with a generator of its own.
+
+`demo` is the demo's base model, with 16 prompts x 8 samples of at most 40 tokens, in 40 rollouts: about four minutes for each
+seed. `sums` is a real model, SmolLM2-135M-Instruct (`make smollm`), with the experiment smollm2_sums: 8 prompts x 8 samples of at
+most 24 tokens, in 8 rollouts, half an hour for each seed. TRL's microbatch is then 16 rows, because 64 need too much memory.
 
 For each seed both have a process, and one waits while the other makes a rollout and learns from it, so that other load on the
-machine slows both. Every 10 rollouts the policy answers 200 held-out problems greedily, with the same code in both. CPU seconds
-are those of the process from its first rollout on, without these evaluations. Needs about four minutes for each seed.
+machine slows both. Four times in a run, and before it, the policy answers 200 held-out problems greedily, with the same code in
+both. CPU seconds are those of the process from its first rollout on, without these evaluations.
 """
 
 import argparse
@@ -18,9 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,47 +35,65 @@ LEVEL = "95 % interval"
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """rollouts: length of the run. every: rollouts between two evaluations. problems: held-out problems."""
+class Case:
+    """settings: of train.py. reward: the name of a function in grpo/rewards/functions.py. limit: new tokens.
 
-    seed: int = 0
-    rollouts: int = 40
-    every: int = 10
-    problems: int = 200
-    prompts: int = 16
+    batch: rows in a microbatch of TRL. problems: held-out problems. every: rollouts between two evaluations.
+    """
+
+    settings: str
+    reward: str
+    rollouts: int
+    prompts: int
+    limit: int
+    batch: int
     group: int = 8
-    limit: int = 40  # new tokens
+    problems: int = 200
 
-    def config(self, folder: Path):
+    @property
+    def every(self) -> int:
+        return max(1, self.rollouts // 4)
+
+    def config(self, seed: int, folder: Path):
         from grpo.apps.composing import composed
 
-        values = f"""seed={self.seed} rollout.num_rollouts={self.rollouts} rollout.prompts={self.prompts}
+        values = f"""{self.settings} seed={seed} rollout.num_rollouts={self.rollouts} rollout.prompts={self.prompts}
             rollout.group_size={self.group} max_tokens={self.limit} eval.limit={self.problems} eval.every=0 output_dir={folder}
             engine=transformers trainer=cpu callbacks=none logger=none preflight=off forecast=false"""
         return composed("train", values.split())
 
 
-class Rounds:
-    """Divides a run into rollouts. At the end of each it sends {"cpu_s": .., "questions": .., "right": ..} and waits.
+CASES = {
+    "demo": Case("", reward="correct", rollouts=40, prompts=16, limit=40, batch=128),
+    "sums": Case("experiment=smollm2_sums", reward="last_number", rollouts=8, prompts=8, limit=24, batch=16),
+}
 
-    cpu_s: CPU seconds of the rollout and its update. questions: its prompts. right: the problems solved now, if that is measured.
+
+class Rounds:
+    """Divides a run into rollouts. At the end of each it sends {"cpu_s": .., "prompts": .., "right": ..} and waits.
+
+    cpu_s: CPU seconds of the rollout and its update. prompts: its messages. right: the problems solved now, if that is measured.
     """
 
-    def __init__(self, sizes: Sizes, folder: Path, send: Callable[[dict], None]) -> None:
+    def __init__(self, case: Case, seed: int, folder: Path, send: Callable[[dict], None]) -> None:
         from hydra.utils import instantiate
 
-        self.sizes, self.send, self.config = sizes, send, sizes.config(folder)
+        self.case, self.seed, self.send, self.config = case, seed, send, case.config(seed, folder)
         self.task = instantiate(self.config.task)
         self.number, self.found = 0, {}
 
-    def next(self, policy, questions: list[str]) -> None:
+    def messages(self, examples: Sequence[dict]) -> list[list[dict]]:
+        """Return the messages of these examples' prompts."""
+        return [[message.as_dict() for message in self.task.messages(example)] for example in examples]
+
+    def next(self, policy, prompts: list[list[dict]]) -> None:
         """Called at the start of each rollout, with its prompts, and at the end of the run, with none."""
         if self.number:
             self.found["cpu_s"] = time.process_time() - self.began
-        if self.number % self.sizes.every == 0 or not questions:
+        if self.number % self.case.every == 0 or not prompts:
             self.found["right"] = self.solved(policy)
         self.send(self.found)
-        self.found = {"questions": questions}
+        self.found = {"prompts": prompts}
         self.number += 1
         self.began = time.process_time()
 
@@ -94,9 +116,7 @@ def run_grpo(rounds: Rounds) -> None:
     from train import train
 
     def begin(rollouts: Rollouts, r: int) -> None:
-        rounds.next(
-            rollouts.engine.model, [example["question"] for example in rollouts.sampler.draw(r, rollouts.plan.prompts)]
-        )
+        rounds.next(rollouts.engine.model, rounds.messages(rollouts.sampler.draw(r, rollouts.plan.prompts)))
 
     quiet()
     with before(Rollouts, "make", begin):
@@ -111,35 +131,36 @@ def run_trl(rounds: Rounds) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from grpo.data.prompts import Uniform
-    from grpo.rewards.functions import correct
+    from grpo.rewards import functions
 
-    sizes, config = rounds.sizes, rounds.config
+    case, config = rounds.case, rounds.config
     args = GRPOConfig(
         **TRL,
         output_dir=config.output_dir,
-        seed=sizes.seed,
-        max_steps=sizes.rollouts,
+        seed=rounds.seed,
+        max_steps=case.rollouts,
         learning_rate=config.optim.optimizer.lr,
-        per_device_train_batch_size=sizes.prompts * sizes.group,
-        num_generations=sizes.group,
-        max_completion_length=sizes.limit,
+        per_device_train_batch_size=case.batch,
+        gradient_accumulation_steps=case.prompts * case.group // case.batch,
+        num_generations=case.group,
+        max_completion_length=case.limit,
         shuffle_dataset=False,
         beta=0.0,
         loss_type="grpo",
         model_init_kwargs={"dtype": "float32"},
     )
-    sampler = Uniform(rounds.task.examples("train"), sizes.prompts, sizes.seed)
+    sampler = Uniform(rounds.task.examples("train"), case.prompts, rounds.seed)
     rows = [
-        {"prompt": [{"role": "user", "content": example["question"]}], "gold": example["answer"]}
-        for r in range(sizes.rollouts)
-        for example in sampler.draw(r, sizes.prompts)
+        {"prompt": prompt, "gold": example["answer"]}
+        for examples in (sampler.draw(r, case.prompts) for r in range(case.rollouts))
+        for example, prompt in zip(examples, rounds.messages(examples), strict=True)
     ]
 
     def reward(completions, gold, **_) -> list[float]:
-        return [each.value for each in correct(completions, gold)]
+        return [each.value for each in getattr(functions, case.reward)(completions, gold)]
 
     def begin(trainer: GRPOTrainer, inputs: list[dict]) -> None:
-        rounds.next(trainer.model, [row["prompt"][0]["content"] for row in inputs[:: sizes.group]])
+        rounds.next(trainer.model, [row["prompt"] for row in inputs[:: case.group]])
 
     trainer = GRPOTrainer(instantiate(config.model.path), reward, args, Dataset.from_list(rows))
     with before(GRPOTrainer, "_generate_and_score_completions", begin):
@@ -166,7 +187,7 @@ def before(owner: type, name: str, call: Callable):
 SIDES = {"trl": run_trl, "grpo": run_grpo}
 
 
-def answer(side: str, sizes: Sizes) -> None:
+def answer(side: str, case: Case, seed: int) -> None:
     """Run a side in this process: send each record to the parent, and wait for a line before the next rollout."""
     parent = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # for the output of libraries
@@ -176,28 +197,28 @@ def answer(side: str, sizes: Sizes) -> None:
         sys.stdin.readline()
 
     with tempfile.TemporaryDirectory() as folder:
-        SIDES[side](Rounds(sizes, Path(folder), send))
+        SIDES[side](Rounds(case, seed, Path(folder), send))
 
 
-def compare(sizes: Sizes) -> dict[str, dict]:
+def compare(name: str, seed: int) -> dict[str, dict]:
     """Run both sides of a seed in turns. Returns for each: cpu_s of each rollout, right by the rollouts before it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as folder:
         processes, records = {}, {side: [] for side in SIDES}
         for side in SIDES:
-            command = [sys.executable, __file__, "--side", side, "--sizes", json.dumps(astuple(sizes))]
+            command = [sys.executable, __file__, "--side", side, "--case", name, "--seeds", str(seed)]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             with Path(folder, side).open("w") as log:
                 processes[side] = subprocess.Popen(command, text=True, env=environment, cwd=ROOT, stderr=log, **pipes)
-        for number in range(sizes.rollouts + 1):
+        for number in range(CASES[name].rollouts + 1):
             for side, process in processes.items():
                 if number:
                     print(file=process.stdin, flush=True)
                 if not (line := process.stdout.readline()):
                     sys.exit(f"{side} ended:\n{Path(folder, side).read_text()[-2000:]}")
                 records[side].append(json.loads(line))
-            if records["trl"][-1].get("questions") != records["grpo"][-1].get("questions"):
-                sys.exit(f"seed {sizes.seed}, rollout {number}: not the same prompts")
+            if records["trl"][-1].get("prompts") != records["grpo"][-1].get("prompts"):
+                sys.exit(f"seed {seed}, rollout {number}: not the same prompts")
         for process in processes.values():
             process.communicate("\n")
     return {side: summary(found) for side, found in records.items()}
@@ -257,19 +278,18 @@ def draw(seeds: list[dict[str, dict]], file: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rollouts", type=int, default=40)
+    parser.add_argument("--case", choices=CASES, default="demo")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", help="file for the two curves")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--sizes", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.side:
-        answer(given.side, Sizes(*given.sizes))
+        answer(given.side, CASES[given.case], given.seeds[0])
         return
     seeds = []
     for seed in given.seeds:
-        seeds.append(compare(Sizes(seed, given.rollouts)))
+        seeds.append(compare(given.case, seed))
         if not given.json:
             trl, grpo = (sum(seeds[-1][side]["cpu_s"]) for side in ("trl", "grpo"))
             print(f"seed {seed}: TRL {trl:.1f} CPU s, here {grpo:.1f}, ratio {trl / grpo:.2f}", flush=True)

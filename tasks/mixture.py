@@ -77,7 +77,7 @@ class Mixture:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the sources that have one."""
-        return states_of(self.tasks)
+        return {name: state for name, state in states_of(self.tasks).items() if state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         set_states(self.tasks, state)

@@ -6,11 +6,14 @@ Knows nothing of vLLM: a trainer that sends weights over a network uses it too.
 import zlib
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
 
+from grpo.models.language import beside_language
 from grpo.models.quantized import Quantized, dequantize
 from grpo.system.distributed import full, is_sharded
 from grpo.system.errors import UserError
@@ -36,29 +39,50 @@ def checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     model are whole, one at a time, so all ranks must take them; they have the number type of the model's files.
     """
 
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+
     def whole(tensor: Tensor) -> Tensor:
         low = is_sharded(model) and tensor.is_floating_point()
         return full(tensor.detach().to(getattr(model, "stored_in", tensor.dtype)) if low else tensor)
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    @lru_cache(maxsize=1)
+    def merged(owner: str) -> nn.Module:
+        """A copy of a layer with all its adapters: those of experts are nested, one for each of their parameters."""
+        part = base.get_submodule(owner)
+        known = {id(p): nn.Parameter(whole(p), False) for p in part.parameters()} if is_sharded(model) else {}
+        layer = dequantize(deepcopy(part, known))
+        for adapter in layer.modules():
+            if hasattr(adapter, "lora_A"):
+                adapter.merge()
+        return layer.get_base_layer()
+
     ends = (base.get_input_embeddings(), base.get_output_embeddings())
     if base.config.tie_word_embeddings and any(hasattr(end, "base_layer") for end in ends):
         raise UserError("LoRA on a tied embedding or head cannot be merged: take both out of adapter.target_modules")
     once = {name for name, _ in base.named_parameters()}
     again = {name for name, _ in base.named_parameters(remove_duplicate=False)} - once  # such as a tied head
+    beside = tuple(f"{name}." for name in beside_language(base))  # they never change
     for name, tensor in base.state_dict().items():
         owner, adapted, leaf = name.partition(".base_layer.")
-        if name in again:
+        if name in again or "lora_" in name or name.startswith(beside):
             continue
         if adapted:
-            part = base.get_submodule(owner)
-            known = {id(p): nn.Parameter(whole(p), False) for p in part.parameters()} if is_sharded(model) else {}
-            layer = dequantize(deepcopy(part, known))
-            layer.merge()
-            yield f"{owner}.{leaf}", layer.get_base_layer().state_dict()[leaf]
-        elif "lora_" not in name:
+            leaf = leaf.replace("base_layer.", "")
+            yield f"{owner}.{leaf}", merged(owner).state_dict()[leaf]
+        else:
             layer = base.get_submodule(name.rpartition(".")[0])
             yield name, layer.values() if isinstance(layer, Quantized) and name.endswith(".weight") else whole(tensor)
+
+
+def as_in_files(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of `checkpoint` with the names and shapes of the model's files, as vLLM's loaders know them.
+
+    transformers may hold the experts of a mixture in one tensor, where the files have one for each expert.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for name, tensor in checkpoint(model):
+        files = revert_weight_conversion(base, {name: tensor})
+        yield from ((own, part.contiguous()) for own, part in files.items())
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:

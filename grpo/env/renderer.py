@@ -1,8 +1,10 @@
 """Messages <-> tokens: the one seam between the two worlds."""
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from functools import cached_property, partial
 from inspect import signature
 from itertools import chain, count
@@ -12,13 +14,18 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.env.dialects.calls import cut
 from grpo.env.intake import no_tokens
-from grpo.env.messages import Message, MessageLike, ToolCall, ToolSpec, message_of
-from grpo.env.thoughts import CLOSED, OPENED, WAYS, Written, as_it_is, oddity
+from grpo.env.messages import Message, MessageLike, ToolCall, ToolSpec, message_of, shown
+from grpo.env.thoughts import CLOSED, OPENED, WAYS, Manner, Tags, Written, as_it_is, in_channels, oddity, tags_of
 from grpo.env.tokens import Turn
-from grpo.env.tool_parsers import FORMS, MARKERS, WRITTEN, form_of, message_of_text
+from grpo.env.tool_forms import FORMS, message_of_text
 from grpo.env.types import State, Step
 from grpo.system.errors import UserError
 from grpo.system.ranges import enforced
+
+FormName = Literal[  # of tool_forms.FORMS
+    "auto", "hermes", "llama3", "mistral", "granite", "glm", "gemma4", "lfm2", "olmo3", "deepseek", "seed", "minimax", "kimi",
+    "harmony",
+]  # fmt: skip
 
 
 class Renderer(Protocol):
@@ -44,7 +51,8 @@ class TokenizerRenderer:
 
     A conversation that ends with an assistant message is continued, not answered (a prefill). keep: tokens at the end of a
     prompt that are kept where it is longer; None for all. tool_calls: the form in which the policy writes calls (see
-    `tool_parsers`); auto finds it in the template. template_args: further variables of the template, as enable_thinking.
+    `tool_forms`); auto is the one that reads what the template writes. template_args: further variables of the template, as
+    enable_thinking. date: the day for templates that write the date, as 2026-01-31; None for today's.
     """
 
     @enforced("renderer")
@@ -52,11 +60,17 @@ class TokenizerRenderer:
         self,
         tokenizer: PreTrainedTokenizerBase,
         keep: int | None = None,
-        tool_calls: Literal["auto", "hermes", "llama3", "mistral"] = "auto",
+        tool_calls: FormName = "auto",
         template_args: Mapping[str, Any] | None = None,
+        date: str | None = None,
     ) -> None:
-        self.tokenizer, self.keep, self.tool_calls = tokenizer, keep, tool_calls
+        self.tokenizer, self.keep, self.tool_calls, self.date = tokenizer, keep, tool_calls, date
         self.template_args = dict(template_args or {})
+        try:
+            day = date and datetime.fromisoformat(date)
+        except ValueError:
+            raise UserError(f"renderer.date={date} is no day: write it as 2026-01-31, or null for today's") from None
+        self._day = {"strftime_now": day.strftime} if day else {}
         if tokenizer.chat_template is not None:
             self._check_template()
 
@@ -64,7 +78,9 @@ class TokenizerRenderer:
         """Return a renderer with further variables of the template. Raises UserError for names that are not variables."""
         if taken := template_args.keys() & signature(self.tokenizer.apply_chat_template).parameters.keys():
             raise UserError(f"chat_template_kwargs has {', '.join(sorted(taken))}: give variables of the template")
-        return type(self)(self.tokenizer, self.keep, self.tool_calls, self.template_args | dict(template_args))
+        return type(self)(
+            self.tokenizer, self.keep, self.tool_calls, self.template_args | dict(template_args), self.date
+        )
 
     def _check_template(self) -> None:
         """Raises UserError if two questions become the same tokens. A template that refuses a lone question is not tried."""
@@ -98,26 +114,31 @@ class TokenizerRenderer:
         else:
             tried: list[list[Written]] = []
             for way in self._ways:
-                if (written := as_dicts(messages, way)) not in tried:
+                if (written := self._dicts(messages, way)) not in tried:
                     tried.append(written)
                     yield self._written(written, tools), False
 
     def parse(self, ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
+        if self._channels and not tools:
+            return message_of_text(self._decoded([i for i in ids if i not in self._unread]), "harmony")
         if not tools:
             if any(i in self._tags for i in ids):  # a tokenizer may count them among its special ones
-                return Message(
-                    "assistant", self._decoded([i for i in ids if i not in self._special or i in self._tags])
-                )
-            return Message("assistant", self.tokenizer.decode(ids, skip_special_tokens=True))
-        text = self._decoded([i for i in ids if i not in self._unread])
+                ids = [i for i in ids if i not in self._special or i in self._tags]
+                return Message("assistant", self._thoughts.read(self._decoded(ids)))
+            return Message("assistant", self._thoughts.read(self.tokenizer.decode(ids, skip_special_tokens=True)))
+        text = self._thoughts.read(self._decoded([i for i in ids if i not in self._unread]))
         message = message_of_text(text, self.form, tools)
         if len(message.tool_calls) > 1 and not self._several:
             reason = f"{len(message.tool_calls)} calls in one message, and there can be one"
-            return Message("assistant", text, error=f"{reason}; a call is written {WRITTEN[self.form]}")
+            return Message("assistant", text, error=f"{reason}; a call is written {FORMS[self.form].written}")
         return message
 
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str:
-        return self._written(as_dicts(messages), tools)
+        return self._written(self._dicts(messages), tools)
+
+    def _dicts(self, messages: Sequence[Message], way: Callable[[Written], Written] | None = None) -> list[Written]:
+        """The form that the template takes: see `as_dicts`."""
+        return as_dicts(messages, way, self._calling[1] if any(one.tool_calls for one in messages) else None)
 
     def _written(self, messages: Sequence[Written], tools: Sequence[ToolSpec] = (), ask: bool = True) -> str:
         """A conversation as the template writes it. ask: it ends where the policy's next words begin."""
@@ -129,6 +150,7 @@ class TokenizerRenderer:
                 tokenize=False,
                 add_generation_prompt=ask and not prefill,
                 continue_final_message=prefill,
+                **self._day,
                 **self.template_args,
             )
         except Exception as error:  # a template may raise anything
@@ -141,8 +163,10 @@ class TokenizerRenderer:
     def _ways(self) -> list[Callable[[Written], Written]]:
         """The ways in which the template writes a thought and what follows it best, found by trying."""
         try:
+            if self._channels:
+                return [partial(in_channels, opening="")]
             asked = self._written(as_dicts(ASKED), ask=False)
-            opening = self._text(ASKED)[len(asked) :]
+            opening = self._thoughts.read(self._text(ASKED)[len(asked) :])
             opening = opening[opening.find(OPENED) :] if OPENED in opening else ""
         except UserError:  # it refuses a lone question
             return [partial(as_it_is, opening="")]
@@ -155,18 +179,22 @@ class TokenizerRenderer:
             way: Callable[[Written], Written], messages: list[Message], tools: Sequence[ToolSpec], rest: str
         ) -> int:
             try:
-                text = self._written(as_dicts(messages, way), tools, ask=False)
+                text = self._written(self._dicts(messages, way), tools, ask=False)
             except UserError:
                 return 3
-            return oddity(text.partition(ASKED[0].content)[2], thought, rest)
+            return oddity(self._thoughts.read(text.partition(ASKED[0].content)[2]), thought, rest)
 
-        ways = [partial(way, opening=opening) for way in WAYS]
+        ways = [partial(self._passed_on, way=way, opening=opening) for way in WAYS]
         ranks = [odd(way, talk, (), rest) + odd(way, call, [ADD], "") for way in ways]
         return [way for way, rank in zip(ways, ranks, strict=True) if rank == min(ranks)]
 
+    def _passed_on(self, written: Written, way: Manner, opening: str) -> Written:
+        """A message of the policy as one of the ways has it, with the model's own tags."""
+        written = way(written, opening=opening)
+        return written | {"content": self._thoughts.written(written["content"])}
+
     def _encoded(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
-        text = text.encode(errors="replace").decode()  # programs may send half of a surrogate pair
-        return tuple(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
+        return encoded(self.tokenizer, text, add_special_tokens)
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False, spaces_between_special_tokens=False)
@@ -186,12 +214,33 @@ class TokenizerRenderer:
         if self._text(ASKED, [ADD]) == self._text(ASKED):
             raise UserError(f"this task has tools, and the chat template does not show them: {advice}")
         self._text([*ASKED, *called(1)], [ADD])
-        if self.tool_calls != "auto":
-            return self.tool_calls
-        if form := form_of(self.tokenizer.get_chat_template(tools=[ADD.as_dict()])):
-            return form
-        fix = f"set renderer.tool_calls to {', '.join(FORMS)}, or take another model"
-        raise UserError(f"the chat template does not show how tool calls are written: {fix}")
+        form, _ = self._calling
+        if form is None:
+            wrote = shown(self._decoded(self._call_of({})), 120)
+            raise UserError(f"the chat template writes a call as {wrote}, which no form here reads: {advice}")
+        return form
+
+    @cached_property
+    def _calling(self) -> tuple[str | None, Mapping[str, bool]]:
+        """The form of calls, None without one, and how the template takes them: what it writes must be read as the same call."""
+        for how in HOW:
+            try:
+                ids = self._call_of(how)
+            except UserError:
+                continue
+            for form in FORMS if self.tool_calls == "auto" else [self.tool_calls]:
+                end = self._special - self._ids_of(FORMS[form].marks)
+                text = self._decoded(ids[: next((k for k, i in enumerate(ids) if i in end), len(ids))])
+                if message_of_text(text, form, [FIND]).tool_calls == (TRIED,):
+                    return form, how
+        return (None if self.tool_calls == "auto" else self.tool_calls), {}
+
+    def _call_of(self, how: Mapping[str, bool]) -> tuple[int, ...]:
+        """Return what the template writes after a question for a call and its answer."""
+        talk = [*ASKED, Message("assistant", "", (TRIED,)), Message("tool", "3", name=TRIED.name)]
+        whole = self._encoded(self._written(as_dicts(talk, None, how), [FIND]))
+        asked = self._encoded(self._written(as_dicts(ASKED), [FIND]))
+        return whole[next((i for i, (a, b) in enumerate(zip(whole, asked, strict=False)) if a != b), len(asked)) :]
 
     @cached_property
     def _several(self) -> bool:
@@ -207,14 +256,30 @@ class TokenizerRenderer:
         return added | set(self.tokenizer.all_special_ids)
 
     @cached_property
+    def _channels(self) -> bool:
+        """Whether the policy writes every message in a channel, as gpt-oss does."""
+        return "<|channel|>analysis" in str(self.tokenizer.chat_template)
+
+    @cached_property
+    def _thoughts(self) -> Tags:
+        """How the policy marks its thoughts."""
+        return tags_of(str(self.tokenizer.chat_template))
+
+    @cached_property
     def _unread(self) -> set[int]:
         """The special tokens that are no part of the message. Tokens that mark a call are part of it."""
-        return {i for i in self._special if self.tokenizer.convert_ids_to_tokens(i) not in MARKERS}
+        form = "harmony" if self._channels else self.form
+        return self._special - self._ids_of(FORMS[form].marks) - self._tags
 
     @cached_property
     def _tags(self) -> set[int]:
         """The special tokens that are tags of thoughts."""
-        return {i for i in self._special if self.tokenizer.convert_ids_to_tokens(i) in (OPENED, CLOSED)}
+        return self._special & self._ids_of((OPENED, CLOSED, self._thoughts.token, self._thoughts.end))
+
+    def _ids_of(self, tokens: Sequence[str]) -> set[int]:
+        """The ids of those tokens that the tokenizer has; it gives the others its id of the unknown."""
+        ids = zip(tokens, self.tokenizer.convert_tokens_to_ids([*tokens]), strict=True)
+        return {i for token, i in ids if i is not None and self.tokenizer.convert_ids_to_tokens(i) == token}
 
 
 def rendered_prompt(renderer: Renderer, state: State, steps: Sequence[Step], turns: Sequence[Turn]) -> tuple[int, ...]:
@@ -253,9 +318,32 @@ def message_read(renderer: Renderer, ids: Sequence[int], state: State) -> Messag
     return replace(message, content=cut(message.content, state.stop)[0]) if state.stop else message
 
 
-# a conversation to try a template with
+# ways in which templates take calls. text: arguments as JSON text. empty: no content beside a call. named: ids as Kimi's
+HOW: tuple[Mapping[str, bool], ...] = (
+    {},
+    {"text": True},
+    {"empty": True},
+    {"text": True, "empty": True},
+    {"named": True},
+)
+# conversations to try a template with
+TRIED = ToolCall("find", {"text": 'a "b"\nc', "k": 2, "deep": True})
+FIND = ToolSpec(
+    "find", "Find.",
+    {"type": "object", "properties": {"text": {"type": "string"}, "k": {"type": "integer"}, "deep": {"type": "boolean"}}},
+)  # fmt: skip
 ASKED = (Message("user", "1 + 2?"),)
 ADD = ToolSpec("add", "Add.", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+    """Return a text's token ids. Raises UserError for a token without a row in the model's embedding (`Pretrained.tokenizer`)."""
+    text = text.encode(errors="replace").decode()  # programs may send half of a surrogate pair
+    ids = tuple(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
+    if strangers := getattr(tokenizer, "without_row", {}).keys() & set(ids):
+        token = tokenizer.without_row[min(strangers)]
+        raise UserError(f"a prompt has {token!r}, for which the model's embedding has no row: leave it out")
+    return ids
 
 
 def called(count: int) -> list[Message]:
@@ -263,10 +351,15 @@ def called(count: int) -> list[Message]:
     return [Message("assistant", "", (ToolCall("add", {"a": 1}),) * count), *[Message("tool", "3", name="add")] * count]
 
 
-def as_dicts(messages: Sequence[Message], way: Callable[[Written], Written] | None = None) -> list[Written]:
+def as_dicts(
+    messages: Sequence[Message],
+    way: Callable[[Written], Written] | None = None,
+    how: Mapping[str, bool] | None = None,
+) -> list[Written]:
     """The form that chat templates take. Every call has an id of nine letters or digits, as Mistral's want it, made of its place
     where the policy wrote none such; and every answer the id of its call. way: how thoughts are written; it does not concern
-    a last message, which is continued."""
+    a last message, which is continued. how: how calls are written (see HOW)."""
+    how = how or {}
     given = [message.as_dict() for message in messages]
     if way is not None:
         given = [way(one) if one["role"] == "assistant" and one is not given[-1] else one for one in given]
@@ -276,8 +369,14 @@ def as_dicts(messages: Sequence[Message], way: Callable[[Written], Written] | No
         if calls := written.get("tool_calls"):
             for call in calls:
                 place = next(places)
-                if not re.fullmatch("[a-zA-Z0-9]{9}", call.get("id", "")):
+                if how.get("named"):
+                    call["id"] = f"functions.{call['function']['name']}:{place}"
+                elif not re.fullmatch("[a-zA-Z0-9]{9}", call.get("id", "")):
                     call["id"] = f"call{place:05d}"
+                if how.get("text"):
+                    call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            if how.get("empty") and not written["content"]:
+                written["content"] = None
             waiting = [call["id"] for call in calls]
         elif written["role"] == "tool" and waiting:
             written["tool_call_id"] = waiting.pop(0)

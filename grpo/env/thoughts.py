@@ -1,14 +1,19 @@
 """Thoughts: the block of <think> that a policy's message begins with, and the ways in which chat templates take it.
 
 A message keeps its thought in its text, as it was sampled. Some templates (Qwen 3.8) read it from a field of its own. Others
-(Nemotron 3) need the opening tag, although it stands in their prompts. Which ways a template understands is found by trying.
+(Nemotron 3) need the opening tag, although it stands in their prompts. Which ways a template understands is found by trying. A
+thought that the model marks in another way has the usual tags in a message, and its own in a prompt.
 """
 
+import re
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 OPENED, CLOSED = "<think>", "</think>"
-BEGINNINGS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "{")  # of a message that is a call
+BEGINNINGS = (  # of a message that is a call
+    "<tool_call>", "<|tool_call", "<|python_tag|>", "[TOOL_CALLS]", "{", "<function_calls>", "<seed:tool_call>",
+    "<minimax:tool_call>", "<｜tool▁calls▁begin｜>",
+)  # fmt: skip
 FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 Written = dict[str, Any]  # a message in the form that chat templates take
@@ -44,6 +49,32 @@ def with_thought(thought: str, text: str) -> str:
     return f"{OPENED}\n{thought.strip()}\n{CLOSED}\n\n{text}"
 
 
+class Tags(NamedTuple):
+    """How a model itself marks a thought. token: the first token. name: what stands after it. end: the last token."""
+
+    token: str = OPENED
+    name: str = ""
+    end: str = CLOSED
+
+    def read(self, text: str) -> str:
+        """Return what the model wrote, with the tags of this module."""
+        return text.replace(self.token + self.name, OPENED).replace(self.end, CLOSED)
+
+    def written(self, text: str) -> str:
+        """Return a message's text as the model writes it."""
+        return text.replace(OPENED, self.token + self.name).replace(CLOSED, self.end)
+
+
+def tags_of(template: str) -> Tags:
+    """Return the tags that a chat template knows: those of Gemma 4, Seed-OSS or Magistral, or else the usual ones."""
+    own = (
+        Tags("<|channel>", "thought", "<channel|>"),
+        Tags("<seed:think>", "", "</seed:think>"),
+        Tags("[THINK]", "", "[/THINK]"),
+    )
+    return next((tags for tags in own if tags.end in template), Tags())
+
+
 def as_it_is(written: Written, opening: str) -> Written:
     """The text as it was sampled."""
     return written
@@ -65,6 +96,19 @@ def in_field(written: Written, opening: str, field: str, trimmed: int) -> Writte
         field: thought.strip("\n") if trimmed > 1 else thought,
         "content": rest.lstrip("\n") if trimmed else rest,
     }
+
+
+def in_channels(written: Written, opening: str) -> Written:
+    """As the template of gpt-oss takes it, which allows no text between a thought and a call, and writes the channels itself."""
+    written = written | {
+        "content": re.sub(r"<\|[a-z]+\|>", " ", written["content"])
+    }  # of a message that could not be read
+    thought, rest = parted(written["content"])
+    if thought is None:
+        return written
+    if "tool_calls" in written:
+        return written | {"thinking": "\n".join(part for part in (thought, rest) if part), "content": ""}
+    return written | {"thinking": thought, "content": rest}
 
 
 WAYS: tuple[Manner, ...] = (

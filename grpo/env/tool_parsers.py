@@ -1,56 +1,23 @@
-"""Parsers for tool calls in the formats that models use natively. They read text, not tokens.
-
-hermes: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call> (Hermes, Qwen 2.5, Qwen 3), or between the same tags the
-    XML of Qwen3-Coder and Qwen 3.5: <function=add><parameter=a>1</parameter></function>
-llama3: the whole message is {"name": "add", "parameters": {"a": 1}}, maybe after <|python_tag|>, several with ; between
-mistral: [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "123456789"}], or [TOOL_CALLS]add[ARGS]{"a": 1}
-
-A form is a function of the text and the tools that gives the text outside of the calls, and the calls. It raises Malformed.
-"""
+"""Reads what a policy writes when it calls a tool, piece by piece: JSON, Python, XML and typed values. `tool_forms` has the forms
+of the models."""
 
 import ast
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, reduce
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
-from grpo.env.messages import Message, ToolCall, ToolSpec, shown
-from grpo.env.thoughts import after_thinking
+from grpo.env.messages import ToolCall, ToolSpec, shown
 
-# tokens that a reader needs to see; a tokenizer may count them among its special ones
-SPELLED = "<tool_call> </tool_call> <|python_tag|> [TOOL_CALLS] [CALL_ID] [ARGS] <think> </think>"
-MARKERS = tuple(SPELLED.split())
 DEPTH = 32  # of nested JSON: whoever writes it again does so by recursion
-
-Said = tuple[str, list[ToolCall]]
 
 
 class Malformed(Exception):
     """A text that looks like a call and cannot be read. The message is for the policy."""
-
-
-def message_of_text(text: str, form: str, tools: Sequence[ToolSpec] = ()) -> Message:
-    """The policy's message. Where a call is malformed the text is the content and `error` says, in one line, what was wrong and
-    how a call is written. Calls in a block of <think> are thoughts. Never raises, whatever the text."""
-    try:
-        content, calls = FORMS[form](text, tools)
-    except Malformed as error:
-        written = "xml" if form == "hermes" and "<function=" in text else form
-        return Message("assistant", text, error=f"{error}; a call is written {WRITTEN[written]}")
-    return Message("assistant", content, tuple(calls))
-
-
-def form_of(template: str) -> str | None:
-    """The form that a chat template writes calls in; None where it is none of ours."""
-    if "<tool_call>" in template:
-        return None if "<arg_key>" in template else "hermes"  # GLM has a form of its own between these tags
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    return "llama3" if "ipython" in template and '"parameters' in template else None
 
 
 class Reader:
@@ -108,37 +75,62 @@ class Reader:
         return value
 
 
-def hermes(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
-    """Reads calls in the form of Hermes and Qwen."""
-    outside, calls, reader, last = [], [], Reader(text, after_thinking(text)), 0
-    while mark := reader.find("</?tool_call>"):
-        if mark[0] == "</tool_call>":
-            raise Malformed("</tool_call> stands without <tool_call>")
-        calls.append(xml_call(reader, tools) if reader.take("(?=<function)") else call_in(reader.json(), "arguments"))
-        reader.need("</tool_call>", f"</tool_call> is missing after the call of {shown(calls[-1].name)}")
-        outside.append(text[last : mark.start()])
-        last = reader.at
-    if not calls:
-        return text, []
-    first = outside[0].removesuffix("\n")  # one line break is the template's, a second one the policy's
-    rest = (piece.strip() for piece in (*outside[1:], text[last:]))
-    return "\n".join(piece for piece in (first, *rest) if piece), calls
+class Xml(NamedTuple):
+    """How a call with one element per argument is written. name, key: patterns. broken: the complaint about a name that cannot be
+    read. value_end, end: what ends a value, and the call. line: values stand on lines of their own."""
+
+    name: str
+    broken: str
+    key: str
+    value_end: str
+    end: str
+    line: bool = False
 
 
-def xml_call(reader: Reader, tools: Sequence[ToolSpec]) -> ToolCall:
-    """Reads the next call, which begins with <function=. Values get the types of the tool's schema."""
-    name = reader.need(r"<function=([^<>\n]+)>", "<function=NAME> is broken")[1].strip()
+def xml_call(reader: Reader, tools: Sequence[ToolSpec], xml: Xml) -> ToolCall:
+    """Reads the next call. Values get the types of the tool's schema."""
+    name = reader.need(xml.name, xml.broken)[1].strip()
     arguments = {}
     schema = {tool.name: tool.parameters for tool in tools}.get(name, {})
     schemas = schema.get("properties", {})
-    while opened := reader.take(r"<parameter=([^<>\n]+)>\n?"):
-        key, start, end = opened[1].strip(), opened.end(), reader.text.find("</parameter>", opened.end())
+    while opened := reader.take(xml.key):
+        key, start, end = opened[1].strip(), opened.end(), reader.text.find(xml.value_end, opened.end())
         if end < 0:
-            raise Malformed(f"</parameter> is missing after {shown(opened[0].strip())}")
-        arguments[key] = converted(reader.text[start:end].removesuffix("\n"), schemas.get(key, {}), schema)
-        reader.at = end + len("</parameter>")
-    reader.need("</function>", f"</function> is missing after the parameters of {shown(name)}")
+            raise Malformed(f"{xml.value_end} is missing after {shown(opened[0].strip())}")
+        value = reader.text[start:end]
+        value = value.removeprefix("\n").removesuffix("\n") if xml.line else value
+        arguments[key] = converted(value, schemas.get(key, {}), schema)
+        reader.at = end + len(xml.value_end)
+    reader.need(xml.end, f"{xml.end} is missing after the parameters of {shown(name)}")
     return ToolCall(name, arguments)
+
+
+def python_calls(text: str) -> Iterator[ToolCall]:
+    """Reads calls written as in Python, in a list or on lines of their own. Arguments have names, and values as in JSON."""
+    for source in (text, text.replace("\n", "\\n")):  # LFM2.5 writes the line breaks of a text as they are
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            lines = [getattr(line, "value", None) for line in ast.parse(source.strip()).body]
+            break
+    else:
+        raise Malformed("the calls cannot be read as Python")
+    for call in (call for line in lines for call in (line.elts if isinstance(line, ast.List) else [line])):
+        if not isinstance(call, ast.Call) or call.args or not all(keyword.arg for keyword in call.keywords):
+            raise Malformed("a call has a name, and arguments with names")
+        try:
+            values = {k.arg: ast.literal_eval(AsJson().visit(k.value)) for k in call.keywords}
+            arguments = decoded(json.dumps(values))
+        except (ValueError, TypeError, RecursionError, MemoryError, SyntaxError):
+            raise Malformed(f"the arguments of {shown(ast.unparse(call.func))} are no plain values") from None
+        yield ToolCall(ast.unparse(call.func), arguments)
+
+
+class AsJson(ast.NodeTransformer):
+    """Gives JSON's names of values their meaning in Python."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Return true, false or null as Python's value."""
+        names = {"true": True, "false": False, "null": None}
+        return ast.Constant(names[node.id]) if node.id in names else node
 
 
 def converted(text: str, schema: Any, whole: Mapping[str, Any]) -> Any:
@@ -206,51 +198,6 @@ READERS: dict[str, Callable[[str], Any]] = {
     "boolean": lambda text: {"true": True, "1": True, "false": False, "0": False}[text.lower()],
     "object": partial(structure, kind=dict),
     "array": partial(structure, kind=list),
-}
-
-
-def llama3(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
-    """Reads calls in the form of Llama 3."""
-    start = after_thinking(text)
-    reader = Reader(text, start)
-    if tag := reader.find(r"<\|python_tag\|>"):
-        start = tag.start()
-    else:
-        reader.at = start
-        if not (reader.take(r"(?=\{)") and re.compile(r'"(parameters|arguments)"\s*:').search(text, reader.at)):
-            return text, []
-    calls = []
-    while not calls or reader.need(";"):
-        calls.append(call_in(reader.json(), "parameters", "arguments"))
-        if reader.take(r"\Z"):
-            break
-    return text[:start], calls
-
-
-def mistral(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
-    """Reads calls in the form of Mistral."""
-    reader, calls = Reader(text, after_thinking(text)), []
-    if not (mark := reader.find(r"\[TOOL_CALLS\]")):
-        return text, []
-    while not calls or reader.need(r"\[TOOL_CALLS\]"):
-        if named := reader.take(r"([^\[\]{}\s]+)(?:\[CALL_ID\](\w*))?\[ARGS\]"):
-            values = [{"name": named[1], "arguments": reader.json(), "id": named[2]}]
-        else:
-            values = reader.json()
-        if not isinstance(values, list) or not values:
-            raise Malformed("after [TOOL_CALLS] there is no list of calls")
-        calls += [call_in(value, "arguments") for value in values]
-        if reader.take(r"\Z"):
-            break
-    return text[: mark.start()], calls
-
-
-FORMS: dict[str, Callable[[str, Sequence[ToolSpec]], Said]] = {"hermes": hermes, "llama3": llama3, "mistral": mistral}
-WRITTEN = {
-    "hermes": '<tool_call>{"name": "NAME", "arguments": {"KEY": VALUE}}</tool_call>',
-    "xml": "<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>",
-    "llama3": '{"name": "NAME", "parameters": {"KEY": VALUE}}, with nothing else in the message',
-    "mistral": '[TOOL_CALLS] [{"name": "NAME", "arguments": {"KEY": VALUE}}]',
 }
 
 

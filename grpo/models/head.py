@@ -3,12 +3,18 @@
 Shapes: n tokens, V vocabulary.
 """
 
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 LOGITS_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 23}  # in one product, in float32 four bytes each
 
@@ -20,15 +26,15 @@ def token_values(
 
     A head with an adapter, a cap or 8-bit weights is computed by its own module.
     """
-    config, head = model.config.get_text_config(), model.get_output_embeddings()
-    cap, device = getattr(config, "final_logit_softcapping", None), hidden.device.type
-    size = max(1, LOGITS_AT_ONCE.get(device, 1 << 25) // config.vocab_size)
-    if cap is None and is_one_matrix(head) and not torch.is_autocast_enabled(device):
-        return OfTokens.apply(hidden, head.weight, targets, temperature, entropy_gradient, size)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter
+    head, device = model.get_output_embeddings(), hidden.device.type
+    size = max(1, LOGITS_AT_ONCE.get(device, 1 << 25) // model.config.get_text_config().vocab_size)
+    factor = factor_of(model, hidden.shape[1])
+    if factor and is_one_matrix(head) and not torch.is_autocast_enabled(device):
+        return OfTokens.apply(hidden, head.weight, targets, temperature / factor, entropy_gradient, size)
 
     def values(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(hidden)
-        logits = logits if cap is None else cap * torch.tanh(logits / cap)
+        logits = head(hidden) if factor == 1 else after_the_decoder(model, hidden)
         return of_logits(logits, targets, temperature, entropy_gradient)
 
     if len(targets) <= size:
@@ -36,6 +42,79 @@ def token_values(
     chunks = zip(hidden.split(size), targets.split(size), strict=True)
     found = [checkpoint(values, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+
+class Given(nn.Module):
+    """Stands in a model for one of its parts, whose attributes it has, and returns what it is given."""
+
+    def __init__(self, part: nn.Module, result: Any) -> None:
+        super().__init__()
+        vars(self).update(part=part, result=result, calls=[])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["part"], name)
+
+    def forward(self, *args, **kwargs) -> Any:
+        self.calls.append(args)
+        return self.result
+
+
+class States(BaseModelOutputWithPast):
+    """A decoder's last states, and None for everything else that it may return."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def after_the_decoder(model: nn.Module, hidden: Tensor, head: Given | None = None) -> Tensor:
+    """Return the logits that the model's own code makes of its decoder's states, [n, V]. hidden: [n, hidden].
+
+    head: stands for the model's. Gemma caps logits, Granite divides them, Cohere multiplies them, MiniCPM divides the states.
+    """
+    decoder = model.get_decoder()
+    instead = {decoder: Given(decoder, States(last_hidden_state=hidden[None]))}
+    if head is not None:
+        instead[head.part] = head
+    twin = with_parts(model, instead)
+    nothing = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+    return type(twin).forward(twin, input_ids=nothing, use_cache=False).logits[0]
+
+
+def with_parts(module: nn.Module, instead: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Return a module with other parts, and leave it as it is: modules on the way to them are copied, but not their weights."""
+    if module in instead:
+        return instead[module]
+    parts = {name: part if part is None else with_parts(part, instead) for name, part in module._modules.items()}
+    if all(part is module._modules[name] for name, part in parts.items()):
+        return module
+    twin = copy(module)
+    vars(twin)["_modules"] = parts
+    return twin
+
+
+@torch.no_grad()
+def factor_of(model: nn.Module, width: int) -> float | None:
+    """Return the factor between the logits of the head and those of the model, found by trying; None for another function of
+    the states. If the model's code cannot be tried, it is 1: `trusted` compares the results with the model's. width: of states.
+    """
+    if (known := vars(model).get("_logit_factor", ...)) is not ...:
+        return known
+    head = model.get_output_embeddings()
+    if isinstance(head.weight, FakeTensor):  # a forecast: no numbers, and the same memory
+        return 1.0
+    states = torch.linspace(1, 2, width, device=head.weight.device)[None]
+    scores = torch.tensor([[-500.0, -1.0, 1.0, 500.0]], device=states.device)
+    try:
+        given = Given(head, scores[None])
+        logits = after_the_decoder(model, states, given)
+        ratios = (logits / scores).flatten()
+        read = given.calls[0][0].flatten()
+        linear = torch.equal(read, states.flatten()) and torch.allclose(ratios, ratios[0], rtol=1e-6)
+        factor = float(ratios[0]) if linear else None
+    except Exception:  # a model's code may raise anything
+        factor = 1.0
+    vars(model)["_logit_factor"] = factor
+    return factor
 
 
 def of_logits(logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.trusted import objection
 from grpo.objectives.batch import TokenBatch
 from grpo.system.distributed import computes_in, one_pass
+from grpo.system.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -60,28 +61,52 @@ def trusted(
     This finds models that need more of attention than a plan supports, and models with a recurrent state. compare: describes the
     disagreement; None: of log-probabilities.
     """
-    if layout == "padded":
-        return layout, "sdpa"
-    why = ""
-    for kernel in ("flex", "sdpa") if next(model.parameters()).is_cuda else ("sdpa",):
-        if not (why := objection(model, partial(compare or disagreement, model, layout, kernel))):
-            return layout, kernel
-    log.warning("optim.layout=%s does not fit %s (%s): layout=padded is used", layout, type(model).__name__, why)
+    if layout != "padded":
+        why = ""
+        for kernel in ("flex", "sdpa") if next(model.parameters()).is_cuda else ("sdpa",):
+            if not (why := objection(model, partial(compare or disagreement, model, layout, kernel))):
+                return layout, kernel
+        log.warning("optim.layout=%s does not fit %s (%s): layout=padded is used", layout, type(model).__name__, why)
+    if compare is None and (why := objection(model, partial(padding_error, model), by_plan=False)):
+        line = f"{type(model).__name__} computes a padded row otherwise than the row alone ({why})"
+        raise UserError(f"{line}, so that rows of several lengths cannot be trained: take another model")
     return "padded", "sdpa"
 
 
+def padding_error(model: nn.Module) -> str:
+    """Describe the error of a few tokens' log-probabilities in the padded layout, against the same rows alone."""
+    batch = few_tokens(model)
+    with torch.autocast(batch.ids.device.type, enabled=False):
+        padded, _ = one_pass(model, completion_logprobs, batch, 1.0)
+        alone = [one_pass(model, completion_logprobs, row_alone(batch, r), 1.0)[0][0] for r in range(len(batch))]
+    return error_in(model, padded[batch.mask], torch.cat(alone), bound=0.01)  # of a recurrent state: 0.1
+
+
 def disagreement(model: nn.Module, layout: Layout, kernel: str) -> str:
-    """Describe the error of a few tokens' log-probabilities, in the precision of the parameters. Empty if each error is at most
-    1e-4 in float32, or their mean at most 0.1 in 16 bits."""
+    """Describe the error of a few tokens' log-probabilities, in the precision of the parameters."""
     batch = few_tokens(model)
     with torch.autocast(batch.ids.device.type, enabled=False):
         exact, _ = one_pass(model, completion_logprobs, batch, 1.0)
         got, _ = one_pass(model, completion_logprobs, batch, 1.0, False, layout, kernel)
-    gaps = (got - exact)[batch.mask].abs()
+    return error_in(model, got[batch.mask], exact[batch.mask])
+
+
+def error_in(model: nn.Module, got: Tensor, exact: Tensor, bound: float = 1e-4) -> str:
+    """Describe by how much log-probabilities differ. Empty if each error is at most the bound in float32, or their mean at most
+    0.1 in 16 bits."""
+    gaps = (got - exact).abs()
     # in 16 bits, neighbouring numbers are 0.06 to 0.25 apart if logits are large
     is_exact = computes_in(model) == torch.float32
-    gap, bound = (float(gaps.max()), 1e-4) if is_exact else (float(gaps.mean()), 0.1)
+    gap, bound = (float(gaps.max()), bound) if is_exact else (float(gaps.mean()), 0.1)
     return "" if gap <= bound else f"log-probabilities differ by {gap:.2g}"
+
+
+def row_alone(batch: TokenBatch, row: int) -> TokenBatch:
+    """Return one of the `few_tokens` without padding."""
+    ids, mask = batch.ids[row, batch.attention_mask[row].bool()], batch.mask[row, batch.mask[row]]
+    return TokenBatch(
+        ids[None], torch.ones_like(ids)[None], mask[None], torch.zeros(mask.shape)[None], batch.sample[:1]
+    )
 
 
 def few_tokens(model: nn.Module) -> TokenBatch:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from grpo.models.adapted import check_adapted, refusal
+from grpo.models.language import beside_language
 from grpo.models.pretrained import frozen_copy
 from grpo.system.distributed import part_of
 from grpo.system.errors import UserError
@@ -20,10 +22,15 @@ def with_adapter(model: nn.Module, adapter: "PeftConfig | None") -> nn.Module:
         return model
     from peft import get_peft_model
 
+    if beside := [*beside_language(model)]:
+        excluded = adapter.exclude_modules or []
+        adapter.exclude_modules = [*([excluded] if isinstance(excluded, str) else excluded), *beside]
     try:
-        return get_peft_model(model, adapter).eval()
+        policy = get_peft_model(model, adapter).eval()
     except ValueError as error:
-        raise UserError(f"adapter: {str(error).splitlines()[0]}") from error
+        raise UserError(f"adapter: {refusal(str(error))}") from error
+    check_adapted(policy)
+    return policy
 
 
 class Reference:

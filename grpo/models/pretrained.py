@@ -11,8 +11,9 @@ from typing import Literal
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from grpo.models.language import is_multimodal, learning, loader_of
 from grpo.models.quantized import Bits, dequantize, quantize
 from grpo.system.errors import UserError
 from grpo.system.loading import STRICT, finite, fully_loaded
@@ -74,7 +75,8 @@ class Pretrained:
             return base.config()
         config = self._load(AutoConfig, "config.json")
         kinds = config.architectures or ["CausalLM"]
-        if not self.trust_remote_code and not any("CausalLM" in kind or "LMHead" in kind for kind in kinds):
+        known = any("CausalLM" in kind or "LMHead" in kind for kind in kinds) or is_multimodal(config)
+        if not self.trust_remote_code and not known:
             needed = "a model that predicts the next token is needed, one whose config.json has a ...ForCausalLM"
             raise UserError(f"model.path={self.path} is a {', '.join(kinds)}: {needed} in architectures")
         if getattr(config.get_text_config(), "num_hidden_layers", 1) < 1:
@@ -83,7 +85,7 @@ class Pretrained:
 
     def context(self) -> int:
         """The number of tokens that the model takes at most. Raises UserError if its configuration has no such limit."""
-        if (limit := getattr(self.config().get_text_config(), "max_position_embeddings", None)) is None:
+        if (limit := context_of(self.config())) is None:
             raise UserError(f"model.path={self.path} has no max_position_embeddings in its config.json: set it there")
         return limit
 
@@ -91,7 +93,10 @@ class Pretrained:
         """The tokenizer, with the chat template of the settings."""
         tokenizer = self._load(AutoTokenizer, "tokenizer")
         last, rows = max(tokenizer.get_vocab().values(), default=0), self.config().get_text_config().vocab_size
-        if last >= rows:
+        without_row = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows}
+        if without_row.keys() <= set(tokenizer.all_special_ids):  # as of images, for which a text model has no use
+            tokenizer.without_row = without_row  # `renderer.encoded` refuses them in prompts, and no sample has them
+        else:
             beyond = f"the id {last} ({tokenizer.convert_ids_to_tokens(last)!r}), the model's embedding {rows} rows"
             fix = "save the model after model.resize_token_embeddings(len(tokenizer)), or take its own tokenizer"
             raise UserError(f"model.path={self.path}: the tokenizer has {beyond}: {fix}")
@@ -109,10 +114,17 @@ class Pretrained:
         """Return the same modules as `model`, with random weights. Reads no file of weights."""
         config = self.config()
         dtype = config.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=self.attn_implementation, trust_remote_code=self.trust_remote_code
-        ).eval()
-        return quantize(model, self.quantization) if self.quantization else model
+        model = (
+            loader_of(config)
+            .from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=self.attn_implementation,
+                trust_remote_code=self.trust_remote_code,
+            )
+            .eval()
+        )
+        return quantize(model, self.quantization) if self.quantization else learning(model)
 
     def model(self, mapped: bool = False) -> nn.Module:
         """Return the model in evaluation mode, in which it is trained too: dropout would make trainer and engine disagree.
@@ -126,11 +138,12 @@ class Pretrained:
             model = dequantize(base.model())  # the base that the adapter has learned on
             with read_by_peft(self.path):
                 merged = PeftModel.from_pretrained(model, self.path).merge_and_unload()
-            return finite(f"the adapter model.path={self.path}", merged).requires_grad_(True).eval()
+            return finite(f"the adapter model.path={self.path}", learning(merged)).eval()
         if mapped and self.quantization:
             raise UserError("strategy=fsdp2 does not shard a quantized base: set strategy=ddp")
         dtype = "auto" if self.dtype == "auto" or mapped else getattr(torch, self.dtype)
-        loaded = self._load(AutoModelForCausalLM, dtype=dtype, attn_implementation=self.attn_implementation, **STRICT)
+        loader = loader_of(self.config())
+        loaded = self._load(loader, dtype=dtype, attn_implementation=self.attn_implementation, **STRICT)
         model = fully_loaded(f"model.path={self.path}", loaded).eval()
         if model.generation_config is None or model.generation_config.eos_token_id is None:
             never = "no completion ends before max_tokens, except at sampling.stop_ids"
@@ -138,7 +151,7 @@ class Pretrained:
         if mapped:
             model.config.get_text_config().dtype = model.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
             model.is_mapped = True
-        return quantize(model, self.quantization) if self.quantization else model
+        return quantize(model, self.quantization) if self.quantization else learning(model)
 
 
 @dataclass(frozen=True)
@@ -160,7 +173,23 @@ class InMemory(Pretrained):
     def model(self, mapped: bool = False) -> nn.Module:
         if self.quantization or hasattr(self.given, "quantization_method"):
             raise UserError("model: an object has plain weights: give its name, and model.quantization")
-        return self.given.requires_grad_(True).eval()
+        return learning(self.given).eval()
+
+
+def context_of(config: PretrainedConfig) -> int | None:
+    """Return the number of tokens that a model takes at most; None if it has no limit.
+
+    With `longrope` (Phi-3, arXiv 2402.13753) all positions of a batch change if one of its rows is longer than the original
+    context. Earlier samples would then have other log-probabilities in training. So the original context is the limit.
+    """
+    config = config.get_text_config()
+    ropes = getattr(config, "rope_parameters", None) or {}
+    ropes = [
+        rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict) and rope.get("rope_type") == "longrope"
+    ]
+    limits = [getattr(config, "max_position_embeddings", None)]
+    limits += [rope.get("original_max_position_embeddings") for rope in ropes]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:

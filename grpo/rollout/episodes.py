@@ -107,7 +107,8 @@ def play(
     seed: Callable[[int, int, int], int],
     limits: Limits | None = None,
 ) -> list[Group]:
-    """Play `group_size` episodes of every example, and score each group as soon as its last episode is over.
+    """Play `group_size` episodes of every example, and score each group as soon as its last episode is over. If the task or a
+    reward has a state, groups are scored in order, one call at a time, so that a call always finds the same state.
 
     seed: from (index of the example, index of the sample, turn) to the seed of a completion; the turn ENVIRONMENT gives the
     environment's seed. Every rank plays its share of the examples. Returns a group for every example, in order, on every rank.
@@ -116,7 +117,9 @@ def play(
     limits = limits or Limits()
     mine = distributed.share(len(examples))
     environments = Calls(THREADS, f"an environment of {type(task).__name__}")
-    score = Scorer(task, limits.score_timeout)
+    in_order = bool(getattr(task, "state_dict", dict)())
+    score = Scorer(task, limits.score_timeout, threads=1 if in_order else None)
+    scored = {p: asyncio.Event() for p in mine}
     queue = EngineQueue(engine, sampling, environments, [(p, s) for p in mine for s in range(group_size)])
     errors: dict[int, RewardError] = {}
 
@@ -131,8 +134,11 @@ def play(
         try:
             played = await asyncio.gather(*(one(p, env) for env in envs))
             known = [s for s, (trajectory, _) in enumerate(played) if not trajectory.failed]
+            if in_order:
+                await asyncio.gather(*(scored[before].wait() for before in mine if before < p))
             given, error = await score(examples[p], [played[s][0] for s in known], [envs[s].env for s in known])
         finally:
+            scored[p].set()
             await asyncio.gather(*(env.close() for env in envs))
         if error is not None:
             error.sample = None if error.sample is None else known[error.sample]

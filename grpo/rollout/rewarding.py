@@ -17,14 +17,14 @@ TIMED_OUT = Reward(math.nan, False, outcome="timeout")
 
 
 class Scorer:
-    """Scores groups, with up to THREADS calls of the task at a time.
+    """Scores groups, with up to `threads` calls of the task at a time; None: THREADS.
 
     timeout: seconds of one call, after which its rewards are NaN. If THREADS calls hang and none has ever returned, the reward is
     considered broken, which is an error.
     """
 
-    def __init__(self, task: Task, timeout: float) -> None:
-        self.task, self.timeout, self.calls = task, timeout, Calls(THREADS, place_of(task))
+    def __init__(self, task: Task, timeout: float, threads: int | None = None) -> None:
+        self.task, self.timeout, self.calls = task, timeout, Calls(threads or THREADS, place_of(task))
         self.hung, self.answered = 0, False
 
     async def __call__(

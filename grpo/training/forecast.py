@@ -295,6 +295,12 @@ def in_sampling(
     return live.most.total()
 
 
+def by_groups(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
+    """Return the result of a product for each expert, without numbers. Two dimensions: the rows of all experts together."""
+    groups = () if a.ndim != b.ndim else (len(a),) if a.ndim == 3 else (len(offsets),)
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1])
+
+
 def bytes_of(tensors: Iterable[Any]) -> int:
     """Return the bytes of the tensors; each storage counts once."""
     return sum({storage_of(t): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}.values())
@@ -313,7 +319,8 @@ class Live(TorchDispatchMode):
         self.most: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
+        grouped = function is torch.ops.aten._grouped_mm.default  # torch describes its result in bfloat16 only
+        result = (by_groups if grouped else function)(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and (key := storage_of(tensor)) not in self.seen:
                 place = tensor.untyped_storage()

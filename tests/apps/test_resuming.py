@@ -32,7 +32,7 @@ def run(tmp_path, monkeypatch):
     """The folder of a run that was started with THEN, when the default of max_tokens was 99."""
     folder = tmp_path / "run"
     config = composed("train", [*THEN, f"output_dir={folder}"])
-    config.eval.every = 7
+    config.eval.every, config.renderer.date = 7, "2026-01-31"
     save_config(config)
     save_manifest(str(folder), {"overrides": THEN})
     (folder / "checkpoints").mkdir()
@@ -49,7 +49,7 @@ def test_what_nobody_gave_is_as_in_the_run(run):
     """A default that has changed since, eval.every, and all arguments of the run's command line."""
     config = resumed(run)
     assert (config.eval.every, config.optim.optimizer.lr, config.task.path) == (7, 3e-4, str(EXAMPLES))
-    assert config.callbacks.curriculum.rollout == 9
+    assert config.callbacks.curriculum.rollout == 9 and config.renderer.date == "2026-01-31"
     assert config.output_dir == f"{run}/new" and config.callbacks.checkpoint.folder == f"{run}/new/checkpoints"
     assert config.ckpt_path == f"{run}/checkpoints/last.ckpt" and changes(config, run) == []
 

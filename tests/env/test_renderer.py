@@ -268,7 +268,7 @@ def test_tokenizers_that_know_no_tools_are_refused():
 def test_an_unknown_form_of_calls_is_asked_for():
     tokenizer = FAMILIES["qwen25"].tokenizer()
     tokenizer.chat_template = "{{ tools }}{% for m in messages %}{{ m }}{% endfor %}"
-    with pytest.raises(UserError, match=r"set renderer\.tool_calls to hermes, llama3, mistral"):
+    with pytest.raises(UserError, match=r"writes a call as .*find.*, which no form here reads: take a chat model"):
         TokenizerRenderer(tokenizer).prompt_ids([QUESTION], TOOLS)
     assert TokenizerRenderer(tokenizer, tool_calls="llama3").form == "llama3"
     with pytest.raises(UserError, match=r"renderer\.tool_calls=json is not one of auto, hermes, llama3, mistral"):

@@ -4,7 +4,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from helpers.families import FAMILIES, TOOLS, shipped, spelled
+from helpers.families import FAMILIES, TOOLS, real, shipped, spelled
 from tokenizers import AddedToken
 
 from grpo.env.messages import Message, ToolCall, message_of
@@ -14,6 +14,7 @@ from grpo.env.thoughts import oddity, parted, with_thought
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, State, Step, Trajectory
 from grpo.rollout.types import Sample
+from grpo.system.errors import UserError
 from grpo.training.preflight.data import turns
 
 ASK, SURE, THREE = Message("user", "How many are 1 + 2?"), Message("user", "Sure?"), Message("tool", "3", name="add")
@@ -23,16 +24,7 @@ NONE = {"enable_thinking": False}
 NEMO = ("nano", "super", "ultra", "5_lightning")
 
 
-def real(template: str, **template_args) -> TokenizerRenderer:
-    """A model's own template, which TRL ships, on a small tokenizer with the special tokens of the template."""
-    source = shipped(template)
-    tokenizer = FAMILIES["qwen3"].tokenizer()
-    tokens = sorted({*re.findall("<\\|\\w+\\|>|<\uff5c[^<>]+\uff5c>", source)})
-    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
-    tokenizer.chat_template = source
-    return TokenizerRenderer(tokenizer, template_args=template_args)
-
-
+HARMONY = "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant"
 # said: a turn as the model writes it. kept: the next prompt begins with the ids of this turn; else the template drops its thought
 CASES = [
     ("qwen3", {}, f"<think>\nI add.\n</think>\n\n{BLOCK}<|im_end|>", THREE, True),
@@ -51,6 +43,15 @@ CASES = [
     ("lfm2_2_5", {}, "<think>I add.</think>Three.<|im_end|>", SURE, False),
     ("deepseek_r1_distill", {}, "I add.\n</think>\n\nThree.<\uff5cend\u2581of\u2581sentence\uff5c>", SURE, False),
     ("deepseek_r1_distill_training", {}, "I add.\n</think>\n\nThree.<\uff5cend\u2581of\u2581sentence\uff5c>", SURE, True),
+    *[("gemma4_v5", {}, f"<|channel>thought\nI add.\n<channel|>{said}", reply, kept) for said, reply, kept in (
+        ("<|tool_call>call:add{a:1,b:2}<tool_call|><|tool_response>", THREE, True), ("Three.<turn|>", SURE, False))],
+    *[("gptoss", {}, f"{HARMONY}{said}", reply, kept) for said, reply, kept in (
+        (' to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": 2}<|call|>', THREE, True),
+        ("<|channel|>final<|message|>Three.<|return|>", SURE, False))],
+    ("gptoss", {}, "<|channel|>final<|message|>Three.<|end|>", SURE, True),
+    ("glm4moe", {}, "\n<think>I add.</think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
+     "<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n</tool_call><|observation|>", THREE, True),
+    ("lfm2_2_5", {}, "<think>I add.</think><|tool_call_start|>[add(a=1, b=2)]<|tool_call_end|><|im_end|>", THREE, True),
     ("qwen2_5", {}, f"<think>\nI add.\n</think>\n{BLOCK}<|im_end|>", THREE, True),  # knows no thoughts: they are text
 ]  # fmt: skip
 
@@ -70,6 +71,39 @@ def test_a_sampled_turn_comes_back_token_for_token_or_without_its_thought(templa
     opening = renderer.tokenizer.decode(prompt).partition(ASK.content)[2]
     assert told.count("<think>") - opening.count("<think>") == told.count("</think>") - opening.count("</think>")
     assert told.count("I add.") == (kept and "I add." in said) and (tools or "Three." in told)
+
+
+def test_a_call_of_gpt_oss_that_its_template_spells_otherwise_is_written_anew():
+    renderer = real("gptoss")
+    prompt = renderer.prompt_ids([ASK], TOOLS)
+    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}<|call|>'
+    before = prompt + spelled(renderer.tokenizer, HARMONY + call)
+    message = renderer.parse(before[len(prompt) :], TOOLS)
+    assert message.tool_calls == (ToolCall("add", {"a": 1, "b": 2}),) and message.reasoning_content == "I add."
+    got = renderer.tokenizer.decode(renderer.prompt_ids([ASK, message, THREE], TOOLS, before))
+    assert f"{HARMONY} to=functions.add<|channel|>commentary json<|message|>" in got
+
+
+def test_a_message_without_its_channel_is_read_as_it_is():
+    renderer = real("gptoss")
+    for text, history in (("Three.", "Three."), ("<|channel|>final<|channel|>final", "final final")):
+        message = renderer.parse(spelled(renderer.tokenizer, text))
+        assert message.content == text
+        got = renderer.tokenizer.decode(renderer.prompt_ids([ASK, message, SURE]))
+        assert re.search(rf"<\|channel\|>final<\|message\|>\s*{history}<\|end\|>", got)
+
+
+@pytest.mark.parametrize(("template", "written"), [("llama3_2", "31 Jan 2026"), ("gptoss", "2026-01-31")])
+def test_the_date_in_a_prompt_is_that_of_the_run(template, written):
+    """A run that is resumed tomorrow has the same prompts."""
+    tokenizer = FAMILIES["llama31"].tokenizer()
+    tokenizer.chat_template = shipped(template)
+    renderer = TokenizerRenderer(tokenizer, date="2026-01-31")
+    assert written in tokenizer.decode(renderer.prompt_ids([ASK]))
+    assert written in tokenizer.decode(renderer.with_args({"more": 1}).prompt_ids([ASK]))
+    assert written not in tokenizer.decode(TokenizerRenderer(tokenizer).prompt_ids([ASK]))
+    with pytest.raises(UserError, match=r"renderer.date=tomorrow is no day: write it as 2026-01-31"):
+        TokenizerRenderer(tokenizer, date="tomorrow")
 
 
 def test_a_thought_that_came_apart_is_a_part_of_the_text():

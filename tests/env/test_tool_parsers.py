@@ -3,12 +3,15 @@
 import random
 import re
 from dataclasses import replace
+from typing import get_args
 
 import pytest
-from helpers.families import FAMILIES
+from helpers.families import FAMILIES, shipped
 
 from grpo.env.messages import Message, ToolCall, ToolSpec
-from grpo.env.tool_parsers import form_of, message_of_text
+from grpo.env.renderer import FormName, TokenizerRenderer
+from grpo.env.tool_forms import FORMS, message_of_text
+from grpo.system.errors import UserError
 
 WRITE = ToolSpec(
     "write",
@@ -40,6 +43,23 @@ def xml(parameters: str, name: str = "write") -> str:
     return f"<tool_call>\n<function={name}>\n{parameters}\n</function>\n</tool_call>"
 
 
+def glm(key: str, value: str) -> str:
+    return f"<tool_call>write\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
+
+
+def deepseek(*calls: str) -> str:
+    written = "".join(f"<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>" for call in calls)
+    return f"<｜tool▁calls▁begin｜>{written}<｜tool▁calls▁end｜>"
+
+
+def kimi(name: str, arguments: str) -> str:
+    call = f"<|tool_call_begin|>{name}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+    return f"<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
+
+
+V3, V3_B = ('function<｜tool▁sep｜>f\n```json\n{"x": 1}\n```', 'function<｜tool▁sep｜>g\n```json\n{"y": "{]"}\n```')
+V31 = 'f<｜tool▁sep｜>{"x": 1}'
+F = "<function=f></function>"
 GOOD = [
     ("hermes", "There are 3.", said("There are 3.")),
     ("hermes", BLOCK_A, said("", A)),
@@ -85,6 +105,58 @@ GOOD = [
         said("", replace(A, id="abcDEF123"), B),
     ),
     ("mistral", f"<think>[TOOL_CALLS] [{JSON_A}]", said(f"<think>[TOOL_CALLS] [{JSON_A}]")),
+    ("granite", f"<|tool_call|>[{JSON_A}, {JSON_B}]", said("", A, B)),
+    ("granite", f"<tool_call>[{JSON_A}]", said("", A)),  # Granite 3.1
+    ("granite", f"Hm.<|tool_call|>[{JSON_A}]<|/tool_call|>", said("Hm.", A)),  # Phi-4-mini
+    ("glm", glm("text", "a <b>\n"), said("", ToolCall("write", {"text": "a <b>\n"}))),
+    ("glm", f"<think></think>\n{glm('times', '3')}", said("<think></think>", ToolCall("write", {"times": 3}))),
+    ("glm", "<tool_call>f</tool_call><tool_call>g\n</tool_call>", said("", ToolCall("f", {}), ToolCall("g", {}))),
+    (
+        "gemma4",
+        'See.<|tool_call>call:write{list:<|"|>a "b", {c:1}\n<|"|>,more:{x:{y:null}},tags:[1.5,true,<|"|>}<|"|>]}<tool_call|>',
+        said(
+            "See.", ToolCall("write", {"list": 'a "b", {c:1}\n', "more": {"x": {"y": None}}, "tags": [1.5, True, "}"]})
+        ),
+    ),
+    (
+        "gemma4",
+        "<|tool_call>call:f{x:1}<tool_call|><|tool_call>call:g{}<tool_call|>",
+        said("", A, ToolCall("g", {})),
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[f(x=1), g(y='{]', z=[None, true], w=-1.5, v={'a': False})]<|tool_call_end|>Done.",
+        said("Done.", A, ToolCall("g", {"y": "{]", "z": [None, True], "w": -1.5, "v": {"a": False}})),
+    ),
+    ("lfm2", "<|tool_call_start|>[f(x='a\nb')]<|tool_call_end|>", said("", ToolCall("f", {"x": "a\nb"}))),
+    ("lfm2", "<|tool_call_start|>[a.f(x=1)]<|tool_call_end|>", said("", ToolCall("a.f", {"x": 1}))),
+    ("olmo3", "I call.\n<function_calls>\nf(x=1)\ng(y='{]')\n</function_calls>", said("I call.", A, B)),
+    ("deepseek", deepseek(V3, V3_B), said("", A, B)),
+    ("deepseek", "<think>a</think>Hm." + deepseek(V31), said("<think>a</think>Hm.", A)),
+    ("seed", f"<seed:tool_call>{F}{F}</seed:tool_call>", said("", ToolCall("f", {}), ToolCall("f", {}))),
+    (
+        "minimax",
+        '<minimax:tool_call>\n<invoke name="write">\n<parameter name="text">a\n</parameter>\n'
+        '<parameter name="times">2</parameter>\n</invoke>\n<invoke name="f"></invoke>\n</minimax:tool_call>',
+        said("", ToolCall("write", {"text": "a\n", "times": 2}), ToolCall("f", {})),
+    ),
+    ("kimi", kimi("functions.f:0", '{"x": 1}') + " ", said("", A)),
+    ("kimi", kimi("g:12", '{"y": "{]"}'), said("", B)),
+    ("harmony", "<|channel|>final<|message|>There are 3.<|return|>", said("There are 3.")),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>final<|message|>3",
+        said("<think>I add.</think>3"),
+    ),
+    ("harmony", "<|channel|>analysis<|message|>I ad", said("<think>I ad")),
+    (
+        "harmony",
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+        '<|constrain|>json<|message|>{"x": 1}<|call|>',
+        said("I look.", A),
+    ),
+    ("harmony", ' to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>', said("", A)),
+    ("harmony", "There are 3.", said("There are 3.")),
 ]
 
 
@@ -126,6 +198,34 @@ BAD = [
     ("mistral", "[TOOL_CALLS] []", "there is no list of calls"),
     ("mistral", f"[TOOL_CALLS] [{JSON_A}] then", "'then' stands after the call"),
     ("mistral", "[TOOL_CALLS]f[ARGS][1]", r"the arguments must be an object, not \[1\]"),
+    ("granite", f"<|tool_call|>{JSON_A}", r"after <\|tool_call\|> there is no list of calls"),
+    ("glm", f"<tool_call>{JSON_A}</tool_call>", "the call has no name"),
+    ("glm", "<tool_call>f<arg_key>x</arg_key></tool_call>", "</tool_call> is missing after the call of 'f'"),
+    ("glm", "<tool_call>f<arg_key>x</arg_key><arg_value>1</tool_call>", "</arg_value> is missing"),
+    ("gemma4", "<|tool_call>call:f{x:1}", r"<tool_call\|> is missing after the call of 'f'"),
+    ("gemma4", "<|tool_call>f{x:1}<tool_call|>", "call:NAME is missing"),
+    ("gemma4", "<|tool_call>call:f{x:a}<tool_call|>", "the JSON is broken"),
+    ("lfm2", "<|tool_call_start|>[f(1)]<|tool_call_end|>", "a call has a name, and arguments with names"),
+    ("lfm2", "<|tool_call_start|>[f(x=y)]<|tool_call_end|>", "the arguments of 'f' are no plain values"),
+    ("lfm2", "<|tool_call_start|>[f(x={1})]<|tool_call_end|>", "the arguments of 'f' are no plain values"),
+    ("lfm2", "<|tool_call_start|>[f(x=1e999)]<|tool_call_end|>", "Infinity is no JSON"),
+    ("lfm2", "<|tool_call_start|>[f(x=1]<|tool_call_end|>", "the calls cannot be read as Python"),
+    ("lfm2", "<|tool_call_start|>[f(x=1)]", r"<\|tool_call_end\|> is missing after the call of 'f'"),
+    ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>", r"no call stands after <\|tool_call_start\|>"),
+    ("olmo3", "<function_calls>x = 1</function_calls>", "a call has a name"),
+    ("deepseek", deepseek(), "no call stands after"),
+    (
+        "deepseek",
+        deepseek(V3).replace("<｜tool▁call▁end｜>", ""),
+        "<｜tool▁call▁end｜> is missing after the call of 'f'",
+    ),
+    ("seed", f"<seed:tool_call>{F}", "</seed:tool_call> is missing after the call of 'f'"),
+    ("minimax", "<minimax:tool_call><invoke name=f></invoke></minimax:tool_call>", '<invoke name="NAME"> is broken'),
+    ("kimi", kimi("f", "{}"), "no call stands after"),
+    ("kimi", kimi("f:0", "[]"), r"the arguments must be an object, not \[\]"),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|>{x}<|call|>", "the JSON is broken"),
+    ("harmony", "<|channel|>final<|message|>a<|end|><|start|>assistant<|channel|>final", r"<\|message\|> is missing"),
+    ("harmony", "Hm.<|channel|>final<|message|>3", "a message begins with its channel"),
 ]
 
 
@@ -161,8 +261,12 @@ def test_values_between_tags_become_what_the_schema_says(key, text, value):
     assert call == ToolCall("write", {key: value}) and type(call.arguments[key]) is type(value)
 
 
-def test_forms_are_told_from_templates():
-    forms = {name: form_of(family.template) for name, family in FAMILIES.items()}
+def test_every_form_has_its_name_in_the_settings():
+    assert get_args(FormName) == ("auto", *FORMS)
+
+
+def test_the_form_is_the_one_that_reads_what_the_template_writes():
+    forms = {name: TokenizerRenderer(family.tokenizer()).form for name, family in FAMILIES.items()}
     assert forms == {
         "qwen25": "hermes",
         "qwen3": "hermes",
@@ -170,16 +274,98 @@ def test_forms_are_told_from_templates():
         "llama31": "llama3",
         "mistral": "mistral",
     }
-    assert form_of("{% for m in messages %}{{ m.content }}{% endfor %}") is None
-    assert form_of("<tool_call>{{ name }}\n<arg_key>{{ key }}</arg_key>") is None  # GLM's
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
+SHIPPED = {
+    "qwen2_5": "hermes", "qwen3": "hermes", "qwen3_5_think": "hermes", "qwen3_8": "hermes", "nemotron_3_nano": "hermes",
+    "llama3_2": "llama3", "glm4moe": "glm", "gemma4": "gemma4", "gemma4_v5": "gemma4", "lfm2_v2": "lfm2", "lfm2_2_5": "lfm2",
+    "gptoss": "harmony",
+    "cohere2": "does not show them", "phi3": "does not show them", "gemma3": "does not show them",
+    "deepseekv3": "does not show them", "lfm2": "no form here reads", "muse_glimmer": "no form here reads",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_form_of_a_real_template(name):
+    """TRL ships them. A template whose own call does not come back is refused, and no form is proposed."""
+    tokenizer = FAMILIES["llama31" if name.startswith("llama") else "qwen25"].tokenizer()
+    tokenizer.chat_template = shipped(name)
+    renderer = TokenizerRenderer(tokenizer)
+    if SHIPPED[name] in FORMS:
+        assert renderer.form == SHIPPED[name]
+    else:
+        with pytest.raises(UserError, match=SHIPPED[name]):
+            _ = renderer.form
+
+
+def test_a_token_for_the_unknown_is_no_part_of_a_message():
+    """A tokenizer gives its id to every token that it lacks, such as the tags of thoughts."""
+    tokenizer = FAMILIES["llama31"].tokenizer()
+    tokenizer.add_special_tokens({"unk_token": "<unk>"})
+    renderer = TokenizerRenderer(tokenizer)
+    ids = (tokenizer.unk_token_id, *tokenizer("There are 3.").input_ids[-6:], tokenizer.unk_token_id)
+    for tools in ((), (WRITE,)):
+        assert "<unk>" not in renderer.parse(ids, tools).content
+
+
+TALK = """{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}
+{% for m in messages %}{{ m.role }}: {{ m.content or "" }}{% if m.tool_calls %}CALLS{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+
+
+def each(call: str) -> str:
+    return f"{{% for call in m.tool_calls %}}{call}{{% endfor %}}"
+
+
+OWN = {
+    "kimi": "<|tool_calls_section_begin|>"
+    + each(
+        "<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>{{ call.function.arguments | tojson }}<|tool_call_end|>"
+    )
+    + "<|tool_calls_section_end|>",
+    "deepseek": "{% if m.content is none %}<｜tool▁calls▁begin｜>"
+    + each(
+        "<｜tool▁call▁begin｜>{{ call.function.name + '<｜tool▁sep｜>' + call.function.arguments }}<｜tool▁call▁end｜>"
+    )
+    + "<｜tool▁calls▁end｜>{% endif %}",
+    "seed": each(
+        "\n<seed:tool_call>\n<function={{ call.function.name }}>\n{% for key, value in call.function.arguments | items %}"
+        "<parameter={{ key }}>{{ value }}</parameter>\n{% endfor %}</function>\n</seed:tool_call>"
+    ),
+}
+
+
+@pytest.mark.parametrize("form", OWN)
+def test_arguments_as_text_no_content_and_ids_are_given_as_a_template_wants_them(form):
+    """As the templates of Kimi K2, DeepSeek V3.1 and Seed-OSS do."""
+    tokenizer = FAMILIES["qwen25"].tokenizer()
+    tokenizer.chat_template = TALK.replace("CALLS", OWN[form])
+    renderer = TokenizerRenderer(tokenizer)
+    call = ToolCall("write", {"text": 'a "b"\nc', "times": 2})
+    assert renderer.form == form
+    ids = renderer.prompt_ids(
+        [Message("user", "Write."), said("", call), Message("tool", "Done.", name="write")], [WRITE]
+    )
+    written = tokenizer.decode(ids).partition("assistant: ")[2].partition("<|im_end|>")[0]
+    assert message_of_text(written, form, [WRITE]) == said("", call)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_no_text_is_too_much(form):
     """A randomly changed call is read, reported as malformed, or plain text."""
     rng = random.Random(0)
     texts = [text for good, text, _ in GOOD if good == form]
     pieces = [*'{}[]<>"\\;:, \n19é\ud800\0', "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]"]
+    pieces += [
+        '<|"|>',
+        "call:f{",
+        "<arg_key>",
+        "</arg_value>",
+        "f(x=1)",
+        "<|channel|>final",
+        "<|message|>",
+        "<|start|>",
+    ]
     pieces += ["[ARGS]", "<|python_tag|>", "<function=f>", "<parameter=x>", "</parameter>", "null", '"arguments"']
     kinds = set()
     for _ in range(4000):
@@ -189,7 +375,7 @@ def test_no_text_is_too_much(form):
             text = text[:start] + rng.choice(["", *pieces]) + text[start + rng.randrange(4) :]
         message = message_of_text(text, form, [WRITE])
         kinds.add("call" if message.tool_calls else "error" if message.error else "plain")
-        if not message.tool_calls:
+        if message.error or not (message.tool_calls or form == "harmony"):
             assert message.content == text
         assert not (message.tool_calls and message.error) and "\n" not in (message.error or "")
     assert kinds == {"call", "error", "plain"}

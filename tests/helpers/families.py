@@ -4,6 +4,7 @@ They are our own, in tests/data/templates, with shorter prose and the same behav
 what is trimmed, which thinking is kept, who writes the first token, what is refused.
 """
 
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from grpo.apps.demo_model import make_tokenizer
+from grpo.env.renderer import TokenizerRenderer
 from grpo.env.tools import spec_of
 
 
@@ -112,3 +114,13 @@ def spelled(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[int, ...]:
         ids += tokenizer(piece, add_special_tokens=False).input_ids
         at += len(piece)
     return tuple(ids)
+
+
+def real(template: str, **template_args) -> TokenizerRenderer:
+    """A model's own template, which TRL ships, on a small tokenizer with the special tokens of the template."""
+    source = shipped(template)
+    tokenizer = FAMILIES["qwen3"].tokenizer()
+    tokens = sorted({*re.findall('<\\|\\w+\\|?>|<\\w+\\|>|<\\|"\\|>|<\uff5c[^<>]+\uff5c>', source)})
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    tokenizer.chat_template = source
+    return TokenizerRenderer(tokenizer, template_args=template_args)

@@ -95,6 +95,9 @@ MORE = {
     "mistral, window 6": (transformers.MistralConfig, {"sliding_window": 6}),
     "gpt2": (transformers.GPT2Config, GPT2),
     "neox": (transformers.GPTNeoXConfig, {}),
+    "granite": (transformers.GraniteConfig, {"logits_scaling": 8.0}),
+    "granite_moe": (transformers.GraniteMoeConfig, {"logits_scaling": 4.0, "num_local_experts": 4}),
+    "cohere2": (transformers.Cohere2Config, {"logit_scale": 0.0625, "sliding_window": 6}),
 }
 
 

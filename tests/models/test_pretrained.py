@@ -6,10 +6,16 @@ import shutil
 import pytest
 import torch
 import transformers
+from helpers.models import SHAPE
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
+from transformers import Phi3Config
 
 from grpo.apps.cli import check_model
+from grpo.engines.builtin.engine import TransformersEngine
+from grpo.engines.protocol import Sampling
+from grpo.env.messages import Message
+from grpo.env.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.system.errors import UserError
 
@@ -138,6 +144,48 @@ def test_tokens_without_a_row_of_the_embedding_are_refused(folder):
     tokenizer.save_pretrained(folder)
     rows = len(tokenizer) - 1
     assert f"the tokenizer has the id {rows} ('<new>'), the model's embedding {rows} rows" in refused(folder)
+
+
+def test_a_special_token_without_a_row_is_refused_only_in_a_prompt(folder):
+    """As in Gemma 3 1B, whose tokenizer has a token for images: the model's logits have no place for it either."""
+    tokenizer = Pretrained(str(folder)).tokenizer()
+    rows = len(tokenizer)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<image_soft_token>"]})
+    tokenizer.save_pretrained(folder)
+    renderer = TokenizerRenderer(Pretrained(str(folder)).tokenizer())
+    assert rows not in renderer.prompt_ids([Message("user", "How many are 1 + 2?")])
+    for prompt in ([Message("user", "a <image_soft_token>?")], "a <image_soft_token>?"):
+        with pytest.raises(UserError, match=r"^a prompt has '<image_soft_token>', for which .* no row: leave it out$"):
+            renderer.prompt_ids(prompt)
+
+
+def test_the_original_context_is_the_limit_of_a_model_whose_positions_change(tmp_path):
+    """Phi-3 with longrope: the same row has other log-probabilities beside a row that is longer than the original context."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "rope_theta": 1e4}
+    sizes = {"max_position_embeddings": 512, "vocab_size": 97, "pad_token_id": 0}
+    config = Phi3Config(
+        **SHAPE | sizes,
+        rope_parameters=rope | {"original_max_position_embeddings": 64},
+        original_max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    row, beside = torch.arange(2, 42)[None], torch.arange(2, 82)[None] % 95
+    padded = torch.cat([row, torch.zeros(1, 40, dtype=torch.int64)], 1)
+    alone = model(row).logits[0]
+
+    def together(width: int) -> torch.Tensor:
+        ids = torch.cat([padded, beside])[:, :width]
+        return model(ids, attention_mask=(ids > 0).long()).logits[0, :40]
+
+    assert (together(64) - alone).abs().max() < 1e-5 and (together(65) - alone).abs().max() > 0.01
+    model.save_pretrained(tmp_path)
+    assert Pretrained(str(tmp_path)).context() == 64
+    engine = TransformersEngine()
+    engine.load_weights(model, 0)
+    assert engine.context == 64
+    with pytest.raises(UserError, match="context of 64"):
+        engine.sample([[*range(2, 42)]], Sampling(max_tokens=30), seeds=[0])
 
 
 def test_a_model_without_an_end_token_warns(folder, caplog):

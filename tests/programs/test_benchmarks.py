@@ -1,6 +1,7 @@
 """The benchmarks run with the smallest settings and compare like with like. Their measurements are not checked."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from conftest import ROOT
@@ -30,13 +31,14 @@ def test_trl_and_we_do_the_same_work():
 def test_two_runs_learn_from_the_same_prompts_from_the_same_policy(tmp_path, monkeypatch):
     pytest.importorskip("trl")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from learning_vs_trl import SIDES, Rounds, Sizes, ratio, summary, table
+    from learning_vs_trl import CASES, SIDES, Rounds, ratio, summary, table
 
-    sizes, found, asked = Sizes(rollouts=1, every=1, problems=3, prompts=2, group=2, limit=16), {}, []
+    case = replace(CASES["demo"], rollouts=1, problems=3, prompts=2, group=2, limit=16, batch=2)
+    found, asked = {}, []
     for side, run in SIDES.items():
         records = []
-        run(Rounds(sizes, tmp_path / side, records.append))
-        asked.append(records[1]["questions"])
+        run(Rounds(case, 0, tmp_path / side, records.append))
+        asked.append(records[1]["prompts"])
         found[side] = summary(records)
     assert asked[0] == asked[1] and len(asked[0]) == 2
     assert found["trl"]["right"][0] == found["grpo"]["right"][0] and len(found["grpo"]["right"][1]) == 3

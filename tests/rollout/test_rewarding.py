@@ -5,6 +5,7 @@ import json
 import math
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -251,6 +252,35 @@ def test_rewards_come_while_others_are_still_generating(toy, toy_model):
     assert order == ["scored 0", "scored 0", "sampled the rest", "scored 1", "scored 1"]
     assert [[sample.reward.value for sample in group] for group in groups] == [[0, 0], [1, 1]]
     assert scores(groups).rewards.tolist() == [[0, 0], [1, 1]] and len(collate(groups)) == 4
+
+
+def test_a_reward_with_a_state_is_called_in_order(toy, toy_model):
+    """The group of prompt 1 is sampled first, and the first sample of each group takes longer to score."""
+    engine = TransformersEngine(max_cache_tokens=1000)
+    engine.load_weights(toy_model, 0)
+    calls = []
+
+    class Falling(Echo):
+        def score(self, example, trajectory):
+            number = len(calls)
+            time.sleep(0.1 * (1 - number % 2))
+            calls.append((example, trajectory.answer))
+            return Reward(-float(number), correct=False)
+
+        def state_dict(self):
+            return {"calls": len(calls)}
+
+    class Backwards:
+        context = None
+
+        def sample(self, prompts, sampling, seeds, done):
+            later = engine.sample(prompts[2:], sampling, seeds[2:], lambda i, completion: done(i + 2, completion))
+            return engine.sample(prompts[:2], sampling, seeds[:2]) + later
+
+    renderer = TokenizerRenderer(Pretrained(str(toy)).tokenizer())
+    groups = play(Falling(), [0, 1], 2, Backwards(), renderer, Sampling(4), lambda *path: derive_seed(0, *path))
+    assert calls == [(p, sample.trajectory.answer) for p, group in enumerate(groups) for sample in group]
+    assert [[sample.reward.value for sample in group] for group in groups] == [[0, -1], [-2, -3]]
 
 
 def test_an_engine_tells_of_each_completion_once(toy, toy_model):

@@ -9,7 +9,6 @@ from helpers.families import FAMILIES
 from grpo.apps.smollm2 import tool_template
 from grpo.env.messages import Message, ToolCall
 from grpo.env.renderer import TokenizerRenderer
-from grpo.env.tool_parsers import form_of
 from grpo.env.types import Action, Step, Trajectory
 from grpo.rewards.functions import last_number
 from grpo.system.errors import UserError
@@ -85,4 +84,4 @@ def test_the_template_with_tools_is_read_as_it_writes():
     assert text.startswith("<|im_start|>system\nYou have tools: calculator(expression).")
     assert '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 * 17"}}\n</tool_call><|im_end|>' in text
     assert text.endswith("<|im_start|>user\nWhat is 62 * 49?<|im_end|>\n<|im_start|>assistant\n")
-    assert form_of(text) == "hermes"
+    assert TokenizerRenderer(tokenizer).form == "hermes"

@@ -325,12 +325,21 @@ def test_the_cache_is_transformers(family):
     assert foreseen(plan, 7, 12) == expected / 4
 
 
-def test_what_cannot_be_foreseen(tmp_path, toy):
-    """Experts in float32 use a kernel that does not support tensors without memory; a server's memory is elsewhere."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_mixture_takes_what_was_foreseen(tmp_path, dtype, monkeypatch):
+    """The forecast has no numbers, so it does not know how many tokens an expert gets: the experts' rows are counted together."""
+    torch.manual_seed(0)
     config = MixtralConfig(**SHAPE | {"vocab_size": 97, "num_local_experts": 4})
-    config.save_pretrained(tmp_path)
-    foreseen = Run(str(tmp_path)).forecast(10)
-    assert foreseen["activations"] is None and foreseen["weights"] > foreseen["gradients"] > MB
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(tmp_path)
+    run = Run(str(tmp_path), *SIZES["small"][0], f"model.dtype={dtype}", "optim.layout=padded")
+    foreseen = run.forecast(30)
+    monkeypatch.setattr("grpo.training.forecast.by_groups", torch.ops.aten._grouped_mm.default)
+    most, _ = really(run, 30)
+    assert foreseen["activations"] + foreseen["logits"] == most > 0
+    assert min(foreseen["weights"], foreseen["gradients"]) > MB and foreseen["sampling"] > 0
+
+
+def test_the_memory_of_a_server_is_elsewhere(toy):
     assert Run(str(toy)).forecast(10, engine=object())["engine"] is None
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import EXAMPLES, compose_config
 from helpers.runs import rows
+from tokenizers import decoders
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from grpo.apps.cli import one_line_errors
@@ -177,6 +178,17 @@ def test_a_start_token_that_is_never_put_in_front(probe, monkeypatch):
     monkeypatch.setitem(probe.module._modules, "policy", model)
     found = preflight.outcome(check, probe)
     assert found.result == "FAIL" and "nats likelier" in found.compared and "add_bos_token" in found.remedy
+
+
+def test_a_tokenizer_that_loses_spaces(probe, monkeypatch):
+    """As LlamaTokenizerFast does with the file of a DeepSeek R1 distillation."""
+    tokenizer = deepcopy(probe.tokenizer)
+    monkeypatch.setattr(probe, "tokenizer", tokenizer)
+    check = CHECKS["tokens are those of the texts"]
+    assert preflight.outcome(check, probe).result == "PASS"
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace(" ", "")])
+    found = preflight.outcome(check, probe)
+    assert found.result == "FAIL" and "loses the spaces" in found.compared and "tokenizer_class" in found.remedy
 
 
 def test_a_right_answer_that_the_reward_does_not_get(probe, monkeypatch):

@@ -7,16 +7,18 @@ import pytest
 import torch
 import transformers
 from helpers.models import BOUND, CONTEXT, FAMILIES, disturb, gap, gap_now, model_folder, steps
+from helpers.multimodal import made
 from helpers.runs import learned, rows
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm.engine import VLLMEngine
 from grpo.engines.vllm.lora import runner
 from grpo.engines.vllm.shared import VLLMSharedEngine, bind
 from grpo.engines.vllm_server.sync import adapter_tensors
+from grpo.models.language import learning
 from grpo.models.policy import Reference
 from grpo.models.quantized import quantize
 from grpo.system.errors import UserError
@@ -247,6 +249,38 @@ def test_weights_that_vllm_keeps_in_another_form_are_refused(shared, monkeypatch
     engine, model = shared("gpt2")
     nn.init.zeros_(model.transformer.h[0].attn.c_attn.weight)
     refused("transformer.h.0.attn.c_attn.weight in another form", engine.load_weights, model, 0)
+
+
+def test_positions_that_change_with_the_context_are_those_of_the_trainer(alive, tmp_path, monkeypatch):
+    """Phi-3 with longrope: vLLM takes the short frequencies only if its context is the original one."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "rope_theta": 1e4}
+    sizes = {"max_position_embeddings": CONTEXT, "original_max_position_embeddings": 64, "pad_token_id": 0}
+    rope |= {"original_max_position_embeddings": 64}
+    monkeypatch.setitem(FAMILIES, "phi3_long", (transformers.Phi3Config, sizes | {"rope_parameters": rope}))
+    folder = model_folder("phi3_long", tmp_path)
+    alive.append(VLLMSharedEngine(folder, args={"kv_cache_memory_bytes": 1 << 24}))
+    assert alive[-1].context == 64
+    model = policy(folder)
+    alive[-1].load_weights(model, 0)
+    assert gap_now(alive[-1], model) < BOUND[FP32]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3", "gemma4"])
+def test_a_multimodal_model_samples_text(alive, family, tmp_path, toy):
+    """Both engines: the one with the trainer's memory, and the one that gets copies under the names of the whole model."""
+    folder = made(family, tmp_path, toy)
+    dtype = BF16 if family == "qwen3_5" else FP32  # vLLM has no other for linear attention on a CPU
+    model = learning(AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval())
+    for kind in (VLLMEngine, VLLMSharedEngine):
+        alive.append(kind(folder, dtype=str(dtype).removeprefix("torch."), args=ARGS))
+        if kind is VLLMSharedEngine and family == "qwen3_5" and torch.cpu._is_avx512_bf16_supported():
+            return refused("packs the weights of .*conv1d", alive[-1].load_weights, model, 0)
+        alive[-1].load_weights(model, 0)
+        assert gap_now(alive[-1], model) < BOUND[dtype]
+        before = deepcopy(model)
+        disturb(model, seed=1)
+        alive[-1].load_weights(model, 1)
+        assert gap_now(alive[-1], model) < BOUND[dtype] < gap_now(alive[-1], before) / 3
 
 
 # -- adapters

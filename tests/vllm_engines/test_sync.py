@@ -6,13 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.models import BOUND, CONTEXT, PROMPTS, gap, gap_now, model_folder, steps
+import transformers
+from helpers.models import BOUND, CONTEXT, FAMILIES, PROMPTS, disturb, gap, gap_now, model_folder, steps
+from peft import LoraConfig
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm.engine import VLLMEngine
 from grpo.engines.weights import checksum
+from grpo.models.policy import with_adapter
 from grpo.system.errors import UserError
 
 pytestmark = pytest.mark.vllm
@@ -35,6 +38,34 @@ def test_copied_weights_are_the_trainers_after_every_step(family, dtype, tmp_pat
         engine.load_weights(model, version)
         assert engine.version == version
         assert gap_now(engine, model) < BOUND[dtype]
+    engine.close()
+
+
+MIXTURES = {
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1},
+    ),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_copied_experts_are_the_trainers(family, tmp_path, monkeypatch):
+    """One tensor of all experts in transformers, one for each in the files, packed for the CPU in vLLM. An adapter is merged."""
+    torch.set_num_threads(1)
+    monkeypatch.setitem(FAMILIES, family, MIXTURES[family])
+    folder = model_folder(family, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    engine = VLLMEngine(folder, dtype="float32", args=ARGS)
+    engine.load_weights(model, 0)
+    assert gap_now(engine, model) < BOUND[torch.float32]
+    adapted = with_adapter(model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"))
+    assert any(".experts." in name for name, p in adapted.named_parameters() if p.requires_grad)
+    disturb(adapted, seed=2, size=0.2)
+    assert gap_now(engine, adapted) > 3 * BOUND[torch.float32]
+    engine.load_weights(adapted, 1)
+    assert gap_now(engine, adapted) < BOUND[torch.float32]
     engine.close()
 
 

@@ -8,7 +8,8 @@ import torch
 from helpers.models import CONTEXT, disturb, gap, next_logits
 
 from grpo.engines.protocol import Sampling
-from grpo.engines.vllm.engine import VLLMEngine, checkpoint, eos_token_ids
+from grpo.engines.vllm.engine import VLLMEngine, eos_token_ids
+from grpo.engines.weights import checkpoint
 from grpo.models.quantized import quantize
 from grpo.system.errors import UserError
 

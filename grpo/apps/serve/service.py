@@ -22,7 +22,7 @@ from grpo.env.dialects.chat import CHAT
 from grpo.env.dialects.completions import prompt_of
 from grpo.env.intake import no_tokens
 from grpo.env.messages import shown
-from grpo.env.renderer import Renderer
+from grpo.env.renderer import Renderer, encoded
 from grpo.env.tokens import Completion
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Range
@@ -107,7 +107,7 @@ class Service:
         prompt = prompt_of(prompt)
         if isinstance(prompt, str):
             self.limits.check("prompt", len(prompt), "characters of a prompt")
-            return tuple(self.tokenizer(prompt.encode(errors="replace").decode(), verbose=False).input_ids)
+            return encoded(self.tokenizer, prompt)
         if bad := no_tokens(prompt, self.vocabulary):
             last = self.vocabulary - 1
             raise UserError(f"a prompt has {shown(bad[0])}, but token ids are integers from 0 to {last}")

@@ -20,6 +20,7 @@ from grpo.engines.builtin.sampler import Draws
 from grpo.engines.context import check_context
 from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.env.tokens import Completion
+from grpo.models.pretrained import context_of
 from grpo.models.trusted import objection
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, enforced
@@ -48,7 +49,7 @@ class TransformersEngine:
 
     @property
     def context(self) -> int | None:
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return context_of(self.model.config)
 
     def load_weights(self, model: nn.Module, version: int) -> None:
         self.model, self.version = model, version

@@ -8,6 +8,7 @@ With several ranks vLLM is built once they have met: without their process group
 
 import gc
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,17 +19,20 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, params_of
-from grpo.engines.weights import buckets, checkpoint, eos_token_ids
+from grpo.engines.weights import as_in_files, buckets, eos_token_ids
 from grpo.env.tokens import Completion
-from grpo.models.pretrained import Dtype, base_path
+from grpo.models.language import is_multimodal
+from grpo.models.pretrained import Dtype, base_path, context_of
 from grpo.system import distributed
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count
 
 VERSIONS = ">=0.32,<0.33"  # this engine uses vLLM's internals
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # layers without a state
 
 
 class VLLMEngine:
@@ -71,6 +75,7 @@ class VLLMEngine:
             "use_tqdm_on_load": False,
             "skip_tokenizer_init": not has_tokenizer(path),  # token ids in and out; only guided sampling needs text
             "enable_sleep_mode": sleeps,
+            **args_for(path),
         }
         if sleeps:  # with async scheduling a step launched ahead would still run when the engine goes to sleep
             defaults["async_scheduling"] = False
@@ -113,7 +118,7 @@ class VLLMEngine:
         self.version = version
 
     def _take(self, model: nn.Module) -> None:
-        self._copy(checkpoint(model))
+        self._copy(as_in_files(model))
 
     @torch.no_grad()
     def _copy(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -218,7 +223,8 @@ def told_in_one_line(building: bool = False) -> Iterator[None]:
         yield
     except (torch.OutOfMemoryError, ValueError, TypeError, RuntimeError) as error:
         text = str(error)
-        line = (text.partition("Value error, ")[2] or text).partition("\n")[0].strip()  # below pydantic's heading
+        [*_, line] = re.split("Value error, |Assertion failed, ", text, maxsplit=1)  # below pydantic's heading
+        line = line.partition("\n")[0].strip()
         if isinstance(error, torch.OutOfMemoryError) or "memory" in text:
             lower = "engine.args.max_model_len, max_num_seqs or gpu_memory_utilization (on a CPU kv_cache_memory_bytes)"
             raise UserError(f"vLLM found too little memory ({line}): lower {lower}") from error
@@ -230,6 +236,28 @@ def told_in_one_line(building: bool = False) -> Iterator[None]:
 def has_tokenizer(path: str) -> bool:
     """Return whether a model's folder has a tokenizer; True for a hub id."""
     return not Path(path).is_dir() or (Path(path) / "tokenizer_config.json").exists()
+
+
+def args_for(path: str) -> dict[str, Any]:
+    """Return the arguments that a model needs so that vLLM computes what the trainer does.
+
+    A multimodal model reads text only. Where positions change beyond the original context, that is the longest one: otherwise
+    vLLM gives all positions the frequencies for long texts, and the trainer gives them those for short ones. Where layers have
+    a state, vLLM keeps no beginnings of prompts, because its CPU build refuses to.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except Exception:  # vLLM will say what is wrong with it
+        return {}
+    text = config.get_text_config()
+    args: dict[str, Any] = {}
+    if (limit := context_of(config)) != getattr(text, "max_position_embeddings", None):
+        args["max_model_len"] = limit
+    if is_multimodal(config):
+        args["language_model_only"] = True
+    if not ATTENTION.issuperset(getattr(text, "layer_types", None) or ()):
+        args["enable_prefix_caching"] = False
+    return args
 
 
 def _skip_compiled_ranks() -> None:

@@ -9,6 +9,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from grpo.engines.vllm.engine import import_vllm
+from grpo.models.language import beside_language
 from grpo.system.errors import UserError
 
 ADAPTER = 1  # vLLM counts adapters from 1; there is one
@@ -35,11 +36,12 @@ def args_of(args: Mapping[str, Any] | None, rank: int | None) -> dict[str, Any]:
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield all parameters except the adapter's, with their names in the base model's checkpoint; tied ones once."""
+    """Yield what is sampled with, with the names of the base model's checkpoint: no adapter, no vision tower, tied ones once."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
+    beside = tuple(f"{name}." for name in beside_language(base))
     for name, parameter in base.named_parameters():
-        if "lora_" not in name:
-            yield name.replace(".base_layer.", "."), parameter
+        if "lora_" not in name and not name.startswith(beside):
+            yield name.replace(".base_layer", ""), parameter
 
 
 def runner(llm: Any) -> Any:

@@ -75,7 +75,10 @@ def live_weights() -> Iterator[None]:
     import vllm.model_executor.layers.utils as layers
 
     def read(layer: nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = nn.functional.linear
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = nn.functional.linear
+        else:  # a convolution, whose kernel reads only packed weights: `check_plain` refuses it
+            pack(layer, remove_weight)
 
     pack, layers.dispatch_cpu_unquantized_gemm = layers.dispatch_cpu_unquantized_gemm, read
     try:
@@ -120,6 +123,8 @@ def check_plain(engine: nn.Module, config: Any) -> None:
         method = getattr(module, "quant_method", None)
         if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
             raise UserError(f"vLLM stores {name} in its own form ({type(method).__name__}): set engine=vllm")
+        if hasattr(module, "_cpu_unpacked_conv_weight"):
+            raise UserError(f"vLLM packs the weights of {name} for this CPU: set engine=vllm")
 
 
 class Copies(TorchDispatchMode):

@@ -14,6 +14,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker import gpu_model_runner
 
@@ -72,6 +73,10 @@ class Transfer(WeightTransferEngine[Group, Bucket]):
 
     def start_weight_update(self) -> None:
         """Begin an update of all weights."""
+        if current_platform.is_cpu():  # where experts have a kernel, vLLM would not pack their new weights for it
+            for module in self.model.modules():
+                if hasattr(experts := getattr(module, "quant_method", None), "moe_kernel"):
+                    experts.moe_kernel = None
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Bucket) -> None:

@@ -27,7 +27,7 @@ from grpo.engines.vllm_server.http import GENERATE, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers, by_hand
 from grpo.engines.vllm_server.routing import Routes
 from grpo.engines.vllm_server.sync import Disk, Lora, Nccl, adapter_tensors
-from grpo.engines.weights import checkpoint, eos_token_ids
+from grpo.engines.weights import as_in_files, eos_token_ids
 from grpo.env.tokens import Completion
 from grpo.models.pretrained import base_path
 from grpo.system import distributed
@@ -137,7 +137,7 @@ class VLLMServerEngine:
 
     def _push(self, model: nn.Module, label: str) -> None:
         """Send the weights from rank 0."""
-        tensors = adapter_tensors(model) if self.sync == "lora" else checkpoint(model)
+        tensors = adapter_tensors(model) if self.sync == "lora" else as_in_files(model)
         try:
             if distributed.rank() == 0:
                 self._fleet.push(model, tensors, label)

@@ -107,6 +107,10 @@ def spelled_out(probe: Probe) -> Checked:
         asked += not known.get(ids, True)
         read = message_read(renderer, turn.completion.ids, state)
         answered += step.action.ids not in ((), turn.completion.ids) or read != step.action.message
+    said = [message.content for step, _ in turns_of(probe)[:8] for message in step.state.messages]
+    if any(loses_spaces(text, tokenizer) for text in said):
+        remedy = "name the class PreTrainedTokenizerFast as tokenizer_class in its tokenizer_config.json"
+        return Checked("FAIL", "the tokenizer loses the spaces of a text: decode(encode(text)) has none", remedy)
     text = f"{len(turns_of(probe))} turns: {asked} prompts and {answered} answers are not their texts"
     remedy = "prompts are not what was rendered: look at the renderer and its tokenizer"
     if not asked:
@@ -120,6 +124,12 @@ def is_text(
     """Return whether token ids are a text, or its last `keep` tokens. special: whether special tokens are added to it."""
     fresh = tuple(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
     return tokenizer.decode(ids) == tokenizer.decode(fresh) or (len(ids) == keep and fresh[-keep:] == ids)
+
+
+def loses_spaces(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether most spaces are gone when a text is tokenized and read again; then answers and calls lose theirs, too."""
+    again = tokenizer.decode(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    return len(again.split()) < len(text.split()) / 2
 
 
 def owners(probe: Probe) -> Checked:

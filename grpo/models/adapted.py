@@ -1,0 +1,46 @@
+"""The layers that an adapter covers: PEFT's refusals with the setting that works, and the share of the weights."""
+
+import logging
+import re
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from grpo.system.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+def refusal(error: str) -> str:
+    """Return PEFT's error in one line. error: its text, which may list the layers of a Mamba that it cannot adapt."""
+    line = error.splitlines()[0]
+    if listed := re.search(r"Incompatible modules: \{(.*?)\}", line):
+        names = sorted(re.findall(r"\w+", listed[1]))
+        line = f"PEFT cannot adapt {', '.join(names)} of this model: set +adapter.exclude_modules=[{','.join(names)}]"
+    return line
+
+
+@torch.no_grad()
+def check_adapted(policy: nn.Module) -> None:
+    """Log how much of the model an adapter covers. Raises UserError for a linear layer that does not return what it computes.
+
+    The routers of Llama 4 and Phi-3.5 MoE return more: PEFT adapts them, and then fails when the model runs.
+    """
+    adapters = {name: m for name, m in policy.named_modules() if hasattr(m, "lora_A")}
+    for name, layer in ((name, m.get_base_layer()) for name, m in adapters.items()):
+        if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
+            continue
+        one = layer.weight.new_zeros(1, layer.in_features)
+        if one.is_floating_point() and not isinstance(layer(one), Tensor):  # other numbers are of quantized layers
+            out = f"+adapter.exclude_modules=[{name.rpartition('.')[2]}]"
+            raise UserError(f"adapter: PEFT cannot adapt a {type(layer).__name__}, as {name} is: set {out}")
+    if any(isinstance(p, FakeTensor) for p in policy.parameters()):
+        return  # the forecast builds the policy once more
+    own = {name: p for name, p in policy.named_parameters() if "lora_" not in name}
+    kinds = {name: getattr(m, "parameter_name", "weight") for name, m in adapters.items()}  # experts have no layers
+    covered = sum(getattr(m.get_base_layer(), kinds[name]).numel() for name, m in adapters.items())
+    left = [name for name, p in own.items() if p.ndim == 3 and ".experts." in name and "base_layer" not in name]
+    share, but = 100 * covered / sum(p.numel() for p in own.values()), " (not its experts)" if left else ""
+    leaves = {name.rpartition(".")[2] if kind == "weight" else f"experts' {kind}" for name, kind in kinds.items()}
+    log.info("LoRA covers %.0f %% of the weights%s: %s", share, but, ", ".join(sorted(leaves)))
