@@ -7,6 +7,7 @@ import torch
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Engine
+from grpo.engines.vllm.settings import INSTALL
 from grpo.system.ranges import Count
 
 log = logging.getLogger(__name__)
@@ -20,7 +21,11 @@ def auto_engine(path: str, devices: Count = 1, nodes: Count = 1) -> Engine:
     """
     there = {"GPU": torch.cuda.is_available(), "vllm": find_spec("vllm") is not None}
     if missing := [name for name in there if not there[name]]:
-        log.info("engine: the built-in one (engine=transformers), because there is no %s", " and no ".join(missing))
+        line = f"engine: the built-in one (engine=transformers), because there is no {' and no '.join(missing)}"
+        if there["GPU"]:
+            log.warning("%s: vLLM samples faster; %s, or set engine=transformers", line, INSTALL)
+        else:
+            log.info(line)
         return TransformersEngine()
     from grpo.engines.vllm.engine import VLLMEngine
 
