@@ -21,6 +21,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     import lightning as L  # imported here, so that --help, a mistyped key and the parent of a sweep need no torch
     from lightning.pytorch.utilities import rank_zero_only
 
+    from grpo.apps.engines import engine_of
     from grpo.models.policy import with_adapter
     from grpo.rollout.rollouts import Rollouts
     from grpo.runs.manifest import kept
@@ -51,7 +52,9 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     plan = sized(plan, config, len(examples["train"]))
     data_seed = config.get("data_seed", config.seed)
     sampler = source or instantiate(config.sampler)(examples["train"], plan.prompts, data_seed)
-    engine, loggers, *players = map(instantiate, (config.engine, config.logger, config.play, config.selection))
+    rows = () if source else [(splits[name][0], examples[name]) for name in splits]
+    engine = engine_of(config, lambda: prompt_limit.most_tokens(rows, renderer, (plan, evaluator)))
+    loggers, *players = map(instantiate, (config.logger, config.play, config.selection))
     rollouts = Rollouts(plan, task, sampler, engine, renderer, algorithm, config.output_dir, config.seed, *players)
     rollout = RolloutCallback(rollouts, Stop(config.max_time))
     evaluation = EvaluationCallback(rollout, evaluator, examples)
