@@ -9,11 +9,13 @@ from conftest import compose_config
 from grpo.apps.engines import engine_of
 from grpo.engines.context import bounded
 from grpo.engines.protocol import Sampling
+from grpo.engines.vllm.settings import params_of
 from grpo.env.messages import Message
 from grpo.env.types import SingleTurn, State
 from grpo.rollout import prompt_limit
 from grpo.rollout.prompt_limit import PromptLimit
 from grpo.rollout.types import Limits, Plan
+from grpo.system.errors import UserError
 
 LETTERS = SimpleNamespace(prompt_ids=lambda messages, tools=(): tuple(map(ord, messages[0].content)))
 
@@ -97,6 +99,19 @@ def test_an_engine_gets_the_bound_unless_the_user_gives_the_length():
     assert bounded({"max_model_len": None}, lambda: 70) == {"max_model_len": 71}  # `score` samples one token more
     assert bounded({}, lambda: None) == {} == bounded({}, None)
     assert bounded({"max_model_len": 500}, lambda: pytest.fail("nobody needs it")) == {}
+
+
+def test_a_prompt_that_is_longer_than_expected_is_refused_and_no_answer_is_cut():
+    """The bound is 40 + 30 tokens, and vLLM's context one more."""
+    sampling = Sampling(30)
+    params_of([[1] * 3, [1] * 41], sampling, [], 71, whole=True)
+    with pytest.raises(
+        UserError, match="of 42 tokens leaves no room for an answer of 30 in vLLM's context of 71: raise"
+    ):
+        params_of([[1] * 3, [1] * 42], sampling, [], 71, whole=True)
+    params_of([[1] * 70], sampling, [], 71)  # the user's own length: an answer may end at it
+    with pytest.raises(UserError, match="of 71 tokens leaves no room for an answer of 1 "):
+        params_of([[1] * 71], sampling, [], 71)
 
 
 class Takes:
