@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -24,7 +24,7 @@ READ = 20_000  # rows of a split that `most_tokens` reads: a few seconds
 
 
 class Played(Protocol):
-    """What is said of episodes by a `Plan` and an `Evaluator`."""
+    """A `Plan` or an `Evaluator`: how long answers and episodes may be."""
 
     sampling: Sampling
     limits: Limits
@@ -91,27 +91,32 @@ class PromptLimit:
         return max((prompt_tokens(task, example, renderer) for example in seen), default=self.max_tokens)
 
     def most_tokens(
-        self, rows: Iterable[tuple[Task, Sequence[Example]]], renderer: Renderer, played: Iterable[Played]
+        self,
+        sources: Mapping[str, tuple[Task, Split]],
+        examples: Mapping[str, Sequence[Example]],
+        renderer: Renderer,
+        played: Sequence[Played],
     ) -> int | None:
         """Return the tokens of the longest prompt and answer together, so that an engine need not make room for the whole
         context. None: only the context bounds them.
 
-        rows: tasks with their examples. played: the plan and the evaluator. An episode with several turns has a bound if its
-        prompts are truncated, or max_turns=1 and prompt_limit.max_tokens are set. Of more than READ examples it reads so many,
-        spread evenly, and allows for twice the longest prompt of these.
+        sources: the task of each name. examples: by name; a name without any stands for samples of a source. played: the plan
+        and the evaluator. An episode with several turns has a bound if its prompts are truncated, or if max_turns=1 and
+        prompt_limit.max_tokens are set. It reads READ examples of a name at most, spread evenly, and allows for twice the
+        longest prompt of these.
         """
-        played = [*played]
+        if not all(map(len, examples.values())):
+            return None
         answer = max(one.sampling.max_tokens for one in played)
-        longest = 0
-        if self.kept is not None or (all(one.limits.max_turns == 1 for one in played) and not self.by_context):
-            longest, rows = self.max_tokens, ()
-        for task, examples in rows:
-            seen = spread(examples, READ)
+        given = self.kept is not None or (all(one.limits.max_turns == 1 for one in played) and not self.by_context)
+        longest = self.max_tokens if given else 0
+        for name, rows in {} if given else examples.items():
+            task, seen = sources[name][0], spread(rows, READ)
             if hasattr(task, "looks") or not all(asks_once(task, example) for example in seen):
                 return None
-            most = max((prompt_tokens(task, example, renderer) for example in seen), default=0)
-            longest = max(longest, most if len(seen) == len(examples) else 2 * most)
-        return longest + answer if 0 < longest < (self.context or math.inf) - answer else None
+            most = max(prompt_tokens(task, example, renderer) for example in seen)
+            longest = max(longest, most if len(seen) == len(rows) else 2 * most)
+        return longest + answer if longest + answer < (self.context or math.inf) else None
 
     def fitting(self, task: Task, split: Split, renderer: Renderer, most: int = 500) -> Sequence[Example]:
         """Return the examples of a split whose prompts fit. Logs how many were dropped, or raises UserError with the first one.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo.engines.vllm.errors import advice
+from grpo.engines.vllm.errors import memory_advice
 
 RAISE, LOWER = "raise engine.args.gpu_memory_utilization", "lower engine.args.gpu_memory_utilization"
 
@@ -29,8 +29,8 @@ RAISE, LOWER = "raise engine.args.gpu_memory_utilization", "lower engine.args.gp
     ],
 )
 def test_each_kind_of_error_has_its_advice(text, fix):
-    assert advice(f"(EngineCore pid=7) ValueError: {text}").startswith(fix)
+    assert memory_advice(f"(EngineCore pid=7) ValueError: {text}").startswith(fix)
 
 
 def test_other_errors_have_none():
-    assert advice("User-specified max_model_len (2048) is greater than the derived max_model_len") is None
+    assert memory_advice("User-specified max_model_len (2048) is greater than the derived max_model_len") is None

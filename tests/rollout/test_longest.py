@@ -51,9 +51,14 @@ def played(max_tokens: int, max_turns: int = 16) -> Plan:
     return Plan(2, 2, 1, Sampling(max_tokens), Limits(max_turns))
 
 
-def most(*rows, limit=PromptLimit(), answers=(30,), turns=16, context=1000):
+ANY = PromptLimit()
+
+
+def most(*rows, limit=ANY, answers=(30,), turns=16, context=1000):
     uses = [played(answer, turns) for answer in answers]
-    return limit.within(context, max(answers)).most_tokens(rows, LETTERS, uses)
+    sources = {str(i): (task, "train") for i, (task, _) in enumerate(rows)}
+    examples = {str(i): lengths for i, (_, lengths) in enumerate(rows)}
+    return limit.within(context, max(answers)).most_tokens(sources, examples, LETTERS, uses)
 
 
 def test_it_is_the_longest_prompt_of_all_rows_and_the_longest_answer():
@@ -65,7 +70,7 @@ def test_it_is_the_longest_prompt_of_all_rows_and_the_longest_answer():
 
 def test_no_bound_is_one_of_the_models_context():
     assert most((Questions(), [970])) is None and most((Questions(), [969])) == 999
-    assert most() is None  # samples come from a source
+    assert most((Questions(), [5]), (None, ())) is None  # samples come from a source
 
 
 @pytest.mark.parametrize("task", [Talks(), Chance(), Slow()], ids=lambda task: type(task).__name__)

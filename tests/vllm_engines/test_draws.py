@@ -1,9 +1,8 @@
 """Drawing tokens by seed and position: the distribution, the independence, and a whole engine that draws so, as on a GPU."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+import transformers
 from helpers.models import PROMPTS, gap, model_folder
 from torch import Tensor
 
@@ -17,7 +16,6 @@ import_vllm()
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p_pytorch  # noqa: E402
 
 from grpo.engines.vllm import draws  # noqa: E402
-from grpo.engines.vllm.transfer import BACKEND  # noqa: E402
 
 DRAWS = 20_000
 # the chi-square statistic of k degrees of freedom exceeds k + 5 sqrt(2 k) with a probability below 1e-4, for k from 5 on
@@ -25,7 +23,7 @@ LARGEST = 5.0
 
 
 class OnGpu:
-    """What the host knows of a generator on a GPU: its seed, and an offset. It counts no draws by itself."""
+    """A generator on a GPU, as the host sees it: a seed, and an offset. It counts no draws by itself."""
 
     device = torch.device("cuda")
 
@@ -90,7 +88,7 @@ def test_noise_is_exponential_and_independent_between_rows_positions_and_tokens(
     for name, (one, two) in pairs.items():
         both = torch.stack([one.flatten(), two.flatten()]).double()
         assert abs(torch.corrcoef(both)[0, 1]) < 5 / both.shape[1] ** 0.5, name
-    assert len(noise.flatten().unique()) > 0.999 * size * size  # of 2^32 values
+    assert len(noise.flatten().unique()) > 0.95 * size * size  # float32 rounds the 2^32 values
 
 
 def test_a_row_depends_on_its_seed_and_position_alone():
@@ -125,19 +123,19 @@ def test_an_engine_that_draws_so_keeps_seeds_and_logprobs(tmp_path, monkeypatch)
     vocabulary, and a seed decides whatever else is in the batch."""
     monkeypatch.setattr(TopKTopPSampler, "forward_cpu", TopKTopPSampler.forward_native)
     calls = []
-    monkeypatch.setattr(draws, "key_of", lambda generator, own=draws.key_of: calls.append(1) or own(generator))
+    monkeypatch.setattr(draws, "draw_of", lambda generator, own=draws.draw_of: calls.append(1) or own(generator))
     torch.set_num_threads(1)
     path = model_folder("llama", tmp_path)
     engine = VLLMEngine(path, args={"kv_cache_memory_bytes": 1 << 26})
-    import transformers
-
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     engine.load_weights(model, 1)
+    asked = 0
     for sampling in (Sampling(12), Sampling(12, 0.7, top_k=5), Sampling(12, top_p=0.6), Sampling(12, min_p=0.1)):
         together = engine.sample([*PROMPTS, PROMPTS[0]], sampling, [1, 2, 3, 1])
         assert together[0] == together[3]
         alone = [engine.sample([prompt], sampling, [i])[0] for i, prompt in enumerate(PROMPTS, 1)]
         assert [one.ids for one in alone] == [one.ids for one in together[:3]]
         assert gap(model, PROMPTS, together[:3], sampling.temperature) < 1e-5
-    assert len(calls) == 4 * sum(len(one.ids) for one in [*together, *alone]) or len(calls) > 4 * 7
+        asked += sum(len(one.ids) for one in [*together, *alone])
+    assert len(calls) >= asked  # the draws were ours
     engine.close()

@@ -30,7 +30,7 @@ def random_sample(probs: Tensor, generators: Mapping[int, torch.Generator], use_
         return theirs(probs, generators, use_fp64_gumbel)
     rows = sorted(generators)
     on_gpu = probs.is_cuda
-    keys = torch.tensor([key_of(generators[row]) for row in rows], pin_memory=on_gpu).to(
+    keys = torch.tensor([draw_of(generators[row]) for row in rows], pin_memory=on_gpu).to(
         probs.device, non_blocking=True
     )
     noise = (compiled if on_gpu else exponentials)(keys, probs.shape[1])
@@ -41,7 +41,7 @@ def random_sample(probs: Tensor, generators: Mapping[int, torch.Generator], use_
     return probs.div_(noise).argmax(dim=-1)
 
 
-def key_of(generator: torch.Generator) -> tuple[int, int, int]:
+def draw_of(generator: torch.Generator) -> tuple[int, int, int]:
     """Return what decides a generator's next draw, three numbers of 32 bits, and move it on by one draw.
 
     On a GPU these are the halves of its seed and its position, which the host knows. On a CPU they are two draws and 0.

@@ -23,7 +23,7 @@ from transformers import AutoConfig
 
 from grpo.engines.context import Bound, bounded
 from grpo.engines.protocol import Done, Prompts, Sampling
-from grpo.engines.vllm.errors import advice
+from grpo.engines.vllm.errors import memory_advice
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, params_of
 from grpo.engines.weights import as_in_files, buckets, eos_token_ids
 from grpo.env.tokens import Completion
@@ -235,7 +235,7 @@ def told_in_one_line(building: bool = False) -> Iterator[None]:
     except (torch.OutOfMemoryError, ValueError, TypeError, RuntimeError, AssertionError) as error:
         [*_, line] = re.split("Value error, |Assertion failed, ", str(error), maxsplit=1)  # below pydantic's heading
         line = line.partition("\n")[0].strip()
-        if fix := advice(str(error)):
+        if fix := memory_advice(str(error)):
             raise UserError(f"vLLM found too little memory ({line}): {fix}") from error
         if building:
             raise UserError(f"vLLM cannot be built with these engine.args, or for this model: {line}") from error

@@ -28,7 +28,7 @@ ADVICE = {
 }
 
 
-def advice(text: str) -> str | None:
+def memory_advice(text: str) -> str | None:
     """Return what to do about an error of vLLM that is one of memory; None if it is another one."""
     text = " ".join(text.lower().split())
     return next((fix for part, fix in ADVICE.items() if part in text), None)

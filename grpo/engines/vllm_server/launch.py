@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from grpo.engines.vllm.errors import advice
+from grpo.engines.vllm.errors import memory_advice
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL
 from grpo.system import child
 from grpo.system.errors import UserError
@@ -145,7 +145,7 @@ class Servers:
         errors = [found[1] for line in said if (found := ERROR.search(line))]
         # pydantic's error comes below a heading; otherwise the first error caused the others
         reasons = [line for line in errors if line.startswith("Value error")] or errors or [" | ".join(said[-3:])]
-        fix = f"; {found}" if (found := advice(reasons[0])) else ""
+        fix = f"; {found}" if (found := memory_advice(reasons[0])) else ""
         return f"the vLLM server at port {port} ended with exit code {code}: {reasons[0][:300]} (see {self.log(port)}){fix}"
 
     def close(self) -> None:
