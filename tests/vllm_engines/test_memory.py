@@ -24,10 +24,14 @@ def kv_cache(available: float, length: int = 131072) -> None:
     """vLLM's check of what is left for a cache, in GiB. A token of Llama 3.1 8B has 32 layers of 8 keys and 8 values of 128
     numbers in 16 bits: 128 KiB."""
     import_vllm()
-    from vllm.v1.core import kv_cache_utils
+
+    try:
+        from vllm.v1.core import kv_cache_planning as checks  # 0.33
+    except ImportError:
+        from vllm.v1.core import kv_cache_utils as checks
 
     token = 32 * 2 * 8 * 128 * 2
-    kv_cache_utils._check_enough_kv_cache_memory(
+    checks._check_enough_kv_cache_memory(
         int(available * GIB), lambda: length * token, length, lambda memory: memory // token
     )
 

@@ -33,7 +33,7 @@ from grpo.system import distributed
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count
 
-VERSIONS = ">=0.32,<0.33"  # this engine uses vLLM's internals
+VERSIONS = ">=0.32,<0.34"  # this engine uses vLLM's internals: docs/engines.md says what was tried with each
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # layers without a state
 
 
