@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import torch
 
 from grpo.engines.builtin.engine import TransformersEngine
+from grpo.engines.context import Bound
 from grpo.engines.protocol import Engine
 from grpo.engines.vllm.settings import INSTALL
 from grpo.system.ranges import Count
@@ -13,11 +14,11 @@ from grpo.system.ranges import Count
 log = logging.getLogger(__name__)
 
 
-def auto_engine(path: str, devices: Count = 1, nodes: Count = 1) -> Engine:
+def auto_engine(path: str, devices: Count = 1, nodes: Count = 1, most_tokens: Bound | None = None) -> Engine:
     """Return vLLM if there is a GPU and vLLM is installed, else the built-in engine; the log says which.
 
-    path: the model that vLLM loads; devices, nodes: the trainer's. The built-in engine needs none of them, since it samples from
-    the model being trained.
+    path: the model that vLLM loads; devices, nodes, most_tokens: see `VLLMEngine`. The built-in engine needs none
+    of them, since it samples from the model being trained.
     """
     there = {"GPU": torch.cuda.is_available(), "vllm": find_spec("vllm") is not None}
     if missing := [name for name in there if not there[name]]:
@@ -30,4 +31,4 @@ def auto_engine(path: str, devices: Count = 1, nodes: Count = 1) -> Engine:
     from grpo.engines.vllm.engine import VLLMEngine
 
     log.info("engine: vLLM (engine=vllm)")
-    return VLLMEngine(path, devices=devices, nodes=nodes)
+    return VLLMEngine(path, devices=devices, nodes=nodes, most_tokens=most_tokens)

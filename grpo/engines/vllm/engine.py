@@ -21,7 +21,9 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from grpo.engines.context import Bound, bounded
 from grpo.engines.protocol import Done, Prompts, Sampling
+from grpo.engines.vllm.errors import memory_advice
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, params_of
 from grpo.engines.weights import as_in_files, buckets, eos_token_ids
 from grpo.env.tokens import Completion
@@ -31,7 +33,7 @@ from grpo.system import distributed
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count
 
-VERSIONS = ">=0.32,<0.33"  # this engine uses vLLM's internals
+VERSIONS = ">=0.32,<0.34"  # this engine uses vLLM's internals: docs/engines.md says what was tried with each
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # layers without a state
 
 
@@ -43,6 +45,8 @@ class VLLMEngine:
     args: arguments of `vllm.LLM`, which override the defaults below; None keeps vLLM's own default. On a CPU the KV cache has
     1 GiB unless `kv_cache_memory_bytes` is given. On a GPU vLLM takes 40 % of the memory, since the trainer uses it too.
     devices, nodes: the trainer's; with several ranks the first `load_weights` builds vLLM, on all of them at once.
+    most_tokens: returns the tokens of the longest sequence that it will sample, for which vLLM then makes room; None for the
+    model's whole context.
     """
 
     apart = True
@@ -55,6 +59,7 @@ class VLLMEngine:
         args: Mapping[str, Any] | None = None,
         devices: Count = 1,
         nodes: Count = 1,
+        most_tokens: Bound | None = None,
     ) -> None:
         import_vllm()
         from vllm import LLM
@@ -84,7 +89,8 @@ class VLLMEngine:
             defaults |= CPU_ARGS
             _skip_compiled_ranks()
         given = {name: value for name, value in (args or {}).items() if value is not None}
-        self._new = partial(LLM, path, dtype=dtype, **defaults | given, **ARGS)
+        self._bound = bounded(given, most_tokens)
+        self._new = partial(LLM, path, dtype=dtype, **defaults | self._bound | given, **ARGS)
         self._llm: Any = None
         self.context: int | None = None
         self._path = path
@@ -126,6 +132,9 @@ class VLLMEngine:
         for bucket in buckets(tensors):
             self._llm.update_weights({"update_info": {"tensors": bucket}})
         self._llm.finish_weight_update()
+        # with rollout.ahead=1 another thread samples, whose stream does not wait for the copies in this one's
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
     def sample(
         self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], done: Done | None = None
@@ -133,7 +142,7 @@ class VLLMEngine:
         """Sample as `Engine.sample`. A completion that reaches the end of the context ends there, with finish "length"."""
         if self._asleep:
             raise UserError("vLLM sleeps and has freed its weights: call load_weights before the next sample")
-        plain = params_of(prompts, sampling, self._eos, self.context)
+        plain = params_of(prompts, sampling, self._eos, self.context, bool(self._bound))
         params = [self._params(plain, seed) for _, seed in zip(prompts, seeds, strict=True)]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         completions: list[Completion | None] = [None] * len(prompts)
@@ -221,13 +230,13 @@ def told_in_one_line(building: bool = False) -> Iterator[None]:
     """Turn vLLM's long errors into one line: about too little memory, and while it is built (building) about arguments."""
     try:
         yield
-    except (torch.OutOfMemoryError, ValueError, TypeError, RuntimeError) as error:
-        text = str(error)
-        [*_, line] = re.split("Value error, |Assertion failed, ", text, maxsplit=1)  # below pydantic's heading
+    except UserError:
+        raise
+    except (torch.OutOfMemoryError, ValueError, TypeError, RuntimeError, AssertionError) as error:
+        [*_, line] = re.split("Value error, |Assertion failed, ", str(error), maxsplit=1)  # below pydantic's heading
         line = line.partition("\n")[0].strip()
-        if isinstance(error, torch.OutOfMemoryError) or "memory" in text:
-            lower = "engine.args.max_model_len, max_num_seqs or gpu_memory_utilization (on a CPU kv_cache_memory_bytes)"
-            raise UserError(f"vLLM found too little memory ({line}): lower {lower}") from error
+        if fix := memory_advice(str(error)):
+            raise UserError(f"vLLM found too little memory ({line}): {fix}") from error
         if building:
             raise UserError(f"vLLM cannot be built with these engine.args, or for this model: {line}") from error
         raise

@@ -12,6 +12,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from grpo.engines.context import Bound
 from grpo.engines.vllm.engine import VLLMEngine, import_vllm
 from grpo.engines.vllm.lora import adapter_of, args_of, base_parameters, runner, swap
 from grpo.models.quantized import refuse_quantized
@@ -33,12 +34,17 @@ class VLLMSharedEngine(VLLMEngine):
     apart = False
 
     def __init__(
-        self, path: str, rank: Count | None = None, args: Mapping[str, Any] | None = None, **more: Any
+        self,
+        path: str,
+        rank: Count | None = None,
+        args: Mapping[str, Any] | None = None,
+        most_tokens: Bound | None = None,
+        **more: Any,
     ) -> None:
         if (ranks := more.get("devices", 1) * more.get("nodes", 1)) > 1:
             raise UserError(f"engine=vllm_shared needs one device, not {ranks}: set engine=vllm, or trainer.devices=1")
         with live_weights():
-            super().__init__(path, args=args_of(args, rank), **more)
+            super().__init__(path, args=args_of(args, rank), most_tokens=most_tokens, **more)
         self._places: dict[str, Tensor] = {}  # by name: the view of vLLM's memory for each of the policy's parameters
 
     @property
