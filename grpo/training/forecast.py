@@ -61,7 +61,8 @@ class Part:
 
 # on a CPU the process's own growth: code that loads later, and holes in the heap. A margin, measured by benchmarks/forecast.py
 LATER = Part("process", 100_000_000)
-RESERVE = 0.05  # of what a GPU holds: torch's allocator keeps pieces of freed memory. A margin, not measured
+# of what a GPU holds, since torch's allocator keeps pieces of freed memory; of CUDA and its libraries. Margins, not measured
+RESERVE, CONTEXT = 0.05, 600_000_000
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Sizes:
         memory.give_back()  # some optimizers compute with real tensors even here
         if found and device == "cuda":
             there = sum(part.size or 0 for part in found if not part.host and part.phase != "rollout")
-            found.append(Part("reserve", round(RESERVE * there)))
+            found.append(Part("reserve", CONTEXT + round(RESERVE * there)))
         return found
 
     def needed(self, precision: str, ranks: int, device: str = "cpu") -> int:
@@ -124,6 +125,7 @@ class Sizes:
             weights=sum(p.numel() for p in policy.parameters()) * dtype.itemsize,
             sequence=known(cache, one, prompt, math.inf) or 0,
             cache=known(cache, plan, prompt, math.inf) or 0,
+            may_sleep=not plan.ahead,
             **held,
         )
 
@@ -198,9 +200,10 @@ def forecast(sizes: Sizes, trainer: L.Trainer, shown: bool = True) -> list[Part]
     fit = getattr(sizes.engine, "fit", None) if device.type == "cuda" else None
     parts = sizes.of_trainer(trainer) if shown or fit else []
     if parts and fit:
-        size, sleeps = fit(sizes.room(parts, memory.total(device), trainer.world_size))
-        own = Part("engine", size, "a lower engine.args.gpu_memory_utilization", "rollout" if sleeps else "")
-        parts = [*(part for part in parts if part.name != "engine"), own]
+        held = fit(sizes.room(parts, memory.total(device), trainer.world_size))
+        lower = "a lower engine.args.gpu_memory_utilization"
+        parts = [part for part in parts if part.name != "engine"]
+        parts += [Part("engine", size, lower, phase) for phase, size in held.items()]
     if not shown:
         return parts or []
     if parts is None:

@@ -551,7 +551,7 @@ def test_a_recipe_on_two_layers_with_the_widths_of_its_model(tmp_path):
     Qwen2ForCausalLM(shape).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     recipe = ["experiment=qwen05b_gsm8k", f"model.path={tmp_path / 'model'}", f"task.path={EXAMPLES}", "preflight=only"]
-    recipe += ["model.dtype=float32", "max_tokens=8", "rollout.prompts=2", "rollout.group_size=4"]
+    recipe += ["trainer=cpu", "model.dtype=float32", "max_tokens=8", "rollout.prompts=2", "rollout.group_size=4"]
     with pytest.raises(PreflightError):
         train(compose_config(*recipe, f"output_dir={tmp_path / 'run'}"))
     found = Run(tmp_path / "run").manifest["preflight"]

@@ -7,6 +7,7 @@ With several ranks vLLM is built once they have met: without their process group
 """
 
 import gc
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from transformers import AutoConfig
 
 from grpo.engines.context import Bound, bounded
 from grpo.engines.protocol import Done, Prompts, Sampling
+from grpo.engines.room import Room
 from grpo.engines.vllm.errors import memory_advice
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, params_of
 from grpo.engines.weights import as_in_files, buckets, eos_token_ids
@@ -33,6 +35,8 @@ from grpo.system import distributed
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count
 
+log = logging.getLogger(__name__)
+
 VERSIONS = ">=0.32,<0.34"  # this engine uses vLLM's internals: docs/engines.md says what was tried with each
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # layers without a state
 
@@ -41,9 +45,10 @@ class VLLMEngine:
     """Samples with vLLM in this process, from its own copy of the weights.
 
     path: a Hugging Face folder or hub id. dtype: "auto" is float32 on a CPU, 16 bits on a GPU.
-    sleeps: between rollouts vLLM frees its GPU memory, weights and KV cache, and takes new weights for the next rollout.
+    sleeps: between rollouts vLLM frees its GPU memory, weights and KV cache, and takes new weights for the next rollout; None: if
+    an update leaves it too little.
     args: arguments of `vllm.LLM`, which override the defaults below; None keeps vLLM's own default. On a CPU the KV cache has
-    1 GiB unless `kv_cache_memory_bytes` is given. On a GPU vLLM takes 40 % of the memory, since the trainer uses it too.
+    1 GiB unless `kv_cache_memory_bytes` is given. On a GPU vLLM takes what the run leaves (`fit`), without a trainer 40 %.
     devices, nodes: the trainer's; with several ranks the first `load_weights` builds vLLM, on all of them at once.
     most_tokens: returns the tokens of the longest sequence that it will sample, for which vLLM then makes room; None for the
     model's whole context.
@@ -55,7 +60,7 @@ class VLLMEngine:
         self,
         path: str,
         dtype: Dtype = "auto",
-        sleeps: bool = False,
+        sleeps: bool | None = None,
         args: Mapping[str, Any] | None = None,
         devices: Count = 1,
         nodes: Count = 1,
@@ -71,7 +76,7 @@ class VLLMEngine:
             raise UserError("engine.sleeps=true frees a GPU's memory, and there is no GPU: set engine.sleeps=false")
         path = base_path(path)
         self.version: int | None = None
-        self.sleeps, self._asleep = sleeps, False
+        self.sleeps, self._asleep = bool(sleeps), False
         self._lora_request: Any = None
         self.unwanted: set[int] = set()
         defaults: dict[str, Any] = {
@@ -79,11 +84,9 @@ class VLLMEngine:
             "gpu_memory_utilization": GPU_SHARE,
             "use_tqdm_on_load": False,
             "skip_tokenizer_init": not has_tokenizer(path),  # token ids in and out; only guided sampling needs text
-            "enable_sleep_mode": sleeps,
+            **sleeping(self.sleeps),
             **args_for(path),
         }
-        if sleeps:  # with async scheduling a step launched ahead would still run when the engine goes to sleep
-            defaults["async_scheduling"] = False
         if current_platform.is_cpu():
             dtype = "float32" if dtype == "auto" else dtype
             defaults |= CPU_ARGS
@@ -94,8 +97,26 @@ class VLLMEngine:
         self._llm: Any = None
         self.context: int | None = None
         self._path = path
-        if devices * nodes == 1:
+        # on a GPU without a given share it is built when `fit` has told it what the run leaves, at the first load
+        fixed = current_platform.is_cpu() or given.keys() & {"gpu_memory_utilization", "kv_cache_memory_bytes"}
+        self._fits, self._given_sleeps = not fixed, sleeps
+        if devices * nodes == 1 and fixed:
             self._open()
+
+    def fit(self, room: Room) -> dict[str, int]:
+        """Choose the share of the GPU and whether to sleep by what the run leaves, unless the arguments say so. Called before
+        the first load. Returns the bytes that are held in a rollout alone ("rollout"), and always ("")."""
+        taken = self._new.keywords
+        if self._fits:
+            taken["gpu_memory_utilization"], self.sleeps = room.share(self._given_sleeps)
+            taken |= sleeping(self.sleeps)
+        if room.lacks(share := taken["gpu_memory_utilization"]):
+            way_out = "set engine=vllm_shared or engine=transformers, or what needs less memory (docs/memory.md)"
+            log.warning("engine: the run leaves vLLM %.0f%% of the GPU, which is too little: %s", 100 * share, way_out)
+        return self._held(round(share * room.total), room)
+
+    def _held(self, size: int, room: Room) -> dict[str, int]:
+        return {"rollout" if self.sleeps else "": size}
 
     def _open(self) -> None:
         """Build vLLM, on all ranks at the same time."""
@@ -240,6 +261,12 @@ def told_in_one_line(building: bool = False) -> Iterator[None]:
         if building:
             raise UserError(f"vLLM cannot be built with these engine.args, or for this model: {line}") from error
         raise
+
+
+def sleeping(sleeps: bool) -> dict[str, bool]:
+    """Return vLLM's arguments for an engine that sleeps, or not. With async scheduling a step launched ahead would still run when
+    it goes to sleep."""
+    return {"enable_sleep_mode": True, "async_scheduling": False} if sleeps else {"enable_sleep_mode": False}
 
 
 def has_tokenizer(path: str) -> bool:
