@@ -7,7 +7,8 @@ Shapes: T tokens in the row, n = T / BLOCK blocks, H heads, K key heads.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from grpo.models.compiled import reason_of
 log = logging.getLogger(__name__)
 
 BLOCK = 128
+# dynamo takes sizes that are equal in its first call for the same: a number of blocks that is no number of heads, nor 1
+FEWEST = 5
 
 
 class FlexKernel:
@@ -25,10 +28,15 @@ class FlexKernel:
 
     def __init__(self) -> None:
         self.failed = ""
-        # with fullgraph too many graphs are an error, not a slow kernel
-        self.compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None) -> Tensor | None:
+    @cached_property
+    def compiled(self) -> Callable[..., Tensor]:
+        """FlexAttention as kernels of a GPU. More graphs than torch allows are an error, not a slow kernel."""
+        return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None
+    ) -> Tensor | None:
         """Return the output, [1, H, T, D]; None if it fails, after a warning. query: [1, H, T, D]; key, value: [1, K, T, D]."""
         function = self.compiled if query.is_cuda else flex_attention
         try:
@@ -49,15 +57,15 @@ FLEX = FlexKernel()
 
 
 def padding(prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[Sequence[int]]]) -> int:
-    """Return how many tokens a row lacks to whole blocks, two at least: one block has a graph of its own."""
+    """Return how many tokens a row lacks to whole blocks, and to the fewest."""
     tokens = sum(map(len, prompts)) + sum(len(row) for own in rows for row in own)
-    return max(-tokens % BLOCK, 2 * BLOCK - tokens)
+    return max(-tokens % BLOCK, FEWEST * BLOCK - tokens)
 
 
 def blocks_of(seen: Tensor) -> BlockMask:
     """Return the mask of these intervals. Its memory grows with T^2 / BLOCK.
 
-    seen: [4, T] int32, a multiple of BLOCK tokens: each query sees the keys in [seen[0], seen[1]) and those in [seen[2], seen[3]).
+    seen: [4, T] int32, whole blocks: each query sees the keys in [seen[0], seen[1]) and those in [seen[2], seen[3]).
     """
     low, high, low_own, high_own = seen
     joined = (low < high) & (high == low_own)  # two that touch are one, which may cover a block that neither covers

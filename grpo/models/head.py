@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from grpo.models.token_scores import OfLogits, gradient, scores
+from grpo.models.token_scores import OfLogits, gradient_of_logits, scores_of_logits
 
 LOGITS_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 23}  # in one product, in float32 four bytes each
 
@@ -157,7 +157,7 @@ class OfTokens(Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for at in chunks_of(len(targets), size):
                 logits = F.linear(states[at], matrix)
-                for values, of_chunk in zip(saved, scores(logits, targets[at], temperature), strict=True):
+                for values, of_chunk in zip(saved, scores_of_logits(logits, targets[at], temperature), strict=True):
                     values[at] = of_chunk
                 kept += [logits] * keeps
         logprobs, entropy, log_sums = saved.unbind()
@@ -181,7 +181,7 @@ class OfTokens(Function):
             for at in chunks_of(len(targets), size):
                 logits = kept[0] if kept else F.linear(states[at], matrix)
                 given = [values[at] for values in saved], of_logprobs[at], of_entropy[at] if entropy_gradient else None
-                of_chunk = gradient(logits, targets[at], temperature, *given)  # [chunk, V]
+                of_chunk = gradient_of_logits(logits, targets[at], temperature, *given)  # [chunk, V]
                 if wants_hidden:
                     torch.mm(of_chunk, matrix, out=of_hidden[at])
                 if wants_weight and dtype == weight.dtype:

@@ -82,7 +82,7 @@ class Packed:
         device: torch.device,
         kernel: str = "sdpa",
     ) -> None:
-        """rows: of each prompt, maybe none. kernel: sdpa, or flex, which is compiled on a GPU, and for which the row is padded."""
+        """rows: of each prompt, maybe none. kernel: sdpa, or flex, which a GPU compiles and for which the row is padded."""
         self.kernel, self.device = "sdpa" if FLEX.failed else kernel, device
         if self.kernel == "flex" and (missing := padding(prompts, rows)):  # as one more prompt, which nothing else sees
             prompts, rows = [*prompts, (0,) * missing], [*rows, ()]

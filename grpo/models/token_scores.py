@@ -3,9 +3,9 @@
     z = logits / temperature, m = max z, s = sum exp(z - m)
     log p(y) = z_y - m - log s,    H = log s - sum exp(z - m) (z - m) / s
 
-No softmax is stored: only the logits, if they are wanted again, and three numbers for each row. On a GPU the formulas are compiled
-into kernels that write no other tensor of [n, V] than the gradient. On a CPU they are computed for a few
-rows at a time, whose numbers stay in its cache.
+No softmax is stored: only the logits, if they are wanted again, and three numbers for each row. On a GPU the formulas are
+compiled into kernels that write no other tensor of [n, V] than the gradient. On a CPU they are computed for a few rows at a
+time, whose numbers stay in its cache.
 
 Shapes: n tokens, V vocabulary.
 """
@@ -67,10 +67,10 @@ def few_rows(logits: Tensor) -> list[slice]:
     """Return the places of the rows that are computed together: all of them on a GPU, on a CPU those that its cache holds."""
     size = max(1, CACHED // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
     places = [slice(start, start + size) for start in range(0, len(logits), size)]
-    return places[:1] if isinstance(logits, FakeTensor) else places  # a forecast: no numbers, and each needs the same memory
+    return places[:1] if isinstance(logits, FakeTensor) else places  # in a forecast, where each needs the same memory
 
 
-def scores(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def scores_of_logits(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `scores_of_rows` does. logits: [n, V], without a gradient."""
     found = logits.new_empty(3, len(logits), dtype=torch.float32)
     for at in few_rows(logits):
@@ -79,7 +79,7 @@ def scores(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor,
     return tuple(found)
 
 
-def gradient(
+def gradient_of_logits(
     logits: Tensor,
     targets: Tensor,
     temperature: float,
@@ -87,8 +87,8 @@ def gradient(
     of_logprobs: Tensor,
     of_entropy: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the logits, [n, V] in their number type. saved: the results of `scores`. of_entropy: None if the
-    entropy has no gradient."""
+    """Return the gradient of the logits, [n, V] in their number type. saved: the results of `scores_of_logits`. of_entropy:
+    None if the entropy has no gradient."""
     logprobs, entropy, log_sums = saved
     given = (logits, log_sums, of_logprobs, temperature, *((entropy, of_entropy) if of_entropy is not None else ()))
     if len(places := few_rows(logits)) == 1:
@@ -103,12 +103,12 @@ def gradient(
 
 
 class OfLogits(Function):
-    """`scores` of logits that autograd has made."""
+    """`scores_of_logits` of logits that autograd has made."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool):
         logits = logits.detach()
-        saved = scores(logits, targets, temperature)
+        saved = scores_of_logits(logits, targets, temperature)
         ctx.save_for_backward(logits, targets, *saved)
         ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
         if not entropy_gradient:
@@ -120,4 +120,4 @@ class OfLogits(Function):
     def backward(ctx, of_logprobs: Tensor, of_entropy: Tensor):
         logits, targets, *saved = ctx.saved_tensors
         of_entropy = of_entropy if ctx.entropy_gradient else None
-        return gradient(logits, targets, ctx.temperature, saved, of_logprobs, of_entropy), None, None, None
+        return gradient_of_logits(logits, targets, ctx.temperature, saved, of_logprobs, of_entropy), None, None, None
