@@ -1,4 +1,4 @@
-"""FlexAttention: the mask made from intervals is the one that torch makes from the rule, in less memory; few graphs; no silent fall."""
+"""FlexAttention: the mask made from intervals is what torch makes from the rule, in less memory; few graphs; no silent fall."""
 
 import logging
 import random
