@@ -26,6 +26,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     from grpo.runs.manifest import kept
     from grpo.system.stop import Stop
     from grpo.training.callbacks.evaluation import EvaluationCallback
+    from grpo.training.callbacks.kernels import KernelsCallback
     from grpo.training.callbacks.preflight import PreflightCallback
     from grpo.training.callbacks.rollout import RolloutCallback
     from grpo.training.callbacks.tokens import Tokens
@@ -49,15 +50,14 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     source = source and source(pretrained, renderer)
     check_data(config, examples)
     plan = sized(plan, config, len(examples["train"]))
-    data_seed = config.get("data_seed", config.seed)
-    sampler = source or instantiate(config.sampler)(examples["train"], plan.prompts, data_seed)
+    sampler = source or instantiate(config.sampler)(examples["train"], plan.prompts, config.get("data_seed", config.seed))
     engine = engine_of(config, lambda: prompt_limit.most_tokens(splits, examples, renderer, (plan, evaluator)))
     loggers, *players = map(instantiate, (config.logger, config.play, config.selection))
     rollouts = Rollouts(plan, task, sampler, engine, renderer, algorithm, config.output_dir, config.seed, *players)
-    rollout = RolloutCallback(rollouts, Stop(config.max_time))
+    rollout, kernel = RolloutCallback(rollouts, Stop(config.max_time)), KernelsCallback(pretrained.kernels)
     evaluation = EvaluationCallback(rollout, evaluator, examples)
     preflight = PreflightCallback(config.preflight, rollout, evaluator, examples, tokenizer)
-    callbacks = [rollout, preflight, Tokens(), evaluation, *completed(instantiate(config.callbacks), tokenizer)]
+    callbacks = [rollout, kernel, preflight, Tokens(), evaluation, *completed(instantiate(config.callbacks), tokenizer)]
 
     def module(model) -> L.LightningModule:
         policy, make = with_adapter(model, instantiate(config.adapter)), instantiate(config.module)
@@ -70,7 +70,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     if config.forecast == "only":
         return None, None
     save_config(config)
-    noted = (evaluation.progress, preflight.facts)
+    noted = (evaluation.progress, preflight.facts, kernel.facts)
     with kept(config.output_dir, overrides, config.seed, examples, *noted) as preflight.noted, rollout.stop.during():
         trainer.fit(module(pretrained.model(mapped=shards(trainer))), rollout.batches, ckpt_path=config.ckpt_path)
     return evaluation.accuracy, rollout.policy

@@ -81,7 +81,7 @@ def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, 
         kernel,
     )
     before: dict[int, Sequence[int]] = {}  # by row: the index in T of the token before each of its own
-    of_prompts, of_rows = plan.starts[: len(groups)], iter(plan.starts[len(groups) :])
+    of_prompts, of_rows = plan.starts[: len(groups)], iter(plan.starts[len(plan.prompt_lengths) :])
     for members, lone, first in zip(groups, alone, of_prompts, strict=True):
         for r in members:
             last = first + len(prompts[r]) - 1

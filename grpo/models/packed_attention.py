@@ -6,16 +6,18 @@ passes the plan to every layer. Knows nothing of losses or sampling.
 Shapes: T tokens in the row, N prompts of up to P tokens, R rows of up to C tokens that follow a prompt, H heads, K key heads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
+
+from grpo.models.flex import FLEX, blocks_of, padding
 
 NAME = "grpo"
 UNPLANNED = ("softcap", "s_aux", "position_bias")  # arguments of some models that a plan does not support
@@ -67,12 +69,6 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: 
     )
 
 
-@cache
-def flex() -> Callable[..., Tensor]:
-    """Return FlexAttention, compiled once."""
-    return torch.compile(flex_attention, dynamic=True)
-
-
 class Packed:
     """Prompts, each followed by its rows. A row sees its prompt and itself, as if it came right after. Exact for causal models.
 
@@ -86,8 +82,10 @@ class Packed:
         device: torch.device,
         kernel: str = "sdpa",
     ) -> None:
-        """rows: of each prompt, maybe none. kernel: sdpa, or flex, which is compiled if the device is a GPU."""
-        self.kernel, self.device = kernel, device
+        """rows: of each prompt, maybe none. kernel: sdpa, or flex, which a GPU compiles and for which the row is padded."""
+        self.kernel, self.device = "sdpa" if FLEX.failed else kernel, device
+        if self.kernel == "flex" and (missing := padding(prompts, rows)):  # as one more prompt, which nothing else sees
+            prompts, rows = [*prompts, (0,) * missing], [*rows, ()]
         prompt_starts, row_starts, owner = [], [], []
         tokens: list[tuple[int, int, int, int]] = []  # id, position, number of its prompt, of its row (-1: none)
         for n, (prompt, own) in enumerate(zip(prompts, rows, strict=True)):
@@ -107,13 +105,14 @@ class Packed:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        if window not in self.masks:
-            self.masks[window] = self.block_mask(window) if self.kernel == "flex" else self.dense_masks(window)
         if self.kernel == "flex":
-            function = flex() if query.is_cuda else flex_attention
-            grouped = key.shape[1] != query.shape[1]
-            out = function(query, key, value, block_mask=self.masks[window], scale=scale, enable_gqa=grouped)
-            return out.transpose(1, 2)
+            if window not in self.masks:
+                self.masks[window] = self.block_mask(window)
+            if (out := FLEX(query, key, value, self.masks[window], scale)) is not None:
+                return out.transpose(1, 2)
+            self.kernel, self.masks = "sdpa", {}
+        if window not in self.masks:
+            self.masks[window] = self.dense_masks(window)
         of_prompts, of_rows = self.masks[window]
         prompts, rows, keys, back = self.places
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
@@ -153,17 +152,17 @@ class Packed:
                 of_prompts = ((p <= p[:, None]) & (p[:, None] - p < window)).to(self.device)
         return of_prompts, sees[:, None].to(self.device)
 
-    def block_mask(self, window: int | None):
+    def block_mask(self, window: int | None) -> BlockMask:
         """Return the mask for FlexAttention."""
-        positions = self.positions[0]
-        prompt_of, row_of = self.prompt_of.to(self.device), self.row_of.to(self.device)
-
-        def sees(_batch, _head, q, k):
-            seen = (k <= q) & (prompt_of[k] == prompt_of[q]) & ((row_of[k] < 0) | (row_of[k] == row_of[q]))
-            return seen if window is None else seen & (positions[q] - positions[k] < window)
-
-        tokens = self.ids.shape[1]
-        return create_block_mask(sees, None, None, tokens, tokens, device=self.device)
+        count = len(self.prompt_lengths)
+        starts, index = torch.tensor(self.starts), torch.arange(len(self.prompt_of))
+        first, length, in_row = starts[self.prompt_of], self.prompt_lengths[self.prompt_of], self.row_of >= 0
+        own = torch.where(in_row, starts[count + self.row_of.clamp(min=0)], first) if in_row.any() else first
+        position = index - own + torch.where(in_row, length, 0)
+        hidden = torch.zeros_like(index) if window is None else (position - window + 1).clamp(min=0)  # keys before
+        seen = [first + hidden, torch.where(in_row, first + length, index + 1)]
+        seen += [own + (hidden - length).clamp(min=0), torch.where(in_row, index + 1, 0)]
+        return blocks_of(torch.stack(seen).int().to(self.device))
 
 
 def padded_places(starts: Tensor, lengths: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Chooses which rows go through the model together, and the layout in which the model's results are correct."""
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from grpo.models.flex import FLEX
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.trusted import objection
 from grpo.objectives.batch import TokenBatch
@@ -62,15 +64,56 @@ def trusted(
     disagreement; None: of log-probabilities.
     """
     if layout != "padded":
-        why = ""
-        for kernel in ("flex", "sdpa") if next(model.parameters()).is_cuda else ("sdpa",):
-            if not (why := objection(model, partial(compare or disagreement, model, layout, kernel))):
-                return layout, kernel
+        compare = compare or disagreement
+        if next(model.parameters()).is_cuda and flex_fits(model, layout, compare):
+            return layout, "flex"
+        if not (why := objection(model, partial(compare, model, layout, "sdpa"))):
+            return layout, "sdpa"
         log.warning("optim.layout=%s does not fit %s (%s): layout=padded is used", layout, type(model).__name__, why)
-    if compare is None and (why := objection(model, partial(padding_error, model), by_plan=False)):
+    if compare in (None, disagreement) and (why := objection(model, partial(padding_error, model), by_plan=False)):
         line = f"{type(model).__name__} computes a padded row otherwise than the row alone ({why})"
         raise UserError(f"{line}, so that rows of several lengths cannot be trained: take another model")
     return "padded", "sdpa"
+
+
+def flex_fits(model: nn.Module, layout: Layout, compare: Callable[[nn.Module, Layout, str], str]) -> bool:
+    """Return whether FlexAttention agrees for `model`, in a forward and a backward pass, whose kernels this compiles. Logs the
+    time that it takes, or a warning with the reason."""
+    begun = time.perf_counter()
+    why = objection(model, partial(compare, model, layout, "flex"))
+    if not why and not FLEX.failed and compare is disagreement:
+        why = objection(model, partial(gradient_disagreement, model, layout, "flex"))
+    if why and not FLEX.failed:
+        FLEX.fail(why)
+    if not FLEX.failed:
+        log.info("FlexAttention: compiled, forward and backward, in %.0f s", time.perf_counter() - begun)
+    return not FLEX.failed
+
+
+def gradient_disagreement(model: nn.Module, layout: Layout, kernel: str) -> str:
+    """Describe how far a kernel's gradient of a few embedded tokens is from that of sdpa, in the precision of the run. Empty if
+    their cosine is at least 0.99."""
+    of_sdpa, of_kernel = (embedding_gradient(model, layout, each) for each in ("sdpa", kernel))
+    cosine = float(torch.cosine_similarity(of_sdpa, of_kernel[: len(of_sdpa)], dim=0))
+    return "" if cosine >= 0.99 else f"gradients have a cosine of {cosine:.2g}"
+
+
+def embedding_gradient(model: nn.Module, layout: Layout, kernel: str) -> Tensor:
+    """Return the gradient of a few tokens' log-probabilities with respect to the embedded tokens, flattened. No parameter gets a
+    gradient."""
+    embedded: list[Tensor] = []
+
+    def leaf(_module: nn.Module, _given: object, states: Tensor) -> Tensor:
+        embedded.append(states.detach().requires_grad_())
+        return embedded[-1]
+
+    hook = model.get_input_embeddings().register_forward_hook(leaf)
+    try:
+        with torch.enable_grad():
+            logprobs, _ = one_pass(model, completion_logprobs, few_tokens(model), 1.0, False, layout, kernel)
+            return torch.autograd.grad(logprobs.sum(), embedded[0])[0].flatten().float()
+    finally:
+        hook.remove()
 
 
 def padding_error(model: nn.Module) -> str:
