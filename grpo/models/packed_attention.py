@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface
 
+from grpo.system.devices import sent
+
 NAME = "grpo"
 UNPLANNED = ("softcap", "s_aux", "position_bias")  # arguments of some models that a plan does not support
 
@@ -88,18 +90,24 @@ class Packed:
     ) -> None:
         """rows: of each prompt, maybe none. kernel: sdpa, or flex, which is compiled if the device is a GPU."""
         self.kernel, self.device = kernel, device
-        prompt_starts, row_starts, owner = [], [], []
-        tokens: list[tuple[int, int, int, int]] = []  # id, position, number of its prompt, of its row (-1: none)
+        owner: list[int] = []  # each row's prompt
+        parts = []  # ids, position of the first, number of its prompt, of its row (-1: none)
         for n, (prompt, own) in enumerate(zip(prompts, rows, strict=True)):
-            prompt_starts.append(len(tokens))
-            tokens += [(token, i, n, -1) for i, token in enumerate(prompt)]
+            parts.append((prompt, 0, n, -1))
             for row in own:
-                row_starts.append(len(tokens))
-                tokens += [(token, i, n, len(owner)) for i, token in enumerate(row, len(prompt))]
+                parts.append((row, len(prompt), n, len(owner)))
                 owner.append(n)
-        ids, positions, self.prompt_of, self.row_of = torch.tensor(tokens).T
-        self.ids, self.positions = ids[None].to(device), positions[None].to(device)
-        self.starts, self.owner = prompt_starts + row_starts, torch.tensor(owner, dtype=torch.int64)
+        lengths = torch.tensor([len(ids) for ids, *_ in parts])
+        starts = lengths.cumsum(0) - lengths
+        begin, number, row_number = torch.tensor([numbers for _, *numbers in parts]).T
+        self.within, self.prompt_of, self.row_of = (
+            x.repeat_interleave(lengths) for x in (begin - starts, number, row_number)
+        )
+        self.within += torch.arange(len(self.within))  # positions, in the host's memory
+        ids = torch.tensor([token for ids, *_ in parts for token in ids], dtype=torch.int64)
+        self.ids, self.positions = sent(ids[None], device), sent(self.within[None], device)
+        self.starts = [*starts[row_number < 0].tolist(), *starts[row_number >= 0].tolist()]
+        self.owner = torch.tensor(owner, dtype=torch.int64)
         self.prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
         self.row_lengths = torch.tensor([len(row) for own in rows for row in own], dtype=torch.int64)
         self.masks: dict[int | None, Any] = {}  # by window
@@ -131,11 +139,10 @@ class Packed:
         count = len(self.prompt_lengths)
         prompts = padded_places(torch.tensor(self.starts[:count]), self.prompt_lengths)
         rows = padded_places(torch.tensor(self.starts[count:], dtype=torch.int64), self.row_lengths)
-        within = self.positions[0].cpu()
-        in_row = prompts.numel() + self.row_of * rows.shape[1] + within - self.prompt_lengths[self.prompt_of]
-        back = torch.where(self.row_of < 0, self.prompt_of * prompts.shape[1] + within, in_row)
+        in_row = prompts.numel() + self.row_of * rows.shape[1] + self.within - self.prompt_lengths[self.prompt_of]
+        back = torch.where(self.row_of < 0, self.prompt_of * prompts.shape[1] + self.within, in_row)
         keys = torch.cat([prompts[self.owner], rows], dim=1)
-        return tuple(index.to(self.device) for index in (prompts, rows, keys, back))
+        return tuple(sent(index, self.device) for index in (prompts, rows, keys, back))
 
     def dense_masks(self, window: int | None) -> tuple[Tensor | None, Tensor]:
         """Return the masks of the prompts, [P, P] bool or None for causal, and of the rows, [R, 1, C, P + C] bool."""
@@ -150,8 +157,8 @@ class Packed:
         if window is not None:
             sees &= queries - keys < window
             if len(p) > window:
-                of_prompts = ((p <= p[:, None]) & (p[:, None] - p < window)).to(self.device)
-        return of_prompts, sees[:, None].to(self.device)
+                of_prompts = sent((p <= p[:, None]) & (p[:, None] - p < window), self.device)
+        return of_prompts, sent(sees[:, None], self.device)
 
     def block_mask(self, window: int | None):
         """Return the mask for FlexAttention."""
