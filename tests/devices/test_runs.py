@@ -21,8 +21,9 @@ def device(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("more", "waits"), [("", 1), ("algo=ppo critic=head", 1)])
+@pytest.mark.parametrize(("more", "waits"), [("", 180), ("algo=ppo critic=head", 230)])
 def test_a_run_from_end_to_end(device, smoke, tmp_path, more, waits):
+    """Most waits are those of Lightning at both ends of a run, and of the trial of caches and layouts."""
     learned(smoke("trainer=cpu", "optim.optimizer.fused=false", "callbacks=[samples]", *more.split()))
     assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2]
     assert device.count() <= waits, device.table()

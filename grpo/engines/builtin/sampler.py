@@ -117,8 +117,8 @@ class Draws:
         return self.unseen >= every or max(self.lengths) == self.sampling.max_tokens
 
     def ended(self, stop_ids: Collection[int], unwanted: Collection[int]) -> dict[int, tuple[int, bool]]:
-        """Return the rows that have ended, each with its number of tokens, and False if something else than one of them ended
-        it. What a row has drawn after its end is left out. stop_ids: they end a row. unwanted: samples that end now."""
+        """Return the rows that have ended, each with its number of tokens until then, and whether the last token ended it (else a
+        limit or the caller did). Waits for the device. stop_ids: tokens that end a row. unwanted: samples that end now."""
         stop, found = self.sampling.stop, {}
         last = self.tails(self.unseen + (stop.width - 1 if stop else 0))
         for row, (ids, length) in enumerate(zip(last, self.lengths, strict=True)):
