@@ -50,7 +50,9 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     source = source and source(pretrained, renderer)
     check_data(config, examples)
     plan = sized(plan, config, len(examples["train"]))
-    sampler = source or instantiate(config.sampler)(examples["train"], plan.prompts, config.get("data_seed", config.seed))
+    sampler = source or instantiate(config.sampler)(
+        examples["train"], plan.prompts, config.get("data_seed", config.seed)
+    )
     engine = engine_of(config, lambda: prompt_limit.most_tokens(splits, examples, renderer, (plan, evaluator)))
     loggers, *players = map(instantiate, (config.logger, config.play, config.selection))
     rollouts = Rollouts(plan, task, sampler, engine, renderer, algorithm, config.output_dir, config.seed, *players)
