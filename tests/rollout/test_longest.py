@@ -64,7 +64,7 @@ def most(*rows, limit=ANY, answers=(30,), turns=16, context=1000):
 def test_it_is_the_longest_prompt_of_all_rows_and_the_longest_answer():
     train, held_out = (Questions(), [5, 40, 7]), (Questions(), [50, 3])
     assert most(train) == 40 + 30
-    assert most(train, held_out) == 50 + 30
+    assert most(train, held_out) == most(held_out, train) == 50 + 30
     assert most(train, held_out, answers=(30, 100)) == 50 + 100  # of training and of evaluations
 
 

@@ -107,6 +107,10 @@ def test_a_row_depends_on_its_seed_and_position_alone():
         assert [drawn([row], alone)[0] for _ in range(5)] == [step[row] for step in together]
     again = dict(enumerate(OnGpu(seed=2**63 + row) for row in range(6)))
     assert drawn([5, 0, 3], again) == [together[0][i] for i in (5, 0, 3)]
+    backwards = {row: OnGpu(seed=2**63 + row) for row in reversed(range(6))}
+    assert draws.random_sample(probs.clone(), backwards).tolist() == together[0]
+    others = dict(enumerate(OnGpu(seed=2**62 + row) for row in range(6)))  # other upper halves
+    assert draws.random_sample(probs.clone(), others).tolist() != together[0]
     again[0].set_offset(again[0].get_offset() - 4)  # as vLLM does for a prompt that is read in pieces
     assert drawn([3, 0], again) == [together[1][3], together[0][0]]
 
