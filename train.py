@@ -49,8 +49,8 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     examples = {"train": ()} | {name: prompt_limit.fitting(*split, renderer) for name, split in splits.items()}
     source = source and source(pretrained, renderer)
     check_data(config, examples)
-    plan = sized(plan, config, len(examples["train"]))
-    sampler = source or instantiate(config.sampler)(examples["train"], plan.prompts, config.get("data_seed", config.seed))
+    plan, data_seed = sized(plan, config, len(examples["train"])), config.get("data_seed", config.seed)
+    sampler = source or instantiate(config.sampler)(examples["train"], plan.prompts, data_seed)
     engine, loggers, *players = map(instantiate, (config.engine, config.logger, config.play, config.selection))
     rollouts = Rollouts(plan, task, sampler, engine, renderer, algorithm, config.output_dir, config.seed, *players)
     rollout, kernel = RolloutCallback(rollouts, Stop(config.max_time)), KernelsCallback(pretrained.kernels)

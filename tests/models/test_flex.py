@@ -64,7 +64,9 @@ def test_the_mask_is_the_one_that_torch_makes_of_the_rule():
             assert torch.equal(got.mask_mod(0, 0, q, k), rule(plan, window)(0, 0, q, k))
 
 
-BLOCKS = [f"{kind}{side}_{what}" for kind in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")]
+BLOCKS = [
+    f"{kind}{side}_{what}" for kind in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")
+]
 
 
 def test_the_mask_takes_a_tenth_of_a_byte_for_a_pair_of_tokens():
