@@ -1,6 +1,6 @@
 """Measure vLLM beside a trainer on one GPU: whether it follows every optimizer step, time of a sync, sampling speed.
 
-    python benchmarks/gpu_sync.py [--shapes small 1b 8b] [--json]      # a CUDA GPU; 8b needs 100 GB
+    python benchmarks/gpu_sync.py [--shapes small 1b] [--json]      # a CUDA GPU with 48 GB; --shapes 8b needs 100 GB
 
 Llama shapes with random weights in bfloat16, float32 masters in the optimizer, CUDA graphs on. Each engine runs in its own
 process, which measures the gap between engine and trainer (largest and mean, over sampled tokens) before and after each of three
@@ -147,7 +147,7 @@ def measure(name: str, shape: str, folder: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["small", "1b", "8b"])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["small", "1b"])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", choices=ENGINES, help="one engine, in this process")
     parser.add_argument("--folder", help="folder of the configuration, with --one")

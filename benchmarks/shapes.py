@@ -6,7 +6,7 @@ A group is (tokens of the prompt, [tokens of each answer]).
 from collections.abc import Sequence
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from grpo.objectives.batch import TokenBatch
 
@@ -75,18 +75,24 @@ def batch_of(groups: Sequence[Group], vocabulary: int) -> TokenBatch:
     return TokenBatch(ids * real, real.long(), mask, torch.zeros(mask.shape), torch.arange(len(ids)))
 
 
-def forward_flops(config: LlamaConfig, groups: Sequence[Group]) -> float:
-    """Return the operations of a forward pass that computes every prompt once; a backward pass takes twice as many. Counted are
-    2 for each weight and token, 4 for each pair of tokens and attention channel. An answer's last token predicts nothing."""
-    hidden, layers = config.hidden_size, config.num_hidden_layers
-    kv = config.num_key_value_heads * config.head_dim
-    weights = layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * config.intermediate_size)
+def forward_flops(config: PretrainedConfig, groups: Sequence[Group]) -> float:
+    """Return the operations of a forward pass that computes every prompt once; a backward pass takes twice as many."""
+    return sum(flops_of_parts(config, groups))
+
+
+def flops_of_parts(config: PretrainedConfig, groups: Sequence[Group]) -> tuple[float, float]:
+    """Return the operations of a forward pass in matrix products, 2 for each weight and token, and in attention, 4 for each pair
+    of tokens and channel. An answer's last token predicts nothing; only sampled tokens reach the head."""
+    hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
+    width = getattr(config, "head_dim", None) or hidden // heads
+    q, kv = heads * width, config.num_key_value_heads * width
+    weights = layers * (2 * hidden * q + 2 * hidden * kv + 3 * hidden * config.intermediate_size)
     tokens = sum(prompt + sum(answers) - len(answers) for prompt, answers in groups)
     pairs = sum(
         prompt * (prompt + 1) / 2 + sum((n - 1) * (prompt + n / 2) for n in answers) for prompt, answers in groups
     )
     said = sum(sum(answers) for _, answers in groups)
-    return 2 * weights * tokens + 4 * layers * hidden * pairs + 2 * hidden * config.vocab_size * said
+    return 2 * weights * tokens + 2 * hidden * config.vocab_size * said, 4 * layers * q * pairs
 
 
 def matrix_shapes(config: LlamaConfig) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
 from grpo.models.flex import FLEX, blocks_of, padding
+from grpo.system.devices import sent
 
 NAME = "grpo"
 UNPLANNED = ("softcap", "s_aux", "position_bias")  # arguments of some models that a plan does not support
@@ -86,18 +87,24 @@ class Packed:
         self.kernel, self.device = "sdpa" if FLEX.failed else kernel, device
         if self.kernel == "flex" and (missing := padding(prompts, rows)):  # as one more prompt, which nothing else sees
             prompts, rows = [*prompts, (0,) * missing], [*rows, ()]
-        prompt_starts, row_starts, owner = [], [], []
-        tokens: list[tuple[int, int, int, int]] = []  # id, position, number of its prompt, of its row (-1: none)
+        owner: list[int] = []  # each row's prompt
+        parts = []  # ids, position of the first, number of its prompt, of its row (-1: none)
         for n, (prompt, own) in enumerate(zip(prompts, rows, strict=True)):
-            prompt_starts.append(len(tokens))
-            tokens += [(token, i, n, -1) for i, token in enumerate(prompt)]
+            parts.append((prompt, 0, n, -1))
             for row in own:
-                row_starts.append(len(tokens))
-                tokens += [(token, i, n, len(owner)) for i, token in enumerate(row, len(prompt))]
+                parts.append((row, len(prompt), n, len(owner)))
                 owner.append(n)
-        ids, positions, self.prompt_of, self.row_of = torch.tensor(tokens).T
-        self.ids, self.positions = ids[None].to(device), positions[None].to(device)
-        self.starts, self.owner = prompt_starts + row_starts, torch.tensor(owner, dtype=torch.int64)
+        lengths = torch.tensor([len(ids) for ids, *_ in parts])
+        starts = lengths.cumsum(0) - lengths
+        begin, number, row_number = torch.tensor([numbers for _, *numbers in parts]).T
+        self.within, self.prompt_of, self.row_of = (
+            x.repeat_interleave(lengths) for x in (begin - starts, number, row_number)
+        )
+        self.within += torch.arange(len(self.within))  # positions, in the host's memory
+        ids = torch.tensor([token for ids, *_ in parts for token in ids], dtype=torch.int64)
+        self.ids, self.positions = sent(ids[None], device), sent(self.within[None], device)
+        self.starts = [*starts[row_number < 0].tolist(), *starts[row_number >= 0].tolist()]
+        self.owner = torch.tensor(owner, dtype=torch.int64)
         self.prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
         self.row_lengths = torch.tensor([len(row) for own in rows for row in own], dtype=torch.int64)
         self.masks: dict[int | None, Any] = {}  # by window
@@ -130,11 +137,10 @@ class Packed:
         count = len(self.prompt_lengths)
         prompts = padded_places(torch.tensor(self.starts[:count]), self.prompt_lengths)
         rows = padded_places(torch.tensor(self.starts[count:], dtype=torch.int64), self.row_lengths)
-        within = self.positions[0].cpu()
-        in_row = prompts.numel() + self.row_of * rows.shape[1] + within - self.prompt_lengths[self.prompt_of]
-        back = torch.where(self.row_of < 0, self.prompt_of * prompts.shape[1] + within, in_row)
+        in_row = prompts.numel() + self.row_of * rows.shape[1] + self.within - self.prompt_lengths[self.prompt_of]
+        back = torch.where(self.row_of < 0, self.prompt_of * prompts.shape[1] + self.within, in_row)
         keys = torch.cat([prompts[self.owner], rows], dim=1)
-        return tuple(index.to(self.device) for index in (prompts, rows, keys, back))
+        return tuple(sent(index, self.device) for index in (prompts, rows, keys, back))
 
     def dense_masks(self, window: int | None) -> tuple[Tensor | None, Tensor]:
         """Return the masks of the prompts, [P, P] bool or None for causal, and of the rows, [R, 1, C, P + C] bool."""
@@ -149,8 +155,8 @@ class Packed:
         if window is not None:
             sees &= queries - keys < window
             if len(p) > window:
-                of_prompts = ((p <= p[:, None]) & (p[:, None] - p < window)).to(self.device)
-        return of_prompts, sees[:, None].to(self.device)
+                of_prompts = sent((p <= p[:, None]) & (p[:, None] - p < window), self.device)
+        return of_prompts, sent(sees[:, None], self.device)
 
     def block_mask(self, window: int | None) -> BlockMask:
         """Return the mask for FlexAttention."""
@@ -158,11 +164,10 @@ class Packed:
         starts, index = torch.tensor(self.starts), torch.arange(len(self.prompt_of))
         first, length, in_row = starts[self.prompt_of], self.prompt_lengths[self.prompt_of], self.row_of >= 0
         own = torch.where(in_row, starts[count + self.row_of.clamp(min=0)], first) if in_row.any() else first
-        position = index - own + torch.where(in_row, length, 0)
-        hidden = torch.zeros_like(index) if window is None else (position - window + 1).clamp(min=0)  # keys before
+        hidden = torch.zeros_like(index) if window is None else (self.within - window + 1).clamp(min=0)  # keys before
         seen = [first + hidden, torch.where(in_row, first + length, index + 1)]
         seen += [own + (hidden - length).clamp(min=0), torch.where(in_row, index + 1, 0)]
-        return blocks_of(torch.stack(seen).int().to(self.device))
+        return blocks_of(sent(torch.stack(seen).int(), self.device))
 
 
 def padded_places(starts: Tensor, lengths: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,14 +14,40 @@ from grpo.models.flex import FLEX
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.trusted import objection
 from grpo.objectives.batch import TokenBatch
+from grpo.system.devices import sent
 from grpo.system.distributed import computes_in, one_pass
 from grpo.system.errors import UserError
 
 log = logging.getLogger(__name__)
 
 
+def in_microbatches(
+    batch: TokenBatch, rows: Tensor, layout: Layout, max_tokens: int
+) -> list[tuple[Tensor, TokenBatch]]:
+    """Return the microbatches of these rows: the rows' indices, on their device, and the rows.
+
+    The host waits for the device here and not between microbatches: it packs one while the device works on those before.
+    """
+    if not len(rows):
+        return []
+    batch, rows = with_host(batch), rows.cpu()
+    pieces = [rows[piece] for piece in microbatches(batch.rows(rows), layout, max_tokens)]
+    return [(sent(piece, batch.ids.device), batch.rows(piece)) for piece in pieces]
+
+
+def with_host(batch: TokenBatch) -> TokenBatch:
+    """Return the batch with a copy of its ids, masks and samples in the host's memory, if it is on a device."""
+    if batch.ids.device.type == "cpu":
+        return batch
+    parts = batch.ids, batch.attention_mask, batch.mask, batch.sample[:, None]
+    widths = [part.shape[1] for part in parts]
+    ids, seen, mask, sample = torch.cat(parts, dim=1).cpu().split(widths, dim=1)
+    return replace(batch, host=TokenBatch(ids, seen, mask.bool(), torch.zeros(mask.shape), sample[:, 0]))
+
+
 def microbatches(batch: TokenBatch, layout: Layout, max_tokens: int) -> list[Tensor]:
-    """Return the rows' indices in pieces of at most `max_tokens` seen tokens, longest first, equal prompts together.
+    """Return the rows' indices, in the host's memory, in pieces of at most `max_tokens` seen tokens, longest first, equal prompts
+    together.
 
     A longer row is a piece of its own.
     """
@@ -44,7 +71,7 @@ def microbatches(batch: TokenBatch, layout: Layout, max_tokens: int) -> list[Ten
             if pieces[-1] and size([*pieces[-1], r]) > max_tokens:
                 pieces.append([])
             pieces[-1].append(r)
-    return [torch.tensor(piece, device=batch.ids.device) for piece in pieces]
+    return [torch.tensor(piece) for piece in pieces]
 
 
 def tokens_seen(rows: Sequence[tuple[int, int, int]], layout: Layout) -> int:
