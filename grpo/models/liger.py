@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations.liger import apply_liger_kernel
 
 from grpo.models.compiled import reason_of
 from grpo.models.logprobs import completion_logprobs
@@ -95,7 +94,7 @@ def patched(model: nn.Module) -> tuple[list[str], Callable[[], None]]:
     shared = {owner: dict(vars(owner)) for owner in shared_by(base)}
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # of kernels for other hardware
     try:
-        apply_liger_kernel(base, LOSSES)
+        apply_liger(base)
         rotary = {owner: vars(owner).get(ROTARY) for owner in shared if not isclass(owner)}
     finally:
         for owner, values in shared.items():
@@ -115,6 +114,13 @@ def patched(model: nn.Module) -> tuple[list[str], Callable[[], None]]:
             vars(module).update(before[module])
 
     return names, undo
+
+
+def apply_liger(model: nn.Module) -> None:
+    """Change a model and its family as transformers does, without the losses."""
+    from transformers.integrations.liger import apply_liger_kernel  # imports peft
+
+    apply_liger_kernel(model, LOSSES)
 
 
 def shared_by(model: nn.Module) -> list[Any]:
