@@ -34,8 +34,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     from grpo.training.strategy import shards
 
     quiet()  # again, because importing lightning sets its log levels
-    first = L.pytorch.utilities.rank_zero_only.rank == 0  # with several devices each has a process that runs this file
-    check_run(config, first, overrides)
+    check_run(config, first := L.pytorch.utilities.rank_zero_only.rank == 0, overrides)  # each device runs this file
     L.seed_everything(config.seed, verbose=False)
     plan, algorithm, evaluator, optim = map(instantiate, (config.rollout, config.algo, config.eval, config.optim))
     algorithm.check(plan.prompts, plan.group_size, plan.ahead, "critic" in config.module)
@@ -44,8 +43,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     pretrained = instantiate(config.model)
     check_model(pretrained, config)
     prompt_limit = prompt_limit.within(pretrained.context(), config.max_tokens)
-    tokenizer = pretrained.tokenizer()
-    renderer = instantiate(config.renderer)(tokenizer, prompt_limit.kept)
+    renderer = instantiate(config.renderer)(tokenizer := pretrained.tokenizer(), prompt_limit.kept)
     examples = {"train": ()} | {name: prompt_limit.fitting(*split, renderer) for name, split in splits.items()}
     source = source and source(pretrained, renderer)
     check_data(config, examples)

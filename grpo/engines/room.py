@@ -1,4 +1,4 @@
-"""What a run leaves of its device for an engine with weights and a cache of its own."""
+"""A device that trainer and engine share: the engine takes a part that the run leaves."""
 
 from dataclasses import dataclass
 

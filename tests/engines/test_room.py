@@ -1,4 +1,4 @@
-"""What a run leaves of a GPU for vLLM, in GB worked by hand. vLLM computes with 2 GB beside its weights and cache."""
+"""The part of a GPU that a run leaves for vLLM, in GB worked by hand. vLLM computes with 2 GB beside its weights and cache."""
 
 import pytest
 
