@@ -91,10 +91,13 @@ def trusted(
     disagreement; None: of log-probabilities.
     """
     if layout != "padded":
-        compare = compare or disagreement
-        if next(model.parameters()).is_cuda and flex_fits(model, layout, compare):
+        on_gpu, compare = next(model.parameters()).is_cuda, compare or disagreement
+        if on_gpu and not (of_flex := flex_objection(model, layout, compare)):
             return layout, "flex"
         if not (why := objection(model, partial(compare, model, layout, "sdpa"))):
+            if on_gpu and not FLEX.failed:  # else it has said so
+                line = "FlexAttention does not fit %s (%s): attention is computed by sdpa, which is slower on a GPU"
+                log.warning(line, type(model).__name__, of_flex)
             return layout, "sdpa"
         log.warning("optim.layout=%s does not fit %s (%s): layout=padded is used", layout, type(model).__name__, why)
     if compare in (None, disagreement) and (why := objection(model, partial(padding_error, model), by_plan=False)):
@@ -103,18 +106,16 @@ def trusted(
     return "padded", "sdpa"
 
 
-def flex_fits(model: nn.Module, layout: Layout, compare: Callable[[nn.Module, Layout, str], str]) -> bool:
-    """Return whether FlexAttention agrees for `model`, in a forward and a backward pass, whose kernels this compiles. Logs the
-    time that it takes, or a warning with the reason."""
+def flex_objection(model: nn.Module, layout: Layout, compare: Callable[[nn.Module, Layout, str], str]) -> str:
+    """Return why FlexAttention must not be used for `model`; empty if it agrees in a forward and a backward pass. The kernels of
+    both are compiled here; logs the time that it takes."""
     begun = time.perf_counter()
-    why = objection(model, partial(compare, model, layout, "flex"))
-    if not why and not FLEX.failed and compare is disagreement:
+    why = FLEX.failed or objection(model, partial(compare, model, layout, "flex"))
+    if not (why := why or FLEX.failed) and compare is disagreement:
         why = objection(model, partial(gradient_disagreement, model, layout, "flex"))
-    if why and not FLEX.failed:
-        FLEX.fail(why)
-    if not FLEX.failed:
+    if not (why := why or FLEX.failed):
         log.info("FlexAttention: compiled, forward and backward, in %.0f s", time.perf_counter() - begun)
-    return not FLEX.failed
+    return why
 
 
 def gradient_disagreement(model: nn.Module, layout: Layout, kernel: str) -> str:

@@ -13,7 +13,7 @@ from grpo.models import flex, packing
 from grpo.models.flex import FLEX, FlexKernel
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.packed_attention import Packed
-from grpo.training.forecast import Live
+from grpo.training.imagined import Live
 
 CPU = torch.device("cpu")
 
@@ -81,7 +81,7 @@ def test_the_mask_takes_a_tenth_of_a_byte_for_a_pair_of_tokens():
 def test_one_kernel_serves_all_windows_and_lengths(compiled, fresh):
     """Gemma 3 has two windows. One graph is for the trial without a gradient, one for passes with it."""
     model = model_of("gemma3")
-    assert packing.flex_fits(model, "shared_prompt", packing.disagreement)
+    assert packing.flex_objection(model, "shared_prompt", packing.disagreement) == ""
     for sizes in (SIZES, [(140, [150, 40, 420])]):
         batch = batch_of(sizes)
         logprobs, _, gradients = measured(model, batch, "shared_prompt", "flex")
@@ -110,7 +110,7 @@ def test_a_kernel_that_fails_is_warned_of_and_replaced(monkeypatch, caplog, fres
 
 
 @pytest.mark.parametrize("what", ["values", "gradient"])
-def test_a_kernel_that_is_wrong_is_found_before_the_first_update(monkeypatch, caplog, fresh, what):
+def test_a_kernel_that_is_wrong_is_found_before_the_first_update(monkeypatch, fresh, what):
     """The gradient alone is wrong if a part of it does not flow back."""
     right = torch_flex.flex_attention
 
@@ -121,9 +121,30 @@ def test_a_kernel_that_is_wrong_is_found_before_the_first_update(monkeypatch, ca
         return out + 0 * (query + value.repeat_interleave(query.shape[1] // value.shape[1], dim=1))
 
     monkeypatch.setattr(flex, "flex_attention", wrong)
-    assert not packing.flex_fits(model_of("llama_tied"), "shared_prompt", packing.disagreement)
-    assert ("log-probabilities differ by" if what == "values" else "gradients have a cosine of") in caplog.text
-    assert "attention is computed by sdpa" in caplog.text
+    why = packing.flex_objection(model_of("llama_tied"), "shared_prompt", packing.disagreement)
+    assert why.startswith("log-probabilities differ by" if what == "values" else "gradients have a cosine of")
+    assert not fresh.failed  # another model may fit
+
+
+def test_a_run_on_a_gpu_is_told_why_it_has_plain_attention(monkeypatch, caplog, fresh):
+    """The parameters claim to be on a GPU, and compute on the CPU. Gemma 2 fits neither kernel: one warning, of the layout."""
+
+    class OnGpu(torch.nn.Parameter):
+        is_cuda = True
+
+    right = torch_flex.flex_attention
+    monkeypatch.setattr(flex, "flex_attention", lambda *given, **named: 1.1 * right(*given, **named))
+    for family, said in {
+        "llama_tied": "FlexAttention does not fit LlamaForCausalLM (log-p",
+        "gemma2": "layout=pad",
+    }.items():
+        caplog.clear()
+        model = model_of(family)
+        first = OnGpu(next(model.parameters()).detach())
+        monkeypatch.setattr(model, "parameters", lambda first=first: iter([first]))
+        packing.trusted(model, "shared_prompt")
+        [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert said in record.getMessage()
 
 
 def test_the_trial_leaves_no_gradient(fresh):
