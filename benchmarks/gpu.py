@@ -19,8 +19,10 @@ step in which kernels run. peak and reserved: GB of tensors and of the allocator
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -62,7 +64,7 @@ ORDER = [  # the most important first
 ]
 
 
-def words(text: str) -> list[str]:
+def split(text: str) -> list[str]:
     """Return the words of a list with commas."""
     return [word for word in text.split(",") if word]
 
@@ -82,7 +84,7 @@ def chosen(parts: list[str] | None, shapes: list[str] | None) -> list[Job]:
 
 def environment(cache: str) -> dict[str, str]:
     """Return the environment of the jobs: what is carried where it is missing, no network, and an empty cache of kernels."""
-    paths = [str(HERE.parent), str(HERE), *words(os.environ.get("PYTHONPATH", "").replace(os.pathsep, ","))]
+    paths = [str(HERE.parent), str(HERE), *split(os.environ.get("PYTHONPATH", "").replace(os.pathsep, ","))]
     if CARRIED.exists() and not all(map(find_spec, ("hydra", "omegaconf", "antlr4", "trl", "datasets"))):
         paths.append(str(CARRIED))
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -90,29 +92,26 @@ def environment(cache: str) -> dict[str, str]:
 
 
 def one(part: str, variant: str, shape: str, overrides: list[str]) -> None:
-    """Do a job in this process, and print what it measures."""
+    """Do a job in this process, and print what it measures. The memory forecast prints beside it, from a process of its own."""
     missing = [name for name in ("hydra", "omegaconf", "antlr4") if not find_spec(name)]
     if missing:
         raise ModuleNotFoundError(
             f"{', '.join(missing)} not installed: run benchmarks/carry.py where there is a network"
         )
-    if part == "rollout":
-        from on_gpu.rollout import rollout as measure
-    elif part == "preflight":
-        from on_gpu.preflight import preflight as measure
-    elif part == "trl":
-        from on_gpu.trl import trl as measure
-    else:
-        from on_gpu.update import update as measure
+    beside = None
+    if part == "update" or (part, variant) == ("rollout", "builtin"):  # it needs the CPU for as long as these the GPU
+        words = ["--overrides", *overrides, "--one", "forecast", variant, shape]
+        beside = subprocess.Popen([sys.executable, __file__, *words])
     try:
-        measure(shape, variant, jobs.note, overrides)
+        module = import_module("on_gpu.update" if part == "forecast" else f"on_gpu.{part}")
+        getattr(module, part)(shape, variant, jobs.note, overrides)
     except jobs.Skipped as reason:
         jobs.note(skipped=str(reason))
     finally:
         if "torch" in sys.modules:
-            from on_gpu.device import facts
-
-            jobs.note(device=facts())
+            jobs.note(device=import_module("on_gpu.device").facts())
+        if beside:
+            beside.wait()
 
 
 def main() -> None:
@@ -129,7 +128,7 @@ def main() -> None:
         return one(*given.one, given.overrides)
     for name, known in (("parts", VARIANTS), ("shapes", SHAPES)):
         if asked := getattr(given, name):
-            setattr(given, name, [word for text in asked for word in words(text)])
+            setattr(given, name, [word for text in asked for word in split(text)])
             if wrong := [word for word in getattr(given, name) if word not in known]:
                 parser.error(f"--{name} has no {', '.join(wrong)}: choose of {', '.join(known)}")
     found = {"device": None, "minutes": given.minutes, "overrides": given.overrides, "results": []}

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[2]
-VERDICT = re.compile(r"^(PASS|FAIL|WARN|SKIP) (.+?), ([\d.]+) s: (.*)$", re.MULTILINE)
+VERDICT = re.compile(r"^(PASS|FAIL|WARN|SKIP) (.+?), ([\d.]+) s: (.*)$")
 RUN = ["preflight=only", "engine=transformers", "callbacks=none", "logger=csv", "report=end", "~recipe"]
 
 
@@ -26,22 +26,30 @@ def preflight(name: str, _: str, note, overrides: list[str]) -> None:
         model = ["model=path", f"model.path={folder}", f"model.dtype={DTYPE}", f"trainer={'gpu' if CUDA else 'cpu'}"]
         sizes = [f"rollout.prompts={shape.prompts}", f"rollout.group_size={shape.group}", f"max_tokens={shape.answer}"]
         command = [sys.executable, str(ROOT / "train.py"), *RUN, f"hydra.run.dir={folder}/run", *model, *sizes]
-        begun = time.perf_counter()
-        done = subprocess.run(
-            [*command, *shape.overrides, *overrides], capture_output=True, text=True, cwd=ROOT, env=None
-        )
-        seconds = time.perf_counter() - begun
-    checks = VERDICT.findall(done.stdout)
-    if not checks:
-        raise RuntimeError((done.stderr.strip() or "train.py printed no verdict").splitlines()[-1])
-    note(
-        command_s=seconds,
-        preflight_s=sum(float(took) for _, _, took, _ in checks),
-        exit_code=done.returncode,
-        verdicts={check: [verdict, float(took), why] for verdict, check, took, why in checks},
-        slowest=max(checks, key=lambda found: float(found[2]))[1],
-        failed=", ".join(check for verdict, check, _, _ in checks if verdict == "FAIL") or "none",
-    )
+        begun, checks = time.perf_counter(), {}
+        with open(f"{folder}/errors", "w+") as errors:
+            streams = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+            process = subprocess.Popen([*command, *shape.overrides, *overrides], cwd=ROOT, **streams)
+            for line in process.stdout:
+                if found := VERDICT.match(line):
+                    verdict, check, took, why = found.groups()
+                    checks[check] = [verdict, float(took), why]
+                    note(**summary(checks))
+            process.wait()
+            wrong = Path(errors.name).read_text().splitlines()
+        if not checks:
+            raise RuntimeError((wrong or ["train.py printed no verdict"])[-1])
+        note(command_s=time.perf_counter() - begun, exit_code=process.returncode)
+
+
+def summary(checks: dict[str, list]) -> dict:
+    """Return the values of the checks so far. checks: [verdict, seconds, line] by name."""
+    return {
+        "preflight_s": sum(took for _, took, _ in checks.values()),
+        "verdicts": checks,
+        "slowest": max(checks, key=lambda check: checks[check][1]),
+        "failed": ", ".join(check for check in checks if checks[check][0] == "FAIL") or "none",
+    }
 
 
 def save(shape, folder: str) -> None:

@@ -15,24 +15,22 @@ def rollout(name: str, engine: str, note, overrides: list[str]) -> None:
     if engine == "vllm" and not find_spec("vllm"):
         raise Skipped("vLLM is not installed")
     from on_gpu.models import SHAPES
-    from on_gpu.update import forecast, random_model, settings
+    from on_gpu.update import random_model, settings
 
     shape = SHAPES[name]
     with TemporaryDirectory() as folder:
         shape.config.save_pretrained(folder)
         config = settings(shape, folder, overrides)
-        sampler = built(engine, folder, shape)
-        measure(shape, random_model(config), sampler, note)
-        if engine == "builtin":
-            note(forecast_gb=forecast(shape, config, "rollout", sampler))
+        measure(shape, random_model(config), built(engine, folder, shape), note)
 
 
 def built(engine: str, folder: str, shape):
     """Return the engine of this name. folder: has the model's config.json."""
     if engine == "builtin":
         from grpo.engines.builtin.engine import TransformersEngine
+        from on_gpu.update import CACHE
 
-        return TransformersEngine(1 << 18)  # tokens of its cache, so that no sample waits
+        return TransformersEngine(CACHE)
     from grpo.engines.vllm.engine import VLLMEngine
     from on_gpu.device import DTYPE
 

@@ -13,7 +13,6 @@ from torch._dynamo import utils as compiler
 
 from grpo.apps.composing import composed
 from grpo.engines.builtin.engine import TransformersEngine
-from grpo.engines.protocol import Engine
 from grpo.models.policy import with_adapter
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.training.batch import RolloutBatch
@@ -27,12 +26,13 @@ VARIANTS = {  # settings of train.py
     "packed": ["optim.layout=packed"],
     "padded": ["optim.layout=padded"],
 }
+CACHE = 1 << 18  # tokens of the built-in engine's cache, so that no sample waits
 Note = Callable[..., None]  # keeps measured values, by name
 Step = Callable[[TokenBatch], None]  # makes an update
 
 
 def update(name: str, variant: str, note: Note, overrides: list[str]) -> None:
-    """Measure an update, then where its time goes, then what the memory forecast says."""
+    """Measure an update, then where its time goes."""
     shape = SHAPES[name]
     with TemporaryDirectory() as folder:
         shape.config.save_pretrained(folder)
@@ -45,8 +45,6 @@ def update(name: str, variant: str, note: Note, overrides: list[str]) -> None:
         note(kernel=kernel, at_once=module.at_once.most)
         if variant == "shared_prompt":
             note(**profile(partial(step, shape.batch(1 + shape.steps).to(DEVICE)), seconds))
-        del step, module
-        note(forecast_gb=forecast(shape, config, "update"))
 
 
 def settings(shape: Shape, folder: str, overrides: list[str]) -> DictConfig:
@@ -146,10 +144,14 @@ def profile(step: Callable[[], None], seconds: float) -> dict:
     return {"busy": busy, "kernels": {name: kernels[name] for name in longest}}
 
 
-def forecast(shape: Shape, config: DictConfig, phase: str, engine: Engine | None = None) -> float | None:
-    """Return the GB that the memory forecast of a run names for a phase, update or rollout; None if it is unknown."""
-    plan, pretrained = instantiate(config.rollout), instantiate(config.model)
-    sizes = Sizes(partial(made, config), pretrained, plan, engine or TransformersEngine(), lambda: shape.prompt)
-    parts = sizes.parts("bf16-mixed" if CUDA else "32-true", 1)
+def forecast(name: str, variant: str, note: Note, overrides: list[str]) -> None:
+    """Note the GB that the memory forecast names, of a variant of the update, or of a rollout with the built-in engine."""
+    shape, phase = SHAPES[name], "rollout" if variant == "builtin" else "update"
+    with TemporaryDirectory() as folder:
+        shape.config.save_pretrained(folder)
+        config = settings(shape, folder, [*VARIANTS.get(variant, ()), *overrides])
+        plan, pretrained = instantiate(config.rollout), instantiate(config.model)
+        sizes = Sizes(partial(made, config), pretrained, plan, TransformersEngine(CACHE), lambda: shape.prompt)
+        parts = sizes.parts("bf16-mixed" if CUDA else "32-true", 1)
     held = [part.size for part in parts or () if part.phase in ("", phase) and not part.host]
-    return sum(held) / 1e9 if held and None not in held else None
+    note(forecast_gb=sum(held) / 1e9 if held and None not in held else None)

@@ -123,16 +123,23 @@ def test_waits_are_counted_by_line():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["shared_prompt", "recompute"])
-def test_an_update_is_measured(variant):
-    from on_gpu.update import update
+def test_an_update_is_measured():
+    from on_gpu.update import forecast, update
 
     found: dict = {}
-    update("tiny", variant, lambda **values: found.update(json.loads(json.dumps(values))), ["seed=1"])
-    assert found.keys() >= {key for key, _, _ in COLUMNS["update"]} - ({"busy"} if variant == "recompute" else set())
-    assert found["mfu"] == found["mfu_6n"] == found["waits"] == found["reserved_gb"] == "no GPU"
-    assert found["kernel"] == "shared_prompt/sdpa" and len(found["steps"]) == 2
-    assert 0 < found["forecast_gb"] < found["peak_gb"]  # on a CPU the peak is the whole process's
+    update("tiny", "shared_prompt", lambda **values: found.update(json.loads(json.dumps(values))), ["seed=1"])
+    assert found.keys() >= {key for key, _, _ in COLUMNS["update"]} - {"forecast_gb"}
+    assert found["mfu"] == found["mfu_6n"] == found["waits"] == found["reserved_gb"] == found["busy"] == "no GPU"
+    assert found["kernel"] == "shared_prompt/sdpa" and len(found["steps"]) == 2 and found["kernels"]["aten::mm"] > 0
+
+    foreseen = {}
+    for variant in ("shared_prompt", "recompute", "builtin"):
+        forecast(
+            "tiny", variant, lambda variant=variant, **values: foreseen.update({variant: values["forecast_gb"]}), []
+        )
+    assert 0 < foreseen["recompute"] < foreseen["shared_prompt"] < found["peak_gb"]  # of the whole process
+    weights = 4 * (1100 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)) / 1e9
+    assert 3 * weights < foreseen["builtin"] < foreseen["recompute"]  # AdamW's state is there, gradients are not
 
 
 @pytest.mark.slow
@@ -141,5 +148,20 @@ def test_a_rollout_is_measured():
 
     found: dict = {}
     rollout("tiny", "builtin", found.update, [])
-    assert found.keys() == {key for key, _, _ in COLUMNS["rollout"]} - {"sync_s"}
+    assert found.keys() == {key for key, _, _ in COLUMNS["rollout"]} - {"sync_s", "forecast_gb"}
     assert found["tokens_per_s"] == pytest.approx(2 * 4 * 48 / found["rollout_s"])
+
+
+def test_verdicts_of_the_preflight_are_read():
+    from on_gpu.preflight import VERDICT, summary
+
+    lines = [
+        "PASS gold, 0.1 s: 8 of 8, as it should be",
+        "     lower it",
+        "FAIL mask, 2.5 s: 1 of 8",
+        "preflight: 2.6 s",
+    ]
+    found = [VERDICT.match(text).groups() for text in lines if VERDICT.match(text)]
+    checks = {check: [verdict, float(took), why] for verdict, check, took, why in found}
+    assert checks == {"gold": ["PASS", 0.1, "8 of 8, as it should be"], "mask": ["FAIL", 2.5, "1 of 8"]}
+    assert summary(checks) == {"preflight_s": 2.6, "slowest": "mask", "failed": "mask", "verdicts": checks}
