@@ -4,12 +4,10 @@ import re
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from conftest import compose_config
-from helpers.project import ROOT
 from hydra.utils import instantiate
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
@@ -18,6 +16,7 @@ from grpo.engines.room import Room
 from grpo.models.policy import with_adapter
 from grpo.system import memory
 from grpo.training.forecast import PHASES, Part, Sizes, forecast
+from helpers.project import ROOT
 
 SHAPES = {  # class, hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
     "Qwen/Qwen2.5-0.5B-Instruct": (Qwen2Config, 896, 4864, 24, 14, 2, 151936, True),

@@ -59,9 +59,9 @@ def test_a_gpu_that_is_hidden_forbidden_or_absent_is_not_missed(there, monkeypat
 def test_trainer_and_server_stop_and_the_cpu_is_a_choice(there, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     for accelerator in ("auto", "cuda"):
-        with pytest.raises(UserError, match="has a GPU that the run would not use: .*or set trainer=cpu"):
+        with pytest.raises(UserError, match=r"has a GPU that the run would not use: .*or set trainer=cpu"):
             make_trainer([], [], accelerator=accelerator)
-    with pytest.raises(UserError, match="has a GPU that the server would not use: .*or set device=cpu"):
+    with pytest.raises(UserError, match=r"has a GPU that the server would not use: .*or set device=cpu"):
         device_of("auto")
     assert device_of("cpu") == torch.device("cpu")
     make_trainer([], [], accelerator="cpu")
