@@ -104,7 +104,8 @@ class Draws:
         scaled = logits.float() / (sampling.temperature or 1.0)
         wanted = scaled if seen is None else penalize(scaled, seen, sampling.repetition_penalty)
         token = wanted.argmax(-1) if sampling.temperature == 0 else draw(filter_logits(wanted, sampling), uniform)
-        return token, scaled.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
+        below = scaled - scaled.amax(-1, keepdim=True)  # as in `scores_of_rows`: a CPU's log_softmax is less exact
+        return token, below.gather(-1, token[:, None]).squeeze(-1) - below.exp().sum(-1).log()
 
     def tails(self, width: int) -> list[list[int]]:
         """Return the last tokens of each row, at most `width` of them. Waits for the device."""

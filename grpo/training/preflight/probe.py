@@ -173,7 +173,7 @@ class Probe:
         order = self.longest
         fit = self.allowance.left(1 / 6) / self.token_seconds
         count = int((self.tokens.attention_mask[order].sum(1).cumsum(0) <= fit).sum())
-        return self.tokens.rows(order[: max(1, count)].sort().values)
+        return self.tokens.rows(order[: max(LEAST_ROWS, count)].sort().values)
 
     @cached_property
     def passed(self) -> tuple[Tensor, Tensor]:
@@ -250,7 +250,8 @@ class Probe:
         """The largest mean difference of log-probabilities that rounding explains, in nats.
 
         It is measured on this model: the difference between passes over all rows and passes over each row alone in the padded
-        layout, and the size of the logits times the precision of the number type. In float32 it is at least 1e-5.
+        layout, and the size of the logits times the precision of the number type. In float32 it is at least 1e-5, and more for
+        a large vocabulary, over which a CPU's log_softmax adds up: an engine may use that.
         """
         few, alone = self.few, []
         together = self.trainer(few)[0]
@@ -264,7 +265,8 @@ class Probe:
         given = {"input_ids": one.ids, "attention_mask": one.attention_mask, "logits_to_keep": kept}
         logits = self.module.policy(**given, use_cache=False).logits
         size = logits.abs().amax(-1).float().mean() / self.module.temperature
-        return max(1e-5, 4 * float(noise), self.eps * float(size) / 4)
+        vocabulary = self.module.policy.config.get_text_config().vocab_size
+        return max(1e-5, 2e-10 * vocabulary, 4 * float(noise), self.eps * float(size) / 4)
 
     @property
     def eps(self) -> float:
