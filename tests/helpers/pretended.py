@@ -199,7 +199,7 @@ def mapped(function: Callable[[Any], Any], x: Any) -> Any:
 
 @cache
 def is_composite(function) -> bool:
-    """Return whether an operation consists of others. Those come whole in inference mode alone."""
+    """Return whether an operation consists of others. Only inference mode passes such a one as a whole."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
 
 
