@@ -145,16 +145,14 @@ def engine(device):
 PROMPTS = [(5, 6, 7)] * 4 + [(20, 21)] * 2
 
 
+ALL = Sampling(40, top_k=20, top_p=0.9, repetition_penalty=1.2, stop=StopTexts(("no such text",), str))
+
+
 @pytest.mark.parametrize(
-    ("sampling", "longest"),
-    [
-        (Sampling(40), 40),
-        (Sampling(40, top_k=20, top_p=0.9, repetition_penalty=1.2), 22),
-        (Sampling(40, stop=StopTexts(("no such text",), str)), 40),
-    ],
-    ids=["plain", "filters and a penalty", "stop texts"],
+    ("cache", "sampling", "longest"),
+    [(KVCache, Sampling(40), 40), (KVCache, ALL, 22), (PaddedCache, ALL, 22)],
+    ids=["plain", "filters, a penalty and stop texts", "the same, padded"],
 )
-@pytest.mark.parametrize("cache", [KVCache, PaddedCache])
 def test_the_engine_waits_once_in_sixteen_tokens(engine, device, cache, sampling, longest):
     """It waits for the newest tokens of all rows, then for ids and log-probabilities of those that ended. In a padded step
     transformers waits, too: it looks at the mask."""
@@ -166,8 +164,8 @@ def test_the_engine_waits_once_in_sixteen_tokens(engine, device, cache, sampling
 
 def test_an_engine_that_looks_after_every_token_shows(engine, device, monkeypatch):
     monkeypatch.setitem(builtin.STEPS, "lazy", 1)
-    engine.sample(PROMPTS, Sampling(40), range(6))
-    assert device.count() >= 40
+    engine.sample(PROMPTS, Sampling(16), range(6))
+    assert device.count() >= 16
 
 
 def test_a_copy_that_the_engine_lacks_fails(engine, monkeypatch):

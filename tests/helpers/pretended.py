@@ -9,8 +9,9 @@ It knows no autocast, no kernels and no several devices: these need a test on a 
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
 
 ROOT = Path(__file__).parents[2]
 LAZY = torch.device("lazy", 0)  # autograd runs it in the calling thread, as it does a CPU
@@ -91,8 +91,8 @@ class Pretended(TorchDispatchMode):
         Pretended.now = None
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd"):
-            with self.again():  # in inference mode such operations come whole
+        if is_composite(function):
+            with self.again():
                 return function.decompose(*args, **kwargs or {})
         return computed(function, args, kwargs or {})
 
@@ -160,7 +160,8 @@ def place() -> str:
 
 def computed(function, args: tuple, kwargs: dict) -> Any:
     """Return the result of an operation, on the memory on which CUDA would have it. Raises RuntimeError if a copy is missing."""
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors: list[Tensor] = []
+    inner = [mapped(lambda x: inner_of(x, tensors), each) for each in (args, tuple(kwargs.values()))]
     there = [x for x in tensors if isinstance(x, OnDevice)]
     device = kwargs.get("device")
     result_there = bool(there) if device is None else torch.device(device).type == LAZY.type
@@ -174,17 +175,32 @@ def computed(function, args: tuple, kwargs: dict) -> Any:
             raise RuntimeError(f"tensors of the host and of the device meet in {function} at {place()}: {shapes}")
         elif function in READING:
             waited(str(function))
+    named = dict(zip(kwargs, inner[1], strict=True))
     if device is not None and result_there:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-    out = function(*tree_map(inner_of, args), **tree_map(inner_of, kwargs))
+        named["device"] = torch.device("cpu")
+    out = function(*inner[0], **named)
     if not result_there:
         return out
-    out = tree_map(lambda x: OnDevice(x) if isinstance(x, Tensor) else x, out)
-    return return_and_correct_aliasing(function, args, kwargs, out) if there else out
+    out = mapped(lambda x: OnDevice(x) if isinstance(x, Tensor) else x, out)
+    return return_and_correct_aliasing(function, args, kwargs, out) if function._schema.is_mutable and there else out
 
 
-def inner_of(x: Any) -> Any:
+def inner_of(x: Any, tensors: list[Tensor]) -> Any:
+    """Return the tensor on the CPU of one on the device, and anything else as it is. Appends tensors to the list."""
+    if isinstance(x, Tensor):
+        tensors.append(x)
     return x.inner if isinstance(x, OnDevice) else x
+
+
+def mapped(function: Callable[[Any], Any], x: Any) -> Any:
+    """Return x after the function of each of its parts, if it is a list or a tuple. Faster than torch's tree_map."""
+    return type(x)(mapped(function, part) for part in x) if type(x) in (list, tuple) else function(x)
+
+
+@cache
+def is_composite(function) -> bool:
+    """Return whether an operation consists of others. Only inference mode passes such a one as a whole."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
 
 
 def note_copy(function, args: tuple, kwargs: dict, result_there: bool) -> None:
