@@ -65,6 +65,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     An evaluation that was interrupted in the same folder is resumed.
     overrides: the arguments of the command line.
     """
+    from grpo.apps.engines import engine_of
     from grpo.apps.show_evaluation import Bar, show
     from grpo.evaluation.metrics import columns
     from grpo.evaluation.resumable import Scorecard, finished, policy_in
@@ -104,7 +105,8 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     prompt_limit = prompt_limit.within(pretrained.context(), config.max_tokens)
     renderer = instantiate(config.renderer)(pretrained.tokenizer(), prompt_limit.kept)
     examples = evaluator.chosen(prompt_limit.fitting(task, evaluator.split, renderer))
-    engine = instantiate(config.engine)
+    rows = {evaluator.split: examples}
+    engine = engine_of(config, lambda: prompt_limit.most_tokens(evaluator.sources(task), rows, renderer, [evaluator]))
     engine.load_weights(pretrained.model().to(trainer.strategy.root_device), 0)
     card = Scorecard(folder, examples, policy_in(pretrained.path))
     save_config(config)

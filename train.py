@@ -19,13 +19,14 @@ def main(config: DictConfig) -> float | None:
 def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | None, object]:
     """Train; return the last held-out accuracy and the policy. Cheap objects first: mistakes show before a model is loaded."""
     import lightning as L  # imported here, so that --help, a mistyped key and the parent of a sweep need no torch
-    from lightning.pytorch.utilities import rank_zero_only
 
+    from grpo.apps.engines import engine_of
     from grpo.models.policy import with_adapter
     from grpo.rollout.rollouts import Rollouts
     from grpo.runs.manifest import kept
     from grpo.system.stop import Stop
     from grpo.training.callbacks.evaluation import EvaluationCallback
+    from grpo.training.callbacks.kernels import KernelsCallback
     from grpo.training.callbacks.preflight import PreflightCallback
     from grpo.training.callbacks.rollout import RolloutCallback
     from grpo.training.callbacks.tokens import Tokens
@@ -33,8 +34,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     from grpo.training.strategy import shards
 
     quiet()  # again, because importing lightning sets its log levels
-    first = rank_zero_only.rank == 0  # with several devices each has a process that runs this file
-    check_run(config, first, overrides)
+    check_run(config, first := L.pytorch.utilities.rank_zero_only.rank == 0, overrides)  # each device runs this file
     L.seed_everything(config.seed, verbose=False)
     plan, algorithm, evaluator, optim = map(instantiate, (config.rollout, config.algo, config.eval, config.optim))
     algorithm.check(plan.prompts, plan.group_size, plan.ahead, "critic" in config.module)
@@ -43,34 +43,34 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     pretrained = instantiate(config.model)
     check_model(pretrained, config)
     prompt_limit = prompt_limit.within(pretrained.context(), config.max_tokens)
-    tokenizer = pretrained.tokenizer()
-    renderer = instantiate(config.renderer)(tokenizer, prompt_limit.kept)
+    renderer = instantiate(config.renderer)(tokenizer := pretrained.tokenizer(), prompt_limit.kept)
     examples = {"train": ()} | {name: prompt_limit.fitting(*split, renderer) for name, split in splits.items()}
     source = source and source(pretrained, renderer)
     check_data(config, examples)
     plan = sized(plan, config, len(examples["train"]))
-    data_seed = config.get("data_seed", config.seed)
-    sampler = source or instantiate(config.sampler)(examples["train"], plan.prompts, data_seed)
-    engine, loggers, *players = map(instantiate, (config.engine, config.logger, config.play, config.selection))
+    sampler = source or instantiate(config.sampler)(
+        examples["train"], plan.prompts, config.get("data_seed", config.seed)
+    )
+    engine = engine_of(config, lambda: prompt_limit.most_tokens(splits, examples, renderer, (plan, evaluator)))
+    loggers, *players = map(instantiate, (config.logger, config.play, config.selection))
     rollouts = Rollouts(plan, task, sampler, engine, renderer, algorithm, config.output_dir, config.seed, *players)
-    rollout = RolloutCallback(rollouts, Stop(config.max_time))
+    rollout, kernel = RolloutCallback(rollouts, Stop(config.max_time)), KernelsCallback(pretrained.kernels)
     evaluation = EvaluationCallback(rollout, evaluator, examples)
     preflight = PreflightCallback(config.preflight, rollout, evaluator, examples, tokenizer)
-    callbacks = [rollout, preflight, Tokens(), evaluation, *completed(instantiate(config.callbacks), tokenizer)]
+    callbacks = [rollout, kernel, preflight, Tokens(), evaluation, *completed(instantiate(config.callbacks), tokenizer)]
 
     def module(model) -> L.LightningModule:
-        policy = with_adapter(model, instantiate(config.adapter))
-        make = instantiate(config.module)
+        policy, make = with_adapter(model, instantiate(config.adapter)), instantiate(config.module)
         return make(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, config.seed)
 
     sizes = Sizes(module, pretrained, plan, engine, lambda: prompt_limit.longest(task, examples["train"], renderer))
     trainer = instantiate(config.trainer)(callbacks=callbacks, logger=[*loggers.values()], needs=sizes.needed)
-    if config.forecast and first:
-        preflight.parts = forecast(sizes, trainer)
+    optim = sizes.fitted(optim, trainer)
+    preflight.parts = forecast(sizes, trainer, shown=bool(config.forecast) and first)
     if config.forecast == "only":
         return None, None
     save_config(config)
-    noted = (evaluation.progress, preflight.facts)
+    noted = (evaluation.progress, preflight.facts, kernel.facts)
     with kept(config.output_dir, overrides, config.seed, examples, *noted) as preflight.noted, rollout.stop.during():
         trainer.fit(module(pretrained.model(mapped=shards(trainer))), rollout.batches, ckpt_path=config.ckpt_path)
     return evaluation.accuracy, rollout.policy

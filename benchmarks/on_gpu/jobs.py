@@ -23,7 +23,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What one process measures: a part, its variant, and the name of a shape."""
+    """The work of one process: a part, its variant, and the name of a shape."""
 
     part: str
     variant: str

@@ -38,7 +38,7 @@ from grpo.apps.sweep import sweep
 from grpo.apps.trust import check_code
 from grpo.env.types import Task
 from grpo.system import witness
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, lacks_memory
 from grpo.system.files import FULL, write_text
 from grpo.system.secrets import guard_logs, hidden, learn, masked_argument, masked_values
 from grpo.system.settings import flat
@@ -178,12 +178,6 @@ def _quote(argument: str) -> str:
     whole = shlex.quote(word) if re.search(r'["$`!\\]', word) else f'"{word}"'
     inner = ", or each text in it" if value[:1] in ("[", "{") else ""
     return f"quote the value{inner}, and the argument for the shell: {whole}"
-
-
-def lacks_memory(error: BaseException) -> bool:
-    """Return whether numpy, torch or a device had too little memory."""
-    said = isinstance(error, RuntimeError) and re.search("out of memory|can't allocate", str(error))
-    return isinstance(error, MemoryError) or bool(said)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -6,23 +6,29 @@ from importlib.util import find_spec
 import torch
 
 from grpo.engines.builtin.engine import TransformersEngine
+from grpo.engines.context import Bound
 from grpo.engines.protocol import Engine
+from grpo.engines.vllm.settings import INSTALL
 from grpo.system.ranges import Count
 
 log = logging.getLogger(__name__)
 
 
-def auto_engine(path: str, devices: Count = 1, nodes: Count = 1) -> Engine:
+def auto_engine(path: str, devices: Count = 1, nodes: Count = 1, most_tokens: Bound | None = None) -> Engine:
     """Return vLLM if there is a GPU and vLLM is installed, else the built-in engine; the log says which.
 
-    path: the model that vLLM loads; devices, nodes: the trainer's. The built-in engine needs none of them, since it samples from
-    the model being trained.
+    path: the model that vLLM loads; devices, nodes, most_tokens: see `VLLMEngine`. The built-in engine needs none
+    of them, since it samples from the model being trained.
     """
     there = {"GPU": torch.cuda.is_available(), "vllm": find_spec("vllm") is not None}
     if missing := [name for name in there if not there[name]]:
-        log.info("engine: the built-in one (engine=transformers), because there is no %s", " and no ".join(missing))
+        line = f"engine: the built-in one (engine=transformers), because there is no {' and no '.join(missing)}"
+        if there["GPU"]:
+            log.warning("%s: vLLM samples faster; %s, or set engine=transformers", line, INSTALL)
+        else:
+            log.info(line)
         return TransformersEngine()
     from grpo.engines.vllm.engine import VLLMEngine
 
     log.info("engine: vLLM (engine=vllm)")
-    return VLLMEngine(path, devices=devices, nodes=nodes)
+    return VLLMEngine(path, devices=devices, nodes=nodes, most_tokens=most_tokens)

@@ -11,10 +11,14 @@ from grpo.models.packed_attention import attending
 from grpo.system.errors import UserError
 
 
+def recomputable(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that transformers can recompute."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers that transformers can recompute. Raises UserError if there are none."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
+    if not (layers := recomputable(model)):
         line = f"optim.gradient_checkpointing=true: {type(model).__name__} has no layers for transformers to recompute"
         raise UserError(f"{line}: set it to false, and lower optim.max_tokens_per_microbatch")
     return layers

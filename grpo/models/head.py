@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from grpo.models.token_scores import OfLogits, gradient_of_logits, scores_of_logits
+
 LOGITS_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 23}  # in one product, in float32 four bytes each
 
 
@@ -30,8 +32,9 @@ def token_values(
     head, device = model.get_output_embeddings(), hidden.device.type
     size = max(1, LOGITS_AT_ONCE.get(device, 1 << 25) // model.config.get_text_config().vocab_size)
     factor = factor_of(model, hidden.shape[1])
-    if factor and is_one_matrix(head) and not torch.is_autocast_enabled(device):
-        return OfTokens.apply(hidden, head.weight, targets, temperature / factor, entropy_gradient, size)
+    if factor and is_one_matrix(head):
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
+        return OfTokens.apply(hidden, head.weight, targets, temperature / factor, entropy_gradient, size, dtype)
 
     def values(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = head(hidden) if factor == 1 else after_the_decoder(model, hidden)
@@ -118,16 +121,9 @@ def factor_of(model: nn.Module, width: int) -> float | None:
 
 
 def of_logits(logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of `targets` and the entropies, [...] each. logits: [..., V]; targets: [...]."""
-    log_softmax = F.log_softmax(logits.float() / temperature, dim=-1)
-    logprobs = log_softmax.gather(-1, targets[..., None]).squeeze(-1)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        return logprobs, entropies(log_softmax)
-
-
-def entropies(log_softmax: Tensor) -> Tensor:
-    """Return the entropy of each distribution, [...]. log_softmax: [..., V]."""
-    return -(log_softmax.exp() * log_softmax.clamp(min=-1e4)).sum(dim=-1)  # a logit of -inf adds 0
+    """Return the log-probabilities of `targets` and the entropies, [...] float32 each. logits: [..., V]; targets: [...]."""
+    found = OfLogits.apply(logits.flatten(0, -2), targets.flatten(), temperature, entropy_gradient)
+    return tuple(values.view(targets.shape) for values in found)
 
 
 def is_one_matrix(head: nn.Module) -> bool:
@@ -139,24 +135,34 @@ def is_one_matrix(head: nn.Module) -> bool:
 class OfTokens(Function):
     """`of_logits` of a plain head, with gradients written by hand.
 
-    Autograd would keep four tensors of all logits, or make a gradient of the whole matrix for each chunk. Here at most one
-    is kept, and the matrix has one gradient, to which each chunk adds.
+    Autograd would make a gradient of the whole matrix for each chunk. Here the matrix has one, to which each chunk adds, and at
+    most one chunk of logits is kept. dtype: of the products, which autocast may choose.
     """
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool, size: int
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        entropy_gradient: bool,
+        size: int,
+        dtype: torch.dtype,
     ):
-        logprobs, entropy = hidden.new_empty(2, len(targets), dtype=torch.float32)
+        states, matrix = hidden.detach().to(dtype), weight.detach().to(dtype)
+        saved = hidden.new_empty(3, len(targets), dtype=torch.float32)
         keeps = any(ctx.needs_input_grad) and len(targets) <= size  # else the backward pass computes them again
         kept = []
-        for at in chunks_of(len(targets), size):
-            log_softmax = scaled(hidden[at], weight, temperature).log_softmax(-1)
-            logprobs[at] = log_softmax.gather(-1, targets[at, None]).squeeze(-1)
-            entropy[at] = entropies(log_softmax)
-            kept += [log_softmax] * keeps
-        ctx.save_for_backward(hidden, weight, targets, entropy, *kept)
-        ctx.temperature, ctx.size, ctx.entropy_gradient = temperature, size, entropy_gradient
+        with torch.autocast(hidden.device.type, enabled=False):
+            for at in chunks_of(len(targets), size):
+                logits = F.linear(states[at], matrix)
+                for values, of_chunk in zip(saved, scores_of_logits(logits, targets[at], temperature), strict=True):
+                    values[at] = of_chunk
+                kept += [logits] * keeps
+        logprobs, entropy, log_sums = saved.unbind()
+        ctx.save_for_backward(hidden, weight, targets, logprobs, entropy, log_sums, *kept)
+        ctx.settings = temperature, entropy_gradient, size, dtype
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -164,32 +170,27 @@ class OfTokens(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, of_logprobs: Tensor, of_entropy: Tensor):
-        """d log p(y) / d z = onehot(y) - p, and d H / d z = -p (log p + H)."""
-        hidden, weight, targets, entropy, *kept = ctx.saved_tensors
+        hidden, weight, targets, *saved = ctx.saved_tensors
+        saved, kept = saved[:3], saved[3:]
+        temperature, entropy_gradient, size, dtype = ctx.settings
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
-        of_hidden = torch.empty_like(hidden) if wants_hidden else None
+        states, matrix = hidden.to(dtype), weight.to(dtype)
+        of_hidden = torch.empty_like(states) if wants_hidden else None
         of_weight = torch.zeros_like(weight) if wants_weight else None
-        for at in chunks_of(len(targets), ctx.size):
-            log_softmax = kept[0] if kept else scaled(hidden[at], weight, ctx.temperature).log_softmax(-1)
-            factor = of_logprobs[at, None]
-            if ctx.entropy_gradient:
-                factor = of_entropy[at, None] * (log_softmax.clamp(min=-1e4) + entropy[at, None]) + factor
-            of_scores = log_softmax.exp().mul_(-factor / ctx.temperature)  # [chunk, V]
-            of_scores.scatter_add_(-1, targets[at, None], of_logprobs[at, None] / ctx.temperature)
-            of_scores = of_scores.to(weight.dtype)
-            if wants_hidden:
-                torch.mm(of_scores, weight, out=of_hidden[at])
-            if wants_weight:
-                of_weight.addmm_(of_scores.T, hidden[at])
-        return of_hidden, of_weight, None, None, None, None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for at in chunks_of(len(targets), size):
+                logits = kept[0] if kept else F.linear(states[at], matrix)
+                given = [values[at] for values in saved], of_logprobs[at], of_entropy[at] if entropy_gradient else None
+                of_chunk = gradient_of_logits(logits, targets[at], temperature, *given)  # [chunk, V]
+                if wants_hidden:
+                    torch.mm(of_chunk, matrix, out=of_hidden[at])
+                if wants_weight and dtype == weight.dtype:
+                    of_weight.addmm_(of_chunk.T, states[at])
+                elif wants_weight:
+                    of_weight += of_chunk.T @ states[at]
+        return of_hidden if of_hidden is None else of_hidden.to(hidden.dtype), of_weight, *[None] * 5
 
 
 def chunks_of(count: int, size: int) -> list[slice]:
     """Return the places of each chunk."""
     return [slice(start, start + size) for start in range(0, count, size)]
-
-
-def scaled(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """Return the logits at this temperature, [n, V] float32."""
-    logits = F.linear(hidden, weight).float()
-    return logits if temperature == 1 else logits.div_(temperature)

@@ -3,7 +3,6 @@
 padded: one row per sequence, as usual. packed: no padding. shared_prompt: packed, and each prompt is computed once per group.
 """
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from grpo.models.head import of_logits, token_values
 from grpo.models.packed_attention import Packed, attending
 from grpo.objectives.batch import TokenBatch
+from grpo.system.devices import sent
 
 Layout = Literal["padded", "packed", "shared_prompt"]
 
@@ -37,7 +37,8 @@ def completion_logprobs(
     with attending(model):
         states = model.get_decoder()(input_ids=plan.ids, position_ids=plan.positions, use_cache=False, plan=plan)
     hidden = states.last_hidden_state[0].index_select(0, places)
-    targets = batch.ids[:, batch.prompt_width :][batch.mask]
+    host = batch.host or batch
+    targets = sent(host.ids[:, batch.prompt_width :][host.mask], batch.ids.device)
     values = token_values(model, hidden, targets, temperature, entropy_gradient)
     nothing = torch.zeros_like(batch.rollout_logprobs)
     return tuple(nothing.masked_scatter(batch.mask, of_tokens) for of_tokens in values)
@@ -65,12 +66,12 @@ def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, 
 
     A row ends with the token before its last sampled one, since later tokens predict nothing that is needed.
     """
+    mask = (batch.host or batch).mask.cpu()
+    ends = mask.flip(1).cumsum(1).bool().sum(1).sub(1).clamp(min=0).tolist()
     prompts, rows, together = [], [], {}
-    mask = batch.mask.tolist()
-    for r, (prompt, own) in enumerate(batch.sequences()):
-        last = max((i for i, sampled in enumerate(mask[r]) if sampled), default=0)
+    for r, ((prompt, own), end) in enumerate(zip(batch.sequences(), ends, strict=True)):
         prompts.append(prompt)
-        rows.append(own[:last])
+        rows.append(own[:end])
         together.setdefault(prompt if share else r, []).append(r)
     groups = list(together.values())
     alone = [len(members) == 1 for members in groups]  # then prompt and row are one sequence
@@ -80,17 +81,12 @@ def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, 
         batch.ids.device,
         kernel,
     )
-    before: dict[int, Sequence[int]] = {}  # by row: the index in T of the token before each of its own
-    of_prompts, of_rows = plan.starts[: len(groups)], iter(plan.starts[len(groups) :])
+    before: dict[int, tuple[int, int]] = {}  # by row: the indices in T of its prompt's last token, and of its own first
+    of_prompts, of_rows = plan.starts[: len(groups)], iter(plan.starts[len(plan.prompt_lengths) :])
     for members, lone, first in zip(groups, alone, of_prompts, strict=True):
         for r in members:
             last = first + len(prompts[r]) - 1
-            start = last + 1 if lone else next(of_rows)
-            before[r] = [last, *range(start, start + len(rows[r]))]
-    places = [
-        place
-        for r, of_row in enumerate(mask)
-        for place, sampled in zip(before[r], of_row, strict=False)  # the mask is longer
-        if sampled
-    ]
-    return plan, torch.tensor(places, dtype=torch.int64, device=batch.ids.device)
+            before[r] = last, last + 1 if lone else next(of_rows)
+    last, start = torch.tensor([before[r] for r in range(len(rows))]).T[..., None]  # [B, 1]
+    places = torch.cat([last, start + torch.arange(mask.shape[1])], dim=1)[:, :-1]  # [B, C]
+    return plan, sent(places[mask], batch.ids.device)

@@ -6,16 +6,19 @@ passes the plan to every layer. Knows nothing of losses or sampling.
 Shapes: T tokens in the row, N prompts of up to P tokens, R rows of up to C tokens that follow a prompt, H heads, K key heads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
+
+from grpo.models.flex import FLEX, blocks_of, padding
+from grpo.system.devices import sent
 
 NAME = "grpo"
 UNPLANNED = ("softcap", "s_aux", "position_bias")  # arguments of some models that a plan does not support
@@ -67,12 +70,6 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: 
     )
 
 
-@cache
-def flex() -> Callable[..., Tensor]:
-    """Return FlexAttention, compiled once."""
-    return torch.compile(flex_attention, dynamic=True)
-
-
 class Packed:
     """Prompts, each followed by its rows. A row sees its prompt and itself, as if it came right after. Exact for causal models.
 
@@ -86,20 +83,28 @@ class Packed:
         device: torch.device,
         kernel: str = "sdpa",
     ) -> None:
-        """rows: of each prompt, maybe none. kernel: sdpa, or flex, which is compiled if the device is a GPU."""
-        self.kernel, self.device = kernel, device
-        prompt_starts, row_starts, owner = [], [], []
-        tokens: list[tuple[int, int, int, int]] = []  # id, position, number of its prompt, of its row (-1: none)
+        """rows: of each prompt, maybe none. kernel: sdpa, or flex, which a GPU compiles and for which the row is padded."""
+        self.kernel, self.device = "sdpa" if FLEX.failed else kernel, device
+        if self.kernel == "flex" and (missing := padding(prompts, rows)):  # as one more prompt, which nothing else sees
+            prompts, rows = [*prompts, (0,) * missing], [*rows, ()]
+        owner: list[int] = []  # each row's prompt
+        parts = []  # ids, position of the first, number of its prompt, of its row (-1: none)
         for n, (prompt, own) in enumerate(zip(prompts, rows, strict=True)):
-            prompt_starts.append(len(tokens))
-            tokens += [(token, i, n, -1) for i, token in enumerate(prompt)]
+            parts.append((prompt, 0, n, -1))
             for row in own:
-                row_starts.append(len(tokens))
-                tokens += [(token, i, n, len(owner)) for i, token in enumerate(row, len(prompt))]
+                parts.append((row, len(prompt), n, len(owner)))
                 owner.append(n)
-        ids, positions, self.prompt_of, self.row_of = torch.tensor(tokens).T
-        self.ids, self.positions = ids[None].to(device), positions[None].to(device)
-        self.starts, self.owner = prompt_starts + row_starts, torch.tensor(owner, dtype=torch.int64)
+        lengths = torch.tensor([len(ids) for ids, *_ in parts])
+        starts = lengths.cumsum(0) - lengths
+        begin, number, row_number = torch.tensor([numbers for _, *numbers in parts]).T
+        self.within, self.prompt_of, self.row_of = (
+            x.repeat_interleave(lengths) for x in (begin - starts, number, row_number)
+        )
+        self.within += torch.arange(len(self.within))  # positions, in the host's memory
+        ids = torch.tensor([token for ids, *_ in parts for token in ids], dtype=torch.int64)
+        self.ids, self.positions = sent(ids[None], device), sent(self.within[None], device)
+        self.starts = [*starts[row_number < 0].tolist(), *starts[row_number >= 0].tolist()]
+        self.owner = torch.tensor(owner, dtype=torch.int64)
         self.prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
         self.row_lengths = torch.tensor([len(row) for own in rows for row in own], dtype=torch.int64)
         self.masks: dict[int | None, Any] = {}  # by window
@@ -107,13 +112,14 @@ class Packed:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        if window not in self.masks:
-            self.masks[window] = self.block_mask(window) if self.kernel == "flex" else self.dense_masks(window)
         if self.kernel == "flex":
-            function = flex() if query.is_cuda else flex_attention
-            grouped = key.shape[1] != query.shape[1]
-            out = function(query, key, value, block_mask=self.masks[window], scale=scale, enable_gqa=grouped)
-            return out.transpose(1, 2)
+            if window not in self.masks:
+                self.masks[window] = self.block_mask(window)
+            if (out := FLEX(query, key, value, self.masks[window], scale)) is not None:
+                return out.transpose(1, 2)
+            self.kernel, self.masks = "sdpa", {}
+        if window not in self.masks:
+            self.masks[window] = self.dense_masks(window)
         of_prompts, of_rows = self.masks[window]
         prompts, rows, keys, back = self.places
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
@@ -131,11 +137,10 @@ class Packed:
         count = len(self.prompt_lengths)
         prompts = padded_places(torch.tensor(self.starts[:count]), self.prompt_lengths)
         rows = padded_places(torch.tensor(self.starts[count:], dtype=torch.int64), self.row_lengths)
-        within = self.positions[0].cpu()
-        in_row = prompts.numel() + self.row_of * rows.shape[1] + within - self.prompt_lengths[self.prompt_of]
-        back = torch.where(self.row_of < 0, self.prompt_of * prompts.shape[1] + within, in_row)
+        in_row = prompts.numel() + self.row_of * rows.shape[1] + self.within - self.prompt_lengths[self.prompt_of]
+        back = torch.where(self.row_of < 0, self.prompt_of * prompts.shape[1] + self.within, in_row)
         keys = torch.cat([prompts[self.owner], rows], dim=1)
-        return tuple(index.to(self.device) for index in (prompts, rows, keys, back))
+        return tuple(sent(index, self.device) for index in (prompts, rows, keys, back))
 
     def dense_masks(self, window: int | None) -> tuple[Tensor | None, Tensor]:
         """Return the masks of the prompts, [P, P] bool or None for causal, and of the rows, [R, 1, C, P + C] bool."""
@@ -150,20 +155,19 @@ class Packed:
         if window is not None:
             sees &= queries - keys < window
             if len(p) > window:
-                of_prompts = ((p <= p[:, None]) & (p[:, None] - p < window)).to(self.device)
-        return of_prompts, sees[:, None].to(self.device)
+                of_prompts = sent((p <= p[:, None]) & (p[:, None] - p < window), self.device)
+        return of_prompts, sent(sees[:, None], self.device)
 
-    def block_mask(self, window: int | None):
+    def block_mask(self, window: int | None) -> BlockMask:
         """Return the mask for FlexAttention."""
-        positions = self.positions[0]
-        prompt_of, row_of = self.prompt_of.to(self.device), self.row_of.to(self.device)
-
-        def sees(_batch, _head, q, k):
-            seen = (k <= q) & (prompt_of[k] == prompt_of[q]) & ((row_of[k] < 0) | (row_of[k] == row_of[q]))
-            return seen if window is None else seen & (positions[q] - positions[k] < window)
-
-        tokens = self.ids.shape[1]
-        return create_block_mask(sees, None, None, tokens, tokens, device=self.device)
+        count = len(self.prompt_lengths)
+        starts, index = torch.tensor(self.starts), torch.arange(len(self.prompt_of))
+        first, length, in_row = starts[self.prompt_of], self.prompt_lengths[self.prompt_of], self.row_of >= 0
+        own = torch.where(in_row, starts[count + self.row_of.clamp(min=0)], first) if in_row.any() else first
+        hidden = torch.zeros_like(index) if window is None else (self.within - window + 1).clamp(min=0)  # keys before
+        seen = [first + hidden, torch.where(in_row, first + length, index + 1)]
+        seen += [own + (hidden - length).clamp(min=0), torch.where(in_row, index + 1, 0)]
+        return blocks_of(sent(torch.stack(seen).int(), self.device))
 
 
 def padded_places(starts: Tensor, lengths: Tensor) -> Tensor:

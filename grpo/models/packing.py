@@ -1,24 +1,53 @@
 """Chooses which rows go through the model together, and the layout in which the model's results are correct."""
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from grpo.models.flex import FLEX
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.trusted import objection
 from grpo.objectives.batch import TokenBatch
+from grpo.system.devices import sent
 from grpo.system.distributed import computes_in, one_pass
 from grpo.system.errors import UserError
 
 log = logging.getLogger(__name__)
 
 
+def in_microbatches(
+    batch: TokenBatch, rows: Tensor, layout: Layout, max_tokens: int
+) -> list[tuple[Tensor, TokenBatch]]:
+    """Return the microbatches of these rows: the rows' indices, on their device, and the rows.
+
+    The host waits for the device here and not between microbatches: it packs one while the device works on those before.
+    """
+    if not len(rows):
+        return []
+    batch, rows = with_host(batch), rows.cpu()
+    pieces = [rows[piece] for piece in microbatches(batch.rows(rows), layout, max_tokens)]
+    return [(sent(piece, batch.ids.device), batch.rows(piece)) for piece in pieces]
+
+
+def with_host(batch: TokenBatch) -> TokenBatch:
+    """Return the batch with a copy of its ids, masks and samples in the host's memory, if it is on a device."""
+    if batch.ids.device.type == "cpu":
+        return batch
+    parts = batch.ids, batch.attention_mask, batch.mask, batch.sample[:, None]
+    widths = [part.shape[1] for part in parts]
+    ids, seen, mask, sample = torch.cat(parts, dim=1).cpu().split(widths, dim=1)
+    return replace(batch, host=TokenBatch(ids, seen, mask.bool(), torch.zeros(mask.shape), sample[:, 0]))
+
+
 def microbatches(batch: TokenBatch, layout: Layout, max_tokens: int) -> list[Tensor]:
-    """Return the rows' indices in pieces of at most `max_tokens` seen tokens, longest first, equal prompts together.
+    """Return the rows' indices, in the host's memory, in pieces of at most `max_tokens` seen tokens, longest first, equal prompts
+    together.
 
     A longer row is a piece of its own.
     """
@@ -42,7 +71,7 @@ def microbatches(batch: TokenBatch, layout: Layout, max_tokens: int) -> list[Ten
             if pieces[-1] and size([*pieces[-1], r]) > max_tokens:
                 pieces.append([])
             pieces[-1].append(r)
-    return [torch.tensor(piece, device=batch.ids.device) for piece in pieces]
+    return [torch.tensor(piece) for piece in pieces]
 
 
 def tokens_seen(rows: Sequence[tuple[int, int, int]], layout: Layout) -> int:
@@ -62,15 +91,57 @@ def trusted(
     disagreement; None: of log-probabilities.
     """
     if layout != "padded":
-        why = ""
-        for kernel in ("flex", "sdpa") if next(model.parameters()).is_cuda else ("sdpa",):
-            if not (why := objection(model, partial(compare or disagreement, model, layout, kernel))):
-                return layout, kernel
+        on_gpu, compare = next(model.parameters()).is_cuda, compare or disagreement
+        if on_gpu and not (of_flex := flex_objection(model, layout, compare)):
+            return layout, "flex"
+        if not (why := objection(model, partial(compare, model, layout, "sdpa"))):
+            if on_gpu and not FLEX.failed:  # else it has said so
+                line = "FlexAttention does not fit %s (%s): attention is computed by sdpa, which is slower on a GPU"
+                log.warning(line, type(model).__name__, of_flex)
+            return layout, "sdpa"
         log.warning("optim.layout=%s does not fit %s (%s): layout=padded is used", layout, type(model).__name__, why)
-    if compare is None and (why := objection(model, partial(padding_error, model), by_plan=False)):
+    if compare in (None, disagreement) and (why := objection(model, partial(padding_error, model), by_plan=False)):
         line = f"{type(model).__name__} computes a padded row otherwise than the row alone ({why})"
         raise UserError(f"{line}, so that rows of several lengths cannot be trained: take another model")
     return "padded", "sdpa"
+
+
+def flex_objection(model: nn.Module, layout: Layout, compare: Callable[[nn.Module, Layout, str], str]) -> str:
+    """Return why FlexAttention must not be used for `model`; empty if it agrees in a forward and a backward pass. The kernels of
+    both are compiled here; logs the time that it takes."""
+    begun = time.perf_counter()
+    why = FLEX.failed or objection(model, partial(compare, model, layout, "flex"))
+    if not (why := why or FLEX.failed) and compare is disagreement:
+        why = objection(model, partial(gradient_disagreement, model, layout, "flex"))
+    if not (why := why or FLEX.failed):
+        log.info("FlexAttention: compiled, forward and backward, in %.0f s", time.perf_counter() - begun)
+    return why
+
+
+def gradient_disagreement(model: nn.Module, layout: Layout, kernel: str) -> str:
+    """Describe how far a kernel's gradient of a few embedded tokens is from that of sdpa, in the precision of the run. Empty if
+    their cosine is at least 0.99."""
+    of_sdpa, of_kernel = (embedding_gradient(model, layout, each) for each in ("sdpa", kernel))
+    cosine = float(torch.cosine_similarity(of_sdpa, of_kernel[: len(of_sdpa)], dim=0))
+    return "" if cosine >= 0.99 else f"gradients have a cosine of {cosine:.2g}"
+
+
+def embedding_gradient(model: nn.Module, layout: Layout, kernel: str) -> Tensor:
+    """Return the gradient of a few tokens' log-probabilities with respect to the embedded tokens, flattened. No parameter gets a
+    gradient."""
+    embedded: list[Tensor] = []
+
+    def leaf(_module: nn.Module, _given: object, states: Tensor) -> Tensor:
+        embedded.append(states.detach().requires_grad_())
+        return embedded[-1]
+
+    hook = model.get_input_embeddings().register_forward_hook(leaf)
+    try:
+        with torch.enable_grad():
+            logprobs, _ = one_pass(model, completion_logprobs, few_tokens(model), 1.0, False, layout, kernel)
+            return torch.autograd.grad(logprobs.sum(), embedded[0])[0].flatten().float()
+    finally:
+        hook.remove()
 
 
 def padding_error(model: nn.Module) -> str:

@@ -22,6 +22,7 @@ from grpo.system.ranges import enforced
 log = logging.getLogger(__name__)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Kernels = Literal["auto", "liger", "none"]
 
 
 @enforced("model")
@@ -31,7 +32,8 @@ class Pretrained:
 
     dtype: of the parameters. 16-bit parameters are trained through float32 masters (master_weights.py); the loss is not scaled,
     so small gradients become 0 in float16. quantization: of the base of an adapter. chat_template: None for the tokenizer's, a
-    file with another one, or "none" for prompts of plain text, for a base model.
+    file with another one, or "none" for prompts of plain text, for a base model. kernels: of a policy that learns on a GPU, see
+    grpo/models/liger.py; auto: Liger's if they are installed.
     """
 
     path: str
@@ -41,6 +43,7 @@ class Pretrained:
     attn_implementation: str | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None
+    kernels: Kernels = "auto"
 
     def _load(self, loader: type, part: str = "model", **kwargs):
         try:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo.objectives.advantage import has_signal
 from grpo.system import distributed
+from grpo.system.devices import sent
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class TokenBatch:
     values: Tensor | None = None  # [B, C] float32, the critic's, of the state before each token
     targets: Tensor | None = None  # [B, C] float32, what the values should be
     weights: Tensor | None = None  # [B, C] a token's share in the loss of one update, see `token_weights`
+    host: Self | None = None  # ids, masks and samples in the host's memory, see packing.with_host
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -88,35 +90,37 @@ class TokenBatch:
         return self.ids.shape[1] - self.completion_width
 
     def _map(self, function) -> Self:
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: function(t) for name, t in tensors.items() if t is not None})
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: function(tensor) for name, tensor in tensors.items()})
 
     def to(self, *args, **kwargs) -> Self:
         """Apply `Tensor.to` to all tensors (Lightning calls this)."""
         return self._map(lambda tensor: tensor.to(*args, **kwargs))
 
     def rows(self, index: Tensor | slice) -> Self:
-        """Return these rows, without the columns in which all of them are padding."""
-        return self._map(lambda tensor: tensor[index]).trimmed()
+        """Return these rows, without the columns in which all of them are padding. index: in the host's memory."""
+        there = index if isinstance(index, slice) else sent(index, self.ids.device)
+        host = self.host and self.host._map(lambda tensor: tensor[index])
+        return replace(self._map(lambda tensor: tensor[there]), host=host).trimmed()
 
     def sequences(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Return each row's ids without padding: those of the prompt, and those after it."""
-        width = self.prompt_width
-        lengths = torch.stack([part.sum(1) for part in self.attention_mask.tensor_split([width], dim=1)], dim=1)
+        host, width = self.host or self, self.prompt_width
+        lengths = torch.stack([part.sum(1) for part in host.attention_mask.tensor_split([width], dim=1)], dim=1)
         return [
             (tuple(ids[width - prompt : width]), tuple(ids[width : width + own]))
-            for ids, (prompt, own) in zip(self.ids.tolist(), lengths.tolist(), strict=True)
+            for ids, (prompt, own) in zip(host.ids.tolist(), lengths.tolist(), strict=True)
         ]
 
     def trimmed(self) -> Self:
         """Drop the columns in which every row is padding."""
-        width, used = self.prompt_width, self.attention_mask.any(dim=0)
+        width, used = self.prompt_width, (self.host or self).attention_mask.any(dim=0).cpu()
         left, right = int(used[:width].int().argmax()), int(used[width:].sum())
         change = {name: getattr(self, name)[:, left : width + right] for name in ("ids", "attention_mask")}
-        for name in {f.name for f in fields(self)} - {"ids", "attention_mask", "sample", "fresh", "group"}:  # [B, C]
+        for name in {f.name for f in fields(self)} - {"ids", "attention_mask", "sample", "fresh", "group", "host"}:
             if (tensor := getattr(self, name)) is not None:
-                change[name] = tensor[:, :right]
-        return replace(self, **change)
+                change[name] = tensor[:, :right]  # [B, C]
+        return replace(self, host=self.host and self.host.trimmed(), **change)
 
     def by_sample(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
         """Return the sums of `values` [B] over the rows of each sample, on all ranks, as `shape` [N, G]."""

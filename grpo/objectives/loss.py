@@ -91,10 +91,11 @@ def token_weights(
     """
     mask = mask.float()
     sample = torch.arange(len(mask), device=mask.device) if sample is None else sample
-    lengths = torch.zeros(int(sample.max()) + 1, device=mask.device).index_add(0, sample, mask.sum(dim=1))
-    counts = [(lengths > 0).sum().float(), lengths.sum(), lengths.new_tensor(len(sample.unique()))]
+    numbers, place = sample.unique(return_inverse=True)
+    lengths = torch.zeros(len(numbers), device=mask.device).index_add(0, place, mask.sum(dim=1))
+    counts = [(lengths > 0).sum().float(), lengths.sum(), lengths.new_full((), len(numbers))]
     samples, tokens, rows = total(torch.stack(counts))
-    count, lengths = rows if count is None else rows.new_tensor(count), lengths[sample, None]
+    count, lengths = rows if count is None else rows.new_full((), count), lengths[place, None]
     given = {"mask": mask, "sample": sample, "lengths": lengths, "samples": samples, "tokens": tokens, "count": count}
     shares = {"sequence": 1 / (samples * lengths), "token": 1 / tokens, "sum": 1 / samples}
     shares["constant"] = 1 / (count * max_tokens)

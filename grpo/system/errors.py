@@ -1,5 +1,6 @@
 """Exceptions whose text is for the user."""
 
+import re
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,6 +58,12 @@ class RewardError(RolloutError):
     def __init__(self, message: str, sample: int | None = None, groups: Sequence = ()) -> None:
         super().__init__(message, groups)
         self.sample = sample
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether numpy, torch or a device had too little memory."""
+    said = isinstance(error, RuntimeError) and re.search("out of memory|can't allocate", str(error))
+    return isinstance(error, MemoryError) or bool(said)
 
 
 def told(error: BaseException) -> str:

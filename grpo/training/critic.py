@@ -104,7 +104,7 @@ class ActorCritic(GRPOModule):
 
     def live(self, tokens: TokenBatch) -> Tensor:
         """Return all rows: the critic learns from each."""
-        return torch.arange(len(tokens), device=tokens.ids.device)
+        return torch.arange(len(tokens))
 
     @cached_property
     def critic_layout(self) -> tuple[Layout, str]:
@@ -121,7 +121,8 @@ class ActorCritic(GRPOModule):
         coef = self.entropy.state_dict()
         own = self.critic.model is not None
         with recomputing(self.critic.model, own and self.optim.gradient_checkpointing):
-            tokens, returns = self.valued(batch.tokens, batch.scores.to(batch.tokens.ids.device))
+            scores = batch.scores.to(batch.tokens.ids.device, non_blocking=True)
+            tokens, returns = self.valued(batch.tokens, scores)
             batch.tokens = tokens
             metrics = super().training_step(batch, batch_idx)
         if self.pretraining:

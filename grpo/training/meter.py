@@ -14,40 +14,64 @@ from grpo.system import distributed
 
 class Means:
     """Running means by name, each with its own count, and extremes, whose names end in _min or _max. A mean NAME^2 of squares
-    becomes NAME_std, the standard deviation."""
+    becomes NAME_std, the standard deviation.
+
+    Adding a tensor of a device does not wait for the device: it is kept, and `settle` reads all of them at once.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = defaultdict(float)
         self.counts: dict[str, float] = defaultdict(float)
         self.extremes: dict[str, float] = {}
+        self.waiting: list[tuple[str, Tensor, Tensor]] = []  # name, sum or extreme, count
 
-    def add(self, name: str, total: float, count: float = 1.0) -> None:
+    def add(self, name: str, total: float | Tensor, count: float | Tensor = 1.0) -> None:
         """Add the sum of `count` values to the mean `name`."""
-        self.sums[name] += float(total)
-        self.counts[name] += float(count)
+        if is_on_device(total):
+            self.waiting.append((name, total, count if isinstance(count, Tensor) else total.new_full((), count)))
+        else:
+            self.sums[name] += float(total)
+            self.counts[name] += float(count)
 
     def add_tokens(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Add the values [B, C] at which the mask [B, C] is True."""
-        self.add(name, values[mask].sum(), mask.sum())
+        self.add(name, values.masked_fill(~mask, 0).sum(), mask.sum())
 
-    def add_extreme(self, name: str, values: Tensor) -> None:
-        """Update an extreme with these values, of any shape. name: ends in _min or _max."""
+    def add_extreme(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Update an extreme with the values [B, C] at which the mask [B, C] is True. name: ends in _min or _max."""
         if values.numel():
-            self.keep(name, float(values.min() if name.endswith("_min") else values.max()))
+            lowest = name.endswith("_min")
+            values = values.masked_fill(~mask, torch.inf if lowest else -torch.inf)
+            self.keep(name, values.amin() if lowest else values.amax(), mask.sum())
 
-    def keep(self, name: str, value: float) -> None:
-        """Update an extreme with one value. name: ends in _min or _max."""
-        self.extremes[name] = (min if name.endswith("_min") else max)(value, self.extremes.get(name, value))
+    def keep(self, name: str, value: float | Tensor, count: float | Tensor = 1.0) -> None:
+        """Update an extreme with that of `count` values, maybe none. name: ends in _min or _max."""
+        if is_on_device(value):
+            self.waiting.append((name, value, count))
+        elif count:
+            self.extremes[name] = (min if name.endswith("_min") else max)(
+                float(value), self.extremes.get(name, float(value))
+            )
+
+    def settle(self) -> None:
+        """Read the tensors that were added, by one copy."""
+        waiting, self.waiting = self.waiting, []
+        names, *tensors = zip(*waiting, strict=True) if waiting else ((), (), ())
+        numbers = torch.stack([torch.stack(some) for some in tensors]).tolist() if waiting else tensors
+        for name, value, count in zip(names, *numbers, strict=True):
+            (self.keep if name.endswith(("_min", "_max")) else self.add)(name, value, count)
 
     def end_epoch(self, epoch: int, epochs: int) -> None:
         """Add loss/policy_epoch_K, the loss of the tokens since the last epoch ended, if there are several. epoch: from 0."""
         if epochs > 1:
+            self.settle()
             before = [f"loss/policy_epoch_{k}" for k in range(1, epoch + 1)]
             total, count = (of["loss/policy"] - sum(of[name] for name in before) for of in (self.sums, self.counts))
             self.add(f"loss/policy_epoch_{epoch + 1}", total, count)
 
     def take(self, other: "Means") -> None:
         """Add all values of other means."""
+        self.waiting += other.waiting
         for name, value in other.sums.items():
             self.add(name, value, other.counts[name])
         for name, value in other.extremes.items():
@@ -55,6 +79,7 @@ class Means:
 
     def result(self) -> dict[str, float]:
         """Return all means, standard deviations and extremes over all ranks. A mean without values is left out."""
+        self.settle()
         merged = Means()
         for other in distributed.all_gather([self]):
             merged.take(other)
@@ -62,6 +87,11 @@ class Means:
         for name in [name for name in means if f"{name}^2" in means]:
             means[f"{name}_std"] = math.sqrt(max(means.pop(f"{name}^2") - means[name] ** 2, 0.0))
         return means | merged.extremes
+
+
+def is_on_device(value: float | Tensor) -> bool:
+    """Return whether reading a number waits for a device."""
+    return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 def note_loss(means: Means, microbatch: TokenBatch, logprobs: Tensor, logged: Mapping[str, Tensor]) -> None:
@@ -75,8 +105,8 @@ def note_loss(means: Means, microbatch: TokenBatch, logprobs: Tensor, logged: Ma
     for name, values in logged.items():
         means.add_tokens(f"loss/{name}", values, mask)
     if "ratio" in logged:
-        means.add_extreme("loss/ratio_min", logged["ratio"][mask])
-        means.add_extreme("loss/ratio_max", logged["ratio"][mask])
+        means.add_extreme("loss/ratio_min", logged["ratio"], mask)
+        means.add_extreme("loss/ratio_max", logged["ratio"], mask)
     means.add_tokens("loss/logprobs_positive", logprobs, mask & (microbatch.advantages > 0))
     means.add_tokens("loss/logprobs_negative", logprobs, mask & (microbatch.advantages < 0))
 
@@ -86,7 +116,7 @@ def note_engine(means: Means, microbatch: TokenBatch) -> None:
     gap = (microbatch.old_logprobs - microbatch.rollout_logprobs).abs()
     mask = microbatch.mask if microbatch.fresh is None else microbatch.mask & microbatch.fresh[:, None]
     means.add_tokens("rollout/logprob_gap", gap, mask)
-    means.add_extreme("rollout/logprob_gap_max", gap[mask])
+    means.add_extreme("rollout/logprob_gap_max", gap, mask)
     for side in ("rollout_logprobs", "old_logprobs"):
         means.add_tokens(f"rollout/{side}", getattr(microbatch, side), mask)
         means.add_tokens(f"rollout/{side}^2", getattr(microbatch, side).square(), mask)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from grpo.models.gradient_checkpointing import layers_of, recomputing
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.master_weights import LOW, with_masters
-from grpo.models.packing import microbatches, trusted
+from grpo.models.packing import in_microbatches, trusted
 from grpo.models.policy import Reference
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import TokenBatch
@@ -70,7 +70,7 @@ class GRPOModule(ModuleState):
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
         """Learn from one rollout: num_epochs passes of num_minibatches updates. Returns metrics."""
         means, shape = Means(), batch.scores.rewards.shape  # N, G
-        scores, tokens = batch.scores.to(batch.tokens.ids.device), batch.tokens
+        scores, tokens = batch.scores.to(batch.tokens.ids.device, non_blocking=True), batch.tokens
         if self.algorithm.freezes_first:
             tokens = self.freeze(tokens)
         tokens = self.algorithm.credit(scores, tokens, batch.progress)
@@ -79,7 +79,7 @@ class GRPOModule(ModuleState):
         rng = torch.Generator().manual_seed(derive_seed(self.seed, SHUFFLE, batch.rollout))
         tokens = self.algorithm.choose(tokens, rng)
         self.compare(tokens, means)
-        advantages = tokens.sample_means(tokens.advantages, shape)
+        advantages = tokens.sample_means(tokens.advantages, shape).cpu()
         batch.advantages = advantages.tolist()
         samples = sum(map(len, batch.groups)) or scores.rewards.numel()
         self.moved, count = False, samples / self.algorithm.num_minibatches  # samples of an update
@@ -104,7 +104,7 @@ class GRPOModule(ModuleState):
             tokens = replace(tokens, reference_logprobs=reference_logprobs)
         if self.algorithm.needs_old and tokens.old_logprobs is None:
             every = self.algorithm.choice is not None  # it compares the tokens of all rows
-            rows = torch.arange(len(tokens), device=tokens.ids.device) if every else self.live(tokens)
+            rows = torch.arange(len(tokens)) if every else self.live(tokens)
             old_logprobs, old_entropy = self.logprobs_of(self.policy, tokens, rows)
             tokens = replace(tokens, old_logprobs=old_logprobs, old_entropy=old_entropy)
         if self.algorithm.takes("prob_squares"):  # p(y)^2 / q(y), where q has half the temperature, whatever y is
@@ -116,7 +116,7 @@ class GRPOModule(ModuleState):
         """Note how far engine and trainer are apart on the first row, if the updates may not: they skip rows with advantage 0."""
         seen = self.algorithm.num_minibatches == 1 if tokens.old_logprobs is None else len(self.live(tokens)) > 0
         row = tokens.rows(slice(0, 1))  # no row means no pass, unless another rank needs one
-        logprobs, _ = self.logprobs_of(self.policy, row, torch.arange(int(not seen), device=row.ids.device))
+        logprobs, _ = self.logprobs_of(self.policy, row, torch.arange(int(not seen)))
         if not seen:
             note_engine(means, replace(row, old_logprobs=logprobs))
 
@@ -150,19 +150,18 @@ class GRPOModule(ModuleState):
         order = places.argsort(stable=True)
         for piece in torch.arange(prompts * size).tensor_split(self.algorithm.num_minibatches):
             mine = order[torch.isin(places[order], piece)]
-            yield tokens.rows(mine.to(tokens.ids.device)) if len(mine) else tokens.rows(slice(0, 1)).silenced()
+            yield tokens.rows(mine) if len(mine) else tokens.rows(slice(0, 1)).silenced()
 
     def live(self, tokens: TokenBatch) -> Tensor:
-        """Return the indices of the rows that have a gradient."""
-        rows = torch.arange(len(tokens), device=tokens.ids.device)
+        """Return the indices of the rows that have a gradient, in the host's memory."""
+        rows = torch.arange(len(tokens))
         if tokens.advantages is None or not self.algorithm.skips_zero_advantages:
             return rows
-        return rows[tokens.advantages.any(dim=1)]
+        return rows[tokens.advantages.any(dim=1).cpu()]
 
     def microbatches(self, tokens: TokenBatch, rows: Tensor) -> list[tuple[Tensor, TokenBatch]]:
         """Cut these rows into pieces that go through the model at once. Returns the indices and the rows of each piece."""
-        pieces = microbatches(tokens.rows(rows), self.layout[0], self.at_once.most) if len(rows) else []
-        found = [(rows[piece], tokens.rows(rows[piece])) for piece in pieces]
+        found = in_microbatches(tokens, rows, self.layout[0], self.at_once.most)
         if is_sharded(self.policy):  # all ranks make the same number of passes
             missing = max(distributed.all_gather([len(found)])) - len(found)
             found += [(rows[:0], tokens.rows(slice(0, 1)).silenced())] * missing
@@ -173,11 +172,11 @@ class GRPOModule(ModuleState):
         row runs its first row with an empty mask; the mask stays if no rank has a live row and old log-probabilities are
         missing."""
         live = self.live(minibatch)
-        anywhere = distributed.all_sum(torch.tensor(float(len(live)), device=live.device))
+        anywhere = distributed.all_sum(torch.full((), float(len(live)), device=minibatch.ids.device))
         if len(live):
             return self.microbatches(minibatch, live)
         measured = not anywhere and minibatch.old_logprobs is None
-        return self.microbatches(minibatch if measured else minibatch.silenced(), live.new_zeros(1))
+        return self.microbatches(minibatch if measured else minibatch.silenced(), torch.zeros(1, dtype=torch.int64))
 
     @cached_property
     def layout(self) -> tuple[Layout, str]:

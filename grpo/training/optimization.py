@@ -37,7 +37,8 @@ class Optimization:
     8192 on a machine with a GPU, else 2048, which is as fast on a CPU.
     max_grad_norm: larger gradients are scaled down to it; None: no clipping.
     layout: how tokens are packed, see `grpo.models.logprobs`; results are the same.
-    gradient_checkpointing: see `recomputing`. offload: see `with_masters`.
+    gradient_checkpointing: see `recomputing`; None: where the forecast says that an update does not fit without it. offload: see
+    `with_masters`.
     max_skipped: the run ends if so many updates in a row are skipped, because their gradient is not finite. skipped: the folder
     where they are written.
     """
@@ -47,7 +48,7 @@ class Optimization:
     max_tokens_per_microbatch: Count | None = None
     max_grad_norm: Positive | None = 1.0
     layout: Layout = "shared_prompt"
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | None = False
     offload: bool = False
     max_skipped: Count = 3
     skipped: str = "skipped"

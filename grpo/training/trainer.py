@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from grpo.system import memory
 from grpo.system.errors import UserError
+from grpo.system.gpu import unused_gpu
 from grpo.system.ranges import Range, Seconds, enforced
 from grpo.training.callbacks.recorder import Recorder
 from grpo.training.callbacks.timing import Timing
@@ -36,7 +37,7 @@ def make_trainer(
     matmul_precision: Literal["highest", "high"] = "highest",
     deterministic: bool | Literal["warn"] = False,
     strategy: Strategy | None = None,
-    needs: Callable[[str, int], int] = lambda precision, ranks: 0,
+    needs: Callable[[str, int, str], int] = lambda precision, ranks, device: 0,
     timeout: Seconds = 3600.0,
     default_root_dir: str | None = None,
     plugins: Sequence[Any] = (),
@@ -51,9 +52,11 @@ def make_trainer(
     strategy: what the devices share. needs: the bytes of one device without sharding. timeout: seconds that a device waits for
     another one that still runs. default_root_dir: the folder in which Lightning looks for checkpoints of Slurm by itself.
     plugins, kwargs: more arguments of lightning.Trainer.
-    Raises UserError for a missing device.
+    Raises UserError for a missing device, and for a GPU that is there and that torch cannot use.
     """
     memory.settle()
+    if accelerator in ("auto", "cuda", "gpu") and (why := unused_gpu()):
+        raise UserError(f"this machine has a GPU that the run would not use: {why}, or set trainer=cpu")
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True, "auto": True}
     if not there.get(accelerator, False):
         usable = ", ".join(name for name, is_there in there.items() if is_there)
@@ -69,7 +72,7 @@ def make_trainer(
     if ranks > 1:
         place = torch.device("cuda" if there["cuda"] and accelerator in ("auto", "cuda") else "cpu")
         free = memory.total(place) // (devices if place.type == "cpu" else 1)
-        strategy = (strategy or Strategy()).chosen(partial(needs, precision, ranks), free)
+        strategy = (strategy or Strategy()).chosen(partial(needs, precision, ranks, place.type), free)
         shared = WatchedRanks(timeout)
     if ranks > 1 and strategy.kind == "fsdp2":
         from grpo.training.sharding import Sharded

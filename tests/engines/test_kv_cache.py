@@ -7,12 +7,14 @@ import torch
 import transformers
 from helpers.models import MORE, gap, model_of
 
+from grpo.engines.builtin import engine as builtin
 from grpo.engines.builtin import kv_cache
 from grpo.engines.builtin.engine import TransformersEngine, cache_objection
 from grpo.engines.builtin.kv_cache import KVCache, Prefill
 from grpo.engines.builtin.llama import LlamaCache, is_plain_llama
 from grpo.engines.builtin.padded import PaddedCache
 from grpo.engines.protocol import Sampling
+from grpo.engines.stop_texts import StopTexts
 from grpo.system.errors import UserError
 
 GROUPS = [(5, 6, 7, 8, 9, 10, 11)] * 5 + [(20, 21)] * 3 + [(40,) * 12] * 2
@@ -202,6 +204,30 @@ def test_seeds_decide_whatever_the_batch_the_order_and_the_bound(monkeypatch):
     ids = [completion.ids for completion in whole]
     assert ids == [c.ids for c in backwards[::-1]] == [c.ids for c in alone] == [c.ids for c in apart]
     assert [ids[i] for i in some] == [c.ids for c in few]
+
+
+@pytest.mark.parametrize("cache", [KVCache, PaddedCache])
+@pytest.mark.parametrize("bound", [90, 10_000])
+def test_samples_are_the_same_if_the_host_looks_for_ends_only_now_and_then(monkeypatch, cache, bound):
+    """Rows end by the model's end tokens, a further one, a text that tokens complete together, and at the limit, all between two
+    looks: what they draw after their end is not theirs. A bound of 90 leaves rows waiting for the places of those that end."""
+    engine = engine_of(model_of("llama"), bound)
+    engine.cache = cache
+    texts = StopTexts(("7", "44"), lambda ids: "".join(str(i % 10) for i in ids if i % 3))
+    for sampling in (
+        Sampling(24),
+        Sampling(23, stop=texts),
+        Sampling(24, repetition_penalty=1.5, top_k=50, stop_ids=[3, 4, 5]),
+    ):
+        found = {}
+        for every in (1, 5, 16):
+            monkeypatch.setitem(builtin.STEPS, "cpu", every)
+            found[every] = engine.sample(GROUPS, sampling, range(10))
+        assert len({len(completion.ids) for completion in found[1]}) > 3
+        for every in (5, 16):
+            for one, other in zip(found[1], found[every], strict=True):
+                assert (one.ids, one.finish) == (other.ids, other.finish)
+                assert other.logprobs == pytest.approx(one.logprobs, abs=1e-5)
 
 
 @pytest.mark.parametrize("bound", [74, 150, 10_000])

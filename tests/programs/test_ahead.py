@@ -288,3 +288,14 @@ def test_objectives_that_take_old_samples_for_the_policys_own_are_refused():
         with pytest.raises(UserError, match="older than the policy") as refused:
             preset(*overrides).check(4, 2, ahead=1)
     assert "algo.old_policy" not in str(refused.value)  # would change nothing: there is no ratio
+
+
+def test_the_thread_uses_the_gpu_of_the_trainer(monkeypatch):
+    """CUDA's present device belongs to a thread, and is 0 in a new one. On a CPU nothing is set."""
+    set_in: list[tuple[int, str]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda i: set_in.append((i, threading.current_thread().name)))
+    assert Background(lambda: "on a CPU").future.result(LIMIT) == "on a CPU" and not set_in
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3 if threading.current_thread().name != "rollout" else 0)
+    played = Background(lambda: list(set_in)).future.result(LIMIT)
+    assert played == [(3, "rollout")]  # before the rollout begins

@@ -30,7 +30,7 @@ LEFT_OUT = {  # what is not run here, by its words
 OTHER = [  # words of a command, and what takes their place
     (r"^model=(qwen|llama).*", "model=path model.path={toy} max_tokens=8"),
     (r"^model.path=FOLDER$", "model.path={toy} max_tokens=8"),
-    (r"^(experiment=qwen.*)", r"\1 model.path={toy} task.path={rows} max_tokens=8 model.dtype=float32"),
+    (r"^(experiment=qwen.*)", r"\1 model.path={toy} task.path={rows} max_tokens=8 model.dtype=float32 trainer=cpu"),
     (r"^task=gsm8k$", r"task=gsm8k task.path={rows}"),
     (r"^task.path=FOLDER$", "task.path={rows}"),
     (r"^task.sources.gsm8k.task.path=FOLDER$", "task.sources.gsm8k.task.path={rows}"),

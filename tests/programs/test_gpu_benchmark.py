@@ -85,7 +85,7 @@ def test_a_table_shows_values_reasons_and_gaps():
 
 
 def test_the_arithmetic_of_an_update():
-    """One layer: q and o 4 x 4, k and v 4 x 2, three of 4 x 8: 144 weights. Of 2 + 3 tokens 4 pass, and 3 reach the head."""
+    """One layer: q and o 4 x 4, k and v 4 x 2, three of 4 x 8: 144 weights. A row of 2 + 3 tokens: 4 pass, 3 reach the head."""
     from on_gpu.models import config, needed_flops, rule_of_thumb
     from transformers import Qwen2Config, Qwen3Config
 

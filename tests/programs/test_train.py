@@ -132,6 +132,8 @@ def test_what_a_run_leaves(smoke, tmp_path, capsys):
     drawn = Run(tmp_path).samples([1])["rollout_logprobs"].map(np.mean)  # no group has a signal: one row is measured
     assert any(table[1]["rollout/rollout_logprobs"] == pytest.approx(mean, abs=1e-5) for mean in drawn)
 
+    expected = {"layout": "shared_prompt", "attention": "sdpa", "head": "torch", "layers": "transformers"}
+    assert torch.cuda.is_available() or Run(tmp_path).manifest["kernels"] == expected
     sample = Run(tmp_path).samples([1]).iloc[3]
     assert (sample["rollout"], sample["prompt_index"], sample["sample"]) == (1, 1, 1)
     assert json.loads(sample["messages"])[0]["role"] == "user" and sample["advantage"] == 0.0 and sample["tokens"] <= 8

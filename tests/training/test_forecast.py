@@ -25,17 +25,9 @@ from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
 from grpo.models.pretrained import Pretrained
 from grpo.system import memory
-from grpo.training.forecast import (
-    Live,
-    Sizes,
-    after_a_step,
-    bytes_of,
-    forecast,
-    in_a_step,
-    in_the_cache,
-    minibatch,
-    storage_of,
-)
+from grpo.system.memory import storage_of
+from grpo.training.forecast import Sizes, forecast
+from grpo.training.imagined import Live, after_a_step, bytes_of, in_a_step, in_the_cache, minibatch
 from grpo.training.module import GRPOModule
 from train import train
 
@@ -333,7 +325,7 @@ def test_a_mixture_takes_what_was_foreseen(tmp_path, dtype, monkeypatch):
     AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(tmp_path)
     run = Run(str(tmp_path), *SIZES["small"][0], f"model.dtype={dtype}", "optim.layout=padded")
     foreseen = run.forecast(30)
-    monkeypatch.setattr("grpo.training.forecast.by_groups", torch.ops.aten._grouped_mm.default)
+    monkeypatch.setattr("grpo.training.imagined.by_groups", torch.ops.aten._grouped_mm.default)
     most, _ = really(run, 30)
     assert foreseen["activations"] + foreseen["logits"] == most > 0
     assert min(foreseen["weights"], foreseen["gradients"]) > MB and foreseen["sampling"] > 0

@@ -224,6 +224,63 @@ def test_arguments_become_flags():
     assert line.endswith('--override {"a": 1} --ids 1 2')
 
 
+@pytest.mark.parametrize(
+    ("given", "chosen", "seen"),
+    [
+        (None, 1, "1"),
+        ("4,5", 1, "5"),
+        ("4,5", "1, 0", "5,4"),
+        ("GPU-aa,GPU-bb", 0, "GPU-aa"),
+        ("MIG-7,MIG-8", 1, "MIG-8"),
+        ("4,5", "GPU-aa", "GPU-aa"),
+        ("4,-1,5", 0, "4"),
+    ],
+)
+def test_the_gpus_of_a_server_are_counted_among_those_of_this_process(monkeypatch, given, chosen, seen):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert launch.visible(chosen) == seen
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen", "line"),
+    [
+        ("4,5", 2, "GPU 2, counted from 0, and this process sees 2 GPUs, CUDA_VISIBLE_DEVICES=4,5"),
+        ("4,5", "0,4", "GPU 4, counted"),
+        ("-1", 0, "sees 0 GPUs"),
+        ("", 0, "sees 0 GPUs"),
+        ("4,-1,5", 1, "sees 1 GPUs"),
+    ],
+)
+def test_a_gpu_that_this_process_does_not_see_is_refused(monkeypatch, given, chosen, line):
+    monkeypatch.setattr(launch, "find_spec", lambda _: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    with pytest.raises(UserError, match=line):
+        launch.Servers("model", devices=[chosen])
+
+
+def test_a_server_gets_the_gpus_that_its_number_stands_for(monkeypatch, tmp_path):
+    """The servers here print the variable and end."""
+    monkeypatch.setattr(launch, "find_spec", lambda _: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setattr(launch, "command", lambda *_: ({}, []))
+    started = []
+    monkeypatch.setattr(launch.child, "start", lambda _, env, **__: started.append(env["CUDA_VISIBLE_DEVICES"]))
+    launch.Servers("model", count=2, devices=[2, "0,1"], logs=str(tmp_path)).start_all()
+    assert started == ["6", "4,5"]
+
+
+def test_nccl_is_refused_on_the_trainers_own_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    for devices in (None, [0], [1, 0], ["1,0"]):
+        with pytest.raises(UserError, match=r"GPU 0 is the trainer's: .*engine\.devices=\[1\].*engine\.sync=disk"):
+            launch.check_apart(devices, own=0)
+    launch.check_apart([1], own=0)
+    launch.check_apart(["1,2"], own=0)
+    launch.check_apart([0], own=1)
+
+
 SERVER = """if True:
     import subprocess, sys, time
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
@@ -263,13 +320,14 @@ def test_the_end_of_a_server_is_told_with_its_reason(tmp_path, monkeypatch):
     [port] = servers.ports
     file = servers.log(port)
     file.write_text(
-        "(Core) ERROR [core.py:1] ValueError: too little memory\nmore\nRuntimeError: see root cause above\n"
+        "(Core) ERROR [core.py:1] ValueError: No available memory for the cache blocks.\nmore\nRuntimeError: see above\n"
     )
     servers._guards[port] = child.start([sys.executable, "-c", "raise SystemExit(3)"])
     servers._begun[port] = 0
     servers._guards[port].wait(60)
     assert re.fullmatch(
-        rf"the vLLM server at port {port} ended with exit code 3: ValueError: too little memory \(see {file}\)",
+        rf"the vLLM server at port {port} ended with exit code 3: ValueError: No available memory for the cache blocks\. "
+        rf"\(see {file}\); raise engine\.args\.gpu_memory_utilization.*",
         servers.ended(port),
     )
     servers.close()

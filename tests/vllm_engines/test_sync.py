@@ -117,7 +117,10 @@ def test_guides_filters_and_free_samples_do_not_touch_each_other(llama):
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        ({"kv_cache_memory_bytes": 1 << 12}, "too little memory.*engine.args.max_model_len.*max_num_seqs"),
+        (
+            {"kv_cache_memory_bytes": 1 << 12},
+            "too little memory.*: raise engine.args.gpu_memory.*kv_cache_memory_bytes",
+        ),
         ({"max_modellen": 3}, "engine.args.*max_modellen"),
         ({"max_model_len": CONTEXT * 2}, "engine.args.*max_model_len.*1024"),
     ],

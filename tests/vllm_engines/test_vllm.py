@@ -230,7 +230,7 @@ def test_without_vllm_the_user_is_told_what_to_install(monkeypatch):
 
 def test_another_version_of_vllm_is_refused_with_the_range(monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.19.0")
-    with pytest.raises(UserError, match=r"vLLM 0\.19\.0 .* \(>=0\.32,<0\.33\): pip install"):
+    with pytest.raises(UserError, match=r"vLLM 0\.19\.0 .* \(>=0\.32,<0\.34\): pip install"):
         VLLMEngine("nowhere")
 
 

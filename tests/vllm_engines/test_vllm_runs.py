@@ -1,15 +1,19 @@
 """Whole runs with real vLLM: short ones of each kind, and the demo, which learns as it does with the built-in engine."""
 
 import math
+from typing import ClassVar
 
 import pytest
 from conftest import compose_config
 from helpers.ranks import Ranks
 from helpers.runs import VARIED, learned, rows
 from torch import nn
+from transformers import AutoTokenizer
 
 from grpo.engines.vllm.engine import VLLMEngine
+from grpo.env.renderer import TokenizerRenderer
 from grpo.runs.runs import Run
+from tasks.gsm8k import GSM8K
 from train import train
 
 pytestmark = pytest.mark.vllm
@@ -69,20 +73,31 @@ def test_each_of_two_ranks_has_an_engine(smoke, tmp_path, settings):
 class Stale(VLLMEngine):
     """Takes the first weights and ignores all others."""
 
+    contexts: ClassVar[list[int]] = []
+
     def load_weights(self, model: nn.Module, version: int) -> None:
+        self.contexts.append(self.context)
         if self.version is None:
             super().load_weights(model, version)
         self.version = version
 
 
-def test_an_engine_that_keeps_old_weights_is_told_of(smoke, tmp_path, caplog):
+def test_an_engine_that_keeps_old_weights_is_told_of_and_has_room_for_the_longest_row(smoke, toy, tmp_path, caplog):
+    """The longest sequence is the longest prompt of both splits with the longer answer, that of evaluations; vLLM has one token
+    more."""
     more = ("rollout.num_rollouts=3", "rollout.group_size=4", "optim.optimizer.lr=1e-2", "callbacks=[health]")
+    more += ("eval.sampling.max_tokens=11",)
     config = compose_config(*smoke("engine=vllm", CACHE, "alarms=warn", *more))
     config.task, config.engine._target_ = VARIED, "test_vllm_runs.Stale"
     train(config)
     gaps = [row["rollout/logprob_gap"] for row in rows(tmp_path) if "rollout/logprob_gap" in row]
     assert gaps[0] < 1e-5 and gaps[1] > 0.03 and gaps[2] > 0.03
     assert "the engine may hold old weights" in caplog.text
+    render = TokenizerRenderer(AutoTokenizer.from_pretrained(toy)).prompt_ids
+    task = GSM8K(VARIED["path"])
+    every = [*task.examples("train"), *task.examples("test")]
+    longest = max(len(render(task.build(row).start().messages)) for row in every)
+    assert {*Stale.contexts} == {longest + 11 + 1}
 
 
 def test_every_sample_of_a_guided_run_matches(smoke, tmp_path):

@@ -32,10 +32,15 @@ SWITCH = 0.0005
 
 
 def device_of(name: str) -> "torch.device":
-    """Return torch's device of this name; auto is the accelerator if there is one, else the CPU. UserError for other names."""
+    """Return torch's device of this name; auto is the accelerator if there is one, else the CPU. UserError for other names,
+    and for a GPU that torch cannot use."""
     import torch
 
+    from grpo.system.gpu import unused_gpu
+
     if name == "auto":
+        if why := unused_gpu():
+            raise UserError(f"this machine has a GPU that the server would not use: {why}, or set device=cpu")
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         return torch.device(name)

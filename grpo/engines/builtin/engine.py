@@ -1,7 +1,8 @@
 """The built-in engine: samples from the model that is being trained, so no weights are copied.
 
 Each distinct prompt goes through the model once, then each step is one forward pass for all rows. Finished samples leave the
-batch and waiting ones join it. Works wherever the model works: CPU, MPS, one GPU. The KV cache is chosen by comparing its
+batch and waiting ones join it. On a GPU this happens at every 16th step: until then nothing waits for the GPU, and what a
+finished sample draws is thrown away. Works wherever the model works: CPU, MPS, one GPU. The KV cache is chosen by comparing its
 log-probabilities on a few tokens with plain forward passes: `LlamaCache` for a Llama on a CPU, `KVCache`, else `PaddedCache`.
 """
 
@@ -28,6 +29,7 @@ from grpo.system.ranges import Count, enforced
 log = logging.getLogger(__name__)
 
 Cache = type[KVCache] | type[PaddedCache]
+STEPS = {"cpu": 1}  # tokens until the host looks for rows that have ended, for which it waits; 16 on a device
 EXACT = 1e-4  # largest allowed error of log-probabilities in float32
 LOOSE = 0.1  # the same in lower precision, and for `PaddedCache`, because there is nothing better to fall back to
 
@@ -76,7 +78,7 @@ class TransformersEngine:
         waiting = deque(sorted(range(len(prompts)), key=lambda i: place[prompts[i]]))  # equal prompts side by side
         device, eos = self.model.device, self.model.generation_config.eos_token_id
         eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        stop_ids = torch.tensor([*eos, *sampling.stop_ids], dtype=torch.int64, device=device)
+        stop_ids, every = {*eos, *sampling.stop_ids}, STEPS.get(device.type, 16)
 
         cache = self.cache(self.model, prompts, sampling.max_tokens, self.max_cache_tokens)
         draws = Draws(prompts, sampling, seeds, device)
@@ -88,22 +90,13 @@ class TransformersEngine:
                 draws.join(new, fresh.shape[-1])
                 logits = fresh if logits is None else torch.cat([logits, fresh])
             token = draws.step(logits)
-            stopped = torch.isin(token, stop_ids)
-            if stop := sampling.stop:
-                stopped |= torch.tensor([stop.end(ids) for ids in draws.tails(stop.width)], device=device)
-            ended = stopped | (draws.counts == sampling.max_tokens)
-            if self.unwanted:
-                ended |= torch.isin(draws.rows, torch.tensor([*self.unwanted], device=device))
-            if ended.any():
-                which = ended.nonzero().squeeze(-1)
-                for i, completion in draws.completions(which, stopped[which]):
+            if draws.due(every) and (ended := draws.ended(stop_ids, self.unwanted)):
+                for i, completion in draws.completions(ended):
                     completions[i] = completion
                     if done is not None:
                         with torch.inference_mode(False):  # the callback is not part of the engine
                             done(i, completion)
-                order = torch.tensor(cache.drop(which.tolist()), dtype=torch.int64, device=device)
-                draws.keep(order)
-                token = token[order]
+                token = token[draws.keep(cache.drop(ended))]
             logits = cache.step(token) if len(token) else None
         return completions
 

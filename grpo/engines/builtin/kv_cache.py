@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.models.packed_attention import AttentionPlan, Packed, attending, take
+from grpo.system.devices import sent
 from grpo.system.pieces import in_pieces
 
 PREFILL_TOKENS = 8192  # tokens of prompts in one forward pass; a longer prompt goes alone
@@ -111,8 +112,8 @@ class KVCache:
     def arrange(self) -> None:
         """Compute what stays the same until rows join or leave."""
         lengths, counts = [len(self.texts[u]) for u, _ in self.rows], [self.steps - came for _, came in self.rows]
-        self.lengths = torch.tensor(lengths, device=self.device)  # [B], tokens of each row's prompt
-        self.counts = torch.tensor(counts, device=self.device)  # [B], tokens of each row in the cache
+        self.lengths = sent(torch.tensor(lengths), self.device)  # [B], tokens of each row's prompt
+        self.counts = sent(torch.tensor(counts), self.device)  # [B], tokens of each row in the cache
         self.longest, self.room = max(counts, default=0), 0
         self.views: dict[int, Views] = {}  # by layer
         self.grids: dict[int, tuple[Tensor, Tensor]] = {}  # by K
@@ -195,7 +196,7 @@ class KVCache:
             at = torch.tensor([place[u] for u, _ in self.rows])
             there = rows[:, None] * heads + k[:, None]
             back = (at[:, None] * heads + k) * largest + torch.tensor(number)[:, None]
-            self.grids[heads] = there.flatten().to(self.device), back.flatten().to(self.device)
+            self.grids[heads] = sent(there.flatten(), self.device), sent(back.flatten(), self.device)
         return self.grids[heads]
 
 
@@ -214,7 +215,7 @@ class Prefill(Packed):
         else:
             super().__init__(prompts, [[]] * len(prompts), cache.device)
             self.kept, starts, lengths = self.places[0], self.starts, self.prompt_lengths
-        self.last = (torch.tensor(starts) + lengths - 1).to(cache.device)
+        self.last = sent(torch.tensor(starts) + lengths - 1, cache.device)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
@@ -256,7 +257,7 @@ def move(buffers: dict[int, list[Tensor]], order: list[int]) -> None:
     for x in (x for pair in buffers.values() for x in pair):
         if len(x) not in indices:
             moves = [(i, j) for i, j in enumerate(order) if i != j < len(x)]
-            indices[len(x)] = torch.tensor(moves, dtype=torch.int64, device=x.device).view(-1, 2).T.unbind()
+            indices[len(x)] = sent(torch.tensor(moves, dtype=torch.int64).view(-1, 2).T, x.device).unbind()
         to, taken = indices[len(x)]
         if len(to):
             x.index_copy_(0, to, x.index_select(0, taken))

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from grpo.system.devices import sent
+
 
 class PaddedCache:
     """Used like `KVCache`. bound: largest number of rows in a wave times the tokens of its longest; one row may exceed it."""
@@ -36,14 +38,14 @@ class PaddedCache:
             return [], None
         self.count, device = len(wave), self.model.device
         distinct = list(dict.fromkeys(self.prompt_of[i] for i in wave))
-        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in distinct], device=device)  # [U, P]
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in distinct], device=device)
+        ids = sent(torch.tensor([[0] * (width - len(p)) + list(p) for p in distinct]), device)  # [U, P]
+        mask = sent(torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in distinct]), device)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         self.cache = DynamicCache(config=self.model.config)
         self.mask = mask
-        last = torch.tensor([-1], device=device)  # a slice would copy a frozen head: see logprobs.padded
+        last = torch.full((1,), -1, device=device)  # a slice would copy a frozen head: see logprobs.padded
         logits = self.forward(ids, positions, logits_to_keep=last)
-        of = torch.tensor([distinct.index(self.prompt_of[i]) for i in wave], device=device)  # [B]
+        of = sent(torch.tensor([distinct.index(self.prompt_of[i]) for i in wave]), device)  # [B]
         self.cache.reorder_cache(of)
         self.mask, self.positions = mask[of], positions[of, -1:]
         return wave, logits[of]
@@ -66,7 +68,7 @@ class PaddedCache:
         order = [b for b in range(self.count) if b not in ended]
         self.count = len(order)
         if order:
-            keep = torch.tensor(order, device=self.mask.device)
+            keep = sent(torch.tensor(order), self.mask.device)
             self.cache.reorder_cache(keep)
             self.mask, self.positions = self.mask[keep], self.positions[keep]
         return order

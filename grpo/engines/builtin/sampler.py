@@ -3,7 +3,7 @@
 Knows nothing of models or caches. Shapes: n samples, B of them rows of the present batch; V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import repeat
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from grpo.engines.protocol import Sampling
 from grpo.env.tokens import Completion
+from grpo.system.devices import sent
 
 LOGITS_PER_DRAW = 1 << 25  # logits processed at once; each takes about five more numbers of memory
 
@@ -54,13 +55,15 @@ class Draws:
     """Draws and stores the tokens of n samples. Mutable: rows join and leave, and each step draws a token for every row."""
 
     def __init__(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling, seeds: Sequence[int], device) -> None:
-        self.prompts, self.sampling, self.seeds = prompts, sampling, seeds
+        self.prompts, self.sampling, self.seeds, self.device = prompts, sampling, seeds, device
         shape = len(prompts), sampling.max_tokens
         self.uniform = torch.empty(shape, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(shape, device=device)
         self.rows = torch.zeros(0, dtype=torch.int64, device=device)  # [B], the sample of each row
         self.counts = torch.zeros_like(self.rows)  # [B], each row's tokens so far
+        self.samples, self.lengths = [], []  # the same two in the host's memory
+        self.unseen = 0  # steps since `ended`
         self.seen: Tensor | None = None  # [B, V], tokens that occurred before
 
     def join(self, new: Sequence[int], vocabulary: int) -> None:
@@ -68,14 +71,16 @@ class Draws:
         width, dtype = self.uniform.shape[1], self.uniform.dtype
         own = [torch.Generator().manual_seed(self.seeds[i]) for i in new]
         noise = torch.stack([torch.rand(width, generator=generator, dtype=dtype) for generator in own])
-        self.uniform[new] = noise.to(self.uniform.device)
-        self.rows = torch.cat([self.rows, self.rows.new_tensor(new)])
+        rows = sent(torch.tensor(new), self.device)
+        self.uniform[rows] = sent(noise, self.device)
+        self.rows = torch.cat([self.rows, rows])
         self.counts = torch.cat([self.counts, self.counts.new_zeros(len(new))])
+        self.samples, self.lengths = [*self.samples, *new], [*self.lengths, *(0 for _ in new)]
         if self.sampling.repetition_penalty != 1:
             seen = torch.zeros(len(new), vocabulary, dtype=torch.bool)
             for row, i in zip(seen, new, strict=True):
                 row[list(self.prompts[i])] = True
-            seen = seen.to(self.rows.device)
+            seen = sent(seen, self.device)
             self.seen = seen if self.seen is None else torch.cat([self.seen, seen])
 
     def step(self, logits: Tensor) -> Tensor:
@@ -90,6 +95,7 @@ class Draws:
         if self.seen is not None:
             self.seen.scatter_(1, token[:, None], True)
         self.counts = self.counts + 1
+        self.lengths, self.unseen = [length + 1 for length in self.lengths], self.unseen + 1
         return token
 
     def drawn(self, logits: Tensor, uniform: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -98,22 +104,48 @@ class Draws:
         scaled = logits.float() / (sampling.temperature or 1.0)
         wanted = scaled if seen is None else penalize(scaled, seen, sampling.repetition_penalty)
         token = wanted.argmax(-1) if sampling.temperature == 0 else draw(filter_logits(wanted, sampling), uniform)
-        return token, scaled.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
+        below = scaled - scaled.amax(-1, keepdim=True)  # as in `scores_of_rows`: a CPU's log_softmax is less exact
+        return token, below.gather(-1, token[:, None]).squeeze(-1) - below.exp().sum(-1).log()
 
     def tails(self, width: int) -> list[list[int]]:
-        """Return the last tokens of each row, at most `width` of them."""
-        columns = self.counts[:, None] - torch.arange(width, 0, -1, device=self.counts.device)  # [B, width]
+        """Return the last tokens of each row, at most `width` of them. Waits for the device."""
+        columns = self.counts[:, None] - torch.arange(width, 0, -1, device=self.device)  # [B, width]
         last = self.tokens[self.rows[:, None], columns.clamp(min=0)].tolist()
-        return [ids[max(0, width - count) :] for ids, count in zip(last, self.counts.tolist(), strict=True)]
+        return [ids[max(0, width - count) :] for ids, count in zip(last, self.lengths, strict=True)]
 
-    def completions(self, ended: Tensor, stopped: Tensor) -> Iterator[tuple[int, Completion]]:
-        """Yield sample number and completion of rows. ended: [e], the rows; stopped: [e] bool, False for "length"."""
-        rows, counts = self.rows[ended], self.counts[ended].tolist()
-        texts = (x[rows, : max(counts)].tolist() for x in (self.tokens, self.logprobs))
-        for i, count, stop, ids, logprobs in zip(rows.tolist(), counts, stopped.tolist(), *texts, strict=True):
-            yield i, Completion(tuple(ids[:count]), tuple(logprobs[:count]), "stop" if stop else "length")
+    def due(self, every: int) -> bool:
+        """Return whether to ask `ended`: after `every` steps, and if a row has as many tokens as it may have."""
+        return self.unseen >= every or max(self.lengths) == self.sampling.max_tokens
 
-    def keep(self, order: Tensor) -> None:
-        """Reorder the rows: row i becomes what row order[i] was."""
-        self.rows, self.counts = self.rows[order], self.counts[order]
-        self.seen = None if self.seen is None else self.seen[order]
+    def ended(self, stop_ids: Collection[int], unwanted: Collection[int]) -> dict[int, tuple[int, bool]]:
+        """Return the rows that have ended, each with its number of tokens until then, and whether the last token ended it (else a
+        limit or the caller did). Waits for the device. stop_ids: tokens that end a row. unwanted: samples that end now."""
+        stop, found = self.sampling.stop, {}
+        last = self.tails(self.unseen + (stop.width - 1 if stop else 0))
+        for row, (ids, length) in enumerate(zip(last, self.lengths, strict=True)):
+            for later in reversed(range(min(self.unseen, length))):
+                text = ids[: len(ids) - later]
+                if text[-1] in stop_ids or (stop and stop.end(text)):
+                    found[row] = length - later, True
+                    break
+            else:
+                if length == self.sampling.max_tokens or self.samples[row] in unwanted:
+                    found[row] = length, False
+        self.unseen = 0
+        return found
+
+    def completions(self, ended: Mapping[int, tuple[int, bool]]) -> Iterator[tuple[int, Completion]]:
+        """Yield sample number and completion of rows that have `ended`."""
+        samples, longest = [self.samples[row] for row in ended], max(length for length, _ in ended.values())
+        rows = sent(torch.tensor(samples), self.device)
+        texts = (x[rows, :longest].tolist() for x in (self.tokens, self.logprobs))
+        for i, (length, stop), ids, logprobs in zip(samples, ended.values(), *texts, strict=True):
+            yield i, Completion(tuple(ids[:length]), tuple(logprobs[:length]), "stop" if stop else "length")
+
+    def keep(self, order: Sequence[int]) -> Tensor:
+        """Reorder the rows: row i becomes what row order[i] was. Returns the order as a tensor."""
+        self.samples, self.lengths = ([of_row[i] for i in order] for of_row in (self.samples, self.lengths))
+        places = sent(torch.tensor(order, dtype=torch.int64), self.device)
+        self.rows, self.counts = self.rows[places], self.counts[places]
+        self.seen = None if self.seen is None else self.seen[places]
+        return places

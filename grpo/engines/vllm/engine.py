@@ -7,6 +7,7 @@ With several ranks vLLM is built once they have met: without their process group
 """
 
 import gc
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,10 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from grpo.engines.context import Bound, bounded
 from grpo.engines.protocol import Done, Prompts, Sampling
+from grpo.engines.room import Room
+from grpo.engines.vllm.errors import memory_advice
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, params_of
 from grpo.engines.weights import as_in_files, buckets, eos_token_ids
 from grpo.env.tokens import Completion
@@ -31,7 +35,9 @@ from grpo.system import distributed
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count
 
-VERSIONS = ">=0.32,<0.33"  # this engine uses vLLM's internals
+log = logging.getLogger(__name__)
+
+VERSIONS = ">=0.32,<0.34"  # this engine uses vLLM's internals: docs/engines.md says what was tried with each
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # layers without a state
 
 
@@ -39,10 +45,13 @@ class VLLMEngine:
     """Samples with vLLM in this process, from its own copy of the weights.
 
     path: a Hugging Face folder or hub id. dtype: "auto" is float32 on a CPU, 16 bits on a GPU.
-    sleeps: between rollouts vLLM frees its GPU memory, weights and KV cache, and takes new weights for the next rollout.
+    sleeps: between rollouts vLLM frees its GPU memory, weights and KV cache, and takes new weights for the next rollout; None: if
+    an update leaves it too little.
     args: arguments of `vllm.LLM`, which override the defaults below; None keeps vLLM's own default. On a CPU the KV cache has
-    1 GiB unless `kv_cache_memory_bytes` is given. On a GPU vLLM takes 40 % of the memory, since the trainer uses it too.
+    1 GiB unless `kv_cache_memory_bytes` is given. On a GPU vLLM takes what the run leaves (`fit`), without a trainer 40 %.
     devices, nodes: the trainer's; with several ranks the first `load_weights` builds vLLM, on all of them at once.
+    most_tokens: returns the tokens of the longest sequence that it will sample, for which vLLM then makes room; None for the
+    model's whole context.
     """
 
     apart = True
@@ -51,10 +60,11 @@ class VLLMEngine:
         self,
         path: str,
         dtype: Dtype = "auto",
-        sleeps: bool = False,
+        sleeps: bool | None = None,
         args: Mapping[str, Any] | None = None,
         devices: Count = 1,
         nodes: Count = 1,
+        most_tokens: Bound | None = None,
     ) -> None:
         import_vllm()
         from vllm import LLM
@@ -66,7 +76,7 @@ class VLLMEngine:
             raise UserError("engine.sleeps=true frees a GPU's memory, and there is no GPU: set engine.sleeps=false")
         path = base_path(path)
         self.version: int | None = None
-        self.sleeps, self._asleep = sleeps, False
+        self.sleeps, self._asleep = bool(sleeps), False
         self._lora_request: Any = None
         self.unwanted: set[int] = set()
         defaults: dict[str, Any] = {
@@ -74,22 +84,39 @@ class VLLMEngine:
             "gpu_memory_utilization": GPU_SHARE,
             "use_tqdm_on_load": False,
             "skip_tokenizer_init": not has_tokenizer(path),  # token ids in and out; only guided sampling needs text
-            "enable_sleep_mode": sleeps,
+            **sleeping(self.sleeps),
             **args_for(path),
         }
-        if sleeps:  # with async scheduling a step launched ahead would still run when the engine goes to sleep
-            defaults["async_scheduling"] = False
         if current_platform.is_cpu():
             dtype = "float32" if dtype == "auto" else dtype
             defaults |= CPU_ARGS
             _skip_compiled_ranks()
         given = {name: value for name, value in (args or {}).items() if value is not None}
-        self._new = partial(LLM, path, dtype=dtype, **defaults | given, **ARGS)
+        self._bound = bounded(given, most_tokens)
+        self._new = partial(LLM, path, dtype=dtype, **defaults | self._bound | given, **ARGS)
         self._llm: Any = None
         self.context: int | None = None
         self._path = path
-        if devices * nodes == 1:
+        # on a GPU without a given share it is built when `fit` has told it what the run leaves, at the first load
+        fixed = current_platform.is_cpu() or given.keys() & {"gpu_memory_utilization", "kv_cache_memory_bytes"}
+        self._fits, self._given_sleeps = not fixed, sleeps
+        if devices * nodes == 1 and fixed:
             self._open()
+
+    def fit(self, room: Room) -> dict[str, int]:
+        """Choose the share of the GPU and whether to sleep by what the run leaves, unless the arguments say so. Called before
+        the first load. Returns the bytes that are held in a rollout alone ("rollout"), and always ("")."""
+        taken = self._new.keywords
+        if self._fits:
+            taken["gpu_memory_utilization"], self.sleeps = room.share(self._given_sleeps)
+            taken |= sleeping(self.sleeps)
+        if room.lacks(share := taken["gpu_memory_utilization"]):
+            way_out = "set engine=vllm_shared or engine=transformers, or what needs less memory (docs/memory.md)"
+            log.warning("engine: the run leaves vLLM %.0f%% of the GPU, which is too little: %s", 100 * share, way_out)
+        return self._held(round(share * room.total), room)
+
+    def _held(self, size: int, room: Room) -> dict[str, int]:
+        return {"rollout" if self.sleeps else "": size}
 
     def _open(self) -> None:
         """Build vLLM, on all ranks at the same time."""
@@ -126,6 +153,9 @@ class VLLMEngine:
         for bucket in buckets(tensors):
             self._llm.update_weights({"update_info": {"tensors": bucket}})
         self._llm.finish_weight_update()
+        # with rollout.ahead=1 another thread samples, whose stream does not wait for the copies in this one's
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
     def sample(
         self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], done: Done | None = None
@@ -133,7 +163,7 @@ class VLLMEngine:
         """Sample as `Engine.sample`. A completion that reaches the end of the context ends there, with finish "length"."""
         if self._asleep:
             raise UserError("vLLM sleeps and has freed its weights: call load_weights before the next sample")
-        plain = params_of(prompts, sampling, self._eos, self.context)
+        plain = params_of(prompts, sampling, self._eos, self.context, bool(self._bound))
         params = [self._params(plain, seed) for _, seed in zip(prompts, seeds, strict=True)]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         completions: list[Completion | None] = [None] * len(prompts)
@@ -221,16 +251,22 @@ def told_in_one_line(building: bool = False) -> Iterator[None]:
     """Turn vLLM's long errors into one line: about too little memory, and while it is built (building) about arguments."""
     try:
         yield
-    except (torch.OutOfMemoryError, ValueError, TypeError, RuntimeError) as error:
-        text = str(error)
-        [*_, line] = re.split("Value error, |Assertion failed, ", text, maxsplit=1)  # below pydantic's heading
+    except UserError:
+        raise
+    except (torch.OutOfMemoryError, ValueError, TypeError, RuntimeError, AssertionError) as error:
+        [*_, line] = re.split("Value error, |Assertion failed, ", str(error), maxsplit=1)  # below pydantic's heading
         line = line.partition("\n")[0].strip()
-        if isinstance(error, torch.OutOfMemoryError) or "memory" in text:
-            lower = "engine.args.max_model_len, max_num_seqs or gpu_memory_utilization (on a CPU kv_cache_memory_bytes)"
-            raise UserError(f"vLLM found too little memory ({line}): lower {lower}") from error
+        if fix := memory_advice(str(error)):
+            raise UserError(f"vLLM found too little memory ({line}): {fix}") from error
         if building:
             raise UserError(f"vLLM cannot be built with these engine.args, or for this model: {line}") from error
         raise
+
+
+def sleeping(sleeps: bool) -> dict[str, bool]:
+    """Return vLLM's arguments for an engine that sleeps, or not. With async scheduling a step launched ahead would still run when
+    it goes to sleep."""
+    return {"enable_sleep_mode": True, "async_scheduling": False} if sleeps else {"enable_sleep_mode": False}
 
 
 def has_tokenizer(path: str) -> bool:

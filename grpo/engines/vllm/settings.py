@@ -22,18 +22,23 @@ GPU_SHARE = 0.4  # vLLM's share of a GPU's memory if the trainer uses the GPU to
 ALIKE = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # named as in Sampling
 
 
-def params_of(prompts: Prompts, sampling: Sampling, eos: Sequence[int], context: int | None) -> dict[str, Any]:
+def params_of(
+    prompts: Prompts, sampling: Sampling, eos: Sequence[int], context: int | None, whole: bool = False
+) -> dict[str, Any]:
     """Return the arguments of vLLM's SamplingParams without the seed; all are given, so that no default of a server applies.
 
-    context: largest number of tokens of a prompt and its completion together; None if unknown. Raises UserError for values that
-    vLLM refuses.
+    context: largest number of tokens of a prompt and its completion together; None if unknown. whole: whether it must hold
+    max_tokens of each completion, since no longer sequence was expected; otherwise a completion may end at it. Raises UserError
+    for values that vLLM refuses.
     """
     if sampling.temperature > 2:
         raise UserError(f"sampling.temperature={sampling.temperature}: vLLM takes at most 2; set engine=transformers")
     longest = max(map(len, prompts), default=0)
-    if context is not None and longest >= context:
+    answer = sampling.max_tokens if whole else 1
+    if context is not None and longest + answer > context:
         way_out = "raise engine.args.max_model_len (--max-model-len of a server started by hand), or drop long prompts"
-        raise UserError(f"a prompt of {longest} tokens leaves no room in vLLM's context of {context}: {way_out}")
+        room = f"no room for an answer of {answer} in vLLM's context of {context}"
+        raise UserError(f"a prompt of {longest} tokens leaves {room}: {way_out}")
     stop = {"stop": [*sampling.stop.texts], "include_stop_str_in_output": True} if sampling.stop else {}
     return {name: getattr(sampling, name) for name in ALIKE} | {
         "stop_token_ids": [*eos, *sampling.stop_ids],

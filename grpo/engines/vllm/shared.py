@@ -12,6 +12,8 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from grpo.engines.context import Bound
+from grpo.engines.room import Room
 from grpo.engines.vllm.engine import VLLMEngine, import_vllm
 from grpo.engines.vllm.lora import adapter_of, args_of, base_parameters, runner, swap
 from grpo.models.quantized import refuse_quantized
@@ -33,13 +35,24 @@ class VLLMSharedEngine(VLLMEngine):
     apart = False
 
     def __init__(
-        self, path: str, rank: Count | None = None, args: Mapping[str, Any] | None = None, **more: Any
+        self,
+        path: str,
+        rank: Count | None = None,
+        args: Mapping[str, Any] | None = None,
+        most_tokens: Bound | None = None,
+        **more: Any,
     ) -> None:
         if (ranks := more.get("devices", 1) * more.get("nodes", 1)) > 1:
             raise UserError(f"engine=vllm_shared needs one device, not {ranks}: set engine=vllm, or trainer.devices=1")
-        with live_weights():
-            super().__init__(path, args=args_of(args, rank), **more)
         self._places: dict[str, Tensor] = {}  # by name: the view of vLLM's memory for each of the policy's parameters
+        super().__init__(path, args=args_of(args, rank), most_tokens=most_tokens, **more)
+
+    def _open(self) -> None:
+        with live_weights():
+            super()._open()
+
+    def _held(self, size: int, room: Room) -> dict[str, int]:
+        return {"": room.weights, "rollout": size - room.weights} if self.sleeps else {"": size}
 
     @property
     def shared_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""A plugin of vLLM, in this process or in a server: takes new weights, and makes log-probabilities exact.
+"""A plugin of vLLM, in this process or in a server: takes new weights, draws by seed, and makes log-probabilities exact.
 
 vLLM's entry point `vllm.general_plugins` calls `register` wherever this package is installed. Nothing else changes until vLLM is
 built with `weight_transfer_config={"backend": "grpo"}`.
@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker import gpu_model_runner
 
+from grpo.engines.vllm import draws
 from grpo.engines.weights import checksum
 from grpo.system.distributed import join_group
 
@@ -63,6 +64,7 @@ class Transfer(WeightTransferEngine[Group, Bucket]):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         exact_logprobs()
+        draws.use()
 
     def init_transfer_engine(self, init_info: Group) -> None:
         """Join the trainer's process group, in place of an earlier one."""

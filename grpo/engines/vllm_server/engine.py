@@ -16,15 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from transformers import AutoConfig
 
+from grpo.engines.context import Bound, bounded
 from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.engines.vllm.settings import params_of
 from grpo.engines.vllm_server.fleet import Fleet
 from grpo.engines.vllm_server.http import GENERATE, Lost, Refused, RemoteServer
-from grpo.engines.vllm_server.launch import START, Servers, by_hand
+from grpo.engines.vllm_server.launch import START, Servers, by_hand, check_apart
 from grpo.engines.vllm_server.routing import Routes
 from grpo.engines.vllm_server.sync import Disk, Lora, Nccl, adapter_tensors
 from grpo.engines.weights import as_in_files, eos_token_ids
@@ -46,7 +48,8 @@ class VLLMServerEngine:
     folder: folder for weights, which every server sees under the same path; its files are removed at the end.
     concurrency: requests to one server at a time. timeout: seconds for a completion, or for a piece of weights.
     wait: seconds without a working server after which the run ends.
-    launch: start `count` servers here; port, devices, args: see `launch.Servers`; logs: the folder of their logs.
+    launch: start `count` servers here; port, devices, args: see `launch.Servers`; logs: the folder of their logs; most_tokens:
+    see `VLLMEngine`.
     """
 
     apart = True
@@ -67,6 +70,7 @@ class VLLMServerEngine:
         devices: Sequence[Whole | str] | None = None,
         args: Mapping[str, Any] | None = None,
         logs: str = ".",
+        most_tokens: Bound | None = None,
     ) -> None:
         if not launch and not (urls and all(url.startswith(("http://", "https://")) for url in urls)):
             raise UserError(f"engine.urls={list(urls)} must name servers, as [http://HOST:PORT], or engine.launch=true")
@@ -79,8 +83,11 @@ class VLLMServerEngine:
         self._folder = Path(folder).resolve() / self._run
         self._eos = eos_token_ids(path, config.eos_token_id)
         self._launched: Servers | None = None
+        self._bound = bounded(args or {}, most_tokens) if launch else {}
         if launch and not rank_zero_only.rank:
-            self._launched = Servers(path, sync, count, port, devices, args, logs)
+            if sync == "nccl" and torch.cuda.is_available():
+                check_apart(devices, torch.cuda.current_device())
+            self._launched = Servers(path, sync, count, port, devices, {**(args or {}), **self._bound}, logs)
             os.environ[URLS] = " ".join(self._launched.urls)
         if launch and URLS not in os.environ:
             raise UserError("engine.launch=true needs processes that Lightning itself starts: set engine.urls instead")
@@ -151,7 +158,7 @@ class VLLMServerEngine:
         """Sample as `Engine.sample`. A completion that reaches the end of the context ends there, with finish "length"."""
         if self._fleet.label is None:
             raise UserError("the vLLM servers have no weights of this run: call load_weights before the first sample")
-        params = params_of(prompts, sampling, self._eos, self.context)
+        params = params_of(prompts, sampling, self._eos, self.context, bool(self._bound))
         requests = [
             {"token_ids": list(prompt), "sampling_params": params | {"seed": seed}}
             for prompt, seed in zip(prompts, seeds, strict=True)

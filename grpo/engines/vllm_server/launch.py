@@ -15,11 +15,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from grpo.engines.vllm.errors import memory_advice
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL
 from grpo.system import child
 from grpo.system.errors import UserError
@@ -70,7 +72,7 @@ class Servers:
     """The vLLM servers that this run starts on this machine.
 
     path: the model. sync: how they will get weights. count: number of servers. port: port of the first; None: free ports.
-    devices: CUDA_VISIBLE_DEVICES of each. args: further flags. logs: the folder of server-PORT.log.
+    devices: the GPUs of each, see `visible`. args: further flags. logs: the folder of server-PORT.log.
     """
 
     path: str
@@ -87,6 +89,7 @@ class Servers:
         count, devices = self.count, self.devices
         if devices is not None and len(devices) != count:
             raise UserError(f"engine.devices={list(devices)} must name GPUs for each of engine.count={count} servers")
+        self._gpus = None if devices is None else [*map(visible, devices)]
         self.ports = free_ports(count) if self.port is None else [self.port + i for i in range(count)]
         for port in self.ports:
             check_port(HOST, port)
@@ -116,8 +119,8 @@ class Servers:
             threads = max(1, (os.cpu_count() or 1) // (len(self.ports) + 1))
             own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "1"}
             environment = own | environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # one process fewer
-        if self.devices is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = str(self.devices[self.ports.index(port)])
+        if self._gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self._gpus[self.ports.index(port)]
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.log(port).open("ab") as file:
             self._begun[port] = file.tell()
@@ -142,7 +145,8 @@ class Servers:
         errors = [found[1] for line in said if (found := ERROR.search(line))]
         # pydantic's error comes below a heading; otherwise the first error caused the others
         reasons = [line for line in errors if line.startswith("Value error")] or errors or [" | ".join(said[-3:])]
-        return f"the vLLM server at port {port} ended with exit code {code}: {reasons[0][:300]} (see {self.log(port)})"
+        fix = f"; {found}" if (found := memory_advice(reasons[0])) else ""
+        return f"the vLLM server at port {port} ended with exit code {code}: {reasons[0][:300]} (see {self.log(port)}){fix}"
 
     def close(self) -> None:
         """Stop all servers."""
@@ -155,6 +159,38 @@ def defaults(devices: Sequence | None) -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {"dtype": "float32", **CPU_ARGS}
     return {} if devices is not None else {"gpu_memory_utilization": GPU_SHARE}
+
+
+def visible(chosen: int | str) -> str:
+    """Return CUDA_VISIBLE_DEVICES for a server on some of the GPUs that this process sees. Raises UserError if it does not.
+
+    chosen: their numbers, counted from 0 among those that this process sees, as 1 or "2,3", or their names (GPU-..., MIG-...).
+    """
+    names = [name.strip() for name in str(chosen).split(",")]
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        ours = [name.strip() for name in takewhile(lambda name: not name.strip().startswith("-"), given.split(","))]
+        ours = [name for name in ours if name]
+    elif torch.cuda.is_available():
+        ours = [*map(str, range(torch.cuda.device_count()))]
+    else:  # the server will say that there is none
+        return ",".join(names)
+    if gone := [name for name in names if name.isdecimal() and int(name) >= len(ours)]:
+        seen = f"this process sees {len(ours)} GPUs" + ("" if given is None else f", CUDA_VISIBLE_DEVICES={given}")
+        raise UserError(
+            f"engine.devices names GPU {gone[0]}, counted from 0, and {seen}: name others, or make it visible"
+        )
+    return ",".join(ours[int(name)] if name.isdecimal() else name for name in names)
+
+
+def check_apart(devices: Sequence[int | str] | None, own: int) -> None:
+    """Raise UserError if a server would use the trainer's GPU: NCCL, which sends weights, takes one process on each.
+
+    own: the number of the trainer's GPU among those that this process sees.
+    """
+    taken = visible(own)
+    if devices is None or any(taken in visible(each).split(",") for each in devices):
+        line = f"engine.sync=nccl takes one process on each GPU, and GPU {own} is the trainer's"
+        raise UserError(f"{line}: give the servers others, as engine.devices=[{own + 1}], or set engine.sync=disk")
 
 
 def free_ports(count: int) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.markup import escape
@@ -16,7 +17,7 @@ from grpo.env.types import Example
 from grpo.evaluation.evaluator import Evaluator
 from grpo.rollout.source.protocol import is_source
 from grpo.system import distributed
-from grpo.system.errors import PreflightError, StopError, UserError, told
+from grpo.system.errors import PreflightError, StopError, UserError, lacks_memory, told
 from grpo.system.ranges import require
 from grpo.system.states import everything, set_everything
 from grpo.training.callbacks.rollout import RolloutCallback
@@ -70,7 +71,8 @@ class PreflightCallback(L.Callback):
         if is_source(self.rollout.makes.sampler):
             log.warning("no preflight: it plays episodes of a task, and the samples of this run come from a source")
             return self.judge()
-        probe = Probe(module, self.rollout.makes, self.examples, trainer.precision, self.tokenizer)
+        given = module, self.rollout.makes, self.examples, trainer.precision, self.tokenizer
+        probe = Probe(*given, version=self.rollout.rollouts)
         checks = {} if self.mode == "off" else CHECKS
         if checks and not isinstance(module, GRPOModule):
             raise UserError(f"preflight={self.mode} knows only GRPOModule and its subclasses: set preflight=off")
@@ -91,14 +93,14 @@ class PreflightCallback(L.Callback):
         finally:
             set_everything(self.rollout.objects, before)
         self.noted()
-        self.show_plan()
+        self.show_plan(probe)
         self.judge()
 
     @rank_zero_only
-    def show_plan(self) -> None:
-        """Print the time of the checks, and the plan."""
+    def show_plan(self, probe: Probe) -> None:
+        """Print the time of the checks and of the plan, and the plan."""
         if self.verdicts:
-            Console().print(f"preflight: {sum(v.seconds for v in self.verdicts.values()):.1f} s", highlight=False)
+            Console().print(f"preflight: {probe.allowance.line()}", highlight=False)
         for line in self.plan.lines():
             Console().print(line, soft_wrap=True, highlight=False)
 
@@ -124,7 +126,8 @@ def agreed(found: Checked) -> Checked:
 
 
 def outcome(check: Callable[[Probe], Checked], probe: Probe) -> Checked:
-    """Return the verdict of a check. A check that raises fails."""
+    """Return the verdict of a check. A check that raises fails; one that runs out of memory is skipped, unless other devices
+    wait for this one."""
     begun = time.perf_counter()
     try:
         found = check(probe)
@@ -133,6 +136,14 @@ def outcome(check: Callable[[Probe], Checked], probe: Probe) -> Checked:
     except Exception as error:  # a model, an engine or a task of the user may raise anything
         log.debug("preflight", exc_info=True)
         found = Checked("FAIL", told(error), "the check could not be made: preflight=warn trains all the same")
+        if lacks_memory(error):
+            if distributed.world_size() > 1:
+                raise
+            torch.accelerator.empty_cache() if torch.accelerator.is_available() else None
+            remedy = (
+                "an update needs more: lower optim.max_tokens_per_microbatch, or leave the engine less of the device"
+            )
+            found = Checked("SKIP", f"memory ran out ({told(error)})", remedy)
     return replace(found, seconds=time.perf_counter() - begun)
 
 

@@ -145,13 +145,15 @@ def rewards(probe: Probe) -> Checked:
 
 
 def signal(probe: Probe) -> Checked:
-    """Rewards differ within groups (or what selection.by asks for). If not in the probe, more groups are asked."""
+    """Rewards differ within groups (or what selection.by asks for). If not in the probe, more groups are asked, whatever that
+    takes: a run without signal learns nothing."""
     size, groups = probe.rollouts.plan.group_size, probe.groups
     by = "correct" if getattr(probe.rollouts.selection, "by", None) == "correct" else "reward"
     live = int(probe.scores.has_signal(by).sum())
-    if not live and probe.further:
-        groups = groups + probe.further
-        live = int(scores(groups).has_signal(by).sum())
+    for more in probe.further() if not live else ():
+        groups = groups + more
+        if live := int(scores(groups).has_signal(by).sum()):
+            break
     samples, count = [sample for group in groups for sample in group], len(groups)
     right = [[bool(sample.reward.correct) for sample in group] for group in groups]
     solved = sum(map(sum, right)) / max(1, len(samples))

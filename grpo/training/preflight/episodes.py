@@ -19,7 +19,7 @@ from grpo.system.errors import StopError
 from grpo.training.preflight.probe import Checked, Probe, judged
 
 LIKELIER = 0.5  # nats per token by which a start token in front may make a prompt likelier
-PATIENCE = 4.0  # seconds: slow rewards are asked again only for as many groups as fit in
+PATIENCE = 4.0  # seconds, or a part of the checks' time: slow rewards are asked again only for as many groups as fit in
 
 
 def prompts(probe: Probe) -> Checked:
@@ -29,7 +29,7 @@ def prompts(probe: Probe) -> Checked:
     """
     first = [group[0] for group in probe.groups if group[0].turns]
     asked = {sample.turns[0].prompt_ids for sample in first}
-    text = f"{len(asked)} different prompts of {len(probe.rows)}"
+    text = f"{len(asked)} different prompts of {len(probe.groups)}"
     if len(first) > 1 and len(asked) == 1:
         said = {repr(sample.trajectory.steps[0].state) for sample in first if sample.trajectory.steps}
         if len(said) > 1 or is_question(probe):
@@ -61,9 +61,11 @@ def begun(probe: Probe) -> Checked:
     if start is None:
         return Checked("SKIP", "the tokenizer has no start token")
     asked = dict.fromkeys(group[0].turns[0].prompt_ids for group in probe.groups if group[0].turns)
-    without = [prompt[:256] for prompt in asked if prompt[0] != start and len(prompt) > 1][:4]
+    without = [prompt for prompt in asked if prompt[0] != start and len(prompt) > 1][:4]
     if not without:
         return Checked("PASS", "all do")
+    fit = probe.allowance.left(1 / 8) / probe.token_seconds / 2 / len(without)  # each passes twice
+    without = [prompt[: max(16, min(256, int(fit)))] for prompt in without]
 
     def mean(*front: int) -> float:
         """Return the mean log-probability of their tokens after the first one, with these tokens in front."""
@@ -135,9 +137,10 @@ def loses_spaces(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
 def owners(probe: Probe) -> Checked:
     """Each sample has the reward that it gets alone, not that of another sample."""
     recorded, alone, begun = [], [], time.perf_counter()
+    patience = min(PATIENCE, probe.allowance.left(1 / 6))
     try:
         for group in probe.groups:
-            if not recorded or time.perf_counter() - begun < PATIENCE:
+            if not recorded or time.perf_counter() - begun < patience:
                 mine = [sample for sample in group if not sample.trajectory.failed and sample.reward.known]
                 recorded += [sample.reward.value for sample in mine]
                 alone += rescored(probe, mine)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from grpo.models.gradient_checkpointing import recomputing
 from grpo.objectives.batch import TokenBatch
 from grpo.system import distributed
 from grpo.system.loading import not_finite
-from grpo.training.module import GRPOModule
 from grpo.training.optimization import learned_by
 from grpo.training.preflight.probe import Checked, Probe, judged
 
@@ -108,7 +108,8 @@ def gradient(probe: Probe) -> Checked:
     apart = {name: float((other - first).norm()) / norm for name, other in found.items()}
     bound = gradient_bound(probe)
     worst = max(apart, key=apart.get)
-    text = f"cut into 1, 3 and {len(few)}, and padded: at most {apart[worst]:.1e} apart ({worst}), bound {bound:.1e}"
+    size = f"{len(few)} rows, {int(few.attention_mask.sum())} tokens"
+    text = f"{size}, cut into 1, 3 and {len(few)}, and padded: at most {apart[worst]:.1e} apart ({worst}), bound {bound:.1e}"
     remedy = f"optim.layout={chosen[0]} or the loss depends on microbatches: set optim.layout=padded, or mend the loss"
     return judged(apart[worst] <= bound, text, remedy)
 
@@ -148,34 +149,51 @@ def gradient_bound(probe: Probe) -> float:
 def gradient_of(probe: Probe, tokens: TokenBatch, pieces: int) -> Tensor:
     """Return the gradient of the loss of these rows as one vector, at most SLICE numbers per parameter. Leaves none behind."""
     [optimizer] = probe.module.trainer.optimizers
-    learned = learned_by(optimizer)
-    for rows in torch.arange(len(tokens)).tensor_split(pieces):
-        backward(probe.module, tokens.rows(rows.to(tokens.ids.device)))
-    flat = [distributed.full(p.grad.detach()).flatten() for p in learned if p.grad is not None]
-    vector = torch.cat([grad[:: math.ceil(len(grad) / SLICE)].float().cpu() for grad in flat])
-    optimizer.zero_grad()
-    return vector
+    try:
+        for rows in torch.arange(len(tokens)).tensor_split(pieces):
+            backward(probe, tokens.rows(rows.to(tokens.ids.device)))
+        flat = [distributed.full(p.grad.detach()).flatten() for p in learned_by(optimizer) if p.grad is not None]
+        return torch.cat([grad[:: math.ceil(len(grad) / SLICE)].float().cpu() for grad in flat])
+    finally:
+        optimizer.zero_grad()
 
 
-def backward(module: GRPOModule, microbatch: TokenBatch) -> tuple[float, dict[str, Tensor]]:
-    """Add the gradients of a microbatch's loss, as `GRPOModule.update` does. Returns the loss, and numbers of tokens, [B, C]."""
-    logprobs, entropy = module.forward_pass(module.policy, microbatch, module.algorithm.entropy.active)
-    if microbatch.old_logprobs is None:
-        microbatch = replace(microbatch, old_logprobs=logprobs.detach())
-    loss, logged = module.algorithm.loss(logprobs, entropy, microbatch, module.entropy.alpha)
-    loss.backward()
-    return float(loss.detach()), {"logprobs": logprobs.detach(), **logged}
+def backward(probe: Probe, microbatch: TokenBatch) -> None:
+    """Add the gradients of a microbatch's loss, as `GRPOModule.update` does."""
+    probe.sleep()
+    module = probe.module
+    with recomputing(module.policy, module.optim.gradient_checkpointing):
+        logprobs, entropy = module.forward_pass(module.policy, microbatch, module.algorithm.entropy.active)
+        if microbatch.old_logprobs is None:
+            microbatch = replace(microbatch, old_logprobs=logprobs.detach())
+        module.algorithm.loss(logprobs, entropy, microbatch, module.entropy.alpha)[0].backward()
 
 
 def seconds(probe: Probe) -> float:
-    """Return the seconds that an update on the probe's episodes takes. As in a run, groups without signal are skipped."""
-    module, live = probe.module, probe.scores.has_signal().repeat_interleave(probe.rollouts.plan.group_size)
+    """Return the seconds that an update on the probe's episodes takes, by those of as many of its rows as there is time for. As
+    in a run, groups without signal are skipped, and less goes through the model at once if memory runs out."""
+    module, scores = probe.module, probe.scores
+    live = scores.has_signal().repeat_interleave(probe.rollouts.plan.group_size)
     rows = live[probe.tokens.sample.cpu()].nonzero().flatten().to(module.device)
-    begun = time.perf_counter()
-    tokens = objective(probe, probe.tokens.rows(rows)) if len(rows) else probe.few
-    for _ in range(module.algorithm.num_epochs if len(rows) else 0):
-        for _, microbatch in module.microbatches(tokens, torch.arange(len(tokens), device=module.device)):
-            backward(module, microbatch)
-    [optimizer] = module.trainer.optimizers
-    optimizer.zero_grad()
-    return time.perf_counter() - begun
+    if not len(rows):
+        return 0.0
+    lengths = probe.tokens.attention_mask[rows].sum(1)
+    passes = 1 + 4 * module.algorithm.num_epochs
+    fit = probe.allowance.left(1 / 3) / passes / probe.token_seconds
+    count = max(1, int((lengths.cumsum(0) <= fit).sum()))
+    some, [optimizer] = probe.tokens.rows(rows[:count]), module.trainer.optimizers
+
+    def learned() -> float:
+        """Return the seconds of the gradients of these rows."""
+        begun = time.perf_counter()
+        tokens = objective(probe, some)
+        for _ in range(module.algorithm.num_epochs):
+            for _, microbatch in module.microbatches(tokens, torch.arange(len(tokens), device=module.device)):
+                backward(probe, microbatch)
+        return time.perf_counter() - begun
+
+    try:
+        spent = module.at_once.fitting(learned, optimizer.zero_grad, some.ids.shape[1])
+    finally:
+        optimizer.zero_grad()
+    return spent * float(lengths.sum() / lengths[:count].sum())

@@ -12,15 +12,15 @@ from grpo.system.distributed import full, part_of
 from grpo.training.preflight.probe import Checked, Probe, judged
 
 FIRST_DRAWS, DRAWS, MOST_DRAWS = 100, 500, 2000  # the first ones show the engine's speed; at once; in all
-PATIENCE = 4.0  # seconds: a slow engine draws only as often as it can meanwhile
+PATIENCE = 4.0  # seconds, or a part of the checks' time: a slow engine draws only as often as it can meanwhile
 RARE = 1e-6  # a p-value below it is a fault, not chance
 ENGINE = "an engine option, generation_config.json or a proxy changes the sampling: remove it"
 
 
 def logprobs(probe: Probe) -> Checked:
     """The engine's log-probabilities of the tokens that it sampled equal the trainer's, except for rounding."""
-    gap = mean_gap(probe.tokens.rollout_logprobs, probe.passed[0], probe.tokens)
-    text = f"mean gap {gap:.1e} nats over {int(probe.tokens.mask.sum())} tokens, bound {probe.bound:.1e}"
+    gap = mean_gap(probe.compared.rollout_logprobs, probe.passed[0], probe.compared)
+    text = f"mean gap {gap:.1e} nats over {int(probe.compared.mask.sum())} tokens, bound {probe.bound:.1e}"
     remedy = "engine and trainer compute different numbers: look at temperature, dtype, the chat template's ids and the weights"
     return judged(gap <= probe.bound, text, remedy)
 
@@ -35,14 +35,15 @@ def draws(probe: Probe) -> Checked:
 
     The place is the one with the highest entropy, where a filter, a penalty or another temperature changes most.
     """
-    tokens, entropy = probe.tokens, probe.passed[1]
+    tokens, entropy, patience = probe.compared, probe.passed[1], min(PATIENCE, probe.allowance.left(1 / 5))
+    at_once = min(DRAWS, max(FIRST_DRAWS, probe.rollouts.plan.prompts * probe.rollouts.plan.group_size))
     row, at = divmod(int(entropy.argmax()), entropy.shape[1])
     prompt, completion = tokens.sequences()[row]
     first, reported, begun = [], [], time.perf_counter()
     with probe.rollouts.sampling():  # each device for itself, as often as it can
-        while len(first) < MOST_DRAWS and (spent := time.perf_counter() - begun) < PATIENCE:
-            fit = 1 + int(len(first) * (PATIENCE / spent - 1)) if first else FIRST_DRAWS
-            count = min(fit, DRAWS, MOST_DRAWS - len(first))
+        while len(first) < MOST_DRAWS and (spent := time.perf_counter() - begun) < patience:
+            fit = 1 + int(len(first) * (patience / spent - 1)) if first else FIRST_DRAWS
+            count = min(fit, at_once, MOST_DRAWS - len(first))
             drawn = probe.sample([[*prompt, *completion[:at]]] * count, max_tokens=1, others=len(first))
             first += drawn.ids[:, drawn.prompt_width].tolist()
             reported += drawn.rollout_logprobs[:, 0].tolist()
@@ -73,17 +74,17 @@ def sync(probe: Probe) -> Checked:
 def moved_by(probe: Probe, share: float, version: int) -> Checked:
     """Return the verdict after weights were moved by this share of their size. version: of the moved weights."""
     bound, prompts = probe.bound, [ids for ids, _ in probe.few.sequences()]
-    chosen = probe.one_of_each_kind()
+    chosen, length = probe.one_of_each_kind(), probe.length_in(probe.allowance.left(1 / 8))
     rng = torch.Generator().manual_seed(0)
     with probe.kept(list(chosen.values())):
         for p in chosen.values():
             size = full(p).float().square().mean().sqrt().item() or 0.1
             p.add_(part_of(share * size * torch.randn(p.shape, generator=rng).to(p.device, p.dtype), p))
         probe.load(version)
-        moved = probe.sample(prompts)
+        moved = probe.sample(prompts, length)
         new = probe.trainer(moved)[0]
     old = probe.trainer(moved)[0]
-    again = probe.sample(prompts)
+    again = probe.sample(prompts, length)
     shift, gap = mean_gap(old, new, moved), mean_gap(moved.rollout_logprobs, new, moved)
     restored = mean_gap(again.rollout_logprobs, probe.trainer(again)[0], again)
     text = f"{len(chosen)} kinds of weights moved by {shift:.1e} nats: gap {gap:.1e}, restored {restored:.1e}"

@@ -1,0 +1,123 @@
+"""Log-probabilities and entropies of logits, with the gradient of the logits by hand.
+
+    z = logits / temperature, m = max z, s = sum exp(z - m)
+    log p(y) = z_y - m - log s,    H = log s - sum exp(z - m) (z - m) / s
+
+No softmax is stored: only the logits, if they are wanted again, and three numbers for each row. On a GPU the formulas are
+compiled into kernels that write no other tensor of [n, V] than the gradient. On a CPU they are computed for a few rows at a
+time, whose numbers stay in its cache.
+
+Shapes: n tokens, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from grpo.models.compiled import Compiled
+
+CACHED = 1 << 18  # logits that a CPU takes at a time: a megabyte in float32
+
+
+def scores_of_rows(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log p(targets), the entropies and log sum exp z, [n] float32 each. logits: [n, V]; targets: [n]."""
+    z = logits.float()
+    if temperature != 1:
+        z = z / temperature
+    most = z.amax(dim=-1, keepdim=True)
+    z = z - most
+    weights = z.exp()
+    total = weights.sum(dim=-1)
+    mean = (weights * z.clamp(min=-1e4)).sum(dim=-1) / total  # a logit of -inf adds 0
+    log_total = total.log()
+    return z.gather(-1, targets[:, None])[:, 0] - log_total, log_total - mean, most[:, 0] + log_total
+
+
+def gradient_of_rows(
+    logits: Tensor,
+    log_sums: Tensor,
+    of_logprobs: Tensor,
+    temperature: float,
+    entropy: Tensor | None = None,
+    of_entropy: Tensor | None = None,
+) -> Tensor:
+    """Return the gradient of the logits without the part that only targets have, [n, V] in their number type.
+
+    d log p(y) / d z = onehot(y) - p, and d H / d z = -p (log p + H). log_sums, entropy: of `scores_of_rows`, [n].
+    of_logprobs, of_entropy: the gradients of the results, [n]. Without the last two the entropy has no gradient.
+    """
+    z = logits.float()
+    if temperature != 1:
+        z = z / temperature
+    log_p = z - log_sums[:, None]
+    factor = of_logprobs[:, None]
+    if entropy is not None:
+        factor = factor + of_entropy[:, None] * (log_p.clamp(min=-1e4) + entropy[:, None])
+    if temperature != 1:
+        factor = factor / temperature
+    return (log_p.exp() * -factor).to(logits.dtype)
+
+
+forward, backward = Compiled(scores_of_rows), Compiled(gradient_of_rows)
+
+
+def few_rows(logits: Tensor) -> list[slice]:
+    """Return the places of the rows that are computed together: all of them on a GPU, on a CPU those that its cache holds."""
+    size = max(1, CACHED // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
+    places = [slice(start, start + size) for start in range(0, len(logits), size)]
+    return places[:1] if isinstance(logits, FakeTensor) else places  # in a forecast, where each needs the same memory
+
+
+def scores_of_logits(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `scores_of_rows` does. logits: [n, V], without a gradient."""
+    found = logits.new_empty(3, len(logits), dtype=torch.float32)
+    for at in few_rows(logits):
+        for values, of_rows in zip(found, forward(logits[at], targets[at], temperature), strict=True):
+            values[at] = of_rows
+    return tuple(found)
+
+
+def gradient_of_logits(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    saved: tuple[Tensor, Tensor, Tensor],
+    of_logprobs: Tensor,
+    of_entropy: Tensor | None,
+) -> Tensor:
+    """Return the gradient of the logits, [n, V] in their number type. saved: the results of `scores_of_logits`. of_entropy:
+    None if the entropy has no gradient."""
+    logprobs, entropy, log_sums = saved
+    given = (logits, log_sums, of_logprobs, temperature, *((entropy, of_entropy) if of_entropy is not None else ()))
+    if len(places := few_rows(logits)) == 1:
+        found = backward(*given)
+    else:
+        found = torch.empty_like(logits)
+        for at in places:
+            found[at] = backward(*(each[at] if isinstance(each, Tensor) else each for each in given))
+    factor = of_logprobs if of_entropy is None else of_logprobs + of_entropy * (logprobs + entropy)
+    own = (of_logprobs - logprobs.exp() * factor) / temperature
+    return found.scatter_(-1, targets[:, None], own[:, None].to(found.dtype))
+
+
+class OfLogits(Function):
+    """`scores_of_logits` of logits that autograd has made."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool):
+        logits = logits.detach()
+        saved = scores_of_logits(logits, targets, temperature)
+        ctx.save_for_backward(logits, targets, *saved)
+        ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(saved[1])
+        return saved[:2]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_logprobs: Tensor, of_entropy: Tensor):
+        logits, targets, *saved = ctx.saved_tensors
+        of_entropy = of_entropy if ctx.entropy_gradient else None
+        return gradient_of_logits(logits, targets, ctx.temperature, saved, of_logprobs, of_entropy), None, None, None

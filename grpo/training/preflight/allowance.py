@@ -1,0 +1,40 @@
+"""The time that the checks of a run may take: a share of the planned run, known better with each measurement."""
+
+import time
+from dataclasses import dataclass, field
+
+from grpo.system import distributed
+
+LEAST = 3.0  # seconds
+SHARE = 0.05  # of the seconds of all rollouts and updates
+
+
+@dataclass
+class Allowance:
+    """Mutable. rollouts: of the run. rollout, update: seconds of one, 0 until they are known. fixed: seconds of all checks,
+    whatever the run takes; None: LEAST, or SHARE of the run if that is more."""
+
+    rollouts: int
+    fixed: float | None = None
+    rollout: float = 0.0
+    update: float = 0.0
+    begun: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that all checks together may take."""
+        return max(LEAST, SHARE * self.rollouts * (self.rollout + self.update)) if self.fixed is None else self.fixed
+
+    def left(self, share: float = 1.0) -> float:
+        """Return this share of the seconds that are left, on the device that has the fewest; at least 0."""
+        spent = time.perf_counter() - self.begun
+        return share * max(0.0, min(distributed.all_gather([self.seconds - spent])))
+
+    def line(self) -> str:
+        """Return the seconds that were spent and allowed, in words."""
+        return f"{time.perf_counter() - self.begun:.1f} s of at most {self.seconds:.1f} s"
+
+
+def slowest(seconds: float) -> float:
+    """Return the most seconds that a device took, so that all devices choose alike."""
+    return max(distributed.all_gather([seconds]))

@@ -1,0 +1,216 @@
+"""A pretended device: its tensors say that they are on `lazy:0`, and their numbers are on the CPU.
+
+It shows two faults that only a GPU would show otherwise. An operation on tensors of both memories raises, as with CUDA: a copy is
+missing. And `waits` counts, by line of code, where the host would wait until the GPU has done all its work: where it reads a
+number, where the size of a result depends on numbers, and at each copy that is not queued (`non_blocking`).
+
+It knows no autocast, no kernels and no several devices: these need a test on a GPU.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+
+ROOT = Path(__file__).parents[2]
+LAZY = torch.device("lazy", 0)  # autograd runs it in the calling thread, as it does a CPU
+aten = torch.ops.aten
+COPIES = {aten._to_copy.default, aten.copy_.default}
+BY_INDEX = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor}
+# reading a number, and results whose size depends on numbers
+READING = {
+    aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.masked_select.default, aten.bincount.default,
+    aten._unique2.default, aten.unique_consecutive.default, aten.unique_dim.default, aten.repeat_interleave.Tensor,
+}  # fmt: skip
+
+
+class OnDevice(Tensor):
+    """A tensor of the pretended device. inner: the tensor on the CPU that has its numbers."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "OnDevice":
+        return Tensor._make_wrapper_subclass(
+            cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=LAZY
+        )
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def __repr__(self) -> str:
+        return f"OnDevice({self.inner!r})"
+
+    def __deepcopy__(self, memo: dict) -> "OnDevice":
+        return OnDevice(self.inner.clone())
+
+    def tolist(self) -> Any:
+        waited("tolist")
+        return self.inner.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return computed(function, args, kwargs or {})
+
+
+class Pretended(TorchDispatchMode):
+    """In this `with`, the pretended device exists. waits: the number of waits by line and kind; copies: those to the device."""
+
+    now: "Pretended | None" = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[str] = Counter()
+        self.copies = 0
+        self.changes = ExitStack()
+
+    def __enter__(self) -> "Pretended":
+        Pretended.now = self
+        self.changes.enter_context(patch.object(torch, "lazy", torch.cpu, create=True))
+        self.changes.enter_context(patch.object(torch, "autocast", without_autocast))
+        enabled = torch.is_autocast_enabled
+        unknown = patch.object(torch, "is_autocast_enabled", lambda *kind: kind != (LAZY.type,) and enabled(*kind))
+        self.changes.enter_context(unknown)
+        lifts = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=LAZY) is a copy
+        self.changes.callback(torch._C._set_only_lift_cpu_tensors, lifts)
+        return super().__enter__()
+
+    def __exit__(self, *given) -> None:
+        super().__exit__(*given)
+        self.changes.close()
+        Pretended.now = None
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd"):
+            with self.again():  # in inference mode such operations come whole
+                return function.decompose(*args, **kwargs or {})
+        return computed(function, args, kwargs or {})
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """See the operations of an operation, too."""
+        TorchDispatchMode.__enter__(self)
+        try:
+            yield
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        self.waits.clear()
+        self.copies = 0
+
+    def count(self, *places: str) -> int:
+        """Return the number of waits, or of those at lines of the files that these words are in."""
+        return sum(n for line, n in self.waits.items() if not places or any(place in line for place in places))
+
+    def table(self) -> str:
+        """Return the waits, most frequent first."""
+        return "\n".join(f"{n:6d} {line}" for line, n in self.waits.most_common())
+
+
+def without_autocast(kind: str, *given, **named):
+    """Return torch's autocast, or nothing for the pretended device."""
+    return nullcontext() if kind == LAZY.type else torch.amp.autocast(kind, *given, **named)
+
+
+def on_device(module: nn.Module) -> nn.Module:
+    """Move the parameters and buffers of a module, in place. Tied ones stay tied."""
+    moved: dict[Tensor, Tensor] = {}
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and tensor not in moved:
+                    moved[tensor] = OnDevice(tensor.detach())
+                    if isinstance(tensor, nn.Parameter):
+                        moved[tensor] = nn.Parameter(moved[tensor], tensor.requires_grad)
+                if tensor is not None:
+                    held[name] = moved[tensor]
+    return module
+
+
+def waited(kind: str) -> None:
+    """Count a wait at the line of the project that is being run; if there is none, at that of a library."""
+    if Pretended.now is not None:
+        Pretended.now.waits[f"{place()}: {kind}"] += 1
+
+
+def place() -> str:
+    """Return the innermost line of the project, else of a library that it uses."""
+    frame, library = sys._getframe(), ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith((f"{ROOT}/grpo", f"{ROOT}/train.py")):
+            return f"{file.removeprefix(f'{ROOT}/')}:{frame.f_lineno}{library}"
+        if not library and any(name in file for name in ("/transformers/", "/lightning/", "/torch/optim/")):
+            library = f" ({file.rpartition('site-packages/')[2]}:{frame.f_lineno})"
+        frame = frame.f_back
+    return library or "a test"
+
+
+def computed(function, args: tuple, kwargs: dict) -> Any:
+    """Return the result of an operation, on the memory on which CUDA would have it. Raises RuntimeError if a copy is missing."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    there = [x for x in tensors if isinstance(x, OnDevice)]
+    device = kwargs.get("device")
+    result_there = bool(there) if device is None else torch.device(device).type == LAZY.type
+    if there or result_there:
+        if function in COPIES:
+            note_copy(function, args, kwargs, result_there)
+        elif function in BY_INDEX:
+            note_index(args)
+        elif any(x.dim() for x in tensors if not isinstance(x, OnDevice)):  # a number alone goes with the launch
+            shapes = [(tuple(x.shape), "device" if isinstance(x, OnDevice) else "host") for x in tensors]
+            raise RuntimeError(f"tensors of the host and of the device meet in {function} at {place()}: {shapes}")
+        elif function in READING:
+            waited(str(function))
+    if device is not None and result_there:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    out = function(*tree_map(inner_of, args), **tree_map(inner_of, kwargs))
+    if not result_there:
+        return out
+    out = tree_map(lambda x: OnDevice(x) if isinstance(x, Tensor) else x, out)
+    return return_and_correct_aliasing(function, args, kwargs, out) if there else out
+
+
+def inner_of(x: Any) -> Any:
+    return x.inner if isinstance(x, OnDevice) else x
+
+
+def note_copy(function, args: tuple, kwargs: dict, result_there: bool) -> None:
+    """Count a copy between the two memories."""
+    source, queued = (
+        (args[1] if function is aten.copy_.default else args[0]),
+        kwargs.get("non_blocking", args[2:3] == (True,)),
+    )
+    from_device = isinstance(source, OnDevice)
+    into_device = isinstance(args[0], OnDevice) if function is aten.copy_.default else result_there
+    if from_device and not into_device:
+        waited("copy to the host")
+    elif into_device and not from_device and source.dim() + (function is not aten.copy_.default):
+        Pretended.now.copies += 1
+        if not queued:
+            waited("copy to the device, not queued")
+
+
+def note_index(args: tuple) -> None:
+    """Count the waits of an index: its copy from the host, or counting what a mask leaves. Raises RuntimeError if the tensor is
+    on the host and the index is not."""
+    indices = [i for i in args[1] if i is not None]
+    if not isinstance(args[0], OnDevice):
+        raise RuntimeError(f"a tensor of the host is indexed by one of the device at {place()}")
+    for i in indices:
+        if not isinstance(i, OnDevice):
+            waited("index in the host's memory")
+        elif i.dtype in (torch.bool, torch.uint8):
+            waited("mask as an index")

@@ -1,0 +1,67 @@
+"""A GPU that is there and that torch cannot use: device nodes and the driver's file are pretended."""
+
+import os
+
+import pytest
+import torch
+
+from grpo.apps.serve.__main__ import device_of
+from grpo.system import gpu
+from grpo.system.errors import UserError
+from grpo.system.gpu import driver_version, unused_gpu
+from grpo.training.trainer import make_trainer
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU")
+OLD = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version: 12.2.0\n"
+NEW = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U22)\n"
+
+
+@pytest.fixture
+def there(tmp_path, monkeypatch):
+    """A machine with a GPU."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(gpu, "NODES", str(tmp_path / "nvidia[0-9]*"))
+    monkeypatch.setattr(gpu, "DRIVER", str(tmp_path / "version"))
+    return tmp_path
+
+
+def test_each_cause_has_its_line(there, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "was built for CPUs: install its CUDA build" in unused_gpu()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert unused_gpu() == "torch is built for CUDA 13.0 and cannot start it: see what nvidia-smi says"
+    (there / "version").write_text(NEW)
+    assert driver_version() == "580.65.06" and "nvidia-smi" in unused_gpu()
+    (there / "version").write_text(OLD)
+    assert driver_version() == "550.54.15"
+    line = "torch is built for CUDA 13.0, which needs driver 580 or newer, and this is 550.54.15: update it"
+    assert unused_gpu() == line
+    monkeypatch.setattr(torch.version, "cuda", "12.8")  # needs 525
+    assert "nvidia-smi" in unused_gpu()
+
+
+def test_a_gpu_that_is_hidden_forbidden_or_absent_is_not_missed(there, monkeypatch):
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert unused_gpu() is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert unused_gpu()
+    monkeypatch.setattr(
+        os, "open", lambda *_: (_ for _ in ()).throw(PermissionError())
+    )  # a job without a GPU on its node
+    assert unused_gpu() is None
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu, "NODES", str(there / "none[0-9]*"))
+    assert unused_gpu() is None
+
+
+def test_trainer_and_server_stop_and_the_cpu_is_a_choice(there, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    for accelerator in ("auto", "cuda"):
+        with pytest.raises(UserError, match=r"has a GPU that the run would not use: .*or set trainer=cpu"):
+            make_trainer([], [], accelerator=accelerator)
+    with pytest.raises(UserError, match=r"has a GPU that the server would not use: .*or set device=cpu"):
+        device_of("auto")
+    assert device_of("cpu") == torch.device("cpu")
+    make_trainer([], [], accelerator="cpu")
