@@ -11,6 +11,7 @@ from grpo.models.gradient_checkpointing import recomputing
 from grpo.objectives.batch import TokenBatch
 from grpo.system import distributed
 from grpo.system.loading import not_finite
+from grpo.training.module import GRPOModule
 from grpo.training.optimization import learned_by
 from grpo.training.preflight.probe import Checked, Probe, judged
 
@@ -149,24 +150,25 @@ def gradient_bound(probe: Probe) -> float:
 def gradient_of(probe: Probe, tokens: TokenBatch, pieces: int) -> Tensor:
     """Return the gradient of the loss of these rows as one vector, at most SLICE numbers per parameter. Leaves none behind."""
     [optimizer] = probe.module.trainer.optimizers
+    probe.sleep()
     try:
         for rows in torch.arange(len(tokens)).tensor_split(pieces):
-            backward(probe, tokens.rows(rows.to(tokens.ids.device)))
+            backward(probe.module, tokens.rows(rows.to(tokens.ids.device)))
         flat = [distributed.full(p.grad.detach()).flatten() for p in learned_by(optimizer) if p.grad is not None]
         return torch.cat([grad[:: math.ceil(len(grad) / SLICE)].float().cpu() for grad in flat])
     finally:
         optimizer.zero_grad()
 
 
-def backward(probe: Probe, microbatch: TokenBatch) -> None:
-    """Add the gradients of a microbatch's loss, as `GRPOModule.update` does."""
-    probe.sleep()
-    module = probe.module
+def backward(module: GRPOModule, microbatch: TokenBatch) -> tuple[float, dict[str, Tensor]]:
+    """Add the gradients of a microbatch's loss, as `GRPOModule.update` does. Returns the loss, and numbers of tokens, [B, C]."""
     with recomputing(module.policy, module.optim.gradient_checkpointing):
         logprobs, entropy = module.forward_pass(module.policy, microbatch, module.algorithm.entropy.active)
         if microbatch.old_logprobs is None:
             microbatch = replace(microbatch, old_logprobs=logprobs.detach())
-        module.algorithm.loss(logprobs, entropy, microbatch, module.entropy.alpha)[0].backward()
+        loss, logged = module.algorithm.loss(logprobs, entropy, microbatch, module.entropy.alpha)
+        loss.backward()
+    return float(loss.detach()), {"logprobs": logprobs.detach(), **logged}
 
 
 def seconds(probe: Probe) -> float:
@@ -182,6 +184,7 @@ def seconds(probe: Probe) -> float:
     fit = probe.allowance.left(1 / 3) / passes / probe.token_seconds
     count = max(1, int((lengths.cumsum(0) <= fit).sum()))
     some, [optimizer] = probe.tokens.rows(rows[:count]), module.trainer.optimizers
+    probe.sleep()
 
     def learned() -> float:
         """Return the seconds of the gradients of these rows."""
@@ -189,7 +192,7 @@ def seconds(probe: Probe) -> float:
         tokens = objective(probe, some)
         for _ in range(module.algorithm.num_epochs):
             for _, microbatch in module.microbatches(tokens, torch.arange(len(tokens), device=module.device)):
-                backward(probe, microbatch)
+                backward(module, microbatch)
         return time.perf_counter() - begun
 
     try:
