@@ -32,11 +32,11 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Recipe:
-    """A row of the table. gpus, size: GPUs and the GB of each. numbers: the third column."""
+    """A row of the table. gpus, size: GPUs and the GB of each. name: the second column."""
 
     gpus: int
     size: int
-    numbers: str
+    name: str
     command: tuple[str, ...]
 
 
@@ -45,10 +45,10 @@ def recipes() -> list[Recipe]:
     found = []
     for line in (ROOT / "docs" / "recipes.md").read_text().splitlines():
         if "`python train.py experiment=" in line:
-            size, _, numbers, command, *_ = [cell.strip() for cell in line.strip("|").split("|")]
+            size, name, *_ = [cell.strip() for cell in line.strip("|").split("|")]
             *gpus, size = re.findall(r"\d+", size)
-            words = re.search(r"train.py ([^`]*)`", command)[1].split()
-            found.append(Recipe(int(gpus[0]) if gpus else 1, int(size), numbers, tuple(words)))
+            words = re.search(r"train.py ([^`]*)`", line)[1].split()
+            found.append(Recipe(int(gpus[0]) if gpus else 1, int(size), name, tuple(words)))
     return found
 
 
@@ -116,10 +116,18 @@ def peaks(parts: list[Part]) -> dict[str, int]:
     return {phase: sum(p.size or 0 for p in parts if p.phase in ("", phase) and not p.host) for phase in PHASES}
 
 
+def cell(recipe: Recipe, vllm: bool) -> str:
+    """Return the two peaks in GB with an engine, and an r if layers are recomputed; a dash if the recipe names the other one."""
+    if vllm and "engine=transformers" in recipe.command:
+        return "-"
+    parts, again, lacks = parts_of(recipe, vllm)
+    numbers = ", ".join(f"{size / GB:.1f}" for size in peaks(parts).values())
+    return numbers + " r" * again + ", too little for vLLM" * lacks
+
+
 if __name__ == "__main__":
     for recipe in recipes():
-        for vllm in (False, True):
-            parts, again, lacks = parts_of(recipe, vllm)
-            numbers = ", ".join(f"{size / GB:.1f}" for size in peaks(parts).values())
-            print(f"{recipe.gpus} x {recipe.size} GB, {'vllm' if vllm else 'built-in'}: {numbers}", end="")
-            print(", recomputed" * again, ", vLLM LACKS MEMORY" * lacks, *recipe.command, flush=True)
+        gpus = f"{recipe.gpus} x " * (recipe.gpus > 1)
+        numbers = " | ".join(cell(recipe, vllm) for vllm in (False, True))
+        command = f"`python train.py {' '.join(recipe.command)}`"
+        print(f"| {gpus}{recipe.size} GB | {recipe.name} | {numbers} | {command} |", flush=True)

@@ -189,7 +189,7 @@ def test_preflight_knows_what_dynamic_sampling_looks_at(rounds, found):
     plan = SimpleNamespace(plan=SimpleNamespace(group_size=2), selection=Dynamic() if rounds == 2 else Everything())
     plan.task, module = None, SimpleNamespace(policy=None)
     probe = SimpleNamespace(
-        module=module, rollouts=plan, groups=[group], further=[], scores=scores([group]), samples=group
+        module=module, rollouts=plan, groups=[group], further=lambda: (), scores=scores([group]), samples=group
     )
     got = signal(probe)
     assert got.result == found and ("set selection.by=reward" in str(got)) == (rounds == 2)
