@@ -6,6 +6,8 @@ from helpers.runs import learned, rows
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from grpo.training.preflight import allowance, sampling
+
 
 @pytest.fixture
 def device(monkeypatch):
@@ -30,8 +32,10 @@ def test_a_run_from_end_to_end(device, smoke, tmp_path, more, waits):
 
 
 @pytest.mark.slow
-def test_the_preflight(device, smoke, capsys):
-    """Its checks read what they compare, and pass as they do on a CPU."""
+def test_the_preflight(device, smoke, capsys, monkeypatch):
+    """Its checks read what they compare, and pass as they do on a CPU. They have time for all, whatever the machine's speed."""
+    monkeypatch.setattr(allowance, "LEAST", 600.0)
+    monkeypatch.setattr(sampling, "PATIENCE", 600.0)
     learned(smoke("trainer=cpu", "optim.optimizer.fused=false", "preflight=warn", "rollout.num_rollouts=1"))
     verdicts = [line.split()[0] for line in capsys.readouterr().out.splitlines() if ", " in line and " s: " in line]
     assert verdicts.count("PASS") >= 12 and verdicts.count("FAIL") == 1  # a random policy never ends an answer
