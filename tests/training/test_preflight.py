@@ -33,7 +33,7 @@ from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.samples import Samples
 from grpo.training.forecast import Part
 from grpo.training.plan import RunPlan, checkpoint_bytes, duration, plan_of
-from grpo.training.preflight import CHECKS, data, episodes, sampling
+from grpo.training.preflight import CHECKS, data, episodes, learning, sampling
 from grpo.training.preflight import probe as probing
 from grpo.training.preflight.allowance import Allowance
 from grpo.training.preflight.probe import Probe
@@ -574,3 +574,52 @@ def test_a_failure_stops_the_run_with_an_exit_code_of_its_own(smoke, tmp_path, c
     manifest = Run(tmp_path).manifest
     assert manifest["status"] == "failed" and manifest["preflight"]["there is something to learn"]["result"] == "FAIL"
     assert not (tmp_path / "metrics.csv").exists()
+
+
+def test_the_time_of_the_checks_is_a_share_of_the_run():
+    assert Allowance(100).seconds == 3  # nothing is known yet
+    known = Allowance(100, rollout=2.0, update=1.0)
+    assert known.seconds == pytest.approx(15)  # 5 % of 100 x 3 s
+    known.begun -= 9
+    assert known.left(1 / 3) == pytest.approx(2, abs=0.1)
+    known.begun -= 9
+    assert known.left() == 0
+
+
+def test_a_rollout_by_the_seconds_of_two_pieces(probe):
+    """16 prompts. Two took 4 s and six 6 s: each after the first two takes half a second."""
+    few, more = ([[]] * 2, 4.0), ([[]] * 6, 6.0)
+    assert probe.rollout_of([few]) == 32.0
+    assert probe.rollout_of([few, more]) == 4.0 + 0.5 * 14
+    assert probe.rollout_of([few, ([[]] * 6, 3.0)]) == 4.0  # a GPU samples more prompts as quickly
+
+
+def test_without_time_all_checks_compare_a_little_and_pass(probe):
+    short = Probe(*parts_of(probe), allowance=Allowance(80, fixed=0.0))
+    assert failed(short) == set()
+    assert len(short.groups) == 2 and len(short.compared) == len(short.few) == 3
+    assert short.few.ids.shape[1] == 8 and short.few.mask.any(dim=1).all()
+
+
+def test_the_checks_need_no_more_memory_than_an_update(probe, monkeypatch):
+    """At most half of a microbatch goes through the model at once, and layers are recomputed as in an update."""
+    again_, most = [], 96
+    monkeypatch.setattr(probe.module, "at_once", type(probe.module.at_once)(most))
+    monkeypatch.setattr(probe.module, "optim", replace(probe.module.optim, gradient_checkpointing=True))
+    recomputing = learning.recomputing
+    monkeypatch.setattr(learning, "recomputing", lambda model, on: again_.append(on) or recomputing(model, on))
+    longest = int(probe.tokens.attention_mask.sum(1).max())
+    assert probe.few.ids.numel() <= max(most, longest) / 2
+    assert preflight.outcome(CHECKS["the gradient ignores microbatches"], probe).result == "PASS"
+    assert again_ and all(again_)
+
+
+def test_a_check_that_runs_out_of_memory_is_skipped_with_its_line(probe, monkeypatch):
+    def loss(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(type(probe.module.algorithm), "loss", loss)
+    found = preflight.outcome(CHECKS["the gradient ignores microbatches"], probe)
+    assert found.result == "SKIP" and "Tried to allocate 20.00 GiB" in found.compared
+    assert found.remedy.startswith("an update needs more: lower optim.max_tokens_per_microbatch")
+    assert all(p.grad is None for p in probe.module.parameters())
