@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "build" / "carried"
-NEEDED = ["hydra-core>=1.3.2,<1.4", "omegaconf>=2.3,<2.4", "platformdirs"]
+NEEDED = ["hydra-core>=1.3.2,<1.4", "omegaconf>=2.3,<2.4", "platformdirs", "liger-kernel>=0.8,<0.9"]
 WITHOUT_WHEEL = ["antlr4-python3-runtime==4.9.3"]  # the one that Hydra's grammar needs
 TRL = ["trl==1.16.0", "accelerate", "datasets>=4,<6", "dill", "multiprocess"]
 
@@ -23,7 +23,7 @@ def install(*words: str) -> None:
     """Put libraries into the folder. Ends the program if pip cannot."""
     command = [
         sys.executable,
-        *["-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target"],
+        *["-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", "--upgrade", "--target"],
         str(FOLDER),
         *words,
     ]

@@ -13,7 +13,8 @@ of tokens and channel in attention, three times for forward and backward; frozen
 6N is the usual estimate: 6 operations for each parameter and token of all rows; with LoRA 4, and 6 for those of the adapter.
 warm-up: seconds of the first step beyond a later one. compile: torch's own count. One cache serves all processes, so the first
 one of a shape compiles and later ones read. waits: how often the host waited for the device in one update. busy: the share of a
-step in which kernels run. peak and reserved: GB of tensors and of the allocator; forecast: what a run says beforehand.
+step in which kernels run. peak and reserved: GB of tensors and of the allocator; forecast: what a run says beforehand. kernel:
+of layout, attention, head and layers.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from on_gpu.table import completed, line, table
 HERE = Path(__file__).parent
 CARRIED = HERE.parent / "build" / "carried"  # made by benchmarks/carry.py
 VARIANTS = {
-    "update": ("shared_prompt", "recompute", "packed", "padded"),
+    "update": ("shared_prompt", "recompute", "no_liger", "packed", "padded"),
     "rollout": ("builtin", "vllm"),
     "preflight": ("",),
     "trl": ("",),
@@ -51,6 +52,7 @@ ORDER = [  # the most important first
     Job("trl", "", "0.5b"),
     Job("rollout", "vllm", "0.5b"),
     Job("update", "recompute", "1.5b"),
+    Job("update", "no_liger", "1.5b"),
     Job("rollout", "builtin", "1.5b"),
     Job("update", "recompute", "0.6b-65k"),
     Job("trl", "", "1.5b"),
@@ -85,7 +87,9 @@ def chosen(parts: list[str] | None, shapes: list[str] | None) -> list[Job]:
 def environment(cache: str) -> dict[str, str]:
     """Return the environment of the jobs: what is carried where it is missing, no network, and an empty cache of kernels."""
     paths = [str(HERE.parent), str(HERE), *split(os.environ.get("PYTHONPATH", "").replace(os.pathsep, ","))]
-    if CARRIED.exists() and not all(map(find_spec, ("hydra", "omegaconf", "antlr4", "trl", "datasets"))):
+    if CARRIED.exists() and not all(
+        map(find_spec, ("hydra", "omegaconf", "antlr4", "trl", "datasets", "liger_kernel"))
+    ):
         paths.append(str(CARRIED))
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     return os.environ | quiet | {"PYTHONPATH": os.pathsep.join(paths), "TORCHINDUCTOR_CACHE_DIR": cache}

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from statistics import median
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import torch
 from hydra.utils import instantiate
@@ -16,6 +17,7 @@ from grpo.engines.builtin.engine import TransformersEngine
 from grpo.models.policy import with_adapter
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.training.batch import RolloutBatch
+from grpo.training.callbacks.kernels import KernelsCallback
 from grpo.training.forecast import Sizes
 from on_gpu.device import CUDA, DEVICE, DTYPE, NO_GPU, clock, peaks, precision, share_of_peak, waits
 from on_gpu.models import SHAPES, Shape, needed_flops, rule_of_thumb
@@ -23,6 +25,7 @@ from on_gpu.models import SHAPES, Shape, needed_flops, rule_of_thumb
 VARIANTS = {  # settings of train.py
     "shared_prompt": [],
     "recompute": ["optim.gradient_checkpointing=true"],
+    "no_liger": ["model.kernels=none"],
     "packed": ["optim.layout=packed"],
     "padded": ["optim.layout=padded"],
 }
@@ -37,12 +40,10 @@ def update(name: str, variant: str, note: Note, overrides: list[str]) -> None:
     with TemporaryDirectory() as folder:
         shape.config.save_pretrained(folder)
         config = settings(shape, folder, [*VARIANTS[variant], *overrides])
-        step, module = ours(shape, config)
+        step, module, kernels = ours(shape, config)
         seconds = measure(shape, step, module.policy, note)
-        kernel, asked = "/".join(module.layout), config.optim.layout
-        if module.layout[0] != asked:
-            kernel = f"fell back from {asked} to {kernel}"
-        note(kernel=kernel, at_once=module.at_once.most)
+        used = [kernels[part].split()[0] for part in ("layout", "attention", "head", "layers")]
+        note(kernel="/".join(used), kernels=kernels, at_once=module.at_once.most)
         if variant == "shared_prompt":
             note(**profile(partial(step, shape.batch(1 + shape.steps).to(DEVICE)), seconds))
 
@@ -71,22 +72,26 @@ def random_model(config: DictConfig) -> nn.Module:
         return instantiate(config.model).outline()
 
 
-def ours(shape: Shape, config: DictConfig) -> tuple[Step, nn.Module]:
-    """Return our step, and the module that makes it."""
-    module = made(config, random_model(config))
+def ours(shape: Shape, config: DictConfig) -> tuple[Step, nn.Module, dict[str, str]]:
+    """Return our step, the module that makes it, and its kernels, which are chosen in the first step."""
+    module = made(config, random_model(config)).to(DEVICE)
     optimizers, schedules = module.configure_optimizers()
     # stands in for the Trainer, which only returns these
     module.optimizers, module.lr_schedulers = lambda: optimizers[0], lambda: schedules[0]
     module.manual_backward = lambda loss: loss.backward()
+    trainer = SimpleNamespace(precision_plugin=SimpleNamespace(forward_context=precision))
+    kernels = KernelsCallback(config.model.kernels)
     rewards = torch.rand(shape.prompts, shape.group, generator=torch.Generator().manual_seed(0))
 
     def step(batch: TokenBatch) -> None:
+        if not kernels.found:
+            kernels.on_train_start(trainer, module)
         lengths = torch.full(rewards.shape, float(shape.answer))  # only metrics and other algorithms read them
         scores = Scores(rewards, {}, lengths, lengths, torch.zeros(rewards.shape, dtype=torch.bool))
         with precision():
             module.training_step(RolloutBatch(0, tokens=batch, scores=scores), 0)
 
-    return step, module
+    return step, module, kernels.found
 
 
 def measure(shape: Shape, step: Step, policy: nn.Module, note: Note) -> float:
@@ -141,7 +146,7 @@ def profile(step: Callable[[], None], seconds: float) -> dict:
     }
     longest = sorted(kernels, key=kernels.get, reverse=True)[:15]
     busy = sum(kernels.values()) / seconds if CUDA else NO_GPU
-    return {"busy": busy, "kernels": {name: kernels[name] for name in longest}}
+    return {"busy": busy, "longest": {name: kernels[name] for name in longest}}
 
 
 def forecast(name: str, variant: str, note: Note, overrides: list[str]) -> None:
@@ -152,6 +157,6 @@ def forecast(name: str, variant: str, note: Note, overrides: list[str]) -> None:
         config = settings(shape, folder, [*VARIANTS.get(variant, ()), *overrides])
         plan, pretrained = instantiate(config.rollout), instantiate(config.model)
         sizes = Sizes(partial(made, config), pretrained, plan, TransformersEngine(CACHE), lambda: shape.prompt)
-        parts = sizes.parts("bf16-mixed" if CUDA else "32-true", 1)
+        parts = sizes.parts("bf16-mixed" if CUDA else "32-true", 1, device=DEVICE.type)
     held = [part.size for part in parts or () if part.phase in ("", phase) and not part.host]
     note(forecast_gb=sum(held) / 1e9 if held and None not in held else None)

@@ -96,7 +96,7 @@ def test_the_script_for_a_gpu_has_no_slips():
         assert result["status"] == "ok", result
         assert values["preflight_s" if part == "preflight" else "tokens_per_s"] > 0
     assert [(result["part"], result["variant"]) for result in found["results"]] == [
-        *[("update", variant) for variant in ("shared_prompt", "recompute", "packed", "padded")],
+        *[("update", variant) for variant in ("shared_prompt", "recompute", "no_liger", "packed", "padded")],
         *[("rollout", "builtin"), ("rollout", "vllm"), ("preflight", ""), ("trl", "")],
     ]
 

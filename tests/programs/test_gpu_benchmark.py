@@ -49,7 +49,8 @@ def test_the_most_important_part_comes_first():
 
     first = [(job.part, job.variant, job.shape) for job in gpu.chosen(["preflight", "update"], ["tiny", "1.5b"])]
     assert first[:2] == [("update", "shared_prompt", "1.5b"), ("update", "recompute", "1.5b")]
-    assert first[2] == ("preflight", "", "1.5b") and len(first) == 10  # 2 shapes x (4 updates and a preflight)
+    assert first[2:4] == [("update", "no_liger", "1.5b"), ("preflight", "", "1.5b")]
+    assert len(first) == 12  # 2 shapes x (5 updates and a preflight)
     assert {job.shape for job in gpu.chosen(["trl"], None)} == {"0.5b", "1.5b"}
     assert gpu.chosen(None, None) == gpu.ORDER == sorted_by(gpu.ORDER, reversed(gpu.ORDER))
     assert all(job.shape in gpu.SHAPES and job.variant in gpu.VARIANTS[job.part] for job in gpu.ORDER)
@@ -130,7 +131,8 @@ def test_an_update_is_measured():
     update("tiny", "shared_prompt", lambda **values: found.update(json.loads(json.dumps(values))), ["seed=1"])
     assert found.keys() >= {key for key, _, _ in COLUMNS["update"]} - {"forecast_gb"}
     assert found["mfu"] == found["mfu_6n"] == found["waits"] == found["reserved_gb"] == found["busy"] == "no GPU"
-    assert found["kernel"] == "shared_prompt/sdpa" and len(found["steps"]) == 2 and found["kernels"]["aten::mm"] > 0
+    assert found["kernel"] == "shared_prompt/sdpa/torch/transformers" and found["longest"]["aten::mm"] > 0
+    assert len(found["steps"]) == 2 and found["at_once"] == 2048
 
     foreseen = {}
     for variant in ("shared_prompt", "recompute", "builtin"):
