@@ -1,6 +1,7 @@
 """Preflight: each check finds the fault that is planted for it, and no other check does; sound runs pass."""
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from copy import deepcopy
@@ -19,6 +20,7 @@ from grpo.apps.demo_model import SHIPPED
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.scoring import UNKNOWN
+from grpo.env.tokens import Completion
 from grpo.env.types import Reward, SingleTurn, State, Trajectory
 from grpo.evaluation.evaluator import Evaluator
 from grpo.models.logprobs import completion_logprobs
@@ -623,3 +625,16 @@ def test_a_check_that_runs_out_of_memory_is_skipped_with_its_line(probe, monkeyp
     assert found.result == "SKIP" and "Tried to allocate 20.00 GiB" in found.compared
     assert found.remedy.startswith("an update needs more: lower optim.max_tokens_per_microbatch")
     assert all(p.grad is None for p in probe.module.parameters())
+
+
+def test_draws_that_are_too_thin_or_all_equal_are_skipped_with_the_reason(probe, monkeypatch):
+    """100 draws: among 421 tokens alike none is expected five times; one token alone leaves nothing to compare."""
+    monkeypatch.setattr(sampling, "MOST_DRAWS", 100)
+    for ids, share, reason in [
+        (range(100), 1 / 421, "no token of 100 is likely"),
+        ([7] * 100, 1.0, "certain everywhere"),
+    ]:
+        turns = [probing.Turn((5,), Completion((i,), (math.log(share),), "length")) for i in ids]
+        monkeypatch.setattr(probe, "sample", lambda *_, turns=turns, **__: probe.rows_of(turns))
+        found = preflight.outcome(CHECKS["draws follow the probabilities"], probe)
+        assert found.result == "SKIP" and reason in found.compared

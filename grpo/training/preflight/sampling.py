@@ -57,7 +57,8 @@ def draws(probe: Probe) -> Checked:
         observed[largest], expected[largest] = observed[largest] + observed[-1], expected[largest] + expected[-1]
         observed, expected = observed[:-1], expected[:-1]
     if len(observed) < 2:
-        return Checked("SKIP", "the policy is certain everywhere: all draws are equal")
+        thin = f"no token of {len(ids)} is likely enough for {total} draws to tell"
+        return Checked("SKIP", thin if len(ids) > 1 else "the policy is certain everywhere: all draws are equal")
     p_value = chi2.sf(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)
     text = f"{total} draws among {len(ids)} tokens, p = {p_value:.2g}"
     return judged(bool(p_value >= RARE), text, f"the engine draws from another distribution than it reports: {ENGINE}")
