@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from conftest import NIGHTLY, ROOT
+from helpers.costs import BUDGET
 
 PLANTED = {
     "test_one.py": """
@@ -79,6 +80,14 @@ def test_a_room_over_its_budget_fails_the_suite(suite, tmp_path):
     (tmp_path / "conftest.py").write_text("from helpers import costs\n\ncosts.BUDGET['tests'] = 0.001\n")
     process = suite("--budget", "--costs=costs.jsonl", "-k", "computes")
     assert "of 0.001 CPU seconds" in process.communicate()[0] and process.returncode == 1
+
+
+def test_each_room_has_a_budget_and_one_without_fails_the_suite(suite, tmp_path):
+    rooms = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert rooms | {"tests", "commands typed"} == {*BUDGET}
+    (tmp_path / "conftest.py").write_text("from helpers import costs\n\ndel costs.BUDGET['tests']\n")
+    process = suite("--budget", "--costs=costs.jsonl", "-k", "computes")
+    assert "of 0 CPU seconds" in process.communicate()[0] and process.returncode == 1
 
 
 def test_a_suite_that_is_cut_off_says_what_it_ran(suite, tmp_path):

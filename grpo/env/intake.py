@@ -11,7 +11,8 @@ from grpo.system.calls import awaited
 
 def asked_for(function: Any, **offered: Any) -> dict[str, Any]:
     """Return those of the offered arguments that a function names."""
-    return {name: value for name, value in offered.items() if name in signature(function).parameters}
+    named = signature(function).parameters
+    return {name: value for name, value in offered.items() if name in named}
 
 
 def no_tokens(ids: Iterable[Any], size: int) -> list[Any]:

@@ -8,9 +8,9 @@ from typing import Literal, Protocol
 
 from grpo.data.dataset import picked, spread
 from grpo.engines.protocol import Sampling
-from grpo.env.intake import build, close_env, first_state
+from grpo.env.intake import build, close_env, first_state, state_of
 from grpo.env.renderer import Renderer
-from grpo.env.types import Example, SingleTurn, Split, Task
+from grpo.env.types import Example, SingleTurn, Split, State, Task
 from grpo.rollout.types import Limits
 from grpo.system.calls import awaited
 from grpo.system.deadline import deadline
@@ -20,7 +20,7 @@ from grpo.system.ranges import Count, enforced
 log = logging.getLogger(__name__)
 
 START = 600.0  # seconds for one environment to start; a rollout gives it step_timeout
-READ = 20_000  # rows of a split that `most_tokens` reads: a few seconds
+READ = 20_000  # rows of a split that `most_tokens` reads: a third of a millisecond each, or a little more
 
 
 class Played(Protocol):
@@ -30,16 +30,33 @@ class Played(Protocol):
     limits: Limits
 
 
-def asks_once(task: Task, example: Example) -> bool:
-    """Return whether the example's environment is a plain question, the same for every seed, with one answer. One that fails
-    plays no episode."""
+def question_of(task: Task, example: Example) -> State | None:
+    """Return the state with which the example's episode begins if its environment is a plain question, the same for every seed,
+    with one answer; else None. Raises what the environment raises."""
+    envs = [build(task, example, seed, seed) for seed in (0, 1)]
     try:
-        env, other = (build(task, example, seed, seed) for seed in (0, 1))
-        for each in (env, other):
-            awaited(close_env(each))
-    except Exception:
-        return True
-    return isinstance(env, SingleTurn) and isinstance(other, SingleTurn) and env.messages == other.messages
+        plain = all(isinstance(env, SingleTurn) for env in envs) and envs[0].messages == envs[1].messages
+        return state_of(awaited(envs[0].start())) if plain else None
+    finally:
+        for env in envs:
+            awaited(close_env(env))
+
+
+def longest_question(task: Task, examples: Sequence[Example], renderer: Renderer) -> int | None:
+    """Return the tokens of the longest prompt; None if an episode is more than a plain question. An environment that fails plays
+    no episode."""
+    longest = 0
+    for example in examples:
+        try:
+            state = question_of(task, example)
+        except UserError:
+            raise
+        except Exception:
+            continue
+        if state is None:
+            return None
+        longest = max(longest, len(renderer.prompt_ids(state.messages, state.tools)))
+    return longest
 
 
 def prompt_tokens(task: Task, example: Example, renderer: Renderer) -> int:
@@ -112,9 +129,8 @@ class PromptLimit:
         longest = self.max_tokens if given else 0
         for name, rows in {} if given else examples.items():
             task, seen = sources[name][0], spread(rows, READ)
-            if hasattr(task, "looks") or not all(asks_once(task, example) for example in seen):
+            if hasattr(task, "looks") or (most := longest_question(task, seen, renderer)) is None:
                 return None
-            most = max(prompt_tokens(task, example, renderer) for example in seen)
             longest = max(longest, most if len(seen) == len(rows) else 2 * most)
         return longest + answer if longest + answer < (self.context or math.inf) else None
 
