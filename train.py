@@ -65,8 +65,8 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
 
     sizes = Sizes(module, pretrained, plan, engine, lambda: prompt_limit.longest(task, examples["train"], renderer))
     trainer = instantiate(config.trainer)(callbacks=callbacks, logger=[*loggers.values()], needs=sizes.needed)
-    optim = sizes.fitted(optim, trainer)
-    preflight.parts = forecast(sizes, trainer, shown=bool(config.forecast) and first)
+    optim, parts = sizes.fitted(optim, trainer)
+    preflight.parts = forecast(sizes, trainer, parts, shown=bool(config.forecast) and first)
     if config.forecast == "only":
         return None, None
     save_config(config)

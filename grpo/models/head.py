@@ -21,6 +21,11 @@ from grpo.models.token_scores import OfLogits, gradient_of_logits, scores_of_log
 LOGITS_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 23}  # in one product, in float32 four bytes each
 
 
+def logits_at_once(device: str) -> int:
+    """Return how many logits are computed in one product on a type of device."""
+    return LOGITS_AT_ONCE.get(device, 1 << 25)
+
+
 def token_values(
     model: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
@@ -30,7 +35,7 @@ def token_values(
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter
     head, device = model.get_output_embeddings(), hidden.device.type
-    size = max(1, LOGITS_AT_ONCE.get(device, 1 << 25) // model.config.get_text_config().vocab_size)
+    size = max(1, logits_at_once(device) // model.config.get_text_config().vocab_size)
     factor = factor_of(model, hidden.shape[1])
     if factor and is_one_matrix(head):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype

@@ -122,7 +122,12 @@ def gradient_disagreement(model: nn.Module, layout: Layout, kernel: str) -> str:
     """Describe how far a kernel's gradient of a few embedded tokens is from that of sdpa, in the precision of the run. Empty if
     their cosine is at least 0.99."""
     of_sdpa, of_kernel = (embedding_gradient(model, layout, each) for each in ("sdpa", kernel))
-    cosine = float(torch.cosine_similarity(of_sdpa, of_kernel[: len(of_sdpa)], dim=0))
+    return not_parallel(of_sdpa, of_kernel[: len(of_sdpa)])
+
+
+def not_parallel(gradient: Tensor, other: Tensor) -> str:
+    """Describe the angle between two gradients; empty if their cosine is at least 0.99."""
+    cosine = float(torch.cosine_similarity(gradient, other, dim=0))
     return "" if cosine >= 0.99 else f"gradients have a cosine of {cosine:.2g}"
 
 

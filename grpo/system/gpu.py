@@ -8,9 +8,17 @@ from pathlib import Path
 
 import torch
 
+from grpo.system.errors import UserError
+
 NODES = "/dev/nvidia[0-9]*"
 DRIVER = "/proc/driver/nvidia/version"
 NEEDED = {"12": 525, "13": 580}  # the oldest driver by the CUDA version that torch was built for
+
+
+def check_gpu(who: str, cpu: str) -> None:
+    """Raise UserError if there is a GPU that torch cannot use. who: would use it. cpu: the setting that asks for the CPU."""
+    if why := unused_gpu():
+        raise UserError(f"this machine has a GPU that {who} would not use: {why}, or set {cpu}")
 
 
 def unused_gpu() -> str | None:

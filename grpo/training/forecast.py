@@ -96,17 +96,18 @@ class Sizes:
         precision = "bf16-mixed" if sharded and trainer.strategy.mixed else trainer.precision
         return self.parts(precision, trainer.world_size, sharded, trainer.strategy.root_device.type)
 
-    def fitted(self, optim: Optimization, trainer: L.Trainer) -> Optimization:
-        """Return these settings, with gradient_checkpointing chosen if it is None: where an update does not fit without it."""
+    def fitted(self, optim: Optimization, trainer: L.Trainer) -> tuple[Optimization, list[Part] | None]:
+        """Return these settings, with gradient_checkpointing chosen if it is None: where an update does not fit without it. Also
+        returns the parts of memory with them, if choosing has counted these."""
         if optim.gradient_checkpointing is not None:
-            return optim
-        place = trainer.strategy.root_device
-        needed = largest_phase([part for part in self.of_trainer(trainer) or () if not part.host])
+            return optim, None
+        place, parts = trainer.strategy.root_device, self.of_trainer(trainer)
+        needed = largest_phase([part for part in parts or () if not part.host])
         there = memory.total(place) // (trainer.num_devices if place.type == "cpu" else 1)
         again = needed > there and bool(recomputable(self.bare()))
         words = "true" if again else "false", human(needed), human(there)
         log.info("optim.gradient_checkpointing=%s: without it a run takes %s of %s", *words)
-        return replace(optim, gradient_checkpointing=again)
+        return replace(optim, gradient_checkpointing=again), None if again else parts
 
     def bare(self) -> nn.Module:
         """Return the model without memory."""
@@ -119,14 +120,13 @@ class Sizes:
         plan = replace(self.plan, prompts=math.ceil(self.plan.prompts / ranks))
         prompt, cache = self.longest(), partial(in_the_cache, policy.config, dtype)
         one = replace(plan, prompts=1, group_size=1)
-        held = {phase: sum(p.size or 0 for p in parts if p.phase in ("", phase) and not p.host) for phase in PHASES}
         return Room(
             total=total,
             weights=sum(p.numel() for p in policy.parameters()) * dtype.itemsize,
             sequence=known(cache, one, prompt, math.inf) or 0,
             cache=known(cache, plan, prompt, math.inf) or 0,
             may_sleep=not plan.ahead,
-            **held,
+            **in_phases([part for part in parts if not part.host]),
         )
 
     def counted(
@@ -188,17 +188,23 @@ class Sizes:
 
 def largest_phase(parts: Sequence[Part]) -> int:
     """Return the most bytes that these parts take in a phase; unknown ones count as 0."""
-    return max(sum(part.size or 0 for part in parts if part.phase in ("", phase)) for phase in PHASES)
+    return max(in_phases(parts).values())
 
 
-def forecast(sizes: Sizes, trainer: L.Trainer, shown: bool = True) -> list[Part]:
+def in_phases(parts: Sequence[Part]) -> dict[str, int]:
+    """Return the bytes of these parts in each of PHASES; unknown ones count as 0."""
+    return {phase: sum(part.size or 0 for part in parts if part.phase in ("", phase)) for phase in PHASES}
+
+
+def forecast(sizes: Sizes, trainer: L.Trainer, parts: list[Part] | None = None, shown: bool = True) -> list[Part]:
     """Log one line per memory (device, CPU), and a warning if it may be too small. Returns the parts; none if unknown.
 
-    An engine that may choose how much it takes (`fit`) is given what the run leaves. shown: whether to log.
+    An engine that may choose how much it takes (`fit`) is given what the run leaves. parts: if they have been counted. shown:
+    whether to log.
     """
     device, cpu = trainer.strategy.root_device, torch.device("cpu")
     fit = getattr(sizes.engine, "fit", None) if device.type == "cuda" else None
-    parts = sizes.of_trainer(trainer) if shown or fit else []
+    parts = parts or (sizes.of_trainer(trainer) if shown or fit else [])
     if parts and fit:
         held = fit(sizes.room(parts, memory.total(device), trainer.world_size))
         lower = "a lower engine.args.gpu_memory_utilization"
@@ -215,14 +221,13 @@ def forecast(sizes: Sizes, trainer: L.Trainer, shown: bool = True) -> list[Part]
         if not here:
             continue
         now, more = memory.held(place), memory.free(place) // (trainer.num_devices if place == cpu else 1)
-        phases = {phase: [part for part in here if part.phase in ("", phase)] for phase in PHASES}
-        most = {phase: now + sum(part.size or 0 for part in there) for phase, there in phases.items()}
+        most = {phase: now + size for phase, size in in_phases(here).items()}
         table = ", ".join(f"{part.name} {human(part.size)}" for part in [Part("so far", now), *here])
         amounts = map(human, [*most.values(), now + more])
         log.info("memory: %s in an update, %s in a rollout, of %s on %s: %s", *amounts, place, table)
-        for phase, there in phases.items():
-            if most[phase] > now + more:
-                remediable = [part for part in there if part.size and part.remedy]
+        for phase, size in most.items():
+            if size > now + more:
+                remediable = [part for part in here if part.phase in ("", phase) and part.size and part.remedy]
                 largest = sorted(remediable, key=lambda part: part.size, reverse=True)[:3]
                 remedies = dict.fromkeys(part.remedy for part in largest)
                 log.warning("memory: the %s may not fit; what helps most: %s", phase, ", ".join(remedies))

@@ -24,7 +24,7 @@ from grpo.engines.builtin.kv_cache import PREFILL_TOKENS
 from grpo.engines.builtin.sampler import LOGITS_PER_DRAW, Draws
 from grpo.models.critic import states_before
 from grpo.models.gradient_checkpointing import layers_of, recomputing
-from grpo.models.head import LOGITS_AT_ONCE
+from grpo.models.head import LOGITS_AT_ONCE, logits_at_once
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.packed_attention import Packed, attending
 from grpo.models.packing import microbatches
@@ -53,7 +53,7 @@ def known(measure: Callable[..., Any], *arguments: Any) -> Any:
 def cut_as_on(device: str) -> Iterator[None]:
     """Let the head cut its logits as it does on this device, since tensors without memory are the CPU's."""
     before = LOGITS_AT_ONCE["cpu"]
-    LOGITS_AT_ONCE["cpu"] = LOGITS_AT_ONCE.get(device, 1 << 25)
+    LOGITS_AT_ONCE["cpu"] = logits_at_once(device)
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from grpo.system import memory
 from grpo.system.errors import UserError
-from grpo.system.gpu import unused_gpu
+from grpo.system.gpu import check_gpu
 from grpo.system.ranges import Range, Seconds, enforced
 from grpo.training.callbacks.recorder import Recorder
 from grpo.training.callbacks.timing import Timing
@@ -55,8 +55,8 @@ def make_trainer(
     Raises UserError for a missing device, and for a GPU that is there and that torch cannot use.
     """
     memory.settle()
-    if accelerator in ("auto", "cuda", "gpu") and (why := unused_gpu()):
-        raise UserError(f"this machine has a GPU that the run would not use: {why}, or set trainer=cpu")
+    if accelerator in ("auto", "cuda", "gpu"):
+        check_gpu("the run", "trainer=cpu")
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True, "auto": True}
     if not there.get(accelerator, False):
         usable = ", ".join(name for name, is_there in there.items() if is_there)

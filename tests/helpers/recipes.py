@@ -15,7 +15,7 @@ from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.room import Room
 from grpo.models.policy import with_adapter
 from grpo.system import memory
-from grpo.training.forecast import PHASES, Part, Sizes, forecast
+from grpo.training.forecast import Part, Sizes, forecast, in_phases
 from helpers.project import ROOT
 
 SHAPES = {  # class, hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
@@ -106,14 +106,14 @@ def parts_of(recipe: Recipe, vllm: bool) -> tuple[list[Part], bool, bool]:
         )
         sizes = Sizes(module, pretrained, plan, engine, lambda: PROMPT[config.task._target_.split(".")[1]])
         with pretended(recipe.size * GB):
-            optim = sizes.fitted(optim, trainer)
-            parts = forecast(sizes, trainer, shown=False) or sizes.of_trainer(trainer)
+            optim, parts = sizes.fitted(optim, trainer)
+            parts = forecast(sizes, trainer, parts, shown=False) or sizes.of_trainer(trainer)
     return parts, bool(optim.gradient_checkpointing), bool(vllm and engine.lacks)
 
 
 def peaks(parts: list[Part]) -> dict[str, int]:
     """Return the bytes of each phase on the GPU."""
-    return {phase: sum(p.size or 0 for p in parts if p.phase in ("", phase) and not p.host) for phase in PHASES}
+    return in_phases([part for part in parts if not part.host])
 
 
 def cell(recipe: Recipe, vllm: bool) -> str:

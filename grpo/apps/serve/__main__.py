@@ -36,11 +36,10 @@ def device_of(name: str) -> "torch.device":
     and for a GPU that torch cannot use."""
     import torch
 
-    from grpo.system.gpu import unused_gpu
+    from grpo.system.gpu import check_gpu
 
     if name == "auto":
-        if why := unused_gpu():
-            raise UserError(f"this machine has a GPU that the server would not use: {why}, or set device=cpu")
+        check_gpu("the server", "device=cpu")
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         return torch.device(name)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.ops import topk_topp_sampler
 
+from grpo.models.compiled import Compiled
+
 LOW = (1 << 32) - 1
 STEP = 4  # vLLM sets a generator back by so much for a token that it discards, as of a prompt read in pieces
 
@@ -33,7 +35,7 @@ def random_sample(probs: Tensor, generators: Mapping[int, torch.Generator], use_
     keys = torch.tensor([draw_of(generators[row]) for row in rows], pin_memory=on_gpu).to(
         probs.device, non_blocking=True
     )
-    noise = (compiled if on_gpu else exponentials)(keys, probs.shape[1])
+    noise = compiled(keys, probs.shape[1])
     if len(rows) < len(probs):
         every = torch.empty_like(probs).exponential_()
         every[rows] = noise
@@ -78,4 +80,4 @@ def mixed(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-compiled = torch.compile(exponentials, dynamic=True)  # one kernel; compiled at the first call
+compiled = Compiled(exponentials)  # one kernel on a GPU

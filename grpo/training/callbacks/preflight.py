@@ -139,7 +139,7 @@ def outcome(check: Callable[[Probe], Checked], probe: Probe) -> Checked:
         if lacks_memory(error):
             if distributed.world_size() > 1:
                 raise
-            torch.accelerator.empty_cache() if torch.accelerator.is_available() else None
+            torch.cuda.empty_cache()
             remedy = (
                 "an update needs more: lower optim.max_tokens_per_microbatch, or leave the engine less of the device"
             )

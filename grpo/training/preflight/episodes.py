@@ -14,7 +14,7 @@ from grpo.env.tokens import Completion, Turn
 from grpo.env.types import SingleTurn, Step
 from grpo.rollout.rewarding import THREADS
 from grpo.rollout.types import Sample
-from grpo.system.calls import Calls
+from grpo.system.calls import Calls, awaited
 from grpo.system.errors import StopError
 from grpo.training.preflight.probe import Checked, Probe, judged
 
@@ -91,7 +91,7 @@ def is_question(probe: Probe) -> bool:
     try:
         return isinstance(env, SingleTurn)
     finally:
-        close_env(env)
+        awaited(close_env(env))
 
 
 def spelled_out(probe: Probe) -> Checked:

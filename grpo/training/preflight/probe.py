@@ -16,7 +16,7 @@ from grpo.engines.protocol import Sampling
 from grpo.env.scoring import UNKNOWN
 from grpo.env.tokens import Turn
 from grpo.env.types import Example, Trajectory
-from grpo.models.head import LOGITS_AT_ONCE
+from grpo.models.head import logits_at_once
 from grpo.models.logprobs import completion_logprobs
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.rollout.collate import collate, scores
@@ -180,9 +180,7 @@ class Probe:
         """The trainer's log-probabilities and entropies of `compared`, [B, C] each."""
         tokens, begun = self.compared, time.perf_counter()
         values = self.trainer(tokens)
-        passes = (
-            4 * self.module.algorithm.num_epochs
-        )  # one before the updates, and in each epoch forward and backward ones
+        passes = 4 * self.module.algorithm.num_epochs  # one before the updates, in each epoch forward and backward ones
         rollout = len(self.tokens) / len(self.groups) * self.rollouts.plan.prompts
         self.allowance.update = slowest(time.perf_counter() - begun) * passes * rollout / len(tokens)
         return values
@@ -199,7 +197,7 @@ class Probe:
         vocabulary = self.module.policy.config.get_text_config().vocab_size
         fit = self.allowance.left(1 / 2) / PASSES / self.token_seconds
         most = int(min(fit, max(self.module.at_once.most, longest) / 2))
-        logits = LOGITS_AT_ONCE.get(self.module.device.type, 1 << 25) // (2 * vocabulary)
+        logits = logits_at_once(self.module.device.type) // (2 * vocabulary)
         if rows.ids.numel() <= most and rows.mask.numel() <= logits:
             return rows
         count = ROWS if min(most, logits) >= ROWS * SHORT else LEAST_ROWS
