@@ -9,11 +9,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
-from grpo.apps.border import check_values
 from grpo.apps.cli import check_model, given_arguments, keep_secrets, one_line_errors, quiet, run
-from grpo.apps.composing import CONF
-from grpo.apps.resuming import changes, policy_folder, resolved, save_config, saved_config
-from grpo.apps.trust import check_code
+from grpo.config.composing import CONF
+from grpo.config.resuming import changes, policy_folder, resolved, save_config, saved_config
+from grpo.config.trust import check_code
+from grpo.config.validation import check_values
 from grpo.system.errors import UserError
 from grpo.system.files import write_json
 

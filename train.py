@@ -7,7 +7,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from grpo.apps.cli import announced, check_model, check_run, completed, given_arguments, one_line_errors, quiet, run
-from grpo.apps.resuming import check_data, save_config, sized
+from grpo.config.resuming import check_data, save_config, sized
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -22,56 +22,77 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
 
     from grpo.apps.engines import engine_of
     from grpo.models.policy import with_adapter
+    from grpo.preflight.callback import PreflightCallback
+    from grpo.preflight.forecast import Sizes, forecast
     from grpo.rollout.rollouts import Rollouts
     from grpo.runs.manifest import kept
     from grpo.system.stop import Stop
     from grpo.training.callbacks.evaluation import EvaluationCallback
     from grpo.training.callbacks.kernels import KernelsCallback
-    from grpo.training.callbacks.preflight import PreflightCallback
+    from grpo.training.callbacks.recorder import Recorder
     from grpo.training.callbacks.rollout import RolloutCallback
+    from grpo.training.callbacks.timing import Timing
     from grpo.training.callbacks.tokens import Tokens
-    from grpo.training.forecast import Sizes, forecast
     from grpo.training.strategy import shards
 
     quiet()  # again, because importing lightning sets its log levels
     check_run(config, first := L.pytorch.utilities.rank_zero_only.rank == 0, overrides)  # each device runs this file
     L.seed_everything(config.seed, verbose=False)
-    plan, algorithm, evaluator, optim = map(instantiate, (config.rollout, config.algo, config.eval, config.optim))
+    plan = instantiate(config.rollout)
+    algorithm = instantiate(config.algo)
+    evaluator = instantiate(config.eval)
+    optim = instantiate(config.optim)
     algorithm.check(plan.prompts, plan.group_size, plan.ahead, "critic" in config.module)
-    prompt_limit, task, source = map(instantiate, (config.prompt_limit, config.task, config.source))
+    prompt_limit = instantiate(config.prompt_limit)
+    task = instantiate(config.task)
+    source = instantiate(config.source)
     splits = evaluator.loaded(task, trains=source is None)
     pretrained = instantiate(config.model)
     check_model(pretrained, config)
     prompt_limit = prompt_limit.within(pretrained.context(), config.max_tokens)
-    renderer = instantiate(config.renderer)(tokenizer := pretrained.tokenizer(), prompt_limit.kept)
+    tokenizer = pretrained.tokenizer()
+    renderer = instantiate(config.renderer)(tokenizer, prompt_limit.kept)
     examples = {"train": ()} | {name: prompt_limit.fitting(*split, renderer) for name, split in splits.items()}
     source = source and source(pretrained, renderer)
     check_data(config, examples)
     plan = sized(plan, config, len(examples["train"]))
-    sampler = source or instantiate(config.sampler)(
-        examples["train"], plan.prompts, config.get("data_seed", config.seed)
-    )
+    data_seed = config.get("data_seed", config.seed)
+    sampler = source or instantiate(config.sampler)(examples["train"], plan.prompts, data_seed)
     engine = engine_of(config, lambda: prompt_limit.most_tokens(splits, examples, renderer, (plan, evaluator)))
-    loggers, *players = map(instantiate, (config.logger, config.play, config.selection))
-    rollouts = Rollouts(plan, task, sampler, engine, renderer, algorithm, config.output_dir, config.seed, *players)
-    rollout, kernel = RolloutCallback(rollouts, Stop(config.max_time)), KernelsCallback(pretrained.kernels)
+    loggers = [*instantiate(config.logger).values()]
+    play = instantiate(config.play)
+    selection = instantiate(config.selection)
+    folder, seed = config.output_dir, config.seed
+    rollouts = Rollouts(plan, task, sampler, engine, renderer, algorithm, folder, seed, play, selection)
+    rollout = RolloutCallback(rollouts, Stop(config.max_time))
+    kernels = KernelsCallback(pretrained.kernels)
     evaluation = EvaluationCallback(rollout, evaluator, examples)
     preflight = PreflightCallback(config.preflight, rollout, evaluator, examples, tokenizer)
-    callbacks = [rollout, kernel, preflight, Tokens(), evaluation, *completed(instantiate(config.callbacks), tokenizer)]
+    others = completed(instantiate(config.callbacks), tokenizer)
+    callbacks = [
+        Timing(),
+        rollout,
+        kernels,
+        preflight,
+        Tokens(),
+        evaluation,
+        *others,
+        Recorder(),
+    ]  # called in this order
 
     def module(model) -> L.LightningModule:
         policy, make = with_adapter(model, instantiate(config.adapter)), instantiate(config.module)
-        return make(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, config.seed)
+        return make(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, seed)
 
     sizes = Sizes(module, pretrained, plan, engine, lambda: prompt_limit.longest(task, examples["train"], renderer))
-    trainer = instantiate(config.trainer)(callbacks=callbacks, logger=[*loggers.values()], needs=sizes.needed)
+    trainer = instantiate(config.trainer)(callbacks=callbacks, logger=loggers, needs=sizes.needed)
     optim, parts = sizes.fitted(optim, trainer)
     preflight.parts = forecast(sizes, trainer, parts, shown=bool(config.forecast) and first)
     if config.forecast == "only":
         return None, None
     save_config(config)
-    noted = (evaluation.progress, preflight.facts, kernel.facts)
-    with kept(config.output_dir, overrides, config.seed, examples, *noted) as preflight.noted, rollout.stop.during():
+    noted = (evaluation.progress, preflight.facts, kernels.facts)
+    with kept(folder, overrides, seed, examples, *noted) as preflight.noted, rollout.stop.during():
         trainer.fit(module(pretrained.model(mapped=shards(trainer))), rollout.batches, ckpt_path=config.ckpt_path)
     return evaluation.accuracy, rollout.policy
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from grpo.apps.border import check_values, kinds
-from grpo.apps.composing import composed, options
+from grpo.config.composing import composed, options
+from grpo.config.validation import check_values, kinds
 from grpo.system.errors import UserError
 
 WRONG = {

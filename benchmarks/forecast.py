@@ -81,11 +81,11 @@ def measure(folder: str, settings: Sequence[str]) -> dict:
     import pandas as pd
 
     from grpo.apps.cli import quiet
-    from grpo.apps.composing import composed
+    from grpo.config.composing import composed
     from train import train
 
     quiet()
-    lines, log = Lines(), logging.getLogger("grpo.training.forecast")
+    lines, log = Lines(), logging.getLogger("grpo.preflight.forecast")
     log.addHandler(lines)
     log.setLevel(logging.INFO)
     plain = ["rollout.num_rollouts=2", "eval.every=0", "preflight=off", "callbacks=none", "logger=csv", "trainer=cpu"]

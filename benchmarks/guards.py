@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from grpo.apps.cli import quiet
-from grpo.apps.composing import composed
+from grpo.config.composing import composed
 from grpo.runs.runs import Run
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -55,7 +55,7 @@ class Case:
         return max(1, self.rollouts // 4)
 
     def config(self, seed: int, folder: Path):
-        from grpo.apps.composing import composed
+        from grpo.config.composing import composed
 
         values = f"""{self.settings} seed={seed} rollout.num_rollouts={self.rollouts} rollout.prompts={self.prompts}
             rollout.group_size={self.group} max_tokens={self.limit} eval.limit={self.problems} eval.every=0 output_dir={folder}

@@ -219,7 +219,7 @@ def shape(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
 def run_grpo(folder: Path, case: Case, cycles: Cycles) -> None:
     """Run `train` of train.py, with the defaults of its configuration where the case sets nothing."""
     from grpo.apps.cli import quiet
-    from grpo.apps.composing import composed
+    from grpo.config.composing import composed
     from grpo.engines.builtin.engine import TransformersEngine
     from grpo.system import memory
     from grpo.training.module import GRPOModule

@@ -1,19 +1,26 @@
 """Group Relative Policy Optimization of language models. This page is the map of the house.
 
-A room is a folder. A room imports only from the rooms above it (tests/test_rooms.py):
+A room is a folder. A room imports only from the rooms above it (tests/test_rooms.py). A folder in a room is a room of its own:
+its door is the first lines of its __init__.py.
 
     system      errors, processes of a run, seeds, calls of other people's code, memory, files; the dictionary of metrics
     env         messages, environments, tasks, rewards as Protocols; tokens of one turn; tools; the chat template
     data        rows of a dataset; which prompts belong to which rollout
-    rewards     reward functions and how several become one; grading of mathematics; programs in a sandbox
+    rewards     reward functions and how several become one; math/ grades answers, code/ runs programs in a sandbox
     objectives  rewards -> advantages -> loss: pure functions of tensors, an axis each, and the algorithm that joins them
     models      the policy, the frozen reference, log-probabilities, packing, optimizers
-    engines     who samples: built in, vLLM in this process, vLLM servers
+    engines     who samples: builtin/, vllm/ in this process, vllm_server/
     rollout     episodes played side by side, scored, made into tensors
     evaluation  accuracy, pass@k and their like, each with its interval
-    runs        what a run leaves behind, and everything that reads it: tables, comparisons, the report
-    training    the update (a LightningModule) and what happens round it (callbacks)
-    apps        the command line, sweeps, the server, the demo's model
+    runs        what a run leaves behind, and what reads it: tables, comparisons, plots; the bounds of healthy metrics (health.py)
+    report      a run or a sweep as one page
+    training    the update (a LightningModule), checkpoints, devices; callbacks/ have what happens round it, warnings among them
+    preflight   what is known before the first update: the memory forecast, the checks (does any group have a signal?), the plan
+    config      composes, checks and explains configurations; resumed runs; help
+    apps        what all command lines share, the Python API, sweep/, the models of the demo and of the README
+    serve       what speaks HTTP: the server of a policy, dialects/ (APIs of clients), sessions of programs, sources/
+
+A file of this folder is a program: `python -m grpo.launch`. `python -m grpo.serve` and `python -m grpo.report` are rooms.
 
 The core makes the algorithm. The core, in the order in which to read it:
 
@@ -55,8 +62,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo.apps.api import evaluate, load_run, train  # noqa: F401
-
-__path__ += [f"{__path__[0]}/{room}" for room in ("apps", "runs")]  # for their programs: `python -m grpo.serve`, ...
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it where it is, and its import advertises
 

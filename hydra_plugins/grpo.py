@@ -18,10 +18,10 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 
-from grpo.apps.border import check_values
-from grpo.apps.composing import literal
 from grpo.apps.sweep.jobs import Job
 from grpo.apps.sweep.sweep import Sweep, places
+from grpo.config.composing import literal
+from grpo.config.validation import check_values
 from grpo.system.errors import UserError
 
 ASK = 300.0  # seconds for torch to start and to count the GPUs

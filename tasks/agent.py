@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from grpo.data.dataset import Dataset
-from grpo.env.dialects.calls import Answer, Call
 from grpo.env.messages import Message
-from grpo.env.sessions import NoAnswer, sessions
 from grpo.env.tokens import Completion
 from grpo.env.types import Action, Env, Example, Reward, State, Trajectory
 from grpo.rewards.combined import Weights
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask
+from grpo.serve.dialects.calls import Answer, Call
+from grpo.serve.sessions import NoAnswer, sessions
 from grpo.system import child
 from grpo.system.errors import UserError
 from grpo.system.files import strict_json

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from grpo.data.dataset import Dataset, at
 from grpo.env import thoughts
-from grpo.env.dialects.calls import messages_of, text_in
-from grpo.env.dialects.chat import chat_message
+from grpo.env.conversations import chat_message, messages_of, text_in
 from grpo.env.messages import Message, shown
 from grpo.env.tool_parsers import Malformed
 from grpo.env.tools import ToolEnv

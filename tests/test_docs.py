@@ -15,7 +15,7 @@ import yaml
 from conftest import ROOT, compose_config
 from helpers.documents import FENCE, PAGES, blocks, commands, composable
 
-from grpo.apps.composing import options
+from grpo.config.composing import options
 from grpo.system.metrics import metric_table
 
 BY_NAME = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

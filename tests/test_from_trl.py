@@ -12,7 +12,7 @@ from conftest import EXAMPLES, ROOT
 from huggingface_hub.cli import hf
 from huggingface_hub.errors import OfflineModeIsEnabled
 
-from grpo.apps.from_trl import main
+from grpo.from_trl import main
 from grpo.system.errors import UserError
 
 TEXT = from_trl.DATA.read_text()

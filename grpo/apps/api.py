@@ -15,10 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from grpo.apps.cli import announced, explain, quiet
-from grpo.apps.composing import CONF, composed, literal, options
+from grpo.apps.cli import announced, quiet
+from grpo.config.composing import CONF, composed, literal, options
+from grpo.config.explain import explain
+from grpo.config.objects import placed
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
 from grpo.system.settings import flat
@@ -26,12 +26,9 @@ from grpo.system.settings import flat
 if TYPE_CHECKING:  # `import grpo` needs no torch
     from torch import nn
 
-    from grpo.models.pretrained import Pretrained
-
 load_run = Run
 SHORT = {"rewards": "task.rewards", "optimizer": "optim.optimizer", "schedule": "optim.schedule"}
-EMPTY = {"model": "path", "task": "jsonl"}  # options whose place an object takes
-_objects: dict[str, Any] = {}  # the objects of the present call, by key
+PLACEHOLDER = {"model": "path", "task": "jsonl"}  # the option to choose where an object takes the place of a group's
 
 
 class TrainedRun(Run):
@@ -125,12 +122,12 @@ def evaluate(run: Any = None, *, output_dir: str | PathLike | None = None, **set
 
 
 def split(given: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Return the arguments of the command line with these values, and the objects that no argument can name, by key."""
+    """Return the arguments of the command line with these values, and the objects, which cannot be written there, by key."""
     words, objects = [], {}
     for key, value in flat({SHORT.get(name, name): value for name, value in given.items()}).items():
         if not is_plain(value):
             objects[key] = value
-            words += [f"{key}={EMPTY[key]}"] if key in EMPTY else []
+            words += [f"{key}={PLACEHOLDER[key]}"] if key in PLACEHOLDER else []
         elif key == "model" and str(value) not in options("model"):
             words += ["model=path", f"model.path={literal(value)}"]
         elif (CONF / key).is_dir() and value is not None:
@@ -145,37 +142,6 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(is_plain, value))
     return value is None or isinstance(value, bool | int | float | str | PathLike)
-
-
-def placed(config: DictConfig, objects: Mapping[str, Any], new: Mapping[str, Any] | None = None) -> DictConfig:
-    """Return the configuration with a node for each object. new: those that have no node yet; None for all."""
-    _objects.clear()
-    _objects.update(objects)
-    for key, value in (objects if new is None else new).items():
-        if key == "model":
-            config.model._target_ = f"{__name__}.model_given"
-        elif key != "tokenizer":
-            kind = value if hasattr(value, "__qualname__") else type(value)
-            node = {"_target_": f"{__name__}.given", "key": key, "type": f"{kind.__module__}.{kind.__qualname__}"}
-            OmegaConf.update(config, key, node, merge=False, force_add=True)
-    return config
-
-
-def given(key: str, type: str) -> Any:
-    """Return the object that a call of this module was given. Raises UserError in another program, which does not have it."""
-    if key not in _objects:
-        raise UserError(f"{key} was an object of a Python program ({type}): give it again to train or evaluate")
-    return _objects[key]
-
-
-def model_given(path: str, **settings: Any) -> "Pretrained":
-    """Return the model that a call was given; where there is none, or for another path, the model in that folder."""
-    from grpo.models.pretrained import InMemory, Pretrained
-
-    model = _objects.get("model")
-    if model is None or model.name_or_path != path:
-        return Pretrained(path, **settings)
-    return InMemory(path, **settings, given=model, given_tokenizer=_objects["tokenizer"])
 
 
 def save_rows(dataset: Any, folder: Path) -> Path:

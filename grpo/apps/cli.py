@@ -1,44 +1,39 @@
-"""The part that all command lines share: one-line errors for mistakes, quiet libraries, checks before a run."""
+"""Shared by all programs: one-line errors for mistakes, quiet libraries, checks before a run."""
 
 import logging
 import os
-import re
-import shlex
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from grpo.apps.border import check_values
-from grpo.apps.composing import CONF, composed, literal
-from grpo.apps.resuming import (
+from grpo.apps.sweep import sweep
+from grpo.config.composing import composed
+from grpo.config.explain import chain, explain
+from grpo.config.resuming import (
+    add_saved_overrides,
     check_resumed,
     continued,
     folder_of,
     has_checkpoint,
     is_over,
-    key_in,
     resolved,
-    with_those_of_the_run,
 )
-from grpo.apps.sweep import sweep
-from grpo.apps.trust import check_code
+from grpo.config.trust import check_code
+from grpo.config.validation import check_values
 from grpo.env.types import Task
 from grpo.system import witness
-from grpo.system.errors import UserError, lacks_memory
+from grpo.system.errors import UserError
 from grpo.system.files import FULL, write_text
 from grpo.system.secrets import guard_logs, hidden, learn, masked_argument, masked_values
 from grpo.system.settings import flat
@@ -53,13 +48,6 @@ log = logging.getLogger(__name__)
 FULL_ERROR = os.environ.setdefault("GRPO_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "0")) == "1"
 
 TYPED: list[str] = []  # the user's own arguments, without those of a resumed run that `run` puts before them
-
-RENAMED = {
-    "loader": "sampler",
-    "algo.sampling_rounds": "selection=dynamic selection.rounds",
-    "algo.sampling_filter": "selection=dynamic selection.by",
-}
-OWN_REWARD = "task.rewards: the reward of this task is its own: see its keys (--help), or define score (docs/tasks.md)"
 
 
 def given_arguments() -> list[str]:
@@ -83,13 +71,13 @@ def run(main: Callable[[], object], config_name: str) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
     TYPED[:] = sys.argv[1:]
     if config_name == "train":
-        sys.argv[1:] = with_those_of_the_run(sys.argv[1:])
+        sys.argv[1:] = add_saved_overrides(sys.argv[1:])
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
             sys.argv.append("hydra.output_subdir=null")  # the first process writes Hydra's record
     with one_line_errors(config_name), sweep.reported():
         given = get_args_parser().parse_args()
         if given.help:
-            from grpo.apps.help import USAGE, described
+            from grpo.config.help import USAGE, described
 
             print(USAGE, described(config_name, given.overrides), sep="\n\n")
         else:
@@ -116,99 +104,6 @@ def one_line_errors(config_name: str) -> Iterator[None]:
         sys.exit(known.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def explain(error: BaseException, config_name: str, arguments: Sequence[str] = ()) -> str | None:
-    """Return one line that explains a mistake of the user; None for a bug of ours, which needs its traceback.
-
-    arguments: the command line, which says which options of the groups are in use.
-    """
-    causes = list(chain(error))
-    if own := next((cause for cause in causes if isinstance(cause, UserError)), None):
-        return str(own)
-    if missing := next((cause for cause in causes if isinstance(cause, MissingConfigException)), None):
-        group, _, option = (missing.missing_cfg_file or "").rpartition("/")
-        options = ", ".join(option for option in missing.options or () if option != "base")
-        return f"{group} has no option {option!r}; options: {options}" if options else " ".join(str(missing).split())
-    if unread := next((cause.override for cause in causes if isinstance(cause, OverrideParseException)), None):
-        return " ".join(f"{unread}: {_quote(unread)}".split())
-    if lacking := next((str(cause) for cause in causes if lacks_memory(cause)), None):
-        least = "python train.py debug=forecast shows what a run needs, docs/memory.md how to need less"
-        return f"not enough memory: {' '.join(lacking.split())[:200]}; {least}"
-    wanted = isinstance(error, OSError) and (f"hydra.run.dir={error.filename}" in arguments or error.errno in FULL)
-    if wanted or (isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError)):
-        return f"the output folder cannot be written: {error}; set hydra.run.dir=FOLDER"
-    if key := re.search(r"Could not override '([^']+)'", str(error)):
-        if key[1] in ("task.rewards", "task.weights"):
-            return OWN_REWARD
-        near = RENAMED.get(key[1].removesuffix("._target_")) or nearest(key[1], known_keys(config_name, arguments))
-        hint = f"did you mean {near}?" if near else "--help lists them"
-        return f"there is no key {key[1]!r}; {hint} (+{key[1]}=... adds a new key)"
-    if there := re.search(r"An item is already at '([^']+)'", str(error)):
-        return f"there is a key {there[1]} already: leave out the +"
-    if re.search(r"unexpected keyword argument '(rewards|weights)'", str(error)):
-        return OWN_REWARD
-    deleted = re.search(r"Could not delete from config. '([^']+)' does not exist", str(error))
-    if deleted and deleted[1] in known_keys(config_name, arguments):
-        return f"~{deleted[1]}: its value is null, and Hydra deletes no null: give {deleted[1]}=0 ~{deleted[1]}"
-    if "Config group override must be" in str(error):
-        named = [a for a in arguments if (CONF / a.partition("=")[0]).is_dir()]
-        wrong = [a for a in named if not (CONF / f"{a.replace('=', '/')}.yaml").is_file()]
-        return f"{' '.join(wrong)}: a group takes the name of an option, and --help lists them"
-    if isinstance(error, InstantiationException):
-        where = re.search(r"full_key: (\S+)", str(error))
-        reason = f"{where[1]}: {error.__cause__}" if where and error.__cause__ else str(error)
-        lacks = any(isinstance(cause, ModuleNotFoundError) for cause in causes)
-        guess = "is it installed?" if lacks else "a key too many, or a value of the wrong type?"
-        return f"{' '.join(reason.split())} ({guess})"
-    gone = next((a for a in arguments if a.startswith("~") and key_in(a) in re.split(r"\W+", str(error))), None)
-    if gone and not deleted and isinstance(error, (HydraException, OmegaConfBaseException)):
-        return f"{gone}: the run needs {key_in(gone)}: give it another value or option, and --help lists them"
-    if isinstance(error, (HydraException, OmegaConfBaseException)):
-        return " ".join(str(error).split())
-    return None
-
-
-def _quote(argument: str) -> str:
-    """Return what to do about an argument that Hydra's grammar cannot read."""
-    key, given, value = argument.partition("=")
-    if not given or not re.fullmatch(r"[+~]*[\w.@/-]+", key):
-        return "an argument is KEY=VALUE, and --help lists the keys"
-    word = f"{key}={literal(value)}"
-    whole = shlex.quote(word) if re.search(r'["$`!\\]', word) else f'"{word}"'
-    inner = ", or each text in it" if value[:1] in ("[", "{") else ""
-    return f"quote the value{inner}, and the argument for the shell: {whole}"
-
-
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and its causes, outermost first."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def nearest(key: str, known: list[str]) -> str | None:
-    """Return the known key most similar to a mistyped one; None if none is similar.
-
-    Keys of the same group come first. Within a group the last part of the key is compared before the whole key.
-    """
-    group, last = key.partition(".")[0], key.rpartition(".")[2]
-    for names in ([name for name in known if name.startswith(f"{group}.")], known):
-        ends = {name.rpartition(".")[2]: name for name in reversed(names)}
-        if alike := get_close_matches(last, ends, n=1) or get_close_matches(key, names, n=1):
-            return ends.get(alike[0], alike[0])
-    return None
-
-
-def known_keys(config_name: str, arguments: Sequence[str]) -> list[str]:
-    """Return every dotted key of the configuration with the options that the arguments choose."""
-    chosen = [a for a in arguments if (CONF / f"{a.replace('=', '/')}.yaml").is_file()]
-    try:
-        config = composed(config_name, chosen)
-    except HydraException:  # a group of another program
-        config = composed(config_name, [])
-    leaves = [key.split(".") for key in flat(OmegaConf.to_container(config))]
-    return sorted({".".join(names[:depth]) for names in leaves for depth in range(1, len(names) + 1)})
 
 
 def make_task(overrides: Sequence[str], path: str) -> Task:

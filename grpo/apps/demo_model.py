@@ -32,7 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from grpo.apps.composing import composed
+from grpo.config.composing import composed
 from grpo.env.messages import Message
 from grpo.env.types import State
 from grpo.system.errors import UserError

@@ -12,7 +12,6 @@ false, or the reward), the summary has the agreement with them.
 import argparse
 import asyncio
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo.apps.cli import make_task, one_line_errors, quiet
+from grpo.apps.cli import make_task
 from grpo.env.intake import first_state
 from grpo.env.messages import Message
 from grpo.env.types import Action, Example, State, Step, Task, Trajectory
@@ -147,9 +146,3 @@ def main(arguments: Sequence[str]) -> None:
     if given.out:
         given.out.write_text("".join(strict_json(row) + "\n" for row in done), encoding="utf-8")
     print(report(done))
-
-
-if __name__ == "__main__":
-    quiet()
-    with one_line_errors("train"):
-        main(sys.argv[1:])

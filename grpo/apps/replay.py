@@ -11,11 +11,11 @@ from torch import Tensor
 
 from grpo.models.policy import with_adapter
 from grpo.objectives.batch import TokenBatch
+from grpo.preflight.learning import backward
 from grpo.system.errors import UserError
 from grpo.system.loading import not_finite
 from grpo.training.checkpoints import PlainCheckpoints, fault_of
 from grpo.training.module import GRPOModule
-from grpo.training.preflight.learning import backward
 
 SHOWN = 10  # tokens
 

@@ -18,8 +18,8 @@ class Sampler(Protocol):
     """
 
     def draw(self, rollout: int, count: int, first: int = 0) -> list[Example]:
-        """Return `count` examples for a rollout, after the `first` ones that it has got, or all that are left. The answer depends
-        on the state and on these numbers alone, since a rollout may be asked for twice."""
+        """Return `count` examples for a rollout, or all that are left, without the `first` ones, which were drawn for it before.
+        The answer depends on the state and on these numbers alone, since a rollout may be asked for twice."""
 
     def progress(self, rollouts: int) -> dict[str, float]:
         """Return metrics after this many rollouts."""

@@ -170,8 +170,8 @@ class Stage:
 
 def staged(history: History, name: str, stages: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """Stages, one after another: an example weighs 1 in its stage, else 0. name: the column that stages look at. stages: the
-    fields of `Stage`; the last one needs no end. The stage is found anew in each rollout, so one whose rows are forgotten
-    returns."""
+    fields of `Stage`; the last one needs no end. The stage is found anew in each rollout: training goes back to an
+    earlier one if the policy forgets its rows."""
     values = history.column(name)
     for i, given in enumerate(stages):
         stage = Stage(**given)

@@ -18,7 +18,8 @@ class StopTexts:
 
     @cached_property
     def width(self) -> int:
-        """The number of last tokens that certainly hold a text that ends now: a token is a byte or more, or no text."""
+        """The number of last tokens that certainly hold a text that ends now. A token adds a byte or more, or no text at all, as
+        special tokens do, of which there may be eight."""
         return 8 + max(len(text.encode()) for text in self.texts)
 
     def end(self, ids: Sequence[int]) -> bool:

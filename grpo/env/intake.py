@@ -1,4 +1,4 @@
-"""Takes what users' environments and rewards give, and makes our records of it."""
+"""Validates what a user's code returns, and converts it to State, Step and Reward."""
 
 from collections.abc import Iterable
 from inspect import signature

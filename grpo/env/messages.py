@@ -1,6 +1,6 @@
 """The chat protocol: messages, tools and calls of them. Knows nothing of tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
@@ -79,6 +79,13 @@ def shown(value: Any, most: int = 80) -> str:
     """Shortens a value for an error message."""
     text = repr(value)
     return text if len(text) <= most else text[:most] + "..."
+
+
+def cut(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
+    """Return a text before the first stop text in it, and that stop text; the whole text and None if it has none."""
+    places = [(text.index(word), word) for word in stop if word in text]
+    place, word = min(places, default=(len(text), None), key=lambda one: one[0])
+    return text[:place], word
 
 
 def message_of(given: Any) -> Message:

@@ -12,14 +12,13 @@ from typing import Any, Literal, Protocol, Self
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.env.dialects.calls import cut
 from grpo.env.intake import no_tokens
-from grpo.env.messages import Message, MessageLike, ToolCall, ToolSpec, message_of, shown
+from grpo.env.messages import Message, MessageLike, ToolCall, ToolSpec, cut, message_of, shown
 from grpo.env.thoughts import CLOSED, OPENED, WAYS, Manner, Tags, Written, as_it_is, in_channels, oddity, tags_of
 from grpo.env.tokens import Turn
 from grpo.env.tool_forms import FORMS, message_of_text
 from grpo.env.types import State, Step
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, one_line
 from grpo.system.ranges import enforced
 
 FormName = Literal[  # of tool_forms.FORMS
@@ -155,7 +154,7 @@ class TokenizerRenderer:
             )
         except Exception as error:  # a template may raise anything
             roles = ", ".join(message["role"] for message in messages[:8]) + ", ..." * (len(messages) > 8)
-            reason = f"a conversation of {roles}: {' '.join(str(error).split())}"
+            reason = f"a conversation of {roles}: {one_line(error)}"
             fix = "ask in another way (task.prompt) or set model.chat_template"
             raise UserError(f"the chat template refuses {reason}; {fix}") from error
 

@@ -24,8 +24,10 @@ def scores_groups(task: Task) -> bool:
 def score_group(
     task: Task, example: Example, trajectories: Sequence[Trajectory], envs: Sequence[Any] = ()
 ) -> list[Reward]:
-    """A task's rewards for samples of one example, by `score_group`, one after the other by `score`, or those that the
-    environments gave. envs: the environments, for a method that names them. Raises RewardError where that is no `Reward`."""
+    """Return the rewards of one example's samples: those of `task.score_group`, else of `task.score`, else of the environments.
+
+    envs: the environments, for a method that names them. Raises RewardError if a method returns no `Reward`.
+    """
     envs = envs or [None] * len(trajectories)
     if not scores_groups(task):
         pairs = zip(trajectories, envs, strict=True)

@@ -99,8 +99,8 @@ class Row:
 
 
 def rows_of_turns(turns: Sequence[Turn]) -> list[Row]:
-    """The turns of one episode, oldest first, as few rows as show the model what the policy saw: a turn joins the latest row
-    with all of which its prompt begins. Every sampled token is in one row, once."""
+    """Return the fewest rows in which every sampled token, once, follows the tokens that it was sampled after. turns: of one
+    episode, oldest first. A turn joins the latest row with all of which its prompt begins."""
     found: list[Row] = []
     for number, turn in enumerate(turns):
         for i in reversed(range(len(found))):

@@ -16,7 +16,7 @@ Split = Literal["train", "validation", "test"]
 # of grading; the last two leave the answer ungraded
 Outcome = Literal["right", "wrong", "no_answer", "timeout", "error"]
 
-# How an episode ended: the environment was content; the limit of turns came first; the limit of tokens did, of one answer or of
+# How an episode ended: the environment ended it; the limit of turns came first; the limit of tokens did, of one answer or of
 # the model's context; the environment raised; or took too long. In the last two there is no reward, it never becomes a 0.
 End = Literal["answered", "out_of_turns", "truncated", "env_error", "env_timeout"]
 
@@ -118,8 +118,7 @@ class Claim:
 
 
 class StateLike(Protocol):
-    """Messages may be dicts in the form of chat templates, too. With `tools` (`ToolSpec`s, or dicts in that form) the policy may
-    call them."""
+    """Messages may be dicts in the form of chat templates, too. With `tools`, `ToolSpec`s or dicts, the policy may call them."""
 
     @property
     def messages(self) -> Sequence[MessageLike | Mapping[str, Any]]:
@@ -178,8 +177,7 @@ class Task(EnvBuilder, RewardModel, Protocol):
     """A dataset, the environment that poses each row of it, and the reward for what comes back: `score`, or `score_group`, which
     compares the samples of an example: `score_group(example, trajectories) -> Sequence[RewardLike]`, one for each, in order. If a
     class defines one and inherits the other, its own is used. With neither, environments give the rewards. A method
-    `claims(example, trajectory) -> Claim | None` is optional, and for evaluations: None where answers are nothing that the task
-    reads."""
+    `claims(example, trajectory) -> Claim | None` is optional, and for evaluations: None where the task reads no answer."""
 
     def examples(self, split: Split) -> Sequence[Example]:
         """The rows of a split, read once and cheap to index. Raises UserError where there are none."""

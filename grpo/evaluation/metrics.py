@@ -21,7 +21,7 @@ from grpo.rollout.rewarding import THREADS
 from grpo.rollout.samples_table import golds
 from grpo.rollout.types import TIMEOUT, Group, Sample
 from grpo.system.calls import Calls
-from grpo.system.errors import told
+from grpo.system.errors import error_line
 from grpo.system.metrics import about, name_of_part
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
             claim = await calls.run(object(), TIMEOUT, claims, sample.example, sample.trajectory)
         found: dict[str, Any] = values_of(sample.example, by)
         if isinstance(claim, BaseException):  # the user's code failed or hangs; the evaluation works without it
-            failures.append(told(claim))
+            failures.append(error_line(claim))
         elif claim:
             found["answer"] = claim.answer
             if sample.reward.known and claim.lenient is not None:
@@ -149,7 +149,11 @@ def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
 
 def powers(n: int) -> list[int]:
     """Return the k of pass@k: 2, 4, 8 ... below n, and n. For k = 1, pass@k is accuracy."""
-    return sorted({2**i for i in range(1, n.bit_length()) if 2**i < n} | ({n} if n > 1 else set()))
+    found, k = [], 2
+    while k < n:
+        found.append(k)
+        k *= 2
+    return [*found, n] if n > 1 else found
 
 
 def averaged(samples: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:

@@ -63,15 +63,15 @@ def logprobs_and_states(
     layout: Layout = "padded",
     kernel: str = "sdpa",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `completion_logprobs` does, and the hidden states of the same pass that `states_before` describes."""
-    with given_to_the_head(model) as found:
+    """Return what `completion_logprobs` does, and the hidden states of the same pass that `states_before` describes, [n, H]."""
+    with captured_hidden_states(model) as found:
         logprobs, entropy = completion_logprobs(model, batch, temperature, entropy_gradient, layout, kernel)
     return logprobs, entropy, found[0][:, :-1][batch.mask] if layout == "padded" else torch.cat(found)
 
 
 @contextmanager
-def given_to_the_head(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Collect the inputs of a language model's head in a `with` block."""
+def captured_hidden_states(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect the inputs of a language model's head, [..., H] each, in a `with` block."""
     found: list[Tensor] = []
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, given: found.append(given[0]))
     try:

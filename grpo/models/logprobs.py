@@ -45,7 +45,7 @@ def completion_logprobs(
 
 
 def padded(model: nn.Module, batch: TokenBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Return the values of `completion_logprobs` in the padded layout, before the mask."""
+    """Return the values of `completion_logprobs` in the padded layout, before the mask, [B, C] each."""
     width = batch.completion_width
     positions = (batch.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
     # the last prompt token predicts the first completion token. A tensor gives contiguous rows; with a slice, a CPU copies a

@@ -35,7 +35,7 @@ class AttentionPlan(Protocol):
 
 
 def by_plan(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs):
-    """An attention function for transformers. Raises ValueError if the model needs more than a plan supports."""
+    """An attention function for transformers, with the shapes of `attend`. Raises ValueError for what a plan does not support."""
     unknown = [name for name in UNPLANNED if kwargs.get(name) is not None]
     if unknown or kwargs.get("plan") is None:
         raise ValueError(f"attention by plan: {', '.join(unknown) or 'no plan came through the model'}")

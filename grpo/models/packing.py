@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 def in_microbatches(
     batch: TokenBatch, rows: Tensor, layout: Layout, max_tokens: int
 ) -> list[tuple[Tensor, TokenBatch]]:
-    """Return the microbatches of these rows: the rows' indices, on their device, and the rows.
+    """Return the microbatches of these rows: the indices, [b], on their device, and the rows. rows: their indices, [n].
 
     The host waits for the device here and not between microbatches: it packs one while the device works on those before.
     """
@@ -46,8 +46,8 @@ def with_host(batch: TokenBatch) -> TokenBatch:
 
 
 def microbatches(batch: TokenBatch, layout: Layout, max_tokens: int) -> list[Tensor]:
-    """Return the rows' indices, in the host's memory, in pieces of at most `max_tokens` seen tokens, longest first, equal prompts
-    together.
+    """Return the rows' indices, [b] each, in the host's memory, in pieces of at most `max_tokens` seen tokens: longest first,
+    equal prompts together.
 
     A longer row is a piece of its own.
     """
@@ -126,14 +126,14 @@ def gradient_disagreement(model: nn.Module, layout: Layout, kernel: str) -> str:
 
 
 def not_parallel(gradient: Tensor, other: Tensor) -> str:
-    """Describe the angle between two gradients; empty if their cosine is at least 0.99."""
+    """Describe the angle between two gradients, [n] each; empty if their cosine is at least 0.99."""
     cosine = float(torch.cosine_similarity(gradient, other, dim=0))
     return "" if cosine >= 0.99 else f"gradients have a cosine of {cosine:.2g}"
 
 
 def embedding_gradient(model: nn.Module, layout: Layout, kernel: str) -> Tensor:
-    """Return the gradient of a few tokens' log-probabilities with respect to the embedded tokens, flattened. No parameter gets a
-    gradient."""
+    """Return the gradient of a few tokens' log-probabilities with respect to the embedded tokens, flattened, [n]. No parameter
+    gets a gradient."""
     embedded: list[Tensor] = []
 
     def leaf(_module: nn.Module, _given: object, states: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class Product(torch.autograd.Function):
 
 
 def in_8_bits(weight: Tensor) -> dict[str, Tensor]:
-    """Return the codes and the scales of a matrix, each row scaled to -127 to 127."""
+    """Return the codes, [out, in], and the scales, [out, 1], of a matrix, each row scaled to -127 to 127."""
     scale = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 127
     return {"weight": (weight / scale).round().to(torch.int8), "scale": scale}
 

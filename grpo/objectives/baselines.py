@@ -1,5 +1,5 @@
 """More advantage estimators, each a function of one paper. advantage.py has the first ones, and says what an estimator gets and
-returns."""
+returns. Rewards, lengths in tokens, and advantages are [N, G]: N prompts with G samples each."""
 
 from collections.abc import Mapping
 

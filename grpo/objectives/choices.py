@@ -33,7 +33,7 @@ def chosen_tokens(choice: Callable[..., Tensor], tokens: TokenBatch, rng: torch.
 
 
 def top_entropy(entropy: Tensor, share: SomeShare) -> Tensor:
-    """The tokens of highest entropy, this share of all: there the policy decides (arXiv 2506.01939)."""
+    """The tokens of highest entropy, [n]: this share of all. There the policy decides (arXiv 2506.01939)."""
     threshold = float(np.quantile(entropy.double().numpy(), 1 - share)) if len(entropy) else 0.0
     return entropy >= threshold
 

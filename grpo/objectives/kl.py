@@ -20,12 +20,12 @@ def k1(logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
-    """(log rho)^2 / 2: biased, never negative."""
+    """(log rho)^2 / 2: biased, never negative. [B, C]."""
     return (logprobs - target_logprobs).square() / 2
 
 
 def k3(logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
-    """rho - 1 - log rho: unbiased, never negative, exactly 0 where the two agree."""
+    """rho - 1 - log rho: unbiased, never negative, exactly 0 where the two agree. [B, C]."""
     log_rho = target_logprobs - logprobs
     return log_rho.expm1() - log_rho
 

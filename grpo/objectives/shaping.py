@@ -18,8 +18,7 @@ from grpo.system.errors import UserError
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, share: float) -> Tensor:
-    """DAPO's soft punishment (arXiv 2503.14476, eq. 13): 0 up to L_max - L_c, then falling linearly to -1 at L_max; L_c = share x
-    L_max. lengths: any shape."""
+    """DAPO's soft punishment (arXiv 2503.14476, eq. 13): 0 to L_max - L_c, then linearly to -1 at L_max, L_c = share x L_max."""
     cache = share * max_tokens
     return -((lengths - (max_tokens - cache)) / cache).clamp(0.0, 1.0)
 

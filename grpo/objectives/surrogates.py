@@ -1,5 +1,5 @@
 """More surrogates, each a function of one paper, and a correction. loss.py and importance.py have the first ones, and say what a
-surrogate and a correction get and return."""
+surrogate and a correction get and return: tensors of tokens, [B, C] each."""
 
 from typing import Annotated, Literal
 

@@ -1,7 +1,8 @@
 """Advantage estimators that see turns, tokens and examples. advantage.py says what an estimator gets and returns.
 
 N prompts, G samples of each, K turns of the longest sample; B rows, C completion tokens. steps: [N, G, K], the reward of each
-turn. They add up to the sample's reward, and are NaN where it has no such turn.
+turn. They add up to the sample's reward, and are NaN where it has no such turn. rewards: [N, G]. Advantages: [N, G] or
+[N, G, K].
 """
 
 from collections import defaultdict

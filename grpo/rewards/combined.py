@@ -23,7 +23,7 @@ from grpo.env.scoring import LARGEST
 from grpo.env.types import Action, Env, Example, Reward, State, Step, Trajectory
 from grpo.rewards.resolve import Function, Functions, locate, module_of, reward_name
 from grpo.system.calls import Calls, awaited
-from grpo.system.errors import RewardError, UserError, told
+from grpo.system.errors import RewardError, UserError, error_line
 from grpo.system.global_state import put_back
 from grpo.system.progress import Progress, progress, scheduled
 from grpo.system.witness import seen
@@ -185,13 +185,13 @@ class Rewards:
 def _checked(name: str, values: Any, count: int) -> list[float | Reward | None]:
     function = f"the reward function {name!r}"
     if isinstance(values, BaseException):
-        raise RewardError(f"{function} raised {told(values)}") from values
+        raise RewardError(f"{function} raised {error_line(values)}") from values
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping, Set)):
         raise RewardError(f"{function} gave {type(values).__name__}, not a list of {count} values")
     try:  # a generator may have no end
         values = list(values if isinstance(values, Sized) else islice(values, count + 1))
     except Exception as error:
-        raise RewardError(f"{function} raised {told(error)}") from error
+        raise RewardError(f"{function} raised {error_line(error)}") from error
     if len(values) != count:
         raise RewardError(f"{function} gave {len(values)} values for {count} completions")
     for sample, value in enumerate(values):

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, one_line
 from grpo.system.loading import STRICT, fully_loaded
 
 
@@ -34,7 +34,7 @@ class Classifier:
             named = AutoTokenizer.from_pretrained(tokenizer or path, **sides)
             loaded = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, **STRICT)
         except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             raise UserError(f"the reward model {path} is neither a folder with one nor on the hub: {reason}") from error
         model = fully_loaded(f"the reward model {path}", loaded)
         self.pipe = pipeline("text-classification", model, tokenizer=named, device=device, batch_size=max_rows)

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 
 from grpo.engines.protocol import Engine
+from grpo.rollout.plain import Tensors, to_plain
 from grpo.rollout.rollouts import Rollout, Rollouts
 from grpo.system.errors import UserError
-from grpo.system.plain import Tensors, to_plain
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,11 @@ NOTHING = Row((0,), (0,), (-1,), (0.0,))  # a rank needs a row even if all its e
 
 
 def collate(groups: Sequence[Group], first: Sequence[int] = ()) -> TokenBatch:
-    """Return the rows of all samples, in order. first: the index in the rollout of each group's first sample; none: these groups
-    are the rollout."""
+    """Return the rows of all samples, in order. first: the index in the rollout of each group's first one; none: all are here."""
     first = first or list(accumulate(map(len, groups), initial=0))
-    samples = [numbered for start, group in zip(first, groups, strict=False) for numbered in enumerate(group, start)]
+    samples: list[tuple[int, Sample]] = []  # each with its index in the rollout
+    for start, group in zip(first, groups, strict=False):
+        samples += enumerate(group, start)
     owned = [(s, sample, row) for s, sample in samples for row in rows_of_turns(sample.turns)]
     owned = owned or [(first[0], None, NOTHING)]
     prompt_width = max(len(row.prompt_ids) for *_, row in owned)
@@ -56,8 +57,9 @@ def scores(groups: Sequence[Group]) -> Scores:
 
     def step(k: int) -> Tensor:
         def value(sample: Sample) -> float:
-            later = sample.trajectory.steps[k + 1 :]
-            return later[0].state.reward if later else 0.0 if k < len(sample.turns) else torch.nan
+            if k + 1 < len(sample.trajectory.steps):
+                return sample.trajectory.steps[k + 1].state.reward
+            return 0.0 if k < len(sample.turns) else torch.nan
 
         return tensor(value)
 

@@ -14,7 +14,7 @@ from grpo.system.progress import Progress, progress
 if TYPE_CHECKING:
     from grpo.rollout.rollouts import Rollouts
 
-GREEDY = 1 << 30  # used instead of the sample for the seeds of greedy answers
+GREEDY_SAMPLE = 1 << 30  # the number of a sample that seeds a greedy answer; no real sample has it
 
 
 class Selection(Protocol):
@@ -34,7 +34,8 @@ class Everything:
 
 
 class Draw:
-    """The means by which a selection makes rollout r. played: all groups so far; rounds: how often prompts were drawn."""
+    """Makes rollout r for a selection: draws prompts and plays them. played: all groups so far; rounds: how often prompts were
+    drawn."""
 
     def __init__(self, rollouts: "Rollouts", r: int) -> None:
         self.rollouts, self.r = rollouts, r
@@ -75,7 +76,8 @@ class Draw:
 
     def greedy(self, groups: Sequence[Group]) -> list[Group]:
         """Return a group of one greedy answer to each group's prompt. They are not among the played ones."""
-        return self._round([group[0].example for group in groups], range(len(groups)), 1, GREEDY, temperature=0.0)
+        examples = [group[0].example for group in groups]
+        return self._round(examples, range(len(groups)), 1, GREEDY_SAMPLE, temperature=0.0)
 
     def _round(
         self, examples: Sequence[Example], places: Sequence[int], size: int, skip: int = 0, **sampling

@@ -7,7 +7,7 @@ from typing import Any
 from grpo.env.intake import build, close_env, next_of, reward_of, state_of
 from grpo.env.types import Action, Env, Example, Reward, State, Task
 from grpo.system.calls import Calls, awaited
-from grpo.system.errors import told
+from grpo.system.errors import error_line
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Environment:
         if hasattr(self.env, "close"):
             failed = await self.calls.run(self.place, self.timeout, close_env, self.env)
             if isinstance(failed, BaseException):
-                log.warning("an environment could not be closed: %s", told(failed))
+                log.warning("an environment could not be closed: %s", error_line(failed))
 
     async def _call(self, function: Callable[..., Any], read: Callable[[Any], Next], *args: Any) -> Next:
         given = await self.calls.run(self.place, self.timeout, function, *args)

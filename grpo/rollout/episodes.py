@@ -19,7 +19,7 @@ from grpo.rollout.rewarding import UNKNOWN, Scorer
 from grpo.rollout.types import Group, Limits, Sample
 from grpo.system import distributed
 from grpo.system.calls import Calls
-from grpo.system.errors import RewardError, RolloutError, UserError, told
+from grpo.system.errors import RewardError, RolloutError, UserError, error_line
 
 THREADS = 64  # threads for environments
 ENVIRONMENT = 1 << 31  # used instead of the turn for the seed of the environment itself
@@ -68,7 +68,7 @@ async def episode(
 
     def failed(error: BaseException, last: State | None = None) -> Episode:
         end = "env_timeout" if isinstance(error, TimeoutError) else "env_error"
-        return Trajectory(tuple(steps), end, last, told(error)), tuple(turns)
+        return Trajectory(tuple(steps), end, last, error_line(error)), tuple(turns)
 
     cut_short = False
     state = await env.start(task, example, seed(s, ENVIRONMENT), seed(ENVIRONMENT, ENVIRONMENT))
@@ -112,7 +112,7 @@ def play(
 
     seed: from (index of the example, index of the sample, turn) to the seed of a completion; the turn ENVIRONMENT gives the
     environment's seed. Every rank plays its share of the examples. Returns a group for every example, in order, on every rank.
-    Raises RolloutError, with the groups as far as they were played, if a reward or every environment fails.
+    Raises RolloutError, with the groups that are finished, if a reward or every environment fails.
     """
     limits = limits or Limits()
     mine = distributed.share(len(examples))

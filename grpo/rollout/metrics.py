@@ -17,7 +17,11 @@ if TYPE_CHECKING:  # reading old runs must not import torch
 def rectangle(groups: Sequence[Group], value: Callable[[Sample], float], missing: float) -> list[list[float]]:
     """Return a number of each sample, N rows of G; `missing` where a group has fewer samples than the largest."""
     size = max(map(len, groups), default=0)
-    return [[*(float(value(sample)) for sample in group), *[missing] * (size - len(group))] for group in groups]
+    rows = []
+    for group in groups:
+        row = [float(value(sample)) for sample in group]
+        rows.append(row + [missing] * (size - len(row)))
+    return rows
 
 
 def rollout_metrics(groups: Sequence[Group], scored: "Scores") -> dict[str, float]:

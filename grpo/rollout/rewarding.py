@@ -4,13 +4,12 @@ import asyncio
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import chain
 from typing import Any
 
 from grpo.env.scoring import UNKNOWN, place_of, score_group, scores_groups
 from grpo.env.types import Example, Reward, Task, Trajectory
 from grpo.system.calls import Calls
-from grpo.system.errors import RewardError, told
+from grpo.system.errors import RewardError, error_line
 
 THREADS = 16
 TIMED_OUT = Reward(math.nan, False, outcome="timeout")
@@ -38,17 +37,18 @@ class Scorer:
         envs = envs or [None] * len(trajectories)
         alone = [([trajectory], [env]) for trajectory, env in zip(trajectories, envs, strict=True)]
         asked = [(trajectories, envs)] if together else alone
-        each = await asyncio.gather(*(self.call(example, *some) for some in asked))
-        failed = {place: given for place, given in enumerate(each) if isinstance(given, RewardError)}
-        given = [[UNKNOWN] * len(some) if place in failed else each[place] for place, (some, _) in enumerate(asked)]
-        failure = None
-        if failed:
-            place, failure = next(iter(failed.items()))
-            if not together:
-                failure.sample = place
-            elif failure.sample is None:
-                failure.sample = await self.culprit(example, alone)
-        return list(chain.from_iterable(given)), failure
+        answers = await asyncio.gather(*(self.call(example, *some) for some in asked))
+        rewards, failure = [], None
+        for place, ((some, _), answer) in enumerate(zip(asked, answers, strict=True)):
+            failed = isinstance(answer, RewardError)
+            rewards += [UNKNOWN] * len(some) if failed else answer
+            if failed and failure is None:
+                failure, first = answer, place
+        if failure and not together:
+            failure.sample = first
+        elif failure and failure.sample is None:
+            failure.sample = await self.culprit(example, alone)
+        return rewards, failure
 
     async def call(
         self, example: Example, trajectories: Sequence[Trajectory], envs: Sequence[Any]
@@ -63,7 +63,7 @@ class Scorer:
             never = f"did not return within {self.timeout:g} s in any of {self.hung} calls"
             return RewardError(f"{place_of(self.task)} {never}: fix it, or raise score_timeout")
         if isinstance(given, BaseException) and not isinstance(given, RewardError):
-            error = RewardError(f"{place_of(self.task)} raised {told(given)}")
+            error = RewardError(f"{place_of(self.task)} raised {error_line(given)}")
             error.__cause__ = given
             return error
         self.answered = True

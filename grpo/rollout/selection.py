@@ -151,7 +151,8 @@ class Fewer(Outer):
         }[self.by]
         order = sorted((i for i in range(len(group)) if rewards[i] == rewards[i]), key=worth, reverse=True)
         best = math.ceil(self.keep / 2) if self.by == "extremes" else self.keep
-        kept = order if len(order) <= self.keep else order[:best] + order[len(order) - (self.keep - best) :]
+        worst = self.keep - best  # it may be 0
+        kept = order if len(order) <= self.keep else order[:best] + order[len(order) - worst :]
         return [group[i] for i in sorted(kept)] or group
 
 

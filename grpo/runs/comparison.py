@@ -69,7 +69,10 @@ def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -
         raise UserError("the runs have no problem in common: compare evaluations of the same task, split and rows")
 
     letters = dict(zip(LETTERS, measured, strict=False))
-    asked = {letter: len(set().union(*(table.index for table in measured[name]))) for letter, name in letters.items()}
+    asked = {}  # by letter: how many problems any of its runs has
+    for letter, name in letters.items():
+        problems = [problem for table in measured[name] for problem in table.index]
+        asked[letter] = len(set(problems))
     described = {letter: {"name": name, "runs": len(measured[name])} for letter, name in letters.items()}
     comparisons: list[dict[str, Any]] = []
     for metric in VERDICTS:
@@ -80,7 +83,10 @@ def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -
         for letter, arm in scores.items():
             described[letter] |= as_json({metric: arm_interval(arm)})
         (first, a), *others = scores.items()
-        found = [compare_arms(a, b) if max(len(a), len(b)) > 1 else paired(a[0], b[0]) for _, b in others]
+        found = []
+        for _, b in others:
+            several = max(len(a), len(b)) > 1  # runs
+            found.append(compare_arms(a, b) if several else paired(a[0], b[0]))
         adjusted = holm([one.p_value for one in found])
         for (other, _), one, p_holm in zip(others, found, adjusted, strict=True):
             row = {"metric": f"eval/{metric}", "arm": other, "against": first, **one._asdict()}

@@ -21,7 +21,7 @@ from grpo.data.dataset import fingerprint_of_all
 from grpo.env.types import Example
 from grpo.runs.provenance import git, keep_code
 from grpo.runs.runs import Run
-from grpo.system.errors import StopError
+from grpo.system.errors import StopError, one_line
 from grpo.system.files import surviving, write_json
 from grpo.system.secrets import hidden, masked_argument
 
@@ -82,7 +82,7 @@ def ending(error: BaseException | None) -> dict[str, Any]:
 
 def in_a_line(error: BaseException) -> str:
     """Return the type and the message of an exception as one line."""
-    return hidden(" ".join(f"{type(error).__name__}: {error}".split()))
+    return hidden(one_line(f"{type(error).__name__}: {error}"))
 
 
 @contextmanager

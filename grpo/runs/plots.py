@@ -1,12 +1,8 @@
-"""Figures of the metrics of runs, the same in notebooks and on the command line. Needs the extra `plot` (matplotlib).
-
-    python -m grpo.plots RUN_OR_SWEEP ... --metrics eval/accuracy rollout/length --out curve.png
+"""Figures of the metrics of runs, the same in notebooks and in `python -m grpo.plots`. Needs the extra `plot` (matplotlib).
 
 A function draws on the axes that it gets. The colours are those of Okabe and Ito, which colour-blind people can distinguish.
 """
 
-import argparse
-import sys
 from collections.abc import Iterable, Sequence
 
 import matplotlib.pyplot as plt
@@ -14,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from grpo.runs.runs import Run, band, load
+from grpo.runs.runs import Run, band
 from grpo.system.errors import UserError
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -89,17 +85,3 @@ def stack(table: pd.DataFrame, axes: Axes, **labels) -> None:
     axes.stackplot(table.index, table.fillna(0).T, labels=list(table), colors=COLOURS, alpha=0.8)
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     tidy(axes, **{"xlabel": "rollouts", **labels})
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Plot metrics of runs: the mean over seeds and its 95 % interval.")
-    parser.add_argument("runs", nargs="+", help="folders of runs or sweeps")
-    shown = ["eval/accuracy", "rollout/length"]
-    parser.add_argument("--metrics", nargs="+", default=shown, help="columns of metrics.csv")
-    parser.add_argument("--out", default="curve.png", help="file of the picture")
-    given = parser.parse_args()
-    try:
-        metrics(load(*given.runs), given.metrics).savefig(given.out, dpi=150)
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    print(f"written to {given.out}")

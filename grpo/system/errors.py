@@ -66,12 +66,17 @@ def lacks_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or bool(said)
 
 
-def told(error: BaseException) -> str:
+def one_line(words: object, most: int = 1000) -> str:
+    """Return a text, or what an object says of itself, in one line of at most so many characters."""
+    return " ".join(str(words).split())[:most]
+
+
+def error_line(error: BaseException) -> str:
     """Return an exception in one line, with the place in the code that raised it."""
     places = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
     try:
-        words = " ".join(str(error).split())[:1000]
+        words = one_line(error)
     except Exception:  # a user's class may fail here
         words = "(it is unknown)"
     return f"{type(error).__name__}: {words}{place}"

@@ -13,6 +13,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from grpo.system.errors import one_line
+
 log = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -40,7 +42,7 @@ def surviving(what: str) -> Iterator[None]:
         number = re.search(r"os error (\d+)", str(error))  # Safetensors has no errno
         if (int(number[1]) if number else getattr(error, "errno", None)) not in FULL:
             raise
-        log.warning("%s was not written, and the run goes on: %s", what, " ".join(str(error).split()))
+        log.warning("%s was not written, and the run goes on: %s", what, one_line(error))
 
 
 def write_text(file: str | Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Knows the user's function that runs, and does not let it end the process without a word.
+"""Says which of the user's functions ran if it ends the process by os._exit.
 
 A function's os._exit is an exception here: its exit code could be 0, and a run would seem to have finished. After a crash in C
 Python prints where each thread was.

@@ -27,17 +27,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from grpo.rollout.plain import Tensors, from_plain, to_plain
 from grpo.runs.runs import numbered
 from grpo.system import distributed
 from grpo.system.distributed import full, local
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, one_line
 from grpo.system.files import surviving
 from grpo.system.loading import not_finite
-from grpo.system.plain import Tensors, from_plain, to_plain
 
 log = logging.getLogger(__name__)
 
 TENSORS, STATE, SUMS = "tensors.safetensors", "state.json", "sha256.json"
+WEIGHTS = "state_dict."  # the names of the policy's tensors begin with it
 
 # The parts without which a run would begin anew, with later weights, by their dotted names.
 PARTS = {
@@ -63,7 +64,7 @@ class PlainCheckpoints(CheckpointIO):
             state = to_plain(checkpoint, tensors)
         except TypeError as error:
             raise UserError(f"a state_dict has no plain data: {error}") from error
-        written = of_this_rank(tensors, pieces, first)
+        written = local_shards(tensors, pieces, first)
         if not first and not pieces:
             return
         path = Path(path)
@@ -84,9 +85,9 @@ class PlainCheckpoints(CheckpointIO):
         try:
             tensors = read_tensors(path, mapped=lazily)
         except SafetensorError as error:
-            raise UserError(f"{path} has no tensors that can be read: {' '.join(str(error).split())[:200]}") from error
-        all_parts = [(*name.partition(".")[::2], part) for name, parts in tensors.items() for part in parts]
-        broken = not_finite((name, part) for kind, name, part in all_parts if kind == "state_dict")
+            raise UserError(f"{path} has no tensors that can be read: {one_line(error, 200)}") from error
+        weights = [(name, part) for name, parts in tensors.items() if name.startswith(WEIGHTS) for part in parts]
+        broken = [name.removeprefix(WEIGHTS) for name in not_finite(weights)]
         joined = RowsInFiles if lazily else torch.cat
         whole = {name: parts[0] if len(parts) == 1 else joined(parts) for name, parts in tensors.items()}
         try:
@@ -132,7 +133,7 @@ class RowsInFiles:
         return torch.cat([part[max(0, rows.start - start) : max(0, rows.stop - start)] for part, start in pairs])
 
 
-def of_this_rank(tensors: Mapping[str, Tensor], pieces: bool, first: bool) -> dict[str, Tensor]:
+def local_shards(tensors: Mapping[str, Tensor], pieces: bool, first: bool) -> dict[str, Tensor]:
     """Return the tensors that this rank writes: with `pieces` its rows of the sharded ones, else the first rank writes all."""
     found = {}
     for name, tensor in tensors.items():
@@ -236,7 +237,7 @@ def fault_of(folder: Path) -> str | None:
         sums = json.loads((folder / SUMS).read_text())
         changed = [name for name in {STATE: "", **sums} if sha256(folder / name) != sums[name]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"it is incomplete ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        return f"it is incomplete ({type(error).__name__}: {one_line(error, 200)})"
     return f"{' and '.join(changed)} changed after it was written" if changed else None
 
 

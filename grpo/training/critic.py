@@ -103,7 +103,7 @@ class ActorCritic(GRPOModule):
         }
 
     def live(self, tokens: TokenBatch) -> Tensor:
-        """Return all rows: the critic learns from each."""
+        """Return the indices of all rows, [B]: the critic learns from each."""
         return torch.arange(len(tokens))
 
     @cached_property
@@ -127,7 +127,7 @@ class ActorCritic(GRPOModule):
             metrics = super().training_step(batch, batch_idx)
         if self.pretraining:
             self.entropy.load_state_dict(coef)
-        return metrics | of_values(tokens, returns)
+        return metrics | value_metrics(tokens, returns)
 
     @torch.no_grad()
     def valued(self, tokens: TokenBatch, scores: Scores) -> tuple[TokenBatch, Tensor]:
@@ -167,7 +167,7 @@ class ActorCritic(GRPOModule):
     # -- one update
 
     def gradients(self, minibatch: TokenBatch, alpha: float) -> tuple[Tensor, Means]:
-        """Add the gradients of policy and critic."""
+        """Add the gradients of policy and critic. Returns the policy's log-probabilities, [B, C], and metrics."""
         count = distributed.all_sum(minibatch.mask.sum())
         self.token_share = distributed.world_size() / count.clamp(min=1)  # gradients of ranks are averaged
         return super().gradients(minibatch, alpha)
@@ -190,7 +190,8 @@ class ActorCritic(GRPOModule):
     def loss_of(
         self, logprobs: Tensor, entropy: Tensor, microbatch: TokenBatch, alpha: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the sum of both losses, while the policy stays the critic's alone, and numbers to log, [B, C] each."""
+        """Return the policy's loss plus that of the values, and numbers to log, [B, C] each. While the critic is pretrained, the
+        loss is that of the values alone."""
         loss, logged = super().loss_of(logprobs, entropy, microbatch, alpha)
         errors = value_loss(self.values, microbatch.values, microbatch.targets, self.learning.clip)
         learned = self.token_share * (errors * microbatch.mask).sum()
@@ -206,7 +207,7 @@ def with_group(make: Callable[[list], Optimizer], lr: float, parameters: Iterabl
     return optimizer
 
 
-def of_values(tokens: TokenBatch, returns: Tensor) -> dict[str, float]:
+def value_metrics(tokens: TokenBatch, returns: Tensor) -> dict[str, float]:
     """Return the metrics of the values before the update, on all ranks. returns: [B, C], NaN where they are unknown."""
     means, known = Means(), tokens.mask & ~returns.isnan()
     for name, numbers in {"value/mean": tokens.values, "return": returns, "error": returns - tokens.values}.items():

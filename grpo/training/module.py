@@ -113,7 +113,7 @@ class GRPOModule(ModuleState):
         return tokens
 
     def compare(self, tokens: TokenBatch, means: Means) -> None:
-        """Note how far engine and trainer are apart on the first row, if the updates may not: they skip rows with advantage 0."""
+        """Note the difference of engine and trainer on the first row, if the updates may not: they skip rows with advantage 0."""
         seen = self.algorithm.num_minibatches == 1 if tokens.old_logprobs is None else len(self.live(tokens)) > 0
         row = tokens.rows(slice(0, 1))  # no row means no pass, unless another rank needs one
         logprobs, _ = self.logprobs_of(self.policy, row, torch.arange(int(not seen)))
@@ -145,22 +145,23 @@ class GRPOModule(ModuleState):
             yield tokens
             return
         prompts, size = shape
-        shuffled = torch.randperm(prompts, generator=rng).argsort()[:, None] * size + torch.arange(size)
-        places = shuffled.flatten()[tokens.sample.cpu()]  # each row's place in the shuffled order
+        of_groups = torch.randperm(prompts, generator=rng).argsort()  # each group's place in a random order
+        of_samples = (of_groups[:, None] * size + torch.arange(size)).flatten()
+        places = of_samples[tokens.sample.cpu()]  # each row's
         order = places.argsort(stable=True)
         for piece in torch.arange(prompts * size).tensor_split(self.algorithm.num_minibatches):
             mine = order[torch.isin(places[order], piece)]
             yield tokens.rows(mine) if len(mine) else tokens.rows(slice(0, 1)).silenced()
 
     def live(self, tokens: TokenBatch) -> Tensor:
-        """Return the indices of the rows that have a gradient, in the host's memory."""
+        """Return the indices of the rows that have a gradient, [n], in the host's memory."""
         rows = torch.arange(len(tokens))
         if tokens.advantages is None or not self.algorithm.skips_zero_advantages:
             return rows
         return rows[tokens.advantages.any(dim=1).cpu()]
 
     def microbatches(self, tokens: TokenBatch, rows: Tensor) -> list[tuple[Tensor, TokenBatch]]:
-        """Cut these rows into pieces that go through the model at once. Returns the indices and the rows of each piece."""
+        """Cut these rows, [n], into pieces that go through the model at once. Returns the indices, [b], and the rows of each."""
         found = in_microbatches(tokens, rows, self.layout[0], self.at_once.most)
         if is_sharded(self.policy):  # all ranks make the same number of passes
             missing = max(distributed.all_gather([len(found)])) - len(found)
@@ -169,8 +170,8 @@ class GRPOModule(ModuleState):
 
     def to_learn(self, minibatch: TokenBatch) -> list[tuple[Tensor, TokenBatch]]:
         """Return the microbatches of an update: at least one, because every rank needs a backward pass. A rank without a live
-        row runs its first row with an empty mask; the mask stays if no rank has a live row and old log-probabilities are
-        missing."""
+        row passes its first row with an empty mask. If no rank has a live row and this pass must give the old log-probabilities,
+        the mask stays."""
         live = self.live(minibatch)
         anywhere = distributed.all_sum(torch.full((), float(len(live)), device=minibatch.ids.device))
         if len(live):

@@ -17,8 +17,6 @@ from grpo.system import memory
 from grpo.system.errors import UserError
 from grpo.system.gpu import check_gpu
 from grpo.system.ranges import Range, Seconds, enforced
-from grpo.training.callbacks.recorder import Recorder
-from grpo.training.callbacks.timing import Timing
 from grpo.training.checkpoints import RunCheckpoints
 from grpo.training.strategy import Strategy, WatchedRanks
 
@@ -89,7 +87,7 @@ def make_trainer(
             devices=devices,
             num_nodes=num_nodes,
             strategy=shared,
-            callbacks=[Timing(), *callbacks, Recorder()],
+            callbacks=callbacks,
             logger=logger,
             plugins=[RunCheckpoints(), *plugins],
             max_epochs=1,  # endless: RolloutCallback stops the run

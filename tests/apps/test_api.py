@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import grpo
 from grpo.apps.api import split
 from grpo.apps.cli import check_run
-from grpo.apps.composing import literal
 from grpo.apps.demo_model import make_model, make_tokenizer
+from grpo.config.composing import literal
 from grpo.env.messages import Message, ToolCall
 from grpo.env.types import Action
 from grpo.system.errors import UserError
@@ -106,7 +106,7 @@ def test_objects_take_the_place_of_options(toy, tmp_path, capsys):
     assert results["accuracy"]["n"] == 1 and results["accuracy"]["value"] in (0.0, 1.0)
     saved = grpo.load_run(tmp_path / "run").config
     assert saved["task"]["rewards"] == {
-        "_target_": "grpo.apps.api.given",
+        "_target_": "grpo.config.objects.given",
         "key": "task.rewards",
         "type": "builtins.list",
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import EXAMPLES, ROOT
 
-from grpo.apps.prefetch import main
+from grpo.prefetch import main
 from grpo.system.errors import UserError
 
 TASK = ["task=gsm8k", f"task.path={EXAMPLES}", "model=path"]

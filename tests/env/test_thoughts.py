@@ -13,9 +13,9 @@ from grpo.env.scoring import UNKNOWN
 from grpo.env.thoughts import oddity, parted, with_thought
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, State, Step, Trajectory
+from grpo.preflight.data import turns
 from grpo.rollout.types import Sample
 from grpo.system.errors import UserError
-from grpo.training.preflight.data import turns
 
 ASK, SURE, THREE = Message("user", "How many are 1 + 2?"), Message("user", "Sure?"), Message("tool", "3", name="add")
 BLOCK = FAMILIES["qwen3"].call

@@ -6,7 +6,7 @@ from helpers.architectures import made
 from helpers.runs import learned
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo.apps.resuming import policy_folder
+from grpo.config.resuming import policy_folder
 from grpo.engines.weights import checkpoint
 from grpo.models.pretrained import Pretrained
 

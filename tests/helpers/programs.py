@@ -20,9 +20,7 @@ from pathlib import Path
 
 from conftest import ROOT
 
-IMPORTED = (
-    "lightning pandas torch.utils.tensorboard grpo.training.module grpo.runs.plots grpo.apps.serve.api train eval"
-)
+IMPORTED = "lightning pandas torch.utils.tensorboard grpo.training.module grpo.runs.plots grpo.serve.api train eval"
 started_by: int | None = None  # the process that started the server
 
 

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.room import Room
 from grpo.models.policy import with_adapter
+from grpo.preflight.forecast import Part, Sizes, forecast, in_phases
 from grpo.system import memory
-from grpo.training.forecast import Part, Sizes, forecast, in_phases
 from helpers.project import ROOT
 
 SHAPES = {  # class, hidden, intermediate, layers, heads, key-value heads, vocabulary, tied

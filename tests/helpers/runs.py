@@ -35,7 +35,7 @@ def state(folder) -> dict:
 def told(*overrides: str, name: str = "train") -> str:
     """Return the line that a user gets."""
     import eval
-    from grpo.apps.cli import explain
+    from grpo.config.explain import explain
     from train import train
 
     try:

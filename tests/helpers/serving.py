@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from grpo.apps.serve.api import Server
-from grpo.apps.serve.batching import Batching
-from grpo.apps.serve.limits import RequestLimits
-from grpo.apps.serve.served_weights import ServedWeights
-from grpo.apps.serve.service import Service
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Engine
 from grpo.env.renderer import Renderer, TokenizerRenderer
 from grpo.models.pretrained import Pretrained
+from grpo.serve.api import Server
+from grpo.serve.batching import Batching
+from grpo.serve.limits import RequestLimits
+from grpo.serve.served_weights import ServedWeights
+from grpo.serve.service import Service
 
 PROMPT = [1, 7, 9, 22, 23]
 POISON = 13

@@ -13,7 +13,7 @@ from grpo.models import flex, packing
 from grpo.models.flex import FLEX, FlexKernel
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.packed_attention import Packed
-from grpo.training.imagined import Live
+from grpo.preflight.imagined import Live
 
 CPU = torch.device("cpu")
 

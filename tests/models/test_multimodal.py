@@ -8,7 +8,7 @@ from helpers.runs import learned
 from peft import LoraConfig
 from transformers import AutoModelForImageTextToText
 
-from grpo.apps.resuming import policy_folder
+from grpo.config.resuming import policy_folder
 from grpo.engines.builtin.engine import TransformersEngine, cache_for
 from grpo.engines.weights import checkpoint
 from grpo.models import head

@@ -21,13 +21,13 @@ from grpo.objectives.baselines import gdpo
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip, reinforce
+from grpo.preflight.data import signal
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.draw import Everything
 from grpo.rollout.selection import Dynamic
 from grpo.rollout.types import Sample
 from grpo.system.errors import UserError
 from grpo.system.progress import Progress
-from grpo.training.preflight.data import signal
 
 close = torch.testing.assert_close
 NAN = math.nan

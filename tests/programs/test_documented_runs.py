@@ -8,9 +8,9 @@ import pytest
 from conftest import compose_config
 from helpers.documents import PAGES, commands, composable
 
+from grpo.preflight import probe as probing
 from grpo.runs.runs import Run
 from grpo.system.errors import PreflightError
-from grpo.training.preflight import probe as probing
 from train import train
 
 LEFT_OUT = {  # what is not run here, by its words

@@ -16,8 +16,9 @@ from helpers.runs import VARIED, rows, state
 from helpers.slots import Varied
 
 from grpo.apps import cli
-from grpo.apps.cli import explain, one_line_errors
-from grpo.apps.resuming import has_checkpoint, is_over
+from grpo.apps.cli import one_line_errors
+from grpo.config.explain import explain
+from grpo.config.resuming import has_checkpoint, is_over
 from grpo.runs.runs import Run
 from grpo.system import witness
 from grpo.system.errors import StopError, UserError

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eval as eval_script
-from grpo.apps.cli import explain
-from grpo.apps.resuming import saved_config
+from grpo.config.explain import explain
+from grpo.config.resuming import saved_config
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.renderer import TokenizerRenderer

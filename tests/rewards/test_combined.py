@@ -22,7 +22,7 @@ from hydra.errors import MissingConfigException
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from grpo.apps import profile_rewards
-from grpo.apps.cli import explain
+from grpo.config.explain import explain
 from grpo.env.messages import Message
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.rewards import functions

@@ -14,7 +14,7 @@ from helpers.episodes import said
 from hydra.utils import instantiate
 
 from grpo.apps import profile_rewards
-from grpo.apps.border import check_values
+from grpo.config.validation import check_values
 from grpo.env.messages import Message
 from grpo.evaluation.agreement import cohen_kappa, correlation_inside, krippendorff_alpha
 from grpo.rewards import judge

@@ -176,7 +176,7 @@ def test_a_run_goes_on_where_no_server_answers(smoke, tmp_path, caplog, monkeypa
     nowhere = "http://127.0.0.1:9"
     monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
     monkeypatch.setenv("WANDB_BASE_URL", nowhere)
-    more = ("logger.wandb.timeout=2", f"logger.mlflow.uri={nowhere}")
+    more = ("logger.wandb.timeout=6", f"logger.mlflow.uri={nowhere}")
     run = learned(smoke, tmp_path, "logger=[wandb,mlflow]", "callbacks=[texts]", *more)
     assert list(run.metrics.index) == [0, 1, 2]
     told = warnings(caplog)

@@ -10,8 +10,8 @@ from conftest import compose_config
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
-from grpo.apps.export import main as export
 from grpo.evaluation.statistics import mean_interval
+from grpo.export import main as export
 from grpo.models.pretrained import Pretrained
 from grpo.runs.model_card import hub_id, in_words, papers, public
 from grpo.runs.runs import Run

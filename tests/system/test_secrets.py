@@ -7,8 +7,8 @@ from conftest import TEST_PATH
 from helpers.programs import command
 from lightning.pytorch.loggers import Logger
 
-from grpo.apps.composing import composed
-from grpo.apps.resuming import continued, with_those_of_the_run
+from grpo.config.composing import composed
+from grpo.config.resuming import add_saved_overrides, continued
 from grpo.runs.runs import Run
 from grpo.system import secrets
 from grpo.system.errors import UserError
@@ -139,7 +139,7 @@ def test_no_file_of_a_run_has_a_secret(smoke, tmp_path):
     card = (folder / "checkpoints" / "last" / "README.md").read_text()
     assert "<script>" not in card.replace(card[card.index("```\npython") :], "") and "***" in card
 
-    again = with_those_of_the_run([f"ckpt_path={folder}"])
+    again = add_saved_overrides([f"ckpt_path={folder}"])
     assert len(Run(folder).manifest["overrides"]) == len(again) - 1 and "planted" not in " ".join(again)
     with pytest.raises(UserError, match="is a secret, which no file of a run has: give it again"):
         continued(composed("train", [*again, f"output_dir={folder}"]), again)

@@ -17,13 +17,13 @@ from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.renderer import TokenizerRenderer
-from grpo.env.sessions import NoAnswer, posted
 from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.rollout.collate import collate
 from grpo.rollout.episodes import play
 from grpo.rollout.types import Limits
 from grpo.runs.runs import Run
+from grpo.serve.sessions import NoAnswer, posted
 from grpo.system.errors import RolloutError, UserError
 from tasks.agent import Agent
 from train import train

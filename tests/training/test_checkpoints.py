@@ -19,18 +19,18 @@ from helpers.slots import Varied
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
-from grpo.apps.resuming import check_resumed, is_over
+from grpo.config.resuming import check_resumed, is_over
 from grpo.data.dataset import fingerprint
 from grpo.data.prompts import Uniform
 from grpo.env.messages import Message
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.statistics import mean_interval
+from grpo.report.run import accuracy_intervals
+from grpo.rollout.plain import Tensors, from_plain, to_plain
 from grpo.rollout.types import Limits
-from grpo.runs.report.run import accuracy_intervals
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
 from grpo.system.files import replacing, surviving
-from grpo.system.plain import Tensors, from_plain, to_plain
 from grpo.system.seeds import random_states, set_random_states
 from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.evaluation import EvaluationCallback

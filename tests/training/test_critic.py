@@ -10,7 +10,7 @@ from helpers.learning import ADVANTAGES, GROUPS, actor_critic, episode, fresh, r
 from peft import LoraConfig
 from torch import tensor
 
-from grpo.models.critic import given_to_the_head
+from grpo.models.critic import captured_hidden_states
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
 from grpo.objectives.gae import gae, value_loss
@@ -50,7 +50,7 @@ def test_the_first_update_follows_the_gradient_worked_by_autograd(toy, own):
     """-mean_t A_t log pi + mean_t (V_t - R)^2 / 2 over all 10 tokens; a tenth of the second gradient goes below the head."""
     module = actor_critic(policy := fresh(toy), toy if own else None)
     tokens, rewards = collate(GROUPS), ADVANTAGES.flatten()[:, None]
-    with given_to_the_head(policy if not own else (twin := fresh(toy))) as states:
+    with captured_hidden_states(policy if not own else (twin := fresh(toy))) as states:
         logprobs, _ = completion_logprobs(policy, tokens, 1.0)
         if own:
             completion_logprobs(twin, tokens, 1.0)

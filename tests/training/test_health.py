@@ -15,9 +15,8 @@ from grpo.evaluation.statistics import mean_interval
 from grpo.runs.health import warnings_of
 from grpo.system.errors import AlarmError
 from grpo.training.batch import RolloutBatch
-from grpo.training.callbacks.health import Health
+from grpo.training.callbacks.health import Health, untaught
 from grpo.training.checkpoints import PlainCheckpoints
-from grpo.training.preflight.data import untaught
 from tasks.quiz import Quiz
 from train import train
 

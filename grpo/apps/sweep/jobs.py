@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.apps.composing import literal
-from grpo.apps.resuming import has_checkpoint
+from grpo.config.composing import literal
+from grpo.config.resuming import has_checkpoint
 
 
 @dataclass(eq=False)

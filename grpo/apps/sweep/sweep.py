@@ -164,7 +164,7 @@ class Sweep:
         """Write report.html for the training runs of the sweep. A failure is printed, not raised."""
         if not any(job.status == "finished" and job.rollouts is not None for job in self.jobs):
             return
-        from grpo.runs.report import write_report  # a slow import
+        from grpo.report import write_report  # a slow import
 
         try:
             page = write_report(self.folder)

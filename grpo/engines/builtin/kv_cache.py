@@ -220,7 +220,7 @@ class Prefill(Packed):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """Store keys and values of the layer in the cache, then attend as `Packed`."""
+        """Store keys and values of the layer in the cache, then attend as `Packed`, with its shapes."""
         count, longest = len(self.cache.prompts), max(len(self.cache.texts[u]) for u in self.cache.prompts)
         new = [take(x[0].transpose(0, 1), self.kept) for x in (key, value)]  # [n, K, P, D]
         kept = self.cache.of_prompts.get(layer) or [x[:0] for x in new]

@@ -55,6 +55,7 @@ class LlamaCache(KVCache):
         self.sin = torch.cat([-first, second], dim=-1)  # of x rotated by half: rotate_half(x) sin, sign included
 
     def forward(self, plan: AttentionPlan, ids: Tensor, positions: Tensor, logits_to_keep: Tensor | int = 0) -> Tensor:
+        """Return logits, [T, V], or those of the tokens `logits_to_keep`. ids, positions: [1, T]."""
         config, eps, shape = self.model.config, self.model.config.rms_norm_eps, (self.model.config.hidden_size,)
         heads, kv, width = config.num_attention_heads, config.num_key_value_heads, self.cos.shape[1]
         cos, sin = (table.index_select(0, positions[0])[:, None] for table in (self.cos, self.sin))  # [T, 1, D]
@@ -79,7 +80,7 @@ def side_by_side(weights: list[Tensor], joins: bool) -> list[Tensor]:
 
 
 def products(x: Tensor, weights: list[Tensor]) -> Tensor:
-    """Return the products with all these matrices, side by side."""
+    """Return the products of x, [T, in], with all these matrices, [out, in] each, side by side, [T, sum of out]."""
     if len(weights) == 1:
         return F.linear(x, weights[0])
     return torch.cat([F.linear(x, weight) for weight in weights], dim=1)

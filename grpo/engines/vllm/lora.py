@@ -10,7 +10,7 @@ from torch import nn
 
 from grpo.engines.vllm.engine import import_vllm
 from grpo.models.language import beside_language
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, one_line
 
 ADAPTER = 1  # vLLM counts adapters from 1; there is one
 
@@ -105,5 +105,5 @@ def swap(llm: Any, adapter: Any) -> Any:
 
 def refused(why: str) -> UserError:
     """Return the error about an adapter that vLLM cannot serve."""
-    line = f"vLLM cannot serve this adapter: {' '.join(why.split()).rstrip('.')}"
+    line = f"vLLM cannot serve this adapter: {one_line(why).rstrip('.')}"
     return UserError(f"{line}; engine=vllm merges most kinds, engine=transformers takes any")

@@ -33,7 +33,7 @@ from grpo.engines.weights import as_in_files, eos_token_ids
 from grpo.env.tokens import Completion
 from grpo.models.pretrained import base_path
 from grpo.system import distributed
-from grpo.system.errors import UserError, told
+from grpo.system.errors import UserError, error_line
 from grpo.system.ranges import Count, Port, Seconds, Whole, enforced
 
 Sync = Literal["disk", "lora", "nccl"]
@@ -128,7 +128,7 @@ class VLLMServerEngine:
                 self._push(model, label)
             except Exception as error:
                 failed = error
-            line = failed and (str(failed) if isinstance(failed, UserError) else told(failed))
+            line = failed and (str(failed) if isinstance(failed, UserError) else error_line(failed))
             gathered = distributed.all_gather([(label, line, isinstance(failed, Lost))])  # the other ranks wait here
             if not any(lost for *_, lost in gathered):
                 break
@@ -169,7 +169,7 @@ class VLLMServerEngine:
         completions: list[Completion | None] = [None] * len(requests)
         failures: Counter[int] = Counter()
         routes = Routes([request["token_ids"] for request in requests], self._homes)
-        waiting: asyncio.Queue[None] = asyncio.Queue()  # as long as `routes`
+        waiting: asyncio.Queue[None] = asyncio.Queue()  # an entry for each request in `routes`
         for _ in requests:
             waiting.put_nowait(None)
 
@@ -199,7 +199,9 @@ class VLLMServerEngine:
                 waiting.task_done()
 
         each = range(min(self.concurrency, len(requests)))
-        workers = [work(server) for _ in each for server in self._fleet.servers]  # in turn: spreads the first ones
+        workers = [
+            work(server) for _ in each for server in self._fleet.servers
+        ]  # round-robin: each server gets one first
         tasks = [asyncio.ensure_future(task) for task in [waiting.join(), self._fleet.keep(), *workers]]
         over, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)  # asyncio.run cancels the others
         if errors := [error for task in over if (error := task.exception())]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx2
 
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class RemoteServer:
         words = str(said.get("message") if isinstance(said, dict) else response.text)
         if inner := re.search(r"Worker failed with error '(.*)', please check", words, re.DOTALL):
             words = inner[1] or "an assertion failed, see the server's log"
-        raise Refused(response.status_code, " ".join(words.split())[:500])
+        raise Refused(response.status_code, one_line(words, 500))
 
     def start_again(self, reason: str, limit: float) -> None:
         """Start the server again, at most STARTS times without a completion. reason: why it ended; limit: seconds to load."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 BLOCK = 64  # tokens
+OWN, NEW, OF_ANOTHER = range(3)  # of a prompt: this server has read it, no server has, another one has
 
 
 class Routes:
@@ -31,9 +32,13 @@ class Routes:
     def take(self, server: Any) -> int:
         """Return a request for this server: of a prompt that it has read, else of a new one, else of the longest queue."""
         homes, waiting = self.homes, self.waiting
-        ranks = {key: (2, -len(waiting[key])) if key in homes else (1, 0) for key in waiting}
-        ranks |= {key: (0, 0) for key in waiting if homes.get(key) is server}
-        key = min(ranks, key=ranks.get)
+
+        def rank(key: Any) -> tuple[int, int]:
+            if homes.get(key) is server:
+                return OWN, 0
+            return (OF_ANOTHER, -len(waiting[key])) if key in homes else (NEW, 0)
+
+        key = min(waiting, key=rank)
         homes.setdefault(key, server)
         i = waiting[key].pop(0)
         if not waiting[key]:

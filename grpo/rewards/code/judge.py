@@ -3,7 +3,7 @@
     judge                                 candidate
     asks for the name f           ->      looks f up in the program's module
     calls f([3, 1])               ->      calls the real one
-    compares, in the test's words <-      [1, 3]
+    compares [1, 3], a real list  <-      [1, 3]
 
 The judge never runs a line of the program, and the candidate never sees the tests, only the arguments of each call. So an answer
 is compared by its value: an object that equals everything is no value, and equals nothing. A value has one of Python's own types

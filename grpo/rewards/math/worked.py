@@ -1,4 +1,4 @@
-"""Tells an answer that was worked out from one that leaves the work to the grader. Text in, bool out.
+"""Tells an answer that was worked out from a calculation that was not done, as 7+8*8. Text in, bool out.
 
 `grading` asks whether two answers are mathematically equal, and 7+8*8 equals 71. A policy that is paid for 7+8*8 never learns to
 calculate, so the reward `correct` asks here too.

@@ -1,4 +1,4 @@
-"""From what sources give to groups of samples. A maximal run of sampled tokens is a turn, all tokens before it are its prompt.
+"""Converts the rows of a source to groups. A maximal run of sampled tokens is a turn, all tokens before it are its prompt.
 
 A sample is a mapping: rows, a list of mappings with the fields of `SourceRow`; group, which samples of one prompt share; reward
 (null: unknown). It may have advantage (in place of the estimator's), correct (by default reward > 0), parts (numbers to log) and
@@ -34,7 +34,7 @@ NO_LOGPROBS = (
 
 @dataclass(frozen=True)
 class SourceRow:
-    """One sequence: ids and sampled, [T]; the others, [T] or None for unknown, count where a token was sampled."""
+    """One sequence: ids and sampled, [T]. The other fields are [T], or None if unknown; they are read where `sampled` is true."""
 
     ids: Sequence[int]
     sampled: Sequence[bool]

@@ -44,14 +44,14 @@ class Recorded:
             fix = "record a run with callbacks.samples.token_logprobs=true"
             raise UserError(f"source.path={self.path} has no tokens in {self.tables[r].name}: {fix}")
         rows = enumerate(table.to_pylist())
-        return self.convert.groups((f"{self.tables[r]}, row {i}", of_run(row)) for i, row in rows)
+        return self.convert.groups((f"{self.tables[r]}, row {i}", row_of_a_run(row)) for i, row in rows)
 
     def progress(self, rollouts: int) -> dict[str, float]:
         """Return no metrics."""
         return {}
 
 
-def of_run(row: Mapping[str, Any]) -> dict[str, Any]:
+def row_of_a_run(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample of a run's table in the form of conversion.py."""
     parts = {name: x for name, x in row.items() if name.startswith("reward/") and x is not None}
     sample = {"group": row["prompt_index"], "advantage": row["given_advantage"]}

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def is_source(sampler: Any) -> bool:
-    """Return whether what stands in the place of a sampler is a `Source`."""
+    """Return whether `sampler` is a Source and no Sampler: a run has one of them."""
     return hasattr(sampler, "groups")
 
 

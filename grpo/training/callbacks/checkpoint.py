@@ -44,8 +44,8 @@ class Checkpoint(L.Callback):
         00020.ckpt     everything that resuming needs, after 20 rollouts: the newest `keep` of them
         policy_00020   the policy (with an adapter: only the adapter), its tokenizer and a model card
         last.ckpt      a link to the newest checkpoint
-        last, best     links to the newest policy, and to the best one, also of the resumed run; the evaluation before training
-                       counts, and its policy gives way to an equal one
+        last, best     links to the newest policy, and to the best one, also of the resumed run; the policy before training
+                       counts, and a later one that scores the same replaces it
         step_000020    with `history`: a link to the policy after each multiple of so many rollouts, the newest `history_keep`
 
     monitor, mode: the metric that chooses `best`, and its direction. A metric of rollouts is of the policy before the update.
@@ -135,7 +135,7 @@ class Checkpoint(L.Callback):
         if trainer.is_global_zero and path.is_dir():
             link(self.folder / "last.ckpt", path)
             there = by_rollouts(self.folder)
-            # later ones are of a course that was abandoned
+            # later ones are from before the run was resumed at an earlier point
             kept = [number for number in there if number <= self.rollouts][: self.keep]
             remove(old for number, old in there.items() if number not in kept)
 
@@ -160,7 +160,7 @@ class Checkpoint(L.Callback):
             link(self.folder / name, policy)
             steps = [step for step in sorted(self.folder.glob("step_*[0-9]")) if int(step.name[5:]) <= self.rollouts]
             steps = steps[-(self.history_keep or len(steps)) :]
-            for old in set(self.folder.glob("step_*[0-9]")) - set(steps):  # too old, or of a course that was abandoned
+            for old in set(self.folder.glob("step_*[0-9]")) - set(steps):  # too old, or later than the resumed run
                 old.unlink()
             kept = [each.resolve() for each in (self.folder / "last", self.folder / "best", *steps)]
             remove(old for old in self.folder.glob("policy_*") if old.resolve() not in kept)

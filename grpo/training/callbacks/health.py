@@ -1,24 +1,27 @@
 """Health: warns once when a metric leaves the range of healthy runs, says what to do, and stops a run that has gone wrong."""
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import chain
+from pathlib import Path
 from typing import Literal
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
+from torch.nn import Module
 
+from grpo.env.types import Task
 from grpo.runs.health import Watch
 from grpo.system.errors import AlarmError, UserError
 from grpo.system.loading import not_finite
 from grpo.system.metrics import WATCHED
 from grpo.system.ranges import require
 from grpo.training.batch import RolloutBatch
-from grpo.training.callbacks.preflight import PreflightCallback
-from grpo.training.preflight.data import untaught
+from grpo.training.callbacks.rollout import RolloutCallback
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +46,9 @@ class Health(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         for callback in trainer.callbacks:
-            if isinstance(callback, PreflightCallback):
+            if isinstance(callback, RolloutCallback):
                 self.watch.rounding = callback.rounding or self.watch.rounding
-                self.foreign = untaught(module.policy, callback.rollout.makes.task)
+                self.foreign = untaught(module.policy, callback.makes.task)
 
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         intervals = {evaluation.rollout: evaluation.estimates["accuracy"][1:3] for evaluation in batch.evaluations}
@@ -80,6 +83,18 @@ class Health(L.Callback):
         self.watch = Watch(
             **state | {"silent": {*state["silent"]} | self.ignored, "unwell": Counter(state.get("unwell", {}))}
         )
+
+
+def untaught(policy: Module, task: Task | None) -> str | None:
+    """Return what to do if the policy is the demo's, which knows one task alone, and this one seems to be another; else None."""
+    folder = getattr(getattr(policy, "config", None), "name_or_path", "")
+    if not (recipe := Path(folder) / "recipe.json").is_file():
+        return None
+    taught = json.loads(recipe.read_text(encoding="utf-8")).get("taught", "one task")
+    if taught == type(task).__module__:
+        return None
+    what = f"model=tiny was trained on {taught} alone"
+    return f"{what}: give another task its warm_start (docs/tiny_world.md), or take another model"
 
 
 def learned(module: L.LightningModule) -> Iterator[tuple[str, Tensor]]:

@@ -8,8 +8,8 @@ from typing import Literal
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
+from grpo.report import write_report
 from grpo.runs.manifest import ending, in_a_line
-from grpo.runs.report import write_report
 from grpo.system.ranges import Whole
 
 log = logging.getLogger(__name__)

@@ -36,6 +36,9 @@ class RolloutCallback(L.Callback):
         self.rollouts = 0  # rollouts learned from so far
         self.before: dict | None = None  # the states before the rollout that is being played
         self.policy = None
+        self.rounding: float | None = (
+            None  # what it may change in a log-probability, in nats, as the preflight measured
+        )
         self.syncing = self.started = 0.0  # seconds
         check_engine(self.engine, self.plan.ahead)
 
@@ -52,9 +55,8 @@ class RolloutCallback(L.Callback):
         self.stop.listen()  # after Lightning, which takes SIGTERM itself
         check_devices(trainer.world_size, self.plan.prompts, self.rollouts)
         if self.rollouts >= self.plan.num_rollouts:
-            raise UserError(
-                f"ckpt_path has learned from {self.rollouts} rollouts already: to continue, set a larger rollout.num_rollouts"
-            )
+            line = f"ckpt_path has learned from {self.rollouts} rollouts already"
+            raise UserError(f"{line}: to continue, set a larger rollout.num_rollouts")
 
     def on_train_batch_start(
         self, trainer: L.Trainer, module: L.LightningModule, batch: RolloutBatch, batch_idx: int

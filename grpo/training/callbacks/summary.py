@@ -48,7 +48,7 @@ def summary(
     table.add_row("tokens/s", f"{tokens / busy:,.0f}")
     table.add_row("memory, at most", f"{memory / 2**30:.2f} GiB")
     if known := [evaluation for evaluation in evaluations if evaluation.estimates["accuracy"].n]:
-        # after training first, so that the policy before it gives way to an equal one
+        # the evaluation before training last, so that a later policy that scores the same is the best
         best = max([*known[1:], known[0]], key=lambda evaluation: evaluation.estimates["accuracy"].value)
         for name, evaluation in (("first", known[0]), ("best", best), ("last", known[-1])):
             table.add_row(

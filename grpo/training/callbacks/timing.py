@@ -16,7 +16,7 @@ def scoring() -> float:
 
 
 class Timing(L.Callback):
-    """Adds time/started and time/score to the metrics of each rollout. It comes before the callback that plays it."""
+    """Adds time/started and time/score to the metrics of each rollout. It must be listed before RolloutCallback."""
 
     begun = started = scored = 0.0
 

@@ -1,0 +1,40 @@
+"""Composes the configuration of a command line from conf/ without running anything."""
+
+import re
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
+
+from grpo.config.hydra_speed import hasten
+
+hasten()
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+def composed(config_name: str, overrides: Sequence[str], return_hydra_config: bool = False) -> DictConfig:
+    """Return the configuration of a command line. overrides: its arguments. return_hydra_config: include the node `hydra`."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(config_name, overrides=list(overrides), return_hydra_config=return_hydra_config)
+
+
+def options(group: str) -> list[str]:
+    """Return the options of a group. `base` is not an option: it has the values that the options share."""
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml") if file.stem != "base")
+
+
+def literal(value: Any) -> str:
+    """Return a value in Hydra's grammar. A Path is quoted only if it must be."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(literal, value))}]"
+    if isinstance(value, PathLike) and re.fullmatch(r"[\w.-]*/[\w./-]+", str(value), re.ASCII):
+        return str(value)
+    if isinstance(value, str | PathLike):
+        return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), str(value)) + "'"
+    return "null" if value is None else str(value).lower()

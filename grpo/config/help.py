@@ -1,0 +1,136 @@
+"""Writes the text of --help: usage, the groups of conf/ with their options, and every key with its value.
+
+Each phrase of the text is a comment in conf/: for a group, beside its line in the defaults list of train.yaml (or of
+algo/grpo.yaml, for an axis of an algorithm); for an option, on the first line of its file; for a key, beside the key.
+"""
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from grpo.config.composing import CONF, composed, options
+from grpo.config.validation import kinds
+from grpo.system.ranges import compact
+
+WIDTH = 100
+HARD = "\xa0"  # a space at which no line ends
+OURS = ("_target_", "_partial_", "_convert_", "hydra")  # keys that --cfg shows and --help leaves out
+
+USAGE = Path(__file__).with_name("usage.txt").read_text(encoding="utf-8").rstrip()
+
+
+def described(config_name: str, overrides: Sequence[str] = ()) -> str:
+    """Return the second part of --help: the groups with their options, and all keys with their values."""
+    config = composed(config_name, overrides, return_hydra_config=True)
+    keys = OmegaConf.to_container(config)
+    several = {group: list(node) for group, node in keys.items() if isinstance(node, Mapping)}  # callbacks=[A,B]
+    choices = several | dict(config.hydra.runtime.choices)
+    groups, phrases = phrases_of(config_name, choices)
+    lines = ["The groups and their options; * is the one in use:"]
+    for group, phrase in groups.items():
+        lines += ["", *row(group, phrase, 20)]
+        for option in options(group):
+            mark = "*" if option in used(choices.get(group)) else " "
+            lines += row(f"  {mark} {option}", first_line(CONF / group / f"{option}.yaml"), 28)
+    lines += ["", "The keys of this command line:", ""]
+    phrases |= {g.replace("/", "."): phrase for g, phrase in groups.items()}
+    texts = ((key, compact(kind).replace(" ", HARD)) for key, _, kind in kinds(keys))
+    ranges = {key: f" ({text})" for key, text in texts if text}
+    lines += tree(keys, {key: (phrase + ranges.get(key, "")).lstrip() for key, phrase in phrases.items()})
+    return "\n".join(lines).replace(HARD, " ")
+
+
+def phrases_of(config_name: str, choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the phrase of each group, in the order of the defaults list, and of each dotted key; "" for no phrase."""
+    train, root = (comments_of(CONF / f"{name}.yaml") for name in ("train", config_name))
+    groups: dict[str, str] = {}
+    keys = {key: phrase for comments in (train, root) for key, phrase in comments.items() if phrase}
+    listed = [key.removeprefix("defaults.").removeprefix("optional ") for key in root if key.startswith("defaults.")]
+    for name in (name for name in listed if (CONF / name).is_dir() and name != "hydra"):
+        groups[name] = keys.get(f"defaults.{name}") or keys.get(f"defaults.optional {name}", "")
+        for file in files_of(name, choices.get(name)):
+            axes = {f"{name}/{key.removeprefix('defaults.')}": phrase for key, phrase in comments_of(file).items()}
+            groups |= {axis: phrase for axis, phrase in axes.items() if (CONF / axis).is_dir()}
+    for choice in sorted(choices, key=lambda choice: "@" not in choice):  # a file that mounts others wins
+        group, _, package = choice.partition("@")
+        for file in files_of(group, choices[choice]):
+            place = package or group.replace("/", ".")
+            if package:
+                keys[package] = first_line(file)
+            header = file.read_text(encoding="utf-8").partition("\n")[0]
+            if header.startswith("# @package"):
+                place = header.split()[-1].replace("_global_", "")
+            keys |= {f"{place}.{key}".lstrip("."): phrase for key, phrase in comments_of(file).items() if phrase}
+    return groups, keys
+
+
+def files_of(group: str, choice: Any) -> list[Path]:
+    """Return the files of the chosen options of a group, each after the files that it inherits from."""
+    return [file for option in used(choice) for file in lineage(CONF / group / f"{option}.yaml")]
+
+
+def used(option: Any) -> list[str]:
+    """Return the options of a choice as a list: none, one or several."""
+    return [] if option is None else [option] if isinstance(option, str) else list(option)
+
+
+def lineage(file: Path) -> list[Path]:
+    """Return a file after the files of its group that it inherits from; empty if it does not exist."""
+    if not file.is_file():
+        return []
+    defaults = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("defaults", [])
+    bases = [name for name in defaults if isinstance(name, str)]
+    return [*(base for name in bases for base in lineage(file.with_name(f"{name}.yaml"))), file]
+
+
+def first_line(file: Path) -> str:
+    """Return the first comment of a file, except a `# @package` line; "" for no comment."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return next((line[1:].strip() for line in lines if line.startswith("#") and not line.startswith("# @package")), "")
+
+
+def comments_of(file: Path) -> dict[str, str]:
+    """Return the comment beside each dotted key of a YAML file; "" for no comment."""
+    text = file.read_text(encoding="utf-8")
+    lines = text.splitlines()
+
+    def walk(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, str]]:
+        if isinstance(node, yaml.SequenceNode):
+            for item in node.value:
+                yield from walk(item, prefix)
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                one_line = value.end_mark.line == key.start_mark.line
+                end = value.end_mark if one_line else key.end_mark
+                rest = lines[end.line][end.column :].lstrip(": ")
+                yield f"{prefix}{key.value}", rest[1:].strip() if rest.startswith("#") else ""
+                yield from walk(value, f"{prefix}{key.value}.")
+
+    return dict(walk(yaml.compose(text), ""))
+
+
+def tree(node: Mapping[str, Any], phrases: Mapping[str, str], path: str = "", depth: int = 0) -> Iterator[str]:
+    """Yield the lines of the keys under a node: key, value and phrase, indented by depth. path: the dotted prefix of the node."""
+    for key, value in node.items():
+        if key in OURS:
+            continue
+        inner = isinstance(value, Mapping) and value
+        text = "" if inner else " " + yaml.safe_dump(value, default_flow_style=True, width=1000).partition("\n")[0]
+        phrase = phrases.get(f"{path}{key}", "")
+        yield from row(f"{'  ' * depth}{key}:{text}", f"# {phrase}" if phrase else "", 40)
+        if inner:
+            yield from tree(value, phrases, f"{path}{key}.", depth + 1)
+
+
+def row(left: str, phrase: str, column: int) -> Iterator[str]:
+    """Yield the lines of a table row: the phrase wrapped to the right of `left`, or below it if `left` is too long."""
+    words = textwrap.wrap(phrase, WIDTH - column)
+    if len(left) >= column:
+        yield left
+        left = ""
+    for i, line in enumerate(words or [""]):
+        yield f"{'' if i else left:<{column}}{line}".rstrip()

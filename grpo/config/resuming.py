@@ -1,0 +1,281 @@
+"""Resuming a run: its own configuration with the command line on top, and a line for each change that matters."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.resolvers import oc
+
+from grpo.config.composing import composed, literal
+from grpo.rollout.types import Plan
+from grpo.system.errors import UserError, one_line
+from grpo.system.files import write_text
+from grpo.system.secrets import MASK, masked_values
+from grpo.system.settings import flat
+
+log = logging.getLogger(__name__)
+
+OWN = (
+    "output_dir",
+    "ckpt_path",
+    "replay",
+    "resume",
+    "trust",
+    "max_time",
+    "report",
+    "export",
+)  # of each command, not of the run
+GUARDED = ("task", "model", "adapter", "algo", "callbacks")  # a change of these needs resume.changes=allow
+SHOWN = "grpo.training.callbacks."  # callbacks that do not change what a run learns
+LATER = "config_changes.yaml"  # beside config.yaml: a list of times, changes, and the whole configuration from then on
+MOVED = {  # what an earlier version has written
+    "_target_: grpo.apps.api.given": "_target_: grpo.config.objects.given",
+    "_target_: grpo.apps.api.model_given": "_target_: grpo.config.objects.model_given",
+    "_target_: grpo.apps.sources.": "_target_: grpo.serve.sources.",
+}
+MISSING = object()
+
+
+def add_saved_overrides(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of train.py, and before them those of the run that they resume, so that they choose the same groups.
+
+    Nothing is added to a sweep, which continues by itself.
+    """
+    given = {key_in(each): each.partition("=")[2].strip("'\"") for each in arguments}
+    source, folder = given.get("ckpt_path") or given.get("replay", ""), given.get("hydra.run.dir", "")
+    if not source and given.get("resume") == "auto" and folder and has_checkpoint(Path(folder)):
+        source = folder
+    resumes = source and source != "null" and not any(each.startswith("-") for each in arguments)
+    return joined(overrides_of(folder_of(Path(source))), arguments) if resumes else list(arguments)
+
+
+def continued(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return the configuration of the run that `ckpt_path` or `replay` names, with the values of this command line on top.
+
+    Values that neither command line gave are those of the run, even if a default has changed since. overrides: the arguments.
+    """
+    folder = folder_of(Path(config.ckpt_path or config.replay))
+    if not (folder / "config.yaml").is_file():
+        return config
+    before, saved = overrides_of(folder), saved_config(folder)
+    try:
+        then = composed("train", [*before, f"output_dir={literal(saved.output_dir)}"])
+    except HydraException as error:
+        log.warning("the arguments of that run have no meaning today, those of this command alone are used: %s", error)
+        return config
+    now = composed("train", [*joined(before, overrides), f"output_dir={literal(config.output_dir)}"])
+    merged = OmegaConf.create(changed(resolved(saved), resolved(then), resolved(now)))
+    for key in (key for key in OWN if key in config):
+        merged[key] = config[key]
+    if missing := [key for key, value in flat(resolved(merged)).items() if isinstance(value, str) and MASK in value]:
+        raise UserError(f"{missing[0]} is a secret, which no file of a run has: give it again")
+    return merged
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Return whether a run's folder has a checkpoint."""
+    return any((folder / "checkpoints").glob("*.ckpt"))
+
+
+def is_over(config: DictConfig) -> bool:
+    """Return whether the run in the output folder has learned from as many rollouts as the configuration asks for.
+
+    The manifest of a run that was killed after its last checkpoint becomes that of a finished one.
+    """
+    from grpo.runs.runs import Run, numbered  # imports pandas
+
+    folder, wanted = Path(config.output_dir), config.rollout.num_rollouts
+    run = Run(folder)
+    found = run.manifest
+    kept = numbered(folder / "checkpoints", ".ckpt")
+    if config.rollout.get("epochs") != ((run.config or {}).get("rollout") or {}).get("epochs"):
+        return False  # the number of rollouts is not known yet
+    if found.get("status") == "finished":  # without its last checkpoint, if the disk was full
+        return min(found.get("rollouts", 0), max(kept, default=wanted)) >= wanted
+    newest = max(kept, default=0)
+    if over := bool(found) and newest >= wanted:
+        from grpo.runs.manifest import save_manifest  # imports torch
+
+        save_manifest(str(folder), found | {"status": "finished", "rollouts": newest, "error": None})
+    return over
+
+
+def sized(plan: Plan, config: DictConfig, rows: int) -> Plan:
+    """Return the plan, with rollout.num_rollouts for rollout.epochs passes over so many rows, in the configuration too."""
+    if plan.epochs:
+        config.rollout.num_rollouts = math.ceil(plan.epochs * rows / plan.prompts)
+    return replace(plan, num_rollouts=config.rollout.num_rollouts)
+
+
+def folder_of(checkpoint: Path) -> Path:
+    """Return the folder of the run that a checkpoint, or that folder itself, belongs to."""
+    return checkpoint if (checkpoint / "checkpoints").is_dir() else checkpoint.absolute().parent.parent
+
+
+def overrides_of(folder: Path) -> list[str]:
+    """Return the arguments of a run's command line that still have a meaning, those of earlier resumed runs included.
+
+    Flags, and settings of Hydra itself, which could run code, are none of them.
+    """
+    from grpo.runs.runs import Run  # imports pandas
+
+    given = Run(folder).manifest.get("overrides") or []
+    texts = [
+        each for each in given if isinstance(each, str) and not each.startswith("-") and "hydra" not in key_in(each)
+    ]
+    return [each for each in texts if not each.lstrip("+~").startswith(OWN)]
+
+
+def joined(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
+    """Return the overrides of two command lines as one. A later one replaces those of its key; ~KEY needs the earlier +KEY."""
+    replaced = set(map(key_in, later))
+    needed = {f"+{each[1:]}" for each in later if each.startswith("~")}
+    needed = {each for each in earlier if each.partition("=")[0] in needed and each not in later}
+    return [each for each in earlier if key_in(each) not in replaced or each in needed] + list(later)
+
+
+def key_in(override: str) -> str:
+    """Return the key of KEY=VALUE, +KEY=VALUE or ~KEY."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def changed(saved: Any, then: Any, now: Any) -> Any:
+    """Return the saved value with what differs between `then` and `now`. Dictionaries are compared key by key."""
+    if then == now:
+        return saved
+    if not all(isinstance(node, dict) for node in (saved, then, now)):
+        return now
+    keys = [*saved, *(key for key in now if key not in saved)]
+    found = {key: changed(*(node.get(key, MISSING) for node in (saved, then, now))) for key in keys}
+    return {key: value for key, value in found.items() if value is not MISSING}
+
+
+def resolved(config: DictConfig) -> Any:
+    """Return a configuration as plain data. References to the environment stay as they are: ${oc.env:NAME}."""
+    OmegaConf.register_new_resolver("oc.env", reference, replace=True)
+    try:
+        return OmegaConf.to_container(config, resolve=True)
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+def reference(*given: Any) -> str:
+    """Return the text of a reference to the environment. given: the variable, and the default if there is one."""
+    return f"${{oc.env:{','.join('null' if each is None else str(each) for each in given)}}}"
+
+
+def stored(config: DictConfig) -> Any:
+    """Return a configuration as files have it: resolved, without secrets."""
+    return masked_values(resolved(config))
+
+
+def changes(config: DictConfig, folder: Path) -> list[str]:
+    """Return the differences from the configuration of the run in a folder, each as 'key=now (was then)'."""
+    now, then = flat(stored(config)), flat(stored(saved_config(folder)))
+    here, there = str(now.get("output_dir")), str(then.get("output_dir"))
+    then = {key: value.replace(there, here) if isinstance(value, str) else value for key, value in then.items()}
+    keys = [key for key in now | then if not key.startswith((*OWN, "preflight"))]
+    return [f"{key}={now.get(key)} (was {then.get(key)})" for key in keys if now.get(key) != then.get(key)]
+
+
+def policy_folder(run: str) -> Path:
+    """Return the Hugging Face folder for `run=`: the best policy of a run, the policy of a checkpoint, or the folder itself."""
+    path = Path(run).absolute()
+    beside = [path.with_suffix(""), path.with_name(f"policy_{path.stem}")] if path.suffix == ".ckpt" else [path]
+    for folder in (path / "checkpoints" / "best", path / "checkpoints" / "last", *beside):
+        if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
+            return folder
+    raise UserError(f"run={run} has no policy: give the folder of a run, its checkpoint, or a Hugging Face folder")
+
+
+def saved_config(folder: Path) -> DictConfig:
+    """Return the last configuration of a run or an evaluation. Raises UserError if a file is damaged."""
+    file = next(file for file in (folder / LATER, folder / "config.yaml") if file.is_file() or file.name != LATER)
+    try:
+        text = file.read_text(encoding="utf-8")
+        for before, now in MOVED.items():
+            text = text.replace(before, now)
+        found = OmegaConf.create(text)
+        found = found[-1].config if file.name == LATER else found
+        reason = ""
+    except Exception as error:  # a parser may raise anything
+        found, reason = None, f": {one_line(error, 200)}"
+    if not isinstance(found, DictConfig) or "task" not in found:
+        raise UserError(f"{file} is no configuration of a run{reason}")
+    return found
+
+
+def save_config(config: DictConfig) -> None:
+    """Write config.yaml to the output folder, which is created. A folder that has one keeps it, and gets a list of changes."""
+    from lightning.pytorch.utilities import rank_zero_only  # imports torch
+
+    folder = Path(config.output_dir)
+    if rank_zero_only.rank != 0:  # only the first process writes
+        return
+    if not (folder / "config.yaml").exists():
+        write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(stored(config))))
+    elif changed := changes(config, folder):
+        entry = {"time": datetime.now().astimezone().isoformat(timespec="seconds"), "changes": changed}
+        earlier = (folder / LATER).read_text(encoding="utf-8") if (folder / LATER).exists() else ""
+        write_text(folder / LATER, earlier + OmegaConf.to_yaml([entry | {"config": stored(config)}]))
+
+
+def check_resumed(config: DictConfig) -> None:
+    """Set ckpt_path to the checkpoint that is resumed, if any, and compare the configuration with that of its run.
+
+    Raises UserError for a damaged checkpoint, and for changes that would make it another run.
+    """
+    if not config.ckpt_path:
+        return
+    from grpo.training.checkpoints import usable  # imports torch
+
+    given = Path(config.ckpt_path)
+    folder = folder_of(given)
+    config.ckpt_path = str(usable(given))
+    changed = changes(config, folder) if (folder / "config.yaml").is_file() else []
+    if other := [line for line in changed if line.startswith("optim.optimizer._target_=")]:
+        fix = "resume with that one, or start from the run's policy by model=path model.path=RUN/checkpoints/last"
+        raise UserError(f"ckpt_path={given} has the state of another optimizer: {other[0]}; {fix}")
+    saved = saved_config(folder) if changed else config
+    guarded = [line for line in changed if line.startswith(GUARDED) and not is_shown(line, config, saved)]
+    if guarded and config.resume.changes != "allow":
+        line = f"the run to resume had other settings: {', '.join(guarded[:5])}"
+        raise UserError(f"{line}; leave them out, or set resume.changes=allow")
+    if changed:
+        log.warning("resuming with other values: %s", ", ".join(changed))
+
+
+def check_data(config: DictConfig, examples: Mapping[str, Sequence[Any]]) -> None:
+    """Compare the rows of each split with those of the run that is resumed, if any, by the facts in its manifest.
+
+    Raises UserError for rows that would make it another run.
+    """
+    from grpo.runs.manifest import data_facts  # imports torch
+    from grpo.runs.runs import Run
+
+    then = (Run(folder_of(Path(config.ckpt_path))).manifest.get("data") or {}) if config.ckpt_path else {}
+    now = {split: data_facts(rows) for split, rows in examples.items() if split in then}
+    shared = {split: [name for name in facts if name in then[split]] for split, facts in now.items()}
+    other = [
+        f"{split} has {now[split]['rows']} rows, {name}={now[split][name]} (was {then[split][name]})"
+        for split, names in shared.items()
+        if (name := next((one for one in names if now[split][one] != then[split][one]), None))
+    ]
+    if other and config.resume.changes != "allow":
+        line = f"the run to resume had other data: {'; '.join(other)}"
+        raise UserError(f"{line}; give it the same rows, or set resume.changes=allow")
+    if other:
+        log.warning("resuming with other data: %s", "; ".join(other))
+
+
+def is_shown(change: str, *configs: DictConfig) -> bool:
+    """Return whether a change is one of a callback that only shows, saves or checks."""
+    group, name, *_ = key_in(change).split(".")
+    classes = [OmegaConf.select(config, f"callbacks.{name}._target_") for config in configs]
+    return group == "callbacks" and all(each.startswith(SHOWN) for each in classes if each)

@@ -1,0 +1,40 @@
+"""Download the model, the tokenizer and the rows of a run into the hub's cache, for a machine without network.
+
+    HF_HOME=FOLDER python -m grpo.prefetch task=gsm8k model=qwen05b
+
+The arguments are those of train.py. Copy FOLDER to the other machine, and run the command that is printed.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from hydra.utils import instantiate
+
+from grpo.apps.cli import one_line_errors, quiet
+from grpo.config.composing import composed
+from grpo.config.validation import check_values
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Load everything that a run with these arguments reads. Raises UserError if the hub does not give it."""
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return
+    config = composed("train", [*arguments, "output_dir=."])
+    check_values(config)
+    task, pretrained = instantiate(config.task), instantiate(config.model)
+    for split in ("train", config.eval.split):
+        print(f"{split}: {len(task.examples(split))} examples")
+    pretrained.tokenizer()
+    pretrained.model(mapped=True)  # complete, but in its files
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    print(f"model: {pretrained.path}")
+    print(f"without network: HF_HOME={home} HF_HUB_OFFLINE=1 python train.py {shlex.join(arguments)}")
+
+
+if __name__ == "__main__":
+    quiet()
+    with one_line_errors("train"):
+        main(sys.argv[1:])

@@ -1,0 +1,152 @@
+"""PreflightCallback: runs the checks before the first rollout, shows verdicts and plan, and stops a run that fails a check."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
+from rich.markup import escape
+from transformers import PreTrainedTokenizerBase
+
+from grpo.env.types import Example
+from grpo.evaluation.evaluator import Evaluator
+from grpo.preflight import CHECKS
+from grpo.preflight.forecast import Part
+from grpo.preflight.plan import RunPlan, plan_of
+from grpo.preflight.probe import Checked, Probe
+from grpo.rollout.source.protocol import is_source
+from grpo.system import distributed
+from grpo.system.errors import PreflightError, StopError, UserError, error_line, lacks_memory
+from grpo.system.ranges import require
+from grpo.system.states import everything, set_everything
+from grpo.training.callbacks.rollout import RolloutCallback
+from grpo.training.module import GRPOModule
+
+log = logging.getLogger(__name__)
+
+Mode = Literal["on", "warn", "off", "only"]
+
+
+class PreflightCallback(L.Callback):
+    """Checks a run before it learns, and prints its plan. It comes after RolloutCallback.
+
+    mode: on: a FAIL stops the run with exit code 3. warn: a FAIL is a warning. off: no checks. only: the run ends after them.
+    examples: the rows of each split. tokenizer: the model's own.
+    Mutable: parts, those of the memory forecast; verdicts, by the name of the check; plan; noted, called when a verdict is known.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        rollout: RolloutCallback,
+        evaluator: Evaluator,
+        examples: Mapping[str, Sequence[Example]],
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        require("preflight", mode, Mode)
+        self.mode, self.rollout, self.evaluator, self.examples = mode, rollout, evaluator, examples
+        self.tokenizer = tokenizer
+        self.parts: list[Part] = []
+        self.verdicts: dict[str, Checked] = {}
+        self.plan: RunPlan | None = None
+        self.noted: Callable[[], None] = lambda: None
+
+    def facts(self) -> dict[str, Any]:
+        """Return the verdicts so far, the bound and the plan for the manifest; nothing if the run was resumed."""
+        verdicts = {name: asdict(found) for name, found in self.verdicts.items()}
+        found = {"preflight": verdicts, "rounding": self.rollout.rounding} if verdicts or self.plan else {}
+        return found | ({"plan": asdict(self.plan)} if self.plan else {})
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self.rollout.rollouts and self.mode != "only":
+            return
+        if is_source(self.rollout.makes.sampler):
+            log.warning("no preflight: it plays episodes of a task, and the samples of this run come from a source")
+            return self.judge()
+        given = module, self.rollout.makes, self.examples, trainer.precision, self.tokenizer
+        probe = Probe(*given, version=self.rollout.rollouts)
+        checks = {} if self.mode == "off" else CHECKS
+        if checks and not isinstance(module, GRPOModule):
+            raise UserError(f"preflight={self.mode} knows only GRPOModule and its subclasses: set preflight=off")
+        before = everything(self.rollout.objects)
+        if checks:
+            self.rollout.sync()
+        try:
+            with trainer.precision_plugin.forward_context(), self.rollout.stop.allowed():
+                for name, check in checks.items():
+                    self.verdicts[name] = agreed(outcome(check, probe))
+                    self.rollout.rounding = vars(probe).get("bound")
+                    self.noted()
+                    show_verdict(name, self.verdicts[name])  # at once: on a large model the checks take minutes
+                self.plan = plan_of(probe, self.evaluator, trainer.callbacks, self.parts, timed=bool(checks))
+        except StopError as error:
+            error.saves = False  # weights may be moved: without a checkpoint the run begins anew
+            raise
+        finally:
+            set_everything(self.rollout.objects, before)
+        self.noted()
+        self.show_plan(probe)
+        self.judge()
+
+    @rank_zero_only
+    def show_plan(self, probe: Probe) -> None:
+        """Print the time of the checks and of the plan, and the plan."""
+        if self.verdicts:
+            Console().print(f"preflight: {probe.allowance.line()}", highlight=False)
+        for line in self.plan.lines():
+            Console().print(line, soft_wrap=True, highlight=False)
+
+    def judge(self) -> None:
+        """End the run if a check failed, or if only the checks were wanted."""
+        failed = [f"{name}: {v.compared}; {v.remedy}" for name, v in self.verdicts.items() if v.result == "FAIL"]
+        if failed and self.mode != "warn":
+            raise PreflightError(f"preflight failed: {' | '.join(failed)} (preflight=warn trains all the same)")
+        for line in failed:
+            log.warning("preflight failed: %s", line)
+        for name, v in self.verdicts.items():
+            if v.result == "WARN":
+                log.warning("preflight: %s: %s; %s", name, v.compared, v.remedy)
+        if self.mode == "only":
+            raise SystemExit(0)
+
+
+def agreed(found: Checked) -> Checked:
+    """Return the worst verdict of all devices."""
+    return min(
+        distributed.all_gather([found]), key=lambda verdict: ("FAIL", "WARN", "SKIP", "PASS").index(verdict.result)
+    )
+
+
+def outcome(check: Callable[[Probe], Checked], probe: Probe) -> Checked:
+    """Return the verdict of a check. A check that raises fails; one that runs out of memory is skipped, unless other devices
+    wait for this one."""
+    begun = time.perf_counter()
+    try:
+        found = check(probe)
+    except UserError:
+        raise
+    except Exception as error:  # a model, an engine or a task of the user may raise anything
+        log.debug("preflight", exc_info=True)
+        found = Checked("FAIL", error_line(error), "the check could not be made: preflight=warn trains all the same")
+        if lacks_memory(error):
+            if distributed.world_size() > 1:
+                raise
+            torch.cuda.empty_cache()
+            remedy = (
+                "an update needs more: lower optim.max_tokens_per_microbatch, or leave the engine less of the device"
+            )
+            found = Checked("SKIP", f"memory ran out ({error_line(error)})", remedy)
+    return replace(found, seconds=time.perf_counter() - begun)
+
+
+@rank_zero_only
+def show_verdict(name: str, found: Checked) -> None:
+    """Print a verdict as a line, with what to do about it as a second one."""
+    color = {"PASS": "green", "FAIL": "bold red", "WARN": "yellow", "SKIP": "dim"}[found.result]
+    words = f"[{color}]{found.result}[/] {name}, {found.seconds:.1f} s: {escape(found.compared)}"
+    Console().print(words + f"\n     {escape(found.remedy)}" * bool(found.remedy), soft_wrap=True, highlight=False)

@@ -1,0 +1,128 @@
+"""The plan of a run: how much it samples, learns, evaluates and writes, and how long that takes, known before it starts."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import lightning as L
+
+from grpo.evaluation.evaluator import Evaluator
+from grpo.preflight import learning
+from grpo.preflight.forecast import Part, human, largest_phase
+from grpo.preflight.probe import Probe
+from grpo.rollout.samples_table import records, write
+from grpo.system import distributed
+from grpo.training.callbacks.checkpoint import Checkpoint
+from grpo.training.callbacks.samples import Samples
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The size of a run. samples: of one rollout. max_tokens: of one completion. passes: over the training rows.
+
+    problems: of one evaluation. rollout_time, update_time, evaluation_time: seconds of the whole run; 0 if nothing was timed.
+    memory, disk: bytes; 0 if unknown. devices: share the work; memory is that of one.
+    """
+
+    rollouts: int
+    samples: int
+    max_tokens: int
+    updates: int
+    tokens_per_microbatch: int
+    rows: int
+    passes: float
+    evaluations: int
+    problems: int
+    memory: int = 0
+    disk: int = 0
+    rollout_time: float = 0.0
+    update_time: float = 0.0
+    evaluation_time: float = 0.0
+    devices: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """The time of the whole run; 0 if nothing was timed."""
+        return self.rollout_time + self.update_time + self.evaluation_time
+
+    def lines(self) -> list[str]:
+        """Return the plan in words."""
+        data = f"{self.passes:.1f} passes over" if self.passes >= 1 else f"{self.passes:.2%} of"
+        on, each = (f" on {self.devices} devices", " on each") if self.devices > 1 else ("", "")
+        work = (
+            f"{self.rollouts} rollouts x {self.samples} samples x at most {self.max_tokens:,} tokens, {self.updates} updates in "
+            f"microbatches of {self.tokens_per_microbatch:,} tokens{on}, {data} {self.rows:,} rows"
+        )
+        evaluated = f", {self.evaluations} evaluations of {self.problems} problems" if self.evaluations else ""
+        cost = [f"{human(self.memory)} of memory{each}"] if self.memory else []
+        cost += [f"{human(self.disk)} on disk"] if self.disk else []
+        if self.seconds:
+            times = {"rollouts": self.rollout_time, "updates": self.update_time, "evaluations": self.evaluation_time}
+            parts = ", ".join(f"{name} {part / self.seconds:.0%}" for name, part in times.items() if part)
+            cost = [f"about {duration(self.seconds)} ({parts})", *cost]
+        return [f"plan: {work}{evaluated}", *([f"plan: {', '.join(cost)}"] if cost else [])]
+
+
+def duration(seconds: float) -> str:
+    """Return a time in its largest unit."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def plan_of(
+    probe: Probe, evaluator: Evaluator, callbacks: Sequence[L.Callback], parts: Sequence[Part], timed: bool
+) -> RunPlan:
+    """Return the plan of a run. parts: of the memory forecast. timed: play and learn from the probe, to know times and sizes."""
+    plan, algorithm = probe.rollouts.plan, probe.rollouts.algorithm
+    here = [part for part in parts if not part.host or probe.module.device.type == "cpu"]
+    train = probe.examples["train"]
+    held_out = [probe.examples[name] for name in evaluator.sources(probe.rollouts.task) if evaluator.every]
+    sized = RunPlan(
+        rollouts=plan.num_rollouts,
+        samples=plan.prompts * plan.group_size,
+        max_tokens=plan.sampling.max_tokens,
+        updates=plan.num_rollouts * algorithm.updates_per_rollout,
+        tokens_per_microbatch=probe.module.optim.max_tokens_per_microbatch,
+        rows=len(train),
+        passes=plan.num_rollouts * plan.prompts / len(train),
+        evaluations=sum(evaluator.due(r, plan.num_rollouts) for r in range(plan.num_rollouts + 1)),
+        problems=sum(len(evaluator.chosen(rows)) for rows in held_out),
+        memory=largest_phase(here),
+        disk=sum(checkpoint_bytes(probe, parts, c) for c in callbacks if isinstance(c, Checkpoint)),
+        devices=distributed.world_size(),
+    )
+    if not timed:
+        return sized
+    larger = sized.samples / len(probe.samples)
+    evaluated = sized.evaluations * sized.problems * evaluator.samples / sized.samples  # in rollouts
+    writers = [callback.every for callback in callbacks if isinstance(callback, Samples)]
+    tables = sum((sized.rollouts / every if every else 0) + evaluated for every in writers)
+    seconds = probe.rollout_seconds()
+    return replace(
+        sized,
+        rollout_time=sized.rollouts * seconds,
+        update_time=sized.rollouts * larger * learning.seconds(probe) / sized.devices,  # each learned all
+        evaluation_time=evaluated * seconds,
+        disk=sized.disk + round(tables * larger * table_bytes(probe)),
+    )
+
+
+def table_bytes(probe: Probe) -> int:
+    """Return the size of the probe's episodes as a table of samples."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(file := Path(folder, "samples.parquet"), records(probe.groups))
+        return file.stat().st_size
+
+
+def checkpoint_bytes(probe: Probe, parts: Sequence[Part], writes: Checkpoint) -> int:
+    """Return the size of checkpoints/: those to resume from and the one that is being written, and policies: last, best, the one
+    that is being written, and the history."""
+    trained = sum(p.nbytes for p in probe.module.policy.parameters() if p.requires_grad)
+    state = sum(part.size or 0 for part in parts if part.name in ("masters", "optimizer"))
+    pieces = distributed.world_size() if distributed.is_sharded(probe.module.policy) else 1
+    steps = writes.num_rollouts // writes.history if writes.history else 0
+    state = 0 if writes.only_model else state * pieces
+    return (writes.keep + 1) * (trained + state) + (3 + min(steps, writes.history_keep or steps)) * trained

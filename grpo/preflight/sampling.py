@@ -1,0 +1,96 @@
+"""Checks of the engine: it reports the policy's log-probabilities, draws by them, and takes new weights."""
+
+import time
+
+import numpy as np
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+
+from grpo.objectives.batch import TokenBatch
+from grpo.preflight.probe import Checked, Probe, judged
+from grpo.system.distributed import full, part_of
+
+FIRST_DRAWS, DRAWS, MOST_DRAWS = 100, 500, 2000  # the first ones show the engine's speed; at once; in all
+PATIENCE = 4.0  # seconds, or a part of the checks' time: a slow engine draws only as often as it can meanwhile
+RARE = 1e-6  # a p-value below it is a fault, not chance
+ENGINE = "an engine option, generation_config.json or a proxy changes the sampling: remove it"
+
+
+def logprobs(probe: Probe) -> Checked:
+    """The engine's log-probabilities of the tokens that it sampled equal the trainer's, except for rounding."""
+    gap = mean_gap(probe.compared.rollout_logprobs, probe.passed[0], probe.compared)
+    text = f"mean gap {gap:.1e} nats over {int(probe.compared.mask.sum())} tokens, bound {probe.bound:.1e}"
+    remedy = "engine and trainer compute different numbers: look at temperature, dtype, the chat template's ids and the weights"
+    return judged(gap <= probe.bound, text, remedy)
+
+
+def mean_gap(one: Tensor, two: Tensor, tokens: TokenBatch) -> float:
+    """Return the mean difference of the log-probabilities of sampled tokens. one, two: [B, C]."""
+    return float((one - two)[tokens.mask].abs().mean())
+
+
+def draws(probe: Probe) -> Checked:
+    """Draws follow the probabilities that the engine reports: Pearson's chi-square of at most MOST_DRAWS draws at one place.
+
+    The place is the one with the highest entropy, where a filter, a penalty or another temperature changes most.
+    """
+    tokens, entropy, patience = probe.compared, probe.passed[1], min(PATIENCE, probe.allowance.left(1 / 5))
+    at_once = min(DRAWS, max(FIRST_DRAWS, probe.rollouts.plan.prompts * probe.rollouts.plan.group_size))
+    row, at = divmod(int(entropy.argmax()), entropy.shape[1])
+    prompt, completion = tokens.sequences()[row]
+    first, reported, begun = [], [], time.perf_counter()
+    with probe.rollouts.sampling():  # each device for itself, as often as it can
+        while len(first) < MOST_DRAWS and ((spent := time.perf_counter() - begun) < patience or not first):
+            fit = 1 + int(len(first) * (patience / spent - 1)) if first else FIRST_DRAWS
+            count = min(fit, at_once, MOST_DRAWS - len(first))
+            drawn = probe.sample([[*prompt, *completion[:at]]] * count, max_tokens=1, others=len(first))
+            first += drawn.ids[:, drawn.prompt_width].tolist()
+            reported += drawn.rollout_logprobs[:, 0].tolist()
+    ids, where, counts = np.unique(first, return_index=True, return_counts=True)
+    shares, total = np.exp(reported)[where], len(first)
+    often = shares * total >= 5
+    observed = np.append(counts[often], counts[~often].sum())
+    expected = np.append(shares[often], max(0.0, 1 - shares[often].sum())) * total
+    if expected[-1] < 5:  # too few for a bin of their own: they join the largest one
+        largest = observed[:-1].argmax()
+        observed[largest] += observed[-1]
+        expected[largest] += expected[-1]
+        observed, expected = observed[:-1], expected[:-1]
+    if len(observed) < 2:
+        thin = f"no token of {len(ids)} is likely enough for {total} draws to tell"
+        return Checked("SKIP", thin if len(ids) > 1 else "the policy is certain everywhere: all draws are equal")
+    p_value = chi2.sf(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)
+    text = f"{total} draws among {len(ids)} tokens, p = {p_value:.2g}"
+    return judged(bool(p_value >= RARE), text, f"the engine draws from another distribution than it reports: {ENGINE}")
+
+
+def sync(probe: Probe) -> Checked:
+    """New weights reach the engine, all kinds of them, and the old ones return: caches of prefixes are emptied."""
+    first = probe.rollouts.plan.num_rollouts + 1  # versions of no rollout: servers keep adapters by version
+    small = moved_by(probe, 0.3, first)
+    return small if small.result != "SKIP" else moved_by(probe, 3.0, first + 1)
+
+
+@torch.no_grad()
+def moved_by(probe: Probe, share: float, version: int) -> Checked:
+    """Return the verdict after weights were moved by this share of their size. version: of the moved weights."""
+    bound, prompts = probe.bound, [ids for ids, _ in probe.few.sequences()]
+    chosen, length = probe.one_of_each_kind(), probe.length_in(probe.allowance.left(1 / 8))
+    rng = torch.Generator().manual_seed(0)
+    with probe.kept(list(chosen.values())):
+        for p in chosen.values():
+            size = full(p).float().square().mean().sqrt().item() or 0.1
+            p.add_(part_of(share * size * torch.randn(p.shape, generator=rng).to(p.device, p.dtype), p))
+        probe.load(version)
+        moved = probe.sample(prompts, length)
+        new = probe.trainer(moved)[0]
+    old = probe.trainer(moved)[0]
+    again = probe.sample(prompts, length)
+    shift, gap = mean_gap(old, new, moved), mean_gap(moved.rollout_logprobs, new, moved)
+    restored = mean_gap(again.rollout_logprobs, probe.trainer(again)[0], again)
+    text = f"{len(chosen)} kinds of weights moved by {shift:.1e} nats: gap {gap:.1e}, restored {restored:.1e}"
+    if shift < 8 * bound and gap > shift / 4:
+        return Checked("SKIP", f"{text}; rounding hides a change of this size")
+    remedy = "the engine keeps old weights or an old cache: set engine=transformers, and report this with the engine's version"
+    return judged(max(gap, restored) <= 4 * bound, text, remedy)

@@ -1,0 +1,57 @@
+"""The endpoints that clients of OpenAI, Anthropic and vLLM call, see grpo.serve.dialects, and the list of models.
+
+`model` may be any name, because the server has one model. A stream is sent in pieces when the answer is complete.
+"""
+
+from typing import Any
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import Response
+
+from grpo.serve.dialects import DIALECTS
+from grpo.serve.dialects.anthropic import ANTHROPIC
+from grpo.serve.dialects.calls import Dialect, sse
+from grpo.serve.service import Json, Service
+from grpo.system.files import strict_json
+
+
+def client_router(service: Service) -> APIRouter:
+    """Return the endpoints for this service."""
+    router = APIRouter(dependencies=[Depends(service.place, scope="function")])
+
+    def add(path: str, dialect: Dialect) -> None:
+        async def answer(body: Json = None) -> Response:
+            call = dialect.read(body)
+            answers = await service.answers(call)
+
+            def written() -> Response:
+                content = dialect.written(call, answers, service.weights.pretrained.path)
+                if call.stream:
+                    return Response("".join(sse(dialect, content)), media_type="text/event-stream")
+                return Response(strict_json(content), media_type="application/json")
+
+            return await service.run_in_thread(written)
+
+        router.post(path)(answer)
+
+    for path, dialect in DIALECTS.items():
+        add(path, dialect)
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(body: Json = None) -> dict[str, int]:
+        return {"input_tokens": len(await service.run_in_thread(service.rendered, ANTHROPIC.read(body)))}
+
+    def described(name: str | None = None) -> dict[str, Any]:
+        path = service.weights.pretrained.path
+        model = {"id": name or path, "object": "model", "created": 0, "owned_by": "grpo", "root": path}
+        return {**model, "max_model_len": service.batching.context}
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [described()]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        return described(name)
+
+    return router

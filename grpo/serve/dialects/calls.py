@@ -1,0 +1,313 @@
+"""A request for messages of the policy and its answer, in no API's form, and what the APIs have in common. No HTTP, no engine.
+
+`Dialect.read` makes a `Call` of a request's JSON. Whoever answers it renders the messages, samples, and gives each completion to
+`answered`. `Dialect.written` makes the JSON of the answers, and `sse` a stream of it.
+"""
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+from grpo.env.messages import Message, ToolSpec, cut, shown
+from grpo.env.tokens import Completion
+from grpo.env.tool_parsers import Malformed
+from grpo.system.errors import UserError
+from grpo.system.files import strict_json
+from grpo.system.ranges import Count, Whole, require
+
+Prompt = str | tuple[int, ...]
+Scores = Mapping[int, float]  # log-probabilities by ids: of a token (first), and of the likeliest ones in its place
+
+# named as in Sampling
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_ids", "guided")
+SAME = {"stop_token_ids": "stop_ids", "structured_outputs": "guided"}  # other names of settings
+REGEX = ("structured_outputs_regex", "guided_decoding_regex")  # TRL's names
+IGNORED = {  # fields that change no answer, or ask for what a server may leave out
+    "model", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options", "safety_identifier", "cache_control", "include", "max_tool_calls", "request_id", "priority",
+    "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "output_kind",
+}  # fmt: skip
+NEUTRAL: dict[str, Any] = {  # field -> the only value that is accepted
+    "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "suffix": "", "modalities": ["text"],
+    "min_tokens": 0, "ignore_eos": False, "use_beam_search": False, "length_penalty": 1, "bad_words": [],
+    "include_stop_str_in_output": False, "generation_kwargs": {}, "functions": [], "function_call": "none",
+    "background": False, "truncation": "disabled", "reasoning": {}, "thinking": {"type": "disabled"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request for messages of the policy.
+
+    messages, tools: the conversation, and the tools that the policy may call. prompts: raw prompts in place of messages.
+    stop: texts before which an answer ends. max_tokens: of an answer; None if none was given. n: answers to each prompt.
+    stream: the answer is sent as server-sent events.
+    settings: sampling settings by the names of `Sampling`, which checks them. template: variables of the chat template.
+    logprobs: how many alternatives are written with the log-probability of a token; None: no log-probabilities.
+    prompt_logprobs: the same of the prompt's tokens. echo: the answer's text begins with the prompt.
+    with_ids: write token ids. ids_as_tokens: write tokens as token_id:ID. usage: a stream ends with the numbers of tokens.
+    """
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[ToolSpec, ...] = ()
+    prompts: tuple[Prompt, ...] = ()
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    n: int = 1
+    stream: bool = False
+    seed: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    template: Mapping[str, Any] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    with_ids: bool = False
+    ids_as_tokens: bool = False
+    usage: bool = False
+
+    @property
+    def prompt(self) -> Prompt | None:
+        """The first raw prompt; None if there are messages."""
+        return self.prompts[0] if self.prompts else None
+
+    @property
+    def count(self) -> int:
+        """The number of answers: n for each prompt."""
+        return self.n * max(1, len(self.prompts))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer to a `Call`; see `answered`.
+
+    message: the policy's, cut before the stop text. completion: all that was sampled. prompt_ids: the prompt, as the policy read
+    it. decode: from ids to text, special tokens included; None: tokens are written as token_id:ID.
+    stop: the stop text that ended it. kept: the number of tokens that begin before that text; None: all.
+    scores: of each token of the prompt and of the completion, if the engine gave them; that of the first token is empty.
+    """
+
+    message: Message
+    completion: Completion
+    prompt_ids: tuple[int, ...] = ()
+    decode: Callable[[Sequence[int]], str] | None = None
+    stop: str | None = None
+    kept: int | None = None
+    scores: tuple[Scores, ...] = ()
+
+    @property
+    def finish(self) -> str:
+        """OpenAI's word for the reason why it ended: `stop`, `length` or `tool_calls`."""
+        return "tool_calls" if self.message.tool_calls else self.completion.finish
+
+    def tokens(self, call: Call) -> list[tuple[str, float | None, dict[str, float]]]:
+        """Return text, log-probability and alternatives (texts, likeliest first) of each token that the client sees.
+
+        With `call.with_ids` these are all sampled tokens, else those before the stop text. Log-probabilities are those of the
+        completion's temperature T; the alternatives' are exact too, since log p(v) - log p(w) is linear in 1 / T.
+        """
+        done, scale = self.completion, call.settings.get("temperature", 1.0) or 1.0
+        kept = len(done.ids) if call.with_ids or self.kept is None else self.kept
+        scores = self.scores[len(self.prompt_ids) :] or [{i: p} for i, p in zip(done.ids, done.logprobs, strict=True)]
+        rows = [*zip(done.ids[:kept], done.logprobs, scores, repeat(scale), strict=False)]
+        if call.echo:
+            rows = [(i, of.get(i), of, 1.0) for i, of in zip(self.prompt_ids, self.scores, strict=False)] + rows
+        found = []
+        for token, own, of, scale in rows:
+            best = sorted(of.items(), key=lambda item: -item[1])[: call.logprobs or 0]
+            likely = {self.piece(i, call): own + (value - of[token]) / scale for i, value in best}
+            found.append((self.piece(token, call), own, likely))
+        return found
+
+    def piece(self, token: int, call: Call) -> str:
+        """Return the text of one token."""
+        return f"token_id:{token}" if call.ids_as_tokens or self.decode is None else self.decode([token])
+
+
+class Fields(dict[str, Any]):
+    """The fields of a request that may change its answer. Readers take those that they know; `check_empty` refuses the others."""
+
+    def __init__(self, body: Any) -> None:
+        if not isinstance(body, dict):
+            raise UserError("the request must be a JSON object, sent as Content-Type: application/json")
+        super().__init__({name: value for name, value in body.items() if value is not None and name not in IGNORED})
+
+    def take(self, name: str, kind: Any, default: Any = None) -> Any:
+        """Remove a field and return its value, or the default. Raises UserError if the value does not fit its annotation."""
+        if name in self:
+            require(name, self[name], kind)
+        return self.pop(name, default)
+
+    def sampling(self, stop: str = "stop", *max_tokens: str) -> dict[str, Any]:
+        """Remove the fields of sampling, and return them as arguments of `Call`. stop, max_tokens: the API's names of these."""
+        texts = self.take(stop, str | list[str], [])
+        texts = tuple(text.encode(errors="replace").decode() for text in ([texts] if isinstance(texts, str) else texts))
+        if len(texts) > 64 or any(len(text) > 1000 for text in texts):
+            raise UserError("there are at most 64 stop texts, each of at most 1000 characters")
+        limits = [self.take(name, Whole) for name in max_tokens or ("max_tokens",)]
+        settings = {SAME.get(name, name): self.pop(name) for name in (*SETTINGS, *SAME) if name in self}
+        for name in self.keys() & set(REGEX):
+            settings["guided"] = {"regex": self.pop(name)}
+        settings |= {"top_k": 0} if settings.get("top_k") == -1 else {}
+        return {
+            "stop": tuple(filter(None, texts)),
+            "max_tokens": next((limit for limit in limits if limit is not None), None),
+            "seed": self.take("seed", Whole),
+            "settings": settings | guided_by(self.take("response_format", dict, {"type": "text"})),
+            "stream": self.take("stream", bool, False),
+        }
+
+    def vllm(self) -> dict[str, Any]:
+        """Remove the fields that only OpenAI's older APIs and vLLM have, and return them as arguments of `Call`."""
+        return {
+            "n": self.take("n", Count, 1),
+            "with_ids": self.take("return_token_ids", bool, False),
+            "ids_as_tokens": self.take("return_tokens_as_token_ids", bool, False),
+            "prompt_logprobs": self.take("prompt_logprobs", Whole),
+            "usage": self.take("stream_options", dict, {}).get("include_usage", False),
+        }
+
+    def check_empty(self) -> None:
+        """Raise UserError if a field is left that would change the answer."""
+        for name, value in self.items():
+            if name not in NEUTRAL:
+                raise UserError(f"there is no field {name!r} here: leave it out")
+            if value != NEUTRAL[name]:
+                instead = ", or use repetition_penalty" if "penalty" in name else ""
+                raise UserError(f"{name}={shown(value)} is not supported: leave it out{instead}")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """An API: reads requests, writes answers, streams and errors.
+
+    reader: makes a Call of a request's fields, of which it removes those that it knows.
+    written(call, answers, model): the JSON of the answers, n for each prompt.
+    events(answer): the name, if the API has names, and the data of each server-sent event that tells this JSON.
+    failure(status, line): the JSON of an error.
+    """
+
+    reader: Callable[[Fields], Call]
+    written: Callable[[Call, Sequence[Answer], str], dict[str, Any]]
+    events: Callable[[dict[str, Any]], Iterator[tuple[str | None, dict[str, Any]]]]
+    failure: Callable[[int, str], dict[str, Any]]
+
+    def read(self, body: Any) -> Call:
+        """Return the request in no API's form. Raises UserError, in one line, for what cannot be read or honoured."""
+        fields = Fields(body)
+        try:
+            call = self.reader(fields)
+            fields.check_empty()
+        except (TypeError, Malformed) as error:
+            raise UserError(str(error)) from error
+        except (LookupError, AttributeError) as error:
+            raise UserError(f"a part of the request lacks what it needs: {error}") from error
+        return call
+
+
+def guided_by(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the setting `guided`, if any, of a response_format: text, json_object or json_schema."""
+    kind = given.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise UserError(f"response_format={shown(given)}: its type is text, json_object or json_schema")
+    schema = given.get("json_schema", given).get("schema") or {"type": "object"}
+    return {} if kind == "text" else {"guided": {"json": {"type": "object"} if kind == "json_object" else schema}}
+
+
+def offered_tools(tools: Iterable[ToolSpec], choice: Any) -> tuple[ToolSpec, ...]:
+    """Return the tools that the policy sees: none for `none`, the named one for a name, else all. No call is forced."""
+    word = choice.get("type") if isinstance(choice, Mapping) else choice
+    name = isinstance(choice, Mapping) and (choice.get("name") or choice.get("function", {}).get("name"))
+    if word not in (None, "none", "auto", "required", "any", "function", "tool"):
+        raise UserError(f"tool_choice={shown(choice)} is not one of none, auto, required, or a tool of the request")
+    found = () if word == "none" else tuple(tool for tool in tools if not name or tool.name == name)
+    if name and not found:
+        raise UserError(f"tool_choice names {shown(name)}, which is not among the tools")
+    return found
+
+
+def answered(
+    call: Call,
+    prompt_ids: Sequence[int],
+    completion: Completion,
+    message: Message,
+    decode: Callable[..., str],
+    scores: Sequence[Scores] = (),
+) -> Answer:
+    """Return the answer that a completion is. message: parsed from all of it. decode: a tokenizer's."""
+    content, found = cut(message.content, call.stop)
+    kept, ids, read = len(completion.ids), completion.ids, partial(decode, skip_special_tokens=True)
+    place = len(cut(read(ids), call.stop)[0]) if found else 0
+    while found and kept and len(read(ids[: kept - 1])) >= place:
+        kept -= 1
+    message = replace(message, content=content)
+    return Answer(message, completion, tuple(prompt_ids), decode, found, kept, tuple(scores))
+
+
+def arguments_of(arguments: Mapping[str, Any]) -> str:
+    """Return the arguments of a call as JSON text."""
+    return strict_json(arguments, ensure_ascii=False)
+
+
+def new_id(kind: str) -> str:
+    """Return a fresh id."""
+    return f"{kind}{uuid.uuid4().hex[:24]}"
+
+
+def written_usage(call: Call, answers: Sequence[Answer]) -> tuple[int, int]:
+    """Return the numbers of tokens of the prompts, each counted once, and of the completions."""
+    return sum(len(a.prompt_ids) for a in answers[:: call.n]), sum(len(a.completion.ids) for a in answers)
+
+
+def openai_answer(
+    kind: str, call: Call, answers: Sequence[Answer], model: str, choices: Iterable[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return what the answers of OpenAI's two older APIs have in common."""
+    read, wrote = written_usage(call, answers)
+    usage = {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
+    ends = [{"index": i, "finish_reason": answer.finish} for i, answer in enumerate(answers)]
+    return {
+        "id": new_id("chatcmpl-" if kind == "chat.completion" else "cmpl-"),
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": [end | choice for end, choice in zip(ends, choices, strict=True)],
+        **({"usage": usage} if call.usage or not call.stream else {}),
+    }
+
+
+def prompt_scores(call: Call, answer: Answer) -> dict[str, Any]:
+    """Return the field `prompt_logprobs`, if it is wanted: log-probabilities of the prompt's tokens in vLLM's form."""
+    scores = answer.scores[: len(answer.prompt_ids)]
+    rows = [{str(i): {"logprob": p, "decoded_token": answer.piece(i, call)} for i, p in of.items()} for of in scores]
+    return {} if call.prompt_logprobs is None else {"prompt_logprobs": [row or None for row in rows]}
+
+
+def openai_failure(status: int, line: str) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return {"error": {"message": line, "type": kind, "param": None, "code": None}}
+
+
+def event(kind: str, **data: Any) -> tuple[str, dict[str, Any]]:
+    """Return a named event, whose data has its name too."""
+    return kind, {"type": kind, **data}
+
+
+def words_of(text: str) -> list[str]:
+    """Return a text in the pieces of a stream: words of at most 16 characters, each with the blanks before it. An empty text is
+    one piece."""
+    return re.findall(r"\s*\S{1,16}(?:\s+$)?|\s+$", text) or [text]
+
+
+def sse(dialect: Dialect, answer: dict[str, Any]) -> Iterator[str]:
+    """Yield an answer as server-sent events. APIs without names of events end with [DONE]."""
+    name = None
+    for name, data in dialect.events(answer):
+        yield f"event: {name}\ndata: {strict_json(data)}\n\n" if name else f"data: {strict_json(data)}\n\n"
+    if name is None:
+        yield "data: [DONE]\n\n"

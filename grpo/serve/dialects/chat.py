@@ -1,0 +1,94 @@
+"""OpenAI's chat completions, with vLLM's additions."""
+
+from collections.abc import Iterator, Sequence
+from itertools import starmap
+from typing import Any
+
+from grpo.env.conversations import chat_message, messages_of
+from grpo.env.messages import ToolCall, tool_of
+from grpo.serve.dialects import calls
+from grpo.serve.dialects.calls import Answer, Call, Dialect, Fields
+from grpo.system.errors import UserError
+from grpo.system.ranges import Whole
+
+
+def read_chat(fields: Fields) -> Call:
+    """Read a request. A conversation that ends with the assistant's message is continued, as `continue_final_message` asks."""
+    messages = messages_of([chat_message(one) for one in fields.take("messages", list, [])])
+    tools = map(tool_of, fields.take("tools", list, []))
+    continued = messages[-1].role == "assistant"
+    for name, wanted in (("continue_final_message", continued), ("add_generation_prompt", not continued)):
+        if fields.take(name, bool, wanted) != wanted:
+            raise UserError(f"{name}={not wanted}: a last message of the assistant is continued, any other is answered")
+    wants, top = fields.take("logprobs", bool, False), fields.take("top_logprobs", Whole, 0)
+    return Call(
+        messages,
+        calls.offered_tools(tools, fields.pop("tool_choice", None)),
+        template=fields.take("chat_template_kwargs", dict, {}),
+        logprobs=top if wants else None,
+        **fields.sampling("stop", "max_completion_tokens", "max_tokens"),
+        **fields.vllm(),
+    )
+
+
+def written_message(answer: Answer) -> dict[str, Any]:
+    """Return the policy's message in OpenAI's form."""
+    written: dict[str, Any] = {"role": "assistant", "content": answer.message.content}
+    if called := answer.message.tool_calls:
+        written |= {"content": written["content"] or None, "tool_calls": [written_call(one) for one in called]}
+    return written
+
+
+def written_call(call: ToolCall) -> dict[str, Any]:
+    """Return a call in OpenAI's form."""
+    function = {"name": call.name, "arguments": calls.arguments_of(call.arguments)}
+    return {"id": call.id or calls.new_id("call_"), "type": "function", "function": function}
+
+
+def chat_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str, Any]:
+    """Return the answers as OpenAI's chat completion."""
+    choices = [
+        {"message": written_message(answer), "logprobs": chat_logprobs(call, answer)}
+        | ({"token_ids": answer.completion.ids} if call.with_ids else {})
+        for answer in answers
+    ]
+    found = calls.openai_answer("chat.completion", call, answers, model, choices)
+    if call.with_ids:
+        found["prompt_token_ids"] = answers[0].prompt_ids
+    return found | calls.prompt_scores(call, answers[0])
+
+
+def chat_logprobs(call: Call, answer: Answer) -> dict[str, Any] | None:
+    """Return the log-probability of each token, with its alternatives; None if they are not wanted."""
+    if call.logprobs is None:
+        return None
+
+    def one(text: str, value: float | None) -> dict[str, Any]:
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+    rows = answer.tokens(call)
+    return {"content": [one(text, value) | {"top_logprobs": [*starmap(one, top.items())]} for text, value, top in rows]}
+
+
+def chat_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]:
+    """Yield the text of each choice in pieces and its end, and then the usage, if it is wanted. The first piece has the
+    log-probabilities of all, the last one the calls."""
+    piece = {**answer, "object": "chat.completion.chunk", "usage": None}
+    for choice in answer["choices"]:
+        said = dict(choice["message"])
+        called = [{"index": i, **call} for i, call in enumerate(said.pop("tool_calls", []))]
+        begun = {name: value for name, value in choice.items() if name != "message"}
+        further = {"index": choice["index"], "logprobs": None}
+        parts = calls.words_of(said["content"] or "")
+        for i, part in enumerate(parts):
+            delta = {**said, "content": part or said["content"]} if i == 0 else {"content": part}
+            delta |= {"tool_calls": called} if called and i == len(parts) - 1 else {}
+            yield None, {**piece, "choices": [(further if i else begun) | {"delta": delta, "finish_reason": None}]}
+            piece = {name: value for name, value in piece.items() if not name.startswith("prompt_")}  # once is enough
+        end = further | {"delta": {}, "finish_reason": choice["finish_reason"]}
+        yield None, {**piece, "choices": [end]}
+    if "usage" in answer:
+        yield None, {**piece, "choices": [], "usage": answer["usage"]}
+
+
+CHAT = Dialect(read_chat, chat_written, chat_events, calls.openai_failure)

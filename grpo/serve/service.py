@@ -1,0 +1,194 @@
+"""Checks and answers requests: from text or messages to token ids, through the engine, and back."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Body
+from transformers import PreTrainedTokenizerBase
+
+from grpo.engines.protocol import Sampling
+from grpo.engines.stop_texts import StopTexts
+from grpo.env.intake import no_tokens
+from grpo.env.messages import cut, shown
+from grpo.env.renderer import Renderer, encoded
+from grpo.env.tokens import Completion
+from grpo.serve.batching import Batching, Unavailable
+from grpo.serve.dialects.calls import Answer, Call, Fields, answered
+from grpo.serve.dialects.chat import CHAT
+from grpo.serve.dialects.completions import prompt_of
+from grpo.serve.limits import Crowded, RequestLimits
+from grpo.serve.metrics import ServeMetrics
+from grpo.serve.served_weights import ServedWeights
+from grpo.system.errors import UserError
+from grpo.system.ranges import Count, Range
+from grpo.system.seeds import derive_seed
+
+T = TypeVar("T")
+Json = Annotated[Any, Body()]  # of a request
+RAW_TOKENS = 16  # max_tokens after a raw prompt, where a request has none
+LIKELIEST = 20  # most alternatives of a token, as in OpenAI's API and vLLM
+
+
+def own_call(fields: Fields, most: int | None = None) -> Call:
+    """Return the settings of a request of an endpoint whose answer has no alternatives of tokens and no stream.
+
+    most: max_tokens, where the request has none; None: that of conversations. `logprobs` may be 0 or 1, since the sampled
+    tokens have theirs in any case.
+    """
+    fields.take("logprobs", Annotated[int, Range(0, 1)])
+    call = Call(n=fields.take("n", Count, 1), **fields.sampling())
+    fields.check_empty()
+    if call.stream:
+        raise UserError("stream=True is not supported here: leave it out, or use /v1/completions")
+    return replace(call, max_tokens=most) if call.max_tokens is None else call
+
+
+@dataclass(eq=False)
+class Service:
+    """Tokenizes requests, samples, and decodes the answers. Mutable: it counts the requests.
+
+    The tokenizer has a thread of its own, since it is slow and not thread-safe; the engine has the thread of `batching`.
+    """
+
+    batching: Batching
+    weights: ServedWeights
+    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer
+    vocabulary: int
+    limits: RequestLimits = field(default_factory=RequestLimits)
+
+    def __post_init__(self) -> None:
+        self.metrics = ServeMetrics(self.batching)
+        self._places = asyncio.Semaphore(self.limits.queue)
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+
+    async def place(self) -> AsyncIterator[None]:
+        """Hold a place in the queue while a request is answered. Raises Crowded if none is free."""
+        if self._places.locked():
+            raise Crowded(f"limits.queue={self.limits.queue} requests are being answered: try again later")
+        async with self._places:
+            yield
+
+    async def run_in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function in the tokenizer's thread, while the event loop answers other requests."""
+        return await asyncio.wrap_future(self._tokenizing.submit(function, *arguments))
+
+    async def read(self, function: Callable[[Any], tuple], given: Sequence[Any], n: int) -> list[tuple[int, ...]]:
+        """Return the token ids of each prompt. function: `chat_ids` or `prompt_ids`. Raises what it raises, and Oversized."""
+        self.limits.check("samples", len(given) * n, "samples (prompts times n)")
+        return await self.run_in_thread(lambda: [function(prompt) for prompt in given])
+
+    def chat_ids(self, messages: Any) -> tuple[int, ...]:
+        """Return the token ids of a conversation, rendered with the chat template. Raises UserError if it is not one."""
+        if not isinstance(messages, list):
+            raise UserError(f'{shown(messages)} is no conversation: give [{{"role": "user", "content": "..."}}, ...]')
+        return self.rendered(CHAT.read({"messages": messages}))
+
+    def rendered(self, call: Call) -> tuple[int, ...]:
+        """Return the token ids of a call's conversation."""
+        self.limits.check("prompt", sum(len(message.content) for message in call.messages), "characters of a prompt")
+        return tuple(self.renderer_of(call).prompt_ids(call.messages, call.tools))
+
+    def renderer_of(self, call: Call) -> Renderer:
+        """Return the renderer with the call's variables of the chat template."""
+        if not call.template:
+            return self.renderer
+        if not hasattr(self.renderer, "with_args"):
+            raise UserError(f"{type(self.renderer).__name__} takes no chat_template_kwargs: leave them out")
+        return self.renderer.with_args(call.template)
+
+    def prompt_ids(self, prompt: Any) -> tuple[int, ...]:
+        """Return the token ids of a text, of token ids, or of vLLM's form of either. Raises UserError for anything else."""
+        prompt = prompt_of(prompt)
+        if isinstance(prompt, str):
+            self.limits.check("prompt", len(prompt), "characters of a prompt")
+            return encoded(self.tokenizer, prompt)
+        if bad := no_tokens(prompt, self.vocabulary):
+            last = self.vocabulary - 1
+            raise UserError(f"a prompt has {shown(bad[0])}, but token ids are integers from 0 to {last}")
+        return prompt
+
+    def sampling(self, call: Call) -> Sampling:
+        """Return the settings of a call in the form of the engines. Without max_tokens these are 16 for raw prompts, else 256."""
+        if len(call.settings.get("stop_ids", ())) > 1000:
+            raise UserError("there are at most 1000 stop_token_ids")
+        most = (RAW_TOKENS if call.prompts else 256) if call.max_tokens is None else call.max_tokens
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        return Sampling(most, **call.settings, stop=StopTexts(call.stop, decode) if call.stop else ())
+
+    async def answers(self, call: Call) -> list[Answer]:
+        """Return n answers to each prompt of a call. Raises UserError and Unavailable."""
+        function, given = (self.prompt_ids, call.prompts) if call.prompts else (self.rendered, [call])
+        prompts = await self.read(function, given, call.n)
+        top = max(call.logprobs or 0, call.prompt_logprobs or 0)
+        scored = top or call.prompt_logprobs is not None or (call.echo and call.logprobs is not None)
+        self.batching.check_ready()
+        engine = self.batching.engine
+        if scored and not hasattr(engine, "score"):
+            line = "gives log-probabilities of sampled tokens only: ask for logprobs=0, and for none of the prompt"
+            raise UserError(f"the engine {type(engine).__name__} {line}")
+        if top > LIKELIEST:
+            raise UserError(f"{top} alternatives of a token are too many: ask for at most {LIKELIEST}")
+        each = [prompt for prompt in prompts for _ in range(call.n)]
+        if call.max_tokens == 0 and (scored or call.prompts):  # an empty completion, as of OpenAI's older API
+            self.check_size(prompts, call.n, 0)
+            found = [Completion((), (), "length")] * len(each)
+        else:
+            found = await self.sample(prompts, call)
+        rows = [prompt + completion.ids for prompt, completion in zip(each, found, strict=True)]
+        scores = await asyncio.wrap_future(self.batching.call(lambda engine: engine.score(rows, top))) if scored else ()
+        return await self.run_in_thread(self.answered, call, each, found, scores or [()] * len(each))
+
+    def answered(self, call: Call, prompts: Sequence, found: Sequence[Completion], scores: Sequence) -> list[Answer]:
+        """Return the answer that each completion is."""
+        renderer = self.renderer_of(call)
+        return [
+            answered(call, prompt, done, renderer.parse(done.ids, call.tools), self.tokenizer.decode, values)
+            for prompt, done, values in zip(prompts, found, scores, strict=True)
+        ]
+
+    async def sample(self, prompts: Sequence[Sequence[int]], call: Call) -> list[Completion]:
+        """Return n completions of each prompt, in the order of the prompts. Raises UserError and Unavailable.
+
+        If the task that waits for it is cancelled, the prompts leave the queue and the running batch.
+        """
+        self.batching.check_ready()
+        sampling = self.sampling(call)
+        self.check_size(prompts, call.n, sampling.max_tokens)
+        each = [prompt for prompt in prompts for _ in range(call.n)]
+        seeds = [secrets.randbits(63) if call.seed is None else derive_seed(call.seed, i) for i in range(len(each))]
+        completions = await asyncio.wrap_future(self.batching.sample(each, sampling, seeds))
+        self.metrics.tokens.labels("prompt").inc(sum(map(len, prompts)))
+        self.metrics.tokens.labels("completion").inc(sum(len(completion.ids) for completion in completions))
+        return completions
+
+    def check_size(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
+        """Raise UserError or Oversized if prompts are empty, or exceed the engine's context or the limit of tokens."""
+        context = self.batching.engine.context
+        if not prompts or not all(prompts):
+            raise UserError("a prompt has no tokens: give at least one")
+        longest = max(map(len, prompts))
+        if context is not None and longest + max_tokens > context:
+            asked_for = f"a prompt of {longest} tokens and max_tokens={max_tokens}"
+            raise UserError(f"{asked_for} exceed the engine's context of {context}")
+        tokens = n * (sum(map(len, prompts)) + len(prompts) * max_tokens)
+        self.limits.check("tokens", tokens, "tokens (of the prompts and max_tokens, for each sample)")
+
+    def text(self, completion: Completion, stop: Sequence[str] = ()) -> str:
+        """Return the text of a completion, as the policy's message has it, before the first stop text."""
+        return cut(self.renderer.parse(completion.ids).content, stop)[0]
+
+    def prompt_text(self, ids: Sequence[int]) -> str:
+        """Return the text of a prompt with its special tokens."""
+        return self.tokenizer.decode(ids)
+
+    async def one_token(self) -> None:
+        """Sample one token, to check that the engine works. Raises Unavailable if sampling is paused."""
+        if self.batching.paused:
+            raise Unavailable("generation is paused")
+        await self.sample([(0,)], Call(max_tokens=1, settings={"temperature": 0.0}))

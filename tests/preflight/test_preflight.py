@@ -1,0 +1,640 @@
+"""Preflight: each check finds the fault that is planted for it, and no other check does; sound runs pass."""
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import EXAMPLES, compose_config
+from helpers.runs import rows
+from tokenizers import decoders
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+
+from grpo.apps.cli import one_line_errors
+from grpo.apps.demo_model import SHIPPED
+from grpo.engines.protocol import Sampling
+from grpo.env.messages import Message
+from grpo.env.scoring import UNKNOWN
+from grpo.env.tokens import Completion
+from grpo.env.types import Reward, SingleTurn, State, Trajectory
+from grpo.evaluation.evaluator import Evaluator
+from grpo.models.logprobs import completion_logprobs
+from grpo.preflight import CHECKS, data, episodes, learning, sampling
+from grpo.preflight import callback as preflight
+from grpo.preflight import probe as probing
+from grpo.preflight.allowance import Allowance
+from grpo.preflight.forecast import Part
+from grpo.preflight.plan import RunPlan, checkpoint_bytes, duration, plan_of
+from grpo.preflight.probe import Probe
+from grpo.rollout.collate import collate
+from grpo.rollout.types import Sample
+from grpo.runs.runs import Run
+from grpo.system import distributed
+from grpo.system.distributed import one_pass
+from grpo.system.errors import PreflightError
+from grpo.training.callbacks.checkpoint import Checkpoint
+from grpo.training.callbacks.samples import Samples
+from tasks.jsonl import Jsonl
+from train import train
+
+SMALL = "callbacks=none forecast=false rollout.group_size=4 task.train_size=50 task.test_size=20 logger=csv".split()
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory) -> Iterator[tuple[Probe, dict]]:
+    """The probe and the verdicts of a sound run with a reference."""
+    found: list[Probe] = []
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        run = preflight.outcome
+        patch.setattr(preflight, "outcome", lambda check, probe: found.append(probe) or run(check, probe))
+        with pytest.raises(SystemExit) as ended:
+            train(compose_config(*SMALL, "algo/kl=loss", "preflight=only", f"output_dir={folder}"))
+    assert ended.value.code == 0
+    yield found[0], Run(folder).manifest
+
+
+@pytest.fixture
+def probe(checked, monkeypatch) -> Probe:
+    """A new probe of that run, whose objects a test may change through `monkeypatch`."""
+    sound, _ = checked
+    monkeypatch.setattr(sampling, "PATIENCE", 1e9)  # as many draws on a slow machine
+    monkeypatch.setattr(episodes, "PATIENCE", 1e9)  # and all groups are scored again
+    return again(sound)
+
+
+def again(sound: Probe) -> Probe:
+    """A probe of the same run that has played nothing yet."""
+    return Probe(*parts_of(sound), allowance=Allowance(80, fixed=1e9))
+
+
+def parts_of(probe: Probe) -> tuple:
+    """Return what a probe of the same run is made of."""
+    return probe.module, probe.rollouts, probe.examples, probe.precision, probe.tokenizer
+
+
+def failed(probe: Probe) -> set[str]:
+    return {name for name, check in CHECKS.items() if preflight.outcome(check, probe).result == "FAIL"}
+
+
+def test_a_sound_run_passes_every_check_and_keeps_the_verdicts(checked, probe):
+    _, manifest = checked
+    assert manifest["status"] == "finished"
+    assert list(manifest["preflight"]) == list(CHECKS)
+    skipped = {name for name, verdict in manifest["preflight"].items() if verdict["result"] != "PASS"}
+    assert (
+        skipped == {"the devices' gradients add up", "turns share a row", "prompts have their start token"}
+        and manifest["rounding"] == 1e-5
+    )
+    assert failed(probe) == set()
+
+
+def test_the_plan_of_that_run(checked, probe):
+    """80 rollouts of 16 prompts with 4 samples over 50 rows; evaluations of 20 problems before them and after every 10th."""
+    plan = RunPlan(**checked[1]["plan"])
+    assert plan.rollout_time > 0 and plan.update_time > 0 and plan.evaluation_time > 0
+    work, cost = plan.lines()
+    assert work == (
+        "plan: 80 rollouts x 64 samples x at most 40 tokens, 80 updates in microbatches of 2,048 tokens, 25.6 passes over "
+        "50 rows, 9 evaluations of 20 problems"
+    )
+    assert cost.startswith(f"plan: about {duration(plan.seconds)} (rollouts ")
+    shared = replace(plan, devices=2, memory=10**9).lines()
+    assert "microbatches of 2,048 tokens on 2 devices, 25.6" in shared[0] and "1.00 GB of memory on each" in shared[1]
+    checkpoint, parts = (
+        Checkpoint(None, "", 20),
+        [Part("so far", 7), Part("weights", 4), Part("optimizer", 10, phase="update")],
+    )
+    callbacks = [checkpoint, Samples("", every=2)]
+    given = plan_of(probe, Evaluator(Sampling(8), limit=10, every=0), callbacks, parts, timed=True)
+    trained = sum(p.nbytes for p in probe.module.policy.parameters())
+    assert given.memory == 21 and given.evaluations == given.problems == given.evaluation_time == 0
+    tables = given.disk - (6 * trained + 3 * 10)
+    assert tables == pytest.approx(40 * 2 * 20_000, rel=0.9)
+    # the newest two and one that is being written, without the optimizer; last, best, one that is being written, and 3 of 4 steps
+    lean = Checkpoint(None, "", 20, history=5, history_keep=3, only_model=True)
+    assert checkpoint_bytes(probe, parts, lean) == (3 + 3 + 3) * trained
+    assert [duration(s) for s in (59, 90, 7200, 200_000)] == ["59 s", "1.5 min", "2.0 h", "2.3 days"]
+
+
+def test_a_weight_that_is_not_finite(probe):
+    weight = probe.module.policy.model.norm.weight
+    before = weight.detach().clone()
+    weight.data[3] = torch.inf
+    found = preflight.outcome(CHECKS["the weights are whole"], probe)
+    weight.data.copy_(before)
+    assert found.result == "FAIL" and found.compared.endswith("1 not finite") and "model.norm.weight" in found.remedy
+
+
+def test_prompts_that_do_not_depend_on_the_row(checked, probe, monkeypatch):
+    ids = checked[0].groups[0][0].turns[0].prompt_ids
+    monkeypatch.setattr(type(probe.rollouts.renderer), "prompt_ids", lambda *_: ids)
+    found = preflight.outcome(CHECKS["prompts differ, answers end"], probe)
+    assert found.result == "FAIL" and found.compared == "1 different prompts of 8"
+
+
+def test_answers_that_never_end(probe, monkeypatch):
+    plan = probe.rollouts.plan
+    monkeypatch.setattr(probe.rollouts, "plan", replace(plan, sampling=replace(plan.sampling, max_tokens=2)))
+    found = preflight.outcome(CHECKS["prompts differ, answers end"], probe)
+    assert (
+        found.result == "FAIL"
+        and "32 of 32 answers cut short, 2 tokens each of at most 2" in found.compared
+        and "max_tokens" in found.remedy
+    )
+    found = preflight.outcome(CHECKS["there is something to learn"], probe)
+    assert found.result == "FAIL" and found.remedy == "all answers are cut short: raise max_tokens"
+
+
+def test_most_answers_cut_short_are_a_warning(probe, caplog):
+    """59 of 64 answers of a real model were cut short, and it was a PASS. A reward for short answers may begin so."""
+    cut = {"end": "truncated"}
+    groups = [[replace(s, trajectory=replace(s.trajectory, **cut)) for s in group] for group in probe.groups]
+    groups[0][0] = replace(groups[0][0], trajectory=replace(groups[0][0].trajectory, end="answered"))
+    probe.__dict__["played"] = [(groups, 1.0)]
+    found = preflight.outcome(CHECKS["prompts differ, answers end"], probe)
+    assert found.result == "WARN" and "31 of 32 answers cut short" in found.compared and "max_tokens" in found.remedy
+    callback = preflight.PreflightCallback("on", SimpleNamespace(), SimpleNamespace(), {})
+    callback.verdicts = {"prompts differ, answers end": found}
+    callback.judge()  # the run goes on
+    assert "31 of 32 answers cut short" in caplog.text
+
+
+def test_a_start_token_that_is_never_put_in_front(probe, monkeypatch):
+    """The place alone tells this model the next token, and it has learned places behind a start token."""
+    asked = [group[0].turns[0].prompt_ids for group in probe.groups]
+    assert 8 < max(map(len, asked)) < 120
+    tokenizer = deepcopy(probe.tokenizer)
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(next(i for i in range(421) if i != asked[0][0]))
+    sizes = {"vocab_size": 421, "n_embd": 128, "n_layer": 1, "n_head": 1, "n_positions": 128}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, tie_word_embeddings=False)).eval()
+    for p in model.parameters():
+        p.data.zero_()
+    model.transformer.ln_f.weight.data.fill_(1)
+    model.transformer.wpe.weight.data.copy_(torch.eye(128))
+    for prompt in asked:
+        for place, token in enumerate(prompt):
+            model.lm_head.weight.data[token, place] = 1  # the start token, at place 0, comes before the prompt's first
+    monkeypatch.setattr(probe, "tokenizer", tokenizer)
+    check = CHECKS["prompts have their start token"]
+    assert preflight.outcome(check, probe).result == "PASS"  # the demo's model knows no such token
+    monkeypatch.setitem(probe.module._modules, "policy", model)
+    found = preflight.outcome(check, probe)
+    assert found.result == "FAIL" and "nats likelier" in found.compared and "add_bos_token" in found.remedy
+
+
+def test_a_tokenizer_that_loses_spaces(probe, monkeypatch):
+    """As LlamaTokenizerFast does with the file of a DeepSeek R1 distillation."""
+    tokenizer = deepcopy(probe.tokenizer)
+    monkeypatch.setattr(probe, "tokenizer", tokenizer)
+    check = CHECKS["tokens are those of the texts"]
+    assert preflight.outcome(check, probe).result == "PASS"
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace(" ", "")])
+    found = preflight.outcome(check, probe)
+    assert found.result == "FAIL" and "loses the spaces" in found.compared and "tokenizer_class" in found.remedy
+
+
+def test_a_right_answer_that_the_reward_does_not_get(probe, monkeypatch):
+    wrong, columns = probe.rows[2], probe.rollouts.task.columns
+    monkeypatch.setattr(
+        probe.rollouts.task, "columns", lambda row: columns(row) | ({"gold": "0"} if row == wrong else {})
+    )
+    assert failed(probe) == {"gold answers are right"}
+    found = preflight.outcome(CHECKS["gold answers are right"], probe)
+    assert found.compared == "7 of 8 right answers are right, 0 answers of other rows and 0 damaged ones are"
+
+
+def test_a_right_answer_that_is_not_what_the_file_has(tmp_path):
+    """A reader that rounds, in any of four formats."""
+    import pandas as pd
+
+    golds = [9007199254740993 + 2 * i for i in range(8)]
+    table = pd.DataFrame({"prompt": [f"{i}?" for i in range(8)], "gold": golds})
+    for name, write in (
+        ("a.jsonl", lambda file: table.to_json(file, orient="records", lines=True)),
+        ("a.json", lambda file: table.to_json(file, orient="records")),
+        ("a.csv", lambda file: table.to_csv(file, index=False)),
+        ("a.parquet", table.to_parquet),
+    ):
+        write(tmp_path / name)
+        task = Jsonl(str(tmp_path / name), "correct", gold="gold", splits={"train": "train"})
+        rows = list(task.examples("train"))
+        assert data.of_the_file(task, rows) == (8, [])
+        rounded = SimpleNamespace(
+            rollouts=SimpleNamespace(task=task), rows=[r | {"gold": float(r["gold"])} for r in rows]
+        )
+        found = data.gold(rounded)
+        assert found.result == "FAIL" and found.compared == "8 of 8 right answers are not what the file has"
+        assert found.remedy.startswith("'9007199254740993' is read as 9007199254740992.0: ")
+
+
+def test_a_reward_that_sees_only_the_last_digit(probe, monkeypatch):
+    """Answers with one digit are damaged in their last digit, so only they are safe."""
+    gold = probe.rollouts.task.gold
+
+    def score_group(row, said):
+        ends = [trajectory.answer.strip("{}")[-1:] == gold(row)[-1] for trajectory in said]
+        return [Reward(float(end), end) for end in ends]
+
+    monkeypatch.setattr(probe.rollouts.task, "score_group", score_group)
+    found = preflight.outcome(CHECKS["gold answers are right"], probe)
+    long = sum(len(gold(row)) > 1 for row in probe.rows)
+    assert found.result == "FAIL" and found.remedy == "the reward accepts wrong answers"
+    assert f"{long} damaged ones are" in found.compared and long > 0
+
+
+def test_a_reward_of_the_wrong_sign(probe, monkeypatch):
+    monkeypatch.setattr(
+        probe.rollouts.task.rewards, "weights", [lambda now: -1.0 for _ in probe.rollouts.task.rewards.weights]
+    )
+    assert failed(probe) == {"rewards agree with correctness"}
+
+
+def test_a_reward_without_relation_to_correctness(probe, monkeypatch):
+    """Every answer is in the requested form, so right and wrong ones earn the same."""
+    monkeypatch.setattr(probe.rollouts.task.rewards, "weights", [lambda now: 0.0, lambda now: 1.0])
+    assert preflight.outcome(CHECKS["rewards agree with correctness"], probe).result == "PASS"
+
+
+def test_a_probe_without_signal_asks_more_rows(probe, monkeypatch):
+    row = next(group[0].example for group in probe.groups if len({sample.reward.value for sample in group}) == 1)
+    monkeypatch.setattr(probing, "PROMPTS", 1)
+    others = probe.rollouts.sampler.draw(0, 31)
+    monkeypatch.setattr(probe.rollouts.sampler, "draw", lambda *_: [row, *others[7:]])
+    found = preflight.outcome(CHECKS["there is something to learn"], again(probe))
+    assert found.result == "PASS" and "1 of 3 groups have signal" in found.compared  # one at a time, until one has
+
+
+def test_signal_without_right_answers_is_not_called_fit(probe, monkeypatch):
+    monkeypatch.setattr(
+        probe.rollouts.task, "score_group", lambda row, said: [Reward(float(i), False) for i in range(len(said))]
+    )
+    found = preflight.outcome(CHECKS["there is something to learn"], probe)
+    assert found.result == "PASS" and "0% solved, pass@4 0%, 8 of 8 groups have signal: no answer is" in found.compared
+
+
+def test_a_reward_that_is_always_the_same(probe, monkeypatch):
+    monkeypatch.setattr(probe.rollouts.task, "score_group", lambda row, said: [Reward(1.0, correct=True)] * len(said))
+    names = {"gold answers are right", "there is something to learn"}  # answers of other rows are right, too
+    assert failed(probe) == names
+    assert (
+        preflight.outcome(CHECKS["there is something to learn"], probe).remedy
+        == "all answers are right: take harder problems"
+    )
+
+
+def test_held_out_rows_among_the_training_rows(probe):
+    train_rows, test_rows = (list(probe.examples[split]) for split in ("train", "test"))
+    leaked = {**train_rows[3], "question": "Question 7: " + train_rows[3]["question"].upper().replace(".", " !")}
+    probe.examples = {"train": train_rows, "test": [*test_rows[:19], leaked]}
+    assert failed(probe) == {"held-out rows are new"}
+    found = preflight.outcome(CHECKS["held-out rows are new"], probe)
+    assert found.compared.startswith("1 of 20 held-out rows are training rows")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Problem: \uff21\uff22\uff23 has 1,000 cats", "abc has 1000 cats."),
+        ("Q 3) Café — 2.0 apples", "cafe 2 apples"),
+        ("Solve the following problem: x = 10,000,000", "X = 10000000"),
+    ],
+)
+def test_a_text_written_otherwise_is_the_same(one, other):
+    assert data.folded(one) == data.folded(other)
+
+
+def test_a_mask_without_end_tokens(probe, monkeypatch):
+    def collate(groups, first=()):
+        tokens = collated(groups, first)
+        last = tokens.mask.shape[1] - 1 - tokens.mask.int().flip(1).argmax(1)
+        return replace(tokens, mask=tokens.mask & (torch.arange(tokens.mask.shape[1]) != last[:, None]))
+
+    collated = probing.collate
+    monkeypatch.setattr(probing, "collate", collate)
+    assert (
+        "the mask has every sampled token"
+        in failed(probe)
+        <= {"the mask has every sampled token", "draws follow the probabilities"}
+    )
+
+
+def test_another_temperature_in_the_trainer(probe, monkeypatch):
+    monkeypatch.setattr(probe.module, "temperature", 0.9)
+    assert failed(probe) == {"log-probabilities agree", "new weights reach the engine"}
+
+
+@pytest.mark.parametrize("change", [{"top_p": 0.9}, {"temperature": 0.8}, {"repetition_penalty": 1.2}])
+def test_an_engine_that_draws_otherwise_than_it_says(probe, monkeypatch, change):
+    """The log-probabilities that it reports are those of the run's own sampling."""
+    sample = probe.rollouts.engine.sample
+
+    def other(prompts, sampling, seeds, done=None):
+        drawn = sample(prompts, replace(sampling, **change), seeds)
+        if "temperature" in change:  # its reports are then of another temperature: take the trainer's
+            turns = [probing.Turn(tuple(p), c) for p, c in zip(prompts, drawn, strict=True)]
+            tokens = probing.collate([[Sample({}, Trajectory(()), (turn,), UNKNOWN) for turn in turns]])
+            values = probe.trainer(tokens)[0]
+            drawn = [
+                replace(c, logprobs=tuple(v[m].tolist())) for c, v, m in zip(drawn, values, tokens.mask, strict=True)
+            ]
+        return drawn
+
+    assert len(probe.tokens)  # sampled before the fault is there
+    monkeypatch.setattr(probe.rollouts.engine, "sample", other)
+    assert failed(probe) == {"draws follow the probabilities"}
+
+
+def test_a_slow_engine_draws_as_often_as_it_can_in_four_seconds(probe, monkeypatch):
+    """A draw takes 25 ms: 100 draws show that, and 60 more fill the four seconds, or a little more."""
+    sample, counts = probe.sample, []
+    monkeypatch.setattr(sampling, "PATIENCE", 4.0)
+    monkeypatch.setattr(sampling, "time", SimpleNamespace(perf_counter=lambda: sum(counts) * 0.025))
+    monkeypatch.setattr(
+        probe, "sample", lambda prompts, *a, **k: counts.append(len(prompts)) or sample(prompts, *a, **k)
+    )
+    found = preflight.outcome(CHECKS["draws follow the probabilities"], probe)
+    assert counts == [100, 61] and found.result == "PASS" and found.compared.startswith("161 draws")
+
+
+def test_an_engine_that_keeps_old_weights(probe, monkeypatch):
+    old = deepcopy(probe.module.policy)
+    load = probe.rollouts.engine.load_weights
+    monkeypatch.setattr(probe.rollouts.engine, "load_weights", lambda model, version: load(old, version))
+    load(old, 0)
+    assert failed(probe) == {"new weights reach the engine"}
+    load(probe.module.policy, 0)
+
+
+def test_moved_weights_have_a_version_of_no_rollout(probe, monkeypatch):
+    """A server that keeps adapters by version would sample the next rollout with them."""
+    load, versions = probe.rollouts.engine.load_weights, []
+    monkeypatch.setattr(probe.rollouts.engine, "load_weights", lambda *args: versions.append(args[1]) or load(*args))
+    assert preflight.outcome(CHECKS["new weights reach the engine"], probe).result == "PASS"
+    assert versions == [probe.rollouts.plan.num_rollouts + 1, 0]
+
+
+def test_a_reference_that_is_not_the_policy(probe):
+    weight = next(probe.module.reference.copy.parameters())
+    before = weight.detach().clone()
+    weight.data.mul_(1.1)
+    assert failed(probe) == {"the policy starts at its reference"}
+    weight.data.copy_(before)
+
+
+def test_something_random_in_the_policy(probe):
+    head = probe.module.policy.lm_head
+    hook = head.register_forward_hook(lambda module, args, out: out + 0.1 * torch.randn_like(out))
+    found = preflight.outcome(CHECKS["the policy starts at its reference"], probe)
+    hook.remove()
+    assert found.result == "FAIL" and found.remedy == "something in the policy is random: set dropout to 0"
+
+
+def test_a_loss_that_depends_on_its_microbatches(probe, monkeypatch):
+    loss = type(probe.module.algorithm).loss
+    wrong = lambda self, logprobs, *more: (loss(self, logprobs, *more)[0] / len(logprobs), {})  # noqa: E731
+    monkeypatch.setattr(type(probe.module.algorithm), "loss", wrong)
+    assert failed(probe) == {"the gradient ignores microbatches"}
+
+
+def test_a_device_that_adds_nothing_to_the_gradient(probe, monkeypatch):
+    """This process has half of the rows, and pretends that the other device is there."""
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "rank", lambda: 0)
+    for name in ("all_sum", "all_gather"):
+        monkeypatch.setattr(distributed, name, lambda given: given)
+    found = preflight.outcome(CHECKS["the devices' gradients add up"], probe)
+    assert found.result == "FAIL" and found.compared.startswith("the sum over 2 devices and the whole")
+
+
+def test_equal_rows_have_a_gradient_to_compare(probe):
+    """A policy that is almost certain gives equal answers; their gradients must not cancel."""
+    probe.few = probe.tokens.rows(torch.zeros(6, dtype=torch.long))
+    assert preflight.outcome(CHECKS["the gradient ignores microbatches"], probe).result == "PASS"
+
+
+def stale_tokenizer(probe: Probe, folder):
+    """The run's tokenizer, where every digit has the id of the next one."""
+    probe.tokenizer.save_pretrained(folder)
+    written = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = written["model"]["vocab"]
+    vocabulary |= {str(i): vocabulary[str((i + 1) % 10)] for i in reversed(range(10))} | {"9": vocabulary["0"]}
+    (folder / "tokenizer.json").write_text(json.dumps(written))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def lies(probe: Probe, folder) -> dict:
+    """Return for each lie the object, its attribute, what takes its place, and the check that finds it."""
+    rollouts, module, said = probe.rollouts, probe.module, "tokens are those of the texts"
+    renderer, engine, task, learns = rollouts.renderer, rollouts.engine, rollouts.task, type(module.algorithm).weights
+    prompt_ids, sample, score, play = renderer.prompt_ids, engine.sample, task.score_group, rollouts.play
+    longer = lambda asked: replace(asked, max_tokens=asked.max_tokens + 20)  # noqa: E731
+
+    def permuted(*args):
+        ids = prompt_ids(*args)
+        return (*ids[:3], *reversed(ids[3:-3]), *ids[-3:])
+
+    def neighbours(*args):
+        groups = play(*args)
+        return [[replace(one, turns=group[i - 1].turns) for i, one in enumerate(group)] for group in groups]
+
+    def one_group_on(*args):
+        groups = play(*args)
+        return [[replace(one, reward=other.reward) for one, other in zip(*pair, strict=True)]
+                for pair in zip(groups, [*groups[1:], groups[0]], strict=True)]  # fmt: skip
+
+    def turn_later(groups, first=()):
+        tokens = collate(groups, first)
+        return replace(tokens, turn=tokens.turn + 1)
+
+    def sharper(model, tokens, entropy):
+        return one_pass(model, completion_logprobs, tokens, 0.9, entropy, *module.layout)
+
+    def uneven(*args):
+        weights = learns(*args)
+        more = weights * (1 + torch.arange(len(weights)).remainder(2)[:, None])
+        return more * (weights.sum() / more.sum())
+
+    stale = type(renderer)(stale_tokenizer(probe, folder))
+    mixed, weighed = "each sample has its own reward", "tokens have the weights of the loss"
+    return {
+        "prompt ids permuted": (renderer, "prompt_ids", permuted, said),
+        "a stale tokenizer in the renderer": (rollouts, "renderer", stale, said),
+        "the tokens of the neighbour": (rollouts, "play", neighbours, said),
+        "weights times 37": (type(module.algorithm), "weights", lambda *args: learns(*args) * 37, weighed),
+        "every other row weighs more": (type(module.algorithm), "weights", uneven, weighed),
+        "max_tokens ignored": (engine, "sample", lambda ids, *args: sample(ids, longer(args[0]), *args[1:]),
+                               "prompts differ, answers end"),
+        "the reward of the neighbour": (task, "score_group", lambda *args: [*(got := score(*args))[1:], got[0]], mixed),
+        "the rewards of the next group": (rollouts, "play", one_group_on, mixed),
+        "a shifted turn": (probing, "collate", turn_later, "the mask has every sampled token"),
+        "a temperature in the update alone": (module, "forward_pass", sharper, "the policy starts at its reference"),
+    }  # fmt: skip
+
+
+def test_no_lie_passes(probe, tmp_path):
+    missed = []
+    for lie, (owner, name, false, check) in lies(probe, tmp_path).items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, false)
+            if preflight.outcome(CHECKS[check], again(probe)).result != "FAIL":
+                missed.append(lie)
+    assert not missed
+
+
+def test_rewards_that_compare_or_vary_are_no_lie(probe, monkeypatch):
+    """A rank among siblings, noise, a reward that needs its environment: alone they are something else, or nothing."""
+    rng, check = random.Random(0), CHECKS["each sample has its own reward"]
+
+    def ranks(row, said):
+        lengths = [len(one.answer) for one in said]
+        return [Reward(float(sum(length < other for other in lengths)), False) for length in lengths]
+
+    for score, reason in [
+        (ranks, "rewards compare samples, or vary"),
+        (lambda row, said: [Reward(rng.random(), False) for _ in said], "rewards compare samples, or vary"),
+        (
+            lambda row, said, envs: [Reward(env.score, False) for env in envs],
+            "rewards cannot be asked again: AttributeError",
+        ),
+    ]:
+        fresh = again(probe)
+        if "cannot" in reason:
+            assert len(fresh.samples) > 0  # played with rewards of its own
+        monkeypatch.setattr(probe.rollouts.task, "score_group", score)
+        found = preflight.outcome(check, fresh)
+        assert (found.result, found.compared) == ("SKIP", reason)
+
+
+class Doors:
+    """An environment whose episodes all begin alike: what is behind the door is known only when it is open."""
+
+    def start(self):
+        return State((Message("user", "Which door?"),))
+
+    def step(self, action):
+        return None
+
+
+def test_equal_prompts_are_a_fault_of_questions_alone(checked, probe, monkeypatch):
+    check, task = CHECKS["prompts differ, answers end"], probe.rollouts.task
+    for env, result in ((Doors, "PASS"), (lambda: SingleTurn(Doors().start().messages), "FAIL")):
+        monkeypatch.setattr(task, "build", lambda example, env=env: env())
+        found = preflight.outcome(check, again(probe))
+        assert found.result == result and found.compared.startswith("1 different prompts of 8")
+    assert "look at the chat template and at task.prompt" in found.remedy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_run_is_the_same_with_and_without(smoke, tmp_path, adapter):
+    for mode in ("off", "warn"):
+        train(
+            compose_config(
+                *smoke(f"adapter={adapter}", f"preflight={mode}", f"output_dir={tmp_path / mode}", "algo/kl=loss")
+            )
+        )
+    assert rows(tmp_path / "off") == rows(tmp_path / "warn")
+
+
+@pytest.mark.slow
+def test_a_recipe_on_two_layers_with_the_widths_of_its_model(tmp_path):
+    """The weights are random, so no answer is right or ends. Every check of the numbers passes, in float32."""
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED / "wordmath")
+    widths = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+    shape = Qwen2Config(
+        **widths, num_hidden_layers=2, vocab_size=151936, eos_token_id=1, pad_token_id=0, dtype="bfloat16"
+    )
+    Qwen2ForCausalLM(shape).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    recipe = ["experiment=qwen05b_gsm8k", f"model.path={tmp_path / 'model'}", f"task.path={EXAMPLES}", "preflight=only"]
+    recipe += ["trainer=cpu", "model.dtype=float32", "max_tokens=8", "rollout.prompts=2", "rollout.group_size=4"]
+    with pytest.raises(PreflightError):
+        train(compose_config(*recipe, f"output_dir={tmp_path / 'run'}"))
+    found = Run(tmp_path / "run").manifest["preflight"]
+    assert {name for name, one in found.items() if one["result"] == "FAIL"} == {
+        "prompts differ, answers end",
+        "there is something to learn",
+    }
+    assert found["log-probabilities agree"]["result"] == found["the gradient ignores microbatches"]["result"] == "PASS"
+
+
+def test_a_failure_stops_the_run_with_an_exit_code_of_its_own(smoke, tmp_path, capsys, monkeypatch):
+    """A random model solves nothing."""
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    with pytest.raises(SystemExit) as ended, one_line_errors("train"):
+        train(compose_config(*smoke("preflight=on")))
+    line = capsys.readouterr().err
+    assert ended.value.code == PreflightError.exit_code == 3 and line.count("\n") == 1
+    assert line.startswith("error: preflight failed: prompts differ, answers end: 4 different prompts of 4; 8 of 8 ")
+    assert "there is something to learn: 0% solved" in line and line.endswith("(preflight=warn trains all the same)\n")
+    manifest = Run(tmp_path).manifest
+    assert manifest["status"] == "failed" and manifest["preflight"]["there is something to learn"]["result"] == "FAIL"
+    assert not (tmp_path / "metrics.csv").exists()
+
+
+def test_the_time_of_the_checks_is_a_share_of_the_run():
+    assert Allowance(100).seconds == 3  # nothing is known yet
+    known = Allowance(100, rollout=2.0, update=1.0)
+    assert known.seconds == pytest.approx(15)  # 5 % of 100 x 3 s
+    known.begun -= 9
+    assert known.left(1 / 3) == pytest.approx(2, abs=0.1)
+    known.begun -= 9
+    assert known.left() == 0
+
+
+def test_a_rollout_by_the_seconds_of_two_pieces(probe):
+    """16 prompts. Two took 4 s and six 6 s: each after the first two takes half a second."""
+    few, more = ([[]] * 2, 4.0), ([[]] * 6, 6.0)
+    assert probe.rollout_of([few]) == 32.0
+    assert probe.rollout_of([few, more]) == 4.0 + 0.5 * 14
+    assert probe.rollout_of([few, ([[]] * 6, 3.0)]) == 4.0  # a GPU samples more prompts as quickly
+
+
+def test_without_time_all_checks_compare_a_little_and_pass(probe):
+    short = Probe(*parts_of(probe), allowance=Allowance(80, fixed=0.0))
+    assert failed(short) == set()
+    assert len(short.groups) == 2 and len(short.compared) == len(short.few) == 3
+    assert short.few.ids.shape[1] == 8 and short.few.mask.any(dim=1).all()
+
+
+def test_the_checks_need_no_more_memory_than_an_update(probe, monkeypatch):
+    """At most half of a microbatch goes through the model at once, and layers are recomputed as in an update."""
+    again_, most = [], 96
+    monkeypatch.setattr(probe.module, "at_once", type(probe.module.at_once)(most))
+    monkeypatch.setattr(probe.module, "optim", replace(probe.module.optim, gradient_checkpointing=True))
+    recomputing = learning.recomputing
+    monkeypatch.setattr(learning, "recomputing", lambda model, on: again_.append(on) or recomputing(model, on))
+    longest = int(probe.tokens.attention_mask.sum(1).max())
+    assert probe.few.ids.numel() <= max(most, longest) / 2
+    assert preflight.outcome(CHECKS["the gradient ignores microbatches"], probe).result == "PASS"
+    assert again_ and all(again_)
+
+
+def test_a_check_that_runs_out_of_memory_is_skipped_with_its_line(probe, monkeypatch):
+    def loss(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(type(probe.module.algorithm), "loss", loss)
+    found = preflight.outcome(CHECKS["the gradient ignores microbatches"], probe)
+    assert found.result == "SKIP" and "Tried to allocate 20.00 GiB" in found.compared
+    assert found.remedy.startswith("an update needs more: lower optim.max_tokens_per_microbatch")
+    assert all(p.grad is None for p in probe.module.parameters())
+
+
+def test_draws_that_are_too_thin_or_all_equal_are_skipped_with_the_reason(probe, monkeypatch):
+    """100 draws: among 421 tokens alike none is expected five times; one token alone leaves nothing to compare."""
+    monkeypatch.setattr(sampling, "MOST_DRAWS", 100)
+    for ids, share, reason in [
+        (range(100), 1 / 421, "no token of 100 is likely"),
+        ([7] * 100, 1.0, "certain everywhere"),
+    ]:
+        turns = [probing.Turn((5,), Completion((i,), (math.log(share),), "length")) for i in ids]
+        monkeypatch.setattr(probe, "sample", lambda *_, turns=turns, **__: probe.rows_of(turns))
+        found = preflight.outcome(CHECKS["draws follow the probabilities"], probe)
+        assert found.result == "SKIP" and reason in found.compared
