@@ -5,20 +5,30 @@ python -m grpo.plots RUN_OR_SWEEP ... --metrics eval/accuracy rollout/length --o
 
 import argparse
 import sys
+from collections.abc import Sequence
 
-from grpo.runs.plots import metrics
 from grpo.runs.runs import load
 from grpo.system.errors import UserError
 
-if __name__ == "__main__":
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the program with these arguments."""
     parser = argparse.ArgumentParser(description="Plot metrics of runs: the mean over seeds and its 95 % interval.")
     parser.add_argument("runs", nargs="+", help="folders of runs or sweeps")
     shown = ["eval/accuracy", "rollout/length"]
     parser.add_argument("--metrics", nargs="+", default=shown, help="columns of metrics.csv")
     parser.add_argument("--out", default="curve.png", help="file of the picture")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     try:
-        metrics(load(*given.runs), given.metrics).savefig(given.out, dpi=150)
+        from grpo.runs.plots import metrics
+    except ModuleNotFoundError as error:
+        raise UserError(f"a plot needs matplotlib ({error}): pip install -e '.[plot]'") from error
+    metrics(load(*given.runs), given.metrics).savefig(given.out, dpi=150)
+    print(f"written to {given.out}")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
     except UserError as error:
         sys.exit(f"error: {error}")
-    print(f"written to {given.out}")
