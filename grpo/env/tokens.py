@@ -56,8 +56,7 @@ def completion_of(given: CompletionLike) -> Completion:
 
 @dataclass(frozen=True)
 class Turn:
-    """One call of the engine: the prompt as it was sent, and what came back. advantages: of its tokens, if a source of rollouts
-    gave them, in place of the estimator's."""
+    """One call of the engine: the prompt as it was sent, and what came back. advantages: of its tokens, if a source gave them."""
 
     prompt_ids: tuple[int, ...]
     completion: Completion
@@ -71,8 +70,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence for the model: a prompt, and the tokens after it. turns: the index of the turn that sampled each token, -1
-    where the policy sampled nothing."""
+    """One sequence for the model: a prompt, and the tokens after it. turns: the turn that sampled each token, -1 for none."""
 
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]

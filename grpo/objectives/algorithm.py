@@ -62,6 +62,7 @@ class Algorithm:
     num_minibatches: Count = 1
 
     def __post_init__(self) -> None:
+        vars(self).update(checks.with_functions(self))
         checks.check(self)
 
     def check(self, prompts: int, group_size: int, ahead: int = 0, critic: bool = False) -> None:

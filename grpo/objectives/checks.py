@@ -1,13 +1,13 @@
 """Refuses meaningless values of an Algorithm, and meaningless combinations of them, each with a UserError of one line.
 
-`check` looks at an Algorithm alone, `check_rollout` at an Algorithm and the size of a rollout; `advice` names settings that work
-but are rarely meant. None of this needs a model.
+`with_functions` finds the functions that an Algorithm names. `check` looks at an Algorithm alone, `check_rollout` at an Algorithm
+and the size of a rollout; `advice` names settings that work but are rarely meant. None of this needs a model.
 """
 
 import logging
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from grpo.objectives.arguments import OFFERED, WITHOUT_RATIO, named, parameters
 from grpo.objectives.choices import top_entropy
@@ -26,20 +26,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def check(a: "Algorithm") -> None:
-    """Raises UserError for the first meaningless setting of `a`."""
-    for name, kind in (("kl", KL), ("entropy", EntropyBonus)):
-        if not isinstance(value := getattr(a, name), kind):
-            raise UserError(f"algo.{name}={value} must be a grpo {kind.__name__}: coef 0 switches it off")
+def with_functions(a: "Algorithm") -> dict[str, Any]:
+    """Return the fields of `a` that name a function, with that function in place of the name."""
+    found: dict[str, Any] = {}
     for axis, kind in (("level", Level), ("reduce", Reduce)):
         if isinstance(value := getattr(a, axis), str) and not accepts(get_args(kind)[0], value):
-            object.__setattr__(a, axis, imported(value, f"algo.{axis}, the function"))
+            found[axis] = imported(value, f"algo.{axis}, the function")
     if a.top_entropy < 1:
         if (a.choice and getattr(a.choice, "func", None)) not in (None, top_entropy):
             raise UserError(
                 "algo.top_entropy below 1 is a choice of tokens of its own: set it to 1, or algo/choice=none"
             )
-        object.__setattr__(a, "choice", partial(top_entropy, share=a.top_entropy))
+        found["choice"] = partial(top_entropy, share=a.top_entropy)
+    return found
+
+
+def check(a: "Algorithm") -> None:
+    """Raises UserError for the first meaningless setting of `a`."""
+    for name, kind in (("kl", KL), ("entropy", EntropyBonus)):
+        if not isinstance(value := getattr(a, name), kind):
+            raise UserError(f"algo.{name}={value} must be a grpo {kind.__name__}: coef 0 switches it off")
     for axis in OFFERED:
         if callable(getattr(a, axis)):
             check_parameters(a, axis)

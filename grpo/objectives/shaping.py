@@ -34,8 +34,7 @@ def less_overlong(scores: Scores, max_tokens: int, share: float) -> Scores:
 
 
 def less_kl(rewards: Tensor, kl: KL, logprobs: Tensor | None, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
-    """Step 2: return the rewards of samples [N, G], and for place: reward_to_go those of tokens [B, C]. logprobs: [B, C], of the
-    policy before the update."""
+    """Step 2: return the rewards of samples [N, G], and by reward_to_go of tokens [B, C]. logprobs: [B, C], old policy."""
     if not kl.in_reward:
         return rewards, None
     cost = kl.coef * kl.estimate(logprobs, tokens.reference_logprobs) * tokens.mask

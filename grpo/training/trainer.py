@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import lightning as L
 import torch
@@ -19,6 +19,8 @@ from grpo.system.gpu import check_gpu
 from grpo.system.ranges import Range, Seconds, enforced
 from grpo.training.checkpoints import RunCheckpoints
 from grpo.training.strategy import Strategy, WatchedRanks
+
+T = TypeVar("T", bound=Callback)
 
 # precision of computation. No bf16-true: model.dtype is the precision of parameters. No 16-mixed: clipping needs the loss scale
 Precision = Literal["auto", "32-true", "bf16-mixed"]
@@ -106,3 +108,8 @@ def make_trainer(
         )
         raise UserError(f"{line}: unset RANK, LOCAL_RANK and SLURM_PROCID, or set trainer.devices")
     return trainer
+
+
+def callbacks_of(trainer: L.Trainer, kind: type[T]) -> list[T]:
+    """Return a run's callbacks of a class. A callback that needs another one finds it here."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, kind)]

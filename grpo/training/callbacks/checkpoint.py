@@ -29,6 +29,7 @@ from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.evaluation import EvaluationCallback
 from grpo.training.checkpoints import by_rollouts, link, new_folder
+from grpo.training.trainer import callbacks_of
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +82,8 @@ class Checkpoint(L.Callback):
         self.measured: Estimate | None = None  # held-out accuracy of the present policy, if it was evaluated
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        for callback in trainer.callbacks:
-            for evaluation in callback.first if isinstance(callback, EvaluationCallback) else ():
+        for callback in callbacks_of(trainer, EvaluationCallback):
+            for evaluation in callback.first:
                 self.measured = evaluation.estimates["accuracy"]
                 self.compare(module, evaluation.metrics)
 

@@ -12,6 +12,7 @@ from grpo.system.ranges import Count, NonNegative
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.evaluation import EvaluationCallback
+from grpo.training.trainer import callbacks_of
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class EarlyStopping(early_stopping.EarlyStopping):
         super().__init__(monitor, min_delta, patience, mode=mode, check_on_train_epoch_end=False, **kwargs)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        evaluations = [each for each in trainer.callbacks if isinstance(each, EvaluationCallback)]
+        evaluations = callbacks_of(trainer, EvaluationCallback)
         if self.of_evaluations and any(not each.evaluator.every for each in evaluations):
             raise UserError(
                 "callbacks.early_stopping would never end this run, which evaluates nothing: set eval.every"
@@ -57,6 +58,6 @@ class EarlyStopping(early_stopping.EarlyStopping):
         self._run_early_stopping_check(trainer)
         if trainer.should_stop:
             log.info("the run ends early after rollout %d: %s has not improved", batch.rollout + 1, self.monitor)
-            for callback in trainer.callbacks:
-                if isinstance(callback, Checkpoint) and callback.saved != callback.rollouts:
-                    callback.save(trainer, module)
+            for checkpoint in callbacks_of(trainer, Checkpoint):
+                if checkpoint.saved != checkpoint.rollouts:
+                    checkpoint.save(trainer, module)

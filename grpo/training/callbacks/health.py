@@ -22,6 +22,7 @@ from grpo.system.metrics import WATCHED
 from grpo.system.ranges import require
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.rollout import RolloutCallback
+from grpo.training.trainer import callbacks_of
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +46,9 @@ class Health(L.Callback):
         self.foreign: str | None = None  # a line for a tiny model that knows another task
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        for callback in trainer.callbacks:
-            if isinstance(callback, RolloutCallback):
-                self.watch.rounding = callback.rounding or self.watch.rounding
-                self.foreign = untaught(module.policy, callback.makes.task)
+        for rollout in callbacks_of(trainer, RolloutCallback):
+            self.watch.rounding = rollout.rounding or self.watch.rounding
+            self.foreign = untaught(module.policy, rollout.makes.task)
 
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         intervals = {evaluation.rollout: evaluation.estimates["accuracy"][1:3] for evaluation in batch.evaluations}

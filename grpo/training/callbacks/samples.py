@@ -13,6 +13,7 @@ from grpo.system.files import surviving
 from grpo.system.ranges import Whole
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.rollout import RolloutCallback
+from grpo.training.trainer import callbacks_of
 
 
 class Samples(L.Callback):
@@ -31,7 +32,7 @@ class Samples(L.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         rollout = batch.rollout + 1
         if self.every and rollout % self.every == 0:
-            task = next((one.makes.task for one in trainer.callbacks if isinstance(one, RolloutCallback)), None)
+            task = next((rollout.makes.task for rollout in callbacks_of(trainer, RolloutCallback)), None)
             columns = {"advantage": batch.advantages, **golds(task, batch.groups)}
             if "overlong" in batch.scores.parts:
                 columns["overlong"] = batch.scores.parts["overlong"].tolist()

@@ -26,6 +26,7 @@ from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.evaluation import EvaluationCallback
 from grpo.training.callbacks.health import Health
 from grpo.training.callbacks.summary import clock, summary
+from grpo.training.trainer import callbacks_of
 
 SPARKS = 40  # evaluations in the sparkline
 
@@ -104,9 +105,8 @@ class Terminal(L.Callback):
     @rank_zero_only
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Print the evaluation before training, which EvaluationCallback has just made."""
-        for callback in trainer.callbacks:
-            if isinstance(callback, EvaluationCallback):
-                self.note(callback.first)
+        for evaluation in callbacks_of(trainer, EvaluationCallback):
+            self.note(evaluation.first)
 
     @rank_zero_only
     def on_train_batch_start(self, trainer, module, batch: RolloutBatch, batch_idx: int) -> None:
@@ -167,9 +167,8 @@ class Terminal(L.Callback):
         if evaluations:
             self.draw(history([(evaluation.rollout, evaluation.metrics) for evaluation in evaluations]))
         if self.learned:
-            healths = [callback for callback in trainer.callbacks if isinstance(callback, Health)]
-            warned = [name for health in healths for name in health.warned()]
-            saving = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
+            warned = [name for health in callbacks_of(trainer, Health) for name in health.warned()]
+            saving = callbacks_of(trainer, Checkpoint)
             seconds, saved = time.perf_counter() - self.begun, sum(callback.seconds for callback in saving)
             table = summary(self.learned, evaluations, seconds, warned, saved, SPENT)
             for chosen in (callback.chosen for callback in saving if callback.chosen):
