@@ -48,10 +48,10 @@ class CompletionLike(Protocol):
         """The reason why the completion ended."""
 
 
-def completion_of(given: CompletionLike) -> Completion:
+def completion_of(done: CompletionLike) -> Completion:
     """Converts a completion of any class to a `Completion`."""
-    versions = getattr(given, "versions", None)
-    return Completion(tuple(given.ids), tuple(given.logprobs), given.finish, versions and tuple(versions))
+    versions = getattr(done, "versions", None)
+    return Completion(tuple(done.ids), tuple(done.logprobs), done.finish, versions and tuple(versions))
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,13 @@ class Row:
 def rows_of_turns(turns: Sequence[Turn]) -> list[Row]:
     """Return the fewest rows in which every sampled token, once, follows the tokens that it was sampled after. turns: of one
     episode, oldest first. A turn joins the latest row with all of which its prompt begins."""
-    found: list[Row] = []
+    rows: list[Row] = []
     for number, turn in enumerate(turns):
-        for i in reversed(range(len(found))):
-            if longer := found[i].extended(turn, number):
-                found[i] = longer
+        for i in reversed(range(len(rows))):
+            if longer := rows[i].extended(turn, number):
+                rows[i] = longer
                 break
         else:
             done = turn.completion
-            found.append(Row(turn.prompt_ids, done.ids, (number,) * len(done.ids), done.logprobs))
-    return found
+            rows.append(Row(turn.prompt_ids, done.ids, (number,) * len(done.ids), done.logprobs))
+    return rows

@@ -69,9 +69,9 @@ def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, 
     mask = (batch.host or batch).mask.cpu()
     ends = mask.flip(1).cumsum(1).bool().sum(1).sub(1).clamp(min=0).tolist()
     prompts, rows, together = [], [], {}
-    for r, ((prompt, own), end) in enumerate(zip(batch.sequences(), ends, strict=True)):
+    for r, ((prompt, rest), end) in enumerate(zip(batch.sequences(), ends, strict=True)):
         prompts.append(prompt)
-        rows.append(own[:end])
+        rows.append(rest[:end])
         together.setdefault(prompt if share else r, []).append(r)
     groups = list(together.values())
     alone = [len(members) == 1 for members in groups]  # then prompt and row are one sequence

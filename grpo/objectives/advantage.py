@@ -90,11 +90,11 @@ def whiten(
     """Scale advantages, [B, C], to mean 0 and standard deviation 1 over all tokens of the mask (REINFORCE++, arXiv 2501.03262); 0
     if all are equal. concatenated: joins the lists of all ranks, since each rank holds a part of the tokens."""
     values = advantages[mask].cpu().double()
-    found = [(len(values), values.sum(), values.min(), values.max())] if len(values) else []
-    found = concatenated(found)
-    count = sum(n for n, *_ in found)
-    if not found or not has_signal(torch.stack([x for *_, low, high in found for x in (low, high)])[None]):
+    parts = [(len(values), values.sum(), values.min(), values.max())] if len(values) else []
+    parts = concatenated(parts)
+    count = sum(n for n, *_ in parts)
+    if not parts or not has_signal(torch.stack([x for *_, low, high in parts for x in (low, high)])[None]):
         return torch.zeros_like(advantages)
-    mean = float(sum(added for _, added, *_ in found)) / count
+    mean = float(sum(added for _, added, *_ in parts)) / count
     variance = float(sum(concatenated([(values - mean).square().sum()]))) / count
     return torch.where(mask, (advantages - mean) / (variance + eps) ** 0.5, 0.0)

@@ -104,9 +104,9 @@ class Algorithm:
         """Add the advantages, and remove samples without a reward and truncated answers (mask_truncated) from the mask. scores:
         from `shaped`. With the KL in the reward, tokens must have reference_logprobs and old_logprobs."""
         rewards, token_rewards = less_kl(scores.rewards, self.kl, self.old_logprobs(tokens), tokens)
-        known = {**vars(tokens), **vars(scores), "rewards": rewards, "progress": progress}
-        known |= {"steps": scores.rewards_of_turns(rewards), "old_logprobs": self.old_logprobs(tokens)}
-        advantages = call(self.advantage, {name: known.get(name) for name in OFFERED["advantage"]})
+        offered = {**vars(tokens), **vars(scores), "rewards": rewards, "progress": progress}
+        offered |= {"steps": scores.rewards_of_turns(rewards), "old_logprobs": self.old_logprobs(tokens)}
+        advantages = call(self.advantage, {name: offered.get(name) for name in OFFERED["advantage"]})
         if not self.takes("mask"):
             advantages = on_tokens(advantages, tokens)  # [B, C]
         mask = tokens.mask & ~(advantages.isnan() | rewards.isnan().flatten()[tokens.sample, None])
@@ -138,15 +138,15 @@ class Algorithm:
 
     def policy_term(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """Return l(rho, A), the numbers that the surrogate logs, and the ratio rho (None for level: none). [B, C] each."""
-        given = {name: getattr(batch, name) for name in ("rollout_logprobs", "advantages", "mask", "sample", "group")}
-        given["counted"], rho = batch.mask if batch.counted is None else batch.counted, None
-        given["logprobs"] = logprobs
+        offered = {name: getattr(batch, name) for name in ("rollout_logprobs", "advantages", "mask", "sample", "group")}
+        offered["counted"], rho = batch.mask if batch.counted is None else batch.counted, None
+        offered["logprobs"] = logprobs
         if self.level != "none":
             old = self.old_logprobs(batch)
             log_rho = policy_log_ratio(logprobs, old, batch.mask, self.level)
             rho = log_rho.exp()
-            given |= {"old_logprobs": old, "log_ratio": log_rho, "ratio": rho}
-        result = call(self.surrogate, given)
+            offered |= {"old_logprobs": old, "log_ratio": log_rho, "ratio": rho}
+        result = call(self.surrogate, offered)
         return (*result, rho) if isinstance(result, tuple) else (result, {}, rho)
 
     def loss(
@@ -178,9 +178,9 @@ class Algorithm:
             k = off_policy_keep(logprobs, batch.rollout_logprobs, batch.advantages, batch.mask, self.off_policy_delta)
             logged["off_policy_dropped"] = ~k
         if self.correction is not None:
-            given = {name: getattr(batch, name) for name in ("mask", "old_logprobs", "rollout_logprobs")}
-            given["log_w"] = (batch.old_logprobs - batch.rollout_logprobs) * batch.mask
-            f = logged["correction"] = call(self.correction, given)
+            offered = {name: getattr(batch, name) for name in ("mask", "old_logprobs", "rollout_logprobs")}
+            offered["log_w"] = (batch.old_logprobs - batch.rollout_logprobs) * batch.mask
+            f = logged["correction"] = call(self.correction, offered)
         if self.kl.in_loss:
             target = batch.reference_logprobs if self.kl.target == "reference" else batch.rollout_logprobs
             KL = logged["kl"] = self.kl.estimate(logprobs, target)

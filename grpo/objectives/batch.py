@@ -99,9 +99,9 @@ class TokenBatch:
 
     def rows(self, index: Tensor | slice) -> Self:
         """Return these rows, without the columns in which all of them are padding. index: in the host's memory."""
-        there = index if isinstance(index, slice) else sent(index, self.ids.device)
+        place = index if isinstance(index, slice) else sent(index, self.ids.device)
         host = self.host and self.host._map(lambda tensor: tensor[index])
-        return replace(self._map(lambda tensor: tensor[there]), host=host).trimmed()
+        return replace(self._map(lambda tensor: tensor[place]), host=host).trimmed()
 
     def sequences(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Return each row's ids without padding: those of the prompt, and those after it."""

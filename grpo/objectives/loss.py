@@ -96,11 +96,11 @@ def token_weights(
     counts = [(lengths > 0).sum().float(), lengths.sum(), lengths.new_full((), len(numbers))]
     samples, tokens, rows = total(torch.stack(counts))
     count, lengths = rows if count is None else rows.new_full((), count), lengths[place, None]
-    given = {"mask": mask, "sample": sample, "lengths": lengths, "samples": samples, "tokens": tokens, "count": count}
+    offered = {"mask": mask, "sample": sample, "lengths": lengths, "samples": samples, "tokens": tokens, "count": count}
     shares = {"sequence": 1 / (samples * lengths), "token": 1 / tokens, "sum": 1 / samples}
     shares["constant"] = 1 / (count * max_tokens)
-    own = callable(reduce)
-    share = call(reduce, given | {"max_tokens": max_tokens, "total": total}) if own else shares[reduce]
+    custom = callable(reduce)
+    share = call(reduce, offered | {"max_tokens": max_tokens, "total": total}) if custom else shares[reduce]
     return torch.where(mask > 0, share, 0.0)
 
 

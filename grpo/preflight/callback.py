@@ -63,13 +63,13 @@ class PreflightCallback(L.Callback):
         return found | ({"plan": asdict(self.plan)} if self.plan else {})
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if self.rollout.rollouts and self.mode != "only":
+        if self.rollout.learned and self.mode != "only":
             return
-        if is_source(self.rollout.makes.sampler):
+        if is_source(self.rollout.rollouts.sampler):
             log.warning("no preflight: it plays episodes of a task, and the samples of this run come from a source")
             return self.judge()
-        given = module, self.rollout.makes, self.examples, trainer.precision, self.tokenizer
-        probe = Probe(*given, version=self.rollout.rollouts)
+        given = module, self.rollout.rollouts, self.examples, trainer.precision, self.tokenizer
+        probe = Probe(*given, version=self.rollout.learned)
         checks = {} if self.mode == "off" else CHECKS
         if checks and not isinstance(module, GRPOModule):
             raise UserError(f"preflight={self.mode} knows only GRPOModule and its subclasses: set preflight=off")

@@ -106,7 +106,7 @@ class Probe:
         self.wake()
         for start in range(0, len(rows), plan.prompts):
             some = rows[start : start + plan.prompts]
-            with self.rollouts.sampling():
+            with self.rollouts.while_sampling():
                 places = range(first + start, first + start + len(some))
                 groups += self.rollouts.one_round(plan.num_rollouts, some, places, plan.group_size)
         return groups, slowest(time.perf_counter() - begun)
@@ -227,7 +227,7 @@ class Probe:
         own = self.rollouts.plan.sampling
         plain = Sampling(max_tokens or own.max_tokens, own.temperature, stop_ids=own.stop_ids)
         self.wake()
-        with self.rollouts.sampling():
+        with self.rollouts.while_sampling():
             completions = self.rollouts.engine.sample(prompts, plain, seeds)
         engine = self.rollouts.engine
         return self.rows_of([Turn(tuple(p), received(engine, c)) for p, c in zip(prompts, completions, strict=True)])

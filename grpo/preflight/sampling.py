@@ -40,7 +40,7 @@ def draws(probe: Probe) -> Checked:
     row, at = divmod(int(entropy.argmax()), entropy.shape[1])
     prompt, completion = tokens.sequences()[row]
     first, reported, begun = [], [], time.perf_counter()
-    with probe.rollouts.sampling():  # each device for itself, as often as it can
+    with probe.rollouts.while_sampling():  # each device for itself, as often as it can
         while len(first) < MOST_DRAWS and ((spent := time.perf_counter() - begun) < patience or not first):
             fit = 1 + int(len(first) * (patience / spent - 1)) if first else FIRST_DRAWS
             count = min(fit, at_once, MOST_DRAWS - len(first))

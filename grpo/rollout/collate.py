@@ -27,7 +27,7 @@ def collate(groups: Sequence[Group], first: Sequence[int] = ()) -> TokenBatch:
     ids = torch.zeros(len(owned), prompt_width + width, dtype=torch.int64)
     attention_mask = torch.zeros_like(ids)
     turn = torch.full((len(owned), width), -1)
-    given = torch.full((len(owned), width), torch.nan)
+    advantages = torch.full((len(owned), width), torch.nan)
     rollout_logprobs = torch.zeros(len(owned), width)  # padding: `mask` keeps it out of every sum
     for i, (_, sample, row) in enumerate(owned):
         start, end = prompt_width - len(row.prompt_ids), prompt_width + len(row.ids)
@@ -35,12 +35,12 @@ def collate(groups: Sequence[Group], first: Sequence[int] = ()) -> TokenBatch:
         attention_mask[i, start:end] = 1
         turn[i, : len(row.ids)] = torch.tensor(row.turns)
         for k in {*row.turns} - {-1}:
-            own = sample.turns[k].advantages
-            given[i, turn[i] == k] = torch.tensor(sample.reward.advantage if own is None else own)
+            of_turn = sample.turns[k].advantages
+            advantages[i, turn[i] == k] = torch.tensor(sample.reward.advantage if of_turn is None else of_turn)
         rollout_logprobs[i, : len(row.ids)] = torch.tensor(row.logprobs)
     fresh = torch.tensor([sample is None or not sample.age for _, sample, _ in owned])
     tensors = (ids, attention_mask, turn >= 0, rollout_logprobs, torch.tensor([s for s, *_ in owned]))
-    return TokenBatch(*tensors, turn=turn, given=given, fresh=fresh)
+    return TokenBatch(*tensors, turn=turn, given=advantages, fresh=fresh)
 
 
 def scores(groups: Sequence[Group]) -> Scores:

@@ -54,11 +54,11 @@ class Draw:
 
     def more(self, count: int, size: int | None = None) -> list[Group]:
         """Play `count` new prompts, or all that are left, with `size` samples each (None: the run's number)."""
-        makes, first = self.rollouts, len(self.played)
-        if is_source(makes.sampler):
-            groups = makes.sampler.groups(self.r, count, first, makes)
+        rollouts, first = self.rollouts, len(self.played)
+        if is_source(rollouts.sampler):
+            groups = rollouts.sampler.groups(self.r, count, first, rollouts)
         else:
-            examples = makes.sampler.draw(self.r, count, first)
+            examples = rollouts.sampler.draw(self.r, count, first)
             groups = self._round(examples, range(first, first + len(examples)), size or self.size) if examples else []
         self.rounds += bool(groups)
         self.played += groups

@@ -75,13 +75,13 @@ async def episode(
     while isinstance(state, State):
         if len(steps) >= max_turns:
             return await ended("truncated" if cut_short else "out_of_turns", state)
-        own = not turns and getattr(env.env, "own_prompts", False)
+        own_prompts = not turns and getattr(env.env, "own_prompts", False)
         try:
             prompt = rendered_prompt(renderer, state, steps, turns)
-            if own:
+            if own_prompts:
                 engine.check(prompt)
         except UserError as error:
-            if not turns and not own:  # every other episode would fail in the same way
+            if not turns and not own_prompts:  # every other episode would fail in the same way
                 raise
             return failed(error, state)
         if turns and len(prompt) > engine.room:  # the conversation no longer fits the model's context
@@ -133,17 +133,17 @@ def play(
         envs = [Environment(environments, (p, s), limits.step_timeout) for s in range(group_size)]
         try:
             played = await asyncio.gather(*(one(p, env) for env in envs))
-            known = [s for s, (trajectory, _) in enumerate(played) if not trajectory.failed]
+            finished = [s for s, (trajectory, _) in enumerate(played) if not trajectory.failed]
             if in_order:
                 await asyncio.gather(*(scored[before].wait() for before in mine if before < p))
-            given, error = await score(examples[p], [played[s][0] for s in known], [envs[s].env for s in known])
+            values, error = await score(examples[p], [played[s][0] for s in finished], [envs[s].env for s in finished])
         finally:
             scored[p].set()
             await asyncio.gather(*(env.close() for env in envs))
         if error is not None:
-            error.sample = None if error.sample is None else known[error.sample]
+            error.sample = None if error.sample is None else finished[error.sample]
             errors[p] = error
-        rewards = dict(zip(known, given, strict=True))
+        rewards = dict(zip(finished, values, strict=True))
         return [Sample(examples[p], *both, rewards.get(s, UNKNOWN)) for s, both in enumerate(played)]
 
     async def all_groups() -> list[Group]:

@@ -54,20 +54,20 @@ class Scorer:
         self, example: Example, trajectories: Sequence[Trajectory], envs: Sequence[Any]
     ) -> list[Reward] | RewardError:
         """Make one call of the task's reward. Returns the rewards, or the error."""
-        given = await self.calls.run(object(), self.timeout, score_group, self.task, example, trajectories, envs)
-        if isinstance(given, TimeoutError):
+        answer = await self.calls.run(object(), self.timeout, score_group, self.task, example, trajectories, envs)
+        if isinstance(answer, TimeoutError):
             self.hung += 1
             if self.answered or self.hung < THREADS or self.calls.closed:
                 return [TIMED_OUT] * len(trajectories)
             self.calls.close()
             never = f"did not return within {self.timeout:g} s in any of {self.hung} calls"
             return RewardError(f"{place_of(self.task)} {never}: fix it, or raise score_timeout")
-        if isinstance(given, BaseException) and not isinstance(given, RewardError):
-            error = RewardError(f"{place_of(self.task)} raised {error_line(given)}")
-            error.__cause__ = given
+        if isinstance(answer, BaseException) and not isinstance(answer, RewardError):
+            error = RewardError(f"{place_of(self.task)} raised {error_line(answer)}")
+            error.__cause__ = answer
             return error
         self.answered = True
-        return given
+        return answer
 
     async def culprit(self, example: Example, alone: Sequence[tuple[list[Trajectory], list[Any]]]) -> int | None:
         """Return the index of a sample that also fails when scored alone; None if none is found within the timeout."""

@@ -59,9 +59,9 @@ class Rollout:
 @dataclass(eq=False)
 class Rollouts:
     """Makes rollout r, which depends only on (seed, r), on the engine's weights, and on the states of sampler and selection.
-    Mutable: the trainer sets `sampling`.
+    Mutable: the trainer sets `while_sampling`.
 
-    folder: the run's folder, where the samples of a failed rollout are saved. sampling: the context in which the engine samples.
+    folder: the run's folder, where the samples of a failed rollout are saved. while_sampling: a context around the engine.
     """
 
     plan: Plan
@@ -74,7 +74,7 @@ class Rollouts:
     seed: int
     play: Play = play
     selection: Selection = field(default_factory=Everything)
-    sampling: Callable[[], AbstractContextManager] = nullcontext
+    while_sampling: Callable[[], AbstractContextManager] = nullcontext
 
     def __post_init__(self) -> None:
         if check := getattr(self.selection, "check", None):
@@ -84,7 +84,7 @@ class Rollouts:
         """Play rollout r, select the groups to learn from, and tell the sampler what became of its prompts."""
         set_progress(r, self.plan.num_rollouts)
         begun, version, draw = time.perf_counter(), self.engine.version, Draw(self, r)
-        with in_play(), self.sampling(), on_disk(Path(self.folder, "rollouts", f"{r + 1:06d}.failed.parquet")):
+        with in_play(), self.while_sampling(), on_disk(Path(self.folder, "rollouts", f"{r + 1:06d}.failed.parquet")):
             groups = self.selection.select(draw)
             scored = draw.scores(groups)
         if observe := getattr(self.sampler, "observe", None):

@@ -162,11 +162,11 @@ class GRPOModule(ModuleState):
 
     def microbatches(self, tokens: TokenBatch, rows: Tensor) -> list[tuple[Tensor, TokenBatch]]:
         """Cut these rows, [n], into pieces that go through the model at once. Returns the indices, [b], and the rows of each."""
-        found = in_microbatches(tokens, rows, self.layout[0], self.at_once.most)
+        pieces = in_microbatches(tokens, rows, self.layout[0], self.at_once.most)
         if is_sharded(self.policy):  # all ranks make the same number of passes
-            missing = max(distributed.all_gather([len(found)])) - len(found)
-            found += [(rows[:0], tokens.rows(slice(0, 1)).silenced())] * missing
-        return found
+            missing = max(distributed.all_gather([len(pieces)])) - len(pieces)
+            pieces += [(rows[:0], tokens.rows(slice(0, 1)).silenced())] * missing
+        return pieces
 
     def to_learn(self, minibatch: TokenBatch) -> list[tuple[Tensor, TokenBatch]]:
         """Return the microbatches of an update: at least one, because every rank needs a backward pass. A rank without a live
@@ -191,7 +191,7 @@ class GRPOModule(ModuleState):
         Returns the log-probabilities before the step, [B, C]; 0 on rows that were skipped."""
         minibatch = self.weighed(minibatch, count)
         alpha, zero = self.entropy.alpha, self.optimizers().zero_grad
-        found, noted = self.at_once.fitting(lambda: self.gradients(minibatch, alpha), zero, minibatch.ids.shape[1])
+        logprobs, noted = self.at_once.fitting(lambda: self.gradients(minibatch, alpha), zero, minibatch.ids.shape[1])
         if stepped := self.step(minibatch, noted):
             means.take(noted)
         means.add("loss/skipped", not stepped)
@@ -200,7 +200,7 @@ class GRPOModule(ModuleState):
             self.entropy.update(noted.result().get("loss/entropy"))
         if (kl := self.algorithm.kl).sync_every and self.updates % kl.sync_every == 0:
             self.reference.move(kl.sync_alpha)
-        return found
+        return logprobs
 
     def weighed(self, minibatch: TokenBatch, count: float) -> TokenBatch:
         """Add the tokens' weights in the loss of an update. count: its samples on all ranks, whose gradients are averaged."""
@@ -211,10 +211,10 @@ class GRPOModule(ModuleState):
         """Add the gradients of a minibatch. Returns the log-probabilities, [B, C], and metrics. alpha: weight of the entropy."""
         # compare engine and trainer only under the same policy: after an update log-probabilities differ anyway
         fresh = minibatch.old_logprobs is not None or not self.moved
-        found, noted, pieces = torch.zeros_like(minibatch.rollout_logprobs), Means(), self.to_learn(minibatch)
+        before, noted, pieces = torch.zeros_like(minibatch.rollout_logprobs), Means(), self.to_learn(minibatch)
         for i, (rows, microbatch) in enumerate(pieces):
             logprobs, entropy = self.forward_pass(self.policy, microbatch, self.algorithm.entropy.active)
-            found[rows, : microbatch.completion_width] = logprobs.detach()
+            before[rows, : microbatch.completion_width] = logprobs.detach()
             if microbatch.old_logprobs is None:
                 microbatch = replace(microbatch, old_logprobs=logprobs.detach())
             loss, logged = self.loss_of(logprobs, entropy, microbatch, alpha)
@@ -224,7 +224,7 @@ class GRPOModule(ModuleState):
                 note_engine(noted, microbatch)
             if not self.moved:
                 noted.add_tokens("loss/first_kl", logged["approx_kl"], microbatch.mask)
-        return found, noted
+        return before, noted
 
     def loss_of(self, logprobs: Tensor, entropy: Tensor, microbatch: TokenBatch, alpha: float) -> tuple[Tensor, dict]:
         """Return the loss of a microbatch, and numbers to log, [B, C] each."""

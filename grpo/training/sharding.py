@@ -61,7 +61,7 @@ class Sharded(Watched, ModelParallelStrategy):
             reference.begin()
 
     @contextmanager
-    def sampling(self, model: nn.Module) -> Iterator[None]:
+    def while_sampling(self, model: nn.Module) -> Iterator[None]:
         """Let the built-in engine sample from the policy on each rank by itself in a `with` block."""
         with unsharded(model), self.precision_plugin.forward_context():
             yield

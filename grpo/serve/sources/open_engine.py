@@ -119,7 +119,7 @@ class OpenEngine:
             done(i, completion)
 
         try:
-            with self.rollouts.sampling():
+            with self.rollouts.while_sampling():
                 completions = self.engine.sample(prompts, sampling, seeds, note)
         finally:
             self.engine.unwanted = set()  # the run itself samples next

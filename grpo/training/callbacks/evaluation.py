@@ -31,13 +31,13 @@ class EvaluationCallback(L.Callback):
 
     def progress(self) -> dict[str, float | None]:
         """Return the run's progress for the manifest; accuracy is the latest held-out accuracy."""
-        total, learned = self.rollout.plan.num_rollouts, self.rollout.rollouts
+        total, learned = self.rollout.plan.num_rollouts, self.rollout.learned
         return {"rollouts": learned, "num_rollouts": total, "accuracy": self.accuracy}
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if self.owed or (self.rollout.rollouts == 0 and self.evaluator.due(0, self.rollout.plan.num_rollouts)):
+        if self.owed or (self.rollout.learned == 0 and self.evaluator.due(0, self.rollout.plan.num_rollouts)):
             self.first = [self.evaluate()]
-            record(trainer, self.owed | self.first[0].metrics, step=self.rollout.rollouts)
+            record(trainer, self.owed | self.first[0].metrics, step=self.rollout.learned)
 
     def on_train_batch_start(self, trainer, module, batch: RolloutBatch, batch_idx: int) -> None:
         batch.evaluations, self.first = batch.evaluations + self.first, []
@@ -64,15 +64,15 @@ class EvaluationCallback(L.Callback):
 
     def evaluate(self) -> Evaluation:
         """Evaluate the present policy."""
-        rollout, makes = self.rollout, self.rollout.makes
+        rollout, rollouts = self.rollout, self.rollout.rollouts
         if rollout.ahead:
             rollout.ahead.wait()
         begun = time.perf_counter()
         rollout.sync()
         rollout.before = rollout.before or everything(rollout.objects)
-        failed = Path(makes.folder) / "evaluations" / f"{rollout.rollouts:06d}.failed.parquet"
-        given = makes.task, makes.engine, makes.renderer, makes.seed, rollout.rollouts, self.examples
-        with rollout.stop.allowed(), makes.sampling(), on_disk(failed):
+        failed = Path(rollouts.folder) / "evaluations" / f"{rollout.learned:06d}.failed.parquet"
+        given = rollouts.task, rollouts.engine, rollouts.renderer, rollouts.seed, rollout.learned, self.examples
+        with rollout.stop.allowed(), rollouts.while_sampling(), on_disk(failed):
             evaluation = self.evaluator(*given)
         self.accuracy, rollout.before = evaluation.metrics["eval/accuracy"], None
         return replace(evaluation, seconds=time.perf_counter() - begun)

@@ -48,7 +48,7 @@ class Health(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         for rollout in callbacks_of(trainer, RolloutCallback):
             self.watch.rounding = rollout.rounding or self.watch.rounding
-            self.foreign = untaught(module.policy, rollout.makes.task)
+            self.foreign = untaught(module.policy, rollout.rollouts.task)
 
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         intervals = {evaluation.rollout: evaluation.estimates["accuracy"][1:3] for evaluation in batch.evaluations}

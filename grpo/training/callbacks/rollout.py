@@ -28,12 +28,12 @@ class RolloutCallback(L.Callback):
 
     def __init__(self, rollouts: Rollouts, stop: Stop | None = None) -> None:
         self.stop = stop or Stop()
-        self.makes, self.plan, self.engine = rollouts, rollouts.plan, rollouts.engine
+        self.rollouts, self.plan, self.engine = rollouts, rollouts.plan, rollouts.engine
         self.ahead = Ahead(rollouts) if self.plan.ahead else None
         self.batches = RolloutBatches()
         self.objects = {"task": rollouts.task, "sampler": rollouts.sampler}  # the user's, which may have states
         self.objects |= {"selection": rollouts.selection, "advantage": rollouts.algorithm.advantage}
-        self.rollouts = 0  # rollouts learned from so far
+        self.learned = 0  # rollouts learned from so far
         self.before: dict | None = None  # the states before the rollout that is being played
         self.policy = None
         self.rounding: float | None = (
@@ -45,17 +45,17 @@ class RolloutCallback(L.Callback):
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Called before the policy moves to its device. An engine that shares the policy's memory gets the policy now, so that
         there is never a second copy; other engines get it later, since a checkpoint may still be loaded into it."""
-        self.policy, self.makes.sampling = module.policy, trainer.precision_plugin.forward_context
+        self.policy, self.rollouts.while_sampling = module.policy, trainer.precision_plugin.forward_context
         if not getattr(self.engine, "apart", False):
             self.sync()
-            if hasattr(trainer.strategy, "sampling"):
-                self.makes.sampling = partial(trainer.strategy.sampling, module.policy)
+            if hasattr(trainer.strategy, "while_sampling"):
+                self.rollouts.while_sampling = partial(trainer.strategy.while_sampling, module.policy)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.stop.listen()  # after Lightning, which takes SIGTERM itself
-        check_devices(trainer.world_size, self.plan.prompts, self.rollouts)
-        if self.rollouts >= self.plan.num_rollouts:
-            line = f"ckpt_path has learned from {self.rollouts} rollouts already"
+        check_devices(trainer.world_size, self.plan.prompts, self.learned)
+        if self.learned >= self.plan.num_rollouts:
+            line = f"ckpt_path has learned from {self.learned} rollouts already"
             raise UserError(f"{line}: to continue, set a larger rollout.num_rollouts")
 
     def on_train_batch_start(
@@ -71,7 +71,7 @@ class RolloutCallback(L.Callback):
             self.sync()
             self.before = everything(self.objects)
             with self.stop.allowed():
-                rollout = self.makes.make(batch.rollout)
+                rollout = self.rollouts.make(batch.rollout)
             self.before = None
         if (not self.ahead or not self.ahead.next) and (sleep := getattr(self.engine, "sleep", None)):
             sleep()
@@ -84,19 +84,19 @@ class RolloutCallback(L.Callback):
             "rollout/rounds": float(rollout.rounds),
             "rollout/discarded_groups": float(len(rollout.played) - len(rollout.groups) + rollout.replayed),
             **({"rollout/replayed_groups": float(rollout.replayed)} if rollout.replayed else {}),
-            **self.makes.sampler.progress(batch.rollout + 1),
+            **self.rollouts.sampler.progress(batch.rollout + 1),
             "time/sync": self.syncing,
             "time/rollout": time.perf_counter() - self.started - self.syncing,
             "memory/rollout": float(memory.peak(module.device)),
         }
         if self.ahead:
-            batch.metrics |= {"rollout/staleness": rollout.staleness(self.rollouts), "time/played": rollout.seconds}
+            batch.metrics |= {"rollout/staleness": rollout.staleness(self.learned), "time/played": rollout.seconds}
         memory.reset_peak(module.device)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: RolloutBatch, batch_idx: int
     ) -> None:
-        self.rollouts = batch.rollout + 1
+        self.learned = batch.rollout + 1
         if self.ahead and self.ahead.next and getattr(self.engine, "in_flight", False):
             self.sync()
         elapsed = time.perf_counter() - self.started
@@ -106,13 +106,13 @@ class RolloutCallback(L.Callback):
             "time/update": elapsed - self.syncing - batch.metrics["time/rollout"],
             "tokens/s": batch.metrics["rollout/tokens"] / elapsed,
         }
-        trainer.should_stop = self.rollouts == self.plan.num_rollouts
+        trainer.should_stop = self.learned == self.plan.num_rollouts
 
     def sync(self) -> None:
         """Give the engine the policy's weights, unless it already has them; their version is the number of rollouts."""
         begun = time.perf_counter()
-        if self.engine.version != self.rollouts:
-            self.engine.load_weights(self.policy, self.rollouts)
+        if self.engine.version != self.learned:
+            self.engine.load_weights(self.policy, self.learned)
         self.syncing += time.perf_counter() - begun
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
@@ -124,15 +124,15 @@ class RolloutCallback(L.Callback):
     def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         if self.ahead:  # in case another callback ended the run
             self.ahead.stop()
-        getattr(self.makes.sampler, "close", lambda: None)()
+        getattr(self.rollouts.sampler, "close", lambda: None)()
         self.engine.close()
 
     def state_dict(self) -> dict:
         ahead = self.ahead.state_dict() if self.ahead else {}  # first, since it may draw random numbers
-        return {"rollouts": self.rollouts, **(self.before or everything(self.objects)), **ahead}
+        return {"rollouts": self.learned, **(self.before or everything(self.objects)), **ahead}
 
     def load_state_dict(self, state: dict) -> None:
-        self.rollouts = self.batches.start = state["rollouts"]
+        self.learned = self.batches.start = state["rollouts"]
         set_everything(self.objects, state)
         if self.ahead:
             self.ahead.load_state_dict(state)
