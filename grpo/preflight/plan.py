@@ -15,6 +15,7 @@ from grpo.rollout.samples_table import records, write
 from grpo.system import distributed
 from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.samples import Samples
+from grpo.training.trainer import callbacks_of
 
 
 @dataclass(frozen=True)
@@ -91,14 +92,14 @@ def plan_of(
         evaluations=sum(evaluator.due(r, plan.num_rollouts) for r in range(plan.num_rollouts + 1)),
         problems=sum(len(evaluator.chosen(rows)) for rows in held_out),
         memory=largest_phase(here),
-        disk=sum(checkpoint_bytes(probe, parts, c) for c in callbacks if isinstance(c, Checkpoint)),
+        disk=sum(checkpoint_bytes(probe, parts, each) for each in callbacks_of(callbacks, Checkpoint)),
         devices=distributed.world_size(),
     )
     if not timed:
         return sized
     larger = sized.samples / len(probe.samples)
     evaluated = sized.evaluations * sized.problems * evaluator.samples / sized.samples  # in rollouts
-    writers = [callback.every for callback in callbacks if isinstance(callback, Samples)]
+    writers = [samples.every for samples in callbacks_of(callbacks, Samples)]
     tables = sum((sized.rollouts / every if every else 0) + evaluated for every in writers)
     seconds = probe.rollout_seconds()
     return replace(

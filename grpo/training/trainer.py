@@ -110,6 +110,6 @@ def make_trainer(
     return trainer
 
 
-def callbacks_of(trainer: L.Trainer, kind: type[T]) -> list[T]:
-    """Return a run's callbacks of a class. A callback that needs another one finds it here."""
-    return [callback for callback in trainer.callbacks if isinstance(callback, kind)]
+def callbacks_of(callbacks: Sequence[Callback], kind: type[T]) -> list[T]:
+    """Return those of a run's callbacks that are of a class. A callback that needs another one finds it so."""
+    return [callback for callback in callbacks if isinstance(callback, kind)]

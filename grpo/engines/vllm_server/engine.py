@@ -199,9 +199,7 @@ class VLLMServerEngine:
                 waiting.task_done()
 
         each = range(min(self.concurrency, len(requests)))
-        workers = [
-            work(server) for _ in each for server in self._fleet.servers
-        ]  # round-robin: each server gets one first
+        workers = [work(server) for _ in each for server in self._fleet.servers]  # round-robin
         tasks = [asyncio.ensure_future(task) for task in [waiting.join(), self._fleet.keep(), *workers]]
         over, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)  # asyncio.run cancels the others
         if errors := [error for task in over if (error := task.exception())]:

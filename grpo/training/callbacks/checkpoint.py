@@ -82,7 +82,7 @@ class Checkpoint(L.Callback):
         self.measured: Estimate | None = None  # held-out accuracy of the present policy, if it was evaluated
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        for callback in callbacks_of(trainer, EvaluationCallback):
+        for callback in callbacks_of(trainer.callbacks, EvaluationCallback):
             for evaluation in callback.first:
                 self.measured = evaluation.estimates["accuracy"]
                 self.compare(module, evaluation.metrics)

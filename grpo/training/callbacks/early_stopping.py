@@ -40,7 +40,7 @@ class EarlyStopping(early_stopping.EarlyStopping):
         super().__init__(monitor, min_delta, patience, mode=mode, check_on_train_epoch_end=False, **kwargs)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        evaluations = callbacks_of(trainer, EvaluationCallback)
+        evaluations = callbacks_of(trainer.callbacks, EvaluationCallback)
         if self.of_evaluations and any(not each.evaluator.every for each in evaluations):
             raise UserError(
                 "callbacks.early_stopping would never end this run, which evaluates nothing: set eval.every"
@@ -58,6 +58,6 @@ class EarlyStopping(early_stopping.EarlyStopping):
         self._run_early_stopping_check(trainer)
         if trainer.should_stop:
             log.info("the run ends early after rollout %d: %s has not improved", batch.rollout + 1, self.monitor)
-            for checkpoint in callbacks_of(trainer, Checkpoint):
+            for checkpoint in callbacks_of(trainer.callbacks, Checkpoint):
                 if checkpoint.saved != checkpoint.rollouts:
                     checkpoint.save(trainer, module)

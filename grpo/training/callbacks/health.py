@@ -46,7 +46,7 @@ class Health(L.Callback):
         self.foreign: str | None = None  # a line for a tiny model that knows another task
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        for rollout in callbacks_of(trainer, RolloutCallback):
+        for rollout in callbacks_of(trainer.callbacks, RolloutCallback):
             self.watch.rounding = rollout.rounding or self.watch.rounding
             self.foreign = untaught(module.policy, rollout.rollouts.task)
 

@@ -105,7 +105,7 @@ class Terminal(L.Callback):
     @rank_zero_only
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Print the evaluation before training, which EvaluationCallback has just made."""
-        for evaluation in callbacks_of(trainer, EvaluationCallback):
+        for evaluation in callbacks_of(trainer.callbacks, EvaluationCallback):
             self.note(evaluation.first)
 
     @rank_zero_only
@@ -167,8 +167,8 @@ class Terminal(L.Callback):
         if evaluations:
             self.draw(history([(evaluation.rollout, evaluation.metrics) for evaluation in evaluations]))
         if self.learned:
-            warned = [name for health in callbacks_of(trainer, Health) for name in health.warned()]
-            saving = callbacks_of(trainer, Checkpoint)
+            warned = [name for health in callbacks_of(trainer.callbacks, Health) for name in health.warned()]
+            saving = callbacks_of(trainer.callbacks, Checkpoint)
             seconds, saved = time.perf_counter() - self.begun, sum(callback.seconds for callback in saving)
             table = summary(self.learned, evaluations, seconds, warned, saved, SPENT)
             for chosen in (callback.chosen for callback in saving if callback.chosen):
