@@ -59,7 +59,7 @@ def rename(weights: dict) -> None:
             lambda w: w.update({UP.replace("0", "7"): w[UP].clone()}),
             f"has 1 weights of layers beyond the model's: {UP.replace('0', '7')}; ",
         ),
-        (lambda w: w[UP][0, 0].fill_(torch.nan), f"NaN or infinite: {UP}; load a checkpoint that is not damaged"),
+        (lambda w: w[UP][0, 0].fill_(torch.nan), f"NaN or infinite: {UP}; load an undamaged checkpoint"),
         (lambda w: w[UP][0, 0].fill_(-torch.inf), f"NaN or infinite: {UP}"),
     ],
 )
