@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import random
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,8 +35,9 @@ from grpo.config.composing import composed
 from grpo.env.messages import Message
 from grpo.env.types import State
 from grpo.system.errors import UserError
-from grpo.system.files import replacing, write_json
+from grpo.system.files import write_json
 from grpo.system.ranges import Positive, Share, Whole
+from grpo.training.checkpoints import new_folder
 
 RECIPE = 3  # increase it when a change of this file changes the model
 SHIPPED = Path(__file__).with_name("demo_models")
@@ -267,12 +267,10 @@ def tiny_folder(
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: dict[str, Any], folder: Path) -> None:
     """Write model, tokenizer and recipe as a Hugging Face folder."""
-    with replacing(folder) as unfinished:
+    with new_folder(folder) as unfinished:
         model.to(torch.bfloat16).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         write_json(unfinished / "recipe.json", recipe)
-        if folder.exists():
-            shutil.rmtree(folder)
 
 
 def main() -> None:

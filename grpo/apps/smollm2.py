@@ -67,6 +67,8 @@ def convert_gguf(folder: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from grpo.training.checkpoints import new_folder
+
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
     # every digit is a token, as in the hub's tokenizer; transformers' reader of GGUF leaves this out
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -78,10 +80,9 @@ def convert_gguf(folder: Path, out: Path) -> None:
     del model.config.quantization_config  # what is written is not quantized
     model.hf_quantizer, model.is_quantized = None, False
     model.config.name_or_path = HUB
-    unfinished = out.with_name(f"{out.name}.new")
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    unfinished.rename(out)
+    with new_folder(out) as unfinished:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
 
 
 if __name__ == "__main__":

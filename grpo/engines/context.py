@@ -12,11 +12,11 @@ log = logging.getLogger(__name__)
 Bound = Callable[[], int | None]
 
 
-def check_context(prompt: int, answer: int, context: int | None) -> None:
-    """Raise UserError if a prompt and max_tokens, both in tokens, exceed a context. context: None has no limit."""
+def check_context(prompt: int, answer: int, context: int | None, way_out: str = "lower max_tokens") -> None:
+    """Raise UserError if a prompt and its answer, both in tokens, exceed a context. context: None has no limit."""
     if context is not None and prompt + answer > context:
-        tokens = f"a prompt of {prompt} tokens and max_tokens={answer}"
-        raise UserError(f"{tokens} exceed the context of {context}: lower max_tokens, or use shorter prompts")
+        tokens = f"a prompt of {prompt} tokens and an answer of {answer}"
+        raise UserError(f"{tokens} exceed the context of {context}: {way_out}, or use shorter prompts")
 
 
 def bounded(args: Mapping[str, Any], most_tokens: Bound | None) -> dict[str, int]:

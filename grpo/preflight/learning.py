@@ -9,21 +9,12 @@ from torch import Tensor
 
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.objectives.batch import TokenBatch
-from grpo.preflight.probe import Checked, Probe, judged
+from grpo.preflight.probe import Checked, Probe, judged, mean_gap
 from grpo.system import distributed
-from grpo.system.loading import not_finite
 from grpo.training.module import GRPOModule
 from grpo.training.optimization import learned_by
 
 SLICE = 1 << 16
-
-
-def all_weights(probe: Probe) -> Checked:
-    """All weights are finite. Loading has raised an error if one was missing, renamed or of another shape."""
-    named = dict(probe.module.policy.named_parameters())
-    broken = not_finite(named.items())
-    text = f"{len(named)} tensors, none missing or of another shape, {len(broken)} not finite"
-    return judged(not broken, text, f"the checkpoint is damaged, the first one is {next(iter(broken), '')}")
 
 
 def mask(probe: Probe) -> Checked:
@@ -79,14 +70,14 @@ def first_pass(probe: Probe) -> Checked:
     if noise > bound:
         return Checked("FAIL", text, "something in the policy is random: set dropout to 0")
     learns = probe.module.forward_pass(probe.module.policy, few, False)[0]
-    if (other := float((learns - one)[few.mask].abs().mean())) > bound:
+    if (other := mean_gap(learns, one, few)) > bound:
         text = f"the pass that learns and the one that measures are {other:.1e} nats apart, bound {bound:.1e}"
         return Checked("FAIL", text, "they compute different numbers: look at temperature and at optim.layout")
     if probe.module.reference is None:
         return Checked("PASS", f"{text}; this run has no reference")
     few = replace(few, advantages=few.mask.float())
     frozen = probe.module.freeze(few)
-    away = float((frozen.reference_logprobs - one)[few.mask].abs().mean())
+    away = mean_gap(frozen.reference_logprobs, one, few)
     text += f", policy and reference by {away:.1e}, bound {bound:.1e}"
     return judged(away <= bound, text, "the reference is not the policy: look at model.path, adapter and dtype")
 

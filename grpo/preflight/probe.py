@@ -301,6 +301,11 @@ class Probe:
         return dict(found[i % len(found)] for i, found in enumerate(kinds.values()))
 
 
+def mean_gap(one: Tensor, two: Tensor, tokens: TokenBatch) -> float:
+    """Return the mean difference of the log-probabilities of sampled tokens. one, two: [B, C]."""
+    return float((one - two)[tokens.mask].abs().mean())
+
+
 def shortened(rows: TokenBatch, tokens: int, sampled: int | None = None) -> TokenBatch:
     """Return shorter rows, of at most `tokens` tokens each, 8 at least: the end of the prompt, and the beginning of what follows,
     at most half of them if the prompt has the other half, and at most `sampled`."""

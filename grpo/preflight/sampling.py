@@ -5,10 +5,8 @@ import time
 import numpy as np
 import torch
 from scipy.stats import chi2
-from torch import Tensor
 
-from grpo.objectives.batch import TokenBatch
-from grpo.preflight.probe import Checked, Probe, judged
+from grpo.preflight.probe import Checked, Probe, judged, mean_gap
 from grpo.system.distributed import full, part_of
 
 FIRST_DRAWS, DRAWS, MOST_DRAWS = 100, 500, 2000  # the first ones show the engine's speed; at once; in all
@@ -23,11 +21,6 @@ def logprobs(probe: Probe) -> Checked:
     text = f"mean gap {gap:.1e} nats over {int(probe.compared.mask.sum())} tokens, bound {probe.bound:.1e}"
     remedy = "engine and trainer compute different numbers: look at temperature, dtype, the chat template's ids and the weights"
     return judged(gap <= probe.bound, text, remedy)
-
-
-def mean_gap(one: Tensor, two: Tensor, tokens: TokenBatch) -> float:
-    """Return the mean difference of the log-probabilities of sampled tokens. one, two: [B, C]."""
-    return float((one - two)[tokens.mask].abs().mean())
 
 
 def draws(probe: Probe) -> Checked:

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from grpo.rollout.samples_table import conversation_of
 from grpo.runs.runs import Run
 from grpo.system.ranges import Seconds
+from grpo.system.secrets import hidden
 from grpo.system.settings import flat
 
 log = logging.getLogger(__name__)
@@ -81,8 +82,7 @@ class Tracker(Logger):
             call(*arguments)
         except Exception as error:  # a client may raise any type
             self.works = False
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            reason = re.sub(r"//[^/@\s]+@", "//***@", reason)  # hide a password in an address
+            reason = (hidden(str(error)).strip().splitlines() or [type(error).__name__])[0][:200]
             log.warning(f"{type(self).__name__} {what}, the run continues without it: {reason}{advice}")
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Body
 from transformers import PreTrainedTokenizerBase
 
+from grpo.engines.context import check_context
 from grpo.engines.protocol import Sampling
 from grpo.engines.stop_texts import StopTexts
 from grpo.env.intake import no_tokens
@@ -169,13 +170,9 @@ class Service:
 
     def check_size(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
         """Raise UserError or Oversized if prompts are empty, or exceed the engine's context or the limit of tokens."""
-        context = self.batching.engine.context
         if not prompts or not all(prompts):
             raise UserError("a prompt has no tokens: give at least one")
-        longest = max(map(len, prompts))
-        if context is not None and longest + max_tokens > context:
-            asked_for = f"a prompt of {longest} tokens and max_tokens={max_tokens}"
-            raise UserError(f"{asked_for} exceed the engine's context of {context}")
+        check_context(max(map(len, prompts)), max_tokens, self.batching.engine.context)
         tokens = n * (sum(map(len, prompts)) + len(prompts) * max_tokens)
         self.limits.check("tokens", tokens, "tokens (of the prompts and max_tokens, for each sample)")
 

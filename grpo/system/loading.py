@@ -42,7 +42,7 @@ def kind_of(name: str) -> str:
 def finite(what: str, model: nn.Module) -> nn.Module:
     """Return the model. Raises UserError if a weight is NaN or infinite."""
     if broken := not_finite(model.named_parameters()):
-        raise UserError(f"{what} has weights that are NaN or infinite: {_few(broken)}; the checkpoint is damaged")
+        raise UserError(f"{what} has weights that are NaN or infinite: {_few(broken)}; load an undamaged checkpoint")
     return model
 
 

@@ -252,7 +252,7 @@ def test_sampling_out_of_range_is_refused(wrong):
 
 
 def test_a_prompt_beyond_the_context_is_refused(engine):
-    with pytest.raises(UserError, match=r"prompt of 4090 tokens and max_tokens=10 exceed .* context of 4096"):
+    with pytest.raises(UserError, match=r"prompt of 4090 tokens and an answer of 10 exceed .* context of 4096"):
         engine.sample([(60,) * 4090], Sampling(10), seeds=[0])
 
 

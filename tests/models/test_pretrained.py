@@ -16,7 +16,7 @@ from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.renderer import TokenizerRenderer
-from grpo.models.pretrained import Pretrained
+from grpo.models.pretrained import InMemory, Pretrained
 from grpo.system.errors import UserError
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -59,7 +59,7 @@ def rename(weights: dict) -> None:
             lambda w: w.update({UP.replace("0", "7"): w[UP].clone()}),
             f"has 1 weights of layers beyond the model's: {UP.replace('0', '7')}; ",
         ),
-        (lambda w: w[UP][0, 0].fill_(torch.nan), f"NaN or infinite: {UP}; the checkpoint is damaged"),
+        (lambda w: w[UP][0, 0].fill_(torch.nan), f"NaN or infinite: {UP}; load an undamaged checkpoint"),
         (lambda w: w[UP][0, 0].fill_(-torch.inf), f"NaN or infinite: {UP}"),
     ],
 )
@@ -68,6 +68,13 @@ def test_a_checkpoint_that_does_not_fit_its_model_is_refused(folder, change, mes
     change(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     assert message in refused(folder)
+
+
+def test_a_model_in_memory_with_a_weight_that_is_nan_is_refused(toy):
+    model = Pretrained(str(toy)).model()
+    dict(model.named_parameters())[UP].data[0, 0] = torch.nan
+    with pytest.raises(UserError, match=f"the given model has weights that are NaN or infinite: {UP}"):
+        InMemory(str(toy), given=model).model()
 
 
 def test_an_end_token_beyond_the_vocabulary_is_refused(folder):

@@ -154,7 +154,7 @@ def test_one_that_the_engine_fails_at_harms_no_other(server):
         ({"temperature": -1}, "sampling.temperature=-1"),
         ({"temperature": float("nan")}, "temperature=nan must be a number"),
         ({"max_tokens": "3"}, "max_tokens=3 must be an integer"),
-        ({"max_tokens": 5000}, "5 tokens and max_tokens=5000 exceed the engine's context of 4096"),
+        ({"max_tokens": 5000}, "5 tokens and an answer of 5000 exceed the context of 4096: lower max_tokens"),
         ({"top_k": 2.5}, "top_k"),
         ({"stop_token_ids": [True]}, "each item an integer"),
         ({"n": 0}, "n=0 must be"),

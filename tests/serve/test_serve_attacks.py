@@ -123,7 +123,7 @@ def test_as_much_as_a_limit_is_answered(small):
 
 
 def test_more_tokens_than_the_context_are_refused_whatever_they_are(small):
-    assert "exceed the engine's context of 4096" in small.refused("/generate", {"prompt": "1", "max_tokens": 10**18})
+    assert "exceed the context of 4096" in small.refused("/generate", {"prompt": "1", "max_tokens": 10**18})
 
 
 def test_the_server_answers_others_while_it_tokenizes(toy):

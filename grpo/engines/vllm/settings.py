@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from grpo.engines.context import check_context
 from grpo.engines.protocol import Prompts, Sampling
 from grpo.system.errors import UserError
 
@@ -33,12 +34,8 @@ def params_of(
     """
     if sampling.temperature > 2:
         raise UserError(f"sampling.temperature={sampling.temperature}: vLLM takes at most 2; set engine=transformers")
-    longest = max(map(len, prompts), default=0)
-    answer = sampling.max_tokens if whole else 1
-    if context is not None and longest + answer > context:
-        way_out = "raise engine.args.max_model_len (--max-model-len of a server started by hand), or drop long prompts"
-        room = f"no room for an answer of {answer} in vLLM's context of {context}"
-        raise UserError(f"a prompt of {longest} tokens leaves {room}: {way_out}")
+    way_out = "raise engine.args.max_model_len (--max-model-len of a server started by hand)"
+    check_context(max(map(len, prompts), default=0), sampling.max_tokens if whole else 1, context, way_out)
     stop = {"stop": [*sampling.stop.texts], "include_stop_str_in_output": True} if sampling.stop else {}
     return {name: getattr(sampling, name) for name in ALIKE} | {
         "stop_token_ids": [*eos, *sampling.stop_ids],
