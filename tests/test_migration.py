@@ -1,4 +1,4 @@
-"""docs/migration.md has the tables of from_trl.yaml and parity/commands.yaml, and keys that exist; grpo.from_trl knows `trl grpo`."""
+"""docs/migration.md has the tables of from_trl.yaml and parity/commands.yaml, and keys that exist; grpo.from_trl works."""
 
 import dataclasses
 import re
