@@ -3,7 +3,7 @@
     python benchmarks/from_trl.py            # prints what is wrong, and fails if there is anything
     python benchmarks/from_trl.py --write    # adds open rows for new settings, removes lost ones, writes the tables
 
-The tables of docs/from_trl.md are made from that file, which `python -m grpo.from_trl` reads too.
+The tables of docs/migration.md are made from that file, which `python -m grpo.from_trl` reads too.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jinja2 import Environment, meta
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "grpo" / "apps" / "from_trl.yaml"
-PAGE = ROOT / "docs" / "from_trl.md"
+PAGE = ROOT / "docs" / "migration.md"
 OPEN = "?"  # the answer of a row that --write adds
 HEADER = "| TRL | here | remark |\n|---|---|---|\n"
 

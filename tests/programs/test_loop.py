@@ -1,4 +1,4 @@
-"""The pieces of docs/loop.md, taken from the page: they change a run, and a run that crashed goes on to the bit."""
+"""The pieces of docs/objectives.md, taken from the page: they change a run, and a run that crashed goes on to the bit."""
 
 import re
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from grpo.system.errors import UserError
 from train import train
 
-PAGE = (ROOT / "docs" / "loop.md").read_text()
+PAGE = (ROOT / "docs" / "objectives.md").read_text()
 PIECES = re.findall(r"in `mine/(\w+)\.py`.*?```python\n(.*?)```", PAGE, re.S)
 MINE = (
     "sampler._target_=leitner.Leitner",

@@ -1,4 +1,4 @@
-"""The commands of tests/parity/commands.yaml, which show row by row what docs/parity.md promises.
+"""The commands of tests/parity/commands.yaml, which show the features of other systems row by row.
 
 A command runs as typed, in a process of tests/helpers/programs.py.
 """

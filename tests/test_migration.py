@@ -1,7 +1,11 @@
-"""grpo.from_trl knows every setting of `trl grpo`, and its tables are those of docs/from_trl.md."""
+"""docs/migration.md has the tables of from_trl.yaml and parity/commands.yaml, and keys that exist; grpo.from_trl works."""
 
+import dataclasses
 import re
 import shlex
+from collections import Counter
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import from_trl  # benchmarks/from_trl.py
@@ -9,6 +13,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from conftest import EXAMPLES, ROOT
+from helpers.parity import COMMANDS, TABLE
+from helpers.project import faults, holds, table
 from huggingface_hub.cli import hf
 from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -17,13 +23,24 @@ from grpo.system.errors import UserError
 
 TEXT = from_trl.DATA.read_text()
 DATA = yaml.safe_load(TEXT)
-COMMANDS = yaml.safe_load((EXAMPLES / "from_trl.yaml").read_text())
+PAGE = from_trl.PAGE.read_text()
+CASES = yaml.safe_load((EXAMPLES / "from_trl.yaml").read_text())
 
 
-def test_every_setting_has_one_row_with_an_answer():
+@pytest.mark.parametrize("header", ["flag", "TRL"])
+def test_the_keys_of_a_table_exist(header):
+    assert faults(from_trl.PAGE.name, header) == []
+
+
+def test_every_flag_of_the_server_of_trl_has_a_line():
+    theirs = pytest.importorskip("trl.scripts.vllm_serve").ScriptArguments
+    flags = " ".join(flags for flags, *_ in table(from_trl.PAGE.name, "flag"))
+    assert not [field.name for field in dataclasses.fields(theirs) if f"`--{field.name}`" not in flags]
+
+
+def test_every_setting_of_trl_has_one_row_with_an_answer():
     pytest.importorskip("trl")
-    page = from_trl.PAGE.read_text()
-    assert from_trl.faults(DATA) == [] and from_trl.mended(TEXT) == TEXT and from_trl.page(DATA, page) == page
+    assert from_trl.faults(DATA) == [] and from_trl.mended(TEXT) == TEXT and from_trl.page(DATA, PAGE) == PAGE
 
 
 def test_a_new_setting_and_a_lost_one_are_found_and_mended():
@@ -47,7 +64,7 @@ ALWAYS = """
 """
 
 
-@pytest.mark.parametrize("case", COMMANDS.values(), ids=COMMANDS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_configuration_of_trl_becomes_a_command(tmp_path, capsys, case):
     after, remark = case.get("after", ""), case.get("remark", "")
     (tmp_path / "grpo.yaml").write_text(MODEL + case.get("file", ""))
@@ -77,7 +94,7 @@ def test_a_wrong_configuration_is_one_line(tmp_path, text, line):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("file", ["from_trl.md", "logging.md"])
+@pytest.mark.parametrize("file", ["migration.md", "logging.md"])
 def test_the_commands_that_publish_a_policy_work_up_to_the_network(tmp_path, file):
     """hf takes the arguments and the folder, which is a link, and then wants to reach the hub, which it may not here."""
     lines = re.findall(r"hf upload [^`#\n]+", (ROOT / "docs" / file).read_text())
@@ -89,3 +106,54 @@ def test_the_commands_that_publish_a_policy_work_up_to_the_network(tmp_path, fil
         given = [str(link) if word.startswith("RUN/") else word for word in shlex.split(line)[1:]]
         done = CliRunner().invoke(hf.app, given)
         assert isinstance(done.exception, OfflineModeIsEnabled) and "repos/create" in str(done.exception), done.output
+
+
+def exists(word: str) -> bool:
+    """Return whether a dotted word is a key, a file, or an object of a module of ours."""
+    if word == "metrics.csv" or holds(word) or any((folder / word).exists() for folder in (ROOT, ROOT / "grpo")):
+        return True
+    module, _, name = word.rpartition(".")
+    for room in ("", "grpo."):
+        with suppress(ImportError):
+            if hasattr(import_module(f"{room}{module}"), name) or import_module(f"{room}{word}"):
+                return True
+    return False
+
+
+def test_the_features_are_the_lines_of_the_table_and_what_they_name_exists():
+    lines = {rows: text for rows, text in TABLE["features"].items() if " | " in text}
+    wanted = {system: [] for system in "TRAM"}
+    for rows, text in lines.items():
+        wanted[rows[0]].append(f"| {text} |\n")
+    found = re.findall(r"^\| feature \| here \|\n\|---\|---\|\n((?:\|.*\n)+)", PAGE, re.M)
+    assert found == ["".join(texts) for texts in wanted.values()]
+    lost = []
+    for rows, text in lines.items():
+        for word in re.findall(r"`([^`]+)`", text.partition(" | ")[2]):
+            keys = [word] if re.fullmatch(r"[a-z_]+(\.[a-zA-Z_]+)+", word) else []
+            if re.fullmatch(r"[a-z_./]+=[\w./]+( [a-z_./]+=[\w./]+)*", word):
+                keys = word.split()
+            lost += [f"{rows}: {key}" for key in keys if not exists(key)]
+    assert not lost
+
+
+def test_every_feature_is_shown_in_one_way_and_the_page_counts_them():
+    tests = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    for file, name in (test.split("::") for test in TABLE["vllm"].values()):
+        assert "pytestmark = pytest.mark.vllm" in tests[file] and f"def {name}" in tests[file], f"{file}::{name}"
+    shown = {
+        refused: " ".join(" ".join(one.shows) for one in COMMANDS.values() if one.refused == refused)
+        for refused in (0, 1)
+    }
+    kinds = {
+        "work": {*shown[False].split()} - TABLE["open"].keys(),
+        "are refused by design": {*shown[True].split()},
+        "need vLLM": {*" ".join(TABLE["vllm"]).split()},
+        "need a GPU": {*TABLE["gpu"]},
+        "are open": {*TABLE["open"]},
+    }
+    ways = Counter(row for rows in kinds.values() for row in rows)
+    assert ways == Counter(" ".join(TABLE["features"]).split())
+    for kind, rows in kinds.items():
+        assert f"| {len(rows)} {kind} |" in PAGE, f"{len(rows)} rows {kind}"
+    assert f"{len(ways)} features" in PAGE and f"| not here: {'; '.join(TABLE['open'].values())} |" in PAGE
