@@ -48,9 +48,9 @@ def replay(config: DictConfig) -> None:
     what = f"update {saved['updates']}, rollout {saved['rollout']}: {len(tokens)} rows"
     print(f"{what}, loss {loss:.4g}, gradient norm {norm:.4g}")
     print(f"gradients that are not finite: {len(broken)} of {len(gradients)}{', first ' + broken[0] if broken else ''}")
-    found = list(broken_places(tokens, seen, pretrained.tokenizer()))
-    print(f"tokens with a number that is not finite: {len(found)}")
-    for line in found[:SHOWN]:
+    lines = list(broken_places(tokens, seen, pretrained.tokenizer()))
+    print(f"tokens with a number that is not finite: {len(lines)}")
+    for line in lines[:SHOWN]:
         print(f"  {line}")
 
 

@@ -84,11 +84,13 @@ class TokenizerRenderer:
     def _check_template(self) -> None:
         """Raises UserError if two questions become the same tokens. A template that refuses a lone question is not tried."""
         try:
-            one, other = (self._encoded(self._text([Message("user", q)])) for q in ("How many are 1 + 2?", "A bird?"))
+            first, second = (
+                self._encoded(self._text([Message("user", q)])) for q in ("How many are 1 + 2?", "A bird?")
+            )
         except UserError:
             return
-        if one == other:
-            same = f"different prompts become the same {len(one)} tokens"
+        if first == second:
+            same = f"different prompts become the same {len(first)} tokens"
             raise UserError(f"the chat template ignores its messages, {same}: set model.chat_template=FILE, or none")
 
     def prompt_ids(
@@ -99,8 +101,8 @@ class TokenizerRenderer:
         every = (self._encoded(text, special) for text, special in self.texts(messages, tools))
         fresh = ids = next(every)
         if before := tuple(before):
-            longer = (self._extended(before, one) for one in chain([fresh], every))
-            ids = next((one for one in longer if one[: len(before)] == before), fresh)
+            longer = (self._extended(before, version) for version in chain([fresh], every))
+            ids = next((version for version in longer if version[: len(before)] == before), fresh)
         return ids if self.keep is None or len(ids) <= self.keep else fresh[-self.keep :]
 
     def texts(self, messages: Sequence[Message] | str, tools: Sequence[ToolSpec] = ()) -> Iterator[tuple[str, bool]]:
@@ -137,7 +139,7 @@ class TokenizerRenderer:
 
     def _dicts(self, messages: Sequence[Message], way: Callable[[Written], Written] | None = None) -> list[Written]:
         """The form that the template takes: see `as_dicts`."""
-        return as_dicts(messages, way, self._calling[1] if any(one.tool_calls for one in messages) else None)
+        return as_dicts(messages, way, self._calling[1] if any(message.tool_calls for message in messages) else None)
 
     def _written(self, messages: Sequence[Written], tools: Sequence[ToolSpec] = (), ask: bool = True) -> str:
         """A conversation as the template writes it. ask: it ends where the policy's next words begin."""
@@ -164,15 +166,15 @@ class TokenizerRenderer:
         try:
             if self._channels:
                 return [partial(in_channels, opening="")]
-            asked = self._written(as_dicts(ASKED), ask=False)
-            opening = self._thoughts.read(self._text(ASKED)[len(asked) :])
+            question = self._written(as_dicts(ASKED), ask=False)
+            opening = self._thoughts.read(self._text(ASKED)[len(question) :])
             opening = opening[opening.find(OPENED) :] if OPENED in opening else ""
         except UserError:  # it refuses a lone question
             return [partial(as_it_is, opening="")]
         thought, rest = "Let me see.", "It is three."
-        said = ("" if opening and CLOSED not in opening else f"{OPENED}\n") + f"{thought}\n{CLOSED}\n\n"
-        talk = [*ASKED, Message("assistant", said + rest), Message("user", "Sure?")]
-        call = [*ASKED, Message("assistant", said, called(1)[0].tool_calls), called(1)[1]]
+        block = ("" if opening and CLOSED not in opening else f"{OPENED}\n") + f"{thought}\n{CLOSED}\n\n"
+        talk = [*ASKED, Message("assistant", block + rest), Message("user", "Sure?")]
+        call = [*ASKED, Message("assistant", block, called(1)[0].tool_calls), called(1)[1]]
 
         def odd(
             way: Callable[[Written], Written], messages: list[Message], tools: Sequence[ToolSpec], rest: str
@@ -238,8 +240,10 @@ class TokenizerRenderer:
         """Return what the template writes after a question for a call and its answer."""
         talk = [*ASKED, Message("assistant", "", (TRIED,)), Message("tool", "3", name=TRIED.name)]
         whole = self._encoded(self._written(as_dicts(talk, None, how), [FIND]))
-        asked = self._encoded(self._written(as_dicts(ASKED), [FIND]))
-        return whole[next((i for i, (a, b) in enumerate(zip(whole, asked, strict=False)) if a != b), len(asked)) :]
+        question = self._encoded(self._written(as_dicts(ASKED), [FIND]))
+        return whole[
+            next((i for i, (a, b) in enumerate(zip(whole, question, strict=False)) if a != b), len(question)) :
+        ]
 
     @cached_property
     def _several(self) -> bool:
@@ -292,11 +296,11 @@ def rendered_prompt(renderer: Renderer, state: State, steps: Sequence[Step], tur
         if not state.prompt or no_tokens(state.prompt, size):
             raise UserError(f"a prompt of token ids has at least one, each from 0 to {size - 1}")
         return state.prompt
-    said: Any = state.messages if state.prompt is None else state.prompt
+    content: Any = state.messages if state.prompt is None else state.prompt
     last = turns[-1].ids if turns else ()
-    prompt = tuple(renderer.prompt_ids(said, state.tools, last))
+    prompt = tuple(renderer.prompt_ids(content, state.tools, last))
     if prompt[: len(last)] != last and (before := continued_ids(state, steps[:-1], turns)):
-        prompt = tuple(renderer.prompt_ids(said, state.tools, before))
+        prompt = tuple(renderer.prompt_ids(content, state.tools, before))
     if not prompt:
         raise UserError("a prompt has no tokens: give at least one")
     return prompt
@@ -305,8 +309,8 @@ def rendered_prompt(renderer: Renderer, state: State, steps: Sequence[Step], tur
 def continued_ids(state: State, steps: Sequence[Step], turns: Sequence[Turn]) -> tuple[int, ...]:
     """Return the ids of the latest of these turns whose conversation the state continues; none if there is no such turn."""
     for step, turn in reversed([*zip(steps, turns, strict=False)]):
-        said = (*step.state.messages, step.action.message)
-        if state.messages[: len(said)] == said:
+        conversation = (*step.state.messages, step.action.message)
+        if state.messages[: len(conversation)] == conversation:
             return turn.ids
     return ()
 
@@ -359,12 +363,15 @@ def as_dicts(
     where the policy wrote none such; and every answer the id of its call. way: how thoughts are written; it does not concern
     a last message, which is continued. how: how calls are written (see HOW)."""
     how = how or {}
-    given = [message.as_dict() for message in messages]
+    dicts = [message.as_dict() for message in messages]
     if way is not None:
-        given = [way(one) if one["role"] == "assistant" and one is not given[-1] else one for one in given]
+        dicts = [
+            way(message) if message["role"] == "assistant" and message is not dicts[-1] else message
+            for message in dicts
+        ]
     waiting: list[str] = []
     places = count()
-    for written in given:
+    for written in dicts:
         if calls := written.get("tool_calls"):
             for call in calls:
                 place = next(places)
@@ -379,4 +386,4 @@ def as_dicts(
             waiting = [call["id"] for call in calls]
         elif written["role"] == "tool" and waiting:
             written["tool_call_id"] = waiting.pop(0)
-    return given
+    return dicts

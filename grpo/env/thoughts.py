@@ -67,12 +67,12 @@ class Tags(NamedTuple):
 
 def tags_of(template: str) -> Tags:
     """Return the tags that a chat template knows: those of Gemma 4, Seed-OSS or Magistral, or else the usual ones."""
-    own = (
+    special = (
         Tags("<|channel>", "thought", "<channel|>"),
         Tags("<seed:think>", "", "</seed:think>"),
         Tags("[THINK]", "", "[/THINK]"),
     )
-    return next((tags for tags in own if tags.end in template), Tags())
+    return next((tags for tags in special if tags.end in template), Tags())
 
 
 def as_it_is(written: Written, opening: str) -> Written:

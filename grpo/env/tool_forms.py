@@ -181,12 +181,12 @@ def harmony(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
             raise Malformed("<|message|> is missing after a channel")
         if not re.fullmatch(CHANNEL, header):
             raise Malformed(f"a message begins with its channel, not with {shown(header, 40)}")
-        said, closed, _ = re.split(r"(<\|end\|>|<\|call\|>|<\|return\|>|\Z)", body, maxsplit=1)
+        words, closed, _ = re.split(r"(<\|end\|>|<\|call\|>|<\|return\|>|\Z)", body, maxsplit=1)
         thinking = "<|channel|>analysis" in header and not closed
         if to := re.search(r"to=(?:functions\.)?([^\s<]+)", header):
-            calls.append(call_in({"name": to[1], "arguments": decoded(said)}, "arguments"))
+            calls.append(call_in({"name": to[1], "arguments": decoded(words)}, "arguments"))
         else:
-            (thoughts if "<|channel|>analysis" in header else content).append(said)
+            (thoughts if "<|channel|>analysis" in header else content).append(words)
     thought = OPENED + "\n".join(thoughts) + ("" if thinking else CLOSED) if thoughts else ""
     return thought + "\n".join(content), calls
 

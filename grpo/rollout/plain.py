@@ -104,15 +104,15 @@ def from_plain(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
 @cache
 def kinds_kept() -> dict[str, type]:
     """Return the dataclasses that a file may name: ROOTS, and those in the annotations of their fields."""
-    found: dict[str, type] = {}
+    kinds: dict[str, type] = {}
     new = [*ROOTS]
     while new:
         kind = new.pop()
-        if is_dataclass(kind) and name_of(kind) not in found:
-            found[name_of(kind)] = kind
+        if is_dataclass(kind) and name_of(kind) not in kinds:
+            kinds[name_of(kind)] = kind
             new += get_type_hints(kind).values()
         new += [part for part in get_args(kind) if part is not ...]
-    return found
+    return kinds
 
 
 def name_of(kind: type) -> str:
@@ -120,14 +120,14 @@ def name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def rebuilt(name: str, given: dict[str, Any]) -> Any:
+def rebuilt(name: str, values: dict[str, Any]) -> Any:
     """Return a record with these fields; the others have their defaults. Raises ValueError for another name, or a wrong type."""
     if not isinstance(name, str) or (kind := kinds_kept().get(name)) is None:
         raise ValueError(f"{name!r} is no record of a checkpoint")
     kinds = get_type_hints(kind)
-    if wrong := [field for field, value in given.items() if field in kinds and not fits(kinds[field], value)]:
+    if wrong := [field for field, value in values.items() if field in kinds and not fits(kinds[field], value)]:
         raise ValueError(f"{name}.{wrong[0]} has a value of another type")
-    return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
+    return kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
 
 
 def fits(kind: Any, value: Any) -> bool:
@@ -138,7 +138,7 @@ def fits(kind: Any, value: Any) -> bool:
     if origin is Annotated:
         return fits(inner[0], value)
     if origin in (Union, UnionType):
-        return any(fits(one, value) for one in inner)
+        return any(fits(option, value) for option in inner)
     if origin is Literal:
         return isinstance(value, str | int | None) and value in inner
     if origin in NUMBERS:
@@ -154,4 +154,4 @@ def fits(kind: Any, value: Any) -> bool:
         return isinstance(value, list | tuple) and not value
     if (each := inner[0]) in NUMBERS:  # token ids, of which there may be millions
         return set(map(type, value)) <= NUMBERS[each]
-    return all(fits(each, one) for one in value)
+    return all(fits(each, element) for element in value)

@@ -139,7 +139,7 @@ class Fewer(Outer):
         """Return the inner selection's groups with the samples that are kept, in their order."""
         groups = self.inner.select(draw)
         rewards = draw.scores(groups).rewards if groups else ()
-        return [self.of(group, own.tolist()) for group, own in zip(groups, rewards, strict=True)]
+        return [self.of(group, row.tolist()) for group, row in zip(groups, rewards, strict=True)]
 
     def of(self, group: Group, rewards: list[float]) -> Group:
         """Return the kept samples of one group. rewards: the shaped ones."""

@@ -48,22 +48,22 @@ def check_call(call: Call) -> None:
         "echo or prompt_logprobs": call.echo or call.prompt_logprobs is not None,
         "max_tokens=0": call.max_tokens == 0,
     }
-    for name, asked in reasons.items():
-        if asked:
+    for name, wanted in reasons.items():
+        if wanted:
             raise NoAnswer(f"a session that is trained does not take {name}: leave it out")
 
 
-def posted(given: Any, solved: float) -> Reward | None:
+def posted(body: Any, solved: float) -> Reward | None:
     """Return the reward that a program sends; None if it leaves that to the task. solved: right from here on, unless it says."""
-    body = given if isinstance(given, dict) else {}
-    value, parts = body.get("reward", ""), body.get("parts") or {}
+    fields = body if isinstance(body, dict) else {}
+    value, parts = fields.get("reward", ""), fields.get("parts") or {}
     numbers = list(parts.values()) if isinstance(parts, dict) else [parts]
     if value is not None:
         numbers.append(value)
     if not all(type(number) in (int, float) and abs(number) <= LARGEST for number in numbers):
         form = '{"reward": NUMBER or null, "correct": true or false, "parts": {NAME: NUMBER}}'
-        raise NoAnswer(f"{shown(given)} is no reward: send {form}, with finite numbers")
-    return None if value is None else Reward(float(value), bool(body.get("correct", value >= solved)), parts)
+        raise NoAnswer(f"{shown(body)} is no reward: send {form}, with finite numbers")
+    return None if value is None else Reward(float(value), bool(fields.get("correct", value >= solved)), parts)
 
 
 class Sessions(ThreadingHTTPServer):
@@ -99,10 +99,10 @@ class Sessions(ThreadingHTTPServer):
         name = None
         while name not in self.open:
             try:
-                name, told = self.waiting.get(timeout=PATIENCE)
+                name, addresses = self.waiting.get(timeout=PATIENCE)
             except queue.Empty:
                 raise NoAnswer("no episode waits for a program: ask again", 503) from None
-        return told
+        return addresses
 
     def reply(self, path: str, key: str, body: Any) -> str:
         """Return the answer to a request, as JSON or as server-sent events. Raises UserError."""

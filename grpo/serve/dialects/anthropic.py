@@ -15,20 +15,20 @@ KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permis
 def read_anthropic(fields: Fields) -> Call:
     """Read a request. A conversation that ends with the assistant's message is continued."""
     system = text_in(fields.pop("system", None))
-    said: list[tuple[dict[str, Any], str]] = [({"role": "system", "content": system}, "")] if system else []
+    conversation: list[tuple[dict[str, Any], str]] = [({"role": "system", "content": system}, "")] if system else []
     for message in fields.take("messages", list, []):
-        said += messages_in(message)
+        conversation += messages_in(message)
     described = [tool | {"parameters": tool["input_schema"]} for tool in fields.take("tools", list, [])]
     return Call(
-        messages_of(said),
+        messages_of(conversation),
         calls.offered_tools([tool_of({"function": tool}) for tool in described], fields.pop("tool_choice", None)),
         **fields.sampling("stop_sequences"),
     )
 
 
-def messages_in(given: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+def messages_in(message: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the messages that one message of the API is: first the results of tools, then its text and its calls."""
-    content = given["content"]
+    content = message["content"]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     for block in blocks:
         if block["type"] == "tool_result":
@@ -36,7 +36,7 @@ def messages_in(given: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]
     used = [ToolCall(b["name"], b["input"], b["id"]) for b in blocks if b["type"] == "tool_use"]
     texts = [block for block in blocks if block["type"] not in ("tool_result", "tool_use")]
     if texts or used:
-        yield {"role": given["role"], "content": text_in(texts), "tool_calls": used}, ""
+        yield {"role": message["role"], "content": text_in(texts), "tool_calls": used}, ""
 
 
 def anthropic_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str, Any]:
@@ -44,8 +44,13 @@ def anthropic_written(call: Call, answers: Sequence[Answer], model: str) -> dict
     (answer,) = answers
     message = answer.message
     called = [
-        {"type": "tool_use", "id": one.id or calls.new_id("toolu_"), "name": one.name, "input": dict(one.arguments)}
-        for one in message.tool_calls
+        {
+            "type": "tool_use",
+            "id": tool_call.id or calls.new_id("toolu_"),
+            "name": tool_call.name,
+            "input": dict(tool_call.arguments),
+        }
+        for tool_call in message.tool_calls
     ]
     spoken = [{"type": "text", "text": message.content}] if message.content or not called else []
     reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

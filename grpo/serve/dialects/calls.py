@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 from grpo.env.messages import Message, ToolSpec, cut, shown
@@ -110,18 +109,24 @@ class Answer:
         With `call.with_ids` these are all sampled tokens, else those before the stop text. Log-probabilities are those of the
         completion's temperature T; the alternatives' are exact too, since log p(v) - log p(w) is linear in 1 / T.
         """
-        done, scale = self.completion, call.settings.get("temperature", 1.0) or 1.0
+        done, temperature = self.completion, call.settings.get("temperature", 1.0) or 1.0
         kept = len(done.ids) if call.with_ids or self.kept is None else self.kept
         scores = self.scores[len(self.prompt_ids) :] or [{i: p} for i, p in zip(done.ids, done.logprobs, strict=True)]
-        rows = [*zip(done.ids[:kept], done.logprobs, scores, repeat(scale), strict=False)]
+        tokens = []
         if call.echo:
-            rows = [(i, of.get(i), of, 1.0) for i, of in zip(self.prompt_ids, self.scores, strict=False)] + rows
-        found = []
-        for token, own, of, scale in rows:
-            best = sorted(of.items(), key=lambda item: -item[1])[: call.logprobs or 0]
-            likely = {self.piece(i, call): own + (value - of[token]) / scale for i, value in best}
-            found.append((self.piece(token, call), own, likely))
-        return found
+            for token, likely in zip(self.prompt_ids, self.scores, strict=False):
+                tokens.append(self.token(call, token, likely.get(token), likely, 1.0))
+        for token, logprob, likely in zip(done.ids[:kept], done.logprobs, scores, strict=False):
+            tokens.append(self.token(call, token, logprob, likely, temperature))
+        return tokens
+
+    def token(
+        self, call: Call, token: int, logprob: float | None, likely: Scores, temperature: float
+    ) -> tuple[str, float | None, dict[str, float]]:
+        """Return text, log-probability and alternatives of one token. likely: at temperature 1, `token` first."""
+        best = sorted(likely.items(), key=lambda item: -item[1])[: call.logprobs or 0]
+        alternatives = {self.piece(i, call): logprob + (value - likely[token]) / temperature for i, value in best}
+        return self.piece(token, call), logprob, alternatives
 
     def piece(self, token: int, call: Call) -> str:
         """Return the text of one token."""
@@ -209,12 +214,12 @@ class Dialect:
         return call
 
 
-def guided_by(given: Mapping[str, Any]) -> dict[str, Any]:
+def guided_by(response_format: Mapping[str, Any]) -> dict[str, Any]:
     """Return the setting `guided`, if any, of a response_format: text, json_object or json_schema."""
-    kind = given.get("type")
+    kind = response_format.get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise UserError(f"response_format={shown(given)}: its type is text, json_object or json_schema")
-    schema = given.get("json_schema", given).get("schema") or {"type": "object"}
+        raise UserError(f"response_format={shown(response_format)}: its type is text, json_object or json_schema")
+    schema = response_format.get("json_schema", response_format).get("schema") or {"type": "object"}
     return {} if kind == "text" else {"guided": {"json": {"type": "object"} if kind == "json_object" else schema}}
 
 
@@ -224,10 +229,10 @@ def offered_tools(tools: Iterable[ToolSpec], choice: Any) -> tuple[ToolSpec, ...
     name = isinstance(choice, Mapping) and (choice.get("name") or choice.get("function", {}).get("name"))
     if word not in (None, "none", "auto", "required", "any", "function", "tool"):
         raise UserError(f"tool_choice={shown(choice)} is not one of none, auto, required, or a tool of the request")
-    found = () if word == "none" else tuple(tool for tool in tools if not name or tool.name == name)
-    if name and not found:
+    offered = () if word == "none" else tuple(tool for tool in tools if not name or tool.name == name)
+    if name and not offered:
         raise UserError(f"tool_choice names {shown(name)}, which is not among the tools")
-    return found
+    return offered
 
 
 def answered(
@@ -239,13 +244,13 @@ def answered(
     scores: Sequence[Scores] = (),
 ) -> Answer:
     """Return the answer that a completion is. message: parsed from all of it. decode: a tokenizer's."""
-    content, found = cut(message.content, call.stop)
+    content, stop = cut(message.content, call.stop)
     kept, ids, read = len(completion.ids), completion.ids, partial(decode, skip_special_tokens=True)
-    place = len(cut(read(ids), call.stop)[0]) if found else 0
-    while found and kept and len(read(ids[: kept - 1])) >= place:
+    place = len(cut(read(ids), call.stop)[0]) if stop else 0
+    while stop and kept and len(read(ids[: kept - 1])) >= place:
         kept -= 1
     message = replace(message, content=content)
-    return Answer(message, completion, tuple(prompt_ids), decode, found, kept, tuple(scores))
+    return Answer(message, completion, tuple(prompt_ids), decode, stop, kept, tuple(scores))
 
 
 def arguments_of(arguments: Mapping[str, Any]) -> str:

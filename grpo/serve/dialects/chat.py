@@ -14,7 +14,7 @@ from grpo.system.ranges import Whole
 
 def read_chat(fields: Fields) -> Call:
     """Read a request. A conversation that ends with the assistant's message is continued, as `continue_final_message` asks."""
-    messages = messages_of([chat_message(one) for one in fields.take("messages", list, [])])
+    messages = messages_of([chat_message(message) for message in fields.take("messages", list, [])])
     tools = map(tool_of, fields.take("tools", list, []))
     continued = messages[-1].role == "assistant"
     for name, wanted in (("continue_final_message", continued), ("add_generation_prompt", not continued)):
@@ -34,8 +34,11 @@ def read_chat(fields: Fields) -> Call:
 def written_message(answer: Answer) -> dict[str, Any]:
     """Return the policy's message in OpenAI's form."""
     written: dict[str, Any] = {"role": "assistant", "content": answer.message.content}
-    if called := answer.message.tool_calls:
-        written |= {"content": written["content"] or None, "tool_calls": [written_call(one) for one in called]}
+    if tool_calls := answer.message.tool_calls:
+        written |= {
+            "content": written["content"] or None,
+            "tool_calls": [written_call(tool_call) for tool_call in tool_calls],
+        }
     return written
 
 
@@ -52,10 +55,10 @@ def chat_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str,
         | ({"token_ids": answer.completion.ids} if call.with_ids else {})
         for answer in answers
     ]
-    found = calls.openai_answer("chat.completion", call, answers, model, choices)
+    written = calls.openai_answer("chat.completion", call, answers, model, choices)
     if call.with_ids:
-        found["prompt_token_ids"] = answers[0].prompt_ids
-    return found | calls.prompt_scores(call, answers[0])
+        written["prompt_token_ids"] = answers[0].prompt_ids
+    return written | calls.prompt_scores(call, answers[0])
 
 
 def chat_logprobs(call: Call, answer: Answer) -> dict[str, Any] | None:
@@ -75,13 +78,13 @@ def chat_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]
     log-probabilities of all, the last one the calls."""
     piece = {**answer, "object": "chat.completion.chunk", "usage": None}
     for choice in answer["choices"]:
-        said = dict(choice["message"])
-        called = [{"index": i, **call} for i, call in enumerate(said.pop("tool_calls", []))]
+        message = dict(choice["message"])
+        called = [{"index": i, **call} for i, call in enumerate(message.pop("tool_calls", []))]
         begun = {name: value for name, value in choice.items() if name != "message"}
         further = {"index": choice["index"], "logprobs": None}
-        parts = calls.words_of(said["content"] or "")
+        parts = calls.words_of(message["content"] or "")
         for i, part in enumerate(parts):
-            delta = {**said, "content": part or said["content"]} if i == 0 else {"content": part}
+            delta = {**message, "content": part or message["content"]} if i == 0 else {"content": part}
             delta |= {"tool_calls": called} if called and i == len(parts) - 1 else {}
             yield None, {**piece, "choices": [(further if i else begun) | {"delta": delta, "finish_reason": None}]}
             piece = {name: value for name, value in piece.items() if not name.startswith("prompt_")}  # once is enough

@@ -13,10 +13,10 @@ from grpo.system.ranges import Whole
 
 def read_completions(fields: Fields) -> Call:
     """Read a request. The prompt is a text, token ids, or a list of either."""
-    given = fields.pop("prompt", None)
-    several = isinstance(given, list) and any(isinstance(part, str | list) for part in given)
+    prompt = fields.pop("prompt", None)
+    several = isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt)
     return Call(
-        prompts=tuple(map(prompt_of, given if several else [given])),
+        prompts=tuple(map(prompt_of, prompt if several else [prompt])),
         logprobs=fields.take("logprobs", Whole),
         echo=fields.take("echo", bool, False),
         **fields.sampling(),
@@ -24,13 +24,13 @@ def read_completions(fields: Fields) -> Call:
     )
 
 
-def prompt_of(given: Any) -> Prompt:
+def prompt_of(prompt: Any) -> Prompt:
     """Return a prompt: a text, token ids, or vLLM's form of either. Ids are not checked."""
-    if isinstance(given, dict) and len(given) == 1:
-        given = given.get("prompt_token_ids", given.get("prompt"))
-    if not isinstance(given, str | list | tuple):
-        raise UserError(f'prompt={shown(given)}: give a text, or token ids as {{"prompt_token_ids": [1, 2]}}')
-    return given if isinstance(given, str) else tuple(given)
+    if isinstance(prompt, dict) and len(prompt) == 1:
+        prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    if not isinstance(prompt, str | list | tuple):
+        raise UserError(f'prompt={shown(prompt)}: give a text, or token ids as {{"prompt_token_ids": [1, 2]}}')
+    return prompt if isinstance(prompt, str) else tuple(prompt)
 
 
 def completions_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str, Any]:

@@ -15,30 +15,30 @@ from grpo.system.ranges import Whole
 
 def read_responses(fields: Fields) -> Call:
     """Read a request. `instructions` are a system message before the input."""
-    said: list[tuple[dict[str, Any], str]] = []
-    given = fields.take("input", str | list, [])
+    conversation: list[tuple[dict[str, Any], str]] = []
+    items = fields.take("input", str | list, [])
     start = [{"role": "system", "content": fields.pop("instructions")}] if "instructions" in fields else []
-    for item in start + ([{"role": "user", "content": given}] if isinstance(given, str) else given):
-        add_item(said, item)
+    for item in start + ([{"role": "user", "content": items}] if isinstance(items, str) else items):
+        add_item(conversation, item)
     tools = [tool_of({"function": tool}) for tool in fields.take("tools", list, [])]
     top = fields.take("top_logprobs", Whole)
     fields["response_format"] = fields.take("text", dict, {}).get("format", {"type": "text"})
     tools = calls.offered_tools(tools, fields.pop("tool_choice", None))
-    return Call(messages_of(said), tools, logprobs=top, **fields.sampling("stop", "max_output_tokens"))
+    return Call(messages_of(conversation), tools, logprobs=top, **fields.sampling("stop", "max_output_tokens"))
 
 
-def add_item(said: list[tuple[dict[str, Any], str]], item: Mapping[str, Any]) -> None:
+def add_item(conversation: list[tuple[dict[str, Any], str]], item: Mapping[str, Any]) -> None:
     """Add an item of the input to the conversation. A call belongs to the assistant's message before it."""
     kind = item.get("type", "message")
     if kind == "message":
         role = "system" if item["role"] == "developer" else item["role"]
-        said.append(({"role": role, "content": text_in(item["content"]), "tool_calls": []}, ""))
+        conversation.append(({"role": role, "content": text_in(item["content"]), "tool_calls": []}, ""))
     elif kind == "function_call":
-        if not said or said[-1][0]["role"] != "assistant":
-            said.append(({"role": "assistant", "content": None, "tool_calls": []}, ""))
-        said[-1][0]["tool_calls"].append(call_written(item, item["call_id"]))
+        if not conversation or conversation[-1][0]["role"] != "assistant":
+            conversation.append(({"role": "assistant", "content": None, "tool_calls": []}, ""))
+        conversation[-1][0]["tool_calls"].append(call_written(item, item["call_id"]))
     elif kind == "function_call_output":
-        said.append(({"role": "tool", "content": text_in(item["output"])}, item["call_id"]))
+        conversation.append(({"role": "tool", "content": text_in(item["output"])}, item["call_id"]))
     else:
         raise UserError(f"the input has an item of type {shown(kind)}: give messages, function calls and their outputs")
 
@@ -53,9 +53,9 @@ def responses_written(call: Call, answers: Sequence[Answer], model: str) -> dict
         logprobs = (chat_logprobs(call, answer) or {"content": []})["content"]
         part = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": logprobs}
         output.append({"id": calls.new_id("msg_"), "type": "message", "role": "assistant", "content": [part], **end})
-    for one in message.tool_calls:
-        call_id, arguments = one.id or calls.new_id("call_"), calls.arguments_of(one.arguments)
-        called = {"call_id": call_id, "name": one.name, "arguments": arguments}
+    for tool_call in message.tool_calls:
+        call_id, arguments = tool_call.id or calls.new_id("call_"), calls.arguments_of(tool_call.arguments)
+        called = {"call_id": call_id, "name": tool_call.name, "arguments": arguments}
         output.append({"id": calls.new_id("fc_"), "type": "function_call", **called, **end})
     read, wrote = calls.written_usage(call, answers)
     usage = {"input_tokens": read, "output_tokens": wrote, "total_tokens": read + wrote}
@@ -94,12 +94,12 @@ def response_steps(answer: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]
         if spoken:
             (part,) = item["content"]
             place["content_index"] = 0
-            said = {"text": part["text"], "logprobs": part["logprobs"]}
+            whole = {"text": part["text"], "logprobs": part["logprobs"]}
             yield calls.event("response.content_part.added", **place, part={**part, "text": "", "logprobs": []})
             for n, piece in enumerate(calls.words_of(part["text"])):
                 logprobs = [] if n else part["logprobs"]  # all of them with the first piece
                 yield calls.event("response.output_text.delta", **place, delta=piece, logprobs=logprobs)
-            yield calls.event("response.output_text.done", **place, **said)
+            yield calls.event("response.output_text.done", **place, **whole)
             yield calls.event("response.content_part.done", **place, part=part)
         else:
             written = item["arguments"]
