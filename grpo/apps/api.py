@@ -79,14 +79,15 @@ def train(
     if dataset is not None:
         values = {"task": "jsonl", "task.path": save_rows(dataset, folder)} | values
     if callbacks is not None:
-        several = [callbacks] if isinstance(callbacks, str) or not isinstance(callbacks, Sequence) else callbacks
+        several = callbacks if isinstance(callbacks, Sequence) and not isinstance(callbacks, str) else [callbacks]
         if names := [each for each in several if isinstance(each, str)]:
             values["callbacks"] = names
         instances = [each for each in several if not isinstance(each, str)]
         values |= {f"callbacks.{type(each).__name__.lower()}": each for each in instances}
     words, objects = split(values)
     if model is not None and not is_plain(model):
-        words += [f"model.path={literal(model.name_or_path)}", f"model.dtype={str(model.dtype).removeprefix('torch.')}"]
+        words.append(f"model.path={literal(model.name_or_path)}")
+        words.append(f"model.dtype={str(model.dtype).removeprefix('torch.')}")
         objects["tokenizer"] = tokenizer
     elif tokenizer is not None:
         raise UserError("tokenizer=... belongs to a model that is an object too; a model by its name has its own")

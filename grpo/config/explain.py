@@ -40,9 +40,10 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     if lacking := next((str(cause) for cause in causes if lacks_memory(cause)), None):
         least = "python train.py debug=forecast shows what a run needs, docs/memory.md how to need less"
         return f"not enough memory: {one_line(lacking, 200)}; {least}"
-    wanted = isinstance(error, OSError) and (f"hydra.run.dir={error.filename}" in arguments or error.errno in FULL)
-    if wanted or (isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError)):
-        return f"the output folder cannot be written: {error}; set hydra.run.dir=FOLDER"
+    if isinstance(error, OSError):
+        is_output = f"hydra.run.dir={error.filename}" in arguments or error.errno in FULL
+        if is_output or (error.filename and not isinstance(error, FileNotFoundError)):
+            return f"the output folder cannot be written: {error}; set hydra.run.dir=FOLDER"
     if key := re.search(r"Could not override '([^']+)'", str(error)):
         if key[1] in ("task.rewards", "task.weights"):
             return OWN_REWARD

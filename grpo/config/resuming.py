@@ -126,10 +126,8 @@ def overrides_of(folder: Path) -> list[str]:
     from grpo.runs.runs import Run  # imports pandas
 
     overrides = Run(folder).manifest.get("overrides") or []
-    texts = [
-        each for each in overrides if isinstance(each, str) and not each.startswith("-") and "hydra" not in key_in(each)
-    ]
-    return [each for each in texts if not each.lstrip("+~").startswith(OWN)]
+    words = [word for word in overrides if isinstance(word, str) and not word.startswith("-")]
+    return [word for word in words if "hydra" not in key_in(word) and not word.lstrip("+~").startswith(OWN)]
 
 
 def joined(earlier: Sequence[str], later: Sequence[str]) -> list[str]:

@@ -1,19 +1,18 @@
 """Messages <-> tokens: the one seam between the two worlds."""
 
-import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property, partial
 from inspect import signature
-from itertools import chain, count
+from itertools import chain
 from typing import Any, Literal, Protocol, Self
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo.env.chat_dicts import ADD, ASKED, FIND, HOW, TRIED, as_dicts, called
 from grpo.env.intake import no_tokens
-from grpo.env.messages import Message, MessageLike, ToolCall, ToolSpec, cut, message_of, shown
+from grpo.env.messages import Message, MessageLike, ToolSpec, cut, message_of, shown
 from grpo.env.thoughts import CLOSED, OPENED, WAYS, Manner, Tags, Written, as_it_is, in_channels, oddity, tags_of
 from grpo.env.tokens import Turn
 from grpo.env.tool_forms import FORMS, message_of_text
@@ -48,8 +47,8 @@ class Renderer(Protocol):
 class TokenizerRenderer:
     """Renders with the tokenizer's own chat template; a tokenizer without one gets the plain text, as a base model expects.
 
-    A conversation that ends with an assistant message is continued, not answered (a prefill). keep: tokens at the end of a
-    prompt that are kept where it is longer; None for all. tool_calls: the form in which the policy writes calls (see
+    A conversation that ends with an assistant message is continued, not answered (a prefill). keep: a longer prompt keeps this
+    many tokens, those at its end; None: all. tool_calls: the form in which the policy writes calls (see
     `tool_forms`); auto is the one that reads what the template writes. template_args: further variables of the template, as
     enable_thinking. date: the day for templates that write the date, as 2026-01-31; None for today's.
     """
@@ -139,7 +138,8 @@ class TokenizerRenderer:
 
     def _dicts(self, messages: Sequence[Message], way: Callable[[Written], Written] | None = None) -> list[Written]:
         """The form that the template takes: see `as_dicts`."""
-        return as_dicts(messages, way, self._calling[1] if any(message.tool_calls for message in messages) else None)
+        has_calls = any(message.tool_calls for message in messages)
+        return as_dicts(messages, way, self._calling[1] if has_calls else None)
 
     def _written(self, messages: Sequence[Written], tools: Sequence[ToolSpec] = (), ask: bool = True) -> str:
         """A conversation as the template writes it. ask: it ends where the policy's next words begin."""
@@ -241,9 +241,9 @@ class TokenizerRenderer:
         talk = [*ASKED, Message("assistant", "", (TRIED,)), Message("tool", "3", name=TRIED.name)]
         whole = self._encoded(self._written(as_dicts(talk, None, how), [FIND]))
         question = self._encoded(self._written(as_dicts(ASKED), [FIND]))
-        return whole[
-            next((i for i, (a, b) in enumerate(zip(whole, question, strict=False)) if a != b), len(question)) :
-        ]
+        pairs = enumerate(zip(whole, question, strict=False))
+        start = next((i for i, (token, before) in pairs if token != before), len(question))
+        return whole[start:]
 
     @cached_property
     def _several(self) -> bool:
@@ -321,24 +321,6 @@ def message_read(renderer: Renderer, ids: Sequence[int], state: State) -> Messag
     return replace(message, content=cut(message.content, state.stop)[0]) if state.stop else message
 
 
-# ways in which templates take calls. text: arguments as JSON text. empty: no content beside a call. named: ids as Kimi's
-HOW: tuple[Mapping[str, bool], ...] = (
-    {},
-    {"text": True},
-    {"empty": True},
-    {"text": True, "empty": True},
-    {"named": True},
-)
-# conversations to try a template with
-TRIED = ToolCall("find", {"text": 'a "b"\nc', "k": 2, "deep": True})
-FIND = ToolSpec(
-    "find", "Find.",
-    {"type": "object", "properties": {"text": {"type": "string"}, "k": {"type": "integer"}, "deep": {"type": "boolean"}}},
-)  # fmt: skip
-ASKED = (Message("user", "1 + 2?"),)
-ADD = ToolSpec("add", "Add.", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
-
-
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
     """Return a text's token ids. Raises UserError for a token without a row in the model's embedding (`Pretrained.tokenizer`)."""
     text = text.encode(errors="replace").decode()  # programs may send half of a surrogate pair
@@ -347,43 +329,3 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: b
         token = tokenizer.without_row[min(strangers)]
         raise UserError(f"a prompt has {token!r}, for which the model's embedding has no row: leave it out")
     return ids
-
-
-def called(count: int) -> list[Message]:
-    """So many calls in one message, and their answers."""
-    return [Message("assistant", "", (ToolCall("add", {"a": 1}),) * count), *[Message("tool", "3", name="add")] * count]
-
-
-def as_dicts(
-    messages: Sequence[Message],
-    way: Callable[[Written], Written] | None = None,
-    how: Mapping[str, bool] | None = None,
-) -> list[Written]:
-    """The form that chat templates take. Every call has an id of nine letters or digits, as Mistral's want it, made of its place
-    where the policy wrote none such; and every answer the id of its call. way: how thoughts are written; it does not concern
-    a last message, which is continued. how: how calls are written (see HOW)."""
-    how = how or {}
-    dicts = [message.as_dict() for message in messages]
-    if way is not None:
-        dicts = [
-            way(message) if message["role"] == "assistant" and message is not dicts[-1] else message
-            for message in dicts
-        ]
-    waiting: list[str] = []
-    places = count()
-    for written in dicts:
-        if calls := written.get("tool_calls"):
-            for call in calls:
-                place = next(places)
-                if how.get("named"):
-                    call["id"] = f"functions.{call['function']['name']}:{place}"
-                elif not re.fullmatch("[a-zA-Z0-9]{9}", call.get("id", "")):
-                    call["id"] = f"call{place:05d}"
-                if how.get("text"):
-                    call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-            if how.get("empty") and not written["content"]:
-                written["content"] = None
-            waiting = [call["id"] for call in calls]
-        elif written["role"] == "tool" and waiting:
-            written["tool_call_id"] = waiting.pop(0)
-    return dicts

@@ -55,5 +55,5 @@ def _checked(task: Task, i: int, reward: Any) -> Reward:
 
 
 def place_of(task: Task) -> str:
-    """Names the place that the rewards come from."""
+    """Return the method that gives the rewards, as `Class.method`."""
     return f"{type(task).__name__}.{'score_group' if scores_groups(task) else 'score'}"

@@ -27,7 +27,8 @@ class Manner(Protocol):
 
 
 def after_thinking(text: str) -> int:
-    """Where the thinking ends that a message begins with. Its <think> may be missing: some templates end a prompt with it."""
+    """Return the place after the thinking with which a message begins; 0 if it begins with none. Its <think> may be missing: some
+    templates end a prompt with it."""
     start, end = text.find(OPENED), text.find(CLOSED)
     if end < 0:
         return 0

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, reduce
+from itertools import chain
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -55,12 +56,10 @@ class Reader:
         self.take("")
         try:
             value, self.at = DECODER.raw_decode(self.text, self.at)
-            inner = [value]
+            level = [value]
             for _ in range(DEPTH):
-                inner = [
-                    v for o in inner if isinstance(o, dict | list) for v in (o.values() if isinstance(o, dict) else o)
-                ]
-            if inner:
+                level = inside(level)
+            if level:
                 raise RecursionError
             json.dumps(value, ensure_ascii=False).encode()
         except RecursionError:
@@ -73,6 +72,13 @@ class Reader:
         except ValueError:  # of int(), which refuses thousands of digits
             raise Malformed("a number has too many digits") from None
         return value
+
+
+def inside(values: Sequence[Any]) -> list[Any]:
+    """Return the elements of the lists and the values of the objects among these values."""
+    lists = [value for value in values if isinstance(value, list)]
+    objects = [value.values() for value in values if isinstance(value, dict)]
+    return [*chain.from_iterable([*lists, *objects])]
 
 
 class Xml(NamedTuple):

@@ -40,9 +40,9 @@ class Environment:
     async def outcome(self) -> Reward | BaseException | None:
         """Return the reward that the environment gives the whole episode, if it has one."""
         method = getattr(self.env, "outcome", None)
-        return (
-            await self._call(method, lambda result: None if result is None else reward_of(result)) if method else None
-        )
+        if method is None:
+            return None
+        return await self._call(method, lambda result: None if result is None else reward_of(result))
 
     async def close(self) -> None:
         """Close the environment, if it can be closed."""

@@ -141,8 +141,10 @@ class Service:
         else:
             completions = await self.sample(prompts, call)
         rows = [prompt + completion.ids for prompt, completion in zip(each, completions, strict=True)]
-        scores = await asyncio.wrap_future(self.batching.call(lambda engine: engine.score(rows, top))) if scored else ()
-        return await self.run_in_thread(self.answered, call, each, completions, scores or [()] * len(each))
+        scores = [()] * len(each)
+        if scored:
+            scores = await asyncio.wrap_future(self.batching.call(lambda engine: engine.score(rows, top)))
+        return await self.run_in_thread(self.answered, call, each, completions, scores)
 
     def answered(
         self, call: Call, prompts: Sequence, completions: Sequence[Completion], scores: Sequence

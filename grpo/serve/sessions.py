@@ -2,7 +2,7 @@
 
 POST /SESSION/v1/chat/completions, ...   a call, by the dialects
 POST /SESSION/reward                     the reward of the episode
-POST /sessions                           opens a session for a program from outside; needs the key
+POST /sessions                           opens a session for an external program; needs the API key
 
 A session is an environment with `ask(call)`, which waits for the answer, and `post(reward)`.
 """
@@ -67,9 +67,9 @@ def posted(body: Any, solved: float) -> Reward | None:
 
 
 class Sessions(ThreadingHTTPServer):
-    """The server of all sessions of this process. key: of programs from outside; empty: there are none.
+    """The server of all sessions of this process. key: the one that external programs must send; empty: they get no session.
 
-    open: the sessions by their names, random secrets. waiting: those for programs from outside, each with its name and data.
+    open: the sessions by their names, random secrets. waiting: those for external programs, each with its name and data.
     """
 
     daemon_threads = True
@@ -93,7 +93,7 @@ class Sessions(ThreadingHTTPServer):
         return name, addresses | dict.fromkeys(["OPENAI_API_KEY", "ANTHROPIC_API_KEY"], name)
 
     def taken(self, key: str) -> dict[str, Any]:
-        """Return what the next session tells a program from outside."""
+        """Wait for the next session for an external program, and return its addresses and data. Raises NoAnswer."""
         if not (self.key and hmac.compare_digest(key.encode(), f"Bearer {self.key}".encode())):
             raise NoAnswer("POST /sessions needs the header Authorization: Bearer KEY, the run's $GRPO_AGENT_KEY", 401)
         name = None

@@ -113,15 +113,11 @@ class Conversion:
             return ours
         if logprobs is None:
             raise RolloutError(NO_LOGPROBS)
-        if wrong := [value for value in logprobs if not is_logprob(value)]:
-            line = f"{wrong[0]} is no log-probability of a sampled token, which is at most 0"
-            raise RolloutError(f"{line} (1.0 is the placeholder of a prompt): look at the mask and the order of tokens")
-        if len(ids) > 2 and len({*logprobs}) == 1 and logprobs[0]:
-            line = f"all {len(ids)} sampled tokens have the log-probability {logprobs[0]}, which is a placeholder"
-            raise RolloutError(f"{line}: unset ATROPOS_ALLOW_DUMMY_MANAGED_SERVER, and give those of the engine")
-        goes_on = end < len(row.ids)
-        reason = "stop" if goes_on else finish or ("stop" if ids[-1] in self.ends else "length")
-        return Completion(ids, logprobs, reason, None if row.versions is None else tuple(row.versions[begin:end]))
+        check_logprobs(logprobs)
+        goes_on, last = end < len(row.ids), "stop" if ids[-1] in self.ends else "length"
+        reason = "stop" if goes_on else finish or last
+        versions = None if row.versions is None else tuple(row.versions[begin:end])
+        return Completion(ids, logprobs, reason, versions)
 
     def check(self, row: SourceRow) -> None:
         """Raise RolloutError unless the lists of a row fit each other and the model."""
@@ -146,3 +142,13 @@ class Conversion:
         if line not in self.logged:
             self.logged.add(line)
             log.warning("%s", line)
+
+
+def check_logprobs(logprobs: Sequence[float]) -> None:
+    """Raise RolloutError for log-probabilities of sampled tokens that are none, or all the same placeholder."""
+    if wrong := [value for value in logprobs if not is_logprob(value)]:
+        line = f"{wrong[0]} is no log-probability of a sampled token, which is at most 0"
+        raise RolloutError(f"{line} (1.0 is the placeholder of a prompt): look at the mask and the order of tokens")
+    if len(logprobs) > 2 and len({*logprobs}) == 1 and logprobs[0]:
+        line = f"all {len(logprobs)} sampled tokens have the log-probability {logprobs[0]}, which is a placeholder"
+        raise RolloutError(f"{line}: unset ATROPOS_ALLOW_DUMMY_MANAGED_SERVER, and give those of the engine")

@@ -150,7 +150,8 @@ class Fields(dict[str, Any]):
     def sampling(self, stop: str = "stop", *max_tokens: str) -> dict[str, Any]:
         """Remove the fields of sampling, and return them as arguments of `Call`. stop, max_tokens: the API's names of these."""
         texts = self.take(stop, str | list[str], [])
-        texts = tuple(text.encode(errors="replace").decode() for text in ([texts] if isinstance(texts, str) else texts))
+        texts = [texts] if isinstance(texts, str) else texts
+        texts = tuple(text.encode(errors="replace").decode() for text in texts)
         if len(texts) > 64 or any(len(text) > 1000 for text in texts):
             raise UserError("there are at most 64 stop texts, each of at most 1000 characters")
         limits = [self.take(name, Whole) for name in max_tokens or ("max_tokens",)]
@@ -219,8 +220,10 @@ def guided_by(response_format: Mapping[str, Any]) -> dict[str, Any]:
     kind = response_format.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise UserError(f"response_format={shown(response_format)}: its type is text, json_object or json_schema")
-    schema = response_format.get("json_schema", response_format).get("schema") or {"type": "object"}
-    return {} if kind == "text" else {"guided": {"json": {"type": "object"} if kind == "json_object" else schema}}
+    if kind == "text":
+        return {}
+    schema = response_format.get("json_schema", response_format).get("schema") if kind == "json_schema" else None
+    return {"guided": {"json": schema or {"type": "object"}}}
 
 
 def offered_tools(tools: Iterable[ToolSpec], choice: Any) -> tuple[ToolSpec, ...]:
@@ -287,9 +290,13 @@ def openai_answer(
 
 def prompt_scores(call: Call, answer: Answer) -> dict[str, Any]:
     """Return the field `prompt_logprobs`, if it is wanted: log-probabilities of the prompt's tokens in vLLM's form."""
-    scores = answer.scores[: len(answer.prompt_ids)]
-    rows = [{str(i): {"logprob": p, "decoded_token": answer.piece(i, call)} for i, p in of.items()} for of in scores]
-    return {} if call.prompt_logprobs is None else {"prompt_logprobs": [row or None for row in rows]}
+    if call.prompt_logprobs is None:
+        return {}
+    rows = []
+    for scores in answer.scores[: len(answer.prompt_ids)]:
+        row = {str(i): {"logprob": p, "decoded_token": answer.piece(i, call)} for i, p in scores.items()}
+        rows.append(row or None)  # nothing precedes the first token
+    return {"prompt_logprobs": rows}
 
 
 def openai_failure(status: int, line: str) -> dict[str, Any]:

@@ -66,11 +66,13 @@ def chat_logprobs(call: Call, answer: Answer) -> dict[str, Any] | None:
     if call.logprobs is None:
         return None
 
-    def one(text: str, value: float | None) -> dict[str, Any]:
+    def entry(text: str, value: float | None) -> dict[str, Any]:
         return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
-    rows = answer.tokens(call)
-    return {"content": [one(text, value) | {"top_logprobs": [*starmap(one, top.items())]} for text, value, top in rows]}
+    content = []
+    for text, value, alternatives in answer.tokens(call):
+        content.append(entry(text, value) | {"top_logprobs": [*starmap(entry, alternatives.items())]})
+    return {"content": content}
 
 
 def chat_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]:
