@@ -20,7 +20,8 @@ from grpo.env.messages import shown
 from grpo.env.scoring import LARGEST
 from grpo.env.types import Reward
 from grpo.serve.dialects import DIALECTS
-from grpo.serve.dialects.calls import Call, sse
+from grpo.serve.dialects.calls import Call
+from grpo.serve.dialects.writing import sse
 from grpo.system.errors import UserError, error_line
 from grpo.system.files import strict_json
 from grpo.system.ports import check_port

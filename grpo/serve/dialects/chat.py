@@ -6,8 +6,8 @@ from typing import Any
 
 from grpo.env.conversations import chat_message, messages_of
 from grpo.env.messages import ToolCall, tool_of
-from grpo.serve.dialects import calls
-from grpo.serve.dialects.calls import Answer, Call, Dialect, Fields
+from grpo.serve.dialects import writing
+from grpo.serve.dialects.calls import Answer, Call, Dialect, Fields, offered_tools
 from grpo.system.errors import UserError
 from grpo.system.ranges import Whole
 
@@ -23,7 +23,7 @@ def read_chat(fields: Fields) -> Call:
     wants, top = fields.take("logprobs", bool, False), fields.take("top_logprobs", Whole, 0)
     return Call(
         messages,
-        calls.offered_tools(tools, fields.pop("tool_choice", None)),
+        offered_tools(tools, fields.pop("tool_choice", None)),
         template=fields.take("chat_template_kwargs", dict, {}),
         logprobs=top if wants else None,
         **fields.sampling("stop", "max_completion_tokens", "max_tokens"),
@@ -44,8 +44,8 @@ def written_message(answer: Answer) -> dict[str, Any]:
 
 def written_call(call: ToolCall) -> dict[str, Any]:
     """Return a call in OpenAI's form."""
-    function = {"name": call.name, "arguments": calls.arguments_of(call.arguments)}
-    return {"id": call.id or calls.new_id("call_"), "type": "function", "function": function}
+    function = {"name": call.name, "arguments": writing.arguments_of(call.arguments)}
+    return {"id": call.id or writing.new_id("call_"), "type": "function", "function": function}
 
 
 def chat_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str, Any]:
@@ -55,10 +55,10 @@ def chat_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str,
         | ({"token_ids": answer.completion.ids} if call.with_ids else {})
         for answer in answers
     ]
-    written = calls.openai_answer("chat.completion", call, answers, model, choices)
+    written = writing.openai_answer("chat.completion", call, answers, model, choices)
     if call.with_ids:
         written["prompt_token_ids"] = answers[0].prompt_ids
-    return written | calls.prompt_scores(call, answers[0])
+    return written | writing.prompt_scores(call, answers[0])
 
 
 def chat_logprobs(call: Call, answer: Answer) -> dict[str, Any] | None:
@@ -84,7 +84,7 @@ def chat_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]
         called = [{"index": i, **call} for i, call in enumerate(message.pop("tool_calls", []))]
         begun = {name: value for name, value in choice.items() if name != "message"}
         further = {"index": choice["index"], "logprobs": None}
-        parts = calls.words_of(message["content"] or "")
+        parts = writing.words_of(message["content"] or "")
         for i, part in enumerate(parts):
             delta = {**message, "content": part or message["content"]} if i == 0 else {"content": part}
             delta |= {"tool_calls": called} if called and i == len(parts) - 1 else {}
@@ -96,4 +96,4 @@ def chat_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]
         yield None, {**piece, "choices": [], "usage": answer["usage"]}
 
 
-CHAT = Dialect(read_chat, chat_written, chat_events, calls.openai_failure)
+CHAT = Dialect(read_chat, chat_written, chat_events, writing.openai_failure)

@@ -5,7 +5,7 @@ from itertools import accumulate
 from typing import Any
 
 from grpo.env.messages import shown
-from grpo.serve.dialects import calls
+from grpo.serve.dialects import writing
 from grpo.serve.dialects.calls import Answer, Call, Dialect, Fields, Prompt
 from grpo.system.errors import UserError
 from grpo.system.ranges import Whole
@@ -38,7 +38,7 @@ def completions_written(call: Call, answers: Sequence[Answer], model: str) -> di
     choices = []
     for answer in answers:
         text = answer.decode(answer.prompt_ids) if call.echo and answer.decode else ""
-        choice = {"text": text + answer.message.content, "logprobs": None} | calls.prompt_scores(call, answer)
+        choice = {"text": text + answer.message.content, "logprobs": None} | writing.prompt_scores(call, answer)
         if call.logprobs is not None:
             tokens = answer.tokens(call)
             texts = [piece for piece, _, _ in tokens]
@@ -51,14 +51,14 @@ def completions_written(call: Call, answers: Sequence[Answer], model: str) -> di
         if call.with_ids:
             choice |= {"token_ids": answer.completion.ids, "prompt_token_ids": answer.prompt_ids}
         choices.append(choice)
-    return calls.openai_answer("text_completion", call, answers, model, choices)
+    return writing.openai_answer("text_completion", call, answers, model, choices)
 
 
 def completions_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]:
     """Yield the text of each choice in pieces, and then the usage, if it is wanted. The first piece has the log-probabilities of
     all, the last one the reason of the end."""
     for choice in answer["choices"]:
-        *before, last = calls.words_of(choice["text"])
+        *before, last = writing.words_of(choice["text"])
         rest = choice
         for part in before:
             yield None, {**answer, "usage": None, "choices": [rest | {"text": part, "finish_reason": None}]}
@@ -68,4 +68,4 @@ def completions_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str,
         yield None, {**answer, "choices": []}
 
 
-COMPLETIONS = Dialect(read_completions, completions_written, completions_events, calls.openai_failure)
+COMPLETIONS = Dialect(read_completions, completions_written, completions_events, writing.openai_failure)
