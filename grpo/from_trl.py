@@ -58,16 +58,18 @@ def translated(fields: Mapping[str, Any]) -> tuple[list[str], list[str]]:
             if not in_use and not {*names} & {*data["said"].split()}:
                 continue
             pairs = zip(names, row["here"].split(), strict=False)
-            each = [f"{key}={{{{ {name} }}}} when {name} not in (none, undefined)" for name, key in pairs]
+            default_rules = [f"{key}={{{{ {name} }}}} when {name} not in (none, undefined)" for name, key in pairs]
             made = []
-            for rule in row.get("set", [] if row["here"] in ("always", "none") else each):
+            for rule in row.get("set", [] if row["here"] in ("always", "none") else default_rules):
                 text, _, condition = rule.partition(" when ")
                 if not condition or jinja.compile_expression(condition)(values):
                     made += WORD.findall(jinja.from_string(text).render(values))
             words += made
             if not made:
                 lost = [name for name in in_use if fields[name] not in (None, False, "no", "none", "", [], {})]
-                lines += [": ".join([", ".join(lost), *filter(None, [row["here"], row.get("remark")])])] if lost else []
+                if lost:
+                    remarks = filter(None, [row["here"], row.get("remark")])
+                    lines.append(": ".join([", ".join(lost), *remarks]))
     except (TypeError, ZeroDivisionError, TemplateError) as error:
         raise UserError(f"the configuration has a value that TRL does not take: {error}") from error
     return words, lines

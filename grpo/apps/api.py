@@ -79,11 +79,11 @@ def train(
     if dataset is not None:
         values = {"task": "jsonl", "task.path": save_rows(dataset, folder)} | values
     if callbacks is not None:
-        several = callbacks if isinstance(callbacks, Sequence) and not isinstance(callbacks, str) else [callbacks]
-        if names := [each for each in several if isinstance(each, str)]:
+        listed = callbacks if isinstance(callbacks, Sequence) and not isinstance(callbacks, str) else [callbacks]
+        if names := [callback for callback in listed if isinstance(callback, str)]:
             values["callbacks"] = names
-        instances = [each for each in several if not isinstance(each, str)]
-        values |= {f"callbacks.{type(each).__name__.lower()}": each for each in instances}
+        instances = [callback for callback in listed if not isinstance(callback, str)]
+        values |= {f"callbacks.{type(callback).__name__.lower()}": callback for callback in instances}
     words, objects = split(values)
     if model is not None and not is_plain(model):
         words.append(f"model.path={literal(model.name_or_path)}")

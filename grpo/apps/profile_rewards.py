@@ -118,11 +118,13 @@ def agreement(rows: Sequence[dict]) -> list[str]:
         agree = f"agreement {same:.3f}, Cohen's kappa {kappa:.3f}, Krippendorff's alpha {alpha:.3f}"
         lines.append(f"{len(labels)} labels: {agree}")
     if any("label" in row or "group" in row for row in rows):
-        groups, lengths = [row.get("group") for row in rows], [len(text_of(row["completion"])) for row in rows]
+        groups = [row.get("group") for row in rows]
+        lengths = [len(text_of(row["completion"])) for row in rows]
         bias = correlation_inside(groups, [row["reward"] for row in rows], lengths)
         lines.append(f"correlation of reward and length, inside groups: {bias:.3f}")
-        names = sorted({name for row in rows for name in row.get("parts", ())})
-        means = {name: np.mean([row["parts"][name] for row in rows if name in row.get("parts", ())]) for name in names}
+        parts = [row.get("parts", {}) for row in rows]
+        names = sorted({name for some in parts for name in some})
+        means = {name: np.mean([some[name] for some in parts if name in some]) for name in names}
         lines.append(", ".join(f"{name} {mean:.3f}" for name, mean in means.items()))
     return lines
 

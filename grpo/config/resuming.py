@@ -47,11 +47,11 @@ def add_saved_overrides(arguments: Sequence[str]) -> list[str]:
 
     Nothing is added to a sweep, which continues by itself.
     """
-    values = {key_in(each): each.partition("=")[2].strip("'\"") for each in arguments}
+    values = {key_in(argument): argument.partition("=")[2].strip("'\"") for argument in arguments}
     source, folder = values.get("ckpt_path") or values.get("replay", ""), values.get("hydra.run.dir", "")
     if not source and values.get("resume") == "auto" and folder and has_checkpoint(Path(folder)):
         source = folder
-    resumes = source and source != "null" and not any(each.startswith("-") for each in arguments)
+    resumes = source and source != "null" and not any(argument.startswith("-") for argument in arguments)
     return joined(overrides_of(folder_of(Path(source))), arguments) if resumes else list(arguments)
 
 
@@ -133,9 +133,9 @@ def overrides_of(folder: Path) -> list[str]:
 def joined(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
     """Return the overrides of two command lines as one. A later one replaces those of its key; ~KEY needs the earlier +KEY."""
     replaced = set(map(key_in, later))
-    needed = {f"+{each[1:]}" for each in later if each.startswith("~")}
-    needed = {each for each in earlier if each.partition("=")[0] in needed and each not in later}
-    return [each for each in earlier if key_in(each) not in replaced or each in needed] + list(later)
+    needed = {f"+{override[1:]}" for override in later if override.startswith("~")}
+    needed = {override for override in earlier if override.partition("=")[0] in needed and override not in later}
+    return [override for override in earlier if key_in(override) not in replaced or override in needed] + list(later)
 
 
 def key_in(override: str) -> str:
@@ -164,8 +164,8 @@ def resolved(config: DictConfig) -> Any:
 
 
 def reference(*parts: Any) -> str:
-    """Return the text of a reference to the environment. given: the variable, and the default if there is one."""
-    return f"${{oc.env:{','.join('null' if each is None else str(each) for each in parts)}}}"
+    """Return the text of a reference to the environment. parts: the variable, and the default if there is one."""
+    return f"${{oc.env:{','.join('null' if part is None else str(part) for part in parts)}}}"
 
 
 def stored(config: DictConfig) -> Any:
@@ -274,5 +274,5 @@ def check_data(config: DictConfig, examples: Mapping[str, Sequence[Any]]) -> Non
 def is_shown(change: str, *configs: DictConfig) -> bool:
     """Return whether a change is one of a callback that only shows, saves or checks."""
     group, name, *_ = key_in(change).split(".")
-    classes = [OmegaConf.select(config, f"callbacks.{name}._target_") for config in configs]
-    return group == "callbacks" and all(each.startswith(SHOWN) for each in classes if each)
+    targets = [OmegaConf.select(config, f"callbacks.{name}._target_") for config in configs]
+    return group == "callbacks" and all(target.startswith(SHOWN) for target in targets if target)

@@ -98,7 +98,7 @@ def holds(path: Path, folder: Path) -> bool:
     path = path.resolve()
     for root in (Path.cwd().resolve(), CONF.parent.resolve()):
         between = [parent for parent in path.parents if root in parent.parents]
-        brought = folder.resolve() in path.parents or any((parent / "manifest.json").exists() for parent in between)
-        if root in path.parents and not brought and "site-packages" not in path.parts:
+        in_a_run = folder.resolve() in path.parents or any((parent / "manifest.json").exists() for parent in between)
+        if root in path.parents and not in_a_run and "site-packages" not in path.parts:
             return True
     return False

@@ -52,6 +52,10 @@ def to_plain(value: Any, tensors: Tensors, path: str = "") -> Any:
 
     Raises TypeError for an object that is no plain data.
     """
+
+    def below(key: Any) -> str:
+        return f"{path}.{key}" if path else str(key)
+
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -63,14 +67,14 @@ def to_plain(value: Any, tensors: Tensors, path: str = "") -> Any:
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, Sequence | set | frozenset):
-        inside = [to_plain(each, tensors, f"{path}.{i}" if path else str(i)) for i, each in enumerate(value)]
+        inside = [to_plain(element, tensors, below(i)) for i, element in enumerate(value)]
         kind = "$tuple" if isinstance(value, tuple) else "$set"
         return {kind: inside} if isinstance(value, tuple | set | frozenset) else inside
     if isinstance(value, Mapping):
-        inside = {key: to_plain(each, tensors, f"{path}.{key}" if path else str(key)) for key, each in value.items()}
+        inside = {key: to_plain(element, tensors, below(key)) for key, element in value.items()}
         if all(isinstance(key, str) and key[:1] != "$" for key in inside):
             return inside
-        return {"$items": [[to_plain(key, tensors, path), each] for key, each in inside.items()]}
+        return {"$items": [[to_plain(key, tensors, path), element] for key, element in inside.items()]}
     if kinds_kept().get(name_of(kind := type(value))) is kind:
         inside = {f.name: to_plain(getattr(value, f.name), tensors, f"{path}.{f.name}") for f in fields(value)}
         return {"$is": name_of(kind), **inside}
@@ -83,10 +87,10 @@ def from_plain(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
     Nothing is imported or called that the data choose, but a record's own constructor, with fields of the right types.
     """
     if isinstance(plain, list):
-        return [from_plain(each, tensors) for each in plain]
+        return [from_plain(element, tensors) for element in plain]
     if not isinstance(plain, dict):
         return plain
-    inside = {key: each if key == "$is" else from_plain(each, tensors) for key, each in plain.items()}
+    inside = {key: element if key == "$is" else from_plain(element, tensors) for key, element in plain.items()}
     if "$is" in inside:
         return rebuilt(inside.pop("$is"), inside)
     made = {
@@ -152,6 +156,6 @@ def fits(kind: Any, value: Any) -> bool:
         return isinstance(value, dict) and all(fits(of_key, k) and fits(of_value, v) for k, v in value.items())
     if not isinstance(value, list | tuple) or not inner:
         return isinstance(value, list | tuple) and not value
-    if (each := inner[0]) in NUMBERS:  # token ids, of which there may be millions
-        return set(map(type, value)) <= NUMBERS[each]
-    return all(fits(each, element) for element in value)
+    if (kind_inside := inner[0]) in NUMBERS:  # token ids, of which there may be millions
+        return set(map(type, value)) <= NUMBERS[kind_inside]
+    return all(fits(kind_inside, element) for element in value)

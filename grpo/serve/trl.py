@@ -41,7 +41,8 @@ def trl_router(service: Service) -> APIRouter:
         """A client that asks for `logprobs` gets a list of the likeliest tokens at each place, here only of the sampled one."""
         fields, of_chat = Fields(body), request.url.path == "/chat/"
         likely = "logprobs" in fields
-        inputs, call = fields.take("messages" if of_chat else "prompts", list, []), own_call(fields, RAW_TOKENS)
+        inputs = fields.take("messages" if of_chat else "prompts", list, [])
+        call = own_call(fields, RAW_TOKENS)
         prompts = await service.read(service.chat_ids if of_chat else service.prompt_ids, inputs, call.n)
         completions = await service.sample(prompts, call)
         ids = [completion.ids for completion in completions]

@@ -86,9 +86,11 @@ def chat_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]
         further = {"index": choice["index"], "logprobs": None}
         parts = writing.words_of(message["content"] or "")
         for i, part in enumerate(parts):
-            delta = {**message, "content": part or message["content"]} if i == 0 else {"content": part}
-            delta |= {"tool_calls": called} if called and i == len(parts) - 1 else {}
-            yield None, {**piece, "choices": [(further if i else begun) | {"delta": delta, "finish_reason": None}]}
+            first, last = i == 0, i == len(parts) - 1
+            delta = {**message, "content": part or message["content"]} if first else {"content": part}
+            if called and last:
+                delta["tool_calls"] = called
+            yield None, {**piece, "choices": [(begun if first else further) | {"delta": delta, "finish_reason": None}]}
             piece = {name: value for name, value in piece.items() if not name.startswith("prompt_")}  # once is enough
         end = further | {"delta": {}, "finish_reason": choice["finish_reason"]}
         yield None, {**piece, "choices": [end]}

@@ -55,8 +55,10 @@ class Atropos:
             self.convert = Conversion(self.pretrained, self.renderer, self.served.find)
             print(f"source=atropos: {self.advice()}", flush=True)
         with self.served.open():
-            items, hot = self.batch(r, rollouts), rollouts.plan.sampling.temperature
-        groups = self.convert.groups(sample for i, item in enumerate(items) for sample in samples_of(i, item, hot))
+            items = self.batch(r, rollouts)
+        temperature = rollouts.plan.sampling.temperature
+        samples = (sample for p, item in enumerate(items) for sample in samples_of(p, item, temperature))
+        groups = self.convert.groups(samples)
         turns = [turn for group in groups for sample in group for turn in sample.turns]
         age = fmean(r - version for turn in turns for version in turn.completion.versions or (math.nan,))
         self.metrics = {} if math.isnan(age) else {"rollout/staleness": age}
@@ -79,7 +81,8 @@ class Atropos:
 
     def batch(self, r: int, rollouts: Rollouts) -> list[Mapping[str, Any]]:
         """Wait for a batch. Raises RolloutError if all environments seem to be dead."""
-        size, sign, since, full = rollouts.plan.prompts * rollouts.plan.group_size, None, time.monotonic(), 0
+        size = rollouts.plan.prompts * rollouts.plan.group_size
+        sign, since, full = None, time.monotonic(), 0
         while True:
             if not self.registered:
                 self.register(r, size, rollouts)
@@ -92,8 +95,9 @@ class Atropos:
             if full == SEEN:
                 fix = "every group_size must divide rollout.prompts x rollout.group_size, and no group be larger than the others"
                 log.warning("%d groups wait at %s, and none becomes a batch of %d: %s", waiting, self.url, size, fix)
-            if (now := (waiting, self.served.answered)) != sign or self.served.batching.running:
-                sign, since = now, time.monotonic()
+            latest = waiting, self.served.answered
+            if latest != sign or self.served.batching.running:
+                sign, since = latest, time.monotonic()
             if time.monotonic() - since > self.timeout:
                 line = f"no environment has sent or asked anything for {self.timeout:g} s ({waiting} groups wait at {self.url}"
                 raise RolloutError(f"{line}, {self.served.answered} samples were given): {self.advice()}")

@@ -51,13 +51,13 @@ class OpenEngine:
         check_port("127.0.0.1", port)
         listener = socket.create_server(("127.0.0.1", port))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        gate = Gate(self.asked, service.metrics, service.limits.body)
+        gate = Gate(self.answer, service.metrics, service.limits.body)
         config = uvicorn.Config(gate, ws="none", interface="asgi3", log_level="error", lifespan="off")
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]}, daemon=True)
         self.thread.start()
 
-    async def asked(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, and log an error once: environments repeat a refused request in silence."""
         status = 0
 
