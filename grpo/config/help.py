@@ -119,8 +119,9 @@ def tree(node: Mapping[str, Any], phrases: Mapping[str, str], path: str = "", de
         if key in OURS:
             continue
         inner = isinstance(value, Mapping) and value
-        line = yaml.safe_dump(value, default_flow_style=True, width=1000).partition("\n")[0]
-        left = f"{'  ' * depth}{key}:" + ("" if inner else f" {line}")
+        left = f"{'  ' * depth}{key}:"
+        if not inner:
+            left += " " + yaml.safe_dump(value, default_flow_style=True, width=1000).partition("\n")[0]
         phrase = phrases.get(f"{path}{key}", "")
         yield from row(left, f"# {phrase}" if phrase else "", 40)
         if inner:
