@@ -64,7 +64,7 @@ class ToolEnv:
     """A question, and tools that help to answer it: a message without a call is the answer.
 
     tools: functions, plain or coroutines, that return text or what JSON can tell; one that is made for this episode alone may
-    keep a state. A call that cannot be read, names no tool, or fails is answered by a message that says so, with `error` set. Only
+    keep a state. A call that cannot be read, names no tool, or fails is answered by a message with the reason, and `error`. Only
     an OSError (no connection, a timeout, a missing file) is not the policy's fault: it ends the episode without a reward.
     max_calls: the most calls answered in one message. max_chars: the length at which an answer is cut.
     """

@@ -30,7 +30,7 @@ class Gate:
     """An ASGI application before another one.
 
     body: largest body of a request, in bytes.
-    api_key: every request needs it. None: a request needs a Host header that is an IP address or a name of this machine.
+    api_key: requests need it, except for /health. None: their Host header must be an IP address or a name of this machine.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServeMetrics, body: int, api_key: str | None = None) -> None:
