@@ -105,8 +105,8 @@ class TokenizerRenderer:
         return ids if self.keep is None or len(ids) <= self.keep else fresh[-self.keep :]
 
     def texts(self, messages: Sequence[Message] | str, tools: Sequence[ToolSpec] = ()) -> Iterator[tuple[str, bool]]:
-        """Yield a prompt as text, in every way in which the template takes thoughts, the best one first, and whether special
-        tokens are added to it: a template writes them itself."""
+        """Yield (text of a prompt, whether the tokenizer adds special tokens to it) for every way in which the template takes
+        thoughts, the best first. A template writes special tokens itself."""
         if isinstance(messages, str):
             yield messages, True
         elif self.tokenizer.chat_template is None:
