@@ -79,11 +79,7 @@ def train(
     if dataset is not None:
         values = {"task": "jsonl", "task.path": save_rows(dataset, folder)} | values
     if callbacks is not None:
-        listed = callbacks if isinstance(callbacks, Sequence) and not isinstance(callbacks, str) else [callbacks]
-        if names := [callback for callback in listed if isinstance(callback, str)]:
-            values["callbacks"] = names
-        instances = [callback for callback in listed if not isinstance(callback, str)]
-        values |= {f"callbacks.{type(callback).__name__.lower()}": callback for callback in instances}
+        values |= callback_values(callbacks)
     words, objects = split(values)
     if model is not None and not is_plain(model):
         words.append(f"model.path={literal(model.name_or_path)}")
@@ -120,6 +116,14 @@ def evaluate(run: Any = None, *, output_dir: str | PathLike | None = None, **set
 
 
 # -- from values of Python to a configuration
+
+
+def callback_values(callbacks: Any) -> dict[str, Any]:
+    """Return the values that set callbacks: options of the group in `callbacks`, an object in `callbacks.` and its class."""
+    listed = callbacks if isinstance(callbacks, Sequence) and not isinstance(callbacks, str) else [callbacks]
+    names = [callback for callback in listed if isinstance(callback, str)]
+    objects = {f"callbacks.{type(each).__name__.lower()}": each for each in listed if not isinstance(each, str)}
+    return ({"callbacks": names} if names else {}) | objects
 
 
 def split(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
