@@ -31,7 +31,7 @@ class Everything:
 
 
 class Rounds(Protocol):
-    """What a `Draw` needs of the run's `Rollouts`."""
+    """The part of the run's `Rollouts` that a `Draw` needs."""
 
     plan: Plan
     sampler: Any  # a Sampler or a Source

@@ -1,4 +1,4 @@
-"""What the APIs have in common when they write an answer: ids, the numbers of tokens, errors, streams."""
+"""The APIs share this code to write an answer: ids, the numbers of tokens, errors, streams."""
 
 import re
 import time
