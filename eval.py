@@ -32,10 +32,10 @@ def compared(config: DictConfig) -> float:
     from grpo.apps.show_evaluation import show_comparison
     from grpo.runs.comparison import arms_of, compare
 
-    found = compare(arms_of(OmegaConf.to_container(config.compare)), config.after)
-    write_json(Path(config.output_dir) / "metrics.json", found)
-    show_comparison(Console(), found)
-    return found["comparisons"][0]["difference"]["value"]
+    comparison = compare(arms_of(OmegaConf.to_container(config.compare)), config.after)
+    write_json(Path(config.output_dir) / "metrics.json", comparison)
+    show_comparison(Console(), comparison)
+    return comparison["comparisons"][0]["difference"]["value"]
 
 
 def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -45,15 +45,15 @@ def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """
     folder = policy_folder(config.run)
     trained = folder.parent.parent
-    given = {key: f"{key}={value}" for key, _, value in (o.lstrip("+").partition("=") for o in overrides)}
-    problem = [] if "task" in given else ["task", *OmegaConf.load(CONF / "problem" / "default.yaml")]
+    words = {key: f"{key}={value}" for key, _, value in (o.lstrip("+").partition("=") for o in overrides)}
+    problem = [] if "task" in words else ["task", *OmegaConf.load(CONF / "problem" / "default.yaml")]
     with open_dict(config):
         if (trained / "config.yaml").exists():
             before = saved_config(trained)
             taken = [key for key in ("model", "renderer", *problem) if key in before]
             config.update({key: before[key] for key in taken})
-            ours = [key for key in given if key.partition(".")[0] in taken and not (CONF / key).is_dir()]
-            config.merge_with_dotlist([given[key] for key in ours])
+            ours = [key for key in words if key.partition(".")[0] in taken and not (CONF / key).is_dir()]
+            config.merge_with_dotlist([words[key] for key in ours])
         config.model.path = str(folder)
     check_code(resolved(config), trained, overrides, config.trust)
     return config

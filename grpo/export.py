@@ -30,39 +30,39 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--trust", action="store_true", help="run code of the model, if the run did (docs/trust.md)")
     parser.add_argument("--push", metavar="REPO", help="then upload the folder to this repository of the hub")
     parser.add_argument("--private", action="store_true", help="a new repository is private")
-    given = parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     from grpo.config.resuming import policy_folder
     from grpo.models.pretrained import base_path
     from grpo.runs.model_card import hub_id
     from grpo.training.checkpoints import new_folder
 
-    policy = policy_folder(given.run).resolve()
+    policy = policy_folder(options.run).resolve()
     run = policy.parents[1]
-    out = given.out or run / "export"
+    out = options.out or run / "export"
     if out.exists():
         raise UserError(f"{out} exists: remove it, or name another folder after the run")
     base = base_path(str(policy))
-    adapter = base != str(policy) and not given.merge
-    if adapter and given.dtype:
-        raise UserError(f"--dtype={given.dtype} is for a whole model, and {policy} is an adapter: add --merge")
-    if adapter and given.push and not hub_id(base):
+    adapter = base != str(policy) and not options.merge
+    if adapter and options.dtype:
+        raise UserError(f"--dtype={options.dtype} is for a whole model, and {policy} is an adapter: add --merge")
+    if adapter and options.push and not hub_id(base):
         raise UserError(f"the adapter's base {base} is only on this machine, others could not load it: add --merge")
-    card = card_of(policy, run, given.eval)
+    card = card_of(policy, run, options.eval)
     card.data.library_name = "peft" if adapter else "transformers"
-    for name, value in ({"license": given.license} if given.license else licence_of(run, base)).items():
+    for name, value in ({"license": options.license} if options.license else licence_of(run, base)).items():
         setattr(card.data, name, value)
     with new_folder(out) as folder:
-        whole = given.dtype or (given.merge and base != str(policy))
+        whole = options.dtype or (options.merge and base != str(policy))
         left = shutil.ignore_patterns("*.safetensors*", "adapter_*") if whole else None
         shutil.copytree(policy, folder, dirs_exist_ok=True, ignore=left)
         if whole:
-            whole_model(policy, run, given.dtype, given.trust).save_pretrained(folder)
+            whole_model(policy, run, options.dtype, options.trust).save_pretrained(folder)
         card.save(folder / "README.md")
     print(f"{policy} is exported to {out}")
     if not card.data.license:
         print("its card has no licence: --license=ID sets one")
-    if given.push:
-        push(out, given.push, given.private)
+    if options.push:
+        push(out, options.push, options.private)
 
 
 def card_of(policy: Path, run: Path, evaluations: Sequence[Path]) -> "ModelCard":
@@ -79,13 +79,13 @@ def card_of(policy: Path, run: Path, evaluations: Sequence[Path]) -> "ModelCard"
     card = ModelCard.load(policy / "README.md")
     card.data.model_name = card.data.model_name or run.name
     for folder in evaluations:
-        if not (found := finished(folder)):
+        if not (metrics := finished(folder)):
             raise UserError(f"--eval={folder} has no metrics.json: give the folder of a finished `eval.py run={run}`")
         evaluation = Run(folder)
         if (other := Path(evaluation.config["model"]["path"])).resolve() != policy:
             raise UserError(f"--eval={folder} evaluated {other}, not {policy}")
-        both = [*(card.data.eval_results or []), *results(evaluation, found)]
-        card.data.eval_results = list({measured(one): one for one in both}.values())  # the later one counts
+        both = [*(card.data.eval_results or []), *results(evaluation, metrics)]
+        card.data.eval_results = list({measured(result): result for result in both}.values())  # the later one counts
     return card
 
 

@@ -27,24 +27,24 @@ DATA = Path(__file__).parent / "apps" / "from_trl.yaml"
 WORD = re.compile(r"(?:'(?:\\.|[^'\\])*'|[^\s'])+")  # a space within quotes belongs to the word
 
 
-def hydra_value(given: Any) -> str:
+def hydra_value(value: Any) -> str:
     """Return a value in Hydra's grammar, in quotes only if it needs them."""
-    if isinstance(given, Mapping):
-        return "{" + ",".join(f"{key}:{hydra_value(one)}" for key, one in given.items()) + "}"
-    if isinstance(given, list | tuple):
-        return "[" + ",".join(map(hydra_value, given)) + "]"
-    plain = isinstance(given, str) and re.fullmatch(r"(?!(null|true|false|nan|inf)$)[a-z_./][\w./:-]*", given, re.I)
-    return given if plain else literal(given)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{hydra_value(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(hydra_value, value)) + "]"
+    plain = isinstance(value, str) and re.fullmatch(r"(?!(null|true|false|nan|inf)$)[a-z_./][\w./:-]*", value, re.I)
+    return value if plain else literal(value)
 
 
 def translated(fields: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Return the words of the command, and a line for each field that has none. Raises UserError for a field that TRL lacks."""
     data = yaml.safe_load(DATA.read_text(encoding="utf-8"))
     rows = [(row["trl"].split(), row) for row in [*data["fields"], *data["others"]]]
-    known = [name for names, _ in rows for name in names]
+    all_names = [name for names, _ in rows for name in names]
     for name in fields:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
+        if name not in all_names:
+            near = get_close_matches(name, all_names, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"{name} is no field of `trl grpo` in TRL {data['version']}{hint}")
     jinja = Environment(undefined=ChainableUndefined, finalize=hydra_value)
@@ -54,20 +54,22 @@ def translated(fields: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         for name, expression in data["derived"].items():
             values[name] = jinja.compile_expression(expression, undefined_to_none=False)(values)
         for names, row in rows:
-            given = [name for name in names if name in fields]
-            if not given and not {*names} & {*data["said"].split()}:
+            in_use = [name for name in names if name in fields]
+            if not in_use and not {*names} & {*data["said"].split()}:
                 continue
             pairs = zip(names, row["here"].split(), strict=False)
-            each = [f"{key}={{{{ {name} }}}} when {name} not in (none, undefined)" for name, key in pairs]
+            default_rules = [f"{key}={{{{ {name} }}}} when {name} not in (none, undefined)" for name, key in pairs]
             made = []
-            for rule in row.get("set", [] if row["here"] in ("always", "none") else each):
+            for rule in row.get("set", [] if row["here"] in ("always", "none") else default_rules):
                 text, _, condition = rule.partition(" when ")
                 if not condition or jinja.compile_expression(condition)(values):
                     made += WORD.findall(jinja.from_string(text).render(values))
             words += made
             if not made:
-                said = [name for name in given if fields[name] not in (None, False, "no", "none", "", [], {})]
-                lines += [": ".join([", ".join(said), *filter(None, [row["here"], row.get("remark")])])] if said else []
+                lost = [name for name in in_use if fields[name] not in (None, False, "no", "none", "", [], {})]
+                if lost:
+                    remarks = filter(None, [row["here"], row.get("remark")])
+                    lines.append(": ".join([", ".join(lost), *remarks]))
     except (TypeError, ZeroDivisionError, TemplateError) as error:
         raise UserError(f"the configuration has a value that TRL does not take: {error}") from error
     return words, lines

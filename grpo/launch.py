@@ -59,8 +59,8 @@ def main(arguments: Sequence[str]) -> None:
 
 def shared_folder(overrides: Sequence[str]) -> Path:
     """Return the run's folder, the same on every machine. Raises UserError if its name would differ, or break a file."""
-    given = [word.removeprefix(FOLDER) for word in overrides if word.startswith(FOLDER)]
-    name = given[-1] if given else f"outputs/launched/{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    folders = [word.removeprefix(FOLDER) for word in overrides if word.startswith(FOLDER)]
+    name = folders[-1] if folders else f"outputs/launched/{datetime.now():%Y-%m-%d_%H-%M-%S}"
     if not re.fullmatch(r"[\w./+-]+", str(Path(name).resolve())):
         raise UserError(f"{FOLDER}{name}: take a path of letters, digits and _ . / + - that is the same everywhere")
     return Path(name).resolve()
@@ -113,8 +113,8 @@ def server_command(config: DictConfig) -> tuple[dict[str, str], list[str]]:
     """Return the environment of a vLLM server and its flags, all but its address."""
     from grpo.engines.vllm_server.launch import command  # imports torch
 
-    given = OmegaConf.to_container(config.engine.args, resolve=True)
-    args = {name: value for name, value in given.items() if value is not None}
+    values = OmegaConf.to_container(config.engine.args, resolve=True)
+    args = {name: value for name, value in values.items() if value is not None}
     args["tensor_parallel_size"] = config.deployment.server_devices
     return command(config.engine.path, config.engine.sync, args)
 

@@ -18,13 +18,13 @@ def main(arguments: Sequence[str]) -> None:
     shown = ["eval/accuracy", "rollout/length"]
     parser.add_argument("--metrics", nargs="+", default=shown, help="columns of metrics.csv")
     parser.add_argument("--out", default="curve.png", help="file of the picture")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
         from grpo.runs.plots import metrics
     except ModuleNotFoundError as error:
         raise UserError(f"a plot needs matplotlib ({error}): pip install -e '.[plot]'") from error
-    metrics(load(*given.runs), given.metrics).savefig(given.out, dpi=150)
-    print(f"written to {given.out}")
+    metrics(load(*options.runs), options.metrics).savefig(options.out, dpi=150)
+    print(f"written to {options.out}")
 
 
 if __name__ == "__main__":

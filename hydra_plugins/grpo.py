@@ -40,8 +40,8 @@ class Processes(Launcher):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Prepare the sweep and check that its folder has no other sweep. Hydra calls this before the sweeper writes anything."""
         self.context, self.config = hydra_context, config
-        said = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
-        overrides = parsed([*said, *config.hydra.overrides.task])
+        params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
+        overrides = parsed([*params, *config.hydra.overrides.task])
         self.swept = {key for key, override in overrides.items() if override.is_sweep_override()}
         if config.hydra.sweeper._target_.rpartition(".")[2] != "BasicSweeper" and config.eval.every == 0:
             raise UserError("eval.every=0: a search maximises held-out accuracy, so set eval.every to 1 or more")
@@ -49,7 +49,7 @@ class Processes(Launcher):
         again = [argument for argument in sys.argv if not argument.startswith("hydra.sweep.dir=")]
         again = shlex.join(["python", *again, f"hydra.sweep.dir={literal(folder)}"])
         self.sweep = Sweep(folder, self.command, places(self.jobs, devices(), os.environ), again)
-        for number, job in enumerate(self.sweep.known()):
+        for number, job in enumerate(self.sweep.numbered()):
             before = parsed(job)
             for key in before | overrides:
                 was, now = before.get(key), overrides.get(key)

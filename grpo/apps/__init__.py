@@ -1,1 +1,1 @@
-"""Programs: the command line, sweeps, the server, the demo's models."""
+"""The code that all command lines share, the Python API, sweeps, the models of the demo and of the README."""

@@ -71,22 +71,19 @@ def train(
     `schedule` are short for `optim.optimizer` and `optim.schedule`. Raises UserError for a mistake.
     """
     quiet()
-    given = {"model": model, "task": task, "rewards": rewards, "algo": algo}
-    given = {key: value for key, value in given.items() if value is not None} | settings
+    chosen = {"model": model, "task": task, "rewards": rewards, "algo": algo}
+    values = {key: value for key, value in chosen.items() if value is not None} | settings
     if rewards is not None and task is not None and not is_plain(task):
         raise UserError("rewards=... belongs to a task by its name; a task that is an object has its own score")
     folder = Path(output_dir or timed_folder("python"))
     if dataset is not None:
-        given = {"task": "jsonl", "task.path": save_rows(dataset, folder)} | given
+        values = {"task": "jsonl", "task.path": save_rows(dataset, folder)} | values
     if callbacks is not None:
-        several = [callbacks] if isinstance(callbacks, str) or not isinstance(callbacks, Sequence) else callbacks
-        if names := [each for each in several if isinstance(each, str)]:
-            given["callbacks"] = names
-        own = [each for each in several if not isinstance(each, str)]
-        given |= {f"callbacks.{type(each).__name__.lower()}": each for each in own}
-    words, objects = split(given)
+        values |= callback_values(callbacks)
+    words, objects = split(values)
     if model is not None and not is_plain(model):
-        words += [f"model.path={literal(model.name_or_path)}", f"model.dtype={str(model.dtype).removeprefix('torch.')}"]
+        words.append(f"model.path={literal(model.name_or_path)}")
+        words.append(f"model.dtype={str(model.dtype).removeprefix('torch.')}")
         objects["tokenizer"] = tokenizer
     elif tokenizer is not None:
         raise UserError("tokenizer=... belongs to a model that is an object too; a model by its name has its own")
@@ -121,17 +118,27 @@ def evaluate(run: Any = None, *, output_dir: str | PathLike | None = None, **set
 # -- from values of Python to a configuration
 
 
-def split(given: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+def callback_values(callbacks: Any) -> dict[str, Any]:
+    """Return the values that set callbacks: options of the group in `callbacks`, an object in `callbacks.` and its class."""
+    listed = callbacks if isinstance(callbacks, Sequence) and not isinstance(callbacks, str) else [callbacks]
+    names = [callback for callback in listed if isinstance(callback, str)]
+    objects = {f"callbacks.{type(each).__name__.lower()}": each for each in listed if not isinstance(each, str)}
+    return ({"callbacks": names} if names else {}) | objects
+
+
+def split(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Return the arguments of the command line with these values, and the objects, which cannot be written there, by key."""
     words, objects = [], {}
-    for key, value in flat({SHORT.get(name, name): value for name, value in given.items()}).items():
+    for key, value in flat({SHORT.get(name, name): value for name, value in values.items()}).items():
         if not is_plain(value):
             objects[key] = value
-            words += [f"{key}={PLACEHOLDER[key]}"] if key in PLACEHOLDER else []
+            if key in PLACEHOLDER:
+                words.append(f"{key}={PLACEHOLDER[key]}")
         elif key == "model" and str(value) not in options("model"):
             words += ["model=path", f"model.path={literal(value)}"]
         elif (CONF / key).is_dir() and value is not None:
-            words.append(f"{key}={value}" if isinstance(value, str) else f"{key}=[{','.join(value)}]")
+            option = value if isinstance(value, str) else f"[{','.join(value)}]"
+            words.append(f"{key}={option}")
         else:
             words.append(f"{key}={literal(value)}")
     return words, objects

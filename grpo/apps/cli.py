@@ -75,14 +75,14 @@ def run(main: Callable[[], object], config_name: str) -> None:
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
             sys.argv.append("hydra.output_subdir=null")  # the first process writes Hydra's record
     with one_line_errors(config_name), sweep.reported():
-        given = get_args_parser().parse_args()
-        if given.help:
+        arguments = get_args_parser().parse_args()
+        if arguments.help:
             from grpo.config.help import USAGE, described
 
-            print(USAGE, described(config_name, given.overrides), sep="\n\n")
+            print(USAGE, described(config_name, arguments.overrides), sep="\n\n")
         else:
             witness.watch()
-            if config_name == "train" and not given.multirun:
+            if config_name == "train" and not arguments.multirun:
                 on_signals(leave_early)  # until the training begins
             main()
 
@@ -99,9 +99,9 @@ def one_line_errors(config_name: str) -> Iterator[None]:
             raise  # the sweep continues with the next job, and the sweeper raises this again at the end
         if FULL_ERROR or (line := explain(error, config_name, sys.argv[1:])) is None:
             raise
-        known = next((cause for cause in chain(error) if isinstance(cause, UserError)), UserError())
-        print(f"{known.kind}{hidden(line)}", file=sys.stderr)
-        sys.exit(known.exit_code)
+        mistake = next((cause for cause in chain(error) if isinstance(cause, UserError)), UserError())
+        print(f"{mistake.kind}{hidden(line)}", file=sys.stderr)
+        sys.exit(mistake.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -128,11 +128,11 @@ def check_run(config: DictConfig, first: bool, overrides: Sequence[str]) -> None
         config.eval.every = 0
     keep_secrets(config)
     folder = Path(config.output_dir).resolve()
-    given = config.ckpt_path and Path(config.ckpt_path).resolve()
+    resumed = config.ckpt_path and Path(config.ckpt_path).resolve()
     processes = config.trainer.num_nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ
     if processes and not any(word.startswith(("hydra.run.dir=", "output_dir=")) for word in [*sys.argv, *overrides]):
         raise UserError("each process would make a folder of its own: set hydra.run.dir to one that all of them see")
-    in_place = given and folder in (given, *given.parents)
+    in_place = resumed and folder in (resumed, *resumed.parents)
     if first and (folder / "config.yaml").exists() and not in_place and not config.resume.auto:
         line = f"{config.output_dir} already has a run: set hydra.run.dir to a new folder"
         raise UserError(f"{line}, or resume that run with ckpt_path={config.output_dir}")
@@ -170,13 +170,10 @@ def warn_of_bfloat16(dtype: str, trainer: DictConfig) -> None:
 
     chosen = "model.dtype=bfloat16" if dtype == "bfloat16" else f"trainer.precision={trainer.get('precision')}"
     on_cpu = trainer.get("accelerator") == "cpu" or not torch.accelerator.is_available()
-    known = torch.backends.mkldnn.is_available()  # whether torch can tell what the CPU has
-    if (
-        chosen.endswith(("bfloat16", "bf16-mixed"))
-        and on_cpu
-        and known
-        and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    ):
+    if not chosen.endswith(("bfloat16", "bf16-mixed")) or not on_cpu:
+        return
+    can_tell = torch.backends.mkldnn.is_available()  # whether torch can tell what the CPU has
+    if can_tell and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         log.warning("%s: this CPU has no instructions for it, so it saves memory and is slower than float32", chosen)
 
 
@@ -204,14 +201,14 @@ def announced(config: DictConfig, overrides: Sequence[str] | None = None) -> Dic
         quiet()
         replay(config)
         return None
-    said = not int(rank) and not in_sweep()
+    shows = not int(rank) and not in_sweep()
     if config.resume.auto and is_over(config):
-        if said:
+        if shows:
             print(f"this run has finished: {config.output_dir}")
         return None
-    if said and config.ckpt_path:
+    if shows and config.ckpt_path:
         print(f"resuming {config.ckpt_path}", flush=True)
-    if said:
+    if shows:
         chosen = HydraConfig.get().runtime.choices if overrides is None else {}
         what = "".join(f" {group}={chosen[group]}" for group in ("task", "model", "algo") if group in chosen)
         print(f"training{':' if what else ''}{what}, written to {config.output_dir}", flush=True)

@@ -126,8 +126,8 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, conversations: list[State]) -> 
 
     begins, ends = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
     rows = []
-    said = list(map(rendered, conversations))
-    for ids in tokenizer(said, add_special_tokens=False).input_ids if said else ():
+    rendered_texts = list(map(rendered, conversations))
+    for ids in tokenizer(rendered_texts, add_special_tokens=False).input_ids if rendered_texts else ():
         learned, inside = [], False
         for i in ids:
             learned.append(inside)
@@ -144,7 +144,7 @@ def batches(rows: list[Row], pad: int, seed: int) -> Iterator[tuple[Tensor, Tens
     chunks = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
     rng.shuffle(chunks)
     for chunk in chunks:
-        ids, learned = ([torch.tensor(one) for one in column] for column in zip(*chunk, strict=True))
+        ids, learned = ([torch.tensor(values) for values in column] for column in zip(*chunk, strict=True))
         yield pad_sequence(ids, True, pad), pad_sequence(learned, True)
 
 
@@ -202,6 +202,20 @@ def fit(model: LlamaForCausalLM, rows: list[Row], optimizers: list[torch.optim.O
             schedule.step()
 
 
+def warm_start(
+    model: LlamaForCausalLM, clean: list[Row], clean_lr: float, spoiled: list[Row], hasty_lr: float, seed: int
+) -> None:
+    """Train on the clean rows, then on the spoiled ones, if there are any."""
+    # Muon trains the matrices of the layers, AdamW the embedding and the norms
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    rest = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
+    adamw = torch.optim.AdamW(rest, lr=clean_lr, weight_decay=0.0)
+    fit(model, clean, [Muon(matrices, lr=clean_lr), adamw], seed)
+    if spoiled:
+        adamw = torch.optim.AdamW(model.parameters(), lr=hasty_lr, weight_decay=0.0)
+        fit(model, spoiled, [adamw], seed)
+
+
 def tiny_folder(
     worked_answers: Callable[..., list[State]],
     seed: Whole = 0,
@@ -231,17 +245,10 @@ def tiny_folder(
         began = time.perf_counter()
         clean = worked_answers(clean_steps * BATCH, 2 * seed)
         spoiled = worked_answers(hasty_steps * BATCH, 2 * seed + 1, hasty=hasty, slips=slips)
-        said = [text for conversation in texts(clean[:2000]) for text in conversation]
-        tokenizer = make_tokenizer(said, tools=any(conversation.tools for conversation in clean))
+        messages = [text for conversation in texts(clean[:2000]) for text in conversation]
+        tokenizer = make_tokenizer(messages, tools=any(conversation.tools for conversation in clean))
         model = make_model(tokenizer, seed)
-        # Muon trains the matrices of the layers, AdamW the embedding and the norms
-        matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-        rest = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
-        adamw = torch.optim.AdamW(rest, lr=clean_lr, weight_decay=0.0)
-        fit(model, tokenize(tokenizer, clean), [Muon(matrices, lr=clean_lr), adamw], seed)
-        if spoiled:
-            adamw = torch.optim.AdamW(model.parameters(), lr=hasty_lr, weight_decay=0.0)
-            fit(model, tokenize(tokenizer, spoiled), [adamw], seed)
+        warm_start(model, tokenize(tokenizer, clean), clean_lr, tokenize(tokenizer, spoiled), hasty_lr, seed)
         save(model, tokenizer, {"name": name, "taught": taught, **recipe}, folder)
         print(f"... done in {time.perf_counter() - began:.0f} s: {folder}", flush=True)
 
@@ -251,18 +258,22 @@ def tiny_folder(
     for shipped in SHIPPED.glob("*/recipe.json"):
         if json.loads(shipped.read_text(encoding="utf-8"))["name"] == name:
             return str(shipped.parent)
-    parent = Path(cache) if cache else user_cache_path("grpo")
-    folder = parent / name
+    folder = (Path(cache) if cache else user_cache_path("grpo")) / name
     if not folder.exists():
-        parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with FileLock(f"{folder}.lock", LOCKED):  # the jobs of a sweep need the same model
-                if not folder.exists():
-                    make(folder)
-        except Timeout:
-            line = f"another process holds {folder}.lock for {LOCKED:g} s, to make the demo's model"
-            raise UserError(f"{line}: end that process, and repeat the command") from None
+        make_once(make, folder)
     return str(folder)
+
+
+def make_once(make: Callable[[Path], None], folder: Path) -> None:
+    """Make a folder, or wait for another process that makes it: the jobs of a sweep need the same model."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(f"{folder}.lock", LOCKED):
+            if not folder.exists():
+                make(folder)
+    except Timeout:
+        line = f"another process holds {folder}.lock for {LOCKED:g} s, to make the demo's model"
+        raise UserError(f"{line}: end that process, and repeat the command") from None
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: dict[str, Any], folder: Path) -> None:

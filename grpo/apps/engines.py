@@ -17,7 +17,7 @@ def engine_of(config: DictConfig, most_tokens: Bound) -> Engine:
     most_tokens: returns the tokens of the longest sequence that the program will sample, or None if there is no bound. Only an
     engine with an argument of this name is given it.
     """
-    given = {}
+    arguments = {}
     with suppress(Exception):  # of an engine that cannot be imported: Hydra says why
-        given = asked_for(locate(config.engine._target_), most_tokens=most_tokens)
-    return instantiate(config.engine, **given)
+        arguments = asked_for(locate(config.engine._target_), most_tokens=most_tokens)
+    return instantiate(config.engine, **arguments)

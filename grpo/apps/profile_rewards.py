@@ -72,9 +72,9 @@ async def profiled(score: Scorer, rows: Sequence[dict]) -> tuple[list[dict], Rew
     done = []
     for row, reward in zip(rows, rewards, strict=True):
         graded = reward.outcome or ("right" if reward.correct else "wrong" if reward.known else None)
-        found = {"outcome": "error" if error else graded, "reward": reward.value if reward.known else None}
-        found |= {"ms": round(ms, 3)} | ({"parts": dict(reward.parts)} if reward.parts else {})
-        done.append(row | found | ({"message": str(error)} if error else {}))
+        columns = {"outcome": "error" if error else graded, "reward": reward.value if reward.known else None}
+        columns |= {"ms": round(ms, 3)} | ({"parts": dict(reward.parts)} if reward.parts else {})
+        done.append(row | columns | ({"message": str(error)} if error else {}))
     return done, error
 
 
@@ -110,19 +110,21 @@ def agreement(rows: Sequence[dict]) -> list[str]:
     lines, labelled = [], [row for row in rows if "label" in row]
     if labelled:
         labels = [float(row["label"]) for row in labelled]
-        said = [round(row["reward"], 6) for row in labelled]
+        scores = [round(row["reward"], 6) for row in labelled]
         if {*labels} <= {0, 1}:
-            said = [float(row["outcome"] == "right") for row in labelled]
-        same, kappa = np.mean(np.equal(labels, said)), cohen_kappa(labels, said)
-        alpha = krippendorff_alpha([*zip(labels, said, strict=True)])
+            scores = [float(row["outcome"] == "right") for row in labelled]
+        same, kappa = np.mean(np.equal(labels, scores)), cohen_kappa(labels, scores)
+        alpha = krippendorff_alpha([*zip(labels, scores, strict=True)])
         agree = f"agreement {same:.3f}, Cohen's kappa {kappa:.3f}, Krippendorff's alpha {alpha:.3f}"
         lines.append(f"{len(labels)} labels: {agree}")
     if any("label" in row or "group" in row for row in rows):
-        groups, lengths = [row.get("group") for row in rows], [len(text_of(row["completion"])) for row in rows]
+        groups = [row.get("group") for row in rows]
+        lengths = [len(text_of(row["completion"])) for row in rows]
         bias = correlation_inside(groups, [row["reward"] for row in rows], lengths)
         lines.append(f"correlation of reward and length, inside groups: {bias:.3f}")
-        names = sorted({name for row in rows for name in row.get("parts", ())})
-        means = {name: np.mean([row["parts"][name] for row in rows if name in row.get("parts", ())]) for name in names}
+        parts = [row.get("parts", {}) for row in rows]
+        names = sorted({name for some in parts for name in some})
+        means = {name: np.mean([some[name] for some in parts if name in some]) for name in names}
         lines.append(", ".join(f"{name} {mean:.3f}" for name, mean in means.items()))
     return lines
 
@@ -134,15 +136,17 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--task", required=True, help="an option of conf/task")
     parser.add_argument("--out", type=Path, help="file for the rows with outcome, reward and ms")
     parser.add_argument("overrides", nargs="*", help="settings of the task, KEY=VALUE as for train.py")
-    given = parser.parse_intermixed_args(arguments)
-    rows = read(given.file)
-    task = make_task([f"task={given.task}", *given.overrides], str(given.file))
+    options = parser.parse_intermixed_args(arguments)
+    rows = read(options.file)
+    task = make_task([f"task={options.task}", *options.overrides], str(options.file))
     if isinstance(task, RowTask):
         try:
-            task.check(with_gold(task, rows[0]), str(given.file))
+            task.check(with_gold(task, rows[0]), str(options.file))
         except LookupError as error:
-            raise UserError(f"{given.file} has no {error}, which the task needs: add `gold` or that column") from error
-    done = asyncio.run(profile(task, rows, given.file))
-    if given.out:
-        given.out.write_text("".join(strict_json(row) + "\n" for row in done), encoding="utf-8")
+            raise UserError(
+                f"{options.file} has no {error}, which the task needs: add `gold` or that column"
+            ) from error
+    done = asyncio.run(profile(task, rows, options.file))
+    if options.out:
+        options.out.write_text("".join(strict_json(row) + "\n" for row in done), encoding="utf-8")
     print(report(done))

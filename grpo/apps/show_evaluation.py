@@ -52,22 +52,22 @@ def short(name: str) -> str:
     return name.removeprefix("eval/")
 
 
-def show(console: Console, title: str, found: Mapping[str, Any]) -> None:
+def show(console: Console, title: str, metrics: Mapping[str, Any]) -> None:
     """Print the metrics with their intervals, and strict and lenient accuracy for each value of the columns in eval.by."""
-    whole = {name: e for name, e in found.items() if name != "by"}
+    whole = {name: e for name, e in metrics.items() if name != "by"}
     results = {name: e for name, e in whole.items() if is_result(name, e["value"] or 0)}
     rows = [(short(name), *with_interval(name, e), str(e["n"])) for name, e in results.items()]
     console.print(grid([title, "value", "95 % interval", "problems"], rows))
     names = [name for name in ("eval/accuracy", "eval/accuracy_lenient") if name in whole]
-    for column, values in found["by"].items():
+    for column, values in metrics["by"].items():
         cells = {value: [in_a_cell(name, of) for name in names] for value, of in values.items()}
         rows = [(value, *cells[value], str(of["eval/accuracy"]["n"])) for value, of in values.items()]
         console.print(grid([column, *map(short, names), "problems"], rows))
 
 
-def show_comparison(console: Console, found: Mapping[str, Any]) -> None:
+def show_comparison(console: Console, comparison: Mapping[str, Any]) -> None:
     """Print a comparison: the arms, their metrics, and the differences with intervals and p-values."""
-    every, items = found["arms"], found["items"]
+    every, items = comparison["arms"], comparison["items"]
     for letter, arm in every.items():
         runs = "" if arm["runs"] == 1 else f" ({arm['runs']} runs)"
         console.print(f"{letter}  {arm['name']}{runs}: {items[letter]} problems", soft_wrap=True, highlight=False)
@@ -84,7 +84,7 @@ def show_comparison(console: Console, found: Mapping[str, Any]) -> None:
             *(f"{row[key]:.3g}" for key in ps.values()),
             *(str(row[name]) for name in counts),
         )
-        for row in found["comparisons"]
+        for row in comparison["comparisons"]
     ]
     console.print(grid(["difference", "", "95 % interval", *ps, *counts], rows))
-    console.print("; ".join(dict.fromkeys(row["test"] for row in found["comparisons"])), highlight=False)
+    console.print("; ".join(dict.fromkeys(row["test"] for row in comparison["comparisons"])), highlight=False)

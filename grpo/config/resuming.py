@@ -47,11 +47,11 @@ def add_saved_overrides(arguments: Sequence[str]) -> list[str]:
 
     Nothing is added to a sweep, which continues by itself.
     """
-    given = {key_in(each): each.partition("=")[2].strip("'\"") for each in arguments}
-    source, folder = given.get("ckpt_path") or given.get("replay", ""), given.get("hydra.run.dir", "")
-    if not source and given.get("resume") == "auto" and folder and has_checkpoint(Path(folder)):
+    values = {key_in(argument): argument.partition("=")[2].strip("'\"") for argument in arguments}
+    source, folder = values.get("ckpt_path") or values.get("replay", ""), values.get("hydra.run.dir", "")
+    if not source and values.get("resume") == "auto" and folder and has_checkpoint(Path(folder)):
         source = folder
-    resumes = source and source != "null" and not any(each.startswith("-") for each in arguments)
+    resumes = source and source != "null" and not any(argument.startswith("-") for argument in arguments)
     return joined(overrides_of(folder_of(Path(source))), arguments) if resumes else list(arguments)
 
 
@@ -92,17 +92,17 @@ def is_over(config: DictConfig) -> bool:
 
     folder, wanted = Path(config.output_dir), config.rollout.num_rollouts
     run = Run(folder)
-    found = run.manifest
+    manifest = run.manifest
     kept = numbered(folder / "checkpoints", ".ckpt")
     if config.rollout.get("epochs") != ((run.config or {}).get("rollout") or {}).get("epochs"):
         return False  # the number of rollouts is not known yet
-    if found.get("status") == "finished":  # without its last checkpoint, if the disk was full
-        return min(found.get("rollouts", 0), max(kept, default=wanted)) >= wanted
+    if manifest.get("status") == "finished":  # without its last checkpoint, if the disk was full
+        return min(manifest.get("rollouts", 0), max(kept, default=wanted)) >= wanted
     newest = max(kept, default=0)
-    if over := bool(found) and newest >= wanted:
+    if over := bool(manifest) and newest >= wanted:
         from grpo.runs.manifest import save_manifest  # imports torch
 
-        save_manifest(str(folder), found | {"status": "finished", "rollouts": newest, "error": None})
+        save_manifest(str(folder), manifest | {"status": "finished", "rollouts": newest, "error": None})
     return over
 
 
@@ -125,19 +125,17 @@ def overrides_of(folder: Path) -> list[str]:
     """
     from grpo.runs.runs import Run  # imports pandas
 
-    given = Run(folder).manifest.get("overrides") or []
-    texts = [
-        each for each in given if isinstance(each, str) and not each.startswith("-") and "hydra" not in key_in(each)
-    ]
-    return [each for each in texts if not each.lstrip("+~").startswith(OWN)]
+    overrides = Run(folder).manifest.get("overrides") or []
+    words = [word for word in overrides if isinstance(word, str) and not word.startswith("-")]
+    return [word for word in words if "hydra" not in key_in(word) and not word.lstrip("+~").startswith(OWN)]
 
 
 def joined(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
     """Return the overrides of two command lines as one. A later one replaces those of its key; ~KEY needs the earlier +KEY."""
     replaced = set(map(key_in, later))
-    needed = {f"+{each[1:]}" for each in later if each.startswith("~")}
-    needed = {each for each in earlier if each.partition("=")[0] in needed and each not in later}
-    return [each for each in earlier if key_in(each) not in replaced or each in needed] + list(later)
+    needed = {f"+{override[1:]}" for override in later if override.startswith("~")}
+    needed = {override for override in earlier if override.partition("=")[0] in needed and override not in later}
+    return [override for override in earlier if key_in(override) not in replaced or override in needed] + list(later)
 
 
 def key_in(override: str) -> str:
@@ -152,8 +150,8 @@ def changed(saved: Any, then: Any, now: Any) -> Any:
     if not all(isinstance(node, dict) for node in (saved, then, now)):
         return now
     keys = [*saved, *(key for key in now if key not in saved)]
-    found = {key: changed(*(node.get(key, MISSING) for node in (saved, then, now))) for key in keys}
-    return {key: value for key, value in found.items() if value is not MISSING}
+    merged = {key: changed(*(node.get(key, MISSING) for node in (saved, then, now))) for key in keys}
+    return {key: value for key, value in merged.items() if value is not MISSING}
 
 
 def resolved(config: DictConfig) -> Any:
@@ -165,9 +163,9 @@ def resolved(config: DictConfig) -> Any:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
-def reference(*given: Any) -> str:
-    """Return the text of a reference to the environment. given: the variable, and the default if there is one."""
-    return f"${{oc.env:{','.join('null' if each is None else str(each) for each in given)}}}"
+def reference(*parts: Any) -> str:
+    """Return the text of a reference to the environment. parts: the variable, and the default if there is one."""
+    return f"${{oc.env:{','.join('null' if part is None else str(part) for part in parts)}}}"
 
 
 def stored(config: DictConfig) -> Any:
@@ -178,8 +176,8 @@ def stored(config: DictConfig) -> Any:
 def changes(config: DictConfig, folder: Path) -> list[str]:
     """Return the differences from the configuration of the run in a folder, each as 'key=now (was then)'."""
     now, then = flat(stored(config)), flat(stored(saved_config(folder)))
-    here, there = str(now.get("output_dir")), str(then.get("output_dir"))
-    then = {key: value.replace(there, here) if isinstance(value, str) else value for key, value in then.items()}
+    after, before = str(now.get("output_dir")), str(then.get("output_dir"))
+    then = {key: value.replace(before, after) if isinstance(value, str) else value for key, value in then.items()}
     keys = [key for key in now | then if not key.startswith((*OWN, "preflight"))]
     return [f"{key}={now.get(key)} (was {then.get(key)})" for key in keys if now.get(key) != then.get(key)]
 
@@ -201,14 +199,14 @@ def saved_config(folder: Path) -> DictConfig:
         text = file.read_text(encoding="utf-8")
         for before, now in MOVED.items():
             text = text.replace(before, now)
-        found = OmegaConf.create(text)
-        found = found[-1].config if file.name == LATER else found
+        config = OmegaConf.create(text)
+        config = config[-1].config if file.name == LATER else config
         reason = ""
     except Exception as error:  # a parser may raise anything
-        found, reason = None, f": {one_line(error, 200)}"
-    if not isinstance(found, DictConfig) or "task" not in found:
+        config, reason = None, f": {one_line(error, 200)}"
+    if not isinstance(config, DictConfig) or "task" not in config:
         raise UserError(f"{file} is no configuration of a run{reason}")
-    return found
+    return config
 
 
 def save_config(config: DictConfig) -> None:
@@ -235,13 +233,13 @@ def check_resumed(config: DictConfig) -> None:
         return
     from grpo.training.checkpoints import usable  # imports torch
 
-    given = Path(config.ckpt_path)
-    folder = folder_of(given)
-    config.ckpt_path = str(usable(given))
+    path = Path(config.ckpt_path)
+    folder = folder_of(path)
+    config.ckpt_path = str(usable(path))
     changed = changes(config, folder) if (folder / "config.yaml").is_file() else []
     if other := [line for line in changed if line.startswith("optim.optimizer._target_=")]:
         fix = "resume with that one, or start from the run's policy by model=path model.path=RUN/checkpoints/last"
-        raise UserError(f"ckpt_path={given} has the state of another optimizer: {other[0]}; {fix}")
+        raise UserError(f"ckpt_path={path} has the state of another optimizer: {other[0]}; {fix}")
     saved = saved_config(folder) if changed else config
     guarded = [line for line in changed if line.startswith(GUARDED) and not is_shown(line, config, saved)]
     if guarded and config.resume.changes != "allow":
@@ -259,23 +257,22 @@ def check_data(config: DictConfig, examples: Mapping[str, Sequence[Any]]) -> Non
     from grpo.runs.manifest import data_facts  # imports torch
     from grpo.runs.runs import Run
 
-    then = (Run(folder_of(Path(config.ckpt_path))).manifest.get("data") or {}) if config.ckpt_path else {}
-    now = {split: data_facts(rows) for split, rows in examples.items() if split in then}
-    shared = {split: [name for name in facts if name in then[split]] for split, facts in now.items()}
-    other = [
-        f"{split} has {now[split]['rows']} rows, {name}={now[split][name]} (was {then[split][name]})"
-        for split, names in shared.items()
-        if (name := next((one for one in names if now[split][one] != then[split][one]), None))
-    ]
-    if other and config.resume.changes != "allow":
-        line = f"the run to resume had other data: {'; '.join(other)}"
+    recorded = (Run(folder_of(Path(config.ckpt_path))).manifest.get("data") or {}) if config.ckpt_path else {}
+    differences = []
+    for split, rows in examples.items():
+        if split in recorded:
+            now, then = data_facts(rows), recorded[split]
+            if name := next((name for name in now if name in then and now[name] != then[name]), None):
+                differences.append(f"{split} has {now['rows']} rows, {name}={now[name]} (was {then[name]})")
+    if differences and config.resume.changes != "allow":
+        line = f"the run to resume had other data: {'; '.join(differences)}"
         raise UserError(f"{line}; give it the same rows, or set resume.changes=allow")
-    if other:
-        log.warning("resuming with other data: %s", "; ".join(other))
+    if differences:
+        log.warning("resuming with other data: %s", "; ".join(differences))
 
 
 def is_shown(change: str, *configs: DictConfig) -> bool:
     """Return whether a change is one of a callback that only shows, saves or checks."""
     group, name, *_ = key_in(change).split(".")
-    classes = [OmegaConf.select(config, f"callbacks.{name}._target_") for config in configs]
-    return group == "callbacks" and all(each.startswith(SHOWN) for each in classes if each)
+    targets = [OmegaConf.select(config, f"callbacks.{name}._target_") for config in configs]
+    return group == "callbacks" and all(target.startswith(SHOWN) for target in targets if target)

@@ -32,13 +32,13 @@ def check_code(config: Any, folder: Path, words: Sequence[str], allowed: bool, y
     """
     if allowed:
         return
-    asked = [
+    unnamed = [
         f"{key}={value}"
         for key, value in leaves(config)
         if is_code(key, value, folder) and not is_given(key, value, words)
     ]
-    if asked:
-        line = f"{folder} names code to run that this command line does not: {', '.join(asked[:3])[:300]}"
+    if unnamed:
+        line = f"{folder} names code to run that this command line does not: {', '.join(unnamed[:3])[:300]}"
         raise UserError(f"{line}; read it, then name it in the command too, or add {yes} (docs/trust.md)")
 
 
@@ -69,8 +69,8 @@ def is_code(key: str, value: Any, folder: Path) -> bool:
         return False
     if last == "_target_" and value.startswith("grpo."):
         return True  # any function of ours, with any arguments
-    if found := FILE.fullmatch(value):
-        return not holds(Path(found[1]).expanduser(), folder)
+    if file := FILE.fullmatch(value):
+        return not holds(Path(file[1]).expanduser(), folder)
     if DOTTED.fullmatch(value) and not Path(value).exists():
         origin = origin_of(value.partition(".")[0])
         return last == "_target_" if origin is None else not holds(origin, folder)
@@ -98,7 +98,7 @@ def holds(path: Path, folder: Path) -> bool:
     path = path.resolve()
     for root in (Path.cwd().resolve(), CONF.parent.resolve()):
         between = [parent for parent in path.parents if root in parent.parents]
-        brought = folder.resolve() in path.parents or any((parent / "manifest.json").exists() for parent in between)
-        if root in path.parents and not brought and "site-packages" not in path.parts:
+        in_a_run = folder.resolve() in path.parents or any((parent / "manifest.json").exists() for parent in between)
+        if root in path.parents and not in_a_run and "site-packages" not in path.parts:
             return True
     return False

@@ -32,7 +32,7 @@ class Names(dict):
         self.nodes: dict[str, Any] = {}
         for node in ast.parse(source).body:
             if isinstance(node, ast.ImportFrom):
-                self.nodes |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
+                self.nodes |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
             elif isinstance(node, ast.Assign):
                 self.nodes[ast.unparse(node.targets[0])] = node.value
             elif isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -58,22 +58,23 @@ class Names(dict):
 
     def arguments(self, name: str) -> dict[str, Any]:
         """Return the annotations of the arguments of a class or function, and of the base class that gets the rest."""
-        node, found = self.nodes.get(name), {}
+        node, kinds = self.nodes.get(name), {}
         if isinstance(node, str):
             return arguments(node)
         if isinstance(node, ast.ClassDef):
-            fields = [one for one in node.body if isinstance(one, ast.AnnAssign) and node.decorator_list]
-            found = {one.target.id: self.kind(one.annotation) for one in fields}
-            init = next((one for one in node.body if getattr(one, "name", "") == "__init__"), None)
+            if node.decorator_list:  # a dataclass
+                fields = [statement for statement in node.body if isinstance(statement, ast.AnnAssign)]
+                kinds = {field.target.id: self.kind(field.annotation) for field in fields}
+            init = next((method for method in node.body if getattr(method, "name", "") == "__init__"), None)
             if node.bases and (init is None or init.args.kwarg):
-                found = self.arguments(ast.unparse(node.bases[0])) | found
+                kinds = self.arguments(ast.unparse(node.bases[0])) | kinds
             node = init
         if isinstance(node, ast.FunctionDef):
             if node.args.kwarg and node.args.kwarg.arg == "rows":
-                found |= arguments("grpo.data.dataset.Dataset")
-            given = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-            found |= {one.arg: self.kind(one.annotation) for one in given if one.annotation}
-        return found
+                kinds |= arguments("grpo.data.dataset.Dataset")
+            named = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            kinds |= {argument.arg: self.kind(argument.annotation) for argument in named if argument.annotation}
+        return kinds
 
 
 @cache
@@ -99,13 +100,13 @@ def arguments(target: str) -> dict[str, Any]:
 
 def kinds(node: Any, key: str = "", kind: Any = Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield (dotted key, value, annotation) of every leaf and node below a node, the inner ones first."""
-    given = arguments(node["_target_"]) if r.is_node(node) and isinstance(node["_target_"], str) else {}
-    other = next((get_args(one)[1] for one in r.members(kind) if get_origin(one) in (dict, Mapping)), Any)
+    annotations = arguments(node["_target_"]) if r.is_node(node) and isinstance(node["_target_"], str) else {}
+    of_any_key = next((get_args(member)[1] for member in r.members(kind) if get_origin(member) in (dict, Mapping)), Any)
     if isinstance(node, Mapping):
         for name, value in node.items():
             if name not in ("_target_", "_partial_", "_convert_", "_recursive_"):
                 below = f"{key}.{name}".lstrip(".")
-                yield from kinds(value, below, TYPES.get(below, given.get(name, other)))
+                yield from kinds(value, below, TYPES.get(below, annotations.get(name, of_any_key)))
     elif isinstance(node, list):
         for i, value in enumerate(node):
             yield from kinds(value, f"{key}[{i}]")
@@ -121,8 +122,8 @@ def check_values(config: DictConfig) -> None:
     if empty := [name for name in ("ckpt_path", "replay", "run", "max_time") if node.get(name) == ""]:
         raise UserError(f"{empty[0]}= is empty: give a value, or leave the key out")
     groups = {group: node[group] for group in ("callbacks", "logger") if isinstance(node.get(group), dict)}
-    parts = ((f"{group}.{name}", part) for group, those in groups.items() for name, part in those.items())
-    if empty := [key for key, part in parts if part is None]:
+    parts = {f"{group}.{name}": part for group, several in groups.items() for name, part in several.items()}
+    if empty := [key for key, part in parts.items() if part is None]:
         raise UserError(f"{empty[0]}=null is no part of a run: ~{empty[0]} leaves it out")
     for key, names in TABLES["instead"].items():
         for name in node.get("trainer", {}).keys() & set(names.split()):
@@ -130,6 +131,7 @@ def check_values(config: DictConfig) -> None:
     if isinstance(chosen := node.get("trainer", {}).get("strategy"), str):
         raise UserError(f"trainer.strategy={chosen} is a choice of the group strategy: set strategy=auto, ddp or fsdp2")
     written = flat(OmegaConf.to_container(config))  # an error names the key that holds the value, not one with ${...}
-    for key, value, kind in sorted(kinds(node), key=lambda found: "${" in str(written.get(found[0]))):
+    by_place = sorted(kinds(node), key=lambda leaf: "${" in str(written.get(leaf[0])))
+    for key, value, kind in by_place:
         if value != "???":
             r.require(key, value, kind)

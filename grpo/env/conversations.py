@@ -10,30 +10,37 @@ from grpo.env.tool_parsers import call_in
 from grpo.system.errors import UserError
 
 
-def messages_of(said: Sequence[tuple[dict[str, Any], str]]) -> tuple[Message, ...]:
+def messages_of(pairs: Sequence[tuple[dict[str, Any], str]]) -> tuple[Message, ...]:
     """Return a conversation's messages, answers of tools in the order of their calls and with the names of these.
 
-    said: each message as `message_of` takes it, and the id of the call that it answers. Raises UserError if there is none.
+    pairs: each message as `message_of` takes it, and the id of the call that it answers. Raises UserError if there is none.
     """
-    if not said:
+    if not pairs:
         raise UserError('there is no message: give [{"role": "user", "content": "..."}, ...]')
-    found: list[Message] = []
-    messages = ((message_of(given), answers) for given, answers in said)
-    for of_tools, run in groupby(messages, lambda one: one[0].role == "tool"):
-        if of_tools and found:
-            calls = {call.id: (i, call.name) for i, call in enumerate(found[-1].tool_calls)}
-            run = sorted(run, key=lambda one: calls.get(one[1], (len(calls), ""))[0])
-            run = ((replace(one, name=one.name or calls.get(to, (0, None))[1]), to) for one, to in run)
-        found += (one for one, _ in run)
-    return tuple(found)
+    conversation: list[Message] = []
+    messages = ((message_of(message), call_id) for message, call_id in pairs)
+    for of_tools, run in groupby(messages, lambda pair: pair[0].role == "tool"):
+        if of_tools and conversation:
+            conversation += answers_in_order(conversation[-1].tool_calls, [*run])
+        else:
+            conversation += (message for message, _ in run)
+    return tuple(conversation)
 
 
-def chat_message(given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def answers_in_order(calls: Sequence[ToolCall], answers: Sequence[tuple[Message, str]]) -> list[Message]:
+    """Return the messages of tools in the order of the calls, each with its tool's name. answers: (message, id of its call)."""
+    places = {call.id: i for i, call in enumerate(calls)}
+    names = {call.id: call.name for call in calls}
+    ordered = sorted(answers, key=lambda answer: places.get(answer[1], len(calls)))
+    return [replace(message, name=message.name or names.get(call_id)) for message, call_id in ordered]
+
+
+def chat_message(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Return a message as `message_of` takes it, and the id of the call that it answers."""
-    called = [call_written(one["function"], one.get("id")) for one in given.get("tool_calls") or ()]
-    role = "system" if given.get("role") == "developer" else given.get("role")
-    text = text_in(given.get("content"))
-    return {**given, "role": role, "content": text, "tool_calls": called, "error": None}, given.get("tool_call_id", "")
+    calls = [call_written(call["function"], call.get("id")) for call in message.get("tool_calls") or ()]
+    role = "system" if message.get("role") == "developer" else message.get("role")
+    read = {**message, "role": role, "content": text_in(message.get("content")), "tool_calls": calls, "error": None}
+    return read, message.get("tool_call_id", "")
 
 
 def text_in(content: Any) -> Any:
@@ -46,6 +53,7 @@ def text_in(content: Any) -> Any:
     return "\n".join(part["text"] for part in texts)
 
 
-def call_written(given: Mapping[str, Any], name: Any) -> ToolCall:
-    """Return the call that OpenAI's clients send back. name: its id. Raises Malformed for arguments that are no JSON object."""
-    return call_in({"name": given["name"], "arguments": given.get("arguments") or {}, "id": name}, "arguments")
+def call_written(function: Mapping[str, Any], call_id: Any) -> ToolCall:
+    """Return the call that OpenAI's clients send back. Raises Malformed for arguments that are no JSON object."""
+    fields = {"name": function["name"], "arguments": function.get("arguments") or {}, "id": call_id}
+    return call_in(fields, "arguments")

@@ -39,26 +39,26 @@ def first_state(builder: EnvBuilder, example: Example) -> State:
         awaited(close_env(env))
 
 
-def state_of(given: Any) -> State:
+def state_of(state: Any) -> State:
     """Return the result of an environment as a State. Raises TypeError or ValueError if it is none."""
-    if not hasattr(given, "messages"):
-        raise TypeError(f"the environment gave {shown(given)}, not a state with messages")
-    messages = tuple(map(message_of, given.messages))
+    if not hasattr(state, "messages"):
+        raise TypeError(f"the environment gave {shown(state)}, not a state with messages")
+    messages = tuple(map(message_of, state.messages))
     if not messages:
         raise ValueError("the environment gave a state without a message")
-    more = {name: getattr(given, name) for name in ("prompt", "stop", "max_tokens", "reward") if hasattr(given, name)}
-    return State(messages, tuple(map(tool_of, getattr(given, "tools", ()))), **more)
+    more = {name: getattr(state, name) for name in ("prompt", "stop", "max_tokens", "reward") if hasattr(state, name)}
+    return State(messages, tuple(map(tool_of, getattr(state, "tools", ()))), **more)
 
 
-def reward_of(given: Any) -> Reward:
+def reward_of(reward: Any) -> Reward:
     """Return a reward in Python's own numbers, which can be written as JSON. Raises an exception if it is none."""
-    parts = {name: float(value) for name, value in given.parts.items()}
-    more = {name: getattr(given, name) for name in ("outcome", "advantage", "extra") if hasattr(given, name)}
-    return Reward(float(given.value), bool(given.correct), parts, **more)
+    parts = {name: float(value) for name, value in reward.parts.items()}
+    more = {name: getattr(reward, name) for name in ("outcome", "advantage", "extra") if hasattr(reward, name)}
+    return Reward(float(reward.value), bool(reward.correct), parts, **more)
 
 
-def next_of(given: Any) -> State | Reward | None:
+def next_of(result: Any) -> State | Reward | None:
     """Return what `step` gave: the next state, the reward with which the episode ends, or None if it ends without one."""
-    if given is None:
+    if result is None:
         return None
-    return reward_of(given) if hasattr(given, "value") else state_of(given)
+    return reward_of(result) if hasattr(result, "value") else state_of(result)

@@ -84,16 +84,16 @@ def shown(value: Any, most: int = 80) -> str:
 def cut(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
     """Return a text before the first stop text in it, and that stop text; the whole text and None if it has none."""
     places = [(text.index(word), word) for word in stop if word in text]
-    place, word = min(places, default=(len(text), None), key=lambda one: one[0])
+    place, word = min(places, default=(len(text), None), key=lambda match: match[0])
     return text[:place], word
 
 
-def message_of(given: Any) -> Message:
+def message_of(message: Any) -> Message:
     """Converts a `Message`, an object with role and content, or a dict as chat templates take it. Surrogates that UTF-8 cannot
     encode are replaced. Raises TypeError for anything else."""
 
     def part(name: str, default: Any = None) -> Any:
-        return given.get(name, default) if isinstance(given, Mapping) else getattr(given, name, default)
+        return message.get(name, default) if isinstance(message, Mapping) else getattr(message, name, default)
 
     role, content = part("role"), part("content")
     calls = tuple(map(call_of, part("tool_calls") or ()))
@@ -102,31 +102,31 @@ def message_of(given: Any) -> Message:
         content = ""
     if role not in get_args(Role) or not isinstance(content, str):
         roles = ", ".join(get_args(Role))
-        raise TypeError(f"{shown(given)} is no message: it needs a role ({roles}) and a text as content")
+        raise TypeError(f"{shown(message)} is no message: it needs a role ({roles}) and a text as content")
     if role == "assistant" and thought and parted(content)[0] is None:  # it came in a field of its own
         content = with_thought(thought, content)
     return Message(role, content.encode(errors="replace").decode(), calls, part("name"), part("error"))
 
 
-def call_of(given: Any) -> ToolCall:
+def call_of(call: Any) -> ToolCall:
     """Converts a call of a tool. Raises TypeError for anything else."""
     try:
-        if not isinstance(given, ToolCall):
-            given = ToolCall(given["function"]["name"], given["function"]["arguments"], given.get("id") or "")
+        if not isinstance(call, ToolCall):
+            call = ToolCall(call["function"]["name"], call["function"]["arguments"], call.get("id") or "")
     except (TypeError, LookupError, AttributeError):
-        raise TypeError(f"{shown(given)} is no call of a tool: see ToolCall.as_dict") from None
-    if not isinstance(given.name, str) or not isinstance(given.arguments, Mapping):
-        raise TypeError(f"{shown(given)}: a call has a text as name, and an object (no JSON text) of arguments")
-    return given
+        raise TypeError(f"{shown(call)} is no call of a tool: see ToolCall.as_dict") from None
+    if not isinstance(call.name, str) or not isinstance(call.arguments, Mapping):
+        raise TypeError(f"{shown(call)}: a call has a text as name, and an object (no JSON text) of arguments")
+    return call
 
 
-def tool_of(given: Any) -> ToolSpec:
+def tool_of(tool: Any) -> ToolSpec:
     """Converts the description of a tool. Raises TypeError for anything else."""
-    if isinstance(given, ToolSpec):
-        return given
+    if isinstance(tool, ToolSpec):
+        return tool
     try:
-        described = given["function"]
+        described = tool["function"]
         name, parameters = described["name"], described.get("parameters") or {}
         return ToolSpec(str(name), str(described.get("description") or ""), dict(parameters))
     except (TypeError, LookupError, AttributeError, ValueError):
-        raise TypeError(f"{shown(given)} describes no tool: see ToolSpec.as_dict, or tools.spec_of") from None
+        raise TypeError(f"{shown(tool)} describes no tool: see ToolSpec.as_dict, or tools.spec_of") from None

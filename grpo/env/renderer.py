@@ -1,19 +1,18 @@
 """Messages <-> tokens: the one seam between the two worlds."""
 
-import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property, partial
 from inspect import signature
-from itertools import chain, count
+from itertools import chain
 from typing import Any, Literal, Protocol, Self
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo.env.chat_dicts import ADD, ASKED, FIND, HOW, TRIED, as_dicts, called
 from grpo.env.intake import no_tokens
-from grpo.env.messages import Message, MessageLike, ToolCall, ToolSpec, cut, message_of, shown
+from grpo.env.messages import Message, MessageLike, ToolSpec, cut, message_of, shown
 from grpo.env.thoughts import CLOSED, OPENED, WAYS, Manner, Tags, Written, as_it_is, in_channels, oddity, tags_of
 from grpo.env.tokens import Turn
 from grpo.env.tool_forms import FORMS, message_of_text
@@ -48,8 +47,8 @@ class Renderer(Protocol):
 class TokenizerRenderer:
     """Renders with the tokenizer's own chat template; a tokenizer without one gets the plain text, as a base model expects.
 
-    A conversation that ends with an assistant message is continued, not answered (a prefill). keep: tokens at the end of a
-    prompt that are kept where it is longer; None for all. tool_calls: the form in which the policy writes calls (see
+    A conversation that ends with an assistant message is continued, not answered (a prefill). keep: a longer prompt keeps this
+    many tokens, those at its end; None: all. tool_calls: the form in which the policy writes calls (see
     `tool_forms`); auto is the one that reads what the template writes. template_args: further variables of the template, as
     enable_thinking. date: the day for templates that write the date, as 2026-01-31; None for today's.
     """
@@ -84,11 +83,13 @@ class TokenizerRenderer:
     def _check_template(self) -> None:
         """Raises UserError if two questions become the same tokens. A template that refuses a lone question is not tried."""
         try:
-            one, other = (self._encoded(self._text([Message("user", q)])) for q in ("How many are 1 + 2?", "A bird?"))
+            first, second = (
+                self._encoded(self._text([Message("user", q)])) for q in ("How many are 1 + 2?", "A bird?")
+            )
         except UserError:
             return
-        if one == other:
-            same = f"different prompts become the same {len(one)} tokens"
+        if first == second:
+            same = f"different prompts become the same {len(first)} tokens"
             raise UserError(f"the chat template ignores its messages, {same}: set model.chat_template=FILE, or none")
 
     def prompt_ids(
@@ -99,13 +100,13 @@ class TokenizerRenderer:
         every = (self._encoded(text, special) for text, special in self.texts(messages, tools))
         fresh = ids = next(every)
         if before := tuple(before):
-            longer = (self._extended(before, one) for one in chain([fresh], every))
-            ids = next((one for one in longer if one[: len(before)] == before), fresh)
+            longer = (self._extended(before, version) for version in chain([fresh], every))
+            ids = next((version for version in longer if version[: len(before)] == before), fresh)
         return ids if self.keep is None or len(ids) <= self.keep else fresh[-self.keep :]
 
     def texts(self, messages: Sequence[Message] | str, tools: Sequence[ToolSpec] = ()) -> Iterator[tuple[str, bool]]:
-        """Yield a prompt as text, in every way in which the template takes thoughts, the best one first, and whether special
-        tokens are added to it: a template writes them itself."""
+        """Yield (text of a prompt, whether the tokenizer adds special tokens to it) for every way in which the template takes
+        thoughts, the best first. A template writes special tokens itself."""
         if isinstance(messages, str):
             yield messages, True
         elif self.tokenizer.chat_template is None:
@@ -137,7 +138,8 @@ class TokenizerRenderer:
 
     def _dicts(self, messages: Sequence[Message], way: Callable[[Written], Written] | None = None) -> list[Written]:
         """The form that the template takes: see `as_dicts`."""
-        return as_dicts(messages, way, self._calling[1] if any(one.tool_calls for one in messages) else None)
+        has_calls = any(message.tool_calls for message in messages)
+        return as_dicts(messages, way, self._calling[1] if has_calls else None)
 
     def _written(self, messages: Sequence[Written], tools: Sequence[ToolSpec] = (), ask: bool = True) -> str:
         """A conversation as the template writes it. ask: it ends where the policy's next words begin."""
@@ -164,15 +166,15 @@ class TokenizerRenderer:
         try:
             if self._channels:
                 return [partial(in_channels, opening="")]
-            asked = self._written(as_dicts(ASKED), ask=False)
-            opening = self._thoughts.read(self._text(ASKED)[len(asked) :])
+            question = self._written(as_dicts(ASKED), ask=False)
+            opening = self._thoughts.read(self._text(ASKED)[len(question) :])
             opening = opening[opening.find(OPENED) :] if OPENED in opening else ""
         except UserError:  # it refuses a lone question
             return [partial(as_it_is, opening="")]
         thought, rest = "Let me see.", "It is three."
-        said = ("" if opening and CLOSED not in opening else f"{OPENED}\n") + f"{thought}\n{CLOSED}\n\n"
-        talk = [*ASKED, Message("assistant", said + rest), Message("user", "Sure?")]
-        call = [*ASKED, Message("assistant", said, called(1)[0].tool_calls), called(1)[1]]
+        block = ("" if opening and CLOSED not in opening else f"{OPENED}\n") + f"{thought}\n{CLOSED}\n\n"
+        talk = [*ASKED, Message("assistant", block + rest), Message("user", "Sure?")]
+        call = [*ASKED, Message("assistant", block, called(1)[0].tool_calls), called(1)[1]]
 
         def odd(
             way: Callable[[Written], Written], messages: list[Message], tools: Sequence[ToolSpec], rest: str
@@ -238,8 +240,10 @@ class TokenizerRenderer:
         """Return what the template writes after a question for a call and its answer."""
         talk = [*ASKED, Message("assistant", "", (TRIED,)), Message("tool", "3", name=TRIED.name)]
         whole = self._encoded(self._written(as_dicts(talk, None, how), [FIND]))
-        asked = self._encoded(self._written(as_dicts(ASKED), [FIND]))
-        return whole[next((i for i, (a, b) in enumerate(zip(whole, asked, strict=False)) if a != b), len(asked)) :]
+        question = self._encoded(self._written(as_dicts(ASKED), [FIND]))
+        pairs = enumerate(zip(whole, question, strict=False))
+        start = next((i for i, (token, before) in pairs if token != before), len(question))
+        return whole[start:]
 
     @cached_property
     def _several(self) -> bool:
@@ -292,11 +296,11 @@ def rendered_prompt(renderer: Renderer, state: State, steps: Sequence[Step], tur
         if not state.prompt or no_tokens(state.prompt, size):
             raise UserError(f"a prompt of token ids has at least one, each from 0 to {size - 1}")
         return state.prompt
-    said: Any = state.messages if state.prompt is None else state.prompt
+    content: Any = state.messages if state.prompt is None else state.prompt
     last = turns[-1].ids if turns else ()
-    prompt = tuple(renderer.prompt_ids(said, state.tools, last))
+    prompt = tuple(renderer.prompt_ids(content, state.tools, last))
     if prompt[: len(last)] != last and (before := continued_ids(state, steps[:-1], turns)):
-        prompt = tuple(renderer.prompt_ids(said, state.tools, before))
+        prompt = tuple(renderer.prompt_ids(content, state.tools, before))
     if not prompt:
         raise UserError("a prompt has no tokens: give at least one")
     return prompt
@@ -305,8 +309,8 @@ def rendered_prompt(renderer: Renderer, state: State, steps: Sequence[Step], tur
 def continued_ids(state: State, steps: Sequence[Step], turns: Sequence[Turn]) -> tuple[int, ...]:
     """Return the ids of the latest of these turns whose conversation the state continues; none if there is no such turn."""
     for step, turn in reversed([*zip(steps, turns, strict=False)]):
-        said = (*step.state.messages, step.action.message)
-        if state.messages[: len(said)] == said:
+        conversation = (*step.state.messages, step.action.message)
+        if state.messages[: len(conversation)] == conversation:
             return turn.ids
     return ()
 
@@ -317,24 +321,6 @@ def message_read(renderer: Renderer, ids: Sequence[int], state: State) -> Messag
     return replace(message, content=cut(message.content, state.stop)[0]) if state.stop else message
 
 
-# ways in which templates take calls. text: arguments as JSON text. empty: no content beside a call. named: ids as Kimi's
-HOW: tuple[Mapping[str, bool], ...] = (
-    {},
-    {"text": True},
-    {"empty": True},
-    {"text": True, "empty": True},
-    {"named": True},
-)
-# conversations to try a template with
-TRIED = ToolCall("find", {"text": 'a "b"\nc', "k": 2, "deep": True})
-FIND = ToolSpec(
-    "find", "Find.",
-    {"type": "object", "properties": {"text": {"type": "string"}, "k": {"type": "integer"}, "deep": {"type": "boolean"}}},
-)  # fmt: skip
-ASKED = (Message("user", "1 + 2?"),)
-ADD = ToolSpec("add", "Add.", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
-
-
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
     """Return a text's token ids. Raises UserError for a token without a row in the model's embedding (`Pretrained.tokenizer`)."""
     text = text.encode(errors="replace").decode()  # programs may send half of a surrogate pair
@@ -343,40 +329,3 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: b
         token = tokenizer.without_row[min(strangers)]
         raise UserError(f"a prompt has {token!r}, for which the model's embedding has no row: leave it out")
     return ids
-
-
-def called(count: int) -> list[Message]:
-    """So many calls in one message, and their answers."""
-    return [Message("assistant", "", (ToolCall("add", {"a": 1}),) * count), *[Message("tool", "3", name="add")] * count]
-
-
-def as_dicts(
-    messages: Sequence[Message],
-    way: Callable[[Written], Written] | None = None,
-    how: Mapping[str, bool] | None = None,
-) -> list[Written]:
-    """The form that chat templates take. Every call has an id of nine letters or digits, as Mistral's want it, made of its place
-    where the policy wrote none such; and every answer the id of its call. way: how thoughts are written; it does not concern
-    a last message, which is continued. how: how calls are written (see HOW)."""
-    how = how or {}
-    given = [message.as_dict() for message in messages]
-    if way is not None:
-        given = [way(one) if one["role"] == "assistant" and one is not given[-1] else one for one in given]
-    waiting: list[str] = []
-    places = count()
-    for written in given:
-        if calls := written.get("tool_calls"):
-            for call in calls:
-                place = next(places)
-                if how.get("named"):
-                    call["id"] = f"functions.{call['function']['name']}:{place}"
-                elif not re.fullmatch("[a-zA-Z0-9]{9}", call.get("id", "")):
-                    call["id"] = f"call{place:05d}"
-                if how.get("text"):
-                    call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-            if how.get("empty") and not written["content"]:
-                written["content"] = None
-            waiting = [call["id"] for call in calls]
-        elif written["role"] == "tool" and waiting:
-            written["tool_call_id"] = waiting.pop(0)
-    return given

@@ -31,14 +31,16 @@ def score_group(
     envs = envs or [None] * len(trajectories)
     if not scores_groups(task):
         pairs = zip(trajectories, envs, strict=True)
-        given = [awaited(task.score(example, one, **asked_for(task.score, env=env))) for one, env in pairs]
+        rewards = [
+            awaited(task.score(example, trajectory, **asked_for(task.score, env=env))) for trajectory, env in pairs
+        ]
     elif hasattr(task, "score_group"):
-        given = list(awaited(task.score_group(example, trajectories, **asked_for(task.score_group, envs=envs))))
+        rewards = list(awaited(task.score_group(example, trajectories, **asked_for(task.score_group, envs=envs))))
     else:
-        given = [trajectory.reward or UNKNOWN for trajectory in trajectories]
-    if len(given) != len(trajectories):
-        raise RewardError(f"{place_of(task)} gave {len(given)} rewards for {len(trajectories)} samples")
-    return [_checked(task, i, reward) for i, reward in enumerate(given)]
+        rewards = [trajectory.reward or UNKNOWN for trajectory in trajectories]
+    if len(rewards) != len(trajectories):
+        raise RewardError(f"{place_of(task)} gave {len(rewards)} rewards for {len(trajectories)} samples")
+    return [_checked(task, i, reward) for i, reward in enumerate(rewards)]
 
 
 def _checked(task: Task, i: int, reward: Any) -> Reward:
@@ -53,5 +55,5 @@ def _checked(task: Task, i: int, reward: Any) -> Reward:
 
 
 def place_of(task: Task) -> str:
-    """Names the place that the rewards come from."""
+    """Return the method that gives the rewards, as `Class.method`."""
     return f"{type(task).__name__}.{'score_group' if scores_groups(task) else 'score'}"

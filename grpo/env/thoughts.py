@@ -27,7 +27,8 @@ class Manner(Protocol):
 
 
 def after_thinking(text: str) -> int:
-    """Where the thinking ends that a message begins with. Its <think> may be missing: some templates end a prompt with it."""
+    """Return the place after the thinking with which a message begins; 0 if it begins with none. Its <think> may be missing: some
+    templates end a prompt with it."""
     start, end = text.find(OPENED), text.find(CLOSED)
     if end < 0:
         return 0
@@ -67,12 +68,12 @@ class Tags(NamedTuple):
 
 def tags_of(template: str) -> Tags:
     """Return the tags that a chat template knows: those of Gemma 4, Seed-OSS or Magistral, or else the usual ones."""
-    own = (
+    special = (
         Tags("<|channel>", "thought", "<channel|>"),
         Tags("<seed:think>", "", "</seed:think>"),
         Tags("[THINK]", "", "[/THINK]"),
     )
-    return next((tags for tags in own if tags.end in template), Tags())
+    return next((tags for tags in special if tags.end in template), Tags())
 
 
 def as_it_is(written: Written, opening: str) -> Written:

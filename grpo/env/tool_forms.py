@@ -14,22 +14,22 @@ from grpo.env.messages import Message, ToolCall, ToolSpec, shown
 from grpo.env.thoughts import CLOSED, OPENED, after_thinking
 from grpo.env.tool_parsers import Malformed, Reader, Xml, call_in, decoded, python_calls, xml_call
 
-Said = tuple[str, list[ToolCall]]
+Parsed = tuple[str, list[ToolCall]]  # the text outside of the calls, and the calls
 Body = Callable[[Reader, Sequence[ToolSpec]], list[ToolCall]]
 
 
 class Form(NamedTuple):
-    """read: from a text and the tools to the text outside of the calls, and the calls. written: how a call is written, for the
-    policy. marks: tokens that the reader needs to see; a tokenizer may count them among its special ones."""
+    """read(text, tools): returns the text outside of the calls, and the calls. written: how a call is written, for the policy.
+    marks: tokens that the reader needs to see; a tokenizer may count them among its special ones."""
 
-    read: Callable[[str, Sequence[ToolSpec]], Said]
+    read: Callable[[str, Sequence[ToolSpec]], Parsed]
     written: str
     marks: tuple[str, ...] = ()
 
 
 def message_of_text(text: str, form: str, tools: Sequence[ToolSpec] = ()) -> Message:
-    """The policy's message. Where a call is malformed the text is the content and `error` says, in one line, what was wrong and
-    how a call is written. Calls in a block of <think> are thoughts. Never raises, whatever the text."""
+    """Return the policy's message. If a call is malformed, the content is the whole text, and `error` says in one line what was
+    wrong and how a call is written. Calls in a block of <think> are thoughts. Never raises, whatever the text."""
     try:
         content, calls = FORMS[form].read(text, tools)
     except Malformed as error:
@@ -38,7 +38,7 @@ def message_of_text(text: str, form: str, tools: Sequence[ToolSpec] = ()) -> Mes
     return Message("assistant", content, tuple(calls))
 
 
-def tagged(text: str, tools: Sequence[ToolSpec], opening: str, closing: str, body: Body) -> Said:
+def tagged(text: str, tools: Sequence[ToolSpec], opening: str, closing: str, body: Body) -> Parsed:
     """Reads calls that stand between two tags. body: reads at least one call."""
     outside, calls, reader, last = [], [], Reader(text, after_thinking(text)), 0
     while mark := reader.find(f"{re.escape(opening)}|{re.escape(closing)}"):
@@ -129,7 +129,7 @@ def named_body(reader: Reader, tools: Sequence[ToolSpec], start: str, fence: str
     return calls
 
 
-def llama3(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
+def llama3(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
     """Reads calls in the form of Llama 3."""
     start = after_thinking(text)
     reader = Reader(text, start)
@@ -147,7 +147,7 @@ def llama3(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
     return text[:start], calls
 
 
-def listed(text: str, tools: Sequence[ToolSpec], mark: str, shown_mark: str) -> Said:
+def listed(text: str, tools: Sequence[ToolSpec], mark: str, shown_mark: str) -> Parsed:
     """Reads a list of calls that ends the message, as those of Mistral and Granite."""
     reader, calls = Reader(text, after_thinking(text)), []
     if not (opened := reader.find(mark)):
@@ -168,7 +168,7 @@ def listed(text: str, tools: Sequence[ToolSpec], mark: str, shown_mark: str) -> 
 CHANNEL = r"( to=\S+)?<\|channel\|>(analysis|commentary|final)( to=[^\s<]+)?\s*(<\|constrain\|>)?\s*\w*\s*"
 
 
-def harmony(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
+def harmony(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
     """Reads the channels of gpt-oss: the analysis is a thought, the commentary to a function is a call, the rest is the text."""
     if "<|message|>" not in text:
         return text, []
@@ -181,12 +181,12 @@ def harmony(text: str, tools: Sequence[ToolSpec] = ()) -> Said:
             raise Malformed("<|message|> is missing after a channel")
         if not re.fullmatch(CHANNEL, header):
             raise Malformed(f"a message begins with its channel, not with {shown(header, 40)}")
-        said, closed, _ = re.split(r"(<\|end\|>|<\|call\|>|<\|return\|>|\Z)", body, maxsplit=1)
+        words, closed, _ = re.split(r"(<\|end\|>|<\|call\|>|<\|return\|>|\Z)", body, maxsplit=1)
         thinking = "<|channel|>analysis" in header and not closed
         if to := re.search(r"to=(?:functions\.)?([^\s<]+)", header):
-            calls.append(call_in({"name": to[1], "arguments": decoded(said)}, "arguments"))
+            calls.append(call_in({"name": to[1], "arguments": decoded(words)}, "arguments"))
         else:
-            (thoughts if "<|channel|>analysis" in header else content).append(said)
+            (thoughts if "<|channel|>analysis" in header else content).append(words)
     thought = OPENED + "\n".join(thoughts) + ("" if thinking else CLOSED) if thoughts else ""
     return thought + "\n".join(content), calls
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, reduce
+from itertools import chain
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -28,15 +29,15 @@ class Reader:
 
     def take(self, pattern: str) -> re.Match | None:
         """Reads the pattern if it comes next, after any space."""
-        if found := re.compile(rf"\s*{pattern}").match(self.text, self.at):
-            self.at = found.end()
-        return found
+        if match := re.compile(rf"\s*{pattern}").match(self.text, self.at):
+            self.at = match.end()
+        return match
 
     def need(self, pattern: str, complaint: str = "") -> re.Match:
         """Reads the pattern, or raises Malformed."""
-        if not (found := self.take(pattern)):
+        if not (match := self.take(pattern)):
             raise Malformed(complaint or f"{shown(self.text[self.at :].lstrip(), 40)} stands after the call")
-        return found
+        return match
 
     def find(self, marks: str) -> re.Match | None:
         """Finds the next match outside a block of <think>."""
@@ -55,12 +56,10 @@ class Reader:
         self.take("")
         try:
             value, self.at = DECODER.raw_decode(self.text, self.at)
-            inner = [value]
+            level = [value]
             for _ in range(DEPTH):
-                inner = [
-                    v for o in inner if isinstance(o, dict | list) for v in (o.values() if isinstance(o, dict) else o)
-                ]
-            if inner:
+                level = inside(level)
+            if level:
                 raise RecursionError
             json.dumps(value, ensure_ascii=False).encode()
         except RecursionError:
@@ -73,6 +72,13 @@ class Reader:
         except ValueError:  # of int(), which refuses thousands of digits
             raise Malformed("a number has too many digits") from None
         return value
+
+
+def inside(values: Sequence[Any]) -> list[Any]:
+    """Return the elements of the lists and the values of the objects among these values."""
+    lists = [value for value in values if isinstance(value, list)]
+    objects = [value.values() for value in values if isinstance(value, dict)]
+    return [*chain.from_iterable([*lists, *objects])]
 
 
 class Xml(NamedTuple):
@@ -150,17 +156,17 @@ def kinds_in(schema: Any, whole: Mapping[str, Any]) -> set[str]:
     kinds: set[str] = set()
     waiting, seen = [schema], []
     while waiting:
-        one = waiting.pop()
-        if not isinstance(one, Mapping) or any(one is other for other in seen):
+        node = waiting.pop()
+        if not isinstance(node, Mapping) or any(node is other for other in seen):
             continue
-        seen.append(one)
-        given = one.get("type", ())
-        kinds |= {given} if isinstance(given, str) else {*given}
-        values = [*one.get("enum", ()), *([one["const"]] if "const" in one else ())]
-        kinds |= {KINDS[type(value)] for value in values} | ({"null"} if one.get("nullable") else set())
-        waiting += [other for name in ("anyOf", "oneOf", "allOf") for other in one.get(name, ())]
-        if place := one.get("$ref"):  # "#/$defs/NAME"
-            waiting.append(reduce(lambda found, name: found.get(name, {}), place.split("/")[1:], whole))
+        seen.append(node)
+        types = node.get("type", ())
+        kinds |= {types} if isinstance(types, str) else {*types}
+        values = [*node.get("enum", ()), *([node["const"]] if "const" in node else ())]
+        kinds |= {KINDS[type(value)] for value in values} | ({"null"} if node.get("nullable") else set())
+        waiting += [other for name in ("anyOf", "oneOf", "allOf") for other in node.get(name, ())]
+        if place := node.get("$ref"):  # "#/$defs/NAME"
+            waiting.append(reduce(lambda inner, name: inner.get(name, {}), place.split("/")[1:], whole))
     return kinds
 
 

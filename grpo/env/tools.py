@@ -44,17 +44,17 @@ def spec_of(function: Callable) -> ToolSpec:
 
 def check_arguments(spec: ToolSpec, arguments: Any) -> None:
     """Raises ToolError where the arguments of a call are not those of the tool."""
-    known: Mapping[str, Any] = spec.parameters.get("properties", {})
-    form = f"{spec.name} takes {', '.join(known) or 'no arguments'}"
+    properties: Mapping[str, Any] = spec.parameters.get("properties", {})
+    form = f"{spec.name} takes {', '.join(properties) or 'no arguments'}"
     if not isinstance(arguments, Mapping):
         raise ToolError(f"the arguments must be an object, not {shown(arguments)}; {form}")
     if missing := [name for name in spec.parameters.get("required", ()) if name not in arguments]:
         raise ToolError(f"{', '.join(missing)} missing; {form}")
-    if unknown := [name for name in arguments if name not in known]:
+    if unknown := [name for name in arguments if name not in properties]:
         raise ToolError(f"there is no argument {', '.join(map(repr, unknown))}; {form}")
     for name, value in arguments.items():
-        wanted = known[name].get("type")
-        if not isinstance(wanted, str) or (value is None and known[name].get("nullable")):
+        wanted = properties[name].get("type")
+        if not isinstance(wanted, str) or (value is None and properties[name].get("nullable")):
             continue
         if not isinstance(value, TYPES.get(wanted, object)) or (isinstance(value, bool) and wanted != "boolean"):
             raise ToolError(f"{name} must be of type {wanted}, not {shown(value)}")
@@ -63,8 +63,8 @@ def check_arguments(spec: ToolSpec, arguments: Any) -> None:
 class ToolEnv:
     """A question, and tools that help to answer it: a message without a call is the answer.
 
-    tools: functions, plain or coroutines, that return text or what JSON can tell; one that is made for this very episode may
-    remember it. A call that cannot be read, is of no tool, or fails is answered by a message that says so, with `error` set. Only
+    tools: functions, plain or coroutines, that return text or what JSON can tell; one that is made for this episode alone may
+    keep a state. A call that cannot be read, names no tool, or fails is answered by a message with the reason, and `error`. Only
     an OSError (no connection, a timeout, a missing file) is not the policy's fault: it ends the episode without a reward.
     max_calls: the most calls answered in one message. max_chars: the length at which an answer is cut.
     """
@@ -81,14 +81,14 @@ class ToolEnv:
         return State(self.messages, tuple(self.specs.values()))
 
     def step(self, action: Action) -> State | None:
-        said = action.message
-        if action.truncated or not (said.tool_calls or said.error):
+        message = action.message
+        if action.truncated or not (message.tool_calls or message.error):
             return None
-        if said.error:  # not a tool's message: some templates show one only after a call that they can read
-            replies = [Message("user", f"Error: that call could not be read: {said.error}")]
+        if message.error:  # not a tool's message: some templates show one only after a call that they can read
+            replies = [Message("user", f"Error: that call could not be read: {message.error}")]
         else:
-            replies = [self.answer(call, place) for place, call in enumerate(said.tool_calls)]
-        self.messages = (*self.messages, said, *replies)
+            replies = [self.answer(call, place) for place, call in enumerate(message.tool_calls)]
+        self.messages = (*self.messages, message, *replies)
         return State(self.messages, tuple(self.specs.values()))
 
     def answer(self, call: ToolCall, place: int = 0) -> Message:

@@ -1,7 +1,7 @@
 """Reinforcement learning in message space: states, actions, trajectories, rewards. No tokens, no tensors.
 
 The slots (`Env`, `EnvBuilder`, `RewardModel`, `Task`) are Protocols: a class fits by its shape and inherits nothing. So are the
-records that come out of them (`StateLike`, `RewardLike`); env/scoring.py makes ours of them.
+records that come out of them (`StateLike`, `RewardLike`), which env/intake.py converts to ours.
 """
 
 import math
@@ -16,16 +16,16 @@ Split = Literal["train", "validation", "test"]
 # of grading; the last two leave the answer ungraded
 Outcome = Literal["right", "wrong", "no_answer", "timeout", "error"]
 
-# How an episode ended: the environment ended it; the limit of turns came first; the limit of tokens did, of one answer or of
-# the model's context; the environment raised; or took too long. In the last two there is no reward, it never becomes a 0.
+# How an episode ended: the environment ended it; it met the limit of turns; it met a limit of tokens, of one answer or of the
+# model's context; the environment raised an exception; or it took too long. In the last two the reward is unknown, not 0.
 End = Literal["answered", "out_of_turns", "truncated", "env_error", "env_timeout"]
 
 
 @dataclass(frozen=True)
 class State:
     """The policy's observation: the conversation so far, and the tools it may call. prompt: read as it is, in place of the
-    messages. stop: texts before which the next message ends. max_tokens: of that message; None: the run's. reward: of the action
-    that led here, a part of the episode's reward; the last action has the rest of it."""
+    messages. stop: texts before which the next message ends. max_tokens: of that message; None: the run's. reward: the part of
+    the episode's reward that the action before this state earned; the episode's last action earns the rest."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -56,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One episode, oldest step first. There is none where the environment did not even start.
+    """One episode, oldest step first. It has no steps if the environment did not start.
 
     last: the state that the policy would have answered next, if the episode ended before that. error: of an environment
     that failed, in one line. reward: the one that the environment itself gave.

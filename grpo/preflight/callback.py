@@ -19,7 +19,7 @@ from grpo.preflight import CHECKS
 from grpo.preflight.forecast import Part
 from grpo.preflight.plan import RunPlan, plan_of
 from grpo.preflight.probe import Checked, Probe
-from grpo.rollout.source.protocol import is_source
+from grpo.rollout.draw import is_source
 from grpo.system import distributed
 from grpo.system.errors import PreflightError, StopError, UserError, error_line, lacks_memory
 from grpo.system.ranges import require

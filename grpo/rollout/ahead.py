@@ -50,8 +50,11 @@ class Ahead:
     def state_dict(self) -> dict:
         """Return the next rollout, once it is played, for a checkpoint."""
         rollout = self.wait()
+        if rollout is None:
+            return {}
         try:
-            return {"ahead": (self.plan, rollout)} if rollout and to_plain(rollout, Tensors(), "rollout") else {}
+            to_plain(rollout, Tensors(), "rollout")  # whether a file can hold it
+            return {"ahead": (self.plan, rollout)}
         except TypeError as error:
             log.warning("the checkpoint has no rollout ahead, it is played again with newer weights: %s", error)
             return {}

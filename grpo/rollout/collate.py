@@ -24,9 +24,9 @@ def collate(groups: Sequence[Group], first: Sequence[int] = ()) -> TokenBatch:
     owned = owned or [(first[0], None, NOTHING)]
     prompt_width = max(len(row.prompt_ids) for *_, row in owned)
     width = max(len(row.ids) for *_, row in owned)
-    ids = torch.zeros(len(owned), prompt_width + width, dtype=torch.int64)
+    ids = torch.zeros(len(owned), prompt_width + width, dtype=torch.int64)  # [B, P + C]
     attention_mask = torch.zeros_like(ids)
-    turn = torch.full((len(owned), width), -1)
+    turn = torch.full((len(owned), width), -1)  # [B, C], as the next two
     advantages = torch.full((len(owned), width), torch.nan)
     rollout_logprobs = torch.zeros(len(owned), width)  # padding: `mask` keeps it out of every sum
     for i, (_, sample, row) in enumerate(owned):
@@ -46,7 +46,7 @@ def collate(groups: Sequence[Group], first: Sequence[int] = ()) -> TokenBatch:
 def scores(groups: Sequence[Group]) -> Scores:
     """Return rewards and lengths, [N, G] each. NaN: a part that a reward lacks, and a reward that a smaller group lacks."""
 
-    def tensor(value, missing: float = torch.nan) -> Tensor:
+    def tensor(value, missing: float = torch.nan) -> Tensor:  # [N, G], as `part` and `step`
         return torch.tensor(rectangle(groups, value, missing))
 
     def part(name: str) -> Tensor:
@@ -72,7 +72,7 @@ def scores(groups: Sequence[Group]) -> Scores:
         lengths=tensor(lambda sample: sample.length, 0),
         last_lengths=tensor(last, 0),
         truncated=tensor(lambda sample: sample.trajectory.truncated, 0).bool(),
-        steps=torch.stack([step(k) for k in range(max(turns, 1))], dim=2),
+        steps=torch.stack([step(k) for k in range(max(turns, 1))], dim=2),  # [N, G, turns]
         examples=[group[0].example if group else {} for group in groups],
         observations=[[sample.observations for sample in group] for group in groups],
     )

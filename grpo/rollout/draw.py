@@ -1,18 +1,15 @@
 """The slot `selection`, and the `Draw` by which a selection plays a rollout. selection.py has selections."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from grpo.env.types import Example
+from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import Scores
 from grpo.rollout.collate import scores
-from grpo.rollout.source.protocol import is_source
-from grpo.rollout.types import Group
+from grpo.rollout.types import Group, Plan
 from grpo.system.errors import RewardError, RolloutError, UserError
 from grpo.system.progress import Progress, progress
-
-if TYPE_CHECKING:
-    from grpo.rollout.rollouts import Rollouts
 
 GREEDY_SAMPLE = 1 << 30  # the number of a sample that seeds a greedy answer; no real sample has it
 
@@ -33,11 +30,30 @@ class Everything:
         return draw.more(draw.prompts)
 
 
+class Rounds(Protocol):
+    """The part of the run's `Rollouts` that a `Draw` needs."""
+
+    plan: Plan
+    sampler: Any  # a Sampler or a Source
+    algorithm: Algorithm
+    seed: int
+
+    def one_round(
+        self, r: int, examples: Sequence[Example], places: Sequence[int], size: int, skip: int = 0, **sampling
+    ) -> list[Group]:
+        """Play `size` samples of each example."""
+
+
+def is_source(sampler: Any) -> bool:
+    """Return whether a run's `sampler` is a Source, which gives groups that others have played, and no Sampler."""
+    return hasattr(sampler, "groups")
+
+
 class Draw:
     """Makes rollout r for a selection: draws prompts and plays them. played: all groups so far; rounds: how often prompts were
     drawn."""
 
-    def __init__(self, rollouts: "Rollouts", r: int) -> None:
+    def __init__(self, rollouts: Rounds, r: int) -> None:
         self.rollouts, self.r = rollouts, r
         self.prompts, self.size, self.seed = rollouts.plan.prompts, rollouts.plan.group_size, rollouts.seed
         self.played: list[Group] = []

@@ -37,17 +37,17 @@ def is_logprob(value: float) -> bool:
     return -math.inf < value <= ROUNDING
 
 
-def received(engine: Engine, given: CompletionLike) -> Completion:
+def received(engine: Engine, answer: CompletionLike) -> Completion:
     """Return a completion from the engine as a `Completion`. Raises UserError for log-probabilities that are none, or too few."""
     try:
-        completion = completion_of(given)
+        completion = completion_of(answer)
     except ValueError as error:
         raise UserError(f"the engine {type(engine).__name__} gave {error}: each token needs one") from error
     for i, value in enumerate(completion.logprobs):
         if not is_logprob(value):
-            said = f"{value} as the log-probability of token {completion.ids[i]}"
+            wrong = f"{value} as the log-probability of token {completion.ids[i]}"
             must = "it must be a finite number of at most 0, log softmax(logits / temperature)"
-            raise UserError(f"the engine {type(engine).__name__} gave {said}: {must}")
+            raise UserError(f"the engine {type(engine).__name__} gave {wrong}: {must}")
     return completion
 
 

@@ -39,8 +39,10 @@ class Environment:
 
     async def outcome(self) -> Reward | BaseException | None:
         """Return the reward that the environment gives the whole episode, if it has one."""
-        asked = getattr(self.env, "outcome", None)
-        return await self._call(asked, lambda given: None if given is None else reward_of(given)) if asked else None
+        method = getattr(self.env, "outcome", None)
+        if method is None:
+            return None
+        return await self._call(method, lambda result: None if result is None else reward_of(result))
 
     async def close(self) -> None:
         """Close the environment, if it can be closed."""
@@ -51,10 +53,10 @@ class Environment:
                 log.warning("an environment could not be closed: %s", error_line(failed))
 
     async def _call(self, function: Callable[..., Any], read: Callable[[Any], Next], *args: Any) -> Next:
-        given = await self.calls.run(self.place, self.timeout, function, *args)
-        if isinstance(given, BaseException):
-            return given
+        result = await self.calls.run(self.place, self.timeout, function, *args)
+        if isinstance(result, BaseException):
+            return result
         try:
-            return read(given)
+            return read(result)
         except Exception as error:
             return error

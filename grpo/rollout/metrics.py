@@ -30,15 +30,15 @@ def rollout_metrics(groups: Sequence[Group], scored: "Scores") -> dict[str, floa
     A part of the reward is named by `name_of_part`; its standard deviation is over the samples whose reward is known.
     """
     samples = [sample for group in groups for sample in group]
-    known = {name: values for name, values in scored.parts.items() if name != "correct"}  # the verdict, not a part
+    parts = {name: values for name, values in scored.parts.items() if name != "correct"}  # the verdict, not a part
     if any("correct" in sample.reward.parts for sample in samples):
-        given = rectangle(groups, lambda sample: sample.reward.parts.get("correct", math.nan), math.nan)
-        known["correct"] = scored.rewards.new_tensor(given).masked_fill(scored.rewards.isnan(), math.nan)
-    known = {name_of_part(name): values for name, values in known.items()} | {"reward": scored.rewards}
-    graded = {name: values[~values.isnan()] for name, values in known.items()}
+        verdicts = rectangle(groups, lambda sample: sample.reward.parts.get("correct", math.nan), math.nan)
+        parts["correct"] = scored.rewards.new_tensor(verdicts).masked_fill(scored.rewards.isnan(), math.nan)
+    parts = {name_of_part(name): values for name, values in parts.items()} | {"reward": scored.rewards}
+    graded = {name: values[~values.isnan()] for name, values in parts.items()}
     stds = {name: float(values.std(correction=0)) if len(values) else math.nan for name, values in graded.items()}
     # the samples' parts come last: `scored` has NaN for the parts of a failed grader
-    means = {name: float(values.nanmean()) for name, values in known.items()} | sample_means(samples)
+    means = {name: float(values.nanmean()) for name, values in parts.items()} | sample_means(samples)
     means["reward"] = float(scored.rewards.nanmean())
     means["solve_rate"] = share_right(samples)
     means["tokens"] = float(scored.lengths.sum())
@@ -56,7 +56,8 @@ def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
     conversations = any(map(is_conversation, samples))
     values: dict[str, list[float]] = {}
     for sample in samples:
-        ours = {"length": sample.length, "truncated": sample.trajectory.truncated, "repeated": share_repeated(sample)}
+        ours = {"length": sample.length, "truncated": sample.trajectory.truncated}
+        ours |= {"repeated": share_repeated(sample)}
         ours |= {name: sample.reward.outcome == name for name in graded}
         ours |= conversation(sample.trajectory) if conversations else {}
         parts = {name_of_part(name): value for name, value in sample.reward.parts.items()}
@@ -83,18 +84,18 @@ def conversation(trajectory: Trajectory) -> dict[str, float]:
     """Return counts of one episode: turns; 1 for its end, if that is out_of_turns, env_error or env_timeout; tool calls, failed
     tool calls, 1 if tools were there and none was called, and messages whose call could not be parsed."""
     calls = sum(len(step.action.message.tool_calls) for step in trajectory.steps)
-    said = [step.action.message for step in trajectory.steps]
+    messages = [step.action.message for step in trajectory.steps]
     return {
-        "turns": len(said),
+        "turns": len(messages),
         **{end: float(trajectory.end == end) for end in ("out_of_turns", "env_error", "env_timeout")},
         "tool_calls": calls,
         "no_tool_call": float(not calls and any(step.state.tools for step in trajectory.steps)),
         "tool_failures": sum(message.role == "tool" and bool(message.error) for message in trajectory.messages),
-        "malformed_calls": sum(bool(message.error) for message in said),
+        "malformed_calls": sum(bool(message.error) for message in messages),
     }
 
 
 def share_right(samples: Sequence[Sample]) -> float:
     """Return the share of right samples among those whose reward is known; NaN if none is known."""
-    known = [sample.reward.correct for sample in samples if sample.reward.known]
-    return float(np.mean(known)) if known else math.nan
+    verdicts = [sample.reward.correct for sample in samples if sample.reward.known]
+    return float(np.mean(verdicts)) if verdicts else math.nan

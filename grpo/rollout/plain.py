@@ -52,6 +52,10 @@ def to_plain(value: Any, tensors: Tensors, path: str = "") -> Any:
 
     Raises TypeError for an object that is no plain data.
     """
+
+    def below(key: Any) -> str:
+        return f"{path}.{key}" if path else str(key)
+
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -63,14 +67,14 @@ def to_plain(value: Any, tensors: Tensors, path: str = "") -> Any:
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, Sequence | set | frozenset):
-        inside = [to_plain(each, tensors, f"{path}.{i}" if path else str(i)) for i, each in enumerate(value)]
+        inside = [to_plain(element, tensors, below(i)) for i, element in enumerate(value)]
         kind = "$tuple" if isinstance(value, tuple) else "$set"
         return {kind: inside} if isinstance(value, tuple | set | frozenset) else inside
     if isinstance(value, Mapping):
-        inside = {key: to_plain(each, tensors, f"{path}.{key}" if path else str(key)) for key, each in value.items()}
+        inside = {key: to_plain(element, tensors, below(key)) for key, element in value.items()}
         if all(isinstance(key, str) and key[:1] != "$" for key in inside):
             return inside
-        return {"$items": [[to_plain(key, tensors, path), each] for key, each in inside.items()]}
+        return {"$items": [[to_plain(key, tensors, path), element] for key, element in inside.items()]}
     if kinds_kept().get(name_of(kind := type(value))) is kind:
         inside = {f.name: to_plain(getattr(value, f.name), tensors, f"{path}.{f.name}") for f in fields(value)}
         return {"$is": name_of(kind), **inside}
@@ -83,10 +87,10 @@ def from_plain(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
     Nothing is imported or called that the data choose, but a record's own constructor, with fields of the right types.
     """
     if isinstance(plain, list):
-        return [from_plain(each, tensors) for each in plain]
+        return [from_plain(element, tensors) for element in plain]
     if not isinstance(plain, dict):
         return plain
-    inside = {key: each if key == "$is" else from_plain(each, tensors) for key, each in plain.items()}
+    inside = {key: element if key == "$is" else from_plain(element, tensors) for key, element in plain.items()}
     if "$is" in inside:
         return rebuilt(inside.pop("$is"), inside)
     made = {
@@ -104,15 +108,15 @@ def from_plain(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
 @cache
 def kinds_kept() -> dict[str, type]:
     """Return the dataclasses that a file may name: ROOTS, and those in the annotations of their fields."""
-    found: dict[str, type] = {}
+    kinds: dict[str, type] = {}
     new = [*ROOTS]
     while new:
         kind = new.pop()
-        if is_dataclass(kind) and name_of(kind) not in found:
-            found[name_of(kind)] = kind
+        if is_dataclass(kind) and name_of(kind) not in kinds:
+            kinds[name_of(kind)] = kind
             new += get_type_hints(kind).values()
         new += [part for part in get_args(kind) if part is not ...]
-    return found
+    return kinds
 
 
 def name_of(kind: type) -> str:
@@ -120,14 +124,14 @@ def name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def rebuilt(name: str, given: dict[str, Any]) -> Any:
+def rebuilt(name: str, values: dict[str, Any]) -> Any:
     """Return a record with these fields; the others have their defaults. Raises ValueError for another name, or a wrong type."""
     if not isinstance(name, str) or (kind := kinds_kept().get(name)) is None:
         raise ValueError(f"{name!r} is no record of a checkpoint")
     kinds = get_type_hints(kind)
-    if wrong := [field for field, value in given.items() if field in kinds and not fits(kinds[field], value)]:
+    if wrong := [field for field, value in values.items() if field in kinds and not fits(kinds[field], value)]:
         raise ValueError(f"{name}.{wrong[0]} has a value of another type")
-    return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
+    return kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
 
 
 def fits(kind: Any, value: Any) -> bool:
@@ -138,7 +142,7 @@ def fits(kind: Any, value: Any) -> bool:
     if origin is Annotated:
         return fits(inner[0], value)
     if origin in (Union, UnionType):
-        return any(fits(one, value) for one in inner)
+        return any(fits(option, value) for option in inner)
     if origin is Literal:
         return isinstance(value, str | int | None) and value in inner
     if origin in NUMBERS:
@@ -152,6 +156,6 @@ def fits(kind: Any, value: Any) -> bool:
         return isinstance(value, dict) and all(fits(of_key, k) and fits(of_value, v) for k, v in value.items())
     if not isinstance(value, list | tuple) or not inner:
         return isinstance(value, list | tuple) and not value
-    if (each := inner[0]) in NUMBERS:  # token ids, of which there may be millions
-        return set(map(type, value)) <= NUMBERS[each]
-    return all(fits(each, one) for one in value)
+    if (kind_inside := inner[0]) in NUMBERS:  # token ids, of which there may be millions
+        return set(map(type, value)) <= NUMBERS[kind_inside]
+    return all(fits(kind_inside, element) for element in value)

@@ -36,10 +36,10 @@ class Scorer:
         together = scores_groups(self.task)
         envs = envs or [None] * len(trajectories)
         alone = [([trajectory], [env]) for trajectory, env in zip(trajectories, envs, strict=True)]
-        asked = [(trajectories, envs)] if together else alone
-        answers = await asyncio.gather(*(self.call(example, *some) for some in asked))
+        requests = [(trajectories, envs)] if together else alone
+        answers = await asyncio.gather(*(self.call(example, *some) for some in requests))
         rewards, failure = [], None
-        for place, ((some, _), answer) in enumerate(zip(asked, answers, strict=True)):
+        for place, ((some, _), answer) in enumerate(zip(requests, answers, strict=True)):
             failed = isinstance(answer, RewardError)
             rewards += [UNKNOWN] * len(some) if failed else answer
             if failed and failure is None:
@@ -73,7 +73,7 @@ class Scorer:
         """Return the index of a sample that also fails when scored alone; None if none is found within the timeout."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.timeout):
-                for place, one in enumerate(alone):
-                    if isinstance(await self.call(example, *one), RewardError):
+                for place, pair in enumerate(alone):
+                    if isinstance(await self.call(example, *pair), RewardError):
                         return place
         return None

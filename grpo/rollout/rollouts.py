@@ -52,8 +52,8 @@ class Rollout:
         """Return the age of the weights that sampled a token, in versions before `rollouts`, on average over tokens."""
         samples = [sample for group in self.groups for sample in group]
         turns = [(sample.age, turn.completion) for sample in samples for turn in sample.turns]
-        drawn = [c.versions or (self.version - age,) * len(c.ids) for age, c in turns]
-        return sum(rollouts * len(versions) - sum(versions) for versions in drawn) / max(1, sum(map(len, drawn)))
+        versions = [v for age, done in turns for v in done.versions or (self.version - age,) * len(done.ids)]
+        return sum(rollouts - version for version in versions) / max(1, len(versions))
 
 
 @dataclass(eq=False)

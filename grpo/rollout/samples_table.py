@@ -68,17 +68,19 @@ def golds(task: Any, groups: Iterable[Group]) -> dict[str, list]:
 def token_logprobs(groups: Iterable[Group]) -> dict[str, list]:
     """Return columns for `records`: the sampled token ids, turn after turn, and the engine's log-probabilities of them."""
 
-    def of(sample: Sample, name: str) -> list:
+    def of_tokens(sample: Sample, name: str) -> list:
         return [value for turn in sample.turns for value in getattr(turn.completion, name)]
 
-    names = {"token_ids": "ids", "rollout_logprobs": "logprobs"}
-    return {column: [[of(sample, name) for sample in group] for group in groups] for column, name in names.items()}
+    ids = [[of_tokens(sample, "ids") for sample in group] for group in groups]
+    logprobs = [[of_tokens(sample, "logprobs") for sample in group] for group in groups]
+    return {"token_ids": ids, "rollout_logprobs": logprobs}
 
 
 def replayable(groups: Iterable[Group]) -> dict[str, list]:
     """Return columns for `records` that `source=file` reads: rows with their prompts, and the advantages that were given."""
     rows = [[list(map(plain_row, rows_of_turns(sample.turns))) for sample in group] for group in groups]
-    return {"rows": rows, "given_advantage": [[sample.reward.advantage for sample in group] for group in groups]}
+    advantages = [[sample.reward.advantage for sample in group] for group in groups]
+    return {"rows": rows, "given_advantage": advantages}
 
 
 def plain_row(row: Row) -> dict[str, list]:

@@ -25,7 +25,7 @@ Signal = Literal["correct", "reward"]
 
 
 class Outer:
-    """A selection that works on what `inner` gives. Checks and states of both."""
+    """The base of a selection that works on the groups of another one, `inner`, whose check and state it includes."""
 
     inner: Selection
 
@@ -47,8 +47,8 @@ class Outer:
 class Dynamic:
     """Dynamic sampling (DAPO, arXiv 2503.14476): groups without signal are replaced, in at most `rounds` rounds of sampling.
 
-    by: a group has signal if right and wrong answers are in it (correct), or if its rewards differ (reward). low, high: and if
-    the mean of these numbers over the group is within both, as prime-rl's gates; None: no bound.
+    by: a group has signal if right and wrong answers are in it (correct), or if its rewards differ (reward). low, high: bounds on
+    the group's mean of these numbers, outside of which it has none (prime-rl's gates); None: no bound.
     """
 
     rounds: Count = 10
@@ -139,7 +139,7 @@ class Fewer(Outer):
         """Return the inner selection's groups with the samples that are kept, in their order."""
         groups = self.inner.select(draw)
         rewards = draw.scores(groups).rewards if groups else ()
-        return [self.of(group, own.tolist()) for group, own in zip(groups, rewards, strict=True)]
+        return [self.of(group, row.tolist()) for group, row in zip(groups, rewards, strict=True)]
 
     def of(self, group: Group, rewards: list[float]) -> Group:
         """Return the kept samples of one group. rewards: the shaped ones."""

@@ -47,12 +47,12 @@ def device_of(name: str) -> "torch.device":
         raise UserError(f"device={name} is not a device of torch: give auto, cpu, cuda, cuda:1 or mps") from error
 
 
-def secret_of(given: object) -> str | None:
+def secret_of(value: object) -> str | None:
     """Return the key that requests need: the given one, else GRPO_API_KEY of the environment; None for no key.
 
     Raises UserError, which does not contain the key, if it is not a text or is empty.
     """
-    key = os.environ.get("GRPO_API_KEY") if given is None else given
+    key = os.environ.get("GRPO_API_KEY") if value is None else value
     if key is not None and (not isinstance(key, str) or not key.strip()):
         raise UserError(
             "api_key must be a text that is not empty: quote numbers, or set GRPO_API_KEY in the environment"

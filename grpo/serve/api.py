@@ -1,4 +1,4 @@
-"""Our endpoints, each a few lines on top of `Service`, and the server, which closes the engine when it ends."""
+"""Our endpoints by subject, each a few lines on top of `Service`, and the server, which closes the engine when it ends."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
@@ -30,85 +30,121 @@ from grpo.system.files import strict_json
 def make_app(service: Service) -> FastAPI:
     """Return the FastAPI application with all endpoints."""
     app = FastAPI(title="grpo.serve")
-    batching, weights = service.batching, service.weights
-    queued = [Depends(service.place, scope="function")]
     refuse(app)
-    app.include_router(client_router(service))
-    app.include_router(trl_router(service))
-
-    async def changed(function: Callable, *arguments: Any) -> int:
-        """Change the weights, even if the client leaves, and return their version. Requests for samples wait meanwhile."""
-        batching.check_ready()
-        return await asyncio.shield(asyncio.wrap_future(batching.call(lambda engine: function(engine, *arguments))))
+    for router in (client_router, trl_router, status_router, generate_router, weights_router, pause_router):
+        app.include_router(router(service))
 
     @app.get("/")
     async def endpoints() -> dict[str, list[str]]:
         paths = app.openapi()["paths"]
         return {"endpoints": [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]}
 
-    @app.get("/health")
+    return app
+
+
+def status_router(service: Service) -> APIRouter:
+    """Return the endpoints that tell how the server is."""
+    router, batching, weights = APIRouter(), service.batching, service.weights
+
+    @router.get("/health")
     async def health() -> dict[str, str]:
         if not batching.asleep:
             batching.check_ready()
         return {"status": "ok"}
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-    @app.get("/health_generate", dependencies=queued)
+    @router.get("/health_generate", dependencies=[Depends(service.place, scope="function")])
     async def health_generate() -> dict[str, str]:
         await service.one_token()
         return {"status": "ok"}
 
-    @app.get("/version")
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/version")
     async def version() -> dict[str, int]:
         batching.check_ready()
         return {"version": batching.engine.version}
 
-    @app.post("/generate", dependencies=queued)
+    @router.get("/info")
+    async def info() -> dict[str, Any]:
+        pretrained = weights.pretrained
+        return {
+            "model": pretrained.path,
+            "version": weights.version,
+            "dtype": pretrained.dtype,
+            "max_model_len": batching.context,
+            "engine": type(batching.engine).__name__,
+            "requests": {"running": len(batching.running), "waiting": len(batching.waiting)},
+        }
+
+    return router
+
+
+def generate_router(service: Service) -> APIRouter:
+    """Return our own endpoint for samples."""
+    router = APIRouter()
+
+    @router.post("/generate", dependencies=[Depends(service.place, scope="function")])
     async def generate(body: Json = None) -> Any:
         """Answer `messages`, a list of conversations, or `prompt`: a text, or {"prompt_token_ids": [...]}."""
         fields = Fields(body)
         messages, prompt = fields.take("messages", list), fields.pop("prompt", None)
         if (messages is None) == (prompt is None):
             raise UserError("give either messages (a list of conversations) or prompt (a text or token ids)")
-        call = own_call(fields, RAW_TOKENS if messages is None else None)
-        return await (one_prompt(prompt, call) if messages is None else conversations(messages, call))
+        if messages is None:
+            call = own_call(fields, RAW_TOKENS)
+            prompts = await service.read(service.prompt_ids, [prompt], call.n)
+            written = of_one_prompt
+        else:
+            call = own_call(fields)
+            call = replace(call, settings={"temperature": 0.7, **call.settings})
+            prompts = await service.read(service.chat_ids, messages, call.n)
+            written = of_conversations
+        completions = await service.sample(prompts, call)
+        return await service.run_in_thread(written, service, prompts, completions, call)
 
-    async def conversations(messages: list, call: Call) -> Response:
-        call = replace(call, settings={"temperature": 0.7, **call.settings})
-        prompts = await service.read(service.chat_ids, messages, call.n)
-        return await service.run_in_thread(of_conversations, prompts, await service.sample(prompts, call), call)
+    return router
 
-    def of_conversations(prompts: Sequence[tuple], completions: Sequence[Completion], call: Call) -> Response:
-        content = {
-            "prompt": [service.prompt_text(prompt) for prompt in prompts],
-            "completion": [service.text(completion, call.stop) for completion in completions],
-            "prompt_token_ids": prompts,
-            "completion_token_ids": [completion.ids for completion in completions],
-            "old_log_probs": [completion.logprobs for completion in completions],
-            "finish_reasons": [completion.finish for completion in completions],
-        }
-        return Response(strict_json(content), media_type="application/json")
 
-    async def one_prompt(prompt: Any, call: Call) -> Response:
-        prompts = await service.read(service.prompt_ids, [prompt], call.n)
-        return await service.run_in_thread(of_one_prompt, *prompts, await service.sample(prompts, call), call)
+def of_conversations(service: Service, prompts: Sequence[tuple], done: Sequence[Completion], call: Call) -> Response:
+    """Return the answer to conversations. done: the completions, n of each prompt."""
+    content = {
+        "prompt": [service.prompt_text(prompt) for prompt in prompts],
+        "completion": [service.text(completion, call.stop) for completion in done],
+        "prompt_token_ids": prompts,
+        "completion_token_ids": [completion.ids for completion in done],
+        "old_log_probs": [completion.logprobs for completion in done],
+        "finish_reasons": [completion.finish for completion in done],
+    }
+    return Response(strict_json(content), media_type="application/json")
 
-    def of_one_prompt(prompt: tuple[int, ...], completions: Sequence[Completion], call: Call) -> Response:
-        """Return the answer in the form that Atropos reads from vLLM: for each token a list of one {id: log-probability}."""
-        content = {
-            "text": [service.text(completion, call.stop) for completion in completions],
-            "prompt": service.prompt_text(prompt),
-            "finish_reasons": [completion.finish for completion in completions],
-            "logprobs": [[[{str(i): p}] for i, p in zip(c.ids, c.logprobs, strict=True)] for c in completions],
-            "prompt_token_ids": prompt,
-            "token_ids": [completion.ids for completion in completions],
-        }
-        return Response(strict_json(content), media_type="application/json")
 
-    @app.post("/reload_weights")
+def of_one_prompt(service: Service, prompts: Sequence[tuple], done: Sequence[Completion], call: Call) -> Response:
+    """Return the answer in the form that Atropos reads from vLLM: for each token a list of one {id: log-probability}."""
+    (prompt,) = prompts
+    content = {
+        "text": [service.text(completion, call.stop) for completion in done],
+        "prompt": service.prompt_text(prompt),
+        "finish_reasons": [completion.finish for completion in done],
+        "logprobs": [[[{str(i): p}] for i, p in zip(c.ids, c.logprobs, strict=True)] for c in done],
+        "prompt_token_ids": prompt,
+        "token_ids": [completion.ids for completion in done],
+    }
+    return Response(strict_json(content), media_type="application/json")
+
+
+def weights_router(service: Service) -> APIRouter:
+    """Return the endpoints that change the weights."""
+    router, weights = APIRouter(), service.weights
+
+    async def changed(function: Callable, *arguments: Any) -> int:
+        """Change the weights, even if the client leaves, and return their version. Requests for samples wait meanwhile."""
+        service.batching.check_ready()
+        call = service.batching.call(lambda engine: function(engine, *arguments))
+        return await asyncio.shield(asyncio.wrap_future(call))
+
+    @router.post("/reload_weights")
     async def reload_weights(body: Json = None) -> dict[str, Any]:
         """Read the weights again, from the folder `path` with the same model, or from the current one."""
         fields = Fields(body or {})
@@ -118,7 +154,7 @@ def make_app(service: Service) -> FastAPI:
         version = await changed(weights.read, path)
         return {"status": "ok", "message": "Weights reloaded", "version": version}
 
-    @app.post("/lora/load")
+    @router.post("/lora/load")
     async def lora_load(body: Json = None) -> Any:
         """Serve a LoRA adapter: `adapter_path` is a PEFT folder, `adapter_name` by default the folder's name."""
         fields = Fields(body)
@@ -132,30 +168,37 @@ def make_app(service: Service) -> FastAPI:
         version = await changed(weights.put_on, adapter)
         return {"status": "ok", "adapter_name": adapter.name, "version": version}
 
-    @app.post("/lora/unload")
+    @router.post("/lora/unload")
     async def lora_unload() -> dict[str, Any]:
         return {"status": "ok", "version": await changed(weights.take_off)}
 
-    @app.get("/lora/status")
+    @router.get("/lora/status")
     async def lora_status() -> dict[str, Any]:
         adapter = weights.adapter
         status = {"adapter_name": adapter and adapter.name, "adapter_path": adapter and adapter.path}
         return {"active": adapter is not None, **status, "load_count": weights.load_count}
 
-    @app.post("/pause")
-    @app.post("/resume")
+    return router
+
+
+def pause_router(service: Service) -> APIRouter:
+    """Return the endpoints that stop sampling for a while."""
+    router, batching = APIRouter(), service.batching
+
+    @router.post("/pause")
+    @router.post("/resume")
     async def pause(request: Request) -> dict[str, Any]:
         """Pause or resume sampling. /pause answers when no batch is running; later requests wait for /resume."""
         paused = request.url.path == "/pause"
         await asyncio.shield(asyncio.wrap_future(batching.pause(paused)))
         return {"status": "ok", "is_paused": paused}
 
-    @app.get("/is_paused")
+    @router.get("/is_paused")
     async def is_paused() -> dict[str, bool]:
         return {"is_paused": batching.paused}
 
-    @app.post("/sleep")
-    @app.post("/wake_up")
+    @router.post("/sleep")
+    @router.post("/wake_up")
     async def sleep(request: Request) -> dict[str, str]:
         """Free the memory that the engine can spare, and refuse requests; or read weights that it freed again, and resume."""
         asleep = request.url.path == "/sleep"
@@ -164,29 +207,17 @@ def make_app(service: Service) -> FastAPI:
             if asleep:
                 getattr(engine, "sleep", lambda: None)()
             elif engine.version is None:
-                weights.read(engine)
+                service.weights.read(engine)
             batching.asleep = asleep
 
         await asyncio.shield(asyncio.wrap_future(batching.pause(asleep, switch)))
         return {"status": "sleeping" if asleep else "awake"}
 
-    @app.get("/is_sleeping")
+    @router.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
         return {"is_sleeping": batching.asleep}
 
-    @app.get("/info")
-    async def info() -> dict[str, Any]:
-        pretrained = weights.pretrained
-        return {
-            "model": pretrained.path,
-            "version": weights.version,
-            "dtype": pretrained.dtype,
-            "max_model_len": batching.context,
-            "engine": type(batching.engine).__name__,
-            "requests": {"running": len(batching.running), "waiting": len(batching.waiting)},
-        }
-
-    return app
+    return router
 
 
 class Server(uvicorn.Server):

@@ -10,7 +10,8 @@ from fastapi.responses import Response
 
 from grpo.serve.dialects import DIALECTS
 from grpo.serve.dialects.anthropic import ANTHROPIC
-from grpo.serve.dialects.calls import Dialect, sse
+from grpo.serve.dialects.calls import Dialect
+from grpo.serve.dialects.writing import sse
 from grpo.serve.service import Json, Service
 from grpo.system.files import strict_json
 

@@ -30,7 +30,7 @@ class Gate:
     """An ASGI application before another one.
 
     body: largest body of a request, in bytes.
-    api_key: with None, everybody may come in whose Host header is an IP address or a name of this machine.
+    api_key: requests need it, except for /health. None: their Host header must be an IP address or a name of this machine.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServeMetrics, body: int, api_key: str | None = None) -> None:
@@ -62,14 +62,14 @@ class Gate:
     def check_page(self, headers: Mapping[bytes, bytes]) -> None:
         """Raise HTTPException 403 if a web page of another server sends the request."""
         host, origin = (headers.get(name, b"").decode("latin-1").lower() for name in (b"host", b"origin"))
-        if host and not self.key and not self.known(host):
+        if host and not self.key and not self.is_ours(host):
             line = f"Host {host[:80]!r} is not this server's: use its IP address, localhost, or an api_key"
             raise HTTPException(403, line)
-        own = not origin or origin.partition("://")[2] == host
-        if not own or headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
+        same_origin = not origin or origin.partition("://")[2] == host
+        if not same_origin or headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
             raise HTTPException(403, "a web page of another server may not use this one: send it without a browser")
 
-    def known(self, host: str) -> bool:
+    def is_ours(self, host: str) -> bool:
         """Return whether a Host header is an IP address or a name of this machine."""
         with suppress(ValueError):
             name = urlsplit(f"//{host}").hostname or ""
@@ -78,10 +78,10 @@ class Gate:
 
     def check_key(self, path: str, headers: Mapping[bytes, bytes]) -> None:
         """Raise HTTPException 401 unless the request has the key, or asks for /health."""
-        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
         if b"x-api-key" in headers:  # as Anthropic's clients send it
-            kind, given = b"bearer", headers[b"x-api-key"]
-        right = self.key is None or (compare_digest(given, self.key) and kind.lower() == b"bearer")
+            kind, key = b"bearer", headers[b"x-api-key"]
+        right = self.key is None or (compare_digest(key, self.key) and kind.lower() == b"bearer")
         if not right and path != "/health":
             line = "this server needs its api_key: send the header Authorization: Bearer KEY"
             raise HTTPException(401, line, {"WWW-Authenticate": "Bearer"})
@@ -109,13 +109,13 @@ class Gate:
         watch = asyncio.ensure_future(left())
         unread = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def given() -> Message:
+        async def receive_read() -> Message:
             if unread:
                 return unread.pop()
             await asyncio.shield(watch)
             return {"type": "http.disconnect"}
 
-        work = asyncio.ensure_future(self.app(scope, given, send))
+        work = asyncio.ensure_future(self.app(scope, receive_read, send))
         watch.add_done_callback(lambda _: work.cancel())
         try:
             await work

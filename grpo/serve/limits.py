@@ -32,7 +32,7 @@ class RequestLimits:
     queue: Count = 512
     seconds: Seconds = 30.0
 
-    def check(self, name: str, asked: int, unit: str) -> None:
+    def check(self, name: str, amount: int, unit: str) -> None:
         """Raise Oversized if a request asks for more of this limit. unit: what is counted."""
-        if asked > (most := getattr(self, name)):
-            raise Oversized(f"{asked} {unit} are more than limits.{name}={most}: ask for less in a request")
+        if amount > (most := getattr(self, name)):
+            raise Oversized(f"{amount} {unit} are more than limits.{name}={most}: ask for less in a request")

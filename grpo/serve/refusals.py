@@ -26,8 +26,8 @@ def refuse(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> JSONResponse:
-        asked = f"{request.method} {request.scope['path'][:80]}"
-        lines = {"Not Found": f"there is no {asked}", "Method Not Allowed": f"{asked} is not possible"}
+        wanted = f"{request.method} {request.scope['path'][:80]}"
+        lines = {"Not Found": f"there is no {wanted}", "Method Not Allowed": f"{wanted} is not possible"}
         line = f"{lines[error.detail]}: GET / lists the endpoints" if error.detail in lines else error.detail
         return failure(error.status_code, line, error.headers, request.scope["path"])
 

@@ -79,10 +79,10 @@ class Service:
         """Call a function in the tokenizer's thread, while the event loop answers other requests."""
         return await asyncio.wrap_future(self._tokenizing.submit(function, *arguments))
 
-    async def read(self, function: Callable[[Any], tuple], given: Sequence[Any], n: int) -> list[tuple[int, ...]]:
+    async def read(self, function: Callable[[Any], tuple], inputs: Sequence[Any], n: int) -> list[tuple[int, ...]]:
         """Return the token ids of each prompt. function: `chat_ids` or `prompt_ids`. Raises what it raises, and Oversized."""
-        self.limits.check("samples", len(given) * n, "samples (prompts times n)")
-        return await self.run_in_thread(lambda: [function(prompt) for prompt in given])
+        self.limits.check("samples", len(inputs) * n, "samples (prompts times n)")
+        return await self.run_in_thread(lambda: [function(prompt) for prompt in inputs])
 
     def chat_ids(self, messages: Any) -> tuple[int, ...]:
         """Return the token ids of a conversation, rendered with the chat template. Raises UserError if it is not one."""
@@ -124,8 +124,8 @@ class Service:
 
     async def answers(self, call: Call) -> list[Answer]:
         """Return n answers to each prompt of a call. Raises UserError and Unavailable."""
-        function, given = (self.prompt_ids, call.prompts) if call.prompts else (self.rendered, [call])
-        prompts = await self.read(function, given, call.n)
+        function, inputs = (self.prompt_ids, call.prompts) if call.prompts else (self.rendered, [call])
+        prompts = await self.read(function, inputs, call.n)
         top = max(call.logprobs or 0, call.prompt_logprobs or 0)
         scored = top or call.prompt_logprobs is not None or (call.echo and call.logprobs is not None)
         self.batching.check_ready()
@@ -138,19 +138,23 @@ class Service:
         each = [prompt for prompt in prompts for _ in range(call.n)]
         if call.max_tokens == 0 and (scored or call.prompts):  # an empty completion, as of OpenAI's older API
             self.check_size(prompts, call.n, 0)
-            found = [Completion((), (), "length")] * len(each)
+            completions = [Completion((), (), "length")] * len(each)
         else:
-            found = await self.sample(prompts, call)
-        rows = [prompt + completion.ids for prompt, completion in zip(each, found, strict=True)]
-        scores = await asyncio.wrap_future(self.batching.call(lambda engine: engine.score(rows, top))) if scored else ()
-        return await self.run_in_thread(self.answered, call, each, found, scores or [()] * len(each))
+            completions = await self.sample(prompts, call)
+        rows = [prompt + completion.ids for prompt, completion in zip(each, completions, strict=True)]
+        scores = [()] * len(each)
+        if scored:
+            scores = await asyncio.wrap_future(self.batching.call(lambda engine: engine.score(rows, top)))
+        return await self.run_in_thread(self.answered, call, each, completions, scores)
 
-    def answered(self, call: Call, prompts: Sequence, found: Sequence[Completion], scores: Sequence) -> list[Answer]:
+    def answered(
+        self, call: Call, prompts: Sequence, completions: Sequence[Completion], scores: Sequence
+    ) -> list[Answer]:
         """Return the answer that each completion is."""
         renderer = self.renderer_of(call)
         return [
             answered(call, prompt, done, renderer.parse(done.ids, call.tools), self.tokenizer.decode, values)
-            for prompt, done, values in zip(prompts, found, scores, strict=True)
+            for prompt, done, values in zip(prompts, completions, scores, strict=True)
         ]
 
     async def sample(self, prompts: Sequence[Sequence[int]], call: Call) -> list[Completion]:

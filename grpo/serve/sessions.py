@@ -2,7 +2,7 @@
 
 POST /SESSION/v1/chat/completions, ...   a call, by the dialects
 POST /SESSION/reward                     the reward of the episode
-POST /sessions                           opens a session for a program from outside; needs the key
+POST /sessions                           opens a session for an external program; needs the API key
 
 A session is an environment with `ask(call)`, which waits for the answer, and `post(reward)`.
 """
@@ -20,7 +20,8 @@ from grpo.env.messages import shown
 from grpo.env.scoring import LARGEST
 from grpo.env.types import Reward
 from grpo.serve.dialects import DIALECTS
-from grpo.serve.dialects.calls import Call, sse
+from grpo.serve.dialects.calls import Call
+from grpo.serve.dialects.writing import sse
 from grpo.system.errors import UserError, error_line
 from grpo.system.files import strict_json
 from grpo.system.ports import check_port
@@ -48,28 +49,28 @@ def check_call(call: Call) -> None:
         "echo or prompt_logprobs": call.echo or call.prompt_logprobs is not None,
         "max_tokens=0": call.max_tokens == 0,
     }
-    for name, asked in reasons.items():
-        if asked:
+    for name, wanted in reasons.items():
+        if wanted:
             raise NoAnswer(f"a session that is trained does not take {name}: leave it out")
 
 
-def posted(given: Any, solved: float) -> Reward | None:
+def posted(body: Any, solved: float) -> Reward | None:
     """Return the reward that a program sends; None if it leaves that to the task. solved: right from here on, unless it says."""
-    body = given if isinstance(given, dict) else {}
-    value, parts = body.get("reward", ""), body.get("parts") or {}
+    fields = body if isinstance(body, dict) else {}
+    value, parts = fields.get("reward", ""), fields.get("parts") or {}
     numbers = list(parts.values()) if isinstance(parts, dict) else [parts]
     if value is not None:
         numbers.append(value)
     if not all(type(number) in (int, float) and abs(number) <= LARGEST for number in numbers):
         form = '{"reward": NUMBER or null, "correct": true or false, "parts": {NAME: NUMBER}}'
-        raise NoAnswer(f"{shown(given)} is no reward: send {form}, with finite numbers")
-    return None if value is None else Reward(float(value), bool(body.get("correct", value >= solved)), parts)
+        raise NoAnswer(f"{shown(body)} is no reward: send {form}, with finite numbers")
+    return None if value is None else Reward(float(value), bool(fields.get("correct", value >= solved)), parts)
 
 
 class Sessions(ThreadingHTTPServer):
-    """The server of all sessions of this process. key: of programs from outside; empty: there are none.
+    """The server of all sessions of this process. key: the one that external programs must send; empty: they get no session.
 
-    open: the sessions by their names, random secrets. waiting: those for programs from outside, each with its name and data.
+    open: the sessions by their names, random secrets. waiting: those for external programs, each with its name and data.
     """
 
     daemon_threads = True
@@ -93,16 +94,16 @@ class Sessions(ThreadingHTTPServer):
         return name, addresses | dict.fromkeys(["OPENAI_API_KEY", "ANTHROPIC_API_KEY"], name)
 
     def taken(self, key: str) -> dict[str, Any]:
-        """Return what the next session tells a program from outside."""
+        """Wait for the next session for an external program, and return its addresses and data. Raises NoAnswer."""
         if not (self.key and hmac.compare_digest(key.encode(), f"Bearer {self.key}".encode())):
             raise NoAnswer("POST /sessions needs the header Authorization: Bearer KEY, the run's $GRPO_AGENT_KEY", 401)
         name = None
         while name not in self.open:
             try:
-                name, told = self.waiting.get(timeout=PATIENCE)
+                name, addresses = self.waiting.get(timeout=PATIENCE)
             except queue.Empty:
                 raise NoAnswer("no episode waits for a program: ask again", 503) from None
-        return told
+        return addresses
 
     def reply(self, path: str, key: str, body: Any) -> str:
         """Return the answer to a request, as JSON or as server-sent events. Raises UserError."""

@@ -4,6 +4,7 @@ Older versions of TRL have a server of their own, with /generate/ and /chat/; th
 trainer of TRL cannot send its weights here, because an engine takes whole models.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -22,6 +23,11 @@ SENDING = (  # of TRL's own server, then of vLLM's
 )
 
 
+def lists_of_one(rows: Sequence[Sequence]) -> list[list[list]]:
+    """Return rows of tokens' values with a list for each token, as if it held the likeliest ones."""
+    return [[[value] for value in row] for row in rows]
+
+
 def trl_router(service: Service) -> APIRouter:
     """Return the endpoints for this service.
 
@@ -35,15 +41,16 @@ def trl_router(service: Service) -> APIRouter:
         """A client that asks for `logprobs` gets a list of the likeliest tokens at each place, here only of the sampled one."""
         fields, of_chat = Fields(body), request.url.path == "/chat/"
         likely = "logprobs" in fields
-        given, call = fields.take("messages" if of_chat else "prompts", list, []), own_call(fields, RAW_TOKENS)
-        prompts = await service.read(service.chat_ids if of_chat else service.prompt_ids, given, call.n)
-        found = await service.sample(prompts, call)
-        ids, logprobs = [completion.ids for completion in found], [completion.logprobs for completion in found]
+        inputs = fields.take("messages" if of_chat else "prompts", list, [])
+        call = own_call(fields, RAW_TOKENS)
+        prompts = await service.read(service.chat_ids if of_chat else service.prompt_ids, inputs, call.n)
+        completions = await service.sample(prompts, call)
+        ids = [completion.ids for completion in completions]
+        logprobs = [completion.logprobs for completion in completions]
         answer = {"prompt_ids": prompts, "completion_ids": ids}
         if not likely:
             return answer | {"logprobs": logprobs}
-        likeliest = {"logprobs": logprobs, "logprob_token_ids": ids}
-        return answer | {name: [[[one] for one in row] for row in rows] for name, rows in likeliest.items()}
+        return answer | {"logprobs": lists_of_one(logprobs), "logprob_token_ids": lists_of_one(ids)}
 
     @router.get("/get_world_size")
     @router.get("/get_tensor_parallel_size")

@@ -8,7 +8,8 @@ import pytest
 from grpo.env.messages import Message, ToolCall, ToolSpec, cut
 from grpo.env.tokens import Completion
 from grpo.serve.dialects import DIALECTS
-from grpo.serve.dialects.calls import Answer, answered, sse, words_of
+from grpo.serve.dialects.calls import Answer, answered
+from grpo.serve.dialects.writing import sse, words_of
 from grpo.system.errors import UserError
 
 CHAT, COMPLETIONS, RESPONSES, ANTHROPIC, TOKENS = DIALECTS.values()

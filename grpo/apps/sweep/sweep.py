@@ -81,24 +81,24 @@ class Sweep:
             raise UserError(line) from None
         SWEEPS.append(self)
 
-    def known(self) -> list[list[str]]:
+    def numbered(self) -> list[list[str]]:
         """Return the overrides of all jobs that this folder has numbered, in order."""
         return json.loads(self.record.read_text(encoding="utf-8")) if self.record.exists() else []
 
     def number(self, overrides: Sequence[str]) -> int:
         """Return the number of the job with these overrides: the number that it had before, or a new one."""
-        known, overrides = self.known(), list(map(masked_argument, overrides))
-        for number, said in enumerate(known):
-            if sorted(said) == sorted(overrides):
+        jobs, overrides = self.numbered(), list(map(masked_argument, overrides))
+        for number, job in enumerate(jobs):
+            if sorted(job) == sorted(overrides):
                 return number
-        lines = [json.dumps(said, ensure_ascii=False) for said in [*known, overrides]]
+        lines = [json.dumps(job, ensure_ascii=False) for job in [*jobs, overrides]]
         write_text(self.record, "[\n" + ",\n".join(lines) + "\n]\n")
-        return len(known)
+        return len(jobs)
 
     def add(self, job: Job) -> Job:
         """Add a job and return it. If a job with its number exists, return that one instead."""
-        if there := next((other for other in self.jobs if other.number == job.number), None):
-            return there
+        if earlier := next((other for other in self.jobs if other.number == job.number), None):
+            return earlier
         if job.manifest.get("status") == "finished":
             job.status = "finished"
         self.jobs.append(job)
@@ -150,15 +150,15 @@ class Sweep:
     def end(self, job: Job, code: int) -> None:
         """Set the status of a job whose process has ended, and print a line. code: the exit status."""
         job.status = "failed" if code else "finished"
-        told = f"{job.last_words()} ({job.output})" if code else f"accuracy {percent(job.accuracy)}"
-        self.console.print(f"job {job.number} {job.status}: {job.label}: {told}; {self.total()}")
+        outcome = f"{job.last_words()} ({job.output})" if code else f"accuracy {percent(job.accuracy)}"
+        self.console.print(f"job {job.number} {job.status}: {job.label}: {outcome}; {self.total()}")
 
     def total(self) -> str:
         """Return a line with the number of jobs by status."""
         count = Counter(job.status for job in self.jobs)
-        said = [f"{count['finished']}/{len(self.jobs)} done"]
-        said += [f"{count[status]} {status}" for status in ("failed", "running") if count[status]]
-        return ", ".join(said)
+        counts = [f"{count['finished']}/{len(self.jobs)} done"]
+        counts += [f"{count[status]} {status}" for status in ("failed", "running") if count[status]]
+        return ", ".join(counts)
 
     def report(self) -> None:
         """Write report.html for the training runs of the sweep. A failure is printed, not raised."""

@@ -49,30 +49,30 @@ class Conversion:
     find: returns a completion, by its prompt, its ids and maybe its log-probabilities, if our own engine has sampled it.
     """
 
-    def __init__(self, pretrained: Pretrained, renderer: Renderer, find: Callable = lambda *asked: None) -> None:
+    def __init__(self, pretrained: Pretrained, renderer: Renderer, find: Callable = lambda *_: None) -> None:
         config = pretrained.config().get_text_config()
         self.vocabulary, self.renderer, self.find = config.vocab_size, renderer, find
         self.ends = {*eos_token_ids(pretrained.path, config.eos_token_id)}
-        self.said: set[str] = set()
+        self.logged: set[str] = set()
 
     def groups(self, samples: Iterable[tuple[str, Mapping[str, Any] | str]]) -> list[Group]:
         """Return the groups of samples, which may be JSON texts, each with its place for messages. Raises RolloutError, in one
         line, for a mistake."""
-        found: dict[Any, Group] = {}
-        for where, given in samples:
+        groups: dict[Any, Group] = {}
+        for where, record in samples:
             try:
-                given = json.loads(given) if isinstance(given, str) else given
-                found.setdefault(given["group"], []).append(self.sample(given))
+                record = json.loads(record) if isinstance(record, str) else record
+                groups.setdefault(record["group"], []).append(self.sample(record))
             except (AttributeError, LookupError, TypeError, ValueError) as error:
-                said = "" if isinstance(error, RolloutError) else f"this is no sample, {type(error).__name__}: "
-                raise RolloutError(f"{where}: {said}{error}") from error
-        return list(found.values())
+                mistake = "" if isinstance(error, RolloutError) else f"this is no sample, {type(error).__name__}: "
+                raise RolloutError(f"{where}: {mistake}{error}") from error
+        return list(groups.values())
 
-    def sample(self, given: Mapping[str, Any]) -> Sample:
+    def sample(self, record: Mapping[str, Any]) -> Sample:
         """Return one sample. Without rows it is an episode that failed before its first turn."""
-        rows, finish = [SourceRow(**row) for row in given["rows"]], given.get("finish")
+        rows, finish = [SourceRow(**row) for row in record["rows"]], record.get("finish")
         turns = tuple(turn for row in rows for turn in self.turns(row, finish))
-        reward = math.nan if given["reward"] is None else float(given["reward"])
+        reward = math.nan if record["reward"] is None else float(record["reward"])
         truncated = bool(turns) and turns[-1].completion.finish == "length"
         versions = sorted({version for turn in turns for version in turn.completion.versions or ()})
         extra: dict[str, Any] = {"versions": versions or "unknown"}
@@ -81,14 +81,15 @@ class Conversion:
             self.say("a sample has no end token and no finish reason: it counts as cut short by a limit of tokens")
         if not versions:
             self.say("which weights have sampled is unknown, and so is how old they are")
-        own, correct = given.get("advantage"), given.get("correct")
-        if own is None and len(values := {value for turn in turns for value in turn.advantages or ()}) == 1:
-            (own,) = values
-        if own is not None:
+        advantage, correct = record.get("advantage"), record.get("correct")
+        of_tokens = {value for turn in turns for value in turn.advantages or ()}
+        if advantage is None and len(of_tokens) == 1:
+            (advantage,) = of_tokens
+        if advantage is not None:  # it is that of every token
             turns = tuple(replace(turn, advantages=None) for turn in turns)
+        advantage = math.nan if advantage is None else float(advantage)
         right = reward > 0 if correct is None else bool(correct)
-        advantage = math.nan if own is None else float(own)
-        rewarded = Reward(reward, right, dict(given.get("parts") or {}), advantage=advantage, extra=extra)
+        rewarded = Reward(reward, right, dict(record.get("parts") or {}), advantage=advantage, extra=extra)
         steps = tuple(map(self.step, turns))
         example = {"prompt": steps[0].state.messages[0].content if steps else ""}
         return Sample(example, Trajectory(steps, "truncated" if truncated else "answered"), turns, rewarded)
@@ -96,31 +97,27 @@ class Conversion:
     def turns(self, row: SourceRow, finish: str | None) -> list[Turn]:
         """Return the turns of one row. finish: of the last one."""
         self.check(row)
-        found, at = [], 0
+        turns, at = [], 0
         for sampled, tokens in groupby(map(bool, row.sampled)):
             begin, at = at, at + len(list(tokens))
             if sampled:
-                own = row.advantages and tuple(map(float, row.advantages[begin:at]))
-                found.append(Turn(tuple(row.ids[:begin]), self.completion(row, begin, at, finish), own))
-        return found
+                advantages = row.advantages and tuple(map(float, row.advantages[begin:at]))
+                turns.append(Turn(tuple(row.ids[:begin]), self.completion(row, begin, at, finish), advantages))
+        return turns
 
     def completion(self, row: SourceRow, begin: int, end: int, finish: str | None) -> Completion:
         """Return the tokens from `begin` to `end` as our engine gave them if it did, otherwise as the row has them."""
         ids = tuple(row.ids[begin:end])
         logprobs = None if row.logprobs is None else tuple(map(float, row.logprobs[begin:end]))
-        if known := self.find(tuple(row.ids[:begin]), ids, logprobs):
-            return known
+        if ours := self.find(tuple(row.ids[:begin]), ids, logprobs):
+            return ours
         if logprobs is None:
             raise RolloutError(NO_LOGPROBS)
-        if wrong := [value for value in logprobs if not is_logprob(value)]:
-            line = f"{wrong[0]} is no log-probability of a sampled token, which is at most 0"
-            raise RolloutError(f"{line} (1.0 is the placeholder of a prompt): look at the mask and the order of tokens")
-        if len(ids) > 2 and len({*logprobs}) == 1 and logprobs[0]:
-            line = f"all {len(ids)} sampled tokens have the log-probability {logprobs[0]}, which is a placeholder"
-            raise RolloutError(f"{line}: unset ATROPOS_ALLOW_DUMMY_MANAGED_SERVER, and give those of the engine")
-        goes_on = end < len(row.ids)
-        reason = "stop" if goes_on else finish or ("stop" if ids[-1] in self.ends else "length")
-        return Completion(ids, logprobs, reason, None if row.versions is None else tuple(row.versions[begin:end]))
+        check_logprobs(logprobs)
+        goes_on, last = end < len(row.ids), "stop" if ids[-1] in self.ends else "length"
+        reason = "stop" if goes_on else finish or last
+        versions = None if row.versions is None else tuple(row.versions[begin:end])
+        return Completion(ids, logprobs, reason, versions)
 
     def check(self, row: SourceRow) -> None:
         """Raise RolloutError unless the lists of a row fit each other and the model."""
@@ -136,12 +133,22 @@ class Conversion:
 
     def step(self, turn: Turn) -> Step:
         """Return a turn as messages: all that the policy has read is one message, since its form is unknown."""
-        read, said = (self.renderer.parse(ids).content for ids in (turn.prompt_ids, turn.completion.ids))
-        action = Action(Message("assistant", said), turn.completion.finish == "length", turn.completion.ids)
-        return Step(State((Message("user", read),)), action)
+        prompt, answer = (self.renderer.parse(ids).content for ids in (turn.prompt_ids, turn.completion.ids))
+        action = Action(Message("assistant", answer), turn.completion.finish == "length", turn.completion.ids)
+        return Step(State((Message("user", prompt),)), action)
 
     def say(self, line: str) -> None:
         """Log a remark, once."""
-        if line not in self.said:
-            self.said.add(line)
+        if line not in self.logged:
+            self.logged.add(line)
             log.warning("%s", line)
+
+
+def check_logprobs(logprobs: Sequence[float]) -> None:
+    """Raise RolloutError for log-probabilities of sampled tokens that are none, or all the same placeholder."""
+    if wrong := [value for value in logprobs if not is_logprob(value)]:
+        line = f"{wrong[0]} is no log-probability of a sampled token, which is at most 0"
+        raise RolloutError(f"{line} (1.0 is the placeholder of a prompt): look at the mask and the order of tokens")
+    if len(logprobs) > 2 and len({*logprobs}) == 1 and logprobs[0]:
+        line = f"all {len(logprobs)} sampled tokens have the log-probability {logprobs[0]}, which is a placeholder"
+        raise RolloutError(f"{line}: unset ATROPOS_ALLOW_DUMMY_MANAGED_SERVER, and give those of the engine")

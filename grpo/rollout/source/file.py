@@ -25,8 +25,8 @@ class Recorded:
         self.tables = sorted(file for file in Path(path, "rollouts").glob("*.parquet") if file.stem.isdigit())
         if not self.tables and Path(path).is_file():
             lines = enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1)
-            given = ((f"{path}, line {number}", line) for number, line in lines if line.strip())
-            self.lines = self.convert.groups(given)
+            samples = ((f"{path}, line {number}", line) for number, line in lines if line.strip())
+            self.lines = self.convert.groups(samples)
         if not self.tables and not self.lines:
             raise UserError(f"source.path={path} has no samples: give a run with rollouts/*.parquet, or a .jsonl file")
 
@@ -36,9 +36,9 @@ class Recorded:
             return []
         if not self.tables:
             return [self.lines[i % len(self.lines)] for i in range(r * count, (r + 1) * count)]
-        if (wanted := rollouts.plan.num_rollouts) > (there := len(self.tables)):
+        if (wanted := rollouts.plan.num_rollouts) > (recorded := len(self.tables)):
             fix = "lower rollout.num_rollouts"
-            raise UserError(f"source.path={self.path} has {there} recorded rollouts, not {wanted}: {fix}")
+            raise UserError(f"source.path={self.path} has {recorded} recorded rollouts, not {wanted}: {fix}")
         table = pq.read_table(self.tables[r])
         if "rows" not in table.column_names or not len(table):
             fix = "record a run with callbacks.samples.token_logprobs=true"

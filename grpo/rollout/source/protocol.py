@@ -1,16 +1,9 @@
 """The slot `source`: groups of finished samples that others have played."""
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
+from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Group
-
-if TYPE_CHECKING:
-    from grpo.rollout.rollouts import Rollouts
-
-
-def is_source(sampler: Any) -> bool:
-    """Return whether `sampler` is a Source and no Sampler: a run has one of them."""
-    return hasattr(sampler, "groups")
 
 
 class Source(Protocol):
@@ -19,7 +12,7 @@ class Source(Protocol):
     With `state_dict` and `load_state_dict` it is resumed as it was; `close()` is called at the end of the run.
     """
 
-    def groups(self, r: int, count: int, first: int, rollouts: "Rollouts") -> list[Group]:
+    def groups(self, r: int, count: int, first: int, rollouts: Rollouts) -> list[Group]:
         """Return groups of rollout r: those after the `first` ones that it has given for r before, [] if none are left.
 
         count: groups that are wanted; there may be more, or fewer. Their sizes may differ. rollouts: who asks, with the engine

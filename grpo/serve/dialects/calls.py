@@ -1,23 +1,19 @@
-"""A request for messages of the policy and its answer, in no API's form, and what the APIs have in common. No HTTP, no engine.
+"""A request for messages of the policy and its answer, in no API's form, and what reads the one and writes the other. No HTTP, no
+engine.
 
 `Dialect.read` makes a `Call` of a request's JSON. Whoever answers it renders the messages, samples, and gives each completion to
-`answered`. `Dialect.written` makes the JSON of the answers, and `sse` a stream of it.
+`answered`. `Dialect.written` makes the JSON of the answers, and `writing.sse` a stream of it.
 """
 
-import re
-import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 from grpo.env.messages import Message, ToolSpec, cut, shown
 from grpo.env.tokens import Completion
 from grpo.env.tool_parsers import Malformed
 from grpo.system.errors import UserError
-from grpo.system.files import strict_json
 from grpo.system.ranges import Count, Whole, require
 
 Prompt = str | tuple[int, ...]
@@ -110,18 +106,24 @@ class Answer:
         With `call.with_ids` these are all sampled tokens, else those before the stop text. Log-probabilities are those of the
         completion's temperature T; the alternatives' are exact too, since log p(v) - log p(w) is linear in 1 / T.
         """
-        done, scale = self.completion, call.settings.get("temperature", 1.0) or 1.0
+        done, temperature = self.completion, call.settings.get("temperature", 1.0) or 1.0
         kept = len(done.ids) if call.with_ids or self.kept is None else self.kept
         scores = self.scores[len(self.prompt_ids) :] or [{i: p} for i, p in zip(done.ids, done.logprobs, strict=True)]
-        rows = [*zip(done.ids[:kept], done.logprobs, scores, repeat(scale), strict=False)]
+        tokens = []
         if call.echo:
-            rows = [(i, of.get(i), of, 1.0) for i, of in zip(self.prompt_ids, self.scores, strict=False)] + rows
-        found = []
-        for token, own, of, scale in rows:
-            best = sorted(of.items(), key=lambda item: -item[1])[: call.logprobs or 0]
-            likely = {self.piece(i, call): own + (value - of[token]) / scale for i, value in best}
-            found.append((self.piece(token, call), own, likely))
-        return found
+            for token, likely in zip(self.prompt_ids, self.scores, strict=False):
+                tokens.append(self.token(call, token, likely.get(token), likely, 1.0))
+        for token, logprob, likely in zip(done.ids[:kept], done.logprobs, scores, strict=False):
+            tokens.append(self.token(call, token, logprob, likely, temperature))
+        return tokens
+
+    def token(
+        self, call: Call, token: int, logprob: float | None, likely: Scores, temperature: float
+    ) -> tuple[str, float | None, dict[str, float]]:
+        """Return text, log-probability and alternatives of one token. likely: at temperature 1, `token` first."""
+        best = sorted(likely.items(), key=lambda item: -item[1])[: call.logprobs or 0]
+        alternatives = {self.piece(i, call): logprob + (value - likely[token]) / temperature for i, value in best}
+        return self.piece(token, call), logprob, alternatives
 
     def piece(self, token: int, call: Call) -> str:
         """Return the text of one token."""
@@ -145,7 +147,8 @@ class Fields(dict[str, Any]):
     def sampling(self, stop: str = "stop", *max_tokens: str) -> dict[str, Any]:
         """Remove the fields of sampling, and return them as arguments of `Call`. stop, max_tokens: the API's names of these."""
         texts = self.take(stop, str | list[str], [])
-        texts = tuple(text.encode(errors="replace").decode() for text in ([texts] if isinstance(texts, str) else texts))
+        texts = [texts] if isinstance(texts, str) else texts
+        texts = tuple(text.encode(errors="replace").decode() for text in texts)
         if len(texts) > 64 or any(len(text) > 1000 for text in texts):
             raise UserError("there are at most 64 stop texts, each of at most 1000 characters")
         limits = [self.take(name, Whole) for name in max_tokens or ("max_tokens",)]
@@ -209,13 +212,15 @@ class Dialect:
         return call
 
 
-def guided_by(given: Mapping[str, Any]) -> dict[str, Any]:
+def guided_by(response_format: Mapping[str, Any]) -> dict[str, Any]:
     """Return the setting `guided`, if any, of a response_format: text, json_object or json_schema."""
-    kind = given.get("type")
+    kind = response_format.get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise UserError(f"response_format={shown(given)}: its type is text, json_object or json_schema")
-    schema = given.get("json_schema", given).get("schema") or {"type": "object"}
-    return {} if kind == "text" else {"guided": {"json": {"type": "object"} if kind == "json_object" else schema}}
+        raise UserError(f"response_format={shown(response_format)}: its type is text, json_object or json_schema")
+    if kind == "text":
+        return {}
+    schema = response_format.get("json_schema", response_format).get("schema") if kind == "json_schema" else None
+    return {"guided": {"json": schema or {"type": "object"}}}
 
 
 def offered_tools(tools: Iterable[ToolSpec], choice: Any) -> tuple[ToolSpec, ...]:
@@ -224,10 +229,10 @@ def offered_tools(tools: Iterable[ToolSpec], choice: Any) -> tuple[ToolSpec, ...
     name = isinstance(choice, Mapping) and (choice.get("name") or choice.get("function", {}).get("name"))
     if word not in (None, "none", "auto", "required", "any", "function", "tool"):
         raise UserError(f"tool_choice={shown(choice)} is not one of none, auto, required, or a tool of the request")
-    found = () if word == "none" else tuple(tool for tool in tools if not name or tool.name == name)
-    if name and not found:
+    offered = () if word == "none" else tuple(tool for tool in tools if not name or tool.name == name)
+    if name and not offered:
         raise UserError(f"tool_choice names {shown(name)}, which is not among the tools")
-    return found
+    return offered
 
 
 def answered(
@@ -239,75 +244,10 @@ def answered(
     scores: Sequence[Scores] = (),
 ) -> Answer:
     """Return the answer that a completion is. message: parsed from all of it. decode: a tokenizer's."""
-    content, found = cut(message.content, call.stop)
+    content, stop = cut(message.content, call.stop)
     kept, ids, read = len(completion.ids), completion.ids, partial(decode, skip_special_tokens=True)
-    place = len(cut(read(ids), call.stop)[0]) if found else 0
-    while found and kept and len(read(ids[: kept - 1])) >= place:
+    place = len(cut(read(ids), call.stop)[0]) if stop else 0
+    while stop and kept and len(read(ids[: kept - 1])) >= place:
         kept -= 1
     message = replace(message, content=content)
-    return Answer(message, completion, tuple(prompt_ids), decode, found, kept, tuple(scores))
-
-
-def arguments_of(arguments: Mapping[str, Any]) -> str:
-    """Return the arguments of a call as JSON text."""
-    return strict_json(arguments, ensure_ascii=False)
-
-
-def new_id(kind: str) -> str:
-    """Return a fresh id."""
-    return f"{kind}{uuid.uuid4().hex[:24]}"
-
-
-def written_usage(call: Call, answers: Sequence[Answer]) -> tuple[int, int]:
-    """Return the numbers of tokens of the prompts, each counted once, and of the completions."""
-    return sum(len(a.prompt_ids) for a in answers[:: call.n]), sum(len(a.completion.ids) for a in answers)
-
-
-def openai_answer(
-    kind: str, call: Call, answers: Sequence[Answer], model: str, choices: Iterable[dict[str, Any]]
-) -> dict[str, Any]:
-    """Return what the answers of OpenAI's two older APIs have in common."""
-    read, wrote = written_usage(call, answers)
-    usage = {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
-    ends = [{"index": i, "finish_reason": answer.finish} for i, answer in enumerate(answers)]
-    return {
-        "id": new_id("chatcmpl-" if kind == "chat.completion" else "cmpl-"),
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-        "choices": [end | choice for end, choice in zip(ends, choices, strict=True)],
-        **({"usage": usage} if call.usage or not call.stream else {}),
-    }
-
-
-def prompt_scores(call: Call, answer: Answer) -> dict[str, Any]:
-    """Return the field `prompt_logprobs`, if it is wanted: log-probabilities of the prompt's tokens in vLLM's form."""
-    scores = answer.scores[: len(answer.prompt_ids)]
-    rows = [{str(i): {"logprob": p, "decoded_token": answer.piece(i, call)} for i, p in of.items()} for of in scores]
-    return {} if call.prompt_logprobs is None else {"prompt_logprobs": [row or None for row in rows]}
-
-
-def openai_failure(status: int, line: str) -> dict[str, Any]:
-    """Return an error as OpenAI's clients read it."""
-    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-    return {"error": {"message": line, "type": kind, "param": None, "code": None}}
-
-
-def event(kind: str, **data: Any) -> tuple[str, dict[str, Any]]:
-    """Return a named event, whose data has its name too."""
-    return kind, {"type": kind, **data}
-
-
-def words_of(text: str) -> list[str]:
-    """Return a text in the pieces of a stream: words of at most 16 characters, each with the blanks before it. An empty text is
-    one piece."""
-    return re.findall(r"\s*\S{1,16}(?:\s+$)?|\s+$", text) or [text]
-
-
-def sse(dialect: Dialect, answer: dict[str, Any]) -> Iterator[str]:
-    """Yield an answer as server-sent events. APIs without names of events end with [DONE]."""
-    name = None
-    for name, data in dialect.events(answer):
-        yield f"event: {name}\ndata: {strict_json(data)}\n\n" if name else f"data: {strict_json(data)}\n\n"
-    if name is None:
-        yield "data: [DONE]\n\n"
+    return Answer(message, completion, tuple(prompt_ids), decode, stop, kept, tuple(scores))

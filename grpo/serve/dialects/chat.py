@@ -6,15 +6,15 @@ from typing import Any
 
 from grpo.env.conversations import chat_message, messages_of
 from grpo.env.messages import ToolCall, tool_of
-from grpo.serve.dialects import calls
-from grpo.serve.dialects.calls import Answer, Call, Dialect, Fields
+from grpo.serve.dialects import writing
+from grpo.serve.dialects.calls import Answer, Call, Dialect, Fields, offered_tools
 from grpo.system.errors import UserError
 from grpo.system.ranges import Whole
 
 
 def read_chat(fields: Fields) -> Call:
     """Read a request. A conversation that ends with the assistant's message is continued, as `continue_final_message` asks."""
-    messages = messages_of([chat_message(one) for one in fields.take("messages", list, [])])
+    messages = messages_of([chat_message(message) for message in fields.take("messages", list, [])])
     tools = map(tool_of, fields.take("tools", list, []))
     continued = messages[-1].role == "assistant"
     for name, wanted in (("continue_final_message", continued), ("add_generation_prompt", not continued)):
@@ -23,7 +23,7 @@ def read_chat(fields: Fields) -> Call:
     wants, top = fields.take("logprobs", bool, False), fields.take("top_logprobs", Whole, 0)
     return Call(
         messages,
-        calls.offered_tools(tools, fields.pop("tool_choice", None)),
+        offered_tools(tools, fields.pop("tool_choice", None)),
         template=fields.take("chat_template_kwargs", dict, {}),
         logprobs=top if wants else None,
         **fields.sampling("stop", "max_completion_tokens", "max_tokens"),
@@ -34,15 +34,18 @@ def read_chat(fields: Fields) -> Call:
 def written_message(answer: Answer) -> dict[str, Any]:
     """Return the policy's message in OpenAI's form."""
     written: dict[str, Any] = {"role": "assistant", "content": answer.message.content}
-    if called := answer.message.tool_calls:
-        written |= {"content": written["content"] or None, "tool_calls": [written_call(one) for one in called]}
+    if tool_calls := answer.message.tool_calls:
+        written |= {
+            "content": written["content"] or None,
+            "tool_calls": [written_call(tool_call) for tool_call in tool_calls],
+        }
     return written
 
 
 def written_call(call: ToolCall) -> dict[str, Any]:
     """Return a call in OpenAI's form."""
-    function = {"name": call.name, "arguments": calls.arguments_of(call.arguments)}
-    return {"id": call.id or calls.new_id("call_"), "type": "function", "function": function}
+    function = {"name": call.name, "arguments": writing.arguments_of(call.arguments)}
+    return {"id": call.id or writing.new_id("call_"), "type": "function", "function": function}
 
 
 def chat_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str, Any]:
@@ -52,10 +55,10 @@ def chat_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str,
         | ({"token_ids": answer.completion.ids} if call.with_ids else {})
         for answer in answers
     ]
-    found = calls.openai_answer("chat.completion", call, answers, model, choices)
+    written = writing.openai_answer("chat.completion", call, answers, model, choices)
     if call.with_ids:
-        found["prompt_token_ids"] = answers[0].prompt_ids
-    return found | calls.prompt_scores(call, answers[0])
+        written["prompt_token_ids"] = answers[0].prompt_ids
+    return written | writing.prompt_scores(call, answers[0])
 
 
 def chat_logprobs(call: Call, answer: Answer) -> dict[str, Any] | None:
@@ -63,11 +66,13 @@ def chat_logprobs(call: Call, answer: Answer) -> dict[str, Any] | None:
     if call.logprobs is None:
         return None
 
-    def one(text: str, value: float | None) -> dict[str, Any]:
+    def entry(text: str, value: float | None) -> dict[str, Any]:
         return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
-    rows = answer.tokens(call)
-    return {"content": [one(text, value) | {"top_logprobs": [*starmap(one, top.items())]} for text, value, top in rows]}
+    content = []
+    for text, value, alternatives in answer.tokens(call):
+        content.append(entry(text, value) | {"top_logprobs": [*starmap(entry, alternatives.items())]})
+    return {"content": content}
 
 
 def chat_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]:
@@ -75,15 +80,17 @@ def chat_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]
     log-probabilities of all, the last one the calls."""
     piece = {**answer, "object": "chat.completion.chunk", "usage": None}
     for choice in answer["choices"]:
-        said = dict(choice["message"])
-        called = [{"index": i, **call} for i, call in enumerate(said.pop("tool_calls", []))]
+        message = dict(choice["message"])
+        called = [{"index": i, **call} for i, call in enumerate(message.pop("tool_calls", []))]
         begun = {name: value for name, value in choice.items() if name != "message"}
         further = {"index": choice["index"], "logprobs": None}
-        parts = calls.words_of(said["content"] or "")
+        parts = writing.words_of(message["content"] or "")
         for i, part in enumerate(parts):
-            delta = {**said, "content": part or said["content"]} if i == 0 else {"content": part}
-            delta |= {"tool_calls": called} if called and i == len(parts) - 1 else {}
-            yield None, {**piece, "choices": [(further if i else begun) | {"delta": delta, "finish_reason": None}]}
+            first, last = i == 0, i == len(parts) - 1
+            delta = {**message, "content": part or message["content"]} if first else {"content": part}
+            if called and last:
+                delta["tool_calls"] = called
+            yield None, {**piece, "choices": [(begun if first else further) | {"delta": delta, "finish_reason": None}]}
             piece = {name: value for name, value in piece.items() if not name.startswith("prompt_")}  # once is enough
         end = further | {"delta": {}, "finish_reason": choice["finish_reason"]}
         yield None, {**piece, "choices": [end]}
@@ -91,4 +98,4 @@ def chat_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]
         yield None, {**piece, "choices": [], "usage": answer["usage"]}
 
 
-CHAT = Dialect(read_chat, chat_written, chat_events, calls.openai_failure)
+CHAT = Dialect(read_chat, chat_written, chat_events, writing.openai_failure)

@@ -5,7 +5,7 @@ from itertools import accumulate
 from typing import Any
 
 from grpo.env.messages import shown
-from grpo.serve.dialects import calls
+from grpo.serve.dialects import writing
 from grpo.serve.dialects.calls import Answer, Call, Dialect, Fields, Prompt
 from grpo.system.errors import UserError
 from grpo.system.ranges import Whole
@@ -13,10 +13,10 @@ from grpo.system.ranges import Whole
 
 def read_completions(fields: Fields) -> Call:
     """Read a request. The prompt is a text, token ids, or a list of either."""
-    given = fields.pop("prompt", None)
-    several = isinstance(given, list) and any(isinstance(part, str | list) for part in given)
+    prompt = fields.pop("prompt", None)
+    several = isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt)
     return Call(
-        prompts=tuple(map(prompt_of, given if several else [given])),
+        prompts=tuple(map(prompt_of, prompt if several else [prompt])),
         logprobs=fields.take("logprobs", Whole),
         echo=fields.take("echo", bool, False),
         **fields.sampling(),
@@ -24,13 +24,13 @@ def read_completions(fields: Fields) -> Call:
     )
 
 
-def prompt_of(given: Any) -> Prompt:
+def prompt_of(prompt: Any) -> Prompt:
     """Return a prompt: a text, token ids, or vLLM's form of either. Ids are not checked."""
-    if isinstance(given, dict) and len(given) == 1:
-        given = given.get("prompt_token_ids", given.get("prompt"))
-    if not isinstance(given, str | list | tuple):
-        raise UserError(f'prompt={shown(given)}: give a text, or token ids as {{"prompt_token_ids": [1, 2]}}')
-    return given if isinstance(given, str) else tuple(given)
+    if isinstance(prompt, dict) and len(prompt) == 1:
+        prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    if not isinstance(prompt, str | list | tuple):
+        raise UserError(f'prompt={shown(prompt)}: give a text, or token ids as {{"prompt_token_ids": [1, 2]}}')
+    return prompt if isinstance(prompt, str) else tuple(prompt)
 
 
 def completions_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def completions_written(call: Call, answers: Sequence[Answer], model: str) -> di
     choices = []
     for answer in answers:
         text = answer.decode(answer.prompt_ids) if call.echo and answer.decode else ""
-        choice = {"text": text + answer.message.content, "logprobs": None} | calls.prompt_scores(call, answer)
+        choice = {"text": text + answer.message.content, "logprobs": None} | writing.prompt_scores(call, answer)
         if call.logprobs is not None:
             tokens = answer.tokens(call)
             texts = [piece for piece, _, _ in tokens]
@@ -51,14 +51,14 @@ def completions_written(call: Call, answers: Sequence[Answer], model: str) -> di
         if call.with_ids:
             choice |= {"token_ids": answer.completion.ids, "prompt_token_ids": answer.prompt_ids}
         choices.append(choice)
-    return calls.openai_answer("text_completion", call, answers, model, choices)
+    return writing.openai_answer("text_completion", call, answers, model, choices)
 
 
 def completions_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]:
     """Yield the text of each choice in pieces, and then the usage, if it is wanted. The first piece has the log-probabilities of
     all, the last one the reason of the end."""
     for choice in answer["choices"]:
-        *before, last = calls.words_of(choice["text"])
+        *before, last = writing.words_of(choice["text"])
         rest = choice
         for part in before:
             yield None, {**answer, "usage": None, "choices": [rest | {"text": part, "finish_reason": None}]}
@@ -68,4 +68,4 @@ def completions_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str,
         yield None, {**answer, "choices": []}
 
 
-COMPLETIONS = Dialect(read_completions, completions_written, completions_events, calls.openai_failure)
+COMPLETIONS = Dialect(read_completions, completions_written, completions_events, writing.openai_failure)

@@ -6,8 +6,8 @@ from typing import Any
 
 from grpo.env.conversations import call_written, messages_of, text_in
 from grpo.env.messages import shown, tool_of
-from grpo.serve.dialects import calls
-from grpo.serve.dialects.calls import Answer, Call, Dialect, Fields
+from grpo.serve.dialects import writing
+from grpo.serve.dialects.calls import Answer, Call, Dialect, Fields, offered_tools
 from grpo.serve.dialects.chat import chat_logprobs
 from grpo.system.errors import UserError
 from grpo.system.ranges import Whole
@@ -15,30 +15,30 @@ from grpo.system.ranges import Whole
 
 def read_responses(fields: Fields) -> Call:
     """Read a request. `instructions` are a system message before the input."""
-    said: list[tuple[dict[str, Any], str]] = []
-    given = fields.take("input", str | list, [])
+    conversation: list[tuple[dict[str, Any], str]] = []
+    items = fields.take("input", str | list, [])
     start = [{"role": "system", "content": fields.pop("instructions")}] if "instructions" in fields else []
-    for item in start + ([{"role": "user", "content": given}] if isinstance(given, str) else given):
-        add_item(said, item)
+    for item in start + ([{"role": "user", "content": items}] if isinstance(items, str) else items):
+        add_item(conversation, item)
     tools = [tool_of({"function": tool}) for tool in fields.take("tools", list, [])]
     top = fields.take("top_logprobs", Whole)
     fields["response_format"] = fields.take("text", dict, {}).get("format", {"type": "text"})
-    tools = calls.offered_tools(tools, fields.pop("tool_choice", None))
-    return Call(messages_of(said), tools, logprobs=top, **fields.sampling("stop", "max_output_tokens"))
+    tools = offered_tools(tools, fields.pop("tool_choice", None))
+    return Call(messages_of(conversation), tools, logprobs=top, **fields.sampling("stop", "max_output_tokens"))
 
 
-def add_item(said: list[tuple[dict[str, Any], str]], item: Mapping[str, Any]) -> None:
+def add_item(conversation: list[tuple[dict[str, Any], str]], item: Mapping[str, Any]) -> None:
     """Add an item of the input to the conversation. A call belongs to the assistant's message before it."""
     kind = item.get("type", "message")
     if kind == "message":
         role = "system" if item["role"] == "developer" else item["role"]
-        said.append(({"role": role, "content": text_in(item["content"]), "tool_calls": []}, ""))
+        conversation.append(({"role": role, "content": text_in(item["content"]), "tool_calls": []}, ""))
     elif kind == "function_call":
-        if not said or said[-1][0]["role"] != "assistant":
-            said.append(({"role": "assistant", "content": None, "tool_calls": []}, ""))
-        said[-1][0]["tool_calls"].append(call_written(item, item["call_id"]))
+        if not conversation or conversation[-1][0]["role"] != "assistant":
+            conversation.append(({"role": "assistant", "content": None, "tool_calls": []}, ""))
+        conversation[-1][0]["tool_calls"].append(call_written(item, item["call_id"]))
     elif kind == "function_call_output":
-        said.append(({"role": "tool", "content": text_in(item["output"])}, item["call_id"]))
+        conversation.append(({"role": "tool", "content": text_in(item["output"])}, item["call_id"]))
     else:
         raise UserError(f"the input has an item of type {shown(kind)}: give messages, function calls and their outputs")
 
@@ -52,16 +52,16 @@ def responses_written(call: Call, answers: Sequence[Answer], model: str) -> dict
     if message.content or not message.tool_calls:
         logprobs = (chat_logprobs(call, answer) or {"content": []})["content"]
         part = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": logprobs}
-        output.append({"id": calls.new_id("msg_"), "type": "message", "role": "assistant", "content": [part], **end})
-    for one in message.tool_calls:
-        call_id, arguments = one.id or calls.new_id("call_"), calls.arguments_of(one.arguments)
-        called = {"call_id": call_id, "name": one.name, "arguments": arguments}
-        output.append({"id": calls.new_id("fc_"), "type": "function_call", **called, **end})
-    read, wrote = calls.written_usage(call, answers)
+        output.append({"id": writing.new_id("msg_"), "type": "message", "role": "assistant", "content": [part], **end})
+    for tool_call in message.tool_calls:
+        call_id, arguments = tool_call.id or writing.new_id("call_"), writing.arguments_of(tool_call.arguments)
+        called = {"call_id": call_id, "name": tool_call.name, "arguments": arguments}
+        output.append({"id": writing.new_id("fc_"), "type": "function_call", **called, **end})
+    read, wrote = writing.written_usage(call, answers)
     usage = {"input_tokens": read, "output_tokens": wrote, "total_tokens": read + wrote}
     details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
     return {
-        "id": calls.new_id("resp_"),
+        "id": writing.new_id("resp_"),
         "object": "response",
         "created_at": int(time.time()),
         "model": model,
@@ -84,29 +84,29 @@ def responses_events(answer: dict[str, Any]) -> Iterator[tuple[str, dict[str, An
 def response_steps(answer: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the events without their numbers."""
     begun = {**answer, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    yield calls.event("response.created", response=begun)
-    yield calls.event("response.in_progress", response=begun)
+    yield writing.event("response.created", response=begun)
+    yield writing.event("response.in_progress", response=begun)
     for i, item in enumerate(answer["output"]):
         spoken = item["type"] == "message"
         empty = {**item, "status": "in_progress", **({"content": []} if spoken else {"arguments": ""})}
-        yield calls.event("response.output_item.added", output_index=i, item=empty)
+        yield writing.event("response.output_item.added", output_index=i, item=empty)
         place: dict[str, Any] = {"output_index": i, "item_id": item["id"]}
         if spoken:
             (part,) = item["content"]
             place["content_index"] = 0
-            said = {"text": part["text"], "logprobs": part["logprobs"]}
-            yield calls.event("response.content_part.added", **place, part={**part, "text": "", "logprobs": []})
-            for n, piece in enumerate(calls.words_of(part["text"])):
+            whole = {"text": part["text"], "logprobs": part["logprobs"]}
+            yield writing.event("response.content_part.added", **place, part={**part, "text": "", "logprobs": []})
+            for n, piece in enumerate(writing.words_of(part["text"])):
                 logprobs = [] if n else part["logprobs"]  # all of them with the first piece
-                yield calls.event("response.output_text.delta", **place, delta=piece, logprobs=logprobs)
-            yield calls.event("response.output_text.done", **place, **said)
-            yield calls.event("response.content_part.done", **place, part=part)
+                yield writing.event("response.output_text.delta", **place, delta=piece, logprobs=logprobs)
+            yield writing.event("response.output_text.done", **place, **whole)
+            yield writing.event("response.content_part.done", **place, part=part)
         else:
             written = item["arguments"]
-            yield calls.event("response.function_call_arguments.delta", **place, delta=written)
-            yield calls.event("response.function_call_arguments.done", **place, arguments=written, name=item["name"])
-        yield calls.event("response.output_item.done", output_index=i, item=item)
-    yield calls.event(f"response.{answer['status']}", response=answer)
+            yield writing.event("response.function_call_arguments.delta", **place, delta=written)
+            yield writing.event("response.function_call_arguments.done", **place, arguments=written, name=item["name"])
+        yield writing.event("response.output_item.done", output_index=i, item=item)
+    yield writing.event(f"response.{answer['status']}", response=answer)
 
 
-RESPONSES = Dialect(read_responses, responses_written, responses_events, calls.openai_failure)
+RESPONSES = Dialect(read_responses, responses_written, responses_events, writing.openai_failure)

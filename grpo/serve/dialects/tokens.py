@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from grpo.serve.dialects import calls
+from grpo.serve.dialects import writing
 from grpo.serve.dialects.calls import Answer, Call, Dialect, Fields
 from grpo.serve.dialects.chat import chat_logprobs
 from grpo.serve.dialects.completions import prompt_of
@@ -28,7 +28,7 @@ def tokens_written(call: Call, answers: Sequence[Answer], model: str) -> dict[st
         done = answer.completion
         choice = {"index": i, "token_ids": done.ids, "finish_reason": done.finish}
         choices.append(choice | {"logprobs": chat_logprobs(call, answer)})
-    return {"request_id": calls.new_id("generate-"), "choices": choices} | calls.prompt_scores(call, answers[0])
+    return {"request_id": writing.new_id("generate-"), "choices": choices} | writing.prompt_scores(call, answers[0])
 
 
 def tokens_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]:
@@ -37,4 +37,4 @@ def tokens_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]
         yield None, {**answer, "choices": [choice]}
 
 
-TOKENS = Dialect(read_tokens, tokens_written, tokens_events, calls.openai_failure)
+TOKENS = Dialect(read_tokens, tokens_written, tokens_events, writing.openai_failure)

@@ -55,8 +55,10 @@ class Atropos:
             self.convert = Conversion(self.pretrained, self.renderer, self.served.find)
             print(f"source=atropos: {self.advice()}", flush=True)
         with self.served.open():
-            items, hot = self.batch(r, rollouts), rollouts.plan.sampling.temperature
-        groups = self.convert.groups(one for i, item in enumerate(items) for one in samples_of(i, item, hot))
+            items = self.batch(r, rollouts)
+        temperature = rollouts.plan.sampling.temperature
+        samples = (sample for p, item in enumerate(items) for sample in samples_of(p, item, temperature))
+        groups = self.convert.groups(samples)
         turns = [turn for group in groups for sample in group for turn in sample.turns]
         age = fmean(r - version for turn in turns for version in turn.completion.versions or (math.nan,))
         self.metrics = {} if math.isnan(age) else {"rollout/staleness": age}
@@ -79,7 +81,8 @@ class Atropos:
 
     def batch(self, r: int, rollouts: Rollouts) -> list[Mapping[str, Any]]:
         """Wait for a batch. Raises RolloutError if all environments seem to be dead."""
-        size, sign, since, full = rollouts.plan.prompts * rollouts.plan.group_size, None, time.monotonic(), 0
+        size = rollouts.plan.prompts * rollouts.plan.group_size
+        sign, since, full = None, time.monotonic(), 0
         while True:
             if not self.registered:
                 self.register(r, size, rollouts)
@@ -92,8 +95,9 @@ class Atropos:
             if full == SEEN:
                 fix = "every group_size must divide rollout.prompts x rollout.group_size, and no group be larger than the others"
                 log.warning("%d groups wait at %s, and none becomes a batch of %d: %s", waiting, self.url, size, fix)
-            if (now := (waiting, self.served.answered)) != sign or self.served.batching.running:
-                sign, since = now, time.monotonic()
+            latest = waiting, self.served.answered
+            if latest != sign or self.served.batching.running:
+                sign, since = latest, time.monotonic()
             if time.monotonic() - since > self.timeout:
                 line = f"no environment has sent or asked anything for {self.timeout:g} s ({waiting} groups wait at {self.url}"
                 raise RolloutError(f"{line}, {self.served.answered} samples were given): {self.advice()}")
@@ -112,14 +116,14 @@ class Atropos:
             log.warning("the run-api at %s has lost this run or has another one: restart its environments", self.url)
         if other:
             self.ask("/reset_data")
-        asked = {
+        registration = {
             **{"wandb_group": "", "wandb_project": "", "batch_size": size, "max_token_len": self.pretrained.context()},
             **{"checkpoint_dir": f"{rollouts.folder}/checkpoints", "save_checkpoint_interval": 0, "starting_step": r},
             # environments leave then, and batches that a killed run has lost count too
             "num_steps": 2 * rollouts.plan.num_rollouts,
         }
         for attempt in range(TRIES):
-            if isinstance((self.ask("/register", asked) or {}).get("uuid"), int):
+            if isinstance((self.ask("/register", registration) or {}).get("uuid"), int):
                 self.registered = self.again = True
                 return
             time.sleep(POLL * 2**attempt)
@@ -141,13 +145,15 @@ def samples_of(p: int, item: Mapping[str, Any], temperature: float) -> Iterator[
     lists = {name: item.get(name) or [None] * size for name in names}
     if uneven := [f"{len(values)} {name}" for name, values in lists.items() if len(values) != size]:
         raise RolloutError(f"{where}: {size} sequences of tokens, but {', '.join(uneven)}")
-    for s, (ids, mask, score, advantages, logprobs, own) in enumerate(zip(*lists.values(), strict=True)):
+    of_group = {**(item.get("group_overrides") or {}), **(item.get("generation_params") or {})}
+    for s, (ids, mask, score, advantages, logprobs, overrides) in enumerate(zip(*lists.values(), strict=True)):
         at = f"{where}, sequence {s}"
-        settings = {**(item.get("group_overrides") or {}), **(item.get("generation_params") or {}), **(own or {})}
-        if (own := settings.get("temperature", temperature)) != temperature:
-            raise RolloutError(f"{at}: temperature {own:g}, not {temperature:g}: set rollout.sampling.temperature")
+        settings = {**of_group, **(overrides or {})}
+        if (actual := settings.get("temperature", temperature)) != temperature:
+            raise RolloutError(f"{at}: temperature {actual:g}, not {temperature:g}: set rollout.sampling.temperature")
         if shifted := [m for token, m in zip(ids, mask or (), strict=False) if m not in (-100, token)]:
             raise RolloutError(f"{at}: the mask has {shifted[0]} where it must have -100 or the token's own id")
-        row = {"ids": ids, "sampled": [m != -100 for m in mask or ()], "advantages": advantages or None}
-        row["logprobs"], zero = logprobs or None, 0.0 if settings.get("set_advantage_to_zero") else None
-        yield at, {"rows": [row], "reward": score, "group": p, "advantage": zero}
+        sampled = [m != -100 for m in mask or ()]
+        row = {"ids": ids, "sampled": sampled, "logprobs": logprobs or None, "advantages": advantages or None}
+        advantage = 0.0 if settings.get("set_advantage_to_zero") else None
+        yield at, {"rows": [row], "reward": score, "group": p, "advantage": advantage}

@@ -51,13 +51,13 @@ class OpenEngine:
         check_port("127.0.0.1", port)
         listener = socket.create_server(("127.0.0.1", port))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        gate = Gate(self.asked, service.metrics, service.limits.body)
+        gate = Gate(self.answer, service.metrics, service.limits.body)
         config = uvicorn.Config(gate, ws="none", interface="asgi3", log_level="error", lifespan="off")
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]}, daemon=True)
         self.thread.start()
 
-    async def asked(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, and log an error once: environments repeat a refused request in silence."""
         status = 0
 
@@ -85,14 +85,18 @@ class OpenEngine:
     def find(self, prompt: Sequence[int], ids: Sequence[int], logprobs: Sequence[float] | None) -> Completion | None:
         """Return a completion as it was sampled, the newest one with these log-probabilities if there are several. Raises
         RolloutError if it was sampled at another temperature than the one at which the run learns."""
-        if not (found := self.known.get(key_of_ids(prompt, ids))):
+        if not (completions := self.known.get(key_of_ids(prompt, ids))):
             return None
         learned = self.rollouts.plan.sampling.temperature
-        own = {logprobs: completion for (temperature, logprobs), completion in found.items() if temperature == learned}
-        if not own:
-            line = f"it was sampled at temperature {next(iter(found))[0]:g}, and the run learns at {learned:g}"
+        learnable = {
+            logprobs: completion
+            for (temperature, logprobs), completion in completions.items()
+            if temperature == learned
+        }
+        if not learnable:
+            line = f"it was sampled at temperature {next(iter(completions))[0]:g}, and the run learns at {learned:g}"
             raise RolloutError(f"{line}: set rollout.sampling.temperature, or the environment's")
-        return own.get(logprobs) or [*own.values()][-1]
+        return learnable.get(logprobs) or [*learnable.values()][-1]
 
     def end(self) -> None:
         """Refuse the waiting requests, and stop the server."""
@@ -111,11 +115,11 @@ class OpenEngine:
         """Sample, and remember each completion with the version of the weights before anybody gets it."""
         self.engine.unwanted = self.unwanted
 
-        def note(i: int, given: CompletionLike) -> None:
-            completion = completion_of(given)
+        def note(i: int, answer: CompletionLike) -> None:
+            completion = completion_of(answer)
             versions = completion.versions or (self.engine.version,) * len(completion.ids)
-            found = self.known.setdefault(key_of_ids(prompts[i], completion.ids), {})
-            found[sampling.temperature, completion.logprobs] = replace(completion, versions=versions)
+            alike = self.known.setdefault(key_of_ids(prompts[i], completion.ids), {})
+            alike[sampling.temperature, completion.logprobs] = replace(completion, versions=versions)
             done(i, completion)
 
         try:
@@ -123,8 +127,8 @@ class OpenEngine:
                 completions = self.engine.sample(prompts, sampling, seeds, note)
         finally:
             self.engine.unwanted = set()  # the run itself samples next
-        for i, given in enumerate(completions):  # some engines report none before all are there
-            note(i, given)
+        for i, answer in enumerate(completions):  # some engines report none before all are there
+            note(i, answer)
         self.answered += len(prompts)
         while len(self.known) > REMEMBERED:
             del self.known[next(iter(self.known))]
