@@ -95,6 +95,8 @@ def peak(device: torch.device) -> int:
     """Return the most bytes held since `reset_peak`; on MPS, and on systems other than Linux, the bytes held now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if device.type == "cpu" and (status := Path("/proc/self/status")).exists():
-        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    status = Path("/proc/self/status")
+    if device.type == "cpu" and status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
     return held(device)

@@ -35,7 +35,7 @@ class Stop:
 
     def listen(self) -> None:
         """Take the signals."""
-        on_signals(self.asked)
+        on_signals(self.note)
 
     @contextmanager
     def during(self) -> Iterator[None]:
@@ -47,7 +47,7 @@ class Stop:
             for kind, handler in before.items():
                 signal.signal(kind, handler)
 
-    def asked(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, frame: FrameType | None) -> None:
         """Note the first signal. The second one ends the process."""
         if self.why:
             signal.signal(number, signal.SIG_DFL)
@@ -112,7 +112,8 @@ def handlers() -> dict[signal.Signals, Any]:
 
 def seconds_of(text: str) -> int:
     """Return the seconds of a time as [DAYS-]HOURS:MINUTES:SECONDS. Raises UserError."""
-    if not (found := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)):
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
+    if match is None:
         raise UserError(f"max_time={text} must be a time as [DAYS-]HOURS:MINUTES:SECONDS, such as 3:50:00")
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
