@@ -91,5 +91,5 @@ class Calculator(Wordmath):
     def build(self, example: Example) -> ToolEnv:
         return ToolEnv(self.messages(example), [calculator])
 
-    def heard(self, trajectory: Trajectory) -> Trajectory:
+    def graded_part(self, trajectory: Trajectory) -> Trajectory:
         return in_time(trajectory)

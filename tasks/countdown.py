@@ -11,7 +11,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from grpo.data.dataset import Made, side
+from grpo.data.rows import Made, side
 from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Split
 from grpo.rewards.combined import Weights, text_of

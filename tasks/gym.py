@@ -7,7 +7,7 @@ from importlib import import_module
 from inspect import isawaitable
 from typing import Any
 
-from grpo.data.dataset import Made
+from grpo.data.rows import Made
 from grpo.env.messages import Message
 from grpo.env.types import Action, Example, Reward, Split, State
 from grpo.rewards.resolve import imported

@@ -6,7 +6,8 @@ from dataclasses import fields, replace
 from inspect import getmembers, isawaitable, isfunction
 from typing import Any, Literal
 
-from grpo.data.dataset import Dataset, at
+from grpo.data.dataset import Dataset
+from grpo.data.rows import at
 from grpo.env import thoughts
 from grpo.env.conversations import chat_message, messages_of, text_in
 from grpo.env.messages import Message, shown

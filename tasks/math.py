@@ -5,7 +5,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from grpo.data.dataset import Dataset, rows_where
+from grpo.data.dataset import Dataset
+from grpo.data.rows import rows_where
 from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Split, Trajectory
 from grpo.rewards.combined import Weights

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo.data.dataset import Made
+from grpo.data.rows import Made
 from grpo.env.intake import build
 from grpo.env.scoring import score_group
 from grpo.env.types import Claim, Env, Example, Reward, Split, Task, Trajectory

@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from grpo.data.dataset import Dataset, rows_where
+from grpo.data.dataset import Dataset
+from grpo.data.rows import rows_where
 from grpo.env.messages import Message
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Example, Reward, Split, Trajectory

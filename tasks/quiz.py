@@ -15,7 +15,7 @@ import random
 from collections.abc import Sequence
 from functools import cached_property
 
-from grpo.data.dataset import Made
+from grpo.data.rows import Made
 from grpo.env.messages import Message
 from grpo.env.types import Action, Example, Reward, Split, State
 from grpo.rewards.math.answers import extract_answer

@@ -8,7 +8,7 @@ from typing import Any
 
 import reasoning_gym
 
-from grpo.data.dataset import Made
+from grpo.data.rows import Made
 from grpo.env.messages import Message
 from grpo.env.types import Action, Example, Reward, SingleTurn, Split, State
 from grpo.rewards.math.answers import extract_answer

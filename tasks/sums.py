@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import combinations_with_replacement
 from typing import Annotated
 
-from grpo.data.dataset import side
+from grpo.data.rows import side
 from grpo.env.messages import Message
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Example, Split, Trajectory
@@ -100,5 +100,5 @@ class CalledSums(Sums):
     def build(self, example: Example) -> ToolEnv:
         return ToolEnv(self.messages(example), [calculator])
 
-    def heard(self, trajectory: Trajectory) -> Trajectory:
+    def graded_part(self, trajectory: Trajectory) -> Trajectory:
         return in_time(trajectory)

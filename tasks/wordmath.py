@@ -18,7 +18,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated
 
-from grpo.data.dataset import Made, key_of
+from grpo.data.rows import Made, key_of
 from grpo.env.messages import Message
 from grpo.env.types import Example, Split, State
 from grpo.rewards.combined import Weights
