@@ -182,7 +182,7 @@ def _factors(x: Expr) -> tuple[int, Factors]:
 
 
 def _coprime(powers: Iterable[tuple[int | Expr, Fraction]]) -> Factors:
-    """Return the product of powers with bases that have no common divisor: none are left of the number 1. Nothing is factorized."""
+    """Return the product of powers, with bases that have no common divisor: none are left if it is 1. Nothing is factorized."""
     product: Factors = {}
     todo = list(powers)
     while todo:
