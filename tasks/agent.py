@@ -102,7 +102,8 @@ class AgentEnv:
             return None
         call, _ = self.calls[0]
         raw = call.prompt if isinstance(call.prompt, str) else f"{len(call.prompt or ())} token ids"
-        return State(call.messages or (Message("user", raw),), call.tools, call.prompt, call.stop, call.max_tokens)
+        messages = call.messages or (Message("user", raw),)
+        return State(messages, call.tools, call.prompt, call.stop, call.max_tokens)
 
     async def step(self, action: Action) -> State | None:
         completion = Completion(action.ids, action.logprobs, "length" if action.truncated else "stop")

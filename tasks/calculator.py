@@ -67,7 +67,12 @@ def conversation(problem: Problem, rng: random.Random, hasty: float = 0.0, slips
 
 
 def worked_answers(
-    count: int, seed: int, hasty: float = 0.0, slips: float = 0.0, steps: Sequence[int] = (2, 3), largest: int = LARGEST
+    count: int,
+    seed: int,
+    hasty: float = 0.0,
+    slips: float = 0.0,
+    steps: Sequence[int] = (2, 3),
+    largest: int = LARGEST,
 ) -> list[State]:
     """Return conversations about questions of the train side, to warm up a model. hasty, slips: as in tasks.wordmath."""
     rng = random.Random(f"calculator {seed}")

@@ -96,7 +96,8 @@ class Code(RowTask):
     def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
         continuation = self.template is base and "entry_point" in example
         if self.template is base and not continuation:
-            trajectories = [with_answer(t, FENCE + t.answer) for t in trajectories]  # the prompt has opened the fence
+            # the prompt has opened the fence
+            trajectories = [with_answer(trajectory, FENCE + trajectory.answer) for trajectory in trajectories]
         return super().score_group({**example, "continuation": continuation}, trajectories)
 
 

@@ -35,7 +35,8 @@ class Mixture:
     @enforced("task")
     def __init__(self, sources: Mapping[str, Mapping[str, Any]], weights: Mapping[str, Positive] | None = None) -> None:
         self.tasks: dict[str, Task] = {name: source["task"] for name, source in sources.items()}
-        self.weights = {name: float(weight) for name, weight in (weights or dict.fromkeys(self.tasks, 1)).items()}
+        weights = weights or dict.fromkeys(self.tasks, 1)
+        self.weights = {name: float(weight) for name, weight in weights.items()}
         if self.weights.keys() != self.tasks.keys():
             named = f"{len(self.weights)} sources ({', '.join(self.weights)}) and task.sources {len(self.tasks)}"
             raise UserError(f"task.weights has {named} ({', '.join(self.tasks)}): they must be the same")

@@ -147,7 +147,9 @@ def f1(answer: str, golds: Sequence[str]) -> float:
 
 def answer_of(trajectory: Trajectory) -> str | None:
     """Return the content of the last box of the last message; None if that message searches instead, or the turns ran out."""
-    if trajectory.end == "out_of_turns" or not trajectory.steps or trajectory.steps[-1].action.message.tool_calls:
+    if trajectory.end == "out_of_turns" or not trajectory.steps:
+        return None
+    if trajectory.steps[-1].action.message.tool_calls:
         return None
     answer = boxed(trajectory.answer.rpartition("</think>")[2])
     return None if answer is None else _STYLED.sub(r"\1", answer).strip() or None
@@ -192,7 +194,8 @@ class Musique:
         **rows: Any,
     ) -> None:
         self.k, self.match = k, match
-        self.repeat_penalty, self.call_penalty, self.free_searches = repeat_penalty, call_penalty, free_searches
+        self.repeat_penalty, self.call_penalty = repeat_penalty, call_penalty
+        self.free_searches = free_searches
         self.data = Dataset(path, ("question", "answer"), "musique", **rows)
         self.kept: dict[Split, Sequence[Example]] = {}
 

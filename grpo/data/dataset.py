@@ -117,7 +117,8 @@ class Dataset:
                 break
             read += 1
             question = key_of(values[0])
-            blank = next((name for name, value in zip(self.columns, values, strict=True) if _blank(value)), None)
+            blanks = (name for name, value in zip(self.columns, values, strict=True) if _blank(value))
+            blank = next(blanks, None)
             if blank and "empty" not in self.filters:
                 fix = f"every row needs {', '.join(self.columns)} (task.filters=[empty] leaves such rows out)"
                 raise UserError(f"{source.where(read - 1)}, {split} row {read}: no field {blank!r}; {fix}")

@@ -58,7 +58,9 @@ def fingerprint(example: Example) -> str:
             return sorted(json.dumps(plain(item), sort_keys=True) for item in value)
         if value is None or isinstance(value, (str, int, float)):
             return value
-        return plain(vars(value)) if hasattr(value, "__dict__") else str(value)  # its repr may contain its address
+        if hasattr(value, "__dict__"):  # its repr may contain its address
+            return plain(vars(value))
+        return str(value)
 
     return hashlib.sha256(json.dumps(plain(example), sort_keys=True).encode()).hexdigest()[:12]
 

@@ -168,9 +168,10 @@ def csv_rows(file: Path, streaming: bool, numbers: Sequence[str] = ()) -> TableR
     names = pd.read_csv(file, nrows=0, index_col=False, dtype=object).columns
     if missing := [name for name in numbers if name not in names]:
         raise UserError(f"task.numbers={list(numbers)}: {file} has no column {missing[0]!r}; it has {', '.join(names)}")
+    features = Features({name: Value("string") for name in names})
     # index_col: else a long first row shifts the columns; na_filter: NA and null are texts
-    texts = {"features": Features({name: Value("string") for name in names}), "index_col": False, "na_filter": False}
-    table = loaded("csv", file, streaming, **texts)
+    options = {"index_col": False, "na_filter": False}
+    table = loaded("csv", file, streaming, features=features, **options)
     kinds: dict[str, Callable[[str], Any]] = dict.fromkeys(names, str)
     if not streaming:
         kinds = {name: written_as(table.data.column(name).chunks) for name in names}
@@ -256,7 +257,8 @@ def arrow_rows(table: Any, names: tuple[str, ...] | None = None, file: Path | No
 
 def exact_fields(fields: Iterable[Any]) -> Make | None:
     """Return the function that makes the fields of a row, or of a struct, `exact`; None if they all are."""
-    makers = {field.name: make for field in fields if (make := exact(field.type))}
+    makers = {field.name: exact(field.type) for field in fields}
+    makers = {name: maker for name, maker in makers.items() if maker}
 
     def make(row: dict[str, Any]) -> dict[str, Any]:
         return row | {name: maker(row[name]) for name, maker in makers.items() if row.get(name) is not None}

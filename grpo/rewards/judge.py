@@ -88,7 +88,8 @@ class Host:
     """The requests of this process to one host: some at a time, with a gap from one to the next, and none before `free`."""
 
     def __init__(self, concurrency: int, per_minute: int | None) -> None:
-        self.slots, self.gap, self.free = asyncio.Semaphore(concurrency), 60 / (per_minute or math.inf), 0.0
+        self.slots = asyncio.Semaphore(concurrency)
+        self.gap, self.free = 60 / (per_minute or math.inf), 0.0
 
     async def turn(self) -> None:
         """Wait for the turn of a request that has a slot."""
@@ -226,8 +227,9 @@ class Session:
         async def mean_score(answer: str) -> float | Reward:
             if not answer:
                 return 0.0
-            voters = enumerate(self.judge.models)
-            votes = await asyncio.gather(*(self.ask(voter, labels, {"The response": answer}) for voter in voters))
+            response = {"The response": answer}
+            requests = [self.ask(voter, labels, response) for voter in enumerate(self.judge.models)]
+            votes = await asyncio.gather(*requests)
             return UNJUDGED if None in votes else fmean(map(score, votes))
 
         return await asyncio.gather(*map(mean_score, answers))
@@ -243,7 +245,8 @@ class Session:
                 rival = (i + distance) % n
                 pairs.add((min(i, rival), max(i, rival)))
         matches = [(i, j, voter) for i, j in sorted(pairs) for voter in enumerate(self.judge.models)]
-        results = await asyncio.gather(*(self.match(answers[i], answers[j], voter) for i, j, voter in matches))
+        requests = [self.match(answers[i], answers[j], voter) for i, j, voter in matches]
+        results = await asyncio.gather(*requests)
         points: list[list[int]] = [[] for _ in answers]
         for (i, j, _), result in zip(matches, results, strict=True):
             if result is not None:

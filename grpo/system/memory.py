@@ -10,7 +10,8 @@ from torch import Tensor
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
-LARGE = 1 << 22  # bytes of an allocation that goes back to the system when it is freed; every page of it is zeroed anew
+# bytes of an allocation that goes back to the system when it is freed; every page of the next one is zeroed anew
+LARGE = 1 << 22
 KEPT = 1 << 28  # free bytes of the heap that stay between phases: enough for small models
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 

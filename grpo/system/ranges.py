@@ -91,7 +91,8 @@ def accepts(kind: Any, value: Any) -> bool:
     if is_node(value) or origin is Node:
         return is_node(value)
     if origin is Annotated:
-        return accepts(inner[0], value) and all(value in part for part in inner[1:] if isinstance(part, Range))
+        bounds = [part for part in inner[1:] if isinstance(part, Range)]
+        return accepts(inner[0], value) and all(value in part for part in bounds)
     if origin in (Union, UnionType):
         return any(accepts(member, value) for member in inner)
     if origin is Literal:
@@ -136,8 +137,8 @@ def spelled(kind: Any) -> str:
         return f"a list of {len(inner)}, each {spelled(inner[0])}"
     if origin in LISTS or origin in MAPPINGS:
         noun, parts = ("a list", ("item",)) if origin in LISTS else ("a mapping", ("key", "value"))
-        kinds = zip(parts, inner, strict=False)
-        limits = [f"each {part} {spelled(part_kind)}" for part, part_kind in kinds if part_kind not in (Any, str)]
+        typed = zip(parts, inner, strict=False)
+        limits = [f"each {part} {spelled(annotation)}" for part, annotation in typed if annotation not in (Any, str)]
         return ", ".join([noun, *limits])
     return NOUNS.get(origin, "a value")
 

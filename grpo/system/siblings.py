@@ -45,9 +45,9 @@ class Sibling:
         if self.host != socket.gethostname():
             return "elsewhere"
         with suppress(psutil.NoSuchProcess):
-            state = self.process.status() if self.process and self.process.is_running() else psutil.STATUS_ZOMBIE
-            if state != psutil.STATUS_ZOMBIE:
-                return state
+            if self.process and self.process.is_running():
+                state = self.process.status()
+                return "ended" if state == psutil.STATUS_ZOMBIE else state
         return "ended"
 
     def ending(self) -> str:

@@ -31,7 +31,8 @@ class Stop:
         self.limit = None if max_time is None else seconds_of(max_time)
         self.why: str | None = None  # the first signal
         self.at_once = False  # whether a signal may raise StopError where the program is
-        self.last = self.longest = 0.0  # the age of the process at the last `check`, and the longest time between two
+        self.last = 0.0  # the age of the process at the last `check`
+        self.longest = 0.0  # the longest time between two
 
     def listen(self) -> None:
         """Take the signals."""

@@ -142,4 +142,5 @@ def run_case(program: str, case: Case, limits: ProgramLimits, unconfined: bool =
     whole = replace(limits, output=limits.disk_mb << 20)  # all that it prints is compared
     result = run_program(program, whole, unconfined, stdin=case.input)
     wrong = result.passed and not same_output(result.stdout, case.expected)
-    return replace(result, ending="failed" if wrong else result.ending, stdout=result.stdout[-limits.output :])
+    end = result.stdout[-limits.output :]
+    return replace(result, ending="failed" if wrong else result.ending, stdout=end)

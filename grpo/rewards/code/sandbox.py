@@ -155,10 +155,11 @@ def _start(
 ) -> subprocess.Popen:
     amounts = limits.memory_mb, limits.disk_mb, limits.threads, float(limits.seconds)
     numbers = *passed, int(unconfined), os.getpid(), *amounts
+    python = getattr(sys, "_base_executable", None) or sys.executable
+    # -s -S -P -B: no site-packages, no other folder to import from, no bytecode written; the environment is ours
     interpreter = "-sSPB", "-c", _LAUNCH
     return subprocess.Popen(
-        # -s -S -P -B: no site-packages, no other folder to import from, no bytecode written; the environment is ours
-        [getattr(sys, "_base_executable", None) or sys.executable, *interpreter, _LAUNCHER, folder, *map(str, numbers)],
+        [python, *interpreter, _LAUNCHER, folder, *map(str, numbers)],
         cwd=folder,
         env={
             "PATH": "/usr/bin:/bin",

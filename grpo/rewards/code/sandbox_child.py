@@ -150,7 +150,7 @@ def landlock(folder: str) -> int:
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
     network = 0b11 if abi >= 4 else 0  # no TCP port may be bound or connected to
     scope = 0b11 if abi >= 6 else 0  # no signals to processes outside, and none of their abstract sockets
-    size = 24 if abi >= 6 else 16 if abi >= 4 else 8
+    size = 8 * (1 + (abi >= 4) + (abi >= 6))  # each of the three numbers came with an ABI
     attributes = ctypes.create_string_buffer(struct.pack("=QQQ", rights, network, scope))
     ruleset = checked("Landlock", libc.syscall, 444, attributes, size)
 
@@ -232,9 +232,23 @@ def main() -> None:
     run_both(status, job, in_force)
 
 
+def be_candidate(judge: int, questions: int, reply: int, confined: bool) -> None:
+    """Confine this process if the judge is confined, and run the program in it. Never returns."""
+    from judge import run_candidate
+
+    try:
+        if confined:
+            die_with(judge)
+            seccomp(seccomp_filter(os.uname().machine, os.getpid()))
+        os.write(reply, MARK)
+        run_candidate(questions, reply)
+    finally:
+        os._exit(1)  # no clean-up: exit handlers of the program would come first
+
+
 def run_both(status: int, job: int, in_force: list[str]) -> None:
     """Fork: this process becomes the judge, the child the candidate. Neither has run or read anything of the row before."""
-    from judge import decode, flush, run_candidate, run_judge
+    from judge import decode, flush, run_judge
 
     judge = os.getpid()
     questions, ask = os.pipe()
@@ -243,14 +257,7 @@ def run_both(status: int, job: int, in_force: list[str]) -> None:
     if child == 0:
         for pipe in (job, status, ask, answers):
             os.close(pipe)
-        try:
-            if "seccomp" in in_force:
-                die_with(judge)
-                seccomp(seccomp_filter(os.uname().machine, os.getpid()))
-            os.write(reply, MARK)
-            run_candidate(questions, reply)
-        finally:
-            os._exit(1)  # no clean-up: exit handlers of the program would come first
+        be_candidate(judge, questions, reply, "seccomp" in in_force)
     for pipe in (0, questions, reply):
         os.close(pipe)
     os.open(os.devnull, os.O_RDONLY)  # number 0

@@ -109,7 +109,8 @@ def _differ(ours, theirs) -> bool:
 
     @_alarm(1.0)
     def at_a_point(expression):
-        point = {symbol: Rational(137 + 61 * names.index(symbol.name), 101) for symbol in expression.free_symbols}
+        symbols = expression.free_symbols
+        point = {symbol: Rational(137 + 61 * names.index(symbol.name), 101) for symbol in symbols}
         return expression.evalf(15, subs=point)
 
     if not (isinstance(ours, Expr) and isinstance(theirs, Expr)) or ours.is_Symbol or theirs.is_Symbol:
@@ -121,7 +122,8 @@ def _differ(ours, theirs) -> bool:
     try:
         x, y = at_a_point(ours), at_a_point(theirs)
         sure = all(part == 0 or part._prec > 30 for value in (x, y) for part in value.as_real_imag())
-        return sure and bool(abs(x - y) > tolerance * (int(rough) + abs(x) + abs(y)))  # raises if one is not a number
+        bound = tolerance * (int(rough) + abs(x) + abs(y))
+        return sure and bool(abs(x - y) > bound)  # raises if one is not a number
     except (Exception, TimeoutException):
         return False
 

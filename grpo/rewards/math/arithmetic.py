@@ -138,7 +138,8 @@ class _Stacks:
         """Apply the waiting operators of at least this rank, back to the last open bracket."""
         while self.waiting and _RANK.get(self.waiting[-1], 0) >= rank:
             sign, y = self.waiting.pop(), self.values.pop()
-            self.values.append(applied(sign, y) if sign == "negative" else applied(sign, self.values.pop(), y))
+            numbers = (y,) if sign == "negative" else (self.values.pop(), y)
+            self.values.append(applied(sign, *numbers))
 
     def close(self, bracket: str) -> bool:
         """Close a bracket, and return whether a fraction's second brace must follow."""

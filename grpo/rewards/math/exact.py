@@ -114,8 +114,8 @@ def _same_sums(ours: list[Expr], theirs: list[Expr]) -> bool | None:
     for side, sign, term in terms:
         for i, (other, total) in enumerate(left):
             ratio = _coprime([*term.items(), *((base, -power) for base, power in other.items())])
-            length = sum(abs(power) * (1 if base == E else base.bit_length()) for base, power in ratio.items())
-            if length <= MOST_BITS:
+            lengths = (abs(power) * (1 if base == E else base.bit_length()) for base, power in ratio.items())
+            if sum(lengths) <= MOST_BITS:
                 left[i] = other, total + side * sign * _product(ratio)
                 break
         else:
