@@ -125,7 +125,7 @@ def value(text: str) -> Value | None:
 
 
 class _Stacks:
-    """What has been read: values, and the operators and brackets that wait for their right side.
+    """Values that were read, and the operators and brackets that wait for their right side.
 
     In `waiting`, `\\frac` is below a fraction's first brace, `\\frac 2` below its second.
     """
