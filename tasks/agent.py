@@ -54,25 +54,26 @@ class AgentEnv:
         if self.task.words:
             self.run(addresses)
         else:
-            told = {**addresses, "example": self.example, "seed": self.seed}
-            self.task.server.waiting.put((self.name, told))
+            invitation = {**addresses, "example": self.example, "seed": self.seed}
+            self.task.server.waiting.put((self.name, invitation))
         if (state := await self.next()) is None:
             raise RuntimeError("the program ended and never called the model; its address is in OPENAI_BASE_URL")
         return state
 
     def run(self, addresses: dict[str, str]) -> None:
-        """Start the program in a folder of its own."""
+        """Start the program in a new folder."""
         self.folder = tempfile.mkdtemp(prefix="grpo-agent-")
         example = Path(self.folder, "example.json")
         example.write_text(strict_json(self.example, ensure_ascii=False, default=str), encoding="utf-8")
-        told = {**environment(), **addresses, "GRPO_EXAMPLE": str(example), "GRPO_SEED": str(self.seed)}
+        variables = {**environment(), **addresses, "GRPO_EXAMPLE": str(example), "GRPO_SEED": str(self.seed)}
         words = ["sh", "-c", f'ulimit -f {FILE_BLOCKS}; exec "$@"', "sh", *self.task.words]
         with Path(self.folder, "stderr").open("wb") as errors:
-            self.program = child.start(words, cwd=self.folder, env=told, stdout=subprocess.DEVNULL, stderr=errors)
+            output = {"stdout": subprocess.DEVNULL, "stderr": errors}
+            self.program = child.start(words, cwd=self.folder, env=variables, **output)
         threading.Thread(target=lambda: self.end(self.program.wait()), name="program", daemon=True).start()
 
     def end(self, code: int) -> None:
-        """Note that the program has ended; its calls that still wait are forgotten."""
+        """Note that the program has ended. Calls that still wait for an answer are dropped."""
         self.code = code
         self.loop.call_soon_threadsafe(self.came.put_nowait, None)
 
@@ -101,7 +102,8 @@ class AgentEnv:
             return None
         call, _ = self.calls[0]
         raw = call.prompt if isinstance(call.prompt, str) else f"{len(call.prompt or ())} token ids"
-        return State(call.messages or (Message("user", raw),), call.tools, call.prompt, call.stop, call.max_tokens)
+        messages = call.messages or (Message("user", raw),)
+        return State(messages, call.tools, call.prompt, call.stop, call.max_tokens)
 
     async def step(self, action: Action) -> State | None:
         completion = Completion(action.ids, action.logprobs, "length" if action.truncated else "stop")
@@ -157,7 +159,8 @@ class Agent(RowTask):
         super().__init__(Dataset(path, (prompt,), **rows), rewards, weights, solved)
         self.gold_column, self.prompt = gold, prompt
         # files by their full paths, because the program runs in another folder
-        self.words = [os.path.abspath(word) if Path(word).is_file() else word for word in shlex.split(command or "")]
+        words = shlex.split(command or "")
+        self.words = [os.path.abspath(word) if Path(word).is_file() else word for word in words]
         if self.words and not shutil.which(self.words[0], path=environment()["PATH"]):
             raise UserError(f"task.command={command}: there is no such program; give one, as 'python my_agent.py'")
         key = "" if self.words else os.environ.get("GRPO_AGENT_KEY", "")
@@ -179,7 +182,11 @@ class Agent(RowTask):
     def score_group(
         self, example: Example, trajectories: Sequence[Trajectory], envs: Sequence[Env] = ()
     ) -> list[Reward]:
-        asked = [i for i, trajectory in enumerate(trajectories) if trajectory.reward is None]
-        chosen, there = [trajectories[i] for i in asked], [envs[i] for i in asked] if envs else ()
-        own = iter(super().score_group(example, chosen, there) if asked else ())
-        return [trajectory.reward or next(own) for trajectory in trajectories]
+        places = [i for i, trajectory in enumerate(trajectories) if trajectory.reward is None]
+        rewards = [trajectory.reward for trajectory in trajectories]
+        if places:
+            without = [trajectories[i] for i in places]
+            scored = super().score_group(example, without, [envs[i] for i in places] if envs else ())
+            for i, reward in zip(places, scored, strict=True):
+                rewards[i] = reward
+        return rewards

@@ -39,9 +39,8 @@ def calculator(expression: str) -> str:
     """
     result = value(expression) if len(expression) <= LONGEST and EXPRESSION.fullmatch(expression) else None
     if not isinstance(result, Fraction):
-        raise ToolError(
-            f"{shown(expression)} has no value: give numbers with + - * / and parentheses, and divide by nothing that is 0"
-        )
+        fix = "give numbers with + - * / and parentheses, and divide by nothing that is 0"
+        raise ToolError(f"{shown(expression)} has no value: {fix}")
     return str(result)  # 7/2 if it is not an integer
 
 
@@ -57,16 +56,23 @@ def in_time(trajectory: Trajectory) -> Trajectory:
 
 
 def conversation(problem: Problem, rng: random.Random, hasty: float = 0.0, slips: float = 0.0) -> State:
-    """Return a call for each line of the working, and a box. After a slip the author uses another number than the tool's."""
+    """Return a conversation with a call for each line of the working, and a box. After a slip the next call, or the box, has
+    another number than the tool's result."""
     lines, result = problem.working(rng, hasty, slips)
-    said = [Message("user", problem.question)]
+    messages = [Message("user", problem.question)]
     for line in lines:
-        said += called(line.partition("=")[0])
-    return State((*said, Message("assistant", f"\\boxed{{{result}}}")), (spec_of(calculator),))
+        messages += called(line.partition("=")[0])
+    messages.append(Message("assistant", f"\\boxed{{{result}}}"))
+    return State(tuple(messages), (spec_of(calculator),))
 
 
 def worked_answers(
-    count: int, seed: int, hasty: float = 0.0, slips: float = 0.0, steps: Sequence[int] = (2, 3), largest: int = LARGEST
+    count: int,
+    seed: int,
+    hasty: float = 0.0,
+    slips: float = 0.0,
+    steps: Sequence[int] = (2, 3),
+    largest: int = LARGEST,
 ) -> list[State]:
     """Return conversations about questions of the train side, to warm up a model. hasty, slips: as in tasks.wordmath."""
     rng = random.Random(f"calculator {seed}")
@@ -91,5 +97,5 @@ class Calculator(Wordmath):
     def build(self, example: Example) -> ToolEnv:
         return ToolEnv(self.messages(example), [calculator])
 
-    def heard(self, trajectory: Trajectory) -> Trajectory:
+    def graded_part(self, trajectory: Trajectory) -> Trajectory:
         return in_time(trajectory)

@@ -33,16 +33,17 @@ def passes(
     unconfined: run it even if the machine can only limit time and memory.
     """
     limits = sandbox.ProgramLimits(seconds=seconds, memory_mb=memory_mb)
-    found = []
+    rewards = []
     for i, completion in enumerate(completions):
         row = {name: values[i] for name, values in columns.items() if isinstance(values, list)}
-        verdict = code_verdict(text_of(completion), row, limits, bool(continuation and continuation[i]), unconfined)
+        continues = bool(continuation and continuation[i])
+        verdict = code_verdict(text_of(completion), row, limits, continues, unconfined)
         right = verdict.outcome == "right"
         value = float("nan") if verdict.outcome in ("timeout", "error") else float(right)
         ending = verdict.result.ending if verdict.result else None
         parts = {"program_timeout": float(ending == "timeout"), "tricks": float(bool(verdict.marks))}
-        found.append(Reward(value, right, parts, verdict.outcome))
-    return found
+        rewards.append(Reward(value, right, parts, verdict.outcome))
+    return rewards
 
 
 def chat(row: Example) -> str:
@@ -59,7 +60,7 @@ def base(row: Example) -> str:
 
 def _mbpp(row: Example) -> str:
     tests = row["test_list"]
-    if not isinstance(tests, list) or not all(isinstance(one, str) for one in tests):
+    if not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
         raise UserError(f"test_list={as_yaml(tests)[:80]} must be a list of texts, each an assert")
     tests = "\n".join(tests)
     return f"{row['prompt']} Your code should pass these tests:\n\n{tests}"
@@ -95,7 +96,8 @@ class Code(RowTask):
     def score_group(self, example: Example, trajectories: Sequence[Trajectory]) -> list[Reward]:
         continuation = self.template is base and "entry_point" in example
         if self.template is base and not continuation:
-            trajectories = [with_answer(t, FENCE + t.answer) for t in trajectories]  # the prompt has opened the fence
+            # the prompt has opened the fence
+            trajectories = [with_answer(trajectory, FENCE + trajectory.answer) for trajectory in trajectories]
         return super().score_group({**example, "continuation": continuation}, trajectories)
 
 
@@ -123,32 +125,30 @@ class Cases(RowTask):
 
     def check(self, row: Example, where: str) -> None:
         super().check(row, where)
+        columns = ", ".join(self.cases)
         try:
-            found = self.found(row)
+            cases = self.cases_in(row)
         except ValueError as error:
-            raise UserError(
-                f"{where}: the cases in {', '.join(self.cases)} cannot be read ({error}); see docs/sandbox.md"
-            ) from error
-        if not found:
-            raise UserError(f"{where}: there is no case in {', '.join(self.cases)}; see docs/sandbox.md")
+            raise UserError(f"{where}: the cases in {columns} cannot be read ({error}); see docs/sandbox.md") from error
+        if not cases:
+            raise UserError(f"{where}: there is no case in {columns}; see docs/sandbox.md")
 
     def messages(self, example: Example) -> tuple[Message, ...]:
         if (code := example.get("starter_code") or "").strip():
             how = f"Complete this code. Give the whole of it in a ```python block.\n\n{FENCE}{code}\n```"
         else:
-            how = (
-                "Write a Python program that reads standard input and prints its answer. Give it in a ```python block."
-            )
+            how = "Write a Python program that reads standard input and prints its answer."
+            how += " Give it in a ```python block."
         return (Message("user", f"{example[self.question]}\n\n{how}"),)
 
-    def found(self, row: Example) -> list[Case]:
-        """Return the cases of a row. Columns `inputs` and `outputs` are one. Raises ValueError if they cannot be read."""
+    def cases_in(self, row: Example) -> list[Case]:
+        """Return the cases of a row. Columns `inputs` and `outputs` count as one. Raises ValueError if they cannot be read."""
         columns = {name: row[name] for name in self.cases}
         whole = {"inputs", "outputs"} <= columns.keys()
         return cases_of([columns] if whole else columns.values(), row.get("metadata"))
 
     def columns(self, example: Example) -> Example:
         try:
-            return {**example, "cases": self.found(example)}
+            return {**example, "cases": self.cases_in(example)}
         except ValueError:
             return {**example, "cases": []}

@@ -11,7 +11,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from grpo.data.dataset import Made, side
+from grpo.data.rows import Made, side
 from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Split
 from grpo.rewards.combined import Weights, text_of
@@ -42,25 +42,27 @@ def answer(text: str) -> str | None:
     the signs that schools use."""
     text = text.rpartition("</think>")[2]
     tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    found = tagged[-1] if tagged else boxed(text)
-    return (found or "").partition("=")[0].strip().translate({0xD7: "*", 0xF7: "/"}) or None
+    expression = (tagged[-1] if tagged else boxed(text)) or ""
+    return expression.partition("=")[0].strip().translate({0xD7: "*", 0xF7: "/"}) or None
 
 
 def solved(
     completions: Sequence[Any], numbers: Sequence[Sequence[int]], target: Sequence[int], **columns: Any
 ) -> list[Reward]:
     """1 for an expression of exactly the given numbers, each once, that equals the target."""
-    found = []
-    for completion, given, wanted in zip(completions, numbers, target, strict=True):
+    rewards = []
+    for completion, allowed, wanted in zip(completions, numbers, target, strict=True):
         expression = answer(text_of(completion))
         right = (
             _is_expression(expression)
             and value(expression) == int(wanted)
-            and sorted(map(int, re.findall("[0-9]+", expression))) == sorted(map(int, given))
+            and sorted(map(int, re.findall("[0-9]+", expression))) == sorted(map(int, allowed))
         )
-        outcome = "no_answer" if expression is None else "right" if right else "wrong"
-        found.append(Reward(float(right), right, outcome=outcome))
-    return found
+        outcome = "right" if right else "wrong"
+        if expression is None:
+            outcome = "no_answer"
+        rewards.append(Reward(float(right), right, outcome=outcome))
+    return rewards
 
 
 def form(completions: Sequence[Any], **columns: Any) -> list[float]:
@@ -79,7 +81,8 @@ def draw(rng: random.Random, count: int, largest: int) -> Example:
         terms = [Fraction(number) for number in numbers]
         while len(terms) > 1:
             left, right = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
-            terms.append(rng.choice([left + right, left - right, left * right, left / right if right else left]))
+            quotient = left / right if right else left
+            terms.append(rng.choice([left + right, left - right, left * right, quotient]))
         if terms[0].denominator == 1 and 10 <= terms[0] <= 100 and terms[0] not in numbers:
             return {"numbers": numbers, "target": int(terms[0])}
 
@@ -104,7 +107,8 @@ class Countdown(RowTask):
         if not numbers:
             raise UserError("task.numbers=[] must be some of 2 to 6")
         self.sizes = {"train": 20000, "validation": 500, "test": 500, **(sizes or {})}
-        self.template, self.numbers, self.largest, self.seed = chosen(PROMPTS, prompt), tuple(numbers), largest, seed
+        self.template = chosen(PROMPTS, prompt)
+        self.numbers, self.largest, self.seed = tuple(numbers), largest, seed
         super().__init__(self, rewards, weights)
 
     def split(self, split: Split) -> Sequence[Example]:

@@ -35,9 +35,8 @@ class GSM8K(RowTask):
     ) -> None:
         self.stop = NEXT_QUESTION if prompt in AS_TEXT else None
         self.template = chosen(PROMPTS, prompt)
-        super().__init__(
-            Dataset(path, ("question", "answer"), "gsm8k", config, form=self.template, **rows), rewards, weights, solved
-        )
+        data = Dataset(path, ("question", "answer"), "gsm8k", config, form=self.template, **rows)
+        super().__init__(data, rewards, weights, solved)
 
     def messages(self, example: Example) -> tuple[Message, ...]:
         return self.template(example["question"])

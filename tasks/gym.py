@@ -7,7 +7,7 @@ from importlib import import_module
 from inspect import isawaitable
 from typing import Any
 
-from grpo.data.dataset import Made
+from grpo.data.rows import Made
 from grpo.env.messages import Message
 from grpo.env.types import Action, Example, Reward, Split, State
 from grpo.rewards.resolve import imported
@@ -34,14 +34,19 @@ class Gym:
         solved: float = 1.0,
     ) -> None:
         library, _, name = make.partition(":")
-        known = ".py:" in make or not name  # a class of the user
-        maker = imported(make, "task.make") if known else partial(import_module(library).make, name)
-        self.make, self.prompt, self.actions, self.solved = partial(maker, **(arguments or {})), prompt, actions, solved
+        of_the_user = ".py:" in make or not name
+        maker = imported(make, "task.make") if of_the_user else partial(import_module(library).make, name)
+        self.make = partial(maker, **(arguments or {}))
+        self.prompt, self.actions, self.solved = prompt, actions, solved
         self.observe = imported(observe, "task.observe") if observe else drawn
-        self.act = imported(act, "task.act") if act else self.chosen if actions else str
+        self.act = self.chosen if actions else str
+        if act:
+            self.act = imported(act, "task.act")
 
     def examples(self, split: Split) -> Sequence[Example]:
-        return Made(20000, lambda i: {"seed": i}) if split == "train" else Made(200, lambda i: {"seed": 10**6 + i})
+        if split == "train":
+            return Made(20000, lambda i: {"seed": i})
+        return Made(200, lambda i: {"seed": 10**6 + i})
 
     def build(self, example: Example) -> "Episode":
         return Episode(self, example["seed"])
@@ -78,15 +83,18 @@ class Episode:
     async def called(self, function: Any, *arguments: Any, **more: Any) -> State | Reward:
         """Call reset or step, and return the next state, or the reward at the end."""
         with own_randomness():
-            given = function(*arguments, **more)
-        given = await given if isawaitable(given) else given
-        if hasattr(given, "observation"):  # OpenEnv
-            seen, reward, over = given.observation, given.reward, given.done
+            result = function(*arguments, **more)
+        if isawaitable(result):
+            result = await result
+        if hasattr(result, "observation"):  # OpenEnv
+            seen, reward, over = result.observation, result.reward, result.done
         elif self.arena:
-            over = bool(given and given[0])
+            over = bool(result and result[0])
             seen, reward = (None, self.env.close()[0][0]) if over else (self.env.get_observation()[1], 0.0)
-        else:  # gymnasium: observation, information or observation, reward, terminated, truncated, information
-            seen, reward, over = given[0], given[1] if arguments else 0.0, any(given[2:4])
+        elif arguments:  # gymnasium's step: observation, reward, terminated, truncated, information
+            seen, reward, over = result[0], result[1], any(result[2:4])
+        else:  # gymnasium's reset: observation, information
+            seen, reward, over = result[0], 0.0, any(result[2:4])
         self.total += float(reward or 0.0)
         if over:
             return self.outcome()

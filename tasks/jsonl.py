@@ -6,7 +6,8 @@ from dataclasses import fields, replace
 from inspect import getmembers, isawaitable, isfunction
 from typing import Any, Literal
 
-from grpo.data.dataset import Dataset, at
+from grpo.data.dataset import Dataset
+from grpo.data.rows import at
 from grpo.env import thoughts
 from grpo.env.conversations import chat_message, messages_of, text_in
 from grpo.env.messages import Message, shown
@@ -35,23 +36,23 @@ def conversation(prompt: Any) -> tuple[Message, ...]:
         if other := [name for name, value in message.items() if value is not None and name not in FIELDS]:
             raise UserError(f"a message has the field {other[0]!r}, which no chat template gets: leave it out")
         if not isinstance(content := message.get("content"), str | list | None):
-            raise UserError(
-                f"a message has the content {shown(content)}: it needs a text, or a list of parts of type text"
-            )
+            fix = "it needs a text, or a list of parts of type text"
+            raise UserError(f"a message has the content {shown(content)}: {fix}")
     try:
         return messages_of([chat_message(message) for message in prompt])
     except UserError:
         raise
     except (Malformed, TypeError, LookupError, AttributeError, ValueError) as error:
-        said = f"a call or a part needs {error}" if isinstance(error, KeyError) else error
-        raise UserError(f"{said}, in {shown(prompt)}") from error
+        reason = f"a call or a part needs {error}" if isinstance(error, KeyError) else error
+        raise UserError(f"{reason}, in {shown(prompt)}") from error
 
 
 class Jsonl(RowTask):
     """prompt: the column with the prompt, a text or a list of messages (see `conversation`). gold: the column with the right
     answer, for rewards that need `gold`. Both may be dotted names of fields in a column.
-    last_answer: the policy continues a last message of the assistant, or it is left out. template: surrounds a text, which
-    replaces {prompt}. system: the message before it. environment: see `FactoryEnv`. rows: further arguments of `Dataset`.
+    last_answer: whether the policy continues an assistant's message at the end of a prompt, or that is left out. template: the
+    text around a prompt that is a text, which replaces {prompt}. system: the message before the prompt. environment: see
+    `FactoryEnv`. rows: further arguments of `Dataset`.
     """
 
     def __init__(
@@ -70,12 +71,14 @@ class Jsonl(RowTask):
     ) -> None:
         if "{prompt}" not in template:
             raise UserError(f"task.template={template!r} must say {{prompt}} where the prompt goes")
-        self.environment = imported(environment, "task.environment") if isinstance(environment, str) else environment
+        if isinstance(environment, str):
+            environment = imported(environment, "task.environment")
+        self.environment = environment
         self.prompt, self.gold_column, self.template, self.system = prompt, gold, template, system
         self.last_answer = last_answer
-        self.said = False  # whether the log has a line about prompts that are texts
+        self.logged = False  # whether the log has a line about prompts that are texts
         columns = (prompt,) if gold is None else (prompt, gold)
-        super().__init__(Dataset(path, columns, form=self.asked, **rows), rewards, weights, solved)
+        super().__init__(Dataset(path, columns, form=self.messages_of, **rows), rewards, weights, solved)
 
     def columns(self, example: Example) -> Example:
         """Return the columns, with the prompt also as `prompt`, which shows whether this is a conversation."""
@@ -86,10 +89,11 @@ class Jsonl(RowTask):
 
     def examples(self, split: Split) -> Sequence[Example]:
         rows = super().examples(split)
-        if split == "train" and not self.said and isinstance(at(rows[0], self.prompt), str):
-            self.said = True
-            line = "a user's message, in the chat template if there is one; model.chat_template=none sends it alone, as TRL"
-            log.info("task.prompt=%s is a text: %s", self.prompt, line)
+        if split == "train" and not self.logged and isinstance(at(rows[0], self.prompt), str):
+            self.logged = True
+            form = "a user's message, in the chat template if there is one"
+            bare = "model.chat_template=none sends it alone, as TRL"
+            log.info("task.prompt=%s is a text: %s; %s", self.prompt, form, bare)
         return rows
 
     @property
@@ -103,25 +107,25 @@ class Jsonl(RowTask):
 
     def messages(self, example: Example) -> tuple[Message, ...]:
         try:
-            return self.asked(at(example, self.prompt))
+            return self.messages_of(at(example, self.prompt))
         except UserError as error:
             raise UserError(f"task.prompt={self.prompt}: {error}") from error
 
-    def asked(self, prompt: Any) -> tuple[Message, ...]:
-        """Return the messages of a prompt. Raises UserError if it cannot be asked."""
+    def messages_of(self, prompt: Any) -> tuple[Message, ...]:
+        """Return the messages of a prompt. Raises UserError if it has no form that can be sent."""
         before = (Message("system", self.system),) if self.system else ()
         if isinstance(prompt, str):
             return (*before, Message("user", self.template.replace("{prompt}", prompt)))
-        said = conversation(prompt)
-        if self.last_answer == "drop" and len(said) > 1 and said[-1].role == "assistant":
-            said = said[:-1]
-        return (*before, *said)
+        messages = conversation(prompt)
+        if self.last_answer == "drop" and len(messages) > 1 and messages[-1].role == "assistant":
+            messages = messages[:-1]
+        return (*before, *messages)
 
 
 class FactoryEnv(ToolEnv):
     """An environment in the form of TRL's `environment_factory`: its public methods are the tools, a text that `reset(**row)`
-    returns is added to the prompt, and `get_reward()`, if there is one, gives the reward named `environment`. Whatever else is
-    read from it, as by reward functions that get `environments`, is the inner one's."""
+    returns is added to the prompt, and `get_reward()`, if there is one, gives the reward named `environment`. All other
+    attributes are the inner environment's: reward functions with an argument `environments` read them."""
 
     def __init__(self, messages: Sequence[Message], inner: Any, row: Mapping[str, Any], solved: float) -> None:
         names = {name for name, _ in getmembers(type(inner), isfunction) if name[0] != "_"}
@@ -130,7 +134,9 @@ class FactoryEnv(ToolEnv):
         self.inner, self.row, self.solved = inner, row, solved
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["inner"], name) if "inner" in self.__dict__ else super().__getattribute__(name)
+        if "inner" not in self.__dict__:
+            return super().__getattribute__(name)
+        return getattr(self.__dict__["inner"], name)
 
     def start(self) -> State:
         if (more := self.inner.reset(**self.row)) is not None:
@@ -139,6 +145,7 @@ class FactoryEnv(ToolEnv):
         return super().start()
 
     async def outcome(self) -> Reward | None:
-        given = self.inner.get_reward() if hasattr(self.inner, "get_reward") else None
-        value = await given if isawaitable(given) else given
+        value = self.inner.get_reward() if hasattr(self.inner, "get_reward") else None
+        if isawaitable(value):
+            value = await value
         return None if value is None else Reward(float(value), value >= self.solved)

@@ -5,7 +5,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from grpo.data.dataset import Dataset, rows_where
+from grpo.data.dataset import Dataset
+from grpo.data.rows import rows_where
 from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Split, Trajectory
 from grpo.rewards.combined import Weights
@@ -49,9 +50,8 @@ class Math(RowTask):
         self.stop = NEXT_QUESTION if prompt in AS_TEXT else None
         self.template, self.levels = chosen(PROMPTS, prompt), levels
         self.kept: dict[Split, Sequence[Example]] = {}
-        super().__init__(
-            Dataset(path, ("problem", "solution"), "math", form=self.template, **rows), rewards, weights, solved
-        )
+        data = Dataset(path, ("problem", "solution"), "math", form=self.template, **rows)
+        super().__init__(data, rewards, weights, solved)
 
     def examples(self, split: Split) -> Sequence[Example]:
         rows = super().examples(split)

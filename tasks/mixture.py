@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo.data.dataset import Made
+from grpo.data.rows import Made
 from grpo.env.intake import build
 from grpo.env.scoring import score_group
 from grpo.env.types import Claim, Env, Example, Reward, Split, Task, Trajectory
@@ -35,7 +35,8 @@ class Mixture:
     @enforced("task")
     def __init__(self, sources: Mapping[str, Mapping[str, Any]], weights: Mapping[str, Positive] | None = None) -> None:
         self.tasks: dict[str, Task] = {name: source["task"] for name, source in sources.items()}
-        self.weights = {name: float(weight) for name, weight in (weights or dict.fromkeys(self.tasks, 1)).items()}
+        weights = weights or dict.fromkeys(self.tasks, 1)
+        self.weights = {name: float(weight) for name, weight in weights.items()}
         if self.weights.keys() != self.tasks.keys():
             named = f"{len(self.weights)} sources ({', '.join(self.weights)}) and task.sources {len(self.tasks)}"
             raise UserError(f"task.weights has {named} ({', '.join(self.tasks)}): they must be the same")
@@ -44,17 +45,18 @@ class Mixture:
 
     def examples(self, split: Split) -> Sequence[Example]:
         rows = {name: task.examples(split) for name, task in self.tasks.items()}
-        sizes = {name: len(found) for name, found in rows.items()}
+        sizes = {name: len(examples) for name, examples in rows.items()}
         if split == "train":  # a source that is too short for its share starts again
             order = [(name, i % sizes[name]) for name, i in interleaved(shares(sizes, self.weights))]
         else:  # in turn, so that the first rows include every source
-            order = sorted(((name, i) for name in rows for i in range(sizes[name])), key=lambda place: place[1])
+            places = ((name, i) for name in rows for i in range(sizes[name]))
+            order = sorted(places, key=lambda place: place[1])
 
         def row(place: int) -> Example:
             name, i = order[place]
             return {"source": name, "example": rows[name][i]}
 
-        return Made(len(order), row, "".join(getattr(found, "digest", "") for found in rows.values()))
+        return Made(len(order), row, "".join(getattr(examples, "digest", "") for examples in rows.values()))
 
     def gold(self, example: Example) -> Any:
         """Return the right answer, if the source knows it."""
@@ -68,12 +70,12 @@ class Mixture:
         self, example: Example, trajectories: Sequence[Trajectory], envs: Sequence[Env] = ()
     ) -> list[Reward]:
         source = example["source"]
-        found = []
+        rewards = []
         for reward in score_group(self.tasks[source], example["example"], trajectories, envs):
-            own = {"correct": float(reward.correct), "reward": reward.value} if reward.known else {}
-            parts = {f"{source}/{name}": value for name, value in {**reward.parts, **own}.items()}
-            found.append(replace(reward, parts=parts))
-        return found
+            totals = {"correct": float(reward.correct), "reward": reward.value} if reward.known else {}
+            parts = {f"{source}/{name}": value for name, value in {**reward.parts, **totals}.items()}
+            rewards.append(replace(reward, parts=parts))
+        return rewards
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the sources that have one."""

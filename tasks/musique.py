@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from grpo.data.dataset import Dataset, rows_where
+from grpo.data.dataset import Dataset
+from grpo.data.rows import rows_where
 from grpo.env.messages import Message
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Example, Reward, Split, Trajectory
@@ -64,22 +65,24 @@ def question_of(row: Example) -> Question:
     """Return the question of a row of either form: MuSiQue's own (answer_aliases, paragraph_text, is_supporting, and the number
     of hops in an id like `2hop__1_2`), or the short one (aliases, text, support, hops). Raises UserError for other paragraphs."""
 
-    def one_of(given: Mapping[str, Any], *names: str) -> Any:
-        return next((given[name] for name in names if given.get(name) is not None), None)
-
-    def paragraph(given: Mapping[str, Any]) -> Paragraph:
-        if not isinstance(given, Mapping):
-            raise UserError(
-                f"the paragraph {str(given)[:80]!r} must be a mapping with title and text or paragraph_text"
-            )
-        title, text = given.get("title"), one_of(given, "text", "paragraph_text")
-        if title is None or text is None:
-            raise UserError(f"a paragraph has {', '.join(given)}: it needs title, and text (or paragraph_text)")
-        return Paragraph(title, text, bool(one_of(given, "support", "is_supporting")))
-
-    aliases = one_of(row, "aliases", "answer_aliases") or ()
+    aliases = _first_of(row, "aliases", "answer_aliases") or ()
     answers = tuple(str(answer) for answer in (row.get("answer"), *aliases) if answer not in (None, ""))
-    return Question(row.get("question", ""), answers, hops(row), tuple(map(paragraph, row.get("paragraphs") or ())))
+    paragraphs = tuple(map(_paragraph_of, row.get("paragraphs") or ()))
+    return Question(row.get("question", ""), answers, hops(row), paragraphs)
+
+
+def _paragraph_of(fields: Mapping[str, Any]) -> Paragraph:
+    if not isinstance(fields, Mapping):
+        form = "a mapping with title and text or paragraph_text"
+        raise UserError(f"the paragraph {str(fields)[:80]!r} must be {form}")
+    title, text = fields.get("title"), _first_of(fields, "text", "paragraph_text")
+    if title is None or text is None:
+        raise UserError(f"a paragraph has {', '.join(fields)}: it needs title, and text (or paragraph_text)")
+    return Paragraph(title, text, bool(_first_of(fields, "support", "is_supporting")))
+
+
+def _first_of(fields: Mapping[str, Any], *names: str) -> Any:
+    return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
 def hops(row: Example) -> int | None:
@@ -144,17 +147,20 @@ def f1(answer: str, golds: Sequence[str]) -> float:
 
 def answer_of(trajectory: Trajectory) -> str | None:
     """Return the content of the last box of the last message; None if that message searches instead, or the turns ran out."""
-    if trajectory.end == "out_of_turns" or not trajectory.steps or trajectory.steps[-1].action.message.tool_calls:
+    if trajectory.end == "out_of_turns" or not trajectory.steps:
         return None
-    found = boxed(trajectory.answer.rpartition("</think>")[2])
-    return None if found is None else _STYLED.sub(r"\1", found).strip() or None
+    if trajectory.steps[-1].action.message.tool_calls:
+        return None
+    answer = boxed(trajectory.answer.rpartition("</think>")[2])
+    return None if answer is None else _STYLED.sub(r"\1", answer).strip() or None
 
 
 def queries(trajectory: Trajectory) -> list[str]:
     """Return the policy's search queries, normalised."""
-    calls = [call for step in trajectory.steps for call in step.action.message.tool_calls if call.name == "search"]
-    asked = [call.arguments.get("query") for call in calls if isinstance(call.arguments, Mapping)]
-    return [normalised(query) for query in asked if isinstance(query, str)]
+    calls = [call for step in trajectory.steps for call in step.action.message.tool_calls]
+    searches = [call for call in calls if call.name == "search" and isinstance(call.arguments, Mapping)]
+    texts = [call.arguments.get("query") for call in searches]
+    return [normalised(text) for text in texts if isinstance(text, str)]
 
 
 def shown(trajectory: Trajectory, paragraphs: Sequence[Paragraph]) -> list[Paragraph]:
@@ -188,7 +194,8 @@ class Musique:
         **rows: Any,
     ) -> None:
         self.k, self.match = k, match
-        self.repeat_penalty, self.call_penalty, self.free_searches = repeat_penalty, call_penalty, free_searches
+        self.repeat_penalty, self.call_penalty = repeat_penalty, call_penalty
+        self.free_searches = free_searches
         self.data = Dataset(path, ("question", "answer"), "musique", **rows)
         self.kept: dict[Split, Sequence[Example]] = {}
 
@@ -198,10 +205,11 @@ class Musique:
             if not question_of(rows[0]).paragraphs:
                 has = f"a row has {', '.join(rows[0])} and needs question, answer, paragraphs"
                 raise UserError(f"{self.data.path}, {split}: no `paragraphs` to search; {has}")
-            found = rows_where(lambda row: row.get("answerable") is not False, rows, ("question", "answerable"))
-            if not found:
+            columns = ("question", "answerable")
+            answerable = rows_where(lambda row: row.get("answerable") is not False, rows, columns)
+            if not answerable:
                 raise UserError(f"none of the {len(rows)} rows of the split {split!r} is an answerable question")
-            self.kept[split] = found
+            self.kept[split] = answerable
         return self.kept[split]
 
     def build(self, example: Example) -> ToolEnv:
@@ -210,18 +218,19 @@ class Musique:
         return ToolEnv([prompt], [search_of(question.paragraphs, self.k)])
 
     def score(self, example: Example, trajectory: Trajectory) -> Reward:
-        question, answer, asked = question_of(example), answer_of(trajectory), queries(trajectory)
+        question, answer, searches = question_of(example), answer_of(trajectory), queries(trajectory)
         parts = {
             "em": 0.0 if answer is None else em(answer, question.answers),
             "f1": 0.0 if answer is None else f1(answer, question.answers),
-            "searches": float(len(asked)),
-            "repeats": float(len(asked) - len(set(asked))),
+            "searches": float(len(searches)),
+            "repeats": float(len(searches) - len(set(searches))),
         }
-        beyond = max(0, len(asked) - self.free_searches)
+        beyond = max(0, len(searches) - self.free_searches)
         value = parts[self.match] - self.repeat_penalty * parts["repeats"] - self.call_penalty * beyond
         right = parts["em"] == 1
         if supports := [paragraph for paragraph in question.paragraphs if paragraph.support]:
             parts["supports"] = len(shown(trajectory, supports)) / len(supports)
         if question.hops is not None:
             parts[f"hops_{question.hops}"] = float(right)
-        return Reward(value, right, parts, "no_answer" if answer is None else "right" if right else "wrong")
+        outcome = "right" if right else "wrong"
+        return Reward(value, right, parts, "no_answer" if answer is None else outcome)

@@ -15,7 +15,7 @@ import random
 from collections.abc import Sequence
 from functools import cached_property
 
-from grpo.data.dataset import Made
+from grpo.data.rows import Made
 from grpo.env.messages import Message
 from grpo.env.types import Action, Example, Reward, Split, State
 from grpo.rewards.math.answers import extract_answer
@@ -57,8 +57,8 @@ def draw_quiz(
 
 
 def answer(problem: Problem, rng: random.Random, hasty: float, slips: float) -> str:
-    """Return the answer of an author who is careful with one operation. With more, a hasty one may stop after any line, and one
-    who does not may ramble at the end."""
+    """Return an author's answer. A sum of one operation is worked out with care. With more, a hasty author may stop after any
+    line; one who reaches the end may ramble there."""
     if len(problem.sums) == 1:
         return problem.worked(rng)[0]
     written: list[str] = []
@@ -77,8 +77,8 @@ def worked_answers(count: int, seed: int, hasty: float = 0.0, slips: float = 0.0
     """Return sums of the train side with their answers, to warm up a model. hasty, slips: as in tasks.wordmath."""
     rng = random.Random(f"quiz {seed}")
     problems = (draw_quiz("train", rng, 1)[0] for _ in range(count))
-    said = ((problem.question, answer(problem, rng, hasty, slips)) for problem in problems)
-    return [State((Message("user", question), Message("assistant", text))) for question, text in said]
+    turns = ((problem.question, answer(problem, rng, hasty, slips)) for problem in problems)
+    return [State((Message("user", question), Message("assistant", text))) for question, text in turns]
 
 
 class Quiz:
@@ -99,13 +99,16 @@ class Quiz:
         self.train_size, self.test_size = train_size, test_size
 
     def examples(self, split: Split) -> Sequence[Example]:
-        return Made(self.train_size, lambda i: self.row("train", i)) if split == "train" else self.held_out[split]
+        if split == "train":
+            return Made(self.train_size, lambda i: self.row("train", i))
+        return self.held_out[split]
 
     def row(self, split: Split, place: int) -> Example:
         """Return row `place` of the train or the test side."""
         quiz = draw_quiz(split, random.Random(f"{split} {self.seed} {place}"), self.sums, self.operations)
+        questions = [problem.question for problem in quiz]
         answers = [str(problem.worked(random.Random(0))[1]) for problem in quiz]
-        return {"questions": [problem.question for problem in quiz], "answers": answers, "steps": len(quiz[0].sums)}
+        return {"questions": questions, "answers": answers, "steps": len(quiz[0].sums)}
 
     @cached_property
     def held_out(self) -> dict[Split, Sequence[Example]]:
@@ -128,16 +131,16 @@ class Episode:
         self.questions, self.answers = questions, answers
         self.right: list[bool] = []
 
-    def asked(self) -> State:
+    def next_state(self) -> State:
         """Return the state with the next question, and the reward of the answer before it."""
         earned = self.right[-1] / len(self.answers) if self.right else 0.0
         return State((Message("user", self.questions[len(self.right)]),), reward=earned)
 
     def start(self) -> State:
-        return self.asked()
+        return self.next_state()
 
     def step(self, action: Action) -> State | Reward:
         self.right.append(extract_answer(action.message.content) == self.answers[len(self.right)])
         if action.truncated or len(self.right) == len(self.answers):
             return Reward(sum(self.right) / len(self.answers), sum(self.right) == len(self.answers))
-        return self.asked()
+        return self.next_state()

@@ -8,7 +8,7 @@ from typing import Any
 
 import reasoning_gym
 
-from grpo.data.dataset import Made
+from grpo.data.rows import Made
 from grpo.env.messages import Message
 from grpo.env.types import Action, Example, Reward, SingleTurn, Split, State
 from grpo.rewards.math.answers import extract_answer
@@ -50,7 +50,8 @@ class ReasoningGym(RowTask):
         super().__init__(self, rewards, **others)
         self.train_size, self.test_size, self.template = train_size, test_size, template
         with own_randomness():
-            self.rows = reasoning_gym.create_dataset(dataset, size=train_size + test_size, seed=seed, **(config or {}))
+            size = train_size + test_size
+            self.rows = reasoning_gym.create_dataset(dataset, size=size, seed=seed, **(config or {}))
 
     def row(self, place: int) -> Example:
         with own_randomness():
@@ -63,7 +64,8 @@ class ReasoningGym(RowTask):
     def train_row(self, i: int) -> Example:
         """Return training row i, or the next one that is no question of the test."""
         for place in range(i, i + self.train_size):
-            if (row := self.row(self.test_size + place % self.train_size))["question"] not in self.held_out:
+            row = self.row(self.test_size + place % self.train_size)
+            if row["question"] not in self.held_out:
                 return row
         raise UserError("every question is one of the test: lower task.test_size, or make them harder by task.config")
 
@@ -79,7 +81,8 @@ class ReasoningGym(RowTask):
 
 def worked_answers(count: int, seed: int, hasty: float = 0.0, slips: float = 0.0, **config: Any) -> list[State]:
     """Return sums with the library's answers, to warm up a model. hasty, slips: the shares that have another sum's answer."""
-    rng, task = random.Random(seed), ReasoningGym(config=config, train_size=count, test_size=1, seed=10**6 * (seed + 1))
+    rng = random.Random(seed)
+    task = ReasoningGym(config=config, train_size=count, test_size=1, seed=10**6 * (seed + 1))
     rows = list(map(task.row, range(count)))
     pairs = [(row, rng.choice(rows) if rng.random() < hasty + slips else row) for row in rows]
     return [State((*task.messages(a), Message("assistant", f"\\boxed{{{b['answer']}}}"))) for a, b in pairs]

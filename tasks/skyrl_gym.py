@@ -38,17 +38,18 @@ class SkyRLEpisode:
     """An episode in an environment of the library."""
 
     def __init__(self, env: Any, prompt: Sequence[Mapping[str, str]], solved: float) -> None:
-        self.env, self.prompt, self.solved, self.total, self.close = env, prompt, solved, 0.0, env.close
+        self.env, self.prompt, self.solved, self.total = env, prompt, solved, 0.0
+        self.close = env.close
 
     def start(self) -> State:
         self.messages = tuple(map(message_of, self.env.init(list(self.prompt))[0]))
         return State(self.messages)
 
     def step(self, action: Action) -> State | Reward:
-        given = self.env.step(action.message.content)
-        self.total += float(given["reward"])
-        self.messages += (action.message, *map(message_of, given["observations"]))
-        return self.outcome() if given["done"] else State(self.messages)
+        result = self.env.step(action.message.content)
+        self.total += float(result["reward"])
+        self.messages += (action.message, *map(message_of, result["observations"]))
+        return self.outcome() if result["done"] else State(self.messages)
 
     def outcome(self) -> Reward:
         return Reward(self.total, self.total >= self.solved)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import combinations_with_replacement
 from typing import Annotated
 
-from grpo.data.dataset import side
+from grpo.data.rows import side
 from grpo.env.messages import Message
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Example, Split, Trajectory
@@ -29,18 +29,19 @@ QUESTION = "What is {} {} {}?"
 HELD_OUT = {"test": 0.2}  # share of all questions
 
 
-def asked(left: int, sign: str, right: int) -> Message:
+def question(left: int, sign: str, right: int) -> Message:
     """Return the question, as the user asks it."""
     return Message("user", QUESTION.format(left, sign, right))
 
 
-def answered(left: int, sign: str, right: int) -> Message:
+def right_answer(left: int, sign: str, right: int) -> Message:
     """Return the right answer, as the model should write it."""
     return Message("assistant", f"{left} {sign} {right} = {RESULT[sign](left, right)}")
 
 
 class Sums(RowTask):
-    """largest: of the two numbers, the smaller of which is taken from the larger. shots: worked examples before the question."""
+    """largest: the limit of both numbers. A difference takes the smaller from the larger. shots: worked examples before the
+    question."""
 
     signs, shown = "+-", WORKED
 
@@ -65,8 +66,8 @@ class Sums(RowTask):
             raise UserError(f"there is no split {split!r}: {', '.join(self.sizes)}")
         rows, size = self.questions(split), self.sizes[split]
         if size > len(rows):
-            there = f"the {len(rows)} questions with task.largest={self.largest}"
-            raise UserError(f"task.{split}_size={size} is more than {there}")
+            limit = f"the {len(rows)} questions with task.largest={self.largest}"
+            raise UserError(f"task.{split}_size={size} is more than {limit}")
         return rows[:size]
 
     def questions(self, split: Split) -> list[Example]:
@@ -81,12 +82,12 @@ class Sums(RowTask):
         return rows
 
     def messages(self, example: Example) -> tuple[Message, ...]:
-        worked = [message for question in self.shown[: self.shots] for message in self.worked(*question)]
-        return (*worked, asked(example["left"], example["sign"], example["right"]))
+        worked = [message for numbers in self.shown[: self.shots] for message in self.worked(*numbers)]
+        return (*worked, question(example["left"], example["sign"], example["right"]))
 
     def worked(self, left: int, sign: str, right: int) -> tuple[Message, ...]:
         """Return a question and its answer."""
-        return asked(left, sign, right), answered(left, sign, right)
+        return question(left, sign, right), right_answer(left, sign, right)
 
 
 class CalledSums(Sums):
@@ -95,10 +96,11 @@ class CalledSums(Sums):
     signs, shown = "+-*", CALLED
 
     def worked(self, left: int, sign: str, right: int) -> tuple[Message, ...]:
-        return asked(left, sign, right), *called(f"{left} {sign} {right}"), answered(left, sign, right)
+        call = called(f"{left} {sign} {right}")
+        return question(left, sign, right), *call, right_answer(left, sign, right)
 
     def build(self, example: Example) -> ToolEnv:
         return ToolEnv(self.messages(example), [calculator])
 
-    def heard(self, trajectory: Trajectory) -> Trajectory:
+    def graded_part(self, trajectory: Trajectory) -> Trajectory:
         return in_time(trajectory)

@@ -18,7 +18,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated
 
-from grpo.data.dataset import Made, key_of
+from grpo.data.rows import Made, key_of
 from grpo.env.messages import Message
 from grpo.env.types import Example, Split, State
 from grpo.rewards.combined import Weights
@@ -108,7 +108,7 @@ def draw(rng: random.Random, steps: int, largest: int = LARGEST) -> Problem:
     words = {"name": name, "friend": friend, "things": rng.choice(THINGS)}
     most = math.isqrt(largest)  # so that a product of two given numbers fits
     start = value = rng.randint(3, 2 * most + 2)
-    told, sums = [f"{name} has {value} {words['things']}."], []
+    story, sums = [f"{name} has {value} {words['things']}."], []
     question = "How many {things} does {name} have?"
     while steps:
         event, n = rng.choice(EVENTS), rng.randint(2, most)
@@ -118,11 +118,11 @@ def draw(rng: random.Random, steps: int, largest: int = LARGEST) -> Problem:
         divides = event.operator != "/" or value % amount == 0
         if event.lines > steps or (event.question and steps > 1) or not (divides and 2 <= result <= largest):
             continue
-        told.append(event.text.format(n=n, each=each, **words))
+        story.append(event.text.format(n=n, each=each, **words))
         sums.append((event.operator, n, each))
         question = event.question or question
         value, steps = result, steps - event.lines
-    return Problem(" ".join([*told, question.format(**words)]), start, tuple(sums))
+    return Problem(" ".join([*story, question.format(**words)]), start, tuple(sums))
 
 
 def side(question: str) -> Split:
@@ -148,8 +148,8 @@ def worked_answers(
     """
     rng = random.Random(f"worked answers {seed}")
     problems = (draw_from("train", rng, steps) for _ in range(count))
-    said = ((problem.question, problem.worked(rng, hasty, slips)[0]) for problem in problems)
-    return [State((Message("user", question), Message("assistant", answer))) for question, answer in said]
+    turns = ((problem.question, problem.worked(rng, hasty, slips)[0]) for problem in problems)
+    return [State((Message("user", question), Message("assistant", answer))) for question, answer in turns]
 
 
 class Wordmath(RowTask):
@@ -194,12 +194,12 @@ class Wordmath(RowTask):
     def held_out(self) -> dict[Split, Sequence[Example]]:
         """The first `test_size` different questions of the test side for test, and as many after them for validation: a row that
         counts twice would make confidence intervals too narrow."""
-        found: dict[str, Example] = {}
+        by_question: dict[str, Example] = {}
         for row in Made(20 * self.test_size, lambda i: self.row("test", i)):
-            found.setdefault(row["question"], row)
-            if len(found) == 2 * self.test_size:
+            by_question.setdefault(row["question"], row)
+            if len(by_question) == 2 * self.test_size:
                 break
-        rows = list(found.values())
+        rows = list(by_question.values())
         return {"test": rows[: self.test_size], "validation": rows[self.test_size :]}
 
     def messages(self, example: Example) -> tuple[Message, ...]:

@@ -4,17 +4,14 @@ Knows nothing of what the columns mean, except that the first column a task need
 """
 
 import contextlib
-import hashlib
-import json
 import logging
-import math
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from grpo.data.rows import at, head, key_of, side
 from grpo.data.tables import KINDS, TableRows, arrow_rows, from_datasets, read_file
 from grpo.env.types import Example, Split
 from grpo.system.errors import UserError
@@ -25,19 +22,6 @@ log = logging.getLogger(__name__)
 SPLITS = get_args(Split)
 Filter = Literal["empty", "duplicate"]
 FILTERS = get_args(Filter)
-
-
-def side(question: Any, held_out: Mapping[str, float]) -> Split:
-    """Return the split that a question belongs to. A stable hash of its text decides, whatever other rows there are.
-
-    held_out: the shares of validation and test; train has the rest.
-    """
-    place = key_of(question) / 2**64
-    for split in ("test", "validation"):
-        if place < (share := held_out.get(split, 0.0)):
-            return split
-        place -= share
-    return "train"
 
 
 class Dataset:
@@ -77,15 +61,16 @@ class Dataset:
         named = splits if splits is not None else {"train": "train", "test": "test"}
         self.splits = {split: source for split, source in named.items() if source is not None}
         self.held_out = {split: float(share) for split, share in (held_out or {}).items() if share}
-        self.filters, self.streaming, self.numbers, self.form = tuple(filters), streaming, tuple(numbers), form
+        self.filters, self.streaming = tuple(filters), streaming
+        self.numbers, self.form = tuple(numbers), form
         self.limits = {"train": train_limit, "validation": validation_limit, "test": test_limit}
         self.sources: dict[Split, TableRows] = {}
         self.read: dict[Split, Sequence[Example]] = {}
         if sum(self.held_out.values()) >= 1:
             raise UserError(f"task.held_out={self.held_out} must be shares of the rows that leave some to train on")
         for split in list(self.held_out):  # the source's own rows take precedence
-            without = self.local.is_dir() and not _files(self.local, self.splits.get(split, split))
-            if without or self.local.is_file():
+            lacks_file = self.local.is_dir() and not _files(self.local, self.splits.get(split, split))
+            if lacks_file or self.local.is_file():
                 self.splits.pop(split, None)
             if split in self.splits:
                 del self.held_out[split]
@@ -109,7 +94,7 @@ class Dataset:
 
     def _questions(self, splits: Sequence[Split]) -> set[int]:
         """Return the keys of the questions in the source's own rows of these splits."""
-        found: set[int] = set()
+        keys: set[int] = set()
         name = self.columns[0]
         for split in splits:
             if split in self.splits:
@@ -118,31 +103,29 @@ class Dataset:
                     rows = self.split(split) if self.streaming else self._source(split)
                     if not self.streaming:
                         rows = rows.select_columns([head(name, rows.column_names)])
-                    found |= {key_of(at(row, name)) for row in rows}
-        return found
+                    keys |= {key_of(at(row, name)) for row in rows}
+        return keys
 
     def _kept(self, split: Split, source: TableRows, sides: set[str], elsewhere: set[int]) -> Sequence[Example]:
         """Return the rows of `source` that are in one of `sides`, not `elsewhere`, and pass the filters. Logs removals."""
         removed = dict.fromkeys((*self.filters, "held out"), 0)
-        kept, seen, read = [] if self.streaming else array("q"), set(), 0  # rows of a table are not kept in memory
+        kept = [] if self.streaming else array("q")  # rows of a table are not kept in memory
+        seen: set[int] = set()
+        read, blank = 0, None
         for row, values in self._rows(source, split):
             if len(kept) == self.limits[split]:
                 break
             read += 1
             question = key_of(values[0])
-            blank = next((name for name, value in zip(self.columns, values, strict=True) if _blank(value)), None)
+            blanks = (name for name, value in zip(self.columns, values, strict=True) if _blank(value))
+            blank = next(blanks, None)
             if blank and "empty" not in self.filters:
                 fix = f"every row needs {', '.join(self.columns)} (task.filters=[empty] leaves such rows out)"
                 raise UserError(f"{source.where(read - 1)}, {split} row {read}: no field {blank!r}; {fix}")
             if blank:
                 removed["empty"] += 1
                 continue
-            if self.form is not None:
-                try:
-                    self.form(values[0])
-                except UserError as error:
-                    where = f"{source.where(read - 1)}, column {self.columns[0]!r}"
-                    raise UserError(f"{where}: {error}") from error
+            self._check_form(values[0], source, read - 1)
             if side(values[0], self.held_out) not in sides:
                 continue
             if "duplicate" in self.filters and question in seen:
@@ -152,26 +135,38 @@ class Dataset:
             else:
                 kept.append(row)
                 seen.add(question)
-        told = ", ".join(f"{count} {name}" for name, count in removed.items() if count)
+        removals = ", ".join(f"{count} {name}" for name, count in removed.items() if count)
         if not kept:
-            hint = "see task.filters"
-            if split in self.held_out:
-                hint = f"raise task.held_out.{split}, which is {self.held_out[split]}, or give more rows"
-            elif removed["held out"]:
-                hint = "they are in the test or validation rows too; if these are the same file, set task.splits.validation=null"
-                hint += " and task.held_out.test=0.1"
-            elif read and removed.get("empty") == read:
-                hint = f"no row has {blank!r}; see task.filters"
-            counts = f"{read} read, {told or 'none for it'}"
+            counts = f"{read} read, {removals or 'none for it'}"
+            hint = self._hint(split, read, removed, blank)
             raise UserError(f"task.path={self.path} has no rows for the split {split!r}: {counts}; {hint}")
         if split in self.held_out:
             log.info("%s, %s: %d of %d rows, held out of training", self.path, split, len(kept), read)
-        if told:
-            log.info("%s, %s: %d rows kept of %d; removed: %s", self.path, split, len(kept), read, told)
+        if removals:
+            log.info("%s, %s: %d rows kept of %d; removed: %s", self.path, split, len(kept), read, removals)
         return kept if self.streaming else source.select(kept)
 
+    def _check_form(self, question: Any, source: TableRows, place: int) -> None:
+        if self.form is None:
+            return
+        try:
+            self.form(question)
+        except UserError as error:
+            raise UserError(f"{source.where(place)}, column {self.columns[0]!r}: {error}") from error
+
+    def _hint(self, split: Split, read: int, removed: Mapping[str, int], blank: str | None) -> str:
+        """Return what a user can do about a split without rows. blank: the column that its last row lacks."""
+        if split in self.held_out:
+            return f"raise task.held_out.{split}, which is {self.held_out[split]}, or give more rows"
+        if removed["held out"]:
+            fix = "set task.splits.validation=null and task.held_out.test=0.1"
+            return f"they are in the test or validation rows too; if these are the same file, {fix}"
+        if read and removed.get("empty") == read:
+            return f"no row has {blank!r}; see task.filters"
+        return "see task.filters"
+
     def _rows(self, source: TableRows, split: Split) -> Iterable[tuple[Any, Sequence]]:
-        """Yield (what to keep, the values of our columns) of each row; a streamed row is kept itself, else its index."""
+        """Yield for each row what `_kept` keeps of it (a streamed row itself, else its index) and the values of `columns`."""
         with _reading(f"task.path={self.path}"):
             heads = tuple(dict.fromkeys(head(name, source.column_names) for name in self.columns))
             if missing := [name for name in heads if name not in source.column_names]:
@@ -204,12 +199,14 @@ class Dataset:
         try:
             return arrow_rows(from_datasets(self.path, self.config, split=name, streaming=self.streaming))
         except Exception as error:  # a network may raise anything
-            missing = "is no folder of this machine, and the hub does not give it"
-            fix = "give task.path=FOLDER with a train.jsonl and a test.jsonl"
-            if "split" in (reason := _reason(error)).lower():
+            reason = _reason(error)
+            if "split" in reason.lower():
                 missing = f"has no split {name!r}"
-                rest = f"task.splits.{split}=null task.held_out.{split}=0.1"
-                fix = f"name it, as task.splits.{split}=NAME, or take it from the train rows by {rest}"
+                settings = f"task.splits.{split}=null task.held_out.{split}=0.1"
+                fix = f"name it, as task.splits.{split}=NAME, or take it from the train rows by {settings}"
+            else:
+                missing = "is no folder of this machine, and the hub does not give it"
+                fix = "give task.path=FOLDER with a train.jsonl and a test.jsonl"
             raise UserError(f"task.path={self.path} {missing} ({reason}): {fix}") from error
 
 
@@ -230,85 +227,17 @@ def _reason(error: Exception) -> str:
     return (str(cause).partition("\n")[0] or type(cause).__name__) + advice
 
 
-def at(row: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column, or of a field in one: `reward_model.ground_truth`. None if there is none."""
-    if name in row or "." not in name:
-        return row.get(name)
-    column, _, rest = name.partition(".")
-    return at(inner, rest) if isinstance(inner := row.get(column), Mapping) else None
-
-
-def head(name: str, there: Iterable[str] = ()) -> str:
-    """Return the column of a dotted name, or the name itself if it is one of those that are there."""
-    return name if name in there else name.partition(".")[0]
-
-
-@dataclass(frozen=True)
-class Made(Sequence):
-    """Rows that are made when they are read, each from its index alone. digest: of the file that they come from, if any."""
-
-    size: int
-    make: Callable[[int], Example]
-    digest: str = ""
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        place = range(self.size)[index]  # supports negative indices, and raises IndexError at the end
-        return [self.make(i) for i in place] if isinstance(place, range) else self.make(place)
-
-
-def picked(rows: Sequence[Example], places: Sequence[int]) -> Sequence[Example]:
-    """Return the rows at these places."""
-    return Made(len(places), lambda i: rows[places[i]], getattr(rows, "digest", ""))
-
-
-def rows_where(test: Callable[[Example], bool], rows: Sequence[Example], columns: Sequence[str]) -> Sequence[Example]:
-    """Return the rows that pass the test. columns: the test reads no others, and one of them is there."""
-    short = rows if isinstance(rows, list) else rows.select_columns([c for c in rows.column_names if c in columns])
-    return picked(rows, [i for i, row in enumerate(short) if test(row)])
-
-
-def fingerprint(example: Example) -> str:
-    """Return 12 hex digits that an example has in every run: a hash of its columns, in any order."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {str(name): plain(one) for name, one in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(one) for one in value]
-        if isinstance(value, (set, frozenset)):
-            return sorted(json.dumps(plain(one), sort_keys=True) for one in value)
-        if value is None or isinstance(value, (str, int, float)):
-            return value
-        return plain(vars(value)) if hasattr(value, "__dict__") else str(value)  # its repr may contain its address
-
-    return hashlib.sha256(json.dumps(plain(example), sort_keys=True).encode()).hexdigest()[:12]
-
-
-def fingerprint_of_all(examples: Sequence[Example], looks: int = 1000) -> str:
-    """Return the fingerprint of a split, from its size and at most `looks` of its examples, spread evenly."""
-    seen = [fingerprint(example) for example in spread(examples, looks)]
-    return fingerprint({"rows": len(examples), "examples": seen})
-
-
-def spread(examples: Sequence[Example], most: int) -> list[Example]:
-    """Return at most `most` of the examples, spread evenly over all of them."""
-    places = range(0, len(examples), math.ceil(len(examples) / most) or 1) if most else ()
-    return [examples[i] for i in places]
-
-
 def _files(path: Path, split: str) -> list[Path]:
     named = re.compile(rf"(?<![a-z]){re.escape(split)}(?![a-z])")  # but not latest.jsonl
     return sorted(file for file in path.iterdir() if file.suffix in KINDS and named.search(file.stem.lower()))
 
 
 def split_file(path: Path, split: str, name: str) -> Path:
-    """Return the one file in a folder with the split in its name; of several, the one named so, or with `name` in it too."""
+    """Return the one file in a folder with the split in its name. If several have it: the one named so, else with `name` too."""
     files = _files(path, split)
     if len(files) > 1:
-        files = [file for file in files if file.stem == split] or [file for file in files if name and name in file.stem]
+        exact = [file for file in files if file.stem == split]
+        files = exact or [file for file in files if name and name in file.stem]
     if len(files) != 1:
         other = f" or {name}_{split}.jsonl" if name else ""
         fix = f"there must be one, such as {split}.jsonl{other} ({', '.join(KINDS)} are read)"
@@ -316,11 +245,7 @@ def split_file(path: Path, split: str, name: str) -> Path:
     return files[0]
 
 
-def key_of(question: Any) -> int:
-    """Return a hash of a question, the same for equal questions, of 64 bits: a million of them take little memory."""
-    text = question if isinstance(question, str) else json.dumps(question, sort_keys=True)
-    return int.from_bytes(hashlib.sha256(" ".join(text.split()).encode()).digest()[:8], "big")
-
-
 def _blank(value: Any) -> bool:
-    return value in (None, []) or value != value or (isinstance(value, str) and not value.strip())  # NaN is no value
+    if isinstance(value, str):
+        return not value.strip()
+    return value in (None, []) or value != value  # NaN is no value

@@ -1,4 +1,4 @@
-"""Reads the text of JSON files as their numbers are written, and checks that every row is an object."""
+"""Reads JSON files with their numbers as they are written, not rounded, and checks that every row is an object."""
 
 import json
 from collections.abc import Iterator
@@ -34,10 +34,10 @@ DECODER = json.JSONDecoder(parse_int=whole, parse_float=fraction)
 
 def value_of(text: str) -> Any:
     """Return the value of a JSON text. Halves of characters, which UTF-8 cannot encode, become question marks."""
-    found = DECODER.decode(text)
+    value = DECODER.decode(text)
     if "\\ud" in text or "\\uD" in text:
-        found = DECODER.decode(json.dumps(found, ensure_ascii=False).encode(errors="replace").decode())
-    return found
+        value = DECODER.decode(json.dumps(value, ensure_ascii=False).encode(errors="replace").decode())
+    return value
 
 
 def lines_of(file: Path, most: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -62,12 +62,12 @@ def lines_of(file: Path, most: int | None = None) -> Iterator[tuple[int, dict[st
 def whole_file(file: Path) -> list[dict[str, Any]] | None:
     """Return the rows of a file with one JSON list, or with one object; None if it has more, as one a line."""
     try:
-        found = value_of(file.read_text(encoding="utf-8-sig"))
+        content = value_of(file.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
             raise
         return None
-    rows = found if isinstance(found, list) else [found]
+    rows = content if isinstance(content, list) else [content]
     return [objects(file, f"row {number}", row) for number, row in enumerate(rows, 1)]
 
 

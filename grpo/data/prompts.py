@@ -10,7 +10,7 @@ from grpo.system.errors import UserError
 
 
 class Sampler(Protocol):
-    """The slot `sampler`, made with (examples, size, seed). samplers.py has more of them.
+    """The type of the slot `sampler`, built with (examples, size, seed). samplers.py has more of them.
 
     `observe(results)` is optional. It is called after each rollout with all groups that were played, even those that the
     selection left out: pairs of an example and the rewards of its samples. With `state_dict` and `load_state_dict` a sampler is
@@ -19,7 +19,7 @@ class Sampler(Protocol):
 
     def draw(self, rollout: int, count: int, first: int = 0) -> list[Example]:
         """Return `count` examples for a rollout, or all that are left, without the `first` ones, which were drawn for it before.
-        The answer depends on the state and on these numbers alone, since a rollout may be asked for twice."""
+        They depend on the state and on these numbers alone, since a rollout may be drawn twice."""
 
     def progress(self, rollouts: int) -> dict[str, float]:
         """Return metrics after this many rollouts."""

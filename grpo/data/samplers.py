@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo.data.dataset import fingerprint
+from grpo.data.rows import fingerprint
 from grpo.env.types import Example, Reward
 from grpo.system.errors import RolloutError, UserError
 from grpo.system.progress import Progress, progress
@@ -45,7 +45,7 @@ class History:
 
     def _latest(self, place: int) -> np.ndarray:
         values = np.full(len(self.examples), np.nan)
-        values[[*self.latest]] = [each[place] for each in self.latest.values()]
+        values[[*self.latest]] = [outcome[place] for outcome in self.latest.values()]
         return values
 
 
@@ -71,46 +71,48 @@ class Weighted:
     def weights(self) -> np.ndarray:
         """Return the weight of each example, [n]. Raises RolloutError, which saves a checkpoint, if all are 0."""
         weights = np.asarray(self.weight(self.history), dtype=float)
-        if weights.shape != (len(self.examples),) or not (weights >= 0).all():
-            wrong = (
-                f"a weight function returns {len(self.examples)} numbers that are not negative, one for each example"
-            )
-            raise RolloutError(f"{wrong}, not {weights}")
+        count = len(self.examples)
+        if weights.shape != (count,) or not (weights >= 0).all():
+            needed = f"{count} numbers that are not negative, one for each example"
+            raise RolloutError(f"a weight function returns {needed}, not {weights}")
         if not weights.any():
-            raise RolloutError(
-                "sampler: all examples have weight 0, so none can be drawn; raise a weight or end the run"
-            )
+            fix = "raise a weight or end the run"
+            raise RolloutError(f"sampler: all examples have weight 0, so none can be drawn; {fix}")
         return weights
 
     def draw(self, rollout: int, count: int, first: int = 0) -> list[Example]:
         """Return `count` examples. If fewer have a weight above 0, the first ones of a rollout come more than once."""
         weights = self.weights()
         able = int(np.count_nonzero(weights))
+        rounds = 1 if first else (count + able - 1) // able  # each draws every example with a weight once
         order: list[int] = []
-        for again in range(-(-count // able) if not first else 1):
+        for again in range(rounds):
             noise = np.random.default_rng([self.seed, rollout, again]).gumbel(size=len(weights))
             with np.errstate(divide="ignore"):
-                order += map(int, np.argsort(-(np.log(weights) + noise), kind="stable")[:able])  # arXiv 1903.06059
+                scores = np.log(weights) + noise  # arXiv 1903.06059
+            order += map(int, np.argsort(-scores, kind="stable")[:able])
         self.drawn = {} if not first else self.drawn
         chosen = order[first : first + count]
-        found = [self.examples[i] for i in chosen]
-        self.drawn |= {fingerprint(example): i for i, example in zip(chosen, found, strict=True)}
-        return found
+        examples = [self.examples[i] for i in chosen]
+        self.drawn |= {fingerprint(example): i for i, example in zip(chosen, examples, strict=True)}
+        return examples
 
     def observe(self, results: Sequence[tuple[Example, Sequence[Reward]]]) -> None:
         """Note the rewards of each group; a group without a known reward changes nothing."""
         for example, rewards in results:
-            known = [reward for reward in rewards if reward.known]
-            if known and (i := self.drawn.get(fingerprint(example))) is not None:
-                means = (np.mean([reward.value for reward in known]), np.mean([reward.correct for reward in known]))
-                self.latest[i] = tuple(map(float, means))
+            valid = [reward for reward in rewards if reward.known]
+            i = self.drawn.get(fingerprint(example))
+            if valid and i is not None:
+                mean = float(np.mean([reward.value for reward in valid]))
+                solved = float(np.mean([reward.correct for reward in valid]))
+                self.latest[i] = mean, solved
 
     def progress(self, rollouts: int) -> dict[str, float]:
         """Return metrics after this many rollouts: prompts, and the shares of examples that were asked, and that can be drawn."""
         count = len(self.examples)
         able = np.count_nonzero(self.weight(self.history))
-        told = {"data/asked": len(self.latest) / count, "data/drawable": able / count}
-        return {"data/prompts": float(rollouts * self.size), **told}
+        shares = {"data/asked": len(self.latest) / count, "data/drawable": able / count}
+        return {"data/prompts": float(rollouts * self.size), **shares}
 
     def state_dict(self) -> dict[str, Any]:
         return {"latest": self.latest}
@@ -134,21 +136,23 @@ def pools(
     weights: Sequence[NonNegative] = (1.0, 2.0, 0.5),
     unseen: NonNegative = 1.0,
 ) -> np.ndarray:
-    """Pools by the latest share of right answers, as prime-rl has them: an example is in the first pool whose threshold is not
-    below its share, or in the last pool. weights: one for each pool, so one more than thresholds. unseen: for examples that were
+    """Pools by the latest share of right answers, as in prime-rl: an example is in the first pool whose threshold is at least its
+    share, else in the last pool. weights: one for each pool, so one more than thresholds. unseen: for examples that were
     never asked."""
     if len(weights) != len(thresholds) + 1 or sorted(thresholds) != [*thresholds]:
         fix = "thresholds rise, and weights has one number more than thresholds"
         raise UserError(f"sampler.weight: thresholds={[*thresholds]} weights={[*weights]} do not fit: {fix}")
     pool = np.searchsorted(np.asarray(thresholds, dtype=float), history.solved)
-    return np.where(np.isnan(history.solved), unseen, np.asarray(weights, dtype=float)[pool.clip(max=len(thresholds))])
+    weight = np.asarray(weights, dtype=float)[pool]
+    return np.where(np.isnan(history.solved), unseen, weight)
 
 
 @enforced("sampler.weight")
 def learning_signal(history: History, floor: Share = 0.1) -> np.ndarray:
     """4 p (1 - p), the variance of right and wrong answers, 1 at p = 1/2: examples that teach most come more often. p: the latest
     share of right answers; unseen examples weigh 1. floor: the smallest weight, so that no example is given up."""
-    return np.where(np.isnan(history.solved), 1.0, np.maximum(4 * history.solved * (1 - history.solved), floor))
+    signal = np.maximum(4 * history.solved * (1 - history.solved), floor)
+    return np.where(np.isnan(history.solved), 1.0, signal)
 
 
 @dataclass(frozen=True)
@@ -163,22 +167,22 @@ class Stage:
 
     def over(self, rows: np.ndarray, history: History) -> bool:
         """Return whether the stage has ended. rows: [n] bool, its rows."""
-        known = history.solved[rows & ~np.isnan(history.solved)]
-        reached = self.reach is not None and len(known) >= self.asked and known.mean() >= self.reach
+        shares = history.solved[rows & ~np.isnan(history.solved)]
+        reached = self.reach is not None and len(shares) >= self.asked and shares.mean() >= self.reach
         return bool(reached or (self.until is not None and history.progress.share >= self.until))
 
 
 def staged(history: History, name: str, stages: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """Stages, one after another: an example weighs 1 in its stage, else 0. name: the column that stages look at. stages: the
-    fields of `Stage`; the last one needs no end. The stage is found anew in each rollout: training goes back to an
-    earlier one if the policy forgets its rows."""
+    fields of `Stage`; the last one needs no end. Each rollout starts the search at the first stage, so training goes back to
+    a stage whose rows the policy has forgotten."""
     values = history.column(name)
-    for i, given in enumerate(stages):
-        stage = Stage(**given)
+    for i, settings in enumerate(stages):
+        stage = Stage(**settings)
         rows = np.array([value in stage.values for value in values])
         if not rows.any():
-            there = ", ".join(sorted({str(value) for value in values})[:8])
-            raise UserError(f"sampler.weight.stages: no row has {name} in {[*stage.values]}; there are {there}")
+            present = ", ".join(sorted({str(value) for value in values})[:8])
+            raise UserError(f"sampler.weight.stages: no row has {name} in {[*stage.values]}; there are {present}")
         if i == len(stages) - 1 or not stage.over(rows, history):
             return rows.astype(float)
     raise UserError("sampler.weight.stages is empty: name at least one stage, such as {values: [easy], reach: 0.8}")

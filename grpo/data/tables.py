@@ -30,8 +30,8 @@ Make = Callable[[dict[str, Any]], dict[str, Any]]  # from a row of the table to 
 class TableRows(Sequence):
     """Rows of a table of `datasets`; every row has every column, and None where the file has nothing.
 
-    file: where they are, None for the hub; digest: of its bytes. lines: of the rows of a JSON file, None if a row has its place.
-    by_line: the table holds lines, whose columns cannot be picked before they are read.
+    file: where they are, None for the hub; digest: of its bytes. lines: the line of each row of a JSON file; None if row i is in
+    line i + 1. by_line: the table holds lines, whose columns cannot be picked before they are read.
     """
 
     table: Any  # a stream may be a function that starts it
@@ -55,16 +55,17 @@ class TableRows(Sequence):
             yield from map(self.made, self.table() if callable(self.table) else self.table)
             return
         for piece in self.table.iter(1000):  # one row at a time is 50 times slower
-            yield from (self.made(dict(zip(piece, row, strict=True))) for row in zip(*piece.values(), strict=True))
+            rows = zip(*piece.values(), strict=True)
+            yield from (self.made(dict(zip(piece, row, strict=True))) for row in rows)
 
     def made(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return a row of the file. row: of the table."""
-        found = self.make(row)
-        return {name: found.get(name) for name in self.column_names}
+        """Return the row of the file that a row of the table stands for."""
+        values = self.make(row)
+        return {name: values.get(name) for name in self.column_names}
 
     def select(self, places: Sequence[int]) -> "TableRows":
         """Return the rows at these places."""
-        lines = [place + 1 if self.lines is None else self.lines[place] for place in places] if self.by_line else None
+        lines = [self.line(place) for place in places] if self.by_line else None
         return replace(self, table=self.table.select(places), lines=lines)
 
     def select_columns(self, names: Sequence[str]) -> "TableRows":
@@ -75,14 +76,18 @@ class TableRows(Sequence):
             column_names=tuple(names),
         )
 
+    def line(self, place: int) -> int:
+        """Return the line, or the number, of a row in its file, from 1."""
+        return place + 1 if self.lines is None else self.lines[place]
+
     def where(self, place: int) -> str:
         """Return the file of a row, and its line or row from 1, for a message."""
         if self.file is None:
             return f"row {place + 1}"
         if self.file.suffix == ".csv":
             return f"{self.file}, line {line_of_csv(self.file, place)}"
-        line = place + 1 if self.lines is None else self.lines[place]
-        return f"{self.file}, {'line' if self.by_line and self.file.suffix == '.jsonl' else 'row'} {line}"
+        unit = "line" if self.by_line and self.file.suffix == ".jsonl" else "row"
+        return f"{self.file}, {unit} {self.line(place)}"
 
 
 def read_file(file: Path, streaming: bool = False, numbers: Sequence[str] = ()) -> TableRows:
@@ -96,13 +101,12 @@ def read_file(file: Path, streaming: bool = False, numbers: Sequence[str] = ()) 
     kind = KINDS[file.suffix]
     if numbers and kind != "csv":
         raise UserError(f"task.numbers={list(numbers)} is for CSV files: {file} has types of its own")
-    found = {"json": json_rows, "csv": partial(csv_rows, numbers=numbers), "parquet": parquet_rows}[kind](
-        file, streaming
-    )
+    readers = {"json": json_rows, "csv": partial(csv_rows, numbers=numbers), "parquet": parquet_rows}
+    rows = readers[kind](file, streaming)
     if streaming:
-        return found
+        return rows
     with file.open("rb") as content:
-        return replace(found, digest=hashlib.file_digest(content, "sha256").hexdigest()[:16])
+        return replace(rows, digest=hashlib.file_digest(content, "sha256").hexdigest()[:16])
 
 
 def from_datasets(*source: str | None, **options: Any) -> Any:
@@ -145,13 +149,13 @@ def json_rows(file: Path, streaming: bool) -> TableRows:
 
 def of_line(row: Mapping[str, str]) -> dict[str, Any]:
     """Return the row that a line holds."""
-    found: dict[str, Any] = value_of(row["text"])
-    return found
+    values: dict[str, Any] = value_of(row["text"])
+    return values
 
 
 def csv_rows(file: Path, streaming: bool, numbers: Sequence[str] = ()) -> TableRows:
-    """Return the rows of a CSV file. A column whose texts are all as Python writes an integer, a float, True or False has such
-    values (of a stream none has); every other column has its texts, without exception."""
+    """Return the rows of a CSV file. A column gets integers, floats or booleans if Python writes every one of its texts so, else
+    it keeps its texts. In a stream every column keeps them, since the rows to come are unknown."""
     import pandas as pd
     from datasets import Features, Value
 
@@ -164,26 +168,28 @@ def csv_rows(file: Path, streaming: bool, numbers: Sequence[str] = ()) -> TableR
     names = pd.read_csv(file, nrows=0, index_col=False, dtype=object).columns
     if missing := [name for name in numbers if name not in names]:
         raise UserError(f"task.numbers={list(numbers)}: {file} has no column {missing[0]!r}; it has {', '.join(names)}")
+    features = Features({name: Value("string") for name in names})
     # index_col: else a long first row shifts the columns; na_filter: NA and null are texts
-    texts = {"features": Features({name: Value("string") for name in names}), "index_col": False, "na_filter": False}
-    table = loaded("csv", file, streaming, **texts)
+    options = {"index_col": False, "na_filter": False}
+    table = loaded("csv", file, streaming, features=features, **options)
     kinds: dict[str, Callable[[str], Any]] = dict.fromkeys(names, str)
     if not streaming:
         kinds = {name: written_as(table.data.column(name).chunks) for name in names}
-    kinds |= dict.fromkeys(numbers, said_number)
+    kinds |= dict.fromkeys(numbers, number_of)
 
     def make(row: dict[str, str]) -> dict[str, Any]:
         return {name: kinds[name](text) if text else None for name, text in row.items()}
 
-    found = TableRows(table, make, tuple(names), file)
-    for name in () if streaming else numbers:
-        for place, piece in enumerate(table.select_columns([name])):
+    rows = TableRows(table, make, tuple(names), file)
+    checked = () if streaming else numbers
+    for name in checked:
+        for place, row in enumerate(table.select_columns([name])):
             try:
-                said_number(piece[name] or "")
+                number_of(row[name] or "")
             except ValueError:
                 fix = "correct it, or take the column out of task.numbers"
-                raise UserError(f"{found.where(place)}, column {name!r}: {piece[name]!r} is no number; {fix}") from None
-    return found
+                raise UserError(f"{rows.where(place)}, column {name!r}: {row[name]!r} is no number; {fix}") from None
+    return rows
 
 
 def written_as(chunks: Iterable[Any]) -> Callable[[str], Any]:
@@ -210,8 +216,8 @@ def truth(text: str) -> bool:
     return {"True": True, "False": False}[text]
 
 
-def said_number(text: str) -> int | float | None:
-    """Return the number of a text; None for one that says that it is missing. Raises ValueError for any other."""
+def number_of(text: str) -> int | float | None:
+    """Return the number that a text writes; None if the text means that there is none, as NA. Raises ValueError for any other."""
     if text.strip().lower() in MISSING:
         return None
     try:
@@ -223,12 +229,15 @@ def said_number(text: str) -> int | float | None:
 def line_of_csv(file: Path, place: int) -> int:
     """Return the line in which a row of a CSV file begins, from 1."""
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        reader, before = csv.reader(lines), 0
+        reader, end = csv.reader(lines), 0  # end: the line in which the last record ended
+        row = -1  # the header is the first record
         for record in reader:
-            if record and (place := place - 1) == -2:  # the header is a record, and pandas passes over blank lines
-                return before + 1
-            before = reader.line_num
-    return before
+            if record:  # pandas passes over blank lines
+                if row == place:
+                    return end + 1
+                row += 1
+            end = reader.line_num
+    return end
 
 
 def parquet_rows(file: Path, streaming: bool) -> TableRows:
@@ -242,18 +251,24 @@ def parquet_rows(file: Path, streaming: bool) -> TableRows:
 def arrow_rows(table: Any, names: tuple[str, ...] | None = None, file: Path | None = None) -> TableRows:
     """Return the rows of a table of `datasets` with types of its own. names: its columns, if a stream does not know them."""
     schema = table.features.arrow_schema if table.features else ()
-    makers = {field.name: make for field in schema if (make := exact(field.type))}
+    names = names or tuple(table.column_names or next(iter(table), ()))
+    return TableRows(table, exact_fields(schema) or dict, names, file)
+
+
+def exact_fields(fields: Iterable[Any]) -> Make | None:
+    """Return the function that makes the fields of a row, or of a struct, `exact`; None if they all are."""
+    makers = {field.name: exact(field.type) for field in fields}
+    makers = {name: maker for name, maker in makers.items() if maker}
 
     def make(row: dict[str, Any]) -> dict[str, Any]:
-        return row | {name: one(row[name]) for name, one in makers.items() if row.get(name) is not None}
+        return row | {name: maker(row[name]) for name, maker in makers.items() if row.get(name) is not None}
 
-    names = names or tuple(table.column_names or next(iter(table), ()))
-    return TableRows(table, make if makers else dict, names, file)
+    return make if makers else None
 
 
 def exact(kind: Any) -> Callable[[Any], Any] | None:
-    """Return what makes a value of an Arrow type what was written; None if it is that. A float of 16 or 32 bits becomes the
-    shortest number that rounds to it, bytes become a text if they are one."""
+    """Return the function from a value of an Arrow type to the value that was written; None if they are the same. A float of 16
+    or 32 bits becomes the shortest number that rounds to it, and bytes become a text if they are one."""
     import pyarrow.types as types
 
     if types.is_float32(kind) or types.is_float16(kind):
@@ -265,15 +280,10 @@ def exact(kind: Any) -> Callable[[Any], Any] | None:
         return exact(kind.value_type)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         inner = exact(kind.value_type)
-        return inner and (lambda values: [value if value is None else inner(value) for value in values])
-    if types.is_struct(kind):
-        fields = {field.name: make for field in kind if (make := exact(field.type))}
-        return (
-            (lambda value: value | {n: one(value[n]) for n, one in fields.items() if value[n] is not None})
-            if fields
-            else None
-        )
-    return None
+        if inner is None:
+            return None
+        return lambda values: [None if value is None else inner(value) for value in values]
+    return exact_fields(kind) if types.is_struct(kind) else None
 
 
 def text_of_bytes(value: bytes) -> str | bytes:

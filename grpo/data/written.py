@@ -1,4 +1,4 @@
-"""The right answers of rows as the text of their file has them, read by other means than `tables`, which they check."""
+"""Reads right answers from the text of a file by other means than `tables` does, to check what `tables` has read."""
 
 import csv
 import json
@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo.data.dataset import at, head, key_of
+from grpo.data.rows import at, head, key_of
 
 WORDS = partial(json.loads, parse_int=str, parse_float=str, parse_constant=str)  # numbers stay as they are written
 
@@ -16,9 +16,9 @@ WORDS = partial(json.loads, parse_int=str, parse_float=str, parse_constant=str) 
 def texts_only(value: Any) -> Any:
     """Return a value whose numbers are left out, because they may have been read wrongly."""
     if isinstance(value, Mapping):
-        return {name: texts_only(one) for name, one in value.items() if one is not None}
+        return {name: texts_only(item) for name, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
-        return [texts_only(one) for one in value]
+        return [texts_only(item) for item in value]
     return value if isinstance(value, str) and exact_number(value) is None else "#"
 
 
@@ -31,16 +31,18 @@ def exact_number(value: Any) -> Decimal | None:
 
 
 def golds_in(file: Path, question: str, gold: str, wanted: Collection[Any]) -> dict[int, list[Any]]:
-    """Return the right answers in the file by a key of their question, which may have several, of these questions.
+    """Return the right answers that the file has for the wanted questions, by the hash of a question, which may have several.
 
-    question, gold: names of columns, or dotted names of fields. A number is its text. Floats of 16 bits are left out,
+    question, gold: names of columns, or dotted names of fields. A number comes as its text. Floats of 16 bits are left out,
     because Arrow writes them with digits that they do not have.
     """
-    keys, found = {key_of(texts_only(one)) for one in wanted}, {}
-    for asked, answer in pairs(file, question, gold):
-        if (key := key_of(texts_only(asked))) in keys:
-            found.setdefault(key, []).append(answer)
-    return found
+    keys = {key_of(texts_only(value)) for value in wanted}
+    golds: dict[int, list[Any]] = {}
+    for value, answer in pairs(file, question, gold):
+        key = key_of(texts_only(value))
+        if key in keys:
+            golds.setdefault(key, []).append(answer)
+    return golds
 
 
 def pairs(file: Path, question: str, gold: str) -> Iterator[tuple[Any, Any]]:
@@ -65,18 +67,18 @@ def pairs(file: Path, question: str, gold: str) -> Iterator[tuple[Any, Any]]:
 
 
 def of_parquet(file: Path, question: str, gold: str) -> Iterator[tuple[Any, Any]]:
-    """Yield the same of a Parquet file, batch by batch."""
+    """Yield the same as `pairs` from a Parquet file, batch by batch."""
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
     import pyarrow.types as types
 
     table = pq.ParquetFile(file)
-    there = table.schema_arrow.names
-    for batch in table.iter_batches(columns=[head(question, there), head(gold, there)]):
+    columns = table.schema_arrow.names
+    for batch in table.iter_batches(columns=[head(question, columns), head(gold, columns)]):
 
         def column(name: str, batch: Any = batch) -> Any:
             """Return the values of a column, numbers as Arrow writes them."""
-            if name in there:
+            if name in columns:
                 values = batch.column(name)
             else:
                 top, *inner = name.split(".")
@@ -104,4 +106,5 @@ def agrees(read: Any, text: Any) -> bool:
     if isinstance(read, str) or text is None or isinstance(read, bool) or read is None:
         return str(read) == str(text) or (read is None and text == "")
     exact = exact_number(text)
-    return exact is not None and exact in (exact_number(read), isinstance(read, float) and exact_number(f"{read:.17g}"))
+    with_17_digits = isinstance(read, float) and exact_number(f"{read:.17g}")
+    return exact is not None and exact in (exact_number(read), with_17_digits)

@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo.data.dataset import fingerprint
+from grpo.data.rows import fingerprint
 from grpo.env.types import Example
 from grpo.evaluation.metrics import as_json, estimates, estimates_by_value, solved
 from grpo.rollout.samples_table import records, write

@@ -8,7 +8,8 @@ from itertools import islice
 from statistics import pstdev
 from typing import Any
 
-from grpo.data.dataset import Dataset, at, key_of
+from grpo.data.dataset import Dataset
+from grpo.data.rows import at, key_of
 from grpo.data.written import agrees, golds_in, texts_only
 from grpo.env.messages import Message
 from grpo.env.renderer import Renderer

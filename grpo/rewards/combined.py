@@ -36,19 +36,19 @@ Weight = float | Mapping[str, Any]  # a number, or one that changes: {schedule: 
 Weights = Mapping[str, Weight] | Sequence[Weight] | None
 
 
-def weights_of(names: Sequence[str], given: Weights, usual: Mapping[str, float]) -> list[Callable[[Progress], float]]:
+def weights_of(names: Sequence[str], weights: Weights, usual: Mapping[str, float]) -> list[Callable[[Progress], float]]:
     """Return each function's weight, by the progress. Raises UserError for a name or a number of weights that does not fit."""
-    if given is None or isinstance(given, Mapping):
-        if unknown := [name for name in given or () if name not in names]:
+    if weights is None or isinstance(weights, Mapping):
+        by_name = dict(weights or {})
+        if unknown := [name for name in by_name if name not in names]:
             raise UserError(f"task.weights names {unknown[0]!r}, but the rewards are {', '.join(names)}")
-        weights = dict(usual) | dict(given or {})
-        given = [weights.get(name, 1.0) for name in names]
-    if len(given) != len(names):
-        fix = f"task.weights={list(given)} for {', '.join(names)}; or by name, {{{names[0]}: 1}}"
-        raise UserError(
-            f"number of reward weights ({len(given)}) must match number of reward functions ({len(names)}): {fix}"
-        )
-    return [scheduled(one, f"task.weights.{name}") for name, one in zip(names, given, strict=True)]
+        by_name = dict(usual) | by_name
+        weights = [by_name.get(name, 1.0) for name in names]
+    if len(weights) != len(names):
+        numbers = f"number of reward weights ({len(weights)}) must match number of reward functions ({len(names)})"
+        fix = f"task.weights={list(weights)} for {', '.join(names)}; or by name, {{{names[0]}: 1}}"
+        raise UserError(f"{numbers}: {fix}")
+    return [scheduled(weight, f"task.weights.{name}") for name, weight in zip(names, weights, strict=True)]
 
 
 class Rewards:
@@ -69,8 +69,9 @@ class Rewards:
         listed = [functions] if isinstance(functions, str) or callable(functions) else list(functions)
         if not listed:
             raise UserError("task.rewards is empty: name at least one reward function")
-        self.functions = [locate(one) if isinstance(one, str) else one for one in listed]
-        self.foreign = [one for one in self.functions if not module_of(one).startswith(("grpo.", "tasks."))]
+        self.functions = [locate(function) if isinstance(function, str) else function for function in listed]
+        ours = ("grpo.", "tasks.")
+        self.foreign = [function for function in self.functions if not module_of(function).startswith(ours)]
         self.names = [reward_name(function) for function in self.functions]
         self.wanted = [_wanted(function) for function in self.functions]
         self.weights, self.solved = weights_of(self.names, weights, usual), solved
@@ -80,12 +81,12 @@ class Rewards:
 
     def check(self, columns: Iterable[str], where: str) -> None:
         """Refuse rows that lack a column that a function needs. where: the name of their source, for the message."""
-        given = {*columns}
+        present = {*columns}
         for name, function in zip(self.names, self.functions, strict=True):
             for parameter in _parameters(function):
                 needed = parameter.default is parameter.empty and parameter.kind in _NAMED
-                if needed and parameter.name not in given | _ALWAYS:
-                    lacks = f"{parameter.name!r}, which is no column of {where} ({', '.join(sorted(given))})"
+                if needed and parameter.name not in present | _ALWAYS:
+                    lacks = f"{parameter.name!r}, which is no column of {where} ({', '.join(sorted(present))})"
                     raise UserError(f"the reward function {name!r} needs {lacks} and has no default value")
 
     def try_foreign(self, example: Example, messages: Sequence[Message]) -> None:
@@ -95,13 +96,16 @@ class Rewards:
         function that takes longer than PATIENCE is left alone: a run has its own limit of time, and counts what exceeds it.
         """
         step = Step(State(tuple(messages)), Action(Message("assistant", "I think it is 42."), ids=(1, 2, 3)))
-        foreign, calls = Rewards(self.foreign, solved=self.solved), Calls(1, "the trial of the reward functions")
-        found = awaited(calls.run("trial", PATIENCE, foreign.score, example, [Trajectory((step,))] * 2))
+        foreign = Rewards(self.foreign, solved=self.solved)
+        calls = Calls(1, "the trial of the reward functions")
+        outcome = awaited(calls.run("trial", PATIENCE, foreign.score, example, [Trajectory((step,))] * 2))
         calls.close()
-        if isinstance(found, RewardError):
-            last = "completions[i][-1]['content'] is an answer's text"
-            form = f"lists of messages, because the prompt of a row is one: {last}" if in_messages(example) else "texts"
-            raise UserError(f"{found} (tried with made-up answers; completions are {form})") from found
+        if isinstance(outcome, RewardError):
+            form = "texts"
+            if in_messages(example):
+                last = "completions[i][-1]['content'] is an answer's text"
+                form = f"lists of messages, because the prompt of a row is one: {last}"
+            raise UserError(f"{outcome} (tried with made-up answers; completions are {form})") from outcome
 
     def score(
         self,
@@ -126,11 +130,13 @@ class Rewards:
 
         trainer = SimpleNamespace(global_step=now.rollout, max_steps=now.num_rollouts)
         state = {"progress": now, "trainer_state": trainer, "log_metric": log_metric, "log_extra": log_extra}
-        lists = as_lists(example, trajectories, conversational) | ({"environments": list(envs)} if envs else {})
-        given = self._called(lists, state)
+        lists = as_lists(example, trajectories, conversational)
+        if envs:
+            lists["environments"] = list(envs)
+        by_function = self._called(lists, state)
         rewards = []
         for i in range(len(trajectories)):
-            reward = self._combined([values[i] for values in given])
+            reward = self._combined([values[i] for values in by_function])
             extra = {name: values[i] for name, values in columns.items()}
             rewards.append(replace(reward, parts=reward.parts | metrics, extra=extra or None))
         if not self.warned and any(not reward.known and reward.outcome is None for reward in rewards):
@@ -139,24 +145,27 @@ class Rewards:
             log.warning(words, ", ".join(self.names), ", ".join(example))
         return rewards
 
-    def _called(self, arguments: Mapping[str, list], state: Mapping[str, Any]) -> list[list[float | Reward | None]]:
-        """Return the values of every function; coroutines run at the same time. state: arguments that are no lists, for those who
-        name them, or TRL_GIVES for **columns."""
-        given: list[Any] = []
-        count = len(arguments["completions"])
+    def _called(self, lists: Mapping[str, list], state: Mapping[str, Any]) -> list[list[float | Reward | None]]:
+        """Return the values of every function; coroutines run at the same time.
+
+        state: arguments that are no lists. A function gets those that it names, and one with **columns gets TRL_GIVES too.
+        """
+        results: list[Any] = []
+        count = len(lists["completions"])
         for function, name, wanted in zip(self.functions, self.names, self.wanted, strict=True):
-            own = {one: [*arguments[one]] for one in wanted or arguments if one in arguments}
-            named = {*(wanted or TRL_GIVES), *(one.name for one in _parameters(function))} - own.keys()
-            own |= {one: state[one] for one in named & state.keys()}
+            arguments = {key: [*lists[key]] for key in wanted or lists if key in lists}
+            parameters = {parameter.name for parameter in _parameters(function)}
+            further = {*(wanted or TRL_GIVES), *parameters} - arguments.keys()
+            arguments |= {key: state[key] for key in further & state.keys()}
             with seen(what := f"the reward function {name!r}"), put_back(what):
                 try:
-                    given.append(function(**own))
+                    results.append(function(**arguments))
                 except (Exception, SystemExit) as error:
-                    given.append(error)
-        if any(map(inspect.isawaitable, given)):
+                    results.append(error)
+        if any(map(inspect.isawaitable, results)):
             with seen(what := f"one of the reward functions {', '.join(self.names)}"), put_back(what):
-                given = awaited(_side_by_side(given))
-        return [_checked(name, values, count) for name, values in zip(self.names, given, strict=True)]
+                results = awaited(_side_by_side(results))
+        return [_checked(name, values, count) for name, values in zip(self.names, results, strict=True)]
 
     def _combined(self, values: Sequence[float | Reward | None]) -> Reward:
         """Return the weighted sum of one sample's values."""
@@ -183,6 +192,7 @@ class Rewards:
 
 
 def _checked(name: str, values: Any, count: int) -> list[float | Reward | None]:
+    """Return a function's values as a list of this length. Raises RewardError if they are none, or the function raised."""
     function = f"the reward function {name!r}"
     if isinstance(values, BaseException):
         raise RewardError(f"{function} raised {error_line(values)}") from values
@@ -208,16 +218,16 @@ def _checked(name: str, values: Any, count: int) -> list[float | Reward | None]:
     return values
 
 
-async def _side_by_side(given: Sequence[Any]) -> list[Any]:
-    """Return the values, with coroutines replaced by their results or exceptions; these run at the same time."""
+async def _side_by_side(results: Sequence[Any]) -> list[Any]:
+    """Return the results, with each coroutine replaced by its own or its exception. Coroutines run at the same time."""
 
-    async def one(values: Any) -> Any:
+    async def settled(values: Any) -> Any:
         try:
             return await values if inspect.isawaitable(values) else values
         except (SystemExit, KeyboardInterrupt) as error:  # it would end the loop, and the call would seem to hang
             return error
 
-    return await asyncio.gather(*map(one, given), return_exceptions=True)
+    return await asyncio.gather(*map(settled, results), return_exceptions=True)
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -237,7 +247,9 @@ def _parameters(function: Function) -> list[inspect.Parameter]:
 def _wanted(function: Function) -> list[str]:
     """Return the arguments that a function names; an empty list means all of them, as with **columns."""
     parameters = _parameters(function)
-    return [] if any(one.kind is one.VAR_KEYWORD for one in parameters) else [one.name for one in parameters]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return []
+    return [parameter.name for parameter in parameters]
 
 
 def as_lists(example: Example, trajectories: Sequence[Trajectory], conversational: bool = False) -> dict[str, list]:
@@ -263,11 +275,13 @@ def as_lists(example: Example, trajectories: Sequence[Trajectory], conversationa
             later[0] = Message("assistant", prefill.content + later[0].content)
         prompts.append([message.as_dict() for message in start])
         completions.append([message.as_dict() for message in later])
-    rest = {name: [value] * len(trajectories) for name, value in example.items()}
-    known = {"prompts": prompts, "completions": completions, "truncated": [t.truncated for t in trajectories]}
-    known["outcomes"] = [t.reward for t in trajectories]
+    columns = {name: [value] * len(trajectories) for name, value in example.items()}
+    lists = {"prompts": prompts, "completions": completions, "truncated": [t.truncated for t in trajectories]}
+    lists["outcomes"] = [t.reward for t in trajectories]
     ids = [[token for step in trajectory.steps for token in step.action.ids] for trajectory in trajectories]
-    return rest | known | ({"completion_ids": ids, "lengths": list(map(len, ids))} if all(ids) else {})
+    if all(ids):
+        lists |= {"completion_ids": ids, "lengths": list(map(len, ids))}
+    return columns | lists
 
 
 def in_messages(example: Example) -> bool:

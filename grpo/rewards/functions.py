@@ -33,26 +33,25 @@ def correct(
     """1 for an answer (the last box, else after the last ####) mathematically equal to `gold`, `wrong` for any other or none.
     An answer that leaves the work to the grader (`math.worked`) is wrong: a calculation, or a formula of the question.
     NaN if the grader ran out of time or failed, or if the right answer is unknown (None)."""
-    found = []
+    rewards = []
     for completion, right, prompt in zip(completions, gold, prompts or [""] * len(completions), strict=True):
         answer = extract_answer(text_of(completion))
         outcome = "error" if right is None else verdict(answer, str(right))
-        if outcome == "right" and (unworked(answer, str(right)) or copied(answer, str(right), _asked(prompt))):
+        if outcome == "right" and _leaves_work(answer, str(right), prompt):
             outcome = "wrong"
-        found.append(_graded(outcome, wrong))
-    return found
+        rewards.append(_graded(outcome, wrong))
+    return rewards
 
 
 def last_number(completions: Completions, gold: Sequence[Any], wrong: float = 0.0, **columns: Any) -> list[Reward]:
     """1 if the last number after any thought equals `gold`, `wrong` if not: for models that do not box their answers."""
-    found = []
+    rewards = []
     for completion, right in zip(completions, gold, strict=True):
-        numbers = re.findall(
-            r"-?(?:\d+(?:\.\d+)?|\.\d+)", text_of(completion).rpartition("</think>")[2].replace(",", "")
-        )
+        answer = text_of(completion).rpartition("</think>")[2]
+        numbers = re.findall(r"-?(?:\d+(?:\.\d+)?|\.\d+)", answer.replace(",", ""))
         outcome = verdict(numbers[-1], str(right)) if numbers else "no_answer"
-        found.append(_graded(outcome, wrong))
-    return found
+        rewards.append(_graded(outcome, wrong))
+    return rewards
 
 
 def _graded(outcome: str, wrong: float) -> Reward:
@@ -60,9 +59,13 @@ def _graded(outcome: str, wrong: float) -> Reward:
     return Reward(value, outcome == "right", outcome=outcome)
 
 
-def _asked(prompt: str | Sequence[Mapping[str, str]]) -> str:
-    """Return the last message of a prompt. Earlier ones are worked examples."""
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"] if prompt else ""
+def _leaves_work(answer: str, gold: str, prompt: str | Sequence[Mapping[str, str]]) -> bool:
+    """Return whether an answer that equals `gold` leaves the work to the grader. The last message of a prompt is the question;
+    earlier ones are worked examples."""
+    question = prompt
+    if not isinstance(prompt, str):
+        question = prompt[-1]["content"] if prompt else ""
+    return unworked(answer, gold) or copied(answer, gold, question)
 
 
 def _says_something(text: str | None) -> bool:
@@ -78,8 +81,8 @@ def think_answer(completions: Completions, **columns: Any) -> list[float]:
     """1 for exactly <think>...</think><answer>...</answer>, each tag once and with a letter or digit inside."""
     tags = r"</?(?:think|answer)>"
     form = re.compile(rf"<think>((?:(?!{tags}).)*)</think>\s*<answer>((?:(?!{tags}).)*)</answer>\s*", re.DOTALL)
-    found = [form.fullmatch(text_of(completion)) for completion in completions]
-    return [float(bool(match) and all(map(_says_something, match.groups()))) for match in found]
+    matches = [form.fullmatch(text_of(completion)) for completion in completions]
+    return [float(bool(match) and all(map(_says_something, match.groups()))) for match in matches]
 
 
 def think_levels(completions: Completions, **columns: Any) -> list[float]:
@@ -161,8 +164,10 @@ def cosine_length(
             raise UserError(f"cosine_length: {name}=[{least}, {most}] must be [least, most]: {fix}")
 
     def value(reward: Reward, size: int) -> float | None:
+        if not reward.known:
+            return None
         long, short = right if reward.correct else wrong[::-1]
-        return long + (short - long) * (1 + math.cos(math.pi * min(size / limit, 1.0))) / 2 if reward.known else None
+        return long + (short - long) * (1 + math.cos(math.pi * min(size / limit, 1.0))) / 2
 
     graded = correct(completions, gold, prompts=columns.get("prompts"))
     return list(map(value, graded, _sizes(completions, lengths)))

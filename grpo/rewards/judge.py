@@ -44,14 +44,15 @@ def without_thoughts(text: str) -> str:
     return text.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
-def verdicts(text: str, asked: Choices) -> list[int] | None:
+def verdicts(text: str, labels: Choices) -> list[int] | None:
     """Return the index of the choice for each label; None if a verdict is missing, given twice or no choice."""
-    found = []
-    for label, choices in asked.items():
-        said = re.findall(rf"^\W*{re.escape(label)}\W*:(.*)$", without_thoughts(text), re.MULTILINE | re.IGNORECASE)
-        lower = [choice.strip(" \t*_`\"'.").lower() for choice in said]
-        found += [i for i, choice in enumerate(choices) if lower == [choice.lower()]]
-    return found if len(found) == len(asked) else None
+    answer = without_thoughts(text)
+    places = []
+    for label, choices in labels.items():
+        lines = re.findall(rf"^\W*{re.escape(label)}\W*:(.*)$", answer, re.MULTILINE | re.IGNORECASE)
+        chosen = [line.strip(" \t*_`\"'.").lower() for line in lines]
+        places += [i for i, choice in enumerate(choices) if chosen == [choice.lower()]]
+    return places if len(places) == len(labels) else None
 
 
 def explicit_score(criteria: Sequence[Mapping[str, Any]], places: Sequence[int]) -> float:
@@ -59,28 +60,36 @@ def explicit_score(criteria: Sequence[Mapping[str, Any]], places: Sequence[int])
 
     places: the index of the choice for each criterion.
     """
-    each = [one["weight"] * place / (len(one["choices"]) - 1) for one, place in zip(criteria, places, strict=True)]
-    return min(max(sum(each) / sum(one["weight"] for one in criteria if one["weight"] > 0), 0.0), 1.0)
+    pairs = zip(criteria, places, strict=True)
+    scores = [criterion["weight"] * place / (len(criterion["choices"]) - 1) for criterion, place in pairs]
+    best = sum(criterion["weight"] for criterion in criteria if criterion["weight"] > 0)
+    return min(max(sum(scores) / best, 0.0), 1.0)
 
 
-def as_criteria(given: Any) -> list[dict[str, Any]]:
-    """Return criteria (texts, or mappings with `text`) with a weight (1) and choices, the worst first (no, yes). Raises UserError
-    for those that cannot be graded."""
+def as_criteria(entries: Any) -> list[dict[str, Any]]:
+    """Return the criteria that the entries stand for: texts, or mappings with `text` and perhaps weight (else 1) and choices, the
+    worst first (else no, yes). Raises UserError for those that cannot be graded."""
     with suppress(TypeError, KeyError, AttributeError):
         usual = {"weight": 1.0, "choices": ["no", "yes"]}
-        each = [usual | ({"text": one} if isinstance(one, str) else {**one}) for one in given]
-        distinct = all(len({c.lower() for c in one["choices"]}) == len(one["choices"]) > 1 for one in each)
-        if distinct and all(one["text"] for one in each) and any(one["weight"] > 0 for one in each):
-            return each
+        criteria = [usual | ({"text": entry} if isinstance(entry, str) else {**entry}) for entry in entries]
+        if all(map(_can_be_graded, criteria)) and any(criterion["weight"] > 0 for criterion in criteria):
+            return criteria
     form = "[{text: It is polite., weight: 1, choices: [no, partly, yes]}]"
-    raise UserError(f"judge.criteria={given} must be a list as {form}: two choices or more, and a weight above 0")
+    raise UserError(f"judge.criteria={entries} must be a list as {form}: two choices or more, and a weight above 0")
+
+
+def _can_be_graded(criterion: Mapping[str, Any]) -> bool:
+    choices = criterion["choices"]
+    distinct = {choice.lower() for choice in choices}
+    return bool(criterion["text"]) and len(distinct) == len(choices) > 1
 
 
 class Host:
     """The requests of this process to one host: some at a time, with a gap from one to the next, and none before `free`."""
 
     def __init__(self, concurrency: int, per_minute: int | None) -> None:
-        self.slots, self.gap, self.free = asyncio.Semaphore(concurrency), 60 / (per_minute or math.inf), 0.0
+        self.slots = asyncio.Semaphore(concurrency)
+        self.gap, self.free = 60 / (per_minute or math.inf), 0.0
 
     async def turn(self) -> None:
         """Wait for the turn of a request that has a slot."""
@@ -128,7 +137,8 @@ class Judge:
 
     def __post_init__(self) -> None:
         self.__name__, self.models = self.name, [self.model] if isinstance(self.model, str) else self.model
-        self.fields = ({} if self.temperature is None else {"temperature": self.temperature}) | (self.request or {})
+        usual = {} if self.temperature is None else {"temperature": self.temperature}
+        self.fields = usual | (self.request or {})
         self.url = (self.url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1").rstrip("/")
         if not isinstance(self.criteria, str):
             self.criteria = as_criteria(self.criteria)
@@ -137,24 +147,30 @@ class Judge:
 
     async def __call__(self, prompts: Sequence, completions: Sequence, log_metric: Any, **columns: Any) -> list:
         prompt, [gold, *_] = prompts[0], columns.get("gold") or [None]
-        asked = prompt if isinstance(prompt, str) else "\n\n".join(f"{m['role']}: {m['content']}" for m in prompt)
-        texts = {"The prompt": asked} | ({"A right answer": str(gold)} if self.reference and gold is not None else {})
+        if not isinstance(prompt, str):
+            prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+        texts = {"The prompt": prompt}
+        if self.reference and gold is not None:
+            texts["A right answer"] = str(gold)
         criteria = as_criteria(columns[self.criteria][0]) if isinstance(self.criteria, str) else self.criteria
         answers = [without_thoughts(text_of(completion)) for completion in completions]
         with closing(sqlite3.connect(self.cache or ":memory:", 60, isolation_level=None)) as file:
             file.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, answer TEXT)")
             async with httpx2.AsyncClient(timeout=self.timeout) as http:
                 session = Session(self, http, file, texts, criteria)
-                given = await (session.compared(answers) if self.mode == "pairwise" else session.graded(answers))
-        seen = session.seen
-        read, written = seen["prompt_tokens"], seen["completion_tokens"]
-        found = {"calls": seen["sent"], "cached": seen["cached"], "tokens": read + written}
-        found["cost"] = (self.prices[0] * read + self.prices[1] * written) / 1e6
-        rates = {"invalid": "asked", "seconds": "sent", "flips": "matches", "first": "decided"}
-        found |= {name: seen[name] / seen[count] for name, count in rates.items() if seen[count]}
-        for metric, value in found.items():
+                score = session.compared if self.mode == "pairwise" else session.graded
+                scores = await score(answers)
+        for metric, value in self.metrics(session.seen).items():
             log_metric(f"{self.name}_{metric}", value)
-        return given
+        return scores
+
+    def metrics(self, seen: Counter[str]) -> dict[str, float]:
+        """Return the metrics of the requests about one group, by the ends of their names."""
+        read, written = seen["prompt_tokens"], seen["completion_tokens"]
+        cost = (self.prices[0] * read + self.prices[1] * written) / 1e6
+        totals = {"calls": seen["sent"], "cached": seen["cached"], "tokens": read + written, "cost": cost}
+        rates = {"invalid": "asked", "seconds": "sent", "flips": "matches", "first": "decided"}
+        return totals | {name: seen[name] / seen[count] for name, count in rates.items() if seen[count]}
 
     async def answer(self, http: httpx2.AsyncClient, body: Mapping[str, Any], seen: Counter[str]) -> Any:
         """Send a request, again if it fails, and return the JSON of its answer; None if there is none. Counts in `seen`. Raises
@@ -180,7 +196,8 @@ class Judge:
                     return response.json()
                 return None
             try:
-                host.free = max(host.free, time.monotonic() + min(float(response.headers["retry-after"]), LONGEST_WAIT))
+                wait = min(float(response.headers["retry-after"]), LONGEST_WAIT)
+                host.free = max(host.free, time.monotonic() + wait)
             except (AttributeError, KeyError, ValueError):
                 await asyncio.sleep(self.backoff * 2**attempt if attempt < self.retries else 0)
         return None
@@ -200,76 +217,95 @@ class Session:
     async def graded(self, answers: Sequence[str]) -> list[float | Reward]:
         """Return the scores of the answers, by each criterion or by one grade."""
         explicit, grades = self.judge.mode == "explicit", self.judge.grades
-        labels = {str(i): one["choices"] for i, one in enumerate(self.criteria, 1)}
-        labels = labels if explicit else {"GRADE": [str(grade) for grade in range(1, grades + 1)]}
+        labels = {"GRADE": [str(grade) for grade in range(1, grades + 1)]}
+        if explicit:
+            labels = {str(i): criterion["choices"] for i, criterion in enumerate(self.criteria, 1)}
 
-        async def one(answer: str) -> float | Reward:
+        def score(places: Sequence[int]) -> float:
+            return explicit_score(self.criteria, places) if explicit else places[0] / (grades - 1)
+
+        async def mean_score(answer: str) -> float | Reward:
             if not answer:
                 return 0.0
-            votes = enumerate(self.judge.models)
-            each = await asyncio.gather(*(self.ask(vote, labels, {"The response": answer}) for vote in votes))
-            if None in each:
-                return UNJUDGED
-            return fmean(explicit_score(self.criteria, v) if explicit else v[0] / (grades - 1) for v in each)
+            response = {"The response": answer}
+            requests = [self.ask(voter, labels, response) for voter in enumerate(self.judge.models)]
+            votes = await asyncio.gather(*requests)
+            return UNJUDGED if None in votes else fmean(map(score, votes))
 
-        return await asyncio.gather(*map(one, answers))
+        return await asyncio.gather(*map(mean_score, answers))
 
     async def compared(self, answers: Sequence[str]) -> list[float | Reward | None]:
-        """Return (wins - losses) / matches of each answer. None: it has no rival."""
+        """Return (wins - losses) / matches of each answer; None for an answer without a rival."""
         n = len(answers)
-        near = range(1, min(self.judge.rounds, n - 1) + 1)
-        pairs = {tuple(sorted((i, (i + d) % n))) for i in range(n) for d in near}
-        matches = [(*pair, vote) for pair in sorted(pairs) for vote in enumerate(self.judge.models)]
-
-        async def won(i: int, j: int, vote: tuple[int, str]) -> int | None:
-            """1 if i wins, -1 if j does, 0 for a tie, None for an invalid verdict."""
-            if not (answers[i] and answers[j]):
-                return bool(answers[i]) - bool(answers[j])
-            orders = ({"Response A": answers[a], "Response B": answers[b]} for a, b in ((i, j), (j, i)))
-            both = await asyncio.gather(*(self.ask(vote, {"BETTER": ["tie", "A", "B"]}, order) for order in orders))
-            if None in both:
-                return None
-            [there], [back] = both  # 1 if the first response is better, 2 if the second is
-            flipped = (there, back) not in ((0, 0), (1, 2), (2, 1))
-            self.seen.update(matches=1, flips=flipped, first=(there, back).count(1), decided=bool(there) + bool(back))
-            return 0 if flipped else (0, 1, -1)[there]
-
-        found: list[list[int]] = [[] for _ in answers]
-        results = await asyncio.gather(*(won(*match) for match in matches))
+        if n < 2:
+            return [None] * n
+        pairs = set()
+        for i in range(n):
+            for distance in range(1, min(self.judge.rounds, n - 1) + 1):
+                rival = (i + distance) % n
+                pairs.add((min(i, rival), max(i, rival)))
+        matches = [(i, j, voter) for i, j in sorted(pairs) for voter in enumerate(self.judge.models)]
+        requests = [self.match(answers[i], answers[j], voter) for i, j, voter in matches]
+        results = await asyncio.gather(*requests)
+        points: list[list[int]] = [[] for _ in answers]
         for (i, j, _), result in zip(matches, results, strict=True):
             if result is not None:
-                found[i].append(result)
-                found[j].append(-result)
-        return [fmean(each) if each else UNJUDGED if pairs else None for each in found]
+                points[i].append(result)
+                points[j].append(-result)
+        return [fmean(results) if results else UNJUDGED for results in points]
 
-    async def ask(self, vote: tuple[int, str], asked: Choices, more: Mapping[str, str]) -> list[int] | None:
-        """Return the index of the choice for each label, from the cache or a request; None if the answer is not valid."""
-        seen, question = self.seen, self.question(asked, {**self.texts, **more})
-        body = {"model": vote[1], "messages": [{"role": "user", "content": question}], **self.judge.fields}
-        key = hashlib.sha256(json.dumps([self.judge.url, body, vote[0]], sort_keys=True).encode()).hexdigest()
+    async def match(self, left: str, right: str, voter: tuple[int, str]) -> int | None:
+        """Return 1 if `left` wins, -1 if `right` does, 0 for a tie, None for an invalid verdict. Both orders are asked for; an
+        answer that wins in one of them only has a tie."""
+        if not (left and right):
+            return bool(left) - bool(right)
+        labels = {"BETTER": ["tie", "A", "B"]}
+        orders = ({"Response A": left, "Response B": right}, {"Response A": right, "Response B": left})
+        both = await asyncio.gather(*(self.ask(voter, labels, order) for order in orders))
+        if None in both:
+            return None
+        [forth], [back] = both  # 0 is a tie, 1 is A, 2 is B
+        outcome = {(0, 0): 0, (1, 2): 1, (2, 1): -1}.get((forth, back))
+        flipped = outcome is None
+        first, decided = (forth, back).count(1), bool(forth) + bool(back)
+        self.seen.update(matches=1, flips=flipped, first=first, decided=decided)
+        return 0 if flipped else outcome
+
+    async def ask(self, voter: tuple[int, str], labels: Choices, responses: Mapping[str, str]) -> list[int] | None:
+        """Return the index of the choice for each label, from the cache or a request; None if the answer is not valid.
+
+        voter: its number, which tells equal models apart, and its model.
+        """
+        seen, (number, model) = self.seen, voter
+        question = self.question(labels, {**self.texts, **responses})
+        body = {"model": model, "messages": [{"role": "user", "content": question}], **self.judge.fields}
+        key = hashlib.sha256(json.dumps([self.judge.url, body, number], sort_keys=True).encode()).hexdigest()
         seen["asked"] += 1
         if row := self.file.execute("SELECT answer FROM verdicts WHERE key = ?", (key,)).fetchone():
             seen["cached"] += 1
-            return verdicts(row[0], asked)
-        places, given = None, await self.judge.answer(self.http, body, seen)
+            return verdicts(row[0], labels)
+        reply = await self.judge.answer(self.http, body, seen)
+        places = None
         with suppress(TypeError, ValueError, LookupError, AttributeError):  # the answer may be anything
-            places = verdicts(text := given["choices"][0]["message"]["content"], asked)
-            seen.update({name: int(given["usage"][name]) for name in ("prompt_tokens", "completion_tokens")})
+            text = reply["choices"][0]["message"]["content"]
+            places = verdicts(text, labels)
+            seen.update({name: int(reply["usage"][name]) for name in ("prompt_tokens", "completion_tokens")})
         if places is None:
             seen["invalid"] += 1
         else:
             self.file.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, text))
         return places
 
-    def question(self, asked: Choices, texts: Mapping[str, str]) -> str:
-        """Return a question. A text ends with a mark that its author cannot know: its own hash."""
+    def question(self, labels: Choices, texts: Mapping[str, str]) -> str:
+        """Return a question. A mark ends each text, so that no text can pretend to end: it is the text's own hash."""
         weighted = self.judge.mode != "explicit"
         parts = [TASKS[self.judge.mode]]
-        for i, one in enumerate(self.criteria, 1):
-            parts.append(f"{i}. {one['text']}" + (f" (weight {one['weight']:g})" if weighted else ""))
+        for i, criterion in enumerate(self.criteria, 1):
+            weight = f" (weight {criterion['weight']:g})" if weighted else ""
+            parts.append(f"{i}. {criterion['text']}{weight}")
         for title, text in texts.items():
             mark = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:8]
             parts.append(f"{title}, up to the line {mark}:\n{text}\n{mark}")
         parts.append("End with these lines, each with one of its choices:")
-        parts.append("\n".join(f"{label}: {' | '.join(choices)}" for label, choices in asked.items()))
+        parts.append("\n".join(f"{label}: {' | '.join(choices)}" for label, choices in labels.items()))
         return "\n\n".join(parts).encode(errors="replace").decode()  # JSON has no half of a surrogate pair

@@ -1,4 +1,7 @@
-"""Finds a function by its name, a reward function above all, and the name of one. Imports modules by name only, ours too."""
+"""Finds functions by name, above all reward functions, and names the part of the reward that a function is.
+
+Imports modules by name alone, ours too.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +25,7 @@ Functions = str | Function | Sequence[str | Function]  # names or functions
 def locate(name: str) -> Function:
     """Return the function that a text names: one of grpo.rewards.functions, a dotted path, FILE.py:NAME, or the folder or hub id
     of a sequence-classification model. Raises UserError if it is not found."""
-    shipped = _functions_in(import_module(SHIPPED), own=True)
+    shipped = _functions_in(import_module(SHIPPED), imported_too=False)
     if name in shipped:
         name = f"{SHIPPED}.{name}"
     colon = ":" in name
@@ -54,15 +57,15 @@ def imported(name: str, what: str) -> Function:
         raise UserError(f"{what} {name!r} cannot be imported: {reason}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        there = ", ".join(_functions_in(module)) or "none"
-        raise UserError(f"{what} {name!r} is not there: {module.__name__} has {there}")
+        names = ", ".join(_functions_in(module)) or "none"
+        raise UserError(f"{what} {name!r} is not there: {module.__name__} has {names}")
     return function
 
 
-def _functions_in(module: ModuleType, own: bool = False) -> list[str]:
-    """Return the names of a module's public callables. own: without imported ones."""
+def _functions_in(module: ModuleType, imported_too: bool = True) -> list[str]:
+    """Return the names of a module's public callables, or of those alone that it defines."""
     public = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
-    return [name for name, value in public.items() if not own or value.__module__ == module.__name__]
+    return [name for name, value in public.items() if imported_too or value.__module__ == module.__name__]
 
 
 @cache

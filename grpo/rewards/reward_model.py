@@ -14,7 +14,7 @@ from grpo.system.loading import STRICT, fully_loaded
 class Classifier:
     """Reads prompt and completion, right padded, and returns the model's one logit.
 
-    path: a folder or a hub id. tokenizer: that of another model, if it has none. Its own chat template renders conversations.
+    path: a folder or a hub id. tokenizer: another model's, for a model that has none. Its chat template renders conversations.
     max_length: tokens that are read, from the end; null: the model's limit. device: null takes a GPU if there is one.
     """
 
@@ -31,13 +31,13 @@ class Classifier:
         self.lock = threading.Lock()  # groups are scored in several threads, which share one model
         sides = {"padding_side": "right", "truncation_side": "left"}
         try:
-            named = AutoTokenizer.from_pretrained(tokenizer or path, **sides)
+            own_tokenizer = AutoTokenizer.from_pretrained(tokenizer or path, **sides)
             loaded = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, **STRICT)
         except (OSError, ValueError) as error:
             reason = one_line(error)
             raise UserError(f"the reward model {path} is neither a folder with one nor on the hub: {reason}") from error
         model = fully_loaded(f"the reward model {path}", loaded)
-        self.pipe = pipeline("text-classification", model, tokenizer=named, device=device, batch_size=max_rows)
+        self.pipe = pipeline("text-classification", model, tokenizer=own_tokenizer, device=device, batch_size=max_rows)
         self.tokenizer, config = self.pipe.tokenizer, self.pipe.model.config
         if config.num_labels != 1:
             raise UserError(f"the reward model {path} has {config.num_labels} labels: it must have one, the reward")
@@ -49,14 +49,14 @@ class Classifier:
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         with self.lock:
-            given = self.pipe(
+            outputs = self.pipe(
                 texts,
                 function_to_apply="none",
                 truncation=self.max_length is not None,
                 max_length=self.max_length,
                 add_special_tokens=isinstance(prompts[0], str),  # a chat template adds its own
             )
-        return [one["score"] for one in given]
+        return [output["score"] for output in outputs]
 
     def _text(self, prompt: Any, completion: str | Sequence[Mapping[str, str]]) -> str:
         if isinstance(prompt, str):

@@ -11,7 +11,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
-from grpo.data.dataset import at
+from grpo.data.rows import at
 from grpo.env.messages import Message
 from grpo.env.types import Claim, Env, Example, Reward, SingleTurn, Split, Trajectory
 from grpo.rewards.combined import Rewards, Weights, as_lists, text_of
@@ -46,7 +46,7 @@ class RowTask:
     stop: str | None = None  # the text with which a base model starts to invent the next question
 
     def __init__(self, data: Rows, rewards: Functions, weights: Weights = None, solved: float = 1.0) -> None:
-        self.told: set[str] = set()  # splits whose right answers were read
+        self.read: set[str] = set()  # splits whose right answers were read
         self.tried = False  # whether the reward functions have scored a made-up answer
         self.data, self.rewards = data, Rewards(rewards, weights, solved, self.usual_weights)
 
@@ -55,7 +55,7 @@ class RowTask:
         raise NotImplementedError
 
     def gold(self, example: Example) -> Any:
-        """Return the right answer, of a list with one text that text; None if a row has none."""
+        """Return the right answer; None if a row has none. A list of one text counts as that text."""
         gold = None if self.gold_column is None else at(example, self.gold_column)
         return gold[0] if isinstance(gold, list) and len(gold) == 1 and isinstance(gold[0], str) else gold
 
@@ -67,18 +67,19 @@ class RowTask:
             self.rewards.try_foreign(self.columns(rows[0]), self.messages(rows[0]))
             self.load_state_dict(before)
             self.tried = True
-        if self.grades_mathematics and split not in self.told:
-            self.told.add(split)
-            self.tell_unreadable(rows, split)
+        if self.grades_mathematics and split not in self.read:
+            self.read.add(split)
+            self.warn_of_unreadable(rows, split)
         return rows
 
-    def tell_unreadable(self, rows: Sequence[Example], where: str) -> None:
-        """Warn of right answers that nobody can read, by row. where: the name of their source, for the message."""
+    def warn_of_unreadable(self, rows: Sequence[Example], where: str) -> None:
+        """Warn of right answers that the grader cannot read, by row. where: the name of their source, for the message."""
         golds = [self.gold(row) for row in islice(rows, LOOKED_AT)]
         if places := unreadable([None if gold is None else str(gold) for gold in golds]):
             shown = ", ".join(f"{place + 1} ({str(golds[place])[:40]!r})" for place in places[:5])
             what = "right answers cannot be read: write them as LaTeX, or only the same text has a reward. Rows"
-            log.warning("split %r: %d %s %s%s", where, len(places), what, shown, ", ..." if len(places) > 5 else "")
+            more = ", ..." if len(places) > 5 else ""
+            log.warning("split %r: %d %s %s%s", where, len(places), what, shown, more)
 
     @property
     def grades_mathematics(self) -> bool:
@@ -87,7 +88,8 @@ class RowTask:
 
     def check(self, row: Example, where: str) -> None:
         """Refuse a row that lacks a column that a reward function needs. where: the name of its source, for the message."""
-        self.rewards.check({*row, *(() if self.gold(row) is None else ("gold",))}, where)
+        gold = set() if self.gold(row) is None else {"gold"}
+        self.rewards.check({*row} | gold, where)
 
     def build(self, example: Example) -> SingleTurn:
         return SingleTurn(self.messages(example))
@@ -96,9 +98,11 @@ class RowTask:
         """Return the columns that reward functions get."""
         return example if self.gold_column is None else {**example, "gold": self.gold(example)}
 
-    def heard(self, trajectory: Trajectory) -> Trajectory:
+    def graded_part(self, trajectory: Trajectory) -> Trajectory:
         """Return the trajectory with only the graded part of its text."""
-        return trajectory if self.stop is None else with_answer(trajectory, trajectory.answer.partition(self.stop)[0])
+        if self.stop is None:
+            return trajectory
+        return with_answer(trajectory, trajectory.answer.partition(self.stop)[0])
 
     @property
     def several_turns(self) -> bool:
@@ -109,8 +113,8 @@ class RowTask:
         self, example: Example, trajectories: Sequence[Trajectory], envs: Sequence[Env] = ()
     ) -> list[Reward]:
         """Return a reward for each of the samples of an example. envs: their environments."""
-        heard = [self.heard(trajectory) for trajectory in trajectories]
-        return self.rewards.score(self.columns(example), heard, envs, self.several_turns)
+        graded = [self.graded_part(trajectory) for trajectory in trajectories]
+        return self.rewards.score(self.columns(example), graded, envs, self.several_turns)
 
     def score(self, example: Example, trajectory: Trajectory) -> Reward:
         return self.score_group(example, [trajectory])[0]
@@ -127,7 +131,8 @@ class RowTask:
         if not self.grades_mathematics:
             return None
         columns = self.columns(example)
-        text = text_of(as_lists(columns, [self.heard(trajectory)], self.several_turns)["completions"][0])
+        lists = as_lists(columns, [self.graded_part(trajectory)], self.several_turns)
+        text = text_of(lists["completions"][0])
         gold = columns.get("gold")
         lenient = None if gold is None else verdict(loose_answer(text), str(gold)) == "right"
         return Claim(extract_answer(text), lenient)
@@ -152,13 +157,13 @@ def templates(instructions: str, question: str, solution: str) -> dict[str, Temp
     def ask(text: str) -> Message:
         return Message("user", f"{text}\n\n{instructions}")
 
-    def of_text(template: Template) -> Template:
-        def asked(text: Any) -> tuple[Message, ...]:
+    def texts_only(template: Template) -> Template:
+        def messages(text: Any) -> tuple[Message, ...]:
             if not isinstance(text, str):
                 raise UserError(f"the question {as_yaml(text)[:80]} is no text: every row needs one")
             return template(text)
 
-        return asked
+        return messages
 
     forms = {
         "chat": lambda text: (ask(text),),
@@ -166,7 +171,7 @@ def templates(instructions: str, question: str, solution: str) -> dict[str, Temp
         "zero_shot": lambda text: (Message("user", f"{instructions}\n\nQuestion: {text}\nAnswer:"),),
         "one_shot": lambda text: (Message("user", f"{instructions}\n\n{worked}Question: {text}\nAnswer:"),),
     }
-    return {name: of_text(template) for name, template in forms.items()}
+    return {name: texts_only(template) for name, template in forms.items()}
 
 
 def chosen(prompts: Mapping[str, Any], name: str) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from grpo.data.dataset import picked, spread
+from grpo.data.rows import picked, spread
 from grpo.engines.protocol import Sampling
 from grpo.env.intake import build, close_env, first_state, state_of
 from grpo.env.renderer import Renderer

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo.data.dataset import fingerprint
+from grpo.data.rows import fingerprint
 from grpo.env.tokens import Row, rows_of_turns
 from grpo.rollout.types import Group, Sample
 from grpo.system.errors import RolloutError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from grpo.data.dataset import fingerprint
+from grpo.data.rows import fingerprint
 from grpo.evaluation.resumable import finished
 from grpo.rollout.samples_table import conversation_of
 from grpo.runs.model_card import problem

@@ -17,7 +17,7 @@ import psutil
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-from grpo.data.dataset import fingerprint_of_all
+from grpo.data.rows import fingerprint_of_all
 from grpo.env.types import Example
 from grpo.runs.provenance import git, keep_code
 from grpo.runs.runs import Run

@@ -55,11 +55,11 @@ class _Call:
         """Return the outcome of the call that `begin` starts, or `timeout` after this many seconds."""
         timer = self.loop.call_later(seconds, self.set, timeout)
         begin()
-        given = await self.outcome
+        outcome = await self.outcome
         timer.cancel()
-        if given is timeout:
+        if outcome is timeout:
             await asyncio.to_thread(leave_blocked_loop)
-        return given
+        return outcome
 
 
 class Calls:
@@ -87,15 +87,16 @@ class Calls:
         try:
             async with self.slots:
                 end = time.monotonic() + seconds
-                given = await call.first(partial(self._hand_out, call), seconds, timeout)
-                call.late = given is timeout
+                outcome = await call.first(partial(self._hand_out, call), seconds, timeout)
+                call.late = outcome is timeout
                 self.free += not call.late
-            if inspect.isawaitable(given):  # a coroutine needs no thread while it waits
+            if inspect.isawaitable(outcome):  # a coroutine needs no thread while it waits
                 call.thread, call.outcome = None, call.loop.create_future()
-                future = submitted(given)
-                given = await call.first(partial(future.add_done_callback, call.hear), end - time.monotonic(), timeout)
+                future = submitted(outcome)
+                listen = partial(future.add_done_callback, call.hear)
+                outcome = await call.first(listen, end - time.monotonic(), timeout)
                 future.cancel()
-            return given
+            return outcome
         finally:
             del self.open[key]
             if not self.open:
@@ -119,12 +120,12 @@ class Calls:
             call.cpu, call.thread = time.thread_time(), threading.get_native_id()
             try:
                 with seen(self.what), put_back(self.what):
-                    given = call.function()
+                    outcome = call.function()
             except BaseException as error:  # a user's code may raise anything, SystemExit too
-                given = error
+                outcome = error
             if os.getpid() != process:  # the function forked, and returned in the child too, which would never end
                 os._exit(1)
-            call.settle(given)
+            call.settle(outcome)
             if call.late:
                 return  # another thread has taken this one's place
 
@@ -143,17 +144,21 @@ class Calls:
         none of the `others` (threads by native id), has run or waited for a core. A call is also slow if it has computed for
         PATIENCE seconds itself. If the system does not report what threads do (Linux does), PATIENCE alone decides.
         """
-        now, mine, (before, busy_before) = time.monotonic(), times(threading.get_native_id()), self.looked
+        now = time.monotonic()
+        before, busy_before = self.looked
         # while this thread waits for a core, it may keep the others from running
+        mine = times(threading.get_native_id())
         watched = now - (mine[1] if mine else 0.0)
-        computed, busy = {}, {}
+        computed, busy = {}, {}  # seconds: by call, of computing; by thread, of running and of waiting for a core
         open = dict(self.open)  # another thread changes it
         for call in open.values():
-            if call.thread and (found := times(call.thread)):
-                computed[call] = found[0] - call.cpu
+            if call.thread and (seconds := times(call.thread)):
+                computed[call] = seconds[0] - call.cpu
                 if computed[call] <= PATIENCE:
-                    busy[call.thread] = sum(found)
-        busy |= {thread: sum(found) for thread in others if (found := times(thread))}
+                    busy[call.thread] = sum(seconds)
+        for thread in others:
+            if seconds := times(thread):
+                busy[thread] = sum(seconds)
         self.looked = watched, busy
         if not LOOK / 2 < watched - before < PATIENCE:  # the last check is too old or too recent
             return set()
@@ -191,7 +196,8 @@ def submitted(awaitable: Awaitable) -> Future:
 
 def loop_threads() -> list[int]:
     """Return the native id of the shared loop's thread, if there is one."""
-    return [_threads[loop] for loop in (_loops.get(os.getpid()),) if loop in _threads]
+    loop = _loops.get(os.getpid())
+    return [_threads[loop]] if loop in _threads else []
 
 
 def awaited(value: Any) -> Any:
@@ -203,13 +209,14 @@ def _loop() -> asyncio.AbstractEventLoop:
     """Return the shared loop, which runs in a thread of its own."""
     if loop := _loops.get(os.getpid()):
         return loop
-    made = asyncio.new_event_loop()
-    if (loop := _loops.setdefault(os.getpid(), made)) is made:
+    fresh = asyncio.new_event_loop()
+    loop = _loops.setdefault(os.getpid(), fresh)
+    if loop is fresh:
         thread = threading.Thread(target=loop.run_forever, name="coroutines", daemon=True)
         thread.start()
         _threads[loop] = thread.native_id
     else:  # another thread was quicker
-        made.close()
+        fresh.close()
     return loop
 
 

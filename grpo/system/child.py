@@ -1,7 +1,7 @@
 """Starts processes that end with their parent. Imports only the standard library.
 
-This file, run as a command, is a guard between the two: it holds a pipe from the parent, and ends the child's whole process
-group when the pipe closes, for whatever reason.
+This file, run as a command, is a guard between parent and child: it holds a pipe from the parent, and ends the child's whole
+process group when the pipe closes, for whatever reason.
 """
 
 import os

@@ -17,8 +17,8 @@ def times(thread: int, process: int | str = "self") -> tuple[float, float] | Non
 
 
 class Clock:
-    """The seconds since now in which none of these processes waited for a core: they ran, or waited for something else. Main
-    threads count. Where the system does not report waits, all seconds count."""
+    """Counts the seconds since it was made, without those in which one of these processes waited for a core. It looks at their
+    main threads alone. Where the system does not report waits, all seconds count."""
 
     def __init__(self, *processes: int) -> None:
         self.processes, self.begun = processes, time.monotonic()
@@ -31,7 +31,9 @@ class Clock:
         return max(wall - (self._waited() - self.before), wall * LEAST)
 
     def _waited(self) -> float:
-        self.waits |= {process: found[1] for process in self.processes if (found := times(process, process))}
+        for process in self.processes:
+            if seconds := times(process, process):
+                self.waits[process] = seconds[1]  # those of waiting for a core
         return sum(self.waits.values())
 
 

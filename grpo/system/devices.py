@@ -12,6 +12,5 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device. If it is in the host's memory, the copy is queued; it must not change afterwards."""
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()  # a page that may be swapped out is copied by the host, which then waits
-    return tensor.to(
-        device, non_blocking=device.type != "mps"
-    )  # which would read the memory when it may be free already
+    queued = device.type != "mps"  # MPS would read the memory when it may be free already
+    return tensor.to(device, non_blocking=queued)

@@ -27,9 +27,10 @@ def open_play_group(timeout: Any) -> None:
 def join_group(
     address: str, port: int, rank: int, size: int, kind: str, timeout: float, device: torch.device, listener: Any = None
 ) -> Any:
-    """Return a process group beside those of this program, as a backend of torch. Rank 0 is its host: listener is its socket at
-    this address and port. kind: gloo or nccl. timeout: seconds for each message."""
-    limit, host = timedelta(seconds=timeout), {"master_listen_fd": listener.detach()} if listener else {}
+    """Return a process group beside those of this program, as a backend of torch. Rank 0 is its host, and passes `listener`, its
+    socket at this address and port. kind: gloo or nccl. timeout: seconds for each message."""
+    limit = timedelta(seconds=timeout)
+    host = {"master_listen_fd": listener.detach()} if listener else {}
     store = dist.TCPStore(address, port, size, rank == 0, limit, **host)
     if kind == "gloo":
         return dist.ProcessGroupGloo(store, rank, size, limit)
@@ -60,7 +61,7 @@ def rank() -> int:
 
 
 def all_sum(tensor: Tensor) -> Tensor:
-    """Return the sum over ranks."""
+    """Return a tensor of any shape, summed over the ranks."""
     if world_size() == 1:
         return tensor
     tensor = tensor.clone()
@@ -106,12 +107,13 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a parameter."""
+    """Return this rank's part of a parameter; if it is not sharded, all of it."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def part_of(whole: Any, parameter: Tensor) -> Tensor:
-    """Return what `parameter` holds of a whole tensor on this rank, in its form. whole: gives its rows by a slice."""
+    """Return the part of a whole tensor that this rank keeps, sharded as `parameter` is. whole: [rows, ...] of the parameter's
+    whole shape; only a slice of its rows is read, so it may be a tensor in a file."""
     if not hasattr(parameter, "to_local"):
         return whole
     from torch.distributed.tensor import DTensor

@@ -62,8 +62,8 @@ class RewardError(RolloutError):
 
 def lacks_memory(error: BaseException) -> bool:
     """Return whether numpy, torch or a device had too little memory."""
-    said = isinstance(error, RuntimeError) and re.search("out of memory|can't allocate", str(error))
-    return isinstance(error, MemoryError) or bool(said)
+    torch_lacks_it = isinstance(error, RuntimeError) and re.search("out of memory|can't allocate", str(error))
+    return isinstance(error, MemoryError) or bool(torch_lacks_it)
 
 
 def one_line(words: object, most: int = 1000) -> str:

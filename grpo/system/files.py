@@ -64,7 +64,7 @@ def strict_json(value: Any, **options: Any) -> str:
 def without_nan(value: Any) -> Any:
     """Return the value with None for each number, however deep, that JSON does not have."""
     if isinstance(value, Mapping):
-        return {without_nan(key): without_nan(one) for key, one in value.items()}
+        return {without_nan(key): without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [without_nan(one) for one in value]
+        return [without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

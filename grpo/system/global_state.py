@@ -25,7 +25,7 @@ SIGNALS = [
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGCHLD", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 ]
-_told: set[tuple[str, str]] = set()  # (function, state), each of which is warned of once
+_warned: set[tuple[str, str]] = set()  # (function, state), each of which is warned of once
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Seeded:
 
 def _handlers() -> dict[str, Any]:
     main = threading.current_thread() is threading.main_thread()  # no other may set one
-    return {one.name: signal.getsignal(one) for one in SIGNALS} if main else {}
+    return {kind.name: signal.getsignal(kind) for kind in SIGNALS} if main else {}
 
 
 def _set_handlers(before: dict[str, Any]) -> None:
@@ -95,13 +95,14 @@ def put_back(function: str) -> Iterator[None]:
     finally:
         refused = []
         for what, (read, write) in STATES.items():
-            if (now := read()) != (old := before[what]):
+            old, now = before[what], read()
+            if now != old:
                 write(old)
                 line = f"{function} changed {what}{_change(old, now)}"
                 if what not in TOLERATED:
                     refused.append(line)
-                elif (function, what) not in _told:
-                    _told.add((function, what))
+                elif (function, what) not in _warned:
+                    _warned.add((function, what))
                     log.warning(
                         "%s: it was put back; do this where the file is imported, or in a process of its own", line
                     )
@@ -110,7 +111,8 @@ def put_back(function: str) -> Iterator[None]:
 
 
 def _change(old: Any, now: Any) -> str:
-    """Return from what to what; of a mapping only the names, since values may be secret."""
+    """Return a change in words: the old and the new value, but only the names of a mapping, since its values may be secret."""
     if isinstance(old, dict):
-        return f": {', '.join(sorted(os.fsdecode(name) for name in {*old, *now} if old.get(name) != now.get(name)))}"
+        changed = [os.fsdecode(name) for name in {*old, *now} if old.get(name) != now.get(name)]
+        return f": {', '.join(sorted(changed))}"
     return f" from {old} to {now}"

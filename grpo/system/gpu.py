@@ -48,6 +48,6 @@ def may_be_opened(node: str) -> bool:
 def driver_version() -> str | None:
     """Return the version of NVIDIA's driver, as 580.65.06; None if it is unknown."""
     with suppress(OSError):
-        if found := re.search(r"Kernel Module.*?\s([0-9]+(?:\.[0-9]+)+)\s", Path(DRIVER).read_text()):
-            return found[1]
+        if version := re.search(r"Kernel Module.*?\s([0-9]+(?:\.[0-9]+)+)\s", Path(DRIVER).read_text()):
+            return version[1]
     return None

@@ -21,7 +21,7 @@ def fully_loaded(what: str, loaded: tuple[nn.Module, Mapping[str, Any]]) -> nn.M
     """
     model, report = loaded
     ours = {name for name, _ in model.named_parameters()}
-    shapes = [f"{name} {[*there]} instead of {[*here]}" for name, there, here in report["mismatched_keys"]]
+    shapes = [f"{name} {[*stored]} instead of {[*needed]}" for name, stored, needed in report["mismatched_keys"]]
     unknown = f"; it has unknown ones: {_few(report['unexpected_keys'])}" if report["unexpected_keys"] else ""
     fix = "the checkpoint does not fit its config.json, or is incomplete: download or save it again"
     if missing := ours & {*report["missing_keys"]}:

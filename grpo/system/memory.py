@@ -10,7 +10,8 @@ from torch import Tensor
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
-LARGE = 1 << 22  # bytes of an allocation that goes back to the system when it is freed; every page of it is zeroed anew
+# bytes of an allocation that goes back to the system when it is freed; every page of the next one is zeroed anew
+LARGE = 1 << 22
 KEPT = 1 << 28  # free bytes of the heap that stay between phases: enough for small models
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -95,6 +96,8 @@ def peak(device: torch.device) -> int:
     """Return the most bytes held since `reset_peak`; on MPS, and on systems other than Linux, the bytes held now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if device.type == "cpu" and (status := Path("/proc/self/status")).exists():
-        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    status = Path("/proc/self/status")
+    if device.type == "cpu" and status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
     return held(device)

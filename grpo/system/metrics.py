@@ -102,18 +102,22 @@ def _entry(name: str) -> Metric | None:
 def require_metric(key: str, name: str, measured: Iterable[str] = ()) -> None:
     """Raise UserError, with the nearest names, if the value `name` of a key is no metric, or none of those `measured`. Names of
     another kind (eval/, loss/ ...) in `measured` do not count."""
-    here = [each for each in measured if each.partition("/")[0] == name.partition("/")[0]]
-    if name not in here if here else about(name) is None:
-        near = get_close_matches(name, here or [metric.name for metric in METRICS], cutoff=0.3)
+    kind = name.partition("/")[0]
+    rivals = [other for other in measured if other.partition("/")[0] == kind]
+    unknown = name not in rivals if rivals else about(name) is None
+    if unknown:
+        near = get_close_matches(name, rivals or [metric.name for metric in METRICS], cutoff=0.3)
         similar = f"; similar: {', '.join(near)}" if near else ""
-        whose = " of this run" if here else ""
+        whose = " of this run" if rivals else ""
         raise UserError(f"{key}={name} is no metric{whose}{similar}; docs/algorithms.md lists all")
 
 
 def is_taken(part: str) -> bool:
     """Return whether rollout/PART or eval/PART is a metric of ours, which a part of the reward must not hide."""
-    own_std = any(metric.name == f"rollout/{part}_std" for metric in METRICS)
-    return own_std or any(not entry.part for first in ("rollout", "eval") if (entry := _entry(f"{first}/{part}")))
+    if any(metric.name == f"rollout/{part}_std" for metric in METRICS):
+        return True
+    entries = (_entry(f"rollout/{part}"), _entry(f"eval/{part}"))
+    return any(entry is not None and not entry.part for entry in entries)
 
 
 @cache

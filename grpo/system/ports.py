@@ -36,7 +36,8 @@ def holder(port: int) -> str:
     """Return the process that listens at a port as text, as far as this user may see it."""
     try:
         ends = psutil.net_connections("tcp")
-        pid = next(end.pid for end in ends if end.status == psutil.CONN_LISTEN and end.laddr.port == port and end.pid)
+        listeners = (end for end in ends if end.status == psutil.CONN_LISTEN)
+        pid = next(end.pid for end in listeners if end.laddr.port == port and end.pid)
         process = psutil.Process(pid)
         return f"{process.name()} (pid {pid}, user {process.username()})"
     except (psutil.Error, StopIteration):

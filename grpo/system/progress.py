@@ -48,16 +48,13 @@ def scheduled(value: float | Mapping[str, Any], key: str) -> Callable[[Progress]
     when the share `until` of the run is over (1 if it is left out). key: names it in messages."""
     if not isinstance(value, Mapping):
         return lambda now: value
-    given = {"until": 1.0, **value}
-    kind, numbers = given.pop("schedule", None), {"from", "to", "until"}
-    if (
-        kind not in SCHEDULES
-        or given.keys() != numbers
-        or not all(isinstance(each, int | float) for each in given.values())
-    ):
+    numbers = {"until": 1.0, **value}
+    kind = numbers.pop("schedule", None)
+    complete = numbers.keys() == {"from", "to", "until"}
+    if kind not in SCHEDULES or not complete or not all(isinstance(x, int | float) for x in numbers.values()):
         allowed = f"{{schedule: {' or '.join(SCHEDULES)}, from: 0.5, to: 0}}, and perhaps until: 0.3"
         raise UserError(f"{key}={dict(value)} is neither a number nor {allowed}")
-    start, end, until = given["from"], given["to"], given["until"]
+    start, end, until = numbers["from"], numbers["to"], numbers["until"]
     if not 0 < until <= 1:
         raise UserError(f"{key}: until={until} must be above 0 and at most 1: it is a share of the run")
     return lambda now: start + (end - start) * SCHEDULES[kind](min(now.share / until, 1.0))

@@ -91,9 +91,10 @@ def accepts(kind: Any, value: Any) -> bool:
     if is_node(value) or origin is Node:
         return is_node(value)
     if origin is Annotated:
-        return accepts(inner[0], value) and all(value in part for part in inner[1:] if isinstance(part, Range))
+        bounds = [part for part in inner[1:] if isinstance(part, Range)]
+        return accepts(inner[0], value) and all(value in part for part in bounds)
     if origin in (Union, UnionType):
-        return any(accepts(one, value) for one in inner)
+        return any(accepts(member, value) for member in inner)
     if origin is Literal:
         return any(type(value) is type(word) and value == word for word in inner)
     if origin is FunctionName:
@@ -107,10 +108,16 @@ def accepts(kind: Any, value: Any) -> bool:
     if origin in (bool, str, NoneType):
         return isinstance(value, (str, PathLike) if origin is str else origin)
     if origin in LISTS:
-        each = inner if origin is tuple and ... not in inner else inner[:1] * len(value) if is_list(value) else ()
-        return is_list(value) and (not inner or (len(each) == len(value) and all(map(accepts, each, value))))
+        if not is_list(value) or not inner:
+            return is_list(value)
+        fixed = origin is tuple and ... not in inner
+        kinds = inner if fixed else inner[:1] * len(value)
+        return len(kinds) == len(value) and all(map(accepts, kinds, value))
     if origin in MAPPINGS:
-        return isinstance(value, Mapping) and all(map(accepts, inner * len(value), chain(*value.items())))
+        if not isinstance(value, Mapping):
+            return False
+        kinds = inner * len(value)  # key, value, key, value, ...
+        return all(map(accepts, kinds, chain(*value.items())))
     return True
 
 
@@ -122,33 +129,36 @@ def spelled(kind: Any) -> str:
         text = bounds.words("of at least", "above", "at most", "below")
         return (text if bounds.low == bounds.high else f"{spelled(inner[0])} {text}".strip()) + bounds.why
     if origin in (Union, UnionType):
-        several = " or ".join(dict.fromkeys(spelled(one) for one in inner if one is not NoneType))
+        several = " or ".join(dict.fromkeys(spelled(member) for member in inner if member is not NoneType))
         return f"{several}, or null" if NoneType in inner else several
     if origin is Literal:
         return f"{'one of ' if len(inner) > 1 else ''}{', '.join(map(as_yaml, inner))}"
     if origin is tuple and inner and ... not in inner:
         return f"a list of {len(inner)}, each {spelled(inner[0])}"
     if origin in LISTS or origin in MAPPINGS:
-        parts = zip(("item",) if origin in LISTS else ("key", "value"), inner, strict=False)
-        each = [f"each {part} {spelled(one)}" for part, one in parts if one not in (Any, str)]
-        return ", ".join(["a list" if origin in LISTS else "a mapping", *each])
+        noun, parts = ("a list", ("item",)) if origin in LISTS else ("a mapping", ("key", "value"))
+        typed = zip(parts, inner, strict=False)
+        limits = [f"each {part} {spelled(annotation)}" for part, annotation in typed if annotation not in (Any, str)]
+        return ", ".join([noun, *limits])
     return NOUNS.get(origin, "a value")
 
 
 def compact(kind: Any) -> str:
     """Return the range of an annotation compactly, as `integer >= 1`; "" if it has none."""
-    for one in (kind, *get_args(kind)):
-        for bounds in (part for part in get_args(one) if isinstance(part, Range)):
+    for member in (kind, *get_args(kind)):
+        bounds = next((part for part in get_args(member) if isinstance(part, Range)), None)
+        if bounds is not None:
             if bounds.high >= 10**9:  # only what a float, a seed or a thread can hold
                 bounds = replace(bounds, high=math.inf)
-            return f"{spelled(get_args(one)[0]).partition(' ')[2]} {bounds.words('>=', '>', '<=', '<')}"
+            noun = spelled(get_args(member)[0]).partition(" ")[2]
+            return f"{noun} {bounds.words('>=', '>', '<=', '<')}"
     return ""
 
 
 def as_yaml(value: Any) -> str:
     """Return a value in one line, as YAML writes it."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {as_yaml(one)}' for key, one in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {as_yaml(item)}' for key, item in value.items())}}}"
     if is_list(value):
         return f"[{', '.join(map(as_yaml, value))}]"
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), " ".join(str(value).split()))
@@ -157,8 +167,8 @@ def as_yaml(value: Any) -> str:
 def require(key: str, value: Any, kind: Any) -> None:
     """Raises UserError if a value does not fit its annotation. key: its dotted key."""
     if not accepts(kind, value):
-        word = all(get_origin(one) is Literal for one in members(kind) if one is not NoneType)
-        line = f"{'is not' if word else 'must be'} {spelled(kind)}"
+        only_words = all(get_origin(member) is Literal for member in members(kind) if member is not NoneType)
+        line = f"{'is not' if only_words else 'must be'} {spelled(kind)}"
         if isinstance(value, Real) and accepts(kind, str(value)):
             line += f"; as a text: {key}=\"'{value}'\""
         raise UserError(f"{key}={as_yaml(value)[:200]} {line}")

@@ -23,8 +23,8 @@ def derive_seed(*path: int) -> int:
 def random_states() -> dict[str, Any]:
     """Return the states of the global generators, which users' code may draw from."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    known = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    return known | {"cuda": cuda}
+    host = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    return host | {"cuda": cuda}
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:

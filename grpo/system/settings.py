@@ -6,7 +6,8 @@ from typing import Any
 
 def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}"""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in node.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found
+        key = f"{prefix}{name}"
+        values |= flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+    return values

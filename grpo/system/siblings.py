@@ -45,32 +45,36 @@ class Sibling:
         if self.host != socket.gethostname():
             return "elsewhere"
         with suppress(psutil.NoSuchProcess):
-            if self.process and self.process.is_running() and (state := self.process.status()) != psutil.STATUS_ZOMBIE:
-                return state
+            if self.process and self.process.is_running():
+                state = self.process.status()
+                return "ended" if state == psutil.STATUS_ZOMBIE else state
         return "ended"
 
     def ending(self) -> str:
-        """Return how the process ended, if this one has started it: the system says it to nobody else."""
+        """Return that the process has ended, and how if this one started it: the system reports that to the parent alone."""
         code = None
         with suppress(psutil.TimeoutExpired):  # a zombie of another process
             code = self.process.wait(0) if self.process else None
-        by = "" if code is None else f" with signal {-code:d}" if code < 0 else f" with exit code {code}"
-        return f"{self} ended{by}" + (", see its message above" if code and code > 0 else "")
+        if code is None:
+            return f"{self} ended"
+        if code < 0:
+            return f"{self} ended with signal {-code:d}"
+        return f"{self} ended with exit code {code}" + (", see its message above" if code > 0 else "")
 
 
 class Siblings:
-    """The other ranks. Mutable: they become known one after another, and may be lost. limit: seconds for one collective."""
+    """The other ranks. Mutable: they are added one after another, and may be lost. limit: seconds for one collective."""
 
     def __init__(self, limit: float) -> None:
         self.limit, self.line = limit, ""
-        self.known: dict[int, Sibling] = {}  # by rank
+        self.ranks: dict[int, Sibling] = {}
         self.lost, self.over, self.raised = threading.Event(), threading.Event(), threading.Event()
 
     def add(self, rank: int, pid: int, host: str) -> None:
-        """Add a rank, unless it is known."""
+        """Add a rank, unless it was added before."""
         here = host == socket.gethostname()
         process = psutil.Process(pid) if here and psutil.pid_exists(pid) else None
-        self.known = {rank: Sibling(rank, pid, host, process)} | self.known  # a new dict, since a thread reads it
+        self.ranks = {rank: Sibling(rank, pid, host, process)} | self.ranks  # a new dict, since a thread reads it
 
     @contextmanager
     def watched(self, together: Callable[[], None]) -> Iterator[None]:
@@ -98,7 +102,7 @@ class Siblings:
 
     def _watch(self) -> None:
         while not self.over.wait(LOOK):
-            if gone := [sibling for sibling in self.known.values() if sibling.state() == "ended"]:
+            if gone := [sibling for sibling in self.ranks.values() if sibling.state() == "ended"]:
                 if self.over.wait(CONFIRM):
                     return
                 self.line = f"{'; '.join(sibling.ending() for sibling in gone)}; {RESUME}"
@@ -109,10 +113,11 @@ class Siblings:
 
     def late(self) -> str:
         """Return a line about a collective that waited too long. Kills the ranks that this one has started: one hangs."""
-        states = {str(sibling): sibling.state() for sibling in self.known.values()}
+        states = {str(sibling): sibling.state() for sibling in self.ranks.values()}
         stopped = [name for name, state in states.items() if state == psutil.STATUS_STOPPED]
-        named = " or ".join(f"{name}, which is {states[name]}" for name in stopped or states) or "another rank"
+        suspects = [f"{name}, which is {states[name]}" for name in stopped or states]
         for child in psutil.Process().children():
-            if child in [sibling.process for sibling in self.known.values()]:
+            if child in [sibling.process for sibling in self.ranks.values()]:
                 child.kill()
-        return f"a collective waited trainer.timeout={self.limit:g} s for {named}; {RESUME}"
+        culprit = " or ".join(suspects) or "another rank"
+        return f"a collective waited trainer.timeout={self.limit:g} s for {culprit}; {RESUME}"

@@ -23,13 +23,15 @@ def set_everything(objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None
 
 def states_of(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the state_dict of each object that has one, by its name."""
-    return {name: deepcopy(each.state_dict()) for name, each in objects.items() if hasattr(each, "state_dict")}
+    stateful = {name: item for name, item in objects.items() if hasattr(item, "state_dict")}
+    return {name: deepcopy(item.state_dict()) for name, item in stateful.items()}
 
 
 def set_states(objects: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     """Load the states into the objects of these names. A state that no object takes gets a warning."""
     for name, state in states.items():
-        if hasattr(each := objects.get(name), "load_state_dict"):
-            each.load_state_dict(state)
+        item = objects.get(name)
+        if hasattr(item, "load_state_dict"):
+            item.load_state_dict(state)
         else:
             log.warning("the checkpoint has a state of %s, which nothing here takes", name)

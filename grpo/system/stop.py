@@ -31,11 +31,12 @@ class Stop:
         self.limit = None if max_time is None else seconds_of(max_time)
         self.why: str | None = None  # the first signal
         self.at_once = False  # whether a signal may raise StopError where the program is
-        self.last = self.longest = 0.0  # the age of the process at the last `check`, and the longest time between two
+        self.last = 0.0  # the age of the process at the last `check`
+        self.longest = 0.0  # the longest time between two
 
     def listen(self) -> None:
         """Take the signals."""
-        on_signals(self.asked)
+        on_signals(self.note)
 
     @contextmanager
     def during(self) -> Iterator[None]:
@@ -47,7 +48,7 @@ class Stop:
             for kind, handler in before.items():
                 signal.signal(kind, handler)
 
-    def asked(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, frame: FrameType | None) -> None:
         """Note the first signal. The second one ends the process."""
         if self.why:
             signal.signal(number, signal.SIG_DFL)
@@ -112,7 +113,8 @@ def handlers() -> dict[signal.Signals, Any]:
 
 def seconds_of(text: str) -> int:
     """Return the seconds of a time as [DAYS-]HOURS:MINUTES:SECONDS. Raises UserError."""
-    if not (found := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)):
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
+    if match is None:
         raise UserError(f"max_time={text} must be a time as [DAYS-]HOURS:MINUTES:SECONDS, such as 3:50:00")
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -1,7 +1,7 @@
-"""Says which of the user's functions ran if it ends the process by os._exit.
+"""Names the user's function that was running when something calls os._exit.
 
-A function's os._exit is an exception here: its exit code could be 0, and a run would seem to have finished. After a crash in C
-Python prints where each thread was.
+A user's function that calls os._exit gets an exception instead: its exit code could be 0, and the run would seem to have
+finished. After a crash in C, Python prints where each thread was.
 """
 
 import faulthandler

@@ -7,7 +7,8 @@ from conftest import EXAMPLES, compose_config
 from helpers.rows import write
 from hydra.utils import instantiate
 
-from grpo.data.dataset import Dataset, side, spread
+from grpo.data.dataset import Dataset
+from grpo.data.rows import side, spread
 from grpo.system.errors import UserError
 
 

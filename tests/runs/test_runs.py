@@ -13,7 +13,7 @@ from conftest import ROOT, TEST_PATH, compose_config
 from helpers.runs import TIMES, VARIED
 from helpers.slots import Crash  # noqa: F401 - the configuration names it
 
-from grpo.data.dataset import fingerprint, fingerprint_of_all
+from grpo.data.rows import fingerprint, fingerprint_of_all
 from grpo.runs.loggers import MetricsTable
 from grpo.runs.manifest import kept
 from grpo.runs.runs import Run, arms, curves, latest, load, table
@@ -101,7 +101,7 @@ def test_an_example_has_the_same_fingerprint_wherever_it_is():
     assert len(fingerprint({})) == 12
     assert fingerprint({1: {"x", "y"}, "a": Question("why")}) == fingerprint({"a": Question("why"), "1": {"y", "x"}})
     assert fingerprint({"a": Question("why")}) != fingerprint({"a": Question("how")})
-    code = f"{inspect.getsource(Question)}\nfrom grpo.data.dataset import fingerprint\n"
+    code = f"{inspect.getsource(Question)}\nfrom grpo.data.rows import fingerprint\n"
     code += "print(fingerprint({'a': {'x', 'y', 'z'}, 'b': Question('why')}))"
     command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": TEST_PATH}
     elsewhere = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()

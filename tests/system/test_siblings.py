@@ -160,7 +160,7 @@ def test_ranks_may_end_together_and_other_errors_stay(other, monkeypatch):
         raise UserError("a mistake")
     gone = Siblings(limit=7)
     gone.add(0, 2**22 + 1, HOST)  # larger than every process id
-    assert gone.known[0].state() == "ended" and gone.known[0].ending().endswith("ended")
+    assert gone.ranks[0].state() == "ended" and gone.ranks[0].ending().endswith("ended")
     with pytest.raises(KeyError), Siblings(limit=7).watched(lambda: None):
         raise KeyError("a bug")
 

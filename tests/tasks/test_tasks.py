@@ -10,7 +10,7 @@ from helpers.episodes import said
 from helpers.rows import write
 from hydra.utils import instantiate
 
-from grpo.data.dataset import side
+from grpo.data.rows import side
 from grpo.env.messages import Message
 from grpo.env.scoring import score_group
 from grpo.env.types import Example

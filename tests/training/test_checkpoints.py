@@ -20,8 +20,8 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 from grpo.config.resuming import check_resumed, is_over
-from grpo.data.dataset import fingerprint
 from grpo.data.prompts import Uniform
+from grpo.data.rows import fingerprint
 from grpo.env.messages import Message
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.statistics import mean_interval

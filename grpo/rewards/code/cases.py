@@ -1,7 +1,7 @@
 """Programs judged by cases: an input, and the output that a right program gives for it, as in APPS, TACO and LiveCodeBench.
 
-A case is a text on standard input and the text that the program must print, or the arguments of a function and its result. What
-is expected never enters the sandbox of a script: this process compares what the script printed.
+A case is a text on standard input and the text that the program must print, or the arguments of a function and its result. The
+expected text never enters the sandbox of a script: this process compares it with what the script printed.
 """
 
 import base64
@@ -25,11 +25,11 @@ PRELUDE = "".join(f"import {name}\nfrom {name} import *\n" for name in IMPORTS)
 
 @dataclass(frozen=True)
 class Case:
-    """One case. given: the text on standard input, or the arguments of `function`. wanted: what the script must print, or the
+    """One case. input: the text on standard input, or the arguments of `function`. expected: what the script must print, or the
     results that the function may return."""
 
-    given: Any
-    wanted: Any
+    input: Any
+    expected: Any
     function: str | None = None
 
 
@@ -43,7 +43,7 @@ def cases_of(columns: Iterable[Any], metadata: Any = None) -> list[Case]:
     """
     try:
         name = (_opened(metadata) or {}).get("func_name")
-        return [_case(*one, name) for column in columns for one in _rows(_opened(column))]
+        return [_case(*fields, name) for column in columns for fields in _rows(_opened(column))]
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"these are no cases: {error}") from error
 
@@ -51,24 +51,26 @@ def cases_of(columns: Iterable[Any], metadata: Any = None) -> list[Case]:
 def _rows(column: Any) -> Iterable[tuple[Any, Any, str | None, bool]]:
     """Yield the input, the output, the function's name and whether there is one, of each case in a column."""
     if isinstance(column, Mapping):
-        given, wanted = (column.get(f"{kind}s", column.get(kind)) for kind in ("input", "output"))
+        inputs = column.get("inputs", column.get("input"))
+        outputs = column.get("outputs", column.get("output"))
         name = column.get("fn_name")
-        yield from ((one, right, name, bool(name)) for one, right in zip(given, wanted, strict=True))
+        yield from ((x, y, name, bool(name)) for x, y in zip(inputs, outputs, strict=True))
     else:
-        for x in column or ():
-            kind = x.get("testtype") or x.get("type")
-            yield x["input"], x["output"], x.get("fn_name"), kind in ("functional", "function_call")
+        for case in column or ():
+            kind = case.get("testtype") or case.get("type")
+            yield case["input"], case["output"], case.get("fn_name"), kind in ("functional", "function_call")
 
 
-def _case(given: Any, wanted: Any, name: str | None, called: bool, usual: str | None) -> Case:
+def _case(x: Any, y: Any, name: str | None, called: bool, usual: str | None) -> Case:
+    """Return the case of an input x and its output y. usual: the name of a function that is called and has none."""
     if not called:
-        return Case(_text(given), _text(wanted))
+        return Case(_text(x), _text(y))
     if not (name or usual):
         raise KeyError("no name of the function that they call")
-    if isinstance(given, str):  # a JSON value a line, in LiveCodeBench
-        return Case([json.loads(line) for line in given.split("\n")], [json.loads(wanted)], name or usual)
-    wrapped = wanted[:1] if isinstance(wanted, list) else []  # a result may be in a list of one, in APPS
-    return Case(given, [wanted, *wrapped], name or usual)
+    if isinstance(x, str):  # a JSON value a line, in LiveCodeBench
+        return Case([json.loads(line) for line in x.split("\n")], [json.loads(y)], name or usual)
+    wrapped = y[:1] if isinstance(y, list) else []  # a result may be in a list of one, in APPS
+    return Case(x, [y, *wrapped], name or usual)
 
 
 def _text(value: Any) -> str:
@@ -96,17 +98,19 @@ def _opened(value: Any) -> Any:
             raise error from None
 
 
-def same_output(said: str, wanted: str) -> bool:
+def same_output(printed: str, expected: str) -> bool:
     """Return whether an output is the one expected, by LiveCodeBench's rule: as many lines, and each of them equal, or equal as
     decimal numbers separated by blanks, exactly (1.50 is 1.5, and 0.333 is not 1/3). Blanks at both ends of a line, and blank
     lines at both ends of the output, do not count."""
-    lines, right = ([line.strip() for line in text.strip().split("\n")] for text in (said, wanted))
-    return len(lines) == len(right) and all(a == b or _same_numbers(a, b) for a, b in zip(lines, right, strict=True))
+    lines, right = ([line.strip() for line in text.strip().split("\n")] for text in (printed, expected))
+    if len(lines) != len(right):
+        return False
+    return all(a == b or _same_numbers(a, b) for a, b in zip(lines, right, strict=True))
 
 
-def _same_numbers(said: str, wanted: str) -> bool:
+def _same_numbers(printed: str, expected: str) -> bool:
     try:
-        numbers, right = ([Decimal(word) for word in line.split()] for line in (said, wanted))
+        numbers, right = ([Decimal(word) for word in line.split()] for line in (printed, expected))
     except InvalidOperation:
         return False
     return all(number.is_finite() for number in numbers) and numbers == right
@@ -115,9 +119,9 @@ def _same_numbers(said: str, wanted: str) -> bool:
 _CALL = """
 nan, inf = float("nan"), float("inf")
 def plain(x):
-    return [plain(one) for one in x] if isinstance(x, (list, tuple)) else x
-found = plain({call}(*{arguments!r}))
-assert any(found == one for one in {wanted!r}), "another result"
+    return [plain(item) for item in x] if isinstance(x, (list, tuple)) else x
+result = plain({call}(*{arguments!r}))
+assert any(result == right for right in {expected!r}), "another result"
 """
 
 
@@ -126,7 +130,8 @@ def _call(program: str, case: Case) -> tuple[str, UnitTests]:
     name = "Solution" if "class Solution" in program else case.function  # LiveCodeBench's rule
     call = f"Solution().{case.function}" if name == "Solution" else name
     before = "" if "__future__" in program else PRELUDE
-    return before + program, UnitTests(_CALL.format(call=call, arguments=case.given, wanted=case.wanted), (name,))
+    test = _CALL.format(call=call, arguments=case.input, expected=case.expected)
+    return before + program, UnitTests(test, (name,))
 
 
 def run_case(program: str, case: Case, limits: ProgramLimits, unconfined: bool = False) -> Result:
@@ -134,7 +139,8 @@ def run_case(program: str, case: Case, limits: ProgramLimits, unconfined: bool =
     if case.function:
         program, tests = _call(program, case)
         return run_program(program, limits, unconfined, tests)
-    kept, limits = limits.output, replace(limits, output=limits.disk_mb << 20)  # all that it prints is compared
-    result = run_program(program, limits, unconfined, stdin=case.given)
-    wrong = result.passed and not same_output(result.stdout, case.wanted)
-    return replace(result, ending="failed" if wrong else result.ending, stdout=result.stdout[-kept:])
+    whole = replace(limits, output=limits.disk_mb << 20)  # all that it prints is compared
+    result = run_program(program, whole, unconfined, stdin=case.input)
+    wrong = result.passed and not same_output(result.stdout, case.expected)
+    end = result.stdout[-limits.output :]
+    return replace(result, ending="failed" if wrong else result.ending, stdout=end)

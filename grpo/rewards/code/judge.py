@@ -75,7 +75,7 @@ def _asking(name: str) -> Callable:
 
 
 ITERATION = {"__iter__": iter, "__next__": next}
-OPERATIONS = ITERATION | {f"__{one.__name__}__": one for one in (len, bool, str, repr, int, float)}
+OPERATIONS = ITERATION | {f"__{function.__name__}__": function for function in (len, bool, str, repr, int, float)}
 OPERATIONS["__getitem__"] = lambda x, key: x[key]
 for _name in OPERATIONS:
     setattr(Remote, _name, _asking(_name))
@@ -164,7 +164,7 @@ class Peer:
 
 
 def _change(mine: Any, changed: Any) -> None:
-    """Make a mutable argument what the called function made of its copy."""
+    """Give a mutable argument the content that the called function left in its copy."""
     if type(mine) is not type(changed):
         return
     if isinstance(mine, (list, bytearray)):
@@ -175,7 +175,10 @@ def _change(mine: Any, changed: Any) -> None:
 
 
 def _exception(names: list, text: str, ended: bool) -> Exception:
-    """ended: whether it may be StopIteration. From a call it would end a loop of the test, as `for x in map(f, ...)`, early."""
+    """Return the built-in exception nearest to one of the other end, by the names of its classes.
+
+    ended: whether it may be StopIteration. Raised by a call, it would end a loop of the test early, as `for x in map(f, ...)`.
+    """
     for name in names:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception) and (ended or kind is not StopIteration):
@@ -229,7 +232,9 @@ def encode(value: Any, peer: Peer | None = None, depth: int = 0) -> bytes:
         if isinstance(value, kind):
             if depth > DEEPEST:
                 raise ValueError(f"more than {DEEPEST} containers inside one another")
-            items = [x for pair in dict.items(value) for x in pair] if kind is dict else list(kind.__iter__(value))
+            items = list(kind.__iter__(value))
+            if kind is dict:  # key, value, key, value, ...
+                items = [item for pair in dict.items(value) for item in pair]
             return b"%b%d;" % (letter, len(items)) + b"".join(encode(item, peer, depth + 1) for item in items)
     if isinstance(value, Remote):
         return b"r%x;" % value._number
@@ -331,7 +336,7 @@ def run_judge(
     program. setup: code of the dataset that runs before the tests. Returns the end."""
 
     def call(function: Any, /, *args: Any, **named: Any) -> Any:
-        if not any(function is one for one in peer.lent.values()):
+        if not any(function is lent for lent in peer.lent.values()):
             raise TypeError("not a function of the tests")
         return function(*args, **named)
 

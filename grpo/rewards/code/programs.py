@@ -59,8 +59,8 @@ def assemble(row: Example, code: str) -> tuple[str, UnitTests]:
 
     HumanEval: the program is the prompt, then `code` (the body, or a whole function that replaces the prompt's; the prompt's
     imports and helpers stay). The tests are check(entry_point), and have the prompt's helpers, not the program's.
-    MBPP: the program is imports and `code`; the tests are assertions. The program's functions have all names there that neither
-    the tests nor Python define, or Python's own names (`sum`) if the tests call no others.
+    MBPP: the program is imports and `code`; the tests are assertions. The names in them that neither the tests nor Python define
+    are the program's functions; if there are none, the names that the tests call, which are Python's own (`sum`).
     Raises SyntaxError for tests that are no Python.
     """
     if "entry_point" in row:
@@ -91,7 +91,8 @@ def functions_of(tests: str) -> tuple[str, ...]:
             case ast.alias():
                 defined.add((node.asname or node.name).partition(".")[0])
     free = sorted(used - defined)
-    return tuple(name for name in free if not hasattr(builtins, name)) or tuple(name for name in free if name in called)
+    not_pythons = tuple(name for name in free if not hasattr(builtins, name))
+    return not_pythons or tuple(name for name in free if name in called)
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def code_verdict(
         except SyntaxError:
             return Verdict("error")
         names, result = tests.names, run_program(code, limits, unconfined, tests)
-    outcome = {"passed": "right", "unstarted": "timeout", "untestable": "error", None: "error"}.get(
-        result and result.ending, "wrong"
-    )
+    ending = result.ending if result else None
+    outcomes = {"passed": "right", "unstarted": "timeout", "untestable": "error", None: "error"}
+    outcome = outcomes.get(ending, "wrong")
     return Verdict(outcome, result, tuple(sorted(tricks(code, names))))

@@ -107,38 +107,41 @@ def run_program(
         folder = tempfile.mkdtemp(prefix="grpo-sandbox-")
         stack.callback(_remove, folder)
         job, stdout, stderr = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
-        given = stack.enter_context(tempfile.TemporaryFile(dir=folder))  # where a program may open /dev/stdin
-        given.write((stdin or "").encode(errors="surrogatepass"))
+        text = stack.enter_context(tempfile.TemporaryFile(dir=folder))  # where a program may open /dev/stdin
+        text.write((stdin or "").encode(errors="surrogatepass"))
         job.write(judge.encode((program, name, may_exit, tests.setup, list(tests.names), tests.code)))
-        for file in (given, job):
+        for file in (text, job):
             file.seek(0)
-        heard, status = os.pipe()
-        stack.callback(os.close, heard)
+        files = {"stdin": text, "stdout": stdout, "stderr": stderr}
+        reader, status = os.pipe()
+        stack.callback(os.close, reader)
         try:
-            process = _start(
-                folder, (status, job.fileno()), limits, unconfined, stdin=given, stdout=stdout, stderr=stderr
-            )
+            process = _start(folder, (status, job.fileno()), limits, unconfined, **files)
         finally:
             os.close(status)
         try:
-            ending, said = _watch(process, heard, folder, limits)
+            exceeded, report = _watch(process, reader, folder, limits)
         finally:
             _kill(process, group=unconfined)
-        first, started, last = said.partition(sandbox_child.MARK)
-        if first.startswith(sandbox_child.REFUSED):
-            reason = first.removeprefix(sandbox_child.REFUSED).decode(errors="replace")
-            line = f"a program cannot be confined here ({reason}): use Linux with Landlock, in a container that permits"
-            raise UserError(f"{line} it, or accept limits of time, memory and file size alone with unconfined=True")
+        first, started, last = report.partition(sandbox_child.MARK)
+        _check_confined(first)
+        ending = exceeded or last.decode() or "failed"
         if not started:
             ending = "unstarted"
-        elif ending is None and process.returncode == -signal.SIGXCPU:
+        elif exceeded is None and process.returncode == -signal.SIGXCPU:
             ending = "timeout"
-        elif ending is None:
-            ending = last.decode() or "failed"
         out, err = _tail(stdout, limits.output), _tail(stderr, limits.output)
     confinement = tuple(first.decode(errors="replace").split(", ")) if started else ()
     seconds = time.monotonic() - began
     return Result(ending, out, err, seconds, confinement)
+
+
+def _check_confined(line: bytes) -> None:
+    """Raise UserError if the child's first line says that it could not confine itself."""
+    if line.startswith(sandbox_child.REFUSED):
+        reason = line.removeprefix(sandbox_child.REFUSED).decode(errors="replace")
+        fix = "use Linux with Landlock, in a container that permits it, or accept limits of time, memory and file size"
+        raise UserError(f"a program cannot be confined here ({reason}): {fix} alone with unconfined=True")
 
 
 @cache
@@ -152,10 +155,11 @@ def _start(
 ) -> subprocess.Popen:
     amounts = limits.memory_mb, limits.disk_mb, limits.threads, float(limits.seconds)
     numbers = *passed, int(unconfined), os.getpid(), *amounts
+    python = getattr(sys, "_base_executable", None) or sys.executable
+    # -s -S -P -B: no site-packages, no other folder to import from, no bytecode written; the environment is ours
     interpreter = "-sSPB", "-c", _LAUNCH
     return subprocess.Popen(
-        # -s -S -P -B: no site-packages, no other folder to import from, no bytecode written; the environment is ours
-        [getattr(sys, "_base_executable", None) or sys.executable, *interpreter, _LAUNCHER, folder, *map(str, numbers)],
+        [python, *interpreter, _LAUNCHER, folder, *map(str, numbers)],
         cwd=folder,
         env={
             "PATH": "/usr/bin:/bin",
@@ -170,22 +174,26 @@ def _start(
     )
 
 
-def _watch(process: subprocess.Popen, heard: int, folder: str, limits: ProgramLimits) -> tuple[Ending | None, bytes]:
-    """Wait for the end. Returns "timeout" or "disk" if that limit was exceeded, else None; and the child's output on the pipe."""
-    said, started, clock, limit = b"", False, Clock(process.pid), START_SECONDS
+def _watch(
+    process: subprocess.Popen, reader: int, folder: str, limits: ProgramLimits
+) -> tuple[Literal["timeout", "disk"] | None, bytes]:
+    """Wait for the end. Returns the limit that was exceeded, or None, and what the child has reported through the pipe."""
+    report, started, clock, limit = b"", False, Clock(process.pid), START_SECONDS
     poll = select.poll()
-    poll.register(heard, select.POLLIN)
+    poll.register(reader, select.POLLIN)
     while True:
-        if process.poll() is not None:  # asked first: its output is then complete, and in time however late we look
-            return None, said + (os.read(heard, 4096) if poll.poll(0) else b"")
+        # checked first: the report is then complete, and in time however late we look
+        if process.poll() is not None:
+            return None, report + (os.read(reader, 4096) if poll.poll(0) else b"")
         wait = min(limit - clock.spent(), LOOK_EVERY)
         if wait <= 0:
-            return "timeout", said
+            return "timeout", report
         if _exceeds(folder, limits.disk_mb << 20):
-            return "disk", said
-        if poll.poll(math.ceil(wait * 1000)):  # at once when the judge has closed the pipe, which it does at its end
-            said = (said + os.read(heard, 4096))[:4096]
-            if not started and sandbox_child.MARK in said:
+            return "disk", report
+        # returns at once when the judge has closed the pipe, which it does at its end
+        if poll.poll(math.ceil(wait * 1000)):
+            report = (report + os.read(reader, 4096))[:4096]
+            if not started and sandbox_child.MARK in report:
                 clock, limit, started = Clock(process.pid, *children(process.pid)), limits.seconds, True
 
 
@@ -195,8 +203,8 @@ def _exceeds(folder: str, limit: int) -> bool:
     folders = [folder]
     while folders:
         try:
-            with os.scandir(folders.pop()) as found:
-                for entry in found:
+            with os.scandir(folders.pop()) as contents:
+                for entry in contents:
                     facts = entry.stat(follow_symlinks=False)
                     total += facts.st_blocks * 512
                     entries += 1
@@ -212,7 +220,8 @@ def _exceeds(folder: str, limit: int) -> bool:
 
 
 def _kill(process: subprocess.Popen, group: bool) -> None:
-    """Kill the process and wait for it. If that was done before, its id may be another's, and is used only if `group`.
+    """Kill the process and wait for it. group: kill what is left of its group even if it has ended, when the system may have
+    given its id away.
 
     The judge first gets the time to end its candidate, which would stay behind as a zombie if no process adopts orphans.
     """
@@ -237,4 +246,5 @@ def _remove(folder: str) -> None:
         shutil.rmtree(folder)
     except (OSError, RecursionError):
         for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-            subprocess.run([*command, folder], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            subprocess.run([*command, folder], **quiet, check=False)

@@ -84,8 +84,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def checked(what: str, function, *arguments) -> int:
     """Return the result of a function of libc; missing arguments are 0. Raises OSError if it fails."""
-    given = (*arguments, 0, 0, 0, 0)
-    result = function(*(ctypes.c_long(one) if isinstance(one, int) else one for one in given))
+    filled = (*arguments, 0, 0, 0, 0)
+    result = function(*(ctypes.c_long(value) if isinstance(value, int) else value for value in filled))
     if result < 0:
         raise OSError(f"{what}: {os.strerror(ctypes.get_errno())}")
     return result
@@ -127,7 +127,8 @@ def become_unprivileged(folder: str) -> bool:
                 break
             except OSError:  # a container may lack the user or the right
                 continue
-    header, data = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0)), ctypes.create_string_buffer(24)
+    header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))
+    data = ctypes.create_string_buffer(24)
     checked("capget", libc.capget, header, data)
     permitted = struct.unpack("=6I", data.raw)[1]
     kept = 0
@@ -136,7 +137,8 @@ def become_unprivileged(folder: str) -> bool:
             os.close(os.open(os.__file__, os.O_RDONLY))
             os.stat(folder)
         except PermissionError:
-            kept = next((bit for bit in (1 << 2, 1 << 1) if permitted & bit), 0)  # DAC_READ_SEARCH, else DAC_OVERRIDE
+            read_search, override = 1 << 2, 1 << 1  # CAP_DAC_READ_SEARCH, CAP_DAC_OVERRIDE
+            kept = permitted & read_search or permitted & override
     data.raw = struct.pack("=6I", kept, kept, 0, 0, 0, 0)
     checked("capset", libc.capset, header, data)
     return own_user
@@ -148,7 +150,7 @@ def landlock(folder: str) -> int:
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
     network = 0b11 if abi >= 4 else 0  # no TCP port may be bound or connected to
     scope = 0b11 if abi >= 6 else 0  # no signals to processes outside, and none of their abstract sockets
-    size = 24 if abi >= 6 else 16 if abi >= 4 else 8
+    size = 8 * (1 + (abi >= 4) + (abi >= 6))  # each of the three numbers came with an ABI
     attributes = ctypes.create_string_buffer(struct.pack("=QQQ", rights, network, scope))
     ruleset = checked("Landlock", libc.syscall, 444, attributes, size)
 
@@ -180,7 +182,7 @@ def landlock(folder: str) -> int:
 
 def seccomp(instructions: list[tuple[int, int, int, int]]) -> None:
     """Install the filter of system calls."""
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in instructions))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *fields) for fields in instructions))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(instructions), ctypes.addressof(code)))
     checked("seccomp", libc.prctl, 22, 2, program)
 
@@ -193,8 +195,8 @@ def die_with(parent: int) -> None:
 
 
 def confine(folder: str, parent: int, seconds: float, memory_mb: int, disk_mb: int, threads: int) -> list[str]:
-    """Return the measures now in force, all but seccomp. Raises OSError if the platform lacks one of them; others may be in force
-    then."""
+    """Confine this process by all measures but seccomp, and return the names of all. Raises OSError if the platform lacks one of
+    them; those before it stay in force."""
     if sys.platform != "linux" or os.uname().machine not in AUDIT_ARCH:
         raise OSError(f"{sys.platform} on {os.uname().machine}")
     checked("no_new_privs", libc.prctl, 38, 1)
@@ -230,26 +232,34 @@ def main() -> None:
     run_both(status, job, in_force)
 
 
+def be_candidate(judge: int, questions: int, reply: int, confined: bool) -> None:
+    """Confine this process if the judge is confined, and run the program in it. Never returns."""
+    from judge import run_candidate
+
+    try:
+        if confined:
+            die_with(judge)
+            seccomp(seccomp_filter(os.uname().machine, os.getpid()))
+        os.write(reply, MARK)
+        run_candidate(questions, reply)
+    finally:
+        os._exit(1)  # no clean-up: exit handlers of the program would come first
+
+
 def run_both(status: int, job: int, in_force: list[str]) -> None:
     """Fork: this process becomes the judge, the child the candidate. Neither has run or read anything of the row before."""
-    from judge import decode, flush, run_candidate, run_judge
+    from judge import decode, flush, run_judge
 
     judge = os.getpid()
-    (asked, ask), (told, tell) = os.pipe(), os.pipe()
+    questions, ask = os.pipe()
+    answers, reply = os.pipe()
     child = os.fork()
     if child == 0:
-        for one in (job, status, ask, told):
-            os.close(one)
-        try:
-            if "seccomp" in in_force:
-                die_with(judge)
-                seccomp(seccomp_filter(os.uname().machine, os.getpid()))
-            os.write(tell, MARK)
-            run_candidate(asked, tell)
-        finally:
-            os._exit(1)  # no clean-up: exit handlers of the program would come first
-    for one in (0, asked, tell):
-        os.close(one)
+        for pipe in (job, status, ask, answers):
+            os.close(pipe)
+        be_candidate(judge, questions, reply, "seccomp" in in_force)
+    for pipe in (0, questions, reply):
+        os.close(pipe)
     os.open(os.devnull, os.O_RDONLY)  # number 0
 
     def stop() -> None:
@@ -268,7 +278,7 @@ def run_both(status: int, job: int, in_force: list[str]) -> None:
     try:
         if "seccomp" in in_force:
             seccomp(seccomp_filter(os.uname().machine, judge, child))
-        if os.read(told, 1) != MARK:
+        if os.read(answers, 1) != MARK:
             raise OSError("the candidate's process could not be confined")
     except OSError as error:
         os.write(status, REFUSED + str(error).encode() + MARK)
@@ -276,8 +286,8 @@ def run_both(status: int, job: int, in_force: list[str]) -> None:
     with open(job, "rb") as file:
         parts = decode(file.read())
     os.write(status, ", ".join(in_force).encode() + MARK)
-    ended = run_judge(told, ask, *parts)
+    ending = run_judge(answers, ask, *parts)
     stop()
     flush()
-    os.write(status, ended)
+    os.write(status, ending)
     os._exit(0)

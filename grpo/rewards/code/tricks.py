@@ -27,13 +27,13 @@ _DEFINED = re.compile(r"^(?:def[ \t]+)?([A-Za-z_]\w*)[ \t]*(?:\(|=(?!=))", re.MU
 def tricks(program: str, names: tuple[str, ...] = ()) -> set[str]:
     """Return the kinds of tricks whose words a program uses, outside of comments.
 
-    "patch": it sets an attribute of an imported module, or redefines one of Python's own names at the top level; but `names` are
-    those that it was asked for.
+    "patch": it sets an attribute of an imported module, or redefines one of Python's own names at the top level, except `names`,
+    which it was asked to define.
     """
     program = _COMMENT.sub("", program)
-    found = {_KINDS[word] for word in _WORD.findall(program) if word in _KINDS}
+    kinds = {_KINDS[word] for word in _WORD.findall(program) if word in _KINDS}
     imported = {word for line in _IMPORT.findall(program) for word in _WORD.findall(line)}
-    own = {match[1] for match in _DEFINED.finditer(program) if "=" in match[0] or match[0].startswith("def")}
-    if imported & {*_SET.findall(program)} or any(hasattr(builtins, name) for name in own - {*names}):
-        found.add("patch")
-    return found
+    defined = {match[1] for match in _DEFINED.finditer(program) if "=" in match[0] or match[0].startswith("def")}
+    if imported & {*_SET.findall(program)} or any(hasattr(builtins, name) for name in defined - {*names}):
+        kinds.add("patch")
+    return kinds

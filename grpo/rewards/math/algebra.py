@@ -17,7 +17,7 @@ from sympy import Eq, Expr, Rational, simplify
 from sympy.core.relational import Relational
 
 from grpo.env.types import Outcome
-from grpo.rewards.math.exact import MOST_BITS, same_number, size
+from grpo.rewards.math.exact import MOST_BITS, ROUGH, same_number, size
 
 ALARM = 3.0  # seconds that a worker computes in each step
 
@@ -41,7 +41,7 @@ def by_algebra(answer: str, gold: str) -> Outcome:
             if _differ(ours, theirs) or _other_letters(answer, gold, getattr(ours, "is_Symbol", False)):
                 return "wrong"
             with _alarm(ALARM):
-                if all(isinstance(x, Eq) and all(isinstance(side, Expr) for side in x.args) for x in (ours, theirs)):
+                if _is_equation(ours) and _is_equation(theirs):
                     return _OUTCOME[same_equation(ours, theirs)]
                 return _OUTCOME[verify(theirs, ours, **_EXACTLY)]
         except MemoryError:
@@ -73,18 +73,21 @@ def _parse(text: str):
     spelling = NormalizationConfig(units=False, malformed_operators=True, boxed="none")  # units=True reads 4s as 4
     only_latex = LatexExtractionConfig(boxed_match_priority=-1, normalization_config=spelling)
     with _alarm(ALARM):
-        found = parse(
-            f"${exact}$", [only_latex], "no_fallback", "first_match", parsing_timeout=None, raise_on_error=True
-        )
-    if not found:
+        options = {"parsing_timeout": None, "raise_on_error": True}
+        readings = parse(f"${exact}$", [only_latex], "no_fallback", "first_match", **options)
+    if not readings:
         raise ValueError(f"math-verify cannot read {text!r}")
-    found = found[0]
-    relations = isinstance(found, sympy.FiniteSet) and all(isinstance(item, Relational) for item in found.args)
-    if relations and len(found.free_symbols) == 1:
+    value = readings[0]
+    relations = isinstance(value, sympy.FiniteSet) and all(isinstance(item, Relational) for item in value.args)
+    if relations and len(value.free_symbols) == 1:
         joined = sympy.Intersection if _AND.search(text) else sympy.Union  # x > 2 and x < 3, but x < 2 or x > 3
-        return joined(*(item.as_set() for item in found.args))
-    units = {symbol: sympy.I for symbol in found.free_symbols if symbol.name == "i"}
-    return found.subs(units) if units and not isinstance(found, Relational) else found
+        return joined(*(item.as_set() for item in value.args))
+    units = {symbol: sympy.I for symbol in value.free_symbols if symbol.name == "i"}
+    return value.subs(units) if units and not isinstance(value, Relational) else value
+
+
+def _is_equation(x) -> bool:
+    return isinstance(x, Eq) and all(isinstance(side, Expr) for side in x.args)
 
 
 def _other_letters(answer: str, gold: str, word: bool) -> bool:
@@ -106,19 +109,21 @@ def _differ(ours, theirs) -> bool:
 
     @_alarm(1.0)
     def at_a_point(expression):
-        point = {symbol: Rational(137 + 61 * names.index(symbol.name), 101) for symbol in expression.free_symbols}
+        symbols = expression.free_symbols
+        point = {symbol: Rational(137 + 61 * names.index(symbol.name), 101) for symbol in symbols}
         return expression.evalf(15, subs=point)
 
     if not (isinstance(ours, Expr) and isinstance(theirs, Expr)) or ours.is_Symbol or theirs.is_Symbol:
         return False  # math-verify reads a word as one symbol, or as the product of its letters
     if not names or size(ours) + size(theirs) > MOST_BITS:
         return False  # `same_number` decides
-    rough = any(expression.has(sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit) for expression in (ours, theirs))
+    rough = ours.has(*ROUGH) or theirs.has(*ROUGH)
     tolerance = 0.1 if rough else 1e-9  # their numerical values may be far off
     try:
         x, y = at_a_point(ours), at_a_point(theirs)
         sure = all(part == 0 or part._prec > 30 for value in (x, y) for part in value.as_real_imag())
-        return sure and bool(abs(x - y) > tolerance * (int(rough) + abs(x) + abs(y)))  # raises if one is not a number
+        bound = tolerance * (int(rough) + abs(x) + abs(y))
+        return sure and bool(abs(x - y) > bound)  # raises if one is not a number
     except (Exception, TimeoutException):
         return False
 
@@ -138,15 +143,18 @@ def _numeric(a, b, float_rounding: int, numeric_precision: int) -> bool:
         if size(a) + size(b) > MOST_BITS:
             raise TimeoutException
         return (a.doit() - b.doit()).doit() == 0
-    if (known := same_number(a, b)) is None:
+    same = same_number(a, b)
+    if same is None:
         raise TimeoutException
-    return known
+    return same
 
 
 def _symbolic(a, b) -> bool:
     """Return whether the difference simplifies to zero, in place of math-verify's function. `_numeric` has decided on numbers."""
     scalars = isinstance(a, Expr) and isinstance(b, Expr) and not (_percent(a) or _percent(b))
-    return False if scalars and not (a.free_symbols or b.free_symbols) else _by_simplifying(a, b)
+    if scalars and not (a.free_symbols or b.free_symbols):
+        return False
+    return _by_simplifying(a, b)
 
 
 _by_math_verify, _by_simplifying = comparing.sympy_numeric_eq, comparing.sympy_symbolic_eq

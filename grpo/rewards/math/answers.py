@@ -70,11 +70,12 @@ def loose_answer(text: str) -> str | None:
     last formula or number, anywhere in the text."""
     if (answer := extract_answer(text) or boxed(text)) is not None:
         return answer
-    found = [*_LOOSE.finditer(text)][-1:]
-    if not found:
+    matches = [*_LOOSE.finditer(text)]
+    if not matches:
         return None
-    formula = found[0][1] or found[0][2]
-    return formula.strip() if formula else (found[0][3] or "") + found[0][4]
+    dollars, parentheses, sign, number = matches[-1].groups()
+    formula = dollars or parentheses
+    return formula.strip() if formula else (sign or "") + number
 
 
 _FUNCTION = r"\\(?:(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|log|ln|lg|exp)(?![a-zA-Z])(?:_\{[^{}]*\})?"
@@ -178,7 +179,7 @@ _SOUND = re.compile(r"-*[0-9a-zA-Z|]+(?:[-+]-*[0-9a-zA-Z|]+)*")
 
 
 def sound(gold: str) -> bool:
-    """Return whether a gold answer is put together soundly, so that algebra need not be asked whether it can be read."""
+    """Return whether a gold answer is surely well formed, so that algebra need not be asked whether it can be read."""
     reading, before = reading_of(gold), ""
     text = reading.body
     while text != before:
@@ -187,20 +188,22 @@ def sound(gold: str) -> bool:
             text = pattern.sub(part, text)
     for pattern, part in _PARTS[2:]:
         text = pattern.sub(part, text)
-    return len(gold) <= MAX_LENGTH and (
-        bool(_WORDS.fullmatch(reading.text)) or bool(_SOUND.fullmatch(_PARTS[-1][0].sub("x", text)))
-    )
+    if len(gold) > MAX_LENGTH:
+        return False
+    return bool(_WORDS.fullmatch(reading.text) or _SOUND.fullmatch(_PARTS[-1][0].sub("x", text)))
 
 
 def for_algebra(answer: str, gold: str) -> tuple[str, str]:
-    """Return both for algebra: `x = 3` stands for 3, unless there are more equations or the names differ; in the gold's unit."""
+    """Return both answers in the form for algebra, and in the gold's unit. `x = 3` stands for 3, unless there are more equations
+    or the names differ."""
     ours, theirs = reading_of(answer), reading_of(gold)
-    equations = "=" in ours.body or "=" in theirs.body or (ours.name and theirs.name and ours.name != theirs.name)
-    if equations:
+    other_names = ours.name and theirs.name and ours.name != theirs.name
+    if "=" in ours.body or "=" in theirs.body or other_names:
         return ours.amount, theirs.amount
     times = factor(ours.unit, theirs.unit)
-    body = ours.body if times in (1, None) else f"({ours.body})\\cdot\\frac{{{times.numerator}}}{{{times.denominator}}}"
-    return body, theirs.body
+    if times in (1, None):
+        return ours.body, theirs.body
+    return f"({ours.body})\\cdot\\frac{{{times.numerator}}}{{{times.denominator}}}", theirs.body
 
 
 def words(text: str) -> str:
@@ -212,10 +215,10 @@ def words(text: str) -> str:
 def choice_of(text: str) -> tuple[str, str] | None:
     """Return the letter of a choice and the text beside it: ("C", "a river") for `\\textbf{(C) }a river`; else None."""
     bare = re.sub(r"\s+", " ", _PIECE.sub(r"\1", re.sub(r"[{}]", "", _PIECE.sub(r" \1 ", text)))).strip(" .")
-    found = _CHOICE.fullmatch(bare)
-    if not found or _OTHER_CHOICE.match(found[4]):
+    choice = _CHOICE.fullmatch(bare)
+    if not choice or _OTHER_CHOICE.match(choice[4]):
         return None
-    return (found[1] or found[2] or found[3]).upper(), found[4].casefold().strip(" .()")
+    return (choice[1] or choice[2] or choice[3]).upper(), choice[4].casefold().strip(" .()")
 
 
 def _equal_choices(ours: str, gold: str) -> bool | None:
@@ -238,14 +241,12 @@ def _equal_amounts(ours: Reading, gold: Reading) -> bool | None:
     if times is None:  # two scales of temperature; other units that disagree do not get here
         return LARGE not in (ours.value, gold.value) and temperature(ours.value, ours.unit, gold.unit) == gold.value
     mine = ours.value if ours.value == LARGE else ours.value * times
-    known = same(mine, gold.value)
-    if known is False and ours.percent != gold.percent:
-        x, y = (
-            number / 100 if percent else number
-            for number, percent in ((mine, ours.percent), (gold.value, gold.percent))
-        )
-        known = same(x, y)
-    return known
+    verdict = same(mine, gold.value)
+    if verdict is False and ours.percent != gold.percent:
+        x = mine / 100 if ours.percent else mine
+        y = gold.value / 100 if gold.percent else gold.value
+        verdict = same(x, y)
+    return verdict
 
 
 def _equal_colons(ours: Reading, gold: Reading) -> bool | None:
@@ -253,9 +254,8 @@ def _equal_colons(ours: Reading, gold: Reading) -> bool | None:
     mine, theirs = (_COLON.fullmatch(reading.body) for reading in (ours, gold))
     times = [bool(_TIME.fullmatch(reading.body)) for reading in (ours, gold)]
     if mine and theirs and times[0] == times[1]:
-        return [value(part.strip()) for part in mine[0].split(":")] == [
-            value(part.strip()) for part in theirs[0].split(":")
-        ]
+        xs, ys = ([value(part.strip()) for part in match[0].split(":")] for match in (mine, theirs))
+        return xs == ys
     return False if any(times) else None
 
 
@@ -277,13 +277,15 @@ def _equal_lists(ours: str, gold: str) -> bool | None:
     if not {left, right} - {"", "{}"}:
         xs, ys = ([v for i, v in enumerate(vs) if v not in vs[:i]] for vs in (xs, ys))
         matches = [[same(x, y) for y in ys] for x in xs]
-        if any(known is None for row in matches for known in row):
+        if any(None in row for row in matches):
             return None
         return len(xs) == len(ys) and all(any(row) for row in matches)
     if (left != right and left and right) or len(xs) != len(ys):
         return False
-    known = [same(x, y) for x, y in zip(xs, ys, strict=True)]
-    return False if False in known else None if None in known else True
+    matches = [same(x, y) for x, y in zip(xs, ys, strict=True)]
+    if False in matches:
+        return False
+    return None if None in matches else True
 
 
 def equal(answer: str, gold: str) -> bool | None:
@@ -294,8 +296,8 @@ def equal(answer: str, gold: str) -> bool | None:
     bare = not (ours.unit or ours.percent or ours.name or theirs.unit or theirs.percent or theirs.name)
     if bare and ours.value is not None and theirs.value is not None:
         return same(ours.value, theirs.value)
-    if (known := _equal_choices(ours.text, theirs.text)) is not None:
-        return known
+    if (verdict := _equal_choices(ours.text, theirs.text)) is not None:
+        return verdict
     if _WORDS.fullmatch(theirs.text):
         return words(ours.text) == words(theirs.text)
     if theirs.text.isalpha() and len(theirs.text) > 2 and words(ours.text) == words(theirs.text):
@@ -309,6 +311,9 @@ def equal(answer: str, gold: str) -> bool | None:
         return False
     if _CLOSED_AT_INFINITY.search(ours.text) and not _CLOSED_AT_INFINITY.search(theirs.text):
         return False
-    known = _equal_colons(ours, theirs)
-    known = _equal_amounts(ours, theirs) if known is None else known
-    return _equal_lists(ours.amount, theirs.amount) if known is None else known
+    verdict = _equal_colons(ours, theirs)
+    if verdict is None:
+        verdict = _equal_amounts(ours, theirs)
+    if verdict is None:
+        verdict = _equal_lists(ours.amount, theirs.amount)
+    return verdict

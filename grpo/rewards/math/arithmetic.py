@@ -15,7 +15,8 @@ from fractions import Fraction
 
 MAX_BITS = 4096  # of a numerator and a denominator together; 1,000 digits are 3,322
 LARGE = math.inf  # stands for a fraction in lowest terms with more than LARGE_BITS bits
-LARGE_BITS = 2**20  # whatever 1,000 characters of numbers within MAX_BITS do with it, the result is not within MAX_BITS
+# whatever 1,000 characters of numbers within MAX_BITS do with a number of more bits, the result is not within MAX_BITS
+LARGE_BITS = 2**20
 
 Value = Fraction | float
 
@@ -88,7 +89,8 @@ _APPLY = {
 
 
 def applied(sign: str, *numbers: Value) -> Value:
-    """Return the result of an operation. Numbers within MAX_BITS do not make a LARGE one small; another LARGE one may."""
+    """Return the result of an operation. Numbers within MAX_BITS, 0 apart, leave a LARGE one LARGE. Two LARGE ones may cancel: if
+    they may, it raises Undecided."""
     if LARGE not in numbers:
         result = _APPLY[sign](*numbers)
         if result != LARGE and bits(result) > MAX_BITS:
@@ -122,16 +124,49 @@ def value(text: str) -> Value | None:
         return None
 
 
+class _Stacks:
+    """Values that were read, and the operators and brackets that wait for their right side.
+
+    In `waiting`, `\\frac` is below a fraction's first brace, `\\frac 2` below its second.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self.waiting: list[str] = []
+
+    def apply(self, rank: int) -> None:
+        """Apply the waiting operators of at least this rank, back to the last open bracket."""
+        while self.waiting and _RANK.get(self.waiting[-1], 0) >= rank:
+            sign, y = self.waiting.pop(), self.values.pop()
+            numbers = (y,) if sign == "negative" else (self.values.pop(), y)
+            self.values.append(applied(sign, *numbers))
+
+    def close(self, bracket: str) -> bool:
+        """Close a bracket, and return whether a fraction's second brace must follow."""
+        self.apply(1)
+        if not self.waiting or self.waiting.pop() != _CLOSES[bracket]:
+            raise Undecided
+        before = self.waiting[-1] if self.waiting else ""
+        if before in _APPLY and before[0] == "\\":
+            self.waiting[-1] += " 2"
+            return True
+        if before.endswith(" 2"):
+            sign, y = self.waiting.pop().removesuffix(" 2"), self.values.pop()
+            self.values.append(applied(sign, self.values.pop(), y))
+        return False
+
+
+def _number(match: re.Match) -> Value:
+    number = Fraction(match["number"].replace(",", "").removesuffix("."))
+    if match["exponent"]:
+        return applied("*", number, power(Fraction(10), Fraction(match["exponent"])))
+    return number
+
+
 def _evaluate(text: str) -> Value:
-    """Run Dijkstra's shunting yard. In `waiting`, `\\frac` is below a fraction's first brace, `\\frac 2` below its second."""
-    values: list[Value] = []
-    waiting: list[str] = []
-
-    def apply(rank: int) -> None:
-        while waiting and _RANK.get(waiting[-1], 0) >= rank:
-            sign, y = waiting.pop(), values.pop()
-            values.append(applied(sign, y) if sign == "negative" else applied(sign, values.pop(), y))
-
+    """Run Dijkstra's shunting yard."""
+    stacks = _Stacks()
+    values, waiting = stacks.values, stacks.waiting
     wants_value, position = True, 0
     while position < len(text):
         if not (match := _TOKEN.match(text, position)):
@@ -141,16 +176,13 @@ def _evaluate(text: str) -> Value:
         if in_fraction and sign != "{":
             raise Undecided
         if sign is None and wants_value:
-            number = Fraction(match["number"].replace(",", "").removesuffix("."))
-            if match["exponent"]:
-                number = applied("*", number, power(Fraction(10), Fraction(match["exponent"])))
-            values.append(number)
+            values.append(_number(match))
             wants_value = False
         elif not wants_value and sign == "(":  # 2(3)
-            apply(_RANK["negative"])
+            stacks.apply(_RANK["negative"])
             if waiting[-1:] == ["/"]:
                 raise Undecided  # 1/2(3) is ambiguous
-            apply(_RANK["*"])
+            stacks.apply(_RANK["*"])
             waiting.extend(["*", "("])
             wants_value = True
         elif wants_value and sign in ("(", "{", "\\frac", "\\binom"):
@@ -158,27 +190,19 @@ def _evaluate(text: str) -> Value:
         elif wants_value and sign in ("-", "+"):
             waiting.extend(["negative"] * (sign == "-"))
         elif not wants_value and sign in _CLOSES:
-            apply(1)
-            if not waiting or waiting.pop() != _CLOSES[sign]:
-                raise Undecided
-            if waiting and waiting[-1] in _APPLY and waiting[-1][0] == "\\":
-                waiting[-1] += " 2"
-                wants_value = True
-            elif waiting and waiting[-1].endswith(" 2"):
-                sign, y = waiting.pop().removesuffix(" 2"), values.pop()
-                values.append(applied(sign, values.pop(), y))
+            wants_value = stacks.close(sign)
         elif not wants_value and sign == "!":
             values.append(applied("!", values.pop()))
         elif not wants_value and sign in _RANK:
             if sign != "^":  # which is evaluated from the right
-                apply(_RANK[sign])
+                stacks.apply(_RANK[sign])
             waiting.append(sign)
             wants_value = True
         else:
             raise Undecided
     if wants_value:
         raise Undecided
-    apply(1)
+    stacks.apply(1)
     if waiting:
         raise Undecided
     return values.pop()

@@ -1,8 +1,8 @@
 """Decides whether two numbers are equal, by proof and not by rounding: sympy expressions in, True, False or None out.
 
-In this order: rationals exactly; powers that nobody can write down by their factors, 4^{10^{10}} = 2^{2*10^{10}}; an
-inequality by a difference of which digits are sure; roots by their separation bound; anything else by sympy's rules, at last
-to DIGITS digits. Runs in a worker: only its callers import sympy.
+The proofs, in this order: rationals are compared exactly; powers too large to write down by their factors, as 4^{10^{10}} =
+2^{2*10^{10}}; two numbers differ if digits of their difference are sure; roots by their separation bound; anything else by
+sympy's rules, and at last to DIGITS digits. Runs in a worker: only its callers import sympy.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ from sympy.functions.elementary.hyperbolic import HyperbolicFunction
 MOST_BITS = 2**18  # of a number that is computed; 79,000 digits
 MOST_DIGITS = 20000  # that a separation bound may ask for
 DIGITS = 1000  # to which two numbers without a proof must agree, beyond the digits of the numbers in them
-_ROUGH = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)  # whose digits sympy does not answer for
+ROUGH = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)  # whose digits sympy does not answer for
 
 Factors = dict[int | Expr, Fraction]  # base -> exponent; a base is an integer above 1, or e
 
@@ -51,7 +51,7 @@ def same_number(a: Expr, b: Expr) -> bool | None:
     difference = a - b
     if difference == 0 or not difference.is_number:
         return difference == 0
-    rough = difference.has(*_ROUGH)
+    rough = difference.has(*ROUGH)
     if not rough and _nonzero(difference, 100):
         return False
     bound = None if rough else _bound(difference)
@@ -64,14 +64,12 @@ def same_number(a: Expr, b: Expr) -> bool | None:
 
 def _nonzero(x: Expr, digits: int) -> bool:
     """Return whether x is surely not 0. sympy raises its precision up to so many digits until three digits of x are sure."""
-    return any(
-        isinstance(part, sympy.Float) and part._prec > 1 and part != 0
-        for part in x.evalf(3, maxn=digits).as_real_imag()
-    )
+    parts = x.evalf(3, maxn=digits).as_real_imag()
+    return any(isinstance(part, sympy.Float) and part._prec > 1 and part != 0 for part in parts)
 
 
 def _bound(x: Expr) -> int | None:
-    """Return with how many digits a number made of rationals by + - * / and roots differs from 0 unless it is 0.
+    """Return a number of digits: if a number made of rationals by + - * / and roots is not 0, so many of its digits show it.
 
     The separation bound of Burnikel, Funke, Mehlhorn, Schirra and Schmitt (2001). None for other numbers.
     """
@@ -111,13 +109,13 @@ def _same_sums(ours: list[Expr], theirs: list[Expr]) -> bool | None:
         terms = [*((1, *_factors(x)) for x in _terms(ours)), *((-1, *_factors(x)) for x in _terms(theirs))]
     except (ValueError, OverflowError):
         return None
-    left: list[
-        tuple[Factors, Expr]
-    ] = []  # a term, and the sum of all terms that are small multiples of it, divided by it
+    # a term, and the sum of all terms that are small multiples of it, divided by it
+    left: list[tuple[Factors, Expr]] = []
     for side, sign, term in terms:
         for i, (other, total) in enumerate(left):
             ratio = _coprime([*term.items(), *((base, -power) for base, power in other.items())])
-            if sum(abs(power) * (1 if base == E else base.bit_length()) for base, power in ratio.items()) <= MOST_BITS:
+            lengths = (abs(power) * (1 if base == E else base.bit_length()) for base, power in ratio.items())
+            if sum(lengths) <= MOST_BITS:
                 left[i] = other, total + side * sign * _product(ratio)
                 break
         else:
@@ -133,7 +131,8 @@ def _same_sums(ours: list[Expr], theirs: list[Expr]) -> bool | None:
 
 def _log2(factors: Factors, times: Expr):
     """Return log2 of |a product|, exact to about 64 bits behind the point."""
-    with mpmath.workprec(64 + max((abs(power.numerator).bit_length() for power in factors.values()), default=0)):
+    longest = max((abs(power.numerator).bit_length() for power in factors.values()), default=0)
+    with mpmath.workprec(64 + longest):
         logs = [mpmath.log(mpmath.e if base == E else base, 2) for base in factors]
         powers = [mpmath.mpf(power.numerator) / power.denominator for power in factors.values()]
         return mpmath.log(abs(mpmath.mpmathify(times.evalf())), 2) + mpmath.fdot(powers, logs)
@@ -148,9 +147,8 @@ def _terms(sums: Iterable[Expr]) -> Iterator[Expr]:
 
 
 def _product(factors: Factors) -> Expr:
-    return prod(
-        (Pow(base, Rational(power.numerator, power.denominator)) for base, power in factors.items()), start=Rational(1)
-    )
+    powers = (Pow(base, Rational(power.numerator, power.denominator)) for base, power in factors.items())
+    return prod(powers, start=Rational(1))
 
 
 def _rational(x: Expr) -> Fraction:
@@ -174,28 +172,32 @@ def _factors(x: Expr) -> tuple[int, Factors]:
         (sign, factors), power = _factors(x.base), _rational(x.exp)
         if sign < 0 and power.denominator > 1:
             raise ValueError("a root of a negative number")
-        return (sign if power.numerator % 2 else 1), {base: old * power for base, old in factors.items() if power}
+        powers = {base: old * power for base, old in factors.items() if power}
+        return (sign if power.numerator % 2 else 1), powers
     value = _rational(x)
     if not value:
         raise ValueError("0 has no factors")
-    return (1 if value > 0 else -1), _coprime([(abs(value.numerator), Fraction(1)), (value.denominator, Fraction(-1))])
+    powers = [(abs(value.numerator), Fraction(1)), (value.denominator, Fraction(-1))]
+    return (1 if value > 0 else -1), _coprime(powers)
 
 
 def _coprime(powers: Iterable[tuple[int | Expr, Fraction]]) -> Factors:
-    """Return the product with bases that have no common divisor: if it is 1, nothing is left. Nothing is factorized."""
-    found: Factors = {}
+    """Return the product of powers, with bases that have no common divisor: none are left if it is 1. Nothing is factorized."""
+    product: Factors = {}
     todo = list(powers)
     while todo:
         base, power = todo.pop()
         if base == 1 or power == 0:
             continue
-        divisors = ((other, gcd(base, other)) for other in found if E not in (base, other))
-        if base == E and E in found:
-            todo.append((E, found.pop(E) + power))
-        elif shared := next(((other, divisor) for other, divisor in divisors if divisor > 1), None):
-            other, divisor = shared
-            old = found.pop(other)
-            todo += [(base // divisor, power), (other // divisor, old), (divisor, power + old)]
-        else:
-            found[base] = power
-    return found
+        if base == E and E in product:
+            todo.append((E, product.pop(E) + power))
+            continue
+        divisors = ((other, gcd(base, other)) for other in product if E not in (base, other))
+        shared = next(((other, divisor) for other, divisor in divisors if divisor > 1), None)
+        if shared is None:
+            product[base] = power
+            continue
+        other, divisor = shared
+        old = product.pop(other)
+        todo += [(base // divisor, power), (other // divisor, old), (divisor, power + old)]
+    return product

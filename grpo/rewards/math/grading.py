@@ -25,8 +25,8 @@ def _decide(answer: str, gold: str) -> Outcome:
     """Return the verdict. Raises TimeoutError and WorkerError, so that the cache holds only verdicts."""
     if not reading_of(gold).text:
         raise WorkerError("there is no gold answer")
-    if len(answer) <= MAX_LENGTH and (known := equal(answer, gold)) is not None:
-        return "right" if known else "wrong"
+    if len(answer) <= MAX_LENGTH and (same := equal(answer, gold)) is not None:
+        return "right" if same else "wrong"
     ours, theirs = for_algebra(answer, gold) if readable(answer) else ("", reading_of(gold).amount)
     outcome = ALGEBRA.call(ours, theirs)
     if outcome == "timeout":
@@ -51,9 +51,9 @@ def verdict(answer: str | None, gold: str) -> Outcome:
 
 
 def unreadable(golds: Sequence[str | None]) -> list[int]:
-    """Return the places of the right answers that nobody can read; None is no answer, and is left out.
+    """Return the places of the right answers that neither arithmetic nor algebra can read; None is no answer, and is left out.
 
-    Asks a worker only about those that are not put together soundly.
+    A worker is asked only about those that `sound` is not sure of.
     """
     places: dict[str, list[int]] = {}
     for place, gold in enumerate(golds):
@@ -63,8 +63,5 @@ def unreadable(golds: Sequence[str | None]) -> list[int]:
         return []
     with ThreadPoolExecutor(WORKERS) as pool:  # a number that is no right answer
         outcomes = pool.map(lambda gold: verdict("12345678987654321", gold), places)
-        return sorted(
-            place
-            for gold, outcome in zip(places, outcomes, strict=True)
-            for place in places[gold] * (outcome == "error")
-        )
+        bad = [gold for gold, outcome in zip(places, outcomes, strict=True) if outcome == "error"]
+    return sorted(place for gold in bad for place in places[gold])

@@ -31,17 +31,16 @@ _TAIL = re.compile(
 _OTHER_NUMBER = re.compile(rf"(?:{_NO_UNIT})\b")
 _GENERAL = re.compile(r"\b(?:units?|of|the|exactly)\b")
 _COMPASS = {"N": "north", "S": "south", "E": "east", "W": "west"}
-_ONLY_WORDS = frozenset(
-    ["am", "pm", "ad", "bc", "bce", "ce", "up", "at", "a"]
-)  # which pint takes for attometers, petamol per liter, ...
+# which pint takes for attometers, petamol per liter, ...
+_ONLY_WORDS = frozenset(["am", "pm", "ad", "bc", "bce", "ce", "up", "at", "a"])
 _LOCK = threading.Lock()
 
 
 def apart(text: str) -> tuple[str, str]:
     """Return a cleaned answer without the units and words after it, and these as plain text; pint reads "m s^-1"."""
     amount, tail = text, ""
-    while (found := _TAIL.search(amount)) and not _OTHER_NUMBER.match(_plain(found[0])):
-        amount, tail = amount[: found.start()], f"{found[0]} {tail}"
+    while (match := _TAIL.search(amount)) and not _OTHER_NUMBER.match(_plain(match[0])):
+        amount, tail = amount[: match.start()], f"{match[0]} {tail}"
     return amount.strip(), _plain(tail)
 
 
@@ -56,7 +55,9 @@ def _plain(tail: str) -> str:
     tail = tail.replace("\\Omega", "ohm").replace("\\cdot", "*").replace("^{", "^")
     tail = re.sub(r"(?:\\text|[\\{}()\s])+", " ", tail).replace(" ^", "^")
     tail = re.sub(r"\b([aApPB])\.\s?([mMCD])\b\.?|\bdegree ([NSEW])\b", _abbreviated, tail)
-    return re.sub(r"\s+", " ", _GENERAL.sub("", tail.replace("-", " ") if "^" not in tail else tail)).strip(" .,;")
+    if "^" not in tail:
+        tail = tail.replace("-", " ")
+    return re.sub(r"\s+", " ", _GENERAL.sub("", tail)).strip(" .,;")
 
 
 def _abbreviated(match: re.Match) -> str:
@@ -64,7 +65,7 @@ def _abbreviated(match: re.Match) -> str:
 
 
 def factor(ours: str, gold: str) -> Fraction | None:
-    """Return by what our number is multiplied to be in the gold's unit: 1 if one has none, None if they disagree."""
+    """Return the factor that converts our number to the gold's unit: 1 if one of them has no unit, None if they disagree."""
     if not ours or not gold or ours == gold:
         return Fraction(1)
     (our_unit, our_words), (unit, words) = _read(ours), _read(gold)
@@ -83,12 +84,10 @@ def factor(ours: str, gold: str) -> Fraction | None:
 def temperature(value: Fraction, ours: str, gold: str) -> Fraction | None:
     """Return a temperature in the gold's scale; None if these are no two scales of temperature."""
     our_unit, unit = _read(ours)[0], _read(gold)[0]
-    if (
-        our_unit is None
-        or unit is None
-        or not _offset(our_unit, unit)
-        or our_unit.dimensionality != unit.dimensionality
-    ):
+    if our_unit is None or unit is None or not _offset(our_unit, unit):
+        return None
+    same_kind = our_unit.dimensionality == unit.dimensionality
+    if not same_kind:
         return None
     with _LOCK:
         return Fraction(_pint().Quantity(value, our_unit).to(unit).magnitude)

@@ -1,4 +1,4 @@
-"""Tells an answer that was worked out from a calculation that was not done, as 7+8*8. Text in, bool out.
+"""Tells a worked-out answer, as 71, from a calculation that was left undone, as 7+8*8. Text in, bool out.
 
 `grading` asks whether two answers are mathematically equal, and 7+8*8 equals 71. A policy that is paid for 7+8*8 never learns to
 calculate, so the reward `correct` asks here too.
@@ -44,8 +44,8 @@ def copied(answer: str, gold: str, question: str) -> bool:
     ours = _squeezed(answer)
     if ours == _squeezed(gold) or _TRIVIAL.fullmatch(ours):
         return False
-    formulas = (_squeezed(next(filter(None, found.groups()))) for found in _DOLLARS.finditer(question))
-    return any(ours in formula for formula in formulas)
+    formulas = (next(filter(None, match.groups())) for match in _DOLLARS.finditer(question))
+    return any(ours in _squeezed(formula) for formula in formulas)
 
 
 def _squeezed(text: str) -> str:
