@@ -122,6 +122,12 @@ class TokenBatch:
                 change[name] = tensor[:, :right]  # [B, C]
         return replace(self, host=self.host and self.host.trimmed(), **change)
 
+    def on_tokens(self, values: Tensor) -> Tensor:
+        """Return the values of samples [N, G], or of turns [N, G, K], on each of their tokens, [B, C]."""
+        if values.dim() == 3:
+            return values.flatten(0, 1)[self.sample[:, None], self.turn.clamp(min=0)]
+        return values.flatten()[self.sample, None].expand(self.mask.shape)
+
     def by_sample(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
         """Return the sums of `values` [B] over the rows of each sample, on all ranks, as `shape` [N, G]."""
         sums = torch.zeros(shape[0] * shape[1], device=values.device).index_add(0, self.sample, values)
