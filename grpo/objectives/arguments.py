@@ -12,14 +12,8 @@ from grpo.system.errors import UserError
 from grpo.system.ranges import accepts
 
 WITHOUT_RATIO = ("logprobs", "rollout_logprobs", "advantages", "mask", "counted", "sample", "group")
-OF_TOKENS = (
-    "mask",
-    "sample",
-    "turn",
-    "old_logprobs",
-    "values",
-    "prob_squares",
-)  # an advantage with `mask` is of tokens
+# an advantage with `mask` is of tokens
+OF_TOKENS = ("mask", "sample", "turn", "old_logprobs", "values", "prob_squares")
 OFFERED = {  # values for the function of each axis; of level and reduce only for one of your own
     "advantage": ("rewards", "lengths", "parts", "steps", "progress", "examples", "observations", *OF_TOKENS),
     "surrogate": ("ratio", "log_ratio", "old_logprobs", *WITHOUT_RATIO),

@@ -108,8 +108,8 @@ class TokenBatch:
         host, width = self.host or self, self.prompt_width
         lengths = torch.stack([part.sum(1) for part in host.attention_mask.tensor_split([width], dim=1)], dim=1)
         return [
-            (tuple(ids[width - prompt : width]), tuple(ids[width : width + own]))
-            for ids, (prompt, own) in zip(host.ids.tolist(), lengths.tolist(), strict=True)
+            (tuple(ids[width - prompt : width]), tuple(ids[width : width + completion]))
+            for ids, (prompt, completion) in zip(host.ids.tolist(), lengths.tolist(), strict=True)
         ]
 
     def trimmed(self) -> Self:

@@ -19,11 +19,11 @@ from grpo.system.ranges import NonNegative, Share, enforced
 
 def returns(rewards: Tensor, steps: Tensor, gamma: float = 1.0) -> Tensor:
     """R_k = r_k + gamma R_{k+1}, the discounted rewards from turn k on, [N, G, K]; NaN where there is no turn or no reward."""
-    found, later = [], torch.zeros_like(steps[..., 0])
+    to_go, later = [], torch.zeros_like(steps[..., 0])
     for reward in reversed(steps.unbind(2)):
         later = reward.nan_to_num(0.0) + gamma * later
-        found.append(later.masked_fill(reward.isnan() | rewards.isnan(), torch.nan))
-    return torch.stack(found[::-1], dim=2)
+        to_go.append(later.masked_fill(reward.isnan() | rewards.isnan(), torch.nan))
+    return torch.stack(to_go[::-1], dim=2)
 
 
 def turn_returns(rewards: Tensor, steps: Tensor, gamma: Share = 1.0, baseline: bool = True) -> Tensor:
@@ -115,7 +115,7 @@ def remax(rewards: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def column(examples: Sequence[Mapping[str, Any]], name: str) -> list[str]:
-    """Return a column of the examples, N texts. Raises UserError if one has no such column."""
+    """Return a column of the N examples, one text each; "" for an empty example. Raises UserError if one has no such column."""
     for example in filter(None, examples):  # an empty one stands for a group without samples
         if name not in example:
             raise UserError(f"an example has no column {name!r}; it has {', '.join(map(str, example))}")
