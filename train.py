@@ -22,6 +22,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
 
     from grpo.apps.engines import engine_of
     from grpo.models.policy import with_adapter
+    from grpo.objectives.checks import check_algorithm
     from grpo.preflight.callback import PreflightCallback
     from grpo.preflight.forecast import Sizes, forecast
     from grpo.rollout.rollouts import Rollouts
@@ -42,7 +43,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     algorithm = instantiate(config.algo)
     evaluator = instantiate(config.eval)
     optim = instantiate(config.optim)
-    algorithm.check(plan.prompts, plan.group_size, plan.ahead, "critic" in config.module)
+    check_algorithm(algorithm, plan.prompts, plan.group_size, plan.ahead, "critic" in config.module)
     prompt_limit = instantiate(config.prompt_limit)
     task = instantiate(config.task)
     source = instantiate(config.source)

@@ -18,6 +18,7 @@ from grpo.evaluation.evaluator import Evaluator
 from grpo.models.pretrained import Pretrained
 from grpo.objectives.advantage import group_advantages
 from grpo.objectives.algorithm import Algorithm
+from grpo.objectives.checks import check_algorithm
 from grpo.objectives.loss import clip
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Plan
@@ -40,6 +41,7 @@ def main(
     pretrained, task = Pretrained(model), GSM8K(data, **task)
     plan = Plan(prompts, group_size=8, num_rollouts=rollouts, sampling=Sampling(max_tokens))
     algorithm = Algorithm(partial(group_advantages, scale="none"), clip, max_tokens, reduce="constant")  # Dr.GRPO
+    check_algorithm(algorithm, plan.prompts, plan.group_size)
     adamw = partial(AdamW, lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     optim = Optimization(adamw, partial(get_scheduler, "constant"))
 

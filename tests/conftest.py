@@ -147,10 +147,12 @@ def with_algorithm(*overrides: str) -> DictConfig:
 @functools.cache
 def preset(*overrides: str) -> "Algorithm":
     """The algorithm of a command line, after the checks that train.py makes."""
+    from grpo.objectives.checks import check_algorithm
+
     config = with_algorithm(*overrides)
     try:
         algorithm = instantiate(config.algo)
     except InstantiationException as error:
         raise error.__cause__ from error
-    algorithm.check(config.rollout.prompts, config.rollout.group_size, critic="critic" in config.module)
+    check_algorithm(algorithm, config.rollout.prompts, config.rollout.group_size, critic="critic" in config.module)
     return algorithm

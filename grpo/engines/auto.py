@@ -20,10 +20,10 @@ def auto_engine(path: str, devices: Count = 1, nodes: Count = 1, most_tokens: Bo
     path: the model that vLLM loads; devices, nodes, most_tokens: see `VLLMEngine`. The built-in engine needs none
     of them, since it samples from the model being trained.
     """
-    there = {"GPU": torch.cuda.is_available(), "vllm": find_spec("vllm") is not None}
-    if missing := [name for name in there if not there[name]]:
+    has = {"GPU": torch.cuda.is_available(), "vllm": find_spec("vllm") is not None}
+    if missing := [name for name in has if not has[name]]:
         line = f"engine: the built-in one (engine=transformers), because there is no {' and no '.join(missing)}"
-        if there["GPU"]:
+        if has["GPU"]:
             log.warning("%s: vLLM samples faster; %s, or set engine=transformers", line, INSTALL)
         else:
             log.info(line)

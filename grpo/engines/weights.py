@@ -49,8 +49,8 @@ def checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     def merged(owner: str) -> nn.Module:
         """A copy of a layer with all its adapters: those of experts are nested, one for each of their parameters."""
         part = base.get_submodule(owner)
-        known = {id(p): nn.Parameter(whole(p), False) for p in part.parameters()} if is_sharded(model) else {}
-        layer = dequantize(deepcopy(part, known))
+        copies = {id(p): nn.Parameter(whole(p), False) for p in part.parameters()} if is_sharded(model) else {}
+        layer = dequantize(deepcopy(part, copies))
         for adapter in layer.modules():
             if hasattr(adapter, "lora_A"):
                 adapter.merge()
@@ -82,7 +82,7 @@ def as_in_files(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     for name, tensor in checkpoint(model):
         files = revert_weight_conversion(base, {name: tensor})
-        yield from ((own, part.contiguous()) for own, part in files.items())
+        yield from ((file_name, part.contiguous()) for file_name, part in files.items())
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:

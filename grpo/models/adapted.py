@@ -31,16 +31,16 @@ def check_adapted(policy: nn.Module) -> None:
     for name, layer in ((name, m.get_base_layer()) for name, m in adapters.items()):
         if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
             continue
-        one = layer.weight.new_zeros(1, layer.in_features)
-        if one.is_floating_point() and not isinstance(layer(one), Tensor):  # other numbers are of quantized layers
+        state = layer.weight.new_zeros(1, layer.in_features)
+        if state.is_floating_point() and not isinstance(layer(state), Tensor):  # other numbers are of quantized layers
             out = f"+adapter.exclude_modules=[{name.rpartition('.')[2]}]"
             raise UserError(f"adapter: PEFT cannot adapt a {type(layer).__name__}, as {name} is: set {out}")
     if any(isinstance(p, FakeTensor) for p in policy.parameters()):
         return  # the forecast builds the policy once more
-    own = {name: p for name, p in policy.named_parameters() if "lora_" not in name}
+    base = {name: p for name, p in policy.named_parameters() if "lora_" not in name}
     kinds = {name: getattr(m, "parameter_name", "weight") for name, m in adapters.items()}  # experts have no layers
     covered = sum(getattr(m.get_base_layer(), kinds[name]).numel() for name, m in adapters.items())
-    left = [name for name, p in own.items() if p.ndim == 3 and ".experts." in name and "base_layer" not in name]
-    share, but = 100 * covered / sum(p.numel() for p in own.values()), " (not its experts)" if left else ""
+    left = [name for name, p in base.items() if p.ndim == 3 and ".experts." in name and "base_layer" not in name]
+    share, but = 100 * covered / sum(p.numel() for p in base.values()), " (not its experts)" if left else ""
     leaves = {name.rpartition(".")[2] if kind == "weight" else f"experts' {kind}" for name, kind in kinds.items()}
     log.info("LoRA covers %.0f %% of the weights%s: %s", share, but, ", ".join(sorted(leaves)))

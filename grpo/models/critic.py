@@ -64,18 +64,18 @@ def logprobs_and_states(
     kernel: str = "sdpa",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `completion_logprobs` does, and the hidden states of the same pass that `states_before` describes, [n, H]."""
-    with captured_hidden_states(model) as found:
+    with captured_hidden_states(model) as states:
         logprobs, entropy = completion_logprobs(model, batch, temperature, entropy_gradient, layout, kernel)
-    return logprobs, entropy, found[0][:, :-1][batch.mask] if layout == "padded" else torch.cat(found)
+    return logprobs, entropy, states[0][:, :-1][batch.mask] if layout == "padded" else torch.cat(states)
 
 
 @contextmanager
 def captured_hidden_states(model: nn.Module) -> Iterator[list[Tensor]]:
     """Collect the inputs of a language model's head, [..., H] each, in a `with` block."""
-    found: list[Tensor] = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, given: found.append(given[0]))
+    states: list[Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: states.append(args[0]))
     try:
-        yield found
+        yield states
     finally:
         hook.remove()
 

@@ -58,7 +58,7 @@ FLEX = FlexKernel()
 
 def padding(prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[Sequence[int]]]) -> int:
     """Return how many tokens a row lacks to whole blocks, and to the fewest."""
-    tokens = sum(map(len, prompts)) + sum(len(row) for own in rows for row in own)
+    tokens = sum(map(len, prompts)) + sum(len(row) for rows_of_prompt in rows for row in rows_of_prompt)
     return max(-tokens % BLOCK, FEWEST * BLOCK - tokens)
 
 

@@ -48,8 +48,8 @@ def token_values(
     if len(targets) <= size:
         return values(hidden, targets)
     chunks = zip(hidden.split(size), targets.split(size), strict=True)
-    found = [checkpoint(values, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+    scores = [checkpoint(values, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    return tuple(torch.cat(parts) for parts in zip(*scores, strict=True))
 
 
 class Given(nn.Module):
@@ -105,18 +105,18 @@ def factor_of(model: nn.Module, width: int) -> float | None:
     """Return the factor between the logits of the head and those of the model, found by trying; None for another function of
     the states. If the model's code cannot be tried, it is 1: `trusted` compares the results with the model's. width: of states.
     """
-    if (known := vars(model).get("_logit_factor", ...)) is not ...:
-        return known
+    if "_logit_factor" in vars(model):  # it was tried before
+        return vars(model)["_logit_factor"]
     head = model.get_output_embeddings()
     if isinstance(head.weight, FakeTensor):  # a forecast: no numbers, and the same memory
         return 1.0
     states = torch.linspace(1, 2, width, device=head.weight.device)[None]
     scores = torch.tensor([[-500.0, -1.0, 1.0, 500.0]], device=states.device)
     try:
-        given = Given(head, scores[None])
-        logits = after_the_decoder(model, states, given)
+        stand_in = Given(head, scores[None])
+        logits = after_the_decoder(model, states, stand_in)
         ratios = (logits / scores).flatten()
-        read = given.calls[0][0].flatten()
+        read = stand_in.calls[0][0].flatten()
         linear = torch.equal(read, states.flatten()) and torch.allclose(ratios, ratios[0], rtol=1e-6)
         factor = float(ratios[0]) if linear else None
     except Exception:  # a model's code may raise anything
@@ -127,8 +127,8 @@ def factor_of(model: nn.Module, width: int) -> float | None:
 
 def of_logits(logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities of `targets` and the entropies, [...] float32 each. logits: [..., V]; targets: [...]."""
-    found = OfLogits.apply(logits.flatten(0, -2), targets.flatten(), temperature, entropy_gradient)
-    return tuple(values.view(targets.shape) for values in found)
+    scores = OfLogits.apply(logits.flatten(0, -2), targets.flatten(), temperature, entropy_gradient)
+    return tuple(values.view(targets.shape) for values in scores)
 
 
 def is_one_matrix(head: nn.Module) -> bool:
@@ -185,8 +185,9 @@ class OfTokens(Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for at in chunks_of(len(targets), size):
                 logits = kept[0] if kept else F.linear(states[at], matrix)
-                given = [values[at] for values in saved], of_logprobs[at], of_entropy[at] if entropy_gradient else None
-                of_chunk = gradient_of_logits(logits, targets[at], temperature, *given)  # [chunk, V]
+                scores = [values[at] for values in saved]
+                gradients = of_logprobs[at], of_entropy[at] if entropy_gradient else None
+                of_chunk = gradient_of_logits(logits, targets[at], temperature, scores, *gradients)  # [chunk, V]
                 if wants_hidden:
                     torch.mm(of_chunk, matrix, out=of_hidden[at])
                 if wants_weight and dtype == weight.dtype:

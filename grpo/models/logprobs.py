@@ -73,20 +73,18 @@ def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, 
         prompts.append(prompt)
         rows.append(rest[:end])
         together.setdefault(prompt if share else r, []).append(r)
-    groups = list(together.values())
-    alone = [len(members) == 1 for members in groups]  # then prompt and row are one sequence
-    plan = Packed(
-        [prompts[m[0]] + rows[m[0]] if lone else prompts[m[0]] for m, lone in zip(groups, alone, strict=True)],
-        [() if lone else [rows[r] for r in m] for m, lone in zip(groups, alone, strict=True)],
-        batch.ids.device,
-        kernel,
-    )
+    shared, rest = [], []  # of each group: the tokens that its rows share, and those of each row after them
+    for members in together.values():
+        prompt, several = prompts[members[0]], len(members) > 1
+        shared.append(prompt if several else prompt + rows[members[0]])  # a row alone is one sequence with its prompt
+        rest.append([rows[r] for r in members] if several else [])
+    plan = Packed(shared, rest, batch.ids.device, kernel)
     before: dict[int, tuple[int, int]] = {}  # by row: the indices in T of its prompt's last token, and of its own first
-    of_prompts, of_rows = plan.starts[: len(groups)], iter(plan.starts[len(plan.prompt_lengths) :])
-    for members, lone, first in zip(groups, alone, of_prompts, strict=True):
+    of_prompts, of_rows = plan.starts[: len(shared)], iter(plan.starts[len(plan.prompt_lengths) :])
+    for members, first in zip(together.values(), of_prompts, strict=True):
         for r in members:
             last = first + len(prompts[r]) - 1
-            before[r] = last, last + 1 if lone else next(of_rows)
+            before[r] = last, next(of_rows) if len(members) > 1 else last + 1
     last, start = torch.tensor([before[r] for r in range(len(rows))]).T[..., None]  # [B, 1]
     places = torch.cat([last, start + torch.arange(mask.shape[1])], dim=1)[:, :-1]  # [B, C]
     return plan, sent(places[mask], batch.ids.device)

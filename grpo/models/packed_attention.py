@@ -89,9 +89,9 @@ class Packed:
             prompts, rows = [*prompts, (0,) * missing], [*rows, ()]
         owner: list[int] = []  # each row's prompt
         parts = []  # ids, position of the first, number of its prompt, of its row (-1: none)
-        for n, (prompt, own) in enumerate(zip(prompts, rows, strict=True)):
+        for n, (prompt, rows_of_prompt) in enumerate(zip(prompts, rows, strict=True)):
             parts.append((prompt, 0, n, -1))
-            for row in own:
+            for row in rows_of_prompt:
                 parts.append((row, len(prompt), n, len(owner)))
                 owner.append(n)
         lengths = torch.tensor([len(ids) for ids, *_ in parts])
@@ -106,7 +106,9 @@ class Packed:
         self.starts = [*starts[row_number < 0].tolist(), *starts[row_number >= 0].tolist()]
         self.owner = torch.tensor(owner, dtype=torch.int64)
         self.prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
-        self.row_lengths = torch.tensor([len(row) for own in rows for row in own], dtype=torch.int64)
+        self.row_lengths = torch.tensor(
+            [len(row) for rows_of_prompt in rows for row in rows_of_prompt], dtype=torch.int64
+        )
         self.masks: dict[int | None, Any] = {}  # by window
 
     def attend(
@@ -159,14 +161,14 @@ class Packed:
         return of_prompts, sent(sees[:, None], self.device)
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """Return the mask for FlexAttention."""
+        """Return the mask for FlexAttention, from the two intervals of keys that each of the T tokens sees, see `blocks_of`."""
         count = len(self.prompt_lengths)
         starts, index = torch.tensor(self.starts), torch.arange(len(self.prompt_of))
         first, length, in_row = starts[self.prompt_of], self.prompt_lengths[self.prompt_of], self.row_of >= 0
-        own = torch.where(in_row, starts[count + self.row_of.clamp(min=0)], first) if in_row.any() else first
+        row = torch.where(in_row, starts[count + self.row_of.clamp(min=0)], first) if in_row.any() else first
         hidden = torch.zeros_like(index) if window is None else (self.within - window + 1).clamp(min=0)  # keys before
         seen = [first + hidden, torch.where(in_row, first + length, index + 1)]
-        seen += [own + (hidden - length).clamp(min=0), torch.where(in_row, index + 1, 0)]
+        seen += [row + (hidden - length).clamp(min=0), torch.where(in_row, index + 1, 0)]
         return blocks_of(sent(torch.stack(seen).int(), self.device))
 
 

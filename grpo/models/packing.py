@@ -53,9 +53,9 @@ def microbatches(batch: TokenBatch, layout: Layout, max_tokens: int) -> list[Ten
     """
     numbers: dict[object, int] = {}
     rows = []  # number of the prompt, its length, the length of what follows
-    for r, (prompt, own) in enumerate(batch.sequences()):
+    for r, (prompt, completion) in enumerate(batch.sequences()):
         number = numbers.setdefault(prompt if layout == "shared_prompt" else r, len(numbers))
-        rows.append((number, len(prompt), len(own)))
+        rows.append((number, len(prompt), len(completion)))
     groups = defaultdict(list)
     for r in sorted(range(len(rows)), key=lambda r: -rows[r][2]):
         groups[rows[r][0]].append(r)
@@ -75,11 +75,14 @@ def microbatches(batch: TokenBatch, layout: Layout, max_tokens: int) -> list[Ten
 
 
 def tokens_seen(rows: Sequence[tuple[int, int, int]], layout: Layout) -> int:
-    """Return how many tokens go through the model for these rows in this layout."""
-    own = [length for _, _, length in rows]
+    """Return how many tokens go through the model for these rows in this layout.
+
+    rows: number of the prompt, its length, the length of what follows.
+    """
+    completions = [length for _, _, length in rows]
     if layout == "padded":
-        return len(rows) * (max(prompt for _, prompt, _ in rows) + max(own))
-    return sum({number: prompt for number, prompt, _ in rows}.values()) + sum(own)
+        return len(rows) * (max(prompt for _, prompt, _ in rows) + max(completions))
+    return sum({number: prompt for number, prompt, _ in rows}.values()) + sum(completions)
 
 
 def trusted(
@@ -186,11 +189,12 @@ def row_alone(batch: TokenBatch, row: int) -> TokenBatch:
 
 
 def few_tokens(model: nn.Module) -> TokenBatch:
-    """Return random tokens: two prompts, three rows of the first and two of the second."""
+    """Return random tokens, a batch of 5 rows: three of one prompt of 9 tokens, two of a prompt of 5; 1 to 7 tokens follow."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
-    prompts, widths, owner = torch.randint(vocabulary, (2, 9), generator=generator), (3, 7, 5, 6, 1), (0, 0, 0, 1, 1)
-    ids = torch.cat([prompts[list(owner)], torch.randint(vocabulary, (5, 7), generator=generator)], dim=1)
+    prompts = torch.randint(vocabulary, (2, 9), generator=generator)
+    owner, widths = [0, 0, 0, 1, 1], (3, 7, 5, 6, 1)
+    ids = torch.cat([prompts[owner], torch.randint(vocabulary, (5, 7), generator=generator)], dim=1)
     real = torch.ones_like(ids)
     real[3:, :4] = 0  # the second prompt is shorter
     real[:, 9:] = torch.arange(7) < torch.tensor(widths)[:, None]

@@ -53,7 +53,7 @@ class Reference:
         self.weights = {name: p.detach().to(torch.float32, copy=True) for name, p in trained} if self.moves else {}
 
     def own(self) -> list[Tensor]:
-        """Return the tensors that the reference keeps."""
+        """Return the tensors that the reference holds in memory beside the policy's."""
         return [*self.weights.values(), *(self.copy.parameters() if self.copy is not None else ())]
 
     @contextmanager
@@ -82,7 +82,7 @@ class Reference:
 
     @torch.no_grad()
     def put(self, trained: dict[str, nn.Parameter], values: dict[str, Tensor]) -> None:
-        """Copy values into the policy."""
+        """Copy values into the trained parameters; both by name, of equal shapes."""
         for name, p in trained.items():
             p.copy_(values[name])
         torch.clear_autocast_cache()  # it caches casts by parameter, even if its data changes

@@ -78,8 +78,8 @@ class Pretrained:
             return base.config()
         config = self._load(AutoConfig, "config.json")
         kinds = config.architectures or ["CausalLM"]
-        known = any("CausalLM" in kind or "LMHead" in kind for kind in kinds) or is_multimodal(config)
-        if not self.trust_remote_code and not known:
+        is_causal = any("CausalLM" in kind or "LMHead" in kind for kind in kinds) or is_multimodal(config)
+        if not self.trust_remote_code and not is_causal:
             needed = "a model that predicts the next token is needed, one whose config.json has a ...ForCausalLM"
             raise UserError(f"model.path={self.path} is a {', '.join(kinds)}: {needed} in architectures")
         if getattr(config.get_text_config(), "num_hidden_layers", 1) < 1:

@@ -47,7 +47,7 @@ class Quantized(nn.Linear):
 
 
 class Product(torch.autograd.Function):
-    """x W^T, for a W that the backward pass makes from its codes again."""
+    """x W^T, [..., out], for x, [..., in]. The backward pass makes W, [out, in], from its codes again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Quantized) -> Tensor:
@@ -60,13 +60,15 @@ class Product(torch.autograd.Function):
 
 
 def in_8_bits(weight: Tensor) -> dict[str, Tensor]:
-    """Return the codes, [out, in], and the scales, [out, 1], of a matrix, each row scaled to -127 to 127."""
+    """Return the codes, [out, in] int8, and the scales, [out, 1], of a matrix, [out, in], each row scaled to -127 to 127."""
     scale = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 127
     return {"weight": (weight / scale).round().to(torch.int8), "scale": scale}
 
 
 def in_4_bits(weight: Tensor) -> dict[str, Tensor]:
-    """Return the codes of a matrix, and its scales in 8 bits with what they need. Raises UserError without bitsandbytes."""
+    """Return the parts of a matrix, [out, in], in n = out x in / 64 blocks: its codes, [out x in / 2, 1] uint8; the scales of its
+    blocks in 8 bits, [n] uint8; and what these stand for: scale_of_scales, [n / 256 rounded up], the table code, [256], and the
+    mean. Raises UserError without bitsandbytes."""
     try:
         from bitsandbytes.functional import create_dynamic_map
     except ImportError as error:
@@ -82,7 +84,7 @@ def in_4_bits(weight: Tensor) -> dict[str, Tensor]:
 def quantize(model: nn.Module, bits: Bits) -> nn.Module:
     """Quantize the linear layers of a model in place, except its head, and freeze the rest. Raises UserError if it has none."""
     head = model.get_output_embeddings()
-    chosen = [name for name, each in model.named_modules() if type(each) is nn.Linear and each is not head]
+    chosen = [name for name, layer in model.named_modules() if type(layer) is nn.Linear and layer is not head]
     if not chosen:
         raise UserError(
             f"model.quantization={bits}: {type(model).__name__} has no linear layers of torch: set it to null"
@@ -94,14 +96,14 @@ def quantize(model: nn.Module, bits: Bits) -> nn.Module:
 
 def dequantize(model: nn.Module) -> nn.Module:
     """Turn the quantized layers of a model into plain ones with the same values, in place."""
-    for each in model.modules():
-        if isinstance(each, Quantized):
-            each.weight = nn.Parameter(each.values(), requires_grad=False)
-            each.__class__ = nn.Linear
+    for layer in model.modules():
+        if isinstance(layer, Quantized):
+            layer.weight = nn.Parameter(layer.values(), requires_grad=False)
+            layer.__class__ = nn.Linear
     return model
 
 
 def refuse_quantized(model: nn.Module, by: str, instead: str) -> None:
     """Raise UserError if a layer of the model is quantized. by: the setting that refuses it. instead: what to set."""
-    if any(isinstance(each, Quantized) for each in model.modules()):
+    if any(isinstance(layer, Quantized) for layer in model.modules()):
         raise UserError(f"{by} does not take a quantized base: set {instead}")

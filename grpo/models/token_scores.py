@@ -72,11 +72,11 @@ def few_rows(logits: Tensor) -> list[slice]:
 
 def scores_of_logits(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `scores_of_rows` does. logits: [n, V], without a gradient."""
-    found = logits.new_empty(3, len(logits), dtype=torch.float32)
+    scores = logits.new_empty(3, len(logits), dtype=torch.float32)
     for at in few_rows(logits):
-        for values, of_rows in zip(found, forward(logits[at], targets[at], temperature), strict=True):
+        for values, of_rows in zip(scores, forward(logits[at], targets[at], temperature), strict=True):
             values[at] = of_rows
-    return tuple(found)
+    return tuple(scores)
 
 
 def gradient_of_logits(
@@ -90,16 +90,18 @@ def gradient_of_logits(
     """Return the gradient of the logits, [n, V] in their number type. saved: the results of `scores_of_logits`. of_entropy:
     None if the entropy has no gradient."""
     logprobs, entropy, log_sums = saved
-    given = (logits, log_sums, of_logprobs, temperature, *((entropy, of_entropy) if of_entropy is not None else ()))
+    args = [logits, log_sums, of_logprobs, temperature]
+    if of_entropy is not None:
+        args += [entropy, of_entropy]
     if len(places := few_rows(logits)) == 1:
-        found = backward(*given)
+        gradient = backward(*args)
     else:
-        found = torch.empty_like(logits)
+        gradient = torch.empty_like(logits)
         for at in places:
-            found[at] = backward(*(each[at] if isinstance(each, Tensor) else each for each in given))
+            gradient[at] = backward(*(arg[at] if isinstance(arg, Tensor) else arg for arg in args))
     factor = of_logprobs if of_entropy is None else of_logprobs + of_entropy * (logprobs + entropy)
-    own = (of_logprobs - logprobs.exp() * factor) / temperature
-    return found.scatter_(-1, targets[:, None], own[:, None].to(found.dtype))
+    of_targets = (of_logprobs - logprobs.exp() * factor) / temperature  # [n]
+    return gradient.scatter_(-1, targets[:, None], of_targets[:, None].to(gradient.dtype))
 
 
 class OfLogits(Function):

@@ -51,8 +51,8 @@ class MaskProbe:
             self.wrong = self.wrong or f"layer {layer} has a mask of its own"
             return
         sees = keys <= query if mask is None else mask(zero, zero, query, keys)
-        given = (keys <= query) & (query - keys < (window or self.context))
-        if not torch.equal(sees.expand_as(given), given):
+        in_window = (keys <= query) & (query - keys < (window or self.context))
+        if not torch.equal(sees.expand_as(in_window), in_window):
             self.wrong = self.wrong or f"layer {layer} has a mask other than its window"
 
 

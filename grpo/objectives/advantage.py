@@ -8,15 +8,12 @@ sample. With a baseline, rewards that are equal but for rounding (`has_signal`) 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from grpo.system.ranges import NonNegative
-
-if TYPE_CHECKING:
-    from grpo.objectives.batch import TokenBatch
 
 Scale = Literal["group", "batch", "none"]
 
@@ -64,14 +61,7 @@ def no_baseline(rewards: Tensor) -> Tensor:
     return rewards.clone()
 
 
-# -- from samples to tokens; B rows, C completion tokens
-
-
-def on_tokens(advantages: Tensor, tokens: "TokenBatch") -> Tensor:
-    """Return the advantages of samples [N, G], or of turns [N, G, K], on each of their tokens, [B, C]."""
-    if advantages.dim() == 3:
-        return advantages.flatten(0, 1)[tokens.sample[:, None], tokens.turn.clamp(min=0)]
-    return advantages.flatten()[tokens.sample, None].expand(tokens.mask.shape)
+# -- advantages of tokens; B rows, C completion tokens
 
 
 def reward_to_go(values: Tensor, mask: Tensor, sample: Tensor) -> Tensor:

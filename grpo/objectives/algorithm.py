@@ -3,7 +3,7 @@
     advantage x level of the ratio x surrogate x reduction x KL x choice of tokens x correction
 
 Every axis is a pure function of tensors in a file of its own. This file joins them: `credit` turns rewards into advantages,
-`loss` is equation 1. checks.py refuses meaningless combinations.
+`loss` is equation 1. `check_algorithm` of checks.py refuses meaningless combinations.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from grpo.objectives import checks, trial
-from grpo.objectives.advantage import on_tokens, reward_to_go, whiten
-from grpo.objectives.arguments import OFFERED, call, parameters
+from grpo.objectives.advantage import reward_to_go, whiten
+from grpo.objectives.arguments import OFFERED, call, function_of, parameters
 from grpo.objectives.batch import Scores, TokenBatch
-from grpo.objectives.choices import chosen_tokens
+from grpo.objectives.choices import chosen_tokens, with_top_entropy
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL, k3
 from grpo.objectives.loss import Level, Reduce, off_policy_keep, policy_log_ratio, token_weights
 from grpo.objectives.shaping import less_kl, less_overlong
+from grpo.objectives.trial import silent_without_advantage
 from grpo.system import distributed
 from grpo.system.progress import BEGIN, Progress
 from grpo.system.ranges import Count, Positive, Share, SomeShare, enforced
@@ -62,12 +62,8 @@ class Algorithm:
     num_minibatches: Count = 1
 
     def __post_init__(self) -> None:
-        vars(self).update(checks.with_functions(self))
-        checks.check(self)
-
-    def check(self, prompts: int, group_size: int, ahead: int = 0, critic: bool = False) -> None:
-        """Raises UserError if the algorithm does not fit such rollouts, see `checks.check_rollout`."""
-        checks.check_rollout(self, prompts, group_size, ahead, critic)
+        level, reduce = function_of("level", self.level, Level), function_of("reduce", self.reduce, Reduce)
+        vars(self).update(level=level, reduce=reduce, choice=with_top_entropy(self.choice, self.top_entropy))
 
     @property
     def updates_per_rollout(self) -> int:
@@ -92,7 +88,7 @@ class Algorithm:
     @cached_property
     def skips_zero_advantages(self) -> bool:
         """Whether a row with advantage 0 has no gradient."""
-        return not self.kl.in_loss and not self.entropy.active and trial.silent_without_advantage(self)
+        return not self.kl.in_loss and not self.entropy.active and silent_without_advantage(self.policy_term)
 
     # -- rewards to advantages
 
@@ -106,9 +102,9 @@ class Algorithm:
         rewards, token_rewards = less_kl(scores.rewards, self.kl, self.old_logprobs(tokens), tokens)
         offered = {**vars(tokens), **vars(scores), "rewards": rewards, "progress": progress}
         offered |= {"steps": scores.rewards_of_turns(rewards), "old_logprobs": self.old_logprobs(tokens)}
-        advantages = call(self.advantage, {name: offered.get(name) for name in OFFERED["advantage"]})
+        advantages = call("advantage", self.advantage, {name: offered.get(name) for name in OFFERED["advantage"]})
         if not self.takes("mask"):
-            advantages = on_tokens(advantages, tokens)  # [B, C]
+            advantages = tokens.on_tokens(advantages)  # [B, C]
         mask = tokens.mask & ~(advantages.isnan() | rewards.isnan().flatten()[tokens.sample, None])
         if tokens.given is not None:
             advantages = torch.where(tokens.given.isnan(), advantages, tokens.given)
@@ -146,7 +142,7 @@ class Algorithm:
             log_rho = policy_log_ratio(logprobs, old, batch.mask, self.level)
             rho = log_rho.exp()
             offered |= {"old_logprobs": old, "log_ratio": log_rho, "ratio": rho}
-        result = call(self.surrogate, offered)
+        result = call("surrogate", self.surrogate, offered)
         return (*result, rho) if isinstance(result, tuple) else (result, {}, rho)
 
     def loss(
@@ -180,7 +176,7 @@ class Algorithm:
         if self.correction is not None:
             offered = {name: getattr(batch, name) for name in ("mask", "old_logprobs", "rollout_logprobs")}
             offered["log_w"] = (batch.old_logprobs - batch.rollout_logprobs) * batch.mask
-            f = logged["correction"] = call(self.correction, offered)
+            f = logged["correction"] = call("correction", self.correction, offered)
         if self.kl.in_loss:
             target = batch.reference_logprobs if self.kl.target == "reference" else batch.rollout_logprobs
             KL = logged["kl"] = self.kl.estimate(logprobs, target)

@@ -5,17 +5,15 @@ A new advantage, surrogate or correction is therefore one function, whose parame
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
+
+from grpo.rewards.resolve import imported
+from grpo.system.errors import UserError
+from grpo.system.ranges import accepts
 
 WITHOUT_RATIO = ("logprobs", "rollout_logprobs", "advantages", "mask", "counted", "sample", "group")
-OF_TOKENS = (
-    "mask",
-    "sample",
-    "turn",
-    "old_logprobs",
-    "values",
-    "prob_squares",
-)  # an advantage with `mask` is of tokens
+# an advantage with `mask` is of tokens
+OF_TOKENS = ("mask", "sample", "turn", "old_logprobs", "values", "prob_squares")
 OFFERED = {  # values for the function of each axis; of level and reduce only for one of your own
     "advantage": ("rewards", "lengths", "parts", "steps", "progress", "examples", "observations", *OF_TOKENS),
     "surrogate": ("ratio", "log_ratio", "old_logprobs", *WITHOUT_RATIO),
@@ -31,14 +29,25 @@ def parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(function).parameters
 
 
-def call(function: Callable, given: Mapping[str, Any]) -> Any:
-    """Call the function with the `given` values that its parameters name."""
-    wanted = parameters(function)
-    return function(**{name: value for name, value in given.items() if name in wanted})
+def call(axis: str, function: Callable, offered: Mapping[str, Any]) -> Any:
+    """Call the function of an axis with the offered values that its parameters name. Where it raises a UserError, which names an
+    argument, the key of the axis comes first."""
+    names = parameters(function)
+    try:
+        return function(**{name: value for name, value in offered.items() if name in names})
+    except UserError as error:
+        raise UserError(f"{named(axis, function)}: {error}") from error
 
 
-def named(algorithm: Any, axis: str) -> str:
+def named(axis: str, function: Callable) -> str:
     """Return the key and the function of an axis, such as `algo.surrogate (clip)`."""
-    function = getattr(algorithm, axis)
-    function = getattr(function, "func", function)
+    function = getattr(function, "func", function)  # of a partial
     return f"algo.{axis} ({getattr(function, '__name__', type(function).__name__)})"
+
+
+def function_of(axis: str, value: Any, kind: Any) -> Any:
+    """Return the function that a value of the axis names, if it is a text that names one; else the value. kind: a union of the
+    axis's own words and FunctionName."""
+    words, _ = get_args(kind)
+    is_name = isinstance(value, str) and not accepts(words, value)
+    return imported(value, f"algo.{axis}, the function") if is_name else value

@@ -26,7 +26,7 @@ def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
 def max_rl(rewards: Tensor) -> Tensor:
     """A_i = (r_i - mean(r)) / mean(r): hard prompts have more weight, MaxRL, arXiv 2602.02710. Rewards must not be negative."""
     if (rewards < 0).any():
-        raise UserError("algo/advantage=max_rl divides by the mean reward of a group: rewards must not be negative")
+        raise UserError("rewards must not be negative, since they are divided by the mean of their group")
     mean = rewards.nanmean(dim=1, keepdim=True)
     return less_baseline(rewards, mean) / torch.where(mean > 0, mean, 1.0)
 
@@ -35,11 +35,11 @@ def gdpo(parts: Mapping[str, Tensor], weights: Mapping[str, float], eps: NonNega
     """GDPO: normalises every part of the reward over its group, then the weighted sum over the batch. weights: {part: weight}.
     A part that does not apply to a sample is NaN there and is left out."""
     if not weights:
-        raise UserError("algo.advantage.weights is empty: name parts of the reward, as in {correct: 1, format: 0.5}")
+        raise UserError("weights is empty: name parts of the reward, as in {correct: 1, format: 0.5}")
     try:
         scaled = torch.stack([weight * group_advantages(parts[name], eps=eps) for name, weight in weights.items()])
     except KeyError as error:
-        raise UserError(f"algo.advantage.weights: no part {error}; there are {', '.join(parts)}") from error
+        raise UserError(f"weights: no part {error}; there are {', '.join(parts)}") from error
     summed = torch.where(scaled.isnan().all(dim=0), torch.nan, scaled.nansum(dim=0))
     centred = torch.where((scaled.nan_to_num(0.0) == 0).all(dim=0), summed, summed - summed.nanmean())
     return centred / (std(summed, None, 1) + eps)
@@ -68,19 +68,21 @@ def earned(rewards: Tensor) -> Tensor:
 
 def alp(rewards: Tensor, lengths: Tensor, parts: Mapping[str, Tensor], beta: NonNegative = 1e-4) -> Tensor:
     """A_i = s_i - mean(s) with s_i = r_i - beta max(share of right samples, 1 / G) |o_i|, ALP, arXiv 2506.05256. Length costs the
-    same whatever a wrong answer earns. There is no
-    division by the standard deviation: where all are right, any beta would become the whole signal."""
+    same whatever a wrong answer earns. There is no division by the standard deviation: where all are right, any beta would become
+    the whole signal."""
     solved = parts["correct"].nanmean(dim=1, keepdim=True).nan_to_num(0.0).clamp(min=1 / rewards.shape[1])
-    return less_mean(rewards) - less_mean(beta * solved * lengths + 0 * rewards)  # 0 x NaN: no one's cost
+    return less_mean(rewards) - less_mean(
+        beta * solved * lengths + 0 * rewards
+    )  # 0 x NaN: an ungraded sample has no cost
 
 
 def length_penalty(
     rewards: Tensor, lengths: Tensor, steps: Tensor, tokens: NonNegative = 0.25, turns: NonNegative = 0.1
 ) -> Tensor:
     """A_i = s_i - mean(s) with s_i = r_i - mean(e) (tokens |o_i| / max_j |o_j| + turns K_i / max_j K_j), in prime-rl with e = r.
-    Here e is `earned`, which is r unless a reward is negative. K_i: the turns of a sample. A group that is all wrong teaches
-    nothing. steps: [N, G, K], NaN where there is no turn."""
-    known, penalty = ~rewards.isnan(), 0.0
+    Here e is `earned`, which is r unless a reward is negative. K_i: the turns of a sample. An all-wrong group has advantages
+    of 0. steps: [N, G, K], NaN where there is no turn."""
+    is_graded, penalty = ~rewards.isnan(), 0.0
     for weight, size in ((tokens, lengths), (turns, (~steps.isnan()).sum(2))):
-        penalty = penalty + weight * size / (size * known).amax(dim=1, keepdim=True).clamp(min=1)
+        penalty = penalty + weight * size / (size * is_graded).amax(dim=1, keepdim=True).clamp(min=1)
     return less_mean(rewards) - less_mean(earned(rewards).nanmean(dim=1, keepdim=True) * penalty + 0 * rewards)

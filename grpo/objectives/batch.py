@@ -108,8 +108,8 @@ class TokenBatch:
         host, width = self.host or self, self.prompt_width
         lengths = torch.stack([part.sum(1) for part in host.attention_mask.tensor_split([width], dim=1)], dim=1)
         return [
-            (tuple(ids[width - prompt : width]), tuple(ids[width : width + own]))
-            for ids, (prompt, own) in zip(host.ids.tolist(), lengths.tolist(), strict=True)
+            (tuple(ids[width - prompt : width]), tuple(ids[width : width + completion]))
+            for ids, (prompt, completion) in zip(host.ids.tolist(), lengths.tolist(), strict=True)
         ]
 
     def trimmed(self) -> Self:
@@ -121,6 +121,12 @@ class TokenBatch:
             if (tensor := getattr(self, name)) is not None:
                 change[name] = tensor[:, :right]  # [B, C]
         return replace(self, host=self.host and self.host.trimmed(), **change)
+
+    def on_tokens(self, values: Tensor) -> Tensor:
+        """Return the values of samples [N, G], or of turns [N, G, K], on each of their tokens, [B, C]."""
+        if values.dim() == 3:
+            return values.flatten(0, 1)[self.sample[:, None], self.turn.clamp(min=0)]
+        return values.flatten()[self.sample, None].expand(self.mask.shape)
 
     def by_sample(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
         """Return the sums of `values` [B] over the rows of each sample, on all ranks, as `shape` [N, G]."""

@@ -1,47 +1,43 @@
 """Refuses meaningless values of an Algorithm, and meaningless combinations of them, each with a UserError of one line.
 
-`with_functions` finds the functions that an Algorithm names. `check` looks at an Algorithm alone, `check_rollout` at an Algorithm
-and the size of a rollout; `advice` names settings that work but are rarely meant. None of this needs a model.
+`check_algorithm` makes all checks: `check_axes` of the Algorithm alone, `check_rollout` against the size of a rollout, and
+`check_functions`, which tries its functions on random numbers. `advice` names settings that work but are rarely meant. None of
+this needs a model.
 """
 
+import copy
 import logging
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
 
-from grpo.objectives.arguments import OFFERED, WITHOUT_RATIO, named, parameters
-from grpo.objectives.choices import top_entropy
+import torch
+from torch import Tensor
+
+from grpo.objectives.algorithm import Algorithm
+from grpo.objectives.arguments import OF_TOKENS, OFFERED, WITHOUT_RATIO, call, named, parameters
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
-from grpo.objectives.loss import Level, Reduce, clip
+from grpo.objectives.loss import clip, policy_log_ratio, token_weights
 from grpo.objectives.surrogates import vespo
-from grpo.objectives.trial import check_functions, kl_in_reward
-from grpo.rewards.resolve import imported
+from grpo.objectives.trial import even_batch, random_batch, tried
 from grpo.system.errors import UserError
-from grpo.system.ranges import accepts, require
-
-if TYPE_CHECKING:
-    from grpo.objectives.algorithm import Algorithm
+from grpo.system.progress import Progress
+from grpo.system.ranges import require
 
 log = logging.getLogger(__name__)
 
 
-def with_functions(a: "Algorithm") -> dict[str, Any]:
-    """Return the fields of `a` that name a function, with that function in place of the name."""
-    found: dict[str, Any] = {}
-    for axis, kind in (("level", Level), ("reduce", Reduce)):
-        if isinstance(value := getattr(a, axis), str) and not accepts(get_args(kind)[0], value):
-            found[axis] = imported(value, f"algo.{axis}, the function")
-    if a.top_entropy < 1:
-        if (a.choice and getattr(a.choice, "func", None)) not in (None, top_entropy):
-            raise UserError(
-                "algo.top_entropy below 1 is a choice of tokens of its own: set it to 1, or algo/choice=none"
-            )
-        found["choice"] = partial(top_entropy, share=a.top_entropy)
-    return found
+def check_algorithm(a: Algorithm, prompts: int, group_size: int, ahead: int = 0, critic: bool = False) -> None:
+    """Raises UserError for a meaningless setting, if `a` does not fit a rollout of prompts x group_size samples, or if a function
+    fails on random numbers. ahead: the age of the samples, in rollouts, when they are learned from. critic: the run has one. Logs
+    the advice."""
+    check_axes(a)
+    check_rollout(a, prompts, group_size, ahead, critic)
+    check_functions(a, prompts, group_size)
 
 
-def check(a: "Algorithm") -> None:
+def check_axes(a: Algorithm) -> None:
     """Raises UserError for the first meaningless setting of `a`."""
     for name, kind in (("kl", KL), ("entropy", EntropyBonus)):
         if not isinstance(value := getattr(a, name), kind):
@@ -49,13 +45,13 @@ def check(a: "Algorithm") -> None:
     for axis in OFFERED:
         if callable(getattr(a, axis)):
             check_parameters(a, axis)
-    check_axes(a)
+    check_combinations(a)
     _, high, dual = clip_bounds(a)
     if dual is not None and dual <= 1 + (high or 0):
         raise UserError(f"algo.surrogate.dual={dual} must be above 1 + high, 3 is usual; null is off")
 
 
-def check_parameters(a: "Algorithm", axis: str) -> None:
+def check_parameters(a: Algorithm, axis: str) -> None:
     """Refuse a function with a parameter for which there is no value, or a value that does not fit its annotation."""
     offered = WITHOUT_RATIO if axis == "surrogate" and a.level == "none" else OFFERED[axis]
     for name, parameter in parameters(getattr(a, axis)).items():
@@ -65,11 +61,11 @@ def check_parameters(a: "Algorithm", axis: str) -> None:
             continue
         if name in OFFERED[axis]:
             fix = "take algo/surrogate=reinforce, or algo.level=token"
-            raise UserError(f"algo.level=none, but {named(a, axis)} needs the {name}: {fix}")
-        raise UserError(f"{named(a, axis)} needs {name!r}; available are only: {', '.join(offered)}")
+            raise UserError(f"algo.level=none, but {named(axis, getattr(a, axis))} needs the {name}: {fix}")
+        raise UserError(f"{named(axis, getattr(a, axis))} needs {name!r}; available are only: {', '.join(offered)}")
 
 
-def check_axes(a: "Algorithm") -> None:
+def check_combinations(a: Algorithm) -> None:
     """Refuse meaningless combinations of axes."""
     with_ratio = a.kl.place == "loss_with_ratio"
     if a.level == "none" and a.kl.in_loss and with_ratio:
@@ -82,28 +78,31 @@ def check_axes(a: "Algorithm") -> None:
         raise UserError(f"{line}: set algo/correction=none")
     takes_ratio = parameters(a.surrogate).keys() & {"ratio", "log_ratio"}
     if a.level not in ("token", "none") and not takes_ratio and not with_ratio:
-        level = named(a, "level") if callable(a.level) else f"algo.level={a.level}"
-        raise UserError(f"{level} has no effect: {named(a, 'surrogate')} does not use the ratio; set algo.level=none")
+        level = named("level", a.level) if callable(a.level) else f"algo.level={a.level}"
+        raise UserError(
+            f"{level} has no effect: {named('surrogate', a.surrogate)} does not use the ratio; set algo.level=none"
+        )
     if not {"rewards", "steps"} & parameters(a.advantage).keys():
         for name, is_on in (("overlong_share", a.overlong_share), ("kl.place=reward", kl_in_reward(a))):
             if is_on:
-                raise UserError(f"algo.{name} changes the reward, but {named(a, 'advantage')} does not use it")
+                raise UserError(
+                    f"algo.{name} changes the reward, but {named('advantage', a.advantage)} does not use it"
+                )
 
 
-def clip_bounds(a: "Algorithm") -> tuple[float | None, float | None, float | None]:
+def clip_bounds(a: Algorithm) -> tuple[float | None, float | None, float | None]:
     """Return low, high and dual of `clip`; None for each if the surrogate is another function."""
     if getattr(a.surrogate, "func", a.surrogate) is not clip:
         return None, None, None
     return tuple(parameters(a.surrogate)[name].default for name in ("low", "high", "dual"))
 
 
-def check_rollout(a: "Algorithm", prompts: int, group_size: int, ahead: int = 0, critic: bool = False) -> None:
-    """Raises UserError if `a` does not fit a rollout of prompts x group_size samples, or if a function fails on random
-    numbers. ahead: the age of the samples, in rollouts, when they are learned from. critic: the run has one. Logs the advice."""
+def check_rollout(a: Algorithm, prompts: int, group_size: int, ahead: int, critic: bool) -> None:
+    """Raises UserError if `a` does not fit a rollout; see `check_algorithm`."""
     if (used := "values" in parameters(a.advantage)) != critic:
         needs = "needs the values of a critic: set critic=head or critic=model"
         unused = "does not use the values of the critic: set critic=none, or algo/advantage=gae"
-        raise UserError(f"{named(a, 'advantage')} {needs if used else unused}")
+        raise UserError(f"{named('advantage', a.advantage)} {needs if used else unused}")
     if critic and a.kl.in_reward:
         line = "the critic's targets are the rewards without a KL"
         raise UserError(f"algo.kl.place={a.kl.place} changes the rewards, but {line}: take algo/kl=loss")
@@ -116,10 +115,60 @@ def check_rollout(a: "Algorithm", prompts: int, group_size: int, ahead: int = 0,
         valid = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
         size = f"{rows} rows of a rollout ({prompts} prompts x {group_size} samples)"
         raise UserError(f"algo.num_minibatches={a.num_minibatches} does not divide the {size}; valid values: {valid}")
-    check_functions(a, prompts, group_size)
 
 
-def check_age(a: "Algorithm", cause: str) -> None:
+def kl_in_reward(a: Algorithm) -> bool:
+    """Return whether the KL enters the rewards of samples, not those of tokens."""
+    return a.kl.in_reward and a.kl.place == "reward"
+
+
+def check_functions(a: Algorithm, prompts: int, group_size: int) -> None:
+    """Raises UserError for a function that raises, returns no finite tensor of the right shape, or leaves nothing to learn."""
+    check_advantage(a, prompts, group_size)
+    logprobs, batch = random_batch()
+    if callable(a.level):
+        level = partial(policy_log_ratio, logprobs, batch.old_logprobs, batch.mask, a.level)
+        tried(named("level", a.level), level, (2, 3))
+    if callable(a.reduce):
+        tried(named("reduce", a.reduce), partial(token_weights, batch.mask, a.reduce, a.max_tokens), (2, 3))
+    surrogate = named("surrogate", a.surrogate)
+    term, logged, _ = tried(surrogate, partial(a.policy_term, logprobs, batch), (2, 3))
+    if a.correction is not None:
+        old = batch.old_logprobs
+        offered = {"log_w": torch.zeros(2, 3), "mask": batch.mask, "old_logprobs": old, "rollout_logprobs": old}
+        tried(named("correction", a.correction), partial(call, "correction", a.correction, offered), (2, 3))
+    if a.choice is not None:
+        count, rng = prompts * group_size, torch.Generator().manual_seed(0)
+        offered = {name: torch.rand(count, generator=rng) for name in ("logprobs", "entropy", "advantages")}
+        tried(named("choice", a.choice), partial(call, "choice", a.choice, offered | {"rng": rng}), (count,))
+    if not term.requires_grad:
+        raise UserError(f"{surrogate} has no gradient: it must depend on logprobs or ratio")
+    for name, values in logged.items():
+        if not isinstance(values, Tensor) or values.shape != (2, 3):
+            raise UserError(f"{surrogate} logs {name!r}, which must be [B, C] like the loss")
+
+
+def check_advantage(a: Algorithm, prompts: int, group_size: int) -> None:
+    """Raises UserError for an advantage function that fails on random rewards, or has only advantages of 0."""
+    takes, shape = parameters(a.advantage), (prompts, group_size)
+    if "examples" in takes:  # whose columns are unknown
+        return
+    some = partial(torch.rand, shape, generator=torch.Generator().manual_seed(0))
+    least = -1.0 if a.overlong_share or kl_in_reward(a) else 0.0  # these make rewards negative
+    rewards = some() + least
+    offered = {"rewards": rewards, "lengths": 1 + some(), "parts": defaultdict(some), "progress": Progress()}
+    offered |= {"steps": rewards[..., None], "observations": [[["a"]] * group_size] * prompts}
+    batch = even_batch(prompts * group_size, 3, -1.0)
+    offered |= {name: getattr(batch, name) for name in OF_TOKENS}
+    twin = copy.deepcopy(a.advantage)  # it may have a state
+    shapes = [(len(batch), 3)] if "mask" in takes else [shape, (*shape, 1)]
+    advantages = tried(named("advantage", a.advantage), partial(call, "advantage", twin, offered), *shapes)
+    if group_size == 1 and not advantages.any():
+        fix = "at least 2 are needed (algo=reinforce_pp takes 1)"
+        raise UserError(f"rollout.group_size=1: advantages compare the samples of a prompt, {fix}")
+
+
+def check_age(a: Algorithm, cause: str) -> None:
     """Raise UserError if `a` takes samples of an older policy as the policy's own. cause: the setting that makes them old."""
     takes = parameters(a.surrogate).keys()
     compares = takes & {"ratio", "log_ratio", "old_logprobs"}
@@ -129,15 +178,15 @@ def check_age(a: "Algorithm", cause: str) -> None:
         raise UserError(f"{line}: set {bypass}algo/correction=tis (weights by the change of their probability)")
 
 
-def advice(a: "Algorithm") -> Iterator[str]:
+def advice(a: Algorithm) -> Iterator[str]:
     """Yield a sentence for each setting that works but is rarely meant."""
     low, high, _ = clip_bounds(a)
-    given, widest = f"algo.surrogate.low={low} high={high} with algo.level={a.level}", max(low or 0, high or 0)
+    bounds, widest = f"algo.surrogate.low={low} high={high} with algo.level={a.level}", max(low or 0, high or 0)
     if a.level in ("sequence", "sequence_token") and widest >= 0.05:
         line = "a mean over many tokens moves less than a token's ratio, so these bounds may seldom act"
-        yield f"{given}: {line}; GSPO's are low=3e-4 high=4e-4, see loss/clip_fraction_low and _high"
+        yield f"{bounds}: {line}; GSPO's are low=3e-4 high=4e-4, see loss/clip_fraction_low and _high"
     if a.level in ("token", "sequence_sum") and 0 < widest < 0.005:
-        yield f"{given}: these bounds may clip nearly every token; 0.2 is usual, or set algo.level=sequence"
+        yield f"{bounds}: these bounds may clip nearly every token; 0.2 is usual, or set algo.level=sequence"
     if a.kl.coef and a.kl.estimator == "k1" and a.kl.place == "loss":
         others = "k2 there, k1 with place=reward, and k1 or k3 with place=loss_with_ratio pull towards the reference"
         yield f"algo.kl: the expected gradient of k1 in the loss is 0 (arXiv 2510.01555); {others}"

@@ -25,7 +25,7 @@ def check_bounds(low: float, high: float) -> None:
     """Refuse bounds that do not contain 1, or are negative."""
     if not 0 <= low <= 1 <= high:
         why = "the ratio is 1 when engine and trainer agree"
-        raise UserError(f"algo.correction: low={low} high={high}, need 0 <= low <= 1 <= high: {why}")
+        raise UserError(f"low={low} high={high}, need 0 <= low <= 1 <= high: {why}")
 
 
 def truncated(log_w: Tensor, mask: Tensor, level: Level = "token", high: Positive = 2.0) -> Tensor:

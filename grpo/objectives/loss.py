@@ -29,7 +29,7 @@ def policy_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level
     """
     log_ratio = (logprobs - old_logprobs) * mask
     if callable(level):
-        log_ratio = call(level, {"log_ratio": log_ratio, "mask": mask}) * mask
+        log_ratio = call("level", level, {"log_ratio": log_ratio, "mask": mask}) * mask
     elif level != "token":
         count = 1 if level == "sequence_sum" else mask.sum(1, keepdim=True).clamp(min=1)
         log_ratio = log_ratio.sum(1, keepdim=True) / count * mask
@@ -99,8 +99,8 @@ def token_weights(
     offered = {"mask": mask, "sample": sample, "lengths": lengths, "samples": samples, "tokens": tokens, "count": count}
     shares = {"sequence": 1 / (samples * lengths), "token": 1 / tokens, "sum": 1 / samples}
     shares["constant"] = 1 / (count * max_tokens)
-    custom = callable(reduce)
-    share = call(reduce, offered | {"max_tokens": max_tokens, "total": total}) if custom else shares[reduce]
+    offered |= {"max_tokens": max_tokens, "total": total}
+    share = call("reduce", reduce, offered) if callable(reduce) else shares[reduce]
     return torch.where(mask > 0, share, 0.0)
 
 

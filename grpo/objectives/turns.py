@@ -19,16 +19,16 @@ from grpo.system.ranges import NonNegative, Share, enforced
 
 def returns(rewards: Tensor, steps: Tensor, gamma: float = 1.0) -> Tensor:
     """R_k = r_k + gamma R_{k+1}, the discounted rewards from turn k on, [N, G, K]; NaN where there is no turn or no reward."""
-    found, later = [], torch.zeros_like(steps[..., 0])
+    to_go, later = [], torch.zeros_like(steps[..., 0])
     for reward in reversed(steps.unbind(2)):
         later = reward.nan_to_num(0.0) + gamma * later
-        found.append(later.masked_fill(reward.isnan() | rewards.isnan(), torch.nan))
-    return torch.stack(found[::-1], dim=2)
+        to_go.append(later.masked_fill(reward.isnan() | rewards.isnan(), torch.nan))
+    return torch.stack(to_go[::-1], dim=2)
 
 
 def turn_returns(rewards: Tensor, steps: Tensor, gamma: Share = 1.0, baseline: bool = True) -> Tensor:
     """A_k = R_k - mean(R_k), of `returns`: the mean is over the samples of the group that have a turn k, and a sample that is
-    alone there has 0. baseline: False leaves the mean away, for `algo.whiten`."""
+    alone there has 0. baseline: False leaves the mean away, for advantages that are whitened afterwards."""
     to_go = returns(rewards, steps, gamma)
     if not baseline:
         return to_go
@@ -105,8 +105,8 @@ def remax(rewards: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
     try:
         greedy = parts["greedy"]
     except KeyError as error:
-        line = "algo/advantage=remax needs the reward of a greedy answer: set selection=greedy"
-        raise UserError(f"{line}: no part {error}; there are {', '.join(parts)}") from error
+        line = f"parts has no {error}, the reward of a greedy answer; it has {', '.join(parts)}"
+        raise UserError(f"{line}: set selection=greedy, which samples these answers") from error
     differs = has_signal(torch.stack([rewards, greedy], dim=2).flatten(0, 1)).view_as(rewards)
     return torch.where(differs | rewards.isnan(), rewards - greedy, 0.0)
 
@@ -115,10 +115,10 @@ def remax(rewards: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def column(examples: Sequence[Mapping[str, Any]], name: str) -> list[str]:
-    """Return a column of the examples, N texts. Raises UserError if one has no such column."""
+    """Return a column of the N examples, one text each; "" for an empty example. Raises UserError if one has no such column."""
     for example in filter(None, examples):  # an empty one stands for a group without samples
         if name not in example:
-            raise UserError(f"algo.advantage: an example has no column {name!r}; it has {', '.join(map(str, example))}")
+            raise UserError(f"an example has no column {name!r}; it has {', '.join(map(str, example))}")
     return [str(example[name]) if example else "" for example in examples]
 
 

@@ -18,6 +18,7 @@ from grpo.apps.cli import flat
 from grpo.config.composing import composed as compose_line
 from grpo.config.composing import options
 from grpo.config.help import OURS, WIDTH, phrases_of
+from grpo.objectives.checks import check_algorithm
 from grpo.system.errors import UserError
 
 GROUPS = (*VALUES, "recipe", "source", "sweep", "experiment")
@@ -139,7 +140,7 @@ def test_every_preset_moves_along_every_axis(i, name):
             axis = group.removeprefix("algo/")
             assert config[axis] == axis_of(group, option), f"algo={name} {group}={option}"
         try:
-            instantiate(config).check(4, 4)
+            check_algorithm(instantiate(config), 4, 4)
         except (UserError, InstantiationException) as error:
             reason = error.__cause__ if isinstance(error, InstantiationException) else error
             assert isinstance(reason, UserError), f"algo={name} {chosen}: {reason!r}"

@@ -167,8 +167,8 @@ MISTAKES = [
     ),  # padding of a prompt
     ("move(self.of_rows, order)", "pass"),
     ("move(self.of_prompts, left)", "pass"),
-    ("self.steps - came for", "self.steps for"),  # a row that joined later
-    ("scale or width**-0.5", "1.0"),
+    ("self.steps - joined for", "self.steps for"),  # a row that joined later
+    ("scale or D**-0.5", "1.0"),
     ("number.append(len(groups[u]))", "number.append(0)"),  # every row of a prompt reads the first one's result
     ("heads + k[:, None]", "heads + k.flip(0)[:, None]"),  # keys of another head
     ("new[:n, :, :places] = x[:n, :, :places]", "new[:n, :, 1:places] = x[:n, :, 1:places]"),  # a lost token

@@ -18,6 +18,7 @@ from grpo.models.policy import with_adapter
 from grpo.objectives.advantage import group_advantages, no_baseline
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.baselines import gdpo
+from grpo.objectives.checks import check_algorithm
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip, reinforce
@@ -439,6 +440,6 @@ def test_rewards_of_turns_add_up_to_the_reward():
 def test_an_advantage_sees_turns_tokens_examples_and_progress(advantage, expected):
     found = replace(scores([two_turns()]), rewards=tensor([[2.0, 1.0]]), examples=[{"question": "q"}])
     algorithm = Algorithm(advantage, clip, 4)
-    algorithm.check(1, 2)
+    check_algorithm(algorithm, 1, 2)
     got = algorithm.credit(found, collate([two_turns()]), Progress(5, 10))
     close(got.advantages, tensor(expected))

@@ -13,15 +13,17 @@ from torch import tensor
 from grpo.objectives import importance
 from grpo.objectives.advantage import group_advantages, has_signal, leave_one_out, no_baseline, reward_to_go, whiten
 from grpo.objectives.algorithm import Algorithm
+from grpo.objectives.arguments import parameters
 from grpo.objectives.baselines import alp, best_only, gdpo, gpg, length_penalty, length_weighted, max_rl
 from grpo.objectives.batch import Scores
-from grpo.objectives.checks import advice
+from grpo.objectives.checks import advice, check_algorithm
 from grpo.objectives.entropy import EntropyBonus, EntropyController
 from grpo.objectives.kl import k1, k2, k3
 from grpo.objectives.loss import clip, off_policy_keep, policy_log_ratio, reinforce, token_weights
 from grpo.objectives.shaping import overlong_penalty
 from grpo.objectives.surrogates import cispo, sapo
 from grpo.objectives.trial import even_batch
+from grpo.objectives.turns import remax
 from grpo.system.errors import UserError
 from grpo.training.meter import Means, note_loss
 
@@ -410,13 +412,16 @@ def test_an_entropy_controller_goes_on_from_its_state():
         (["algo=cispo", "algo.surrogate.bound=0.28"], "algo.surrogate.bound=0.28 must be a number of at least 1"),
         (["algo=sapo", "algo.surrogate.tau_positive=0"], "must be a number above 0"),
         (["algo/correction=mis", "algo.correction.low=5"], "must be a number of at least 0 and at most 1"),
-        (["algo/correction=tis", "algo.correction.high=0.5"], "need 0 <= low <= 1 <= high"),
+        (
+            ["algo/correction=tis", "algo.correction.high=0.5"],
+            r"^algo.correction \(truncated\): .* need 0 <= low <= 1 <= high",
+        ),
         (["algo.advantage.eps=-1"], "algo.advantage.eps=-1 must be a number of at least 0"),
         (["algo/surrogate=reinforce", "algo.level=sequence"], "algo.level=sequence has no effect"),
         (["algo/advantage=gdpo", "algo.advantage.weights=null"], "weights=null must be a mapping, each value a number"),
         (["algo=dapo", "algo/advantage=gdpo"], "algo.overlong_share changes the reward"),
         (["algo=rloo", "algo/advantage=gdpo"], "algo.kl.place=reward changes the reward"),
-        (["algo=dapo", "algo/advantage=max_rl"], "rewards must not be negative"),
+        (["algo=dapo", "algo/advantage=max_rl"], r"^algo.advantage \(max_rl\): rewards must not be negative"),
         (["algo=rloo", "rollout.group_size=1"], "rollout.group_size=1: advantages compare"),
         (["algo=grpo", "rollout.group_size=1"], "at least 2 are needed \\(algo=reinforce_pp takes 1\\)"),
     ],
@@ -424,6 +429,27 @@ def test_an_entropy_controller_goes_on_from_its_state():
 def test_combinations_without_meaning_are_refused(overrides, message):
     with pytest.raises(UserError, match=message):
         preset(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "message"),
+    [
+        (partial(gdpo, weights={}), r"weights is empty: name parts of the reward"),
+        (partial(gdpo, weights={"form": 1.0}), r"weights: no part 'form'; there are correct"),
+        (remax, r"parts has no 'greedy', the reward of a greedy answer; it has correct: set selection=greedy"),
+    ],
+)
+def test_an_error_of_an_axis_names_its_key_and_the_argument(advantage, message):
+    """The function names its argument; `call` puts the key before it, at the start and at every update."""
+    scores, parts = torch.ones(1, 2), {"correct": torch.ones(1, 2)}
+    offered = {"rewards": scores, "parts": parts}
+    with pytest.raises(UserError, match=f"^{message}"):
+        advantage(**{name: offered[name] for name in parameters(advantage) if name in offered})
+    name = getattr(advantage, "func", advantage).__name__
+    with pytest.raises(UserError, match=rf"^algo\.advantage \({name}\): {message}"):
+        Algorithm(advantage, clip, max_tokens=4).credit(
+            Scores(scores, parts, scores, scores, scores == 0), even_batch(2, 2, -1.0)
+        )
 
 
 def test_a_key_of_null_can_be_deleted_once_it_has_a_value():
@@ -450,7 +476,7 @@ def test_reinforce_pp_takes_groups_of_one():
 )
 def test_a_surrogate_that_cannot_work_is_refused(function, message):
     with pytest.raises(UserError, match=message):
-        Algorithm(group_advantages, function, max_tokens=4).check(2, 2)
+        check_algorithm(Algorithm(group_advantages, function, max_tokens=4), 2, 2)
 
 
 def test_the_worked_example_of_the_documentation(tmp_path, monkeypatch):
@@ -495,7 +521,7 @@ def test_a_surrogate_may_ask_which_tokens_count_and_whose_they_are():
         }
 
     algorithm = Algorithm(no_baseline, loss, max_tokens=4)
-    algorithm.check(2, 2)
+    check_algorithm(algorithm, 2, 2)
     batch = replace(even_batch(4, 2, -1.0), group=None)
     scored = Scores(
         tensor([[1.0, 2], [3, 4]]), {}, torch.ones(2, 2), torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bool)
@@ -513,7 +539,7 @@ def test_a_surrogate_may_ask_which_tokens_count_and_whose_they_are():
 
 def test_an_advantage_of_the_wrong_shape_is_refused():
     with pytest.raises(UserError, match=r"shape \[2, 3\] or \[2, 3, 1\], and gave \(2,\)"):
-        Algorithm(lambda rewards: rewards.mean(1), clip, max_tokens=4).check(2, 3)
+        check_algorithm(Algorithm(lambda rewards: rewards.mean(1), clip, max_tokens=4), 2, 3)
 
 
 def test_what_is_rarely_meant_is_said():

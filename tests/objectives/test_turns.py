@@ -12,6 +12,7 @@ from torch import tensor
 from grpo.env.messages import Message
 from grpo.env.types import State
 from grpo.objectives.algorithm import Algorithm
+from grpo.objectives.checks import check_algorithm
 from grpo.objectives.loss import clip
 from grpo.objectives.turns import RoleBaseline, gigpo, optimal_token, peers, remax, returns, turn_returns
 from grpo.rollout.collate import collate
@@ -106,7 +107,7 @@ def test_the_sum_of_squared_probabilities(toy, layout):
 
 def test_remax_compares_with_the_greedy_answer():
     close(remax(tensor([[1.0, 0.0]]), {"greedy": tensor([[0.25, 0.25]])}), tensor([[0.75, -0.25]]))
-    with pytest.raises(UserError, match="no part 'greedy'; there are correct"):
+    with pytest.raises(UserError, match="parts has no 'greedy', the reward of a greedy answer; it has correct"):
         remax(tensor([[1.0]]), {"correct": tensor([[1.0]])})
 
 
@@ -136,4 +137,5 @@ def test_a_baseline_of_each_role_moves_with_its_rewards():
     close(rae(tensor([[1.0]]), [{"role": "solve"}]), tensor([[1 - 0.15625]]))
     with pytest.raises(UserError, match="decay=2 must be a number of at least 0 and at most 1"):
         preset("algo/advantage=rae", "algo.advantage.decay=2")
-    assert Algorithm(rae, clip, 4).check(2, 2) is None and rae.baselines["propose"] == 1  # a check changes nothing
+    check_algorithm(Algorithm(rae, clip, 4), 2, 2)
+    assert rae.baselines["propose"] == 1  # a check changes nothing

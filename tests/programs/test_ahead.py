@@ -20,6 +20,7 @@ from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Reward, SingleTurn, Trajectory
+from grpo.objectives.checks import check_algorithm
 from grpo.rollout import ahead
 from grpo.rollout.ahead import Background
 from grpo.rollout.rollouts import Rollout
@@ -283,10 +284,10 @@ def test_vllm_samples_beside_the_update(run):
 
 def test_objectives_that_take_old_samples_for_the_policys_own_are_refused():
     for overrides in ("algo.old_policy=rollout", "algo/correction=mis", "algo=rolo", "algo=rloo algo/correction=tis"):
-        preset(*overrides.split()).check(4, 2, ahead=1)
+        check_algorithm(preset(*overrides.split()), 4, 2, ahead=1)
     for overrides in (["algo=gspo"], ["algo.level=none", "algo/surrogate=reinforce", "algo.old_policy=rollout"]):
         with pytest.raises(UserError, match="older than the policy") as refused:
-            preset(*overrides).check(4, 2, ahead=1)
+            check_algorithm(preset(*overrides), 4, 2, ahead=1)
     assert "algo.old_policy" not in str(refused.value)  # would change nothing: there is no ratio
 
 

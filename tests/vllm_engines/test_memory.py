@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo.engines.vllm.engine import import_vllm, told_in_one_line
+from grpo.engines.vllm.engine import import_vllm
+from grpo.engines.vllm.errors import short_errors
 from grpo.system.errors import UserError
 
 pytestmark = pytest.mark.vllm
@@ -14,7 +15,7 @@ GIB = 1 << 30
 
 def told(raises) -> str:
     """Return the line for the error that vLLM's code raises."""
-    with pytest.raises(UserError) as error, told_in_one_line(building=True):
+    with pytest.raises(UserError) as error, short_errors(building=True):
         raises()
     assert "\n" not in str(error.value) and str(error.value).startswith("vLLM found too little memory")
     return str(error.value)
@@ -89,5 +90,5 @@ def test_other_mistakes_keep_their_own_text():
 
 
 def fail(error: Exception, building: bool = False) -> None:
-    with told_in_one_line(building):
+    with short_errors(building):
         raise error

@@ -56,18 +56,21 @@ class KVCache:
         unread: list[int] = []
         while waiting:
             prompt = self.prompt_of[waiting[0]]
-            fresh = prompt not in self.logits and prompt not in unread[-1:]
-            prompts, rows = len(self.prompts) + len(unread) + fresh, len(self.rows) + len(new) + 1
-            if prompts * self.widest + rows * self.max_tokens > self.bound and rows > 1:
+            is_read = prompt in self.logits or prompt in unread[-1:]
+            to_read = unread if is_read else [*unread, prompt]
+            prompts, rows = len(self.prompts) + len(to_read), len(self.rows) + len(new) + 1
+            tokens = prompts * self.widest + rows * self.max_tokens
+            if tokens > self.bound and rows > 1:
                 break
-            unread += [prompt] * fresh
+            unread = to_read
             new.append(waiting.popleft())
         if not new:
             return [], None
-        for some in in_pieces(unread, lambda u: len(self.texts[u]), PREFILL_TOKENS):
-            self.read(some)
+        for prompts in in_pieces(unread, lambda u: len(self.texts[u]), PREFILL_TOKENS):
+            self.read(prompts)
         logits = torch.stack([self.logits[self.prompt_of[i]] for i in new])
-        self.logits = {u: row for u, row in self.logits.items() if waiting and u == self.prompt_of[waiting[0]]}
+        following = self.prompt_of[waiting[0]] if waiting else None
+        self.logits = {u: row for u, row in self.logits.items() if u == following}
         self.rows += [(self.prompt_of[i], self.steps) for i in new]
         self.arrange()
         return new, logits
@@ -103,15 +106,17 @@ class KVCache:
         order = closed_up(len(self.rows), {*ended})
         move(self.of_rows, order)
         self.rows = [self.rows[b] for b in order]
-        left = closed_up(len(self.prompts), {at for at, u in enumerate(self.prompts) if u not in self.unfinished})
+        done = {place for place, u in enumerate(self.prompts) if u not in self.unfinished}
+        left = closed_up(len(self.prompts), done)
         move(self.of_prompts, left)
-        self.prompts = [self.prompts[at] for at in left]
+        self.prompts = [self.prompts[place] for place in left]
         self.arrange()
         return order
 
     def arrange(self) -> None:
         """Compute what stays the same until rows join or leave."""
-        lengths, counts = [len(self.texts[u]) for u, _ in self.rows], [self.steps - came for _, came in self.rows]
+        lengths = [len(self.texts[u]) for u, _ in self.rows]
+        counts = [self.steps - joined for _, joined in self.rows]
         self.lengths = sent(torch.tensor(lengths), self.device)  # [B], tokens of each row's prompt
         self.counts = sent(torch.tensor(counts), self.device)  # [B], tokens of each row in the cache
         self.longest, self.room = max(counts, default=0), 0
@@ -130,24 +135,27 @@ class KVCache:
         if layer not in self.views:
             self.views[layer] = self.view(layer, key, value)
         places, (keys, values), (prompt_keys, prompt_values) = self.views[layer]
-        (n, own, width), (prompts, longest, _) = keys.shape, prompt_keys.shape  # B x K, C, D; U x K, P
-        ends = self.end(key.shape[1], own)
+        rows, C, D = keys.shape  # rows: B x K
+        prompts, P, _ = prompt_keys.shape  # prompts: U x K
+        ends = self.end(key.shape[1], C)
         for kept, new in zip(places, (key, value), strict=True):
-            kept.index_copy_(0, ends, new[0].transpose(0, 1).reshape(n, -1))
-        mask = self.mask(window, longest, own)
-        there, back = self.grid(key.shape[1])
+            kept.index_copy_(0, ends, new[0].transpose(0, 1).reshape(rows, -1))
+        mask = self.mask(window, P, C)  # [B, 1, P + C]
+        members, place = self.grid(key.shape[1])
 
-        query = query[0].transpose(0, 1).reshape(n, -1, width)  # [B x K, r, D]
-        rows, shared = query.shape[1], (there.shape[0], query.shape[1], -1)
-        together = query.index_select(0, there).view(prompts, -1, width)  # [U x K, G x r, D]
-        scores = product(together, prompt_keys.mT).view(shared).index_select(0, back)
+        query = query[0].transpose(0, 1).reshape(rows, -1, D)  # [B x K, r, D]
+        r = query.shape[1]
+        by_prompt = query.index_select(0, members).view(prompts, -1, D)  # [U x K, G x r, D]
+        scores = product(by_prompt, prompt_keys.mT)  # [U x K, G x r, P]
+        scores = scores.view(-1, r, P).index_select(0, place)  # [B x K, r, P]
         scores = torch.cat([scores, product(query, keys.mT)], dim=-1)  # [B x K, r, P + C]
-        scores = torch.add(mask, scores.view(mask.shape[0], -1, longest + own), alpha=scale or width**-0.5)
-        weights = scores.softmax(-1).view(n, rows, longest + own)
-        of_prompt, of_own = weights.narrow(-1, 0, longest), weights.narrow(-1, longest, own)
-        read = product(of_prompt.index_select(0, there).view(prompts, -1, longest), prompt_values)
-        read = read.view(shared).index_select(0, back)  # [B x K, r, D]
-        return product(of_own, values).add_(read).view(1, mask.shape[0], -1, values.shape[2]).to(value.dtype)
+        scores = torch.add(mask, scores.view(len(mask), -1, P + C), alpha=scale or D**-0.5)  # [B, H, P + C]
+        of_prompt, of_row = scores.softmax(-1).view(rows, r, P + C).split([P, C], dim=-1)
+        by_prompt = of_prompt.index_select(0, members).view(prompts, -1, P)  # [U x K, G x r, P]
+        out = product(by_prompt, prompt_values)  # [U x K, G x r, D]
+        out = out.view(-1, r, out.shape[2]).index_select(0, place)  # [B x K, r, D]
+        out = product(of_row, values).add_(out)
+        return out.view(1, len(mask), -1, out.shape[2]).to(value.dtype)
 
     def view(self, layer: int, *new: Tensor) -> Views:
         """Make room for the next token of each row, and return the layer's keys and values as `Views`. new: [1, K, B, D] each."""
@@ -168,10 +176,10 @@ class KVCache:
             self.ends[heads] = first + self.counts.repeat_interleave(heads)
         return self.ends[heads]
 
-    def mask(self, window: int | None, places: int, own_places: int) -> Tensor:
+    def mask(self, window: int | None, P: int, C: int) -> Tensor:
         """Return 0 where a row sees a key of its prompt or its own, else -inf: [B, 1, P + C]."""
-        if self.positions is None or self.positions.shape[1] != places + own_places:
-            p, c = (torch.arange(n, device=self.device) for n in (places, own_places))
+        if self.positions is None or self.positions.shape[1] != P + C:
+            p, c = torch.arange(P, device=self.device), torch.arange(C, device=self.device)
             of_prompt = p.expand(len(self.rows), -1).masked_fill(p >= self.lengths[:, None], NEVER)
             self.positions = torch.cat([of_prompt, self.lengths[:, None] + c], dim=1)  # [B, P + C]
         if window not in self.masks:
@@ -183,20 +191,23 @@ class KVCache:
         return self.masks[window]
 
     def grid(self, heads: int) -> tuple[Tensor, Tensor]:
-        """Return the indices in [B, K] of each prompt's rows, [U x K x G], and the index in that of each of [B x K]."""
+        """Return the indices in [B x K] of each prompt's rows, [U x K x G], and for each of [B x K] its place there, [B x K].
+
+        heads: K. A prompt with fewer than G rows is padded with row 0.
+        """
         if heads not in self.grids:
             groups: dict[int, list[int]] = {u: [] for u in self.prompts}
             number = []
             for b, (u, _) in enumerate(self.rows):
                 number.append(len(groups[u]))
                 groups[u].append(b)
-            largest, k = max(map(len, groups.values())), torch.arange(heads)
-            rows = torch.tensor([own + [0] * (largest - len(own)) for own in groups.values()])  # [U, G]; 0 is padding
-            place = {u: at for at, u in enumerate(self.prompts)}
-            at = torch.tensor([place[u] for u, _ in self.rows])
-            there = rows[:, None] * heads + k[:, None]
-            back = (at[:, None] * heads + k) * largest + torch.tensor(number)[:, None]
-            self.grids[heads] = sent(there.flatten(), self.device), sent(back.flatten(), self.device)
+            G, k = max(map(len, groups.values())), torch.arange(heads)
+            rows = torch.tensor([group + [0] * (G - len(group)) for group in groups.values()])  # [U, G]
+            index = {u: i for i, u in enumerate(self.prompts)}
+            prompt = torch.tensor([index[u] for u, _ in self.rows])  # [B]
+            members = rows[:, None] * heads + k[:, None]  # [U, K, G]
+            place = (prompt[:, None] * heads + k) * G + torch.tensor(number)[:, None]  # [B, K]
+            self.grids[heads] = sent(members.flatten(), self.device), sent(place.flatten(), self.device)
         return self.grids[heads]
 
 
@@ -252,8 +263,11 @@ def closed_up(count: int, gone: set[int]) -> list[int]:
 
 
 def move(buffers: dict[int, list[Tensor]], order: list[int]) -> None:
-    """Reorder every buffer in place along its first dimension: item i becomes what item order[i] was."""
-    indices: dict[int, tuple[Tensor, Tensor]] = {}  # by the length of a buffer, which some rows have not reached yet
+    """Reorder every buffer, [n, K, places, D], in place along n: item i becomes what item order[i] was.
+
+    A buffer that has not grown yet lacks the newest items, and needs fewer moves.
+    """
+    indices: dict[int, tuple[Tensor, Tensor]] = {}  # by n
     for x in (x for pair in buffers.values() for x in pair):
         if len(x) not in indices:
             moves = [(i, j) for i, j in enumerate(order) if i != j < len(x)]

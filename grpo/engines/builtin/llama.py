@@ -61,14 +61,14 @@ class LlamaCache(KVCache):
         cos, sin = (table.index_select(0, positions[0])[:, None] for table in (self.cos, self.sin))  # [T, 1, D]
         x = F.embedding(ids[0], self.model.model.embed_tokens.weight)  # [T, hidden]
         for i, (norm, qkv, out, norm_mlp, gate_up, down) in enumerate(self.layers):
-            three = products(F.rms_norm(x, shape, norm, eps), qkv).view(len(x), -1, width)  # [T, H + 2 K, D]
-            turned, value = three.narrow(1, 0, heads + kv), three.narrow(1, heads + kv, kv)
+            joined = products(F.rms_norm(x, shape, norm, eps), qkv).view(len(x), -1, width)  # [T, H + 2 K, D]
+            turned, value = joined.narrow(1, 0, heads + kv), joined.narrow(1, heads + kv, kv)
             turned = (turned * cos).add_(turned.roll(width // 2, -1).mul_(sin)).transpose(0, 1)[None]
             query, key = turned.narrow(1, 0, heads), turned.narrow(1, heads, kv)
-            said = plan.attend(i, query, key, value.transpose(0, 1)[None], width**-0.5, None)[0].flatten(1)
+            attended = plan.attend(i, query, key, value.transpose(0, 1)[None], width**-0.5, None)[0].flatten(1)
             if torch.is_tensor(logits_to_keep) and i + 1 == len(self.layers):
-                x, said = x[logits_to_keep], said[logits_to_keep]
-            x = F.linear(said, out).add_(x)
+                x, attended = x[logits_to_keep], attended[logits_to_keep]
+            x = F.linear(attended, out).add_(x)
             gate, up = products(F.rms_norm(x, shape, norm_mlp, eps), gate_up).chunk(2, dim=1)
             x = F.linear(F.silu(gate).mul_(up), down).add_(x)
         return F.linear(F.rms_norm(x, shape, self.model.model.norm.weight, eps), self.model.lm_head.weight)

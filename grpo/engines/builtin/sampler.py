@@ -46,7 +46,8 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     One number per row decides, so a row's draw depends on its own seed only. Sums are in the dtype of `uniform`: float64 if the
     device supports it, since vocabularies are large. Returns [B] int64.
     """
-    cumulative = logits.softmax(-1).to(uniform.dtype).cumsum_(-1)  # with dtype=, cumsum makes two tensors of that size
+    # with dtype=, cumsum would make two tensors of that size
+    cumulative = logits.softmax(-1).to(uniform.dtype).cumsum_(-1)
     threshold = uniform[:, None] * cumulative[:, -1:]  # rounding leaves the sum a little off 1
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
@@ -57,7 +58,8 @@ class Draws:
     def __init__(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling, seeds: Sequence[int], device) -> None:
         self.prompts, self.sampling, self.seeds, self.device = prompts, sampling, seeds, device
         shape = len(prompts), sampling.max_tokens
-        self.uniform = torch.empty(shape, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        exact = torch.float32 if device.type == "mps" else torch.float64
+        self.uniform = torch.empty(shape, dtype=exact, device=device)
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(shape, device=device)
         self.rows = torch.zeros(0, dtype=torch.int64, device=device)  # [B], the sample of each row
@@ -69,8 +71,8 @@ class Draws:
     def join(self, new: Sequence[int], vocabulary: int) -> None:
         """Append these samples as rows. vocabulary: V."""
         width, dtype = self.uniform.shape[1], self.uniform.dtype
-        own = [torch.Generator().manual_seed(self.seeds[i]) for i in new]
-        noise = torch.stack([torch.rand(width, generator=generator, dtype=dtype) for generator in own])
+        generators = [torch.Generator().manual_seed(self.seeds[i]) for i in new]
+        noise = torch.stack([torch.rand(width, generator=generator, dtype=dtype) for generator in generators])
         rows = sent(torch.tensor(new), self.device)
         self.uniform[rows] = sent(noise, self.device)
         self.rows = torch.cat([self.rows, rows])
@@ -102,8 +104,9 @@ class Draws:
         """Return a token for each row, [b], and its log-probability under the model at this temperature, [b]. logits: [b, V]."""
         sampling = self.sampling
         scaled = logits.float() / (sampling.temperature or 1.0)
-        wanted = scaled if seen is None else penalize(scaled, seen, sampling.repetition_penalty)
-        token = wanted.argmax(-1) if sampling.temperature == 0 else draw(filter_logits(wanted, sampling), uniform)
+        penalized = scaled if seen is None else penalize(scaled, seen, sampling.repetition_penalty)
+        is_greedy = sampling.temperature == 0
+        token = penalized.argmax(-1) if is_greedy else draw(filter_logits(penalized, sampling), uniform)
         below = scaled - scaled.amax(-1, keepdim=True)  # as in `scores_of_rows`: a CPU's log_softmax is less exact
         return token, below.gather(-1, token[:, None]).squeeze(-1) - below.exp().sum(-1).log()
 
@@ -120,19 +123,19 @@ class Draws:
     def ended(self, stop_ids: Collection[int], unwanted: Collection[int]) -> dict[int, tuple[int, bool]]:
         """Return the rows that have ended, each with its number of tokens until then, and whether the last token ended it (else a
         limit or the caller did). Waits for the device. stop_ids: tokens that end a row. unwanted: samples that end now."""
-        stop, found = self.sampling.stop, {}
+        stop, ended = self.sampling.stop, {}
         last = self.tails(self.unseen + (stop.width - 1 if stop else 0))
         for row, (ids, length) in enumerate(zip(last, self.lengths, strict=True)):
             for later in reversed(range(min(self.unseen, length))):
                 text = ids[: len(ids) - later]
                 if text[-1] in stop_ids or (stop and stop.end(text)):
-                    found[row] = length - later, True
+                    ended[row] = length - later, True
                     break
             else:
                 if length == self.sampling.max_tokens or self.samples[row] in unwanted:
-                    found[row] = length, False
+                    ended[row] = length, False
         self.unseen = 0
-        return found
+        return ended
 
     def completions(self, ended: Mapping[int, tuple[int, bool]]) -> Iterator[tuple[int, Completion]]:
         """Yield sample number and completion of rows that have `ended`."""
@@ -143,7 +146,7 @@ class Draws:
             yield i, Completion(tuple(ids[:length]), tuple(logprobs[:length]), "stop" if stop else "length")
 
     def keep(self, order: Sequence[int]) -> Tensor:
-        """Reorder the rows: row i becomes what row order[i] was. Returns the order as a tensor."""
+        """Reorder the rows: row i becomes what row order[i] was. Returns the order as a tensor, [B] int64."""
         self.samples, self.lengths = ([of_row[i] for i in order] for of_row in (self.samples, self.lengths))
         places = sent(torch.tensor(order, dtype=torch.int64), self.device)
         self.rows, self.counts = self.rows[places], self.counts[places]

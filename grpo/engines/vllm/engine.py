@@ -9,9 +9,7 @@ With several ranks vLLM is built once they have met: without their process group
 import gc
 import logging
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from transformers import AutoConfig
 from grpo.engines.context import Bound, bounded
 from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.engines.room import Room
-from grpo.engines.vllm.errors import memory_advice
+from grpo.engines.vllm.errors import short_errors
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, params_of
 from grpo.engines.weights import as_in_files, buckets, eos_token_ids
 from grpo.env.tokens import Completion
@@ -91,14 +89,15 @@ class VLLMEngine:
             dtype = "float32" if dtype == "auto" else dtype
             defaults |= CPU_ARGS
             _skip_compiled_ranks()
-        given = {name: value for name, value in (args or {}).items() if value is not None}
-        self._bound = bounded(given, most_tokens)
-        self._new = partial(LLM, path, dtype=dtype, **defaults | self._bound | given, **ARGS)
+        args = {name: value for name, value in (args or {}).items() if value is not None}
+        self._bound = bounded(args, most_tokens)
+        self._new = partial(LLM, path, dtype=dtype, **defaults | self._bound | args, **ARGS)
         self._llm: Any = None
         self.context: int | None = None
         self._path = path
         # on a GPU without a given share it is built when `fit` has told it what the run leaves, at the first load
-        fixed = current_platform.is_cpu() or given.keys() & {"gpu_memory_utilization", "kv_cache_memory_bytes"}
+        has_share = args.keys() & {"gpu_memory_utilization", "kv_cache_memory_bytes"}
+        fixed = current_platform.is_cpu() or has_share
         self._fits, self._given_sleeps = not fixed, sleeps
         if devices * nodes == 1 and fixed:
             self._open()
@@ -126,7 +125,7 @@ class VLLMEngine:
             device = torch.cuda.current_device() if torch.cuda.is_available() else 0
             os.environ |= {"RANK": str(distributed.rank()), "LOCAL_RANK": str(device)}
         gc.collect()  # delete an engine of an earlier run now, with torch's process group, not while this one is built
-        with isolate_rng(), told_in_one_line(building=True):  # the constructor reseeds every global generator
+        with isolate_rng(), short_errors(building=True):  # the constructor reseeds every global generator
             self._llm = self._new(**launched)
         config = self._llm.llm_engine.model_config
         self.context, self.dtype = config.max_model_len, config.dtype
@@ -168,7 +167,7 @@ class VLLMEngine:
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         completions: list[Completion | None] = [None] * len(prompts)
         # vLLM's CPU sampler draws from torch's global generator even for seeded requests
-        with isolate_rng(), told_in_one_line():
+        with isolate_rng(), short_errors():
             names = self._llm.enqueue(inputs, params, lora_request=self._lora_request, use_tqdm=False)
             places = {name.partition("-")[0]: i for i, name in enumerate(names)}  # without the suffix that vLLM adds
             dropped: set[int] = set()
@@ -193,14 +192,14 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
 
-        given = {**plain, "seed": seed, "flat_logprobs": True}
+        arguments = {**plain, "seed": seed, "flat_logprobs": True}
         guided = plain["structured_outputs"]
         if (guided or "stop" in plain) and self._llm.llm_engine.tokenizer is None:
             name = "guided" if guided else "stop"
             raise UserError(f"sampling.{name} needs text, and the model's folder has no tokenizer: add one to it")
         if guided:
-            given["structured_outputs"] = StructuredOutputsParams(**guided)
-        return SamplingParams(**given)
+            arguments["structured_outputs"] = StructuredOutputsParams(**guided)
+        return SamplingParams(**arguments)
 
     def score(self, sequences: Prompts, top: int) -> list[list[dict[int, float]]]:
         """Score as an `Engine` may: as prompts, each with a token after it."""
@@ -208,9 +207,10 @@ class VLLMEngine:
 
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=top, detokenize=False)
         inputs = [{"prompt_token_ids": list(sequence)} for sequence in sequences]
-        with isolate_rng(), told_in_one_line():
-            found = self._llm.generate(inputs, params, use_tqdm=False, lora_request=self._lora_request)
-        return [[{i: p.logprob for i, p in (place or {}).items()} for place in out.prompt_logprobs] for out in found]
+        with isolate_rng(), short_errors():
+            outputs = self._llm.generate(inputs, params, use_tqdm=False, lora_request=self._lora_request)
+        places = [[place or {} for place in out.prompt_logprobs] for out in outputs]  # of each token: by id
+        return [[{i: p.logprob for i, p in place.items()} for place in sequence] for sequence in places]
 
     def sleep(self) -> None:
         """Free GPU memory until the next load, if `sleeps` is set."""
@@ -244,23 +244,6 @@ def import_vllm() -> None:
         raise UserError(f"engine=vllm needs vLLM ({error}): {INSTALL}") from error
     if vllm.__version__ not in SpecifierSet(VERSIONS, prereleases=True):
         raise UserError(f"vLLM {vllm.__version__} is not a supported version ({VERSIONS}): {INSTALL}")
-
-
-@contextmanager
-def told_in_one_line(building: bool = False) -> Iterator[None]:
-    """Turn vLLM's long errors into one line: about too little memory, and while it is built (building) about arguments."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (torch.OutOfMemoryError, ValueError, TypeError, RuntimeError, AssertionError) as error:
-        [*_, line] = re.split("Value error, |Assertion failed, ", str(error), maxsplit=1)  # below pydantic's heading
-        line = line.partition("\n")[0].strip()
-        if fix := memory_advice(str(error)):
-            raise UserError(f"vLLM found too little memory ({line}): {fix}") from error
-        if building:
-            raise UserError(f"vLLM cannot be built with these engine.args, or for this model: {line}") from error
-        raise
 
 
 def sleeping(sleeps: bool) -> dict[str, bool]:

@@ -1,7 +1,16 @@
-"""Advice about vLLM's errors of memory, by their text. vLLM is not imported here: a server's log has the same texts.
+"""vLLM's errors in one line, with advice about those of memory, by their text. vLLM is not imported here: a server's log has
+the same texts.
 
 vLLM's share of a device can be too small for its model and cache, or larger than what is free: the two need opposite advice.
 """
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from grpo.system.errors import UserError
 
 SHARE = "engine.args.gpu_memory_utilization, vLLM's share of the device"
 CACHE = "or engine.args.kv_cache_memory_bytes where that is set, as on a CPU"
@@ -32,3 +41,20 @@ def memory_advice(text: str) -> str | None:
     """Return what to do about an error of vLLM that is one of memory; None if it is another one."""
     text = " ".join(text.lower().split())
     return next((fix for part, fix in ADVICE.items() if part in text), None)
+
+
+@contextmanager
+def short_errors(building: bool = False) -> Iterator[None]:
+    """Turn vLLM's long errors into one line: about too little memory, and while it is built (building) about arguments."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (torch.OutOfMemoryError, ValueError, TypeError, RuntimeError, AssertionError) as error:
+        [*_, line] = re.split("Value error, |Assertion failed, ", str(error), maxsplit=1)  # below pydantic's heading
+        line = line.partition("\n")[0].strip()
+        if fix := memory_advice(str(error)):
+            raise UserError(f"vLLM found too little memory ({line}): {fix}") from error
+        if building:
+            raise UserError(f"vLLM cannot be built with these engine.args, or for this model: {line}") from error
+        raise

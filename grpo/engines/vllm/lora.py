@@ -20,19 +20,19 @@ def args_of(args: Mapping[str, Any] | None, rank: int | None) -> dict[str, Any]:
 
     Raises UserError for arguments that would put the model into other processes, which tensors cannot be passed to.
     """
-    given = dict(args or {})
+    args = dict(args or {})
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if (given.get(name) or 1) > 1:
-            raise UserError(f"engine.args.{name}={given[name]}: this engine uses only the trainer's device: take 1")
+        if (args.get(name) or 1) > 1:
+            raise UserError(f"engine.args.{name}={args[name]}: this engine uses only the trainer's device: take 1")
     if rank is None:
-        return given
+        return args
     import_vllm()
     from vllm.config.lora import MaxLoRARanks
 
     ranks = get_args(MaxLoRARanks)
     if not 1 <= rank <= max(ranks):
         raise UserError(f"engine.rank={rank} (it follows adapter.r): vLLM takes 1 to {max(ranks)}")
-    return given | {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(r for r in ranks if r >= rank)}
+    return args | {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(r for r in ranks if r >= rank)}
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -85,8 +85,8 @@ def adapter_of(model: PeftModel, llm: Any) -> Any:
         )
     except ValueError as error:
         raise refused(str(error)) from error
-    known = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
-    if unknown := [name for name in adapter.loras if name not in known]:
+    adaptable = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
+    if unknown := [name for name in adapter.loras if name not in adaptable]:
         raise refused(f"it has no adapter at {unknown[0]}; take that out of adapter.target_modules")
     return adapter
 

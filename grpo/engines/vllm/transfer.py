@@ -91,7 +91,7 @@ class Transfer(WeightTransferEngine[Group, Bucket]):
         self.model.load_weights(tensors)
 
     def received(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
-        """Return the tensors of the group's next broadcast."""
+        """Return the tensors of the group's next broadcast, which has the bytes of all, one after the other."""
         kinds = [getattr(torch, name) for name in bucket.dtypes]
         sizes = [kind.itemsize * math.prod(shape) for kind, shape in zip(kinds, bucket.shapes, strict=True)]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device if self.group.name() == "nccl" else "cpu")
@@ -125,6 +125,7 @@ def exact_logprobs() -> None:
     forward, mask = Sampler.forward, gpu_model_runner.apply_grammar_bitmask
     now: dict[str, Tensor | None] = {"temperature": None, "unmasked": None}  # values of the step being sampled
 
+    # logits: [requests, V]
     def masked(scheduler_output, grammar_output, input_batch, logits: Tensor) -> None:
         now["unmasked"] = logits.clone()
         mask(scheduler_output, grammar_output, input_batch, logits)

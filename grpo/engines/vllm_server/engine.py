@@ -198,8 +198,8 @@ class VLLMServerEngine:
                     waiting.put_nowait(None)
                 waiting.task_done()
 
-        each = range(min(self.concurrency, len(requests)))
-        workers = [work(server) for _ in each for server in self._fleet.servers]  # round-robin
+        slots = range(min(self.concurrency, len(requests)))
+        workers = [work(server) for _ in slots for server in self._fleet.servers]  # round-robin
         tasks = [asyncio.ensure_future(task) for task in [waiting.join(), self._fleet.keep(), *workers]]
         over, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)  # asyncio.run cancels the others
         if errors := [error for task in over if (error := task.exception())]:
@@ -210,12 +210,12 @@ class VLLMServerEngine:
         """Ask the server for one completion. label: the newest weights; the server reports the weights that drew each token."""
         adapter = label if self.sync == "lora" else None
         try:
-            given = await server.ask(GENERATE, {"model": adapter, **request})
+            answer = await server.ask(GENERATE, {"model": adapter, **request})
         except Refused as refused:
             if refused.status in (400, 422):
                 raise UserError(f"the vLLM server at {server.url} refuses a request: {refused}") from refused
             raise Lost(f"{server.url}: {refused}") from refused  # it fails, or no longer has the adapter
-        choice = given["choices"][0]
+        choice = answer["choices"][0]
         ids, finish = tuple(choice["token_ids"]), choice["finish_reason"]
         if finish not in ("stop", "length"):
             raise Lost(f"{server.url} ended a completion with {finish!r}")

@@ -151,8 +151,8 @@ async def check_exact(server: RemoteServer, last_id: int) -> None:
     gaps = []
     for temperature in (1.0, 0.5):
         params = {"max_tokens": 1, "temperature": temperature, "top_k": 1, "logprobs": 5, "detokenize": False}
-        given = await server.ask(GENERATE, {"token_ids": [last_id], "sampling_params": params})
-        best = [token["logprob"] for token in given["choices"][0]["logprobs"]["content"][0]["top_logprobs"]]
+        answer = await server.ask(GENERATE, {"token_ids": [last_id], "sampling_params": params})
+        best = [token["logprob"] for token in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]]
         gaps.append(max(best) - min(best))
     if gaps[0] > 1000 or gaps[1] < 1.5 * gaps[0]:
         line = f"the vLLM server at {server.url} gives log-probabilities of another temperature, or after filters"

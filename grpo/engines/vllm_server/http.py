@@ -77,16 +77,16 @@ class RemoteServer:
         except httpx2.HTTPError as error:
             raise Lost(f"{self.url}{route}: {type(error).__name__} {error}".strip()) from error
         try:
-            given = response.json()
+            content = response.json()
         except ValueError:
-            given = None
+            content = None
         if response.is_success:
-            return given
-        said = given.get("error") if isinstance(given, dict) else None
-        if response.status_code in (403, 405) or (response.status_code == 404 and not said):
+            return content
+        fault = content.get("error") if isinstance(content, dict) else None
+        if response.status_code in (403, 405) or (response.status_code == 404 and not fault):
             line = f"the server at {self.url} has no {route} (it answers {response.status_code})"
             raise UserError(f"{line}: {self.advice}")
-        words = str(said.get("message") if isinstance(said, dict) else response.text)
+        words = str(fault.get("message") if isinstance(fault, dict) else response.text)
         if inner := re.search(r"Worker failed with error '(.*)', please check", words, re.DOTALL):
             words = inner[1] or "an assertion failed, see the server's log"
         raise Refused(response.status_code, one_line(words, 500))

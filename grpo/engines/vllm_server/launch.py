@@ -117,8 +117,12 @@ class Servers:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH")]))
         if not torch.cuda.is_available():  # else vLLM binds all servers to the same cores, and compiles for too long
             threads = max(1, (os.cpu_count() or 1) // (len(self.ports) + 1))
-            own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "1"}
-            environment = own | environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # one process fewer
+            of_cpu = {
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": str(threads),
+                "TORCHDYNAMO_DISABLE": "1",
+            }
+            environment = of_cpu | environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # one process fewer
         if self._gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self._gpus[self.ports.index(port)]
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -141,11 +145,12 @@ class Servers:
             return None
         with self.log(port).open("rb") as file:
             file.seek(self._begun[port])
-            said = file.read().decode(errors="replace").splitlines()
-        errors = [found[1] for line in said if (found := ERROR.search(line))]
+            lines = file.read().decode(errors="replace").splitlines()
+        errors = [match[1] for match in map(ERROR.search, lines) if match]
         # pydantic's error comes below a heading; otherwise the first error caused the others
-        reasons = [line for line in errors if line.startswith("Value error")] or errors or [" | ".join(said[-3:])]
-        fix = f"; {found}" if (found := memory_advice(reasons[0])) else ""
+        reasons = [line for line in errors if line.startswith("Value error")] or errors or [" | ".join(lines[-3:])]
+        advice = memory_advice(reasons[0])
+        fix = f"; {advice}" if advice else ""
         return f"the vLLM server at port {port} ended with exit code {code}: {reasons[0][:300]} (see {self.log(port)}){fix}"
 
     def close(self) -> None:
@@ -167,15 +172,15 @@ def visible(chosen: int | str) -> str:
     chosen: their numbers, counted from 0 among those that this process sees, as 1 or "2,3", or their names (GPU-..., MIG-...).
     """
     names = [name.strip() for name in str(chosen).split(",")]
-    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        ours = [name.strip() for name in takewhile(lambda name: not name.strip().startswith("-"), given.split(","))]
+    if (setting := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        ours = [name.strip() for name in takewhile(lambda name: not name.strip().startswith("-"), setting.split(","))]
         ours = [name for name in ours if name]
     elif torch.cuda.is_available():
         ours = [*map(str, range(torch.cuda.device_count()))]
     else:  # the server will say that there is none
         return ",".join(names)
     if gone := [name for name in names if name.isdecimal() and int(name) >= len(ours)]:
-        seen = f"this process sees {len(ours)} GPUs" + ("" if given is None else f", CUDA_VISIBLE_DEVICES={given}")
+        seen = f"this process sees {len(ours)} GPUs" + ("" if setting is None else f", CUDA_VISIBLE_DEVICES={setting}")
         raise UserError(
             f"engine.devices names GPU {gone[0]}, counted from 0, and {seen}: name others, or make it visible"
         )
@@ -188,7 +193,7 @@ def check_apart(devices: Sequence[int | str] | None, own: int) -> None:
     own: the number of the trainer's GPU among those that this process sees.
     """
     taken = visible(own)
-    if devices is None or any(taken in visible(each).split(",") for each in devices):
+    if devices is None or any(taken in visible(gpus).split(",") for gpus in devices):
         line = f"engine.sync=nccl takes one process on each GPU, and GPU {own} is the trainer's"
         raise UserError(f"{line}: give the servers others, as engine.devices=[{own + 1}], or set engine.sync=disk")
 
@@ -197,4 +202,4 @@ def free_ports(count: int) -> list[int]:
     """Return `count` different free ports."""
     with ExitStack() as all_open:  # all open at once, so that no port is found twice
         sockets = [all_open.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
+        return [listener.getsockname()[1] for listener in sockets]

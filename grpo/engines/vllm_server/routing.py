@@ -20,7 +20,7 @@ class Routes:
         self.waiting: dict[int, list[int]] = {}  # indices of requests by this hash
         for i, prompt in enumerate(prompts):
             hashes = prefixes(prompt)
-            if read := [homes[each] for each in hashes if each in homes]:
+            if read := [homes[key] for key in hashes if key in homes]:
                 homes[hashes[-1]] = read[-1]  # of the longest prefix
             self.keys.append(hashes[-1])
             self.put(i)
@@ -54,7 +54,7 @@ class Routes:
 
 def prefixes(ids: Sequence[int]) -> list[int]:
     """Return a hash of each prefix that ends with a block of BLOCK tokens, and last of all tokens."""
-    found = [0]
+    hashes = [0]
     for start in range(0, len(ids), BLOCK):
-        found.append(hash((found[-1], *ids[start : start + BLOCK])))
-    return found[1:] or found
+        hashes.append(hash((hashes[-1], *ids[start : start + BLOCK])))
+    return hashes[1:] or hashes

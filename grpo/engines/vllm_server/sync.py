@@ -147,27 +147,27 @@ class Nccl:
         raise Behind(f"{server.url} was away when weights were sent, and gets the next ones")
 
     async def _send(self, device: torch.device, tensors: Iterable[Named], label: str) -> None:
-        there = [server for server in self.servers if await self._present(server)]
-        if not there:
+        present = [server for server in self.servers if await self._present(server)]
+        if not present:
             return
         # with mode=keep unfinished completions wait, and continue with the new weights
         async with AsyncExitStack() as pauses:
-            for server in there:
+            for server in present:
                 await pauses.enter_async_context(paused(server, label))
             try:
-                await self._meet(there, device)
-                await asyncio.gather(*map(begin_update, there))
+                await self._meet(present, device)
+                await asyncio.gather(*map(begin_update, present))
                 for bucket in buckets(tensors):
                     flat, layout = flattened(bucket)
                     info = {"update_info": {**layout, "checksum": checksum(bucket)}}
-                    sent = asyncio.to_thread(self._broadcast, flat.to(device), there[0].timeout)
-                    await asyncio.gather(sent, *(server.ask("/update_weights", info) for server in there))
-                await asyncio.gather(*(server.ask("/finish_weight_update") for server in there))
+                    sent = asyncio.to_thread(self._broadcast, flat.to(device), present[0].timeout)
+                    await asyncio.gather(sent, *(server.ask("/update_weights", info) for server in present))
+                await asyncio.gather(*(server.ask("/finish_weight_update") for server in present))
             except Exception as error:  # the group cannot be used any more, and servers may wait in it
                 self.close()
-                refused = [server for server in there if isinstance(error, Refused) and await self._present(server)]
-                if len(refused) == len(there):
-                    raise UserError(f"the vLLM servers refuse the weights ({error}): {there[0].advice}") from error
+                refused = [server for server in present if isinstance(error, Refused) and await self._present(server)]
+                if len(refused) == len(present):
+                    raise UserError(f"the vLLM servers refuse the weights ({error}): {present[0].advice}") from error
                 raise error if isinstance(error, Lost | UserError) else Lost(f"weights: {error}") from error
         self.label = label
 
@@ -181,13 +181,13 @@ class Nccl:
             return False
         return True
 
-    async def _meet(self, there: list[RemoteServer], device: torch.device) -> None:
+    async def _meet(self, present: list[RemoteServer], device: torch.device) -> None:
         """Make a group of this process, its rank 0, and the workers of these servers, unless there is one."""
-        if self.members == (urls := [server.url for server in there]):
+        if self.members == (urls := [server.url for server in present]):
             return
         self.close()
-        workers = [(await server.ask("/get_world_size", post=False))["world_size"] for server in there]
-        first, limit = list(accumulate(workers, initial=1)), there[0].timeout
+        workers = [(await server.ask("/get_world_size", post=False))["world_size"] for server in present]
+        first, limit = list(accumulate(workers, initial=1)), present[0].timeout
         kind = "nccl" if device.type == "cuda" else "gloo"
         listener = socket.create_server((max(map(own_address, urls), key=lambda a: not a.startswith("127.")), 0))
         address, port = listener.getsockname()
@@ -195,7 +195,7 @@ class Nccl:
         joining = asyncio.to_thread(distributed.join_group, rank=0, listener=listener, device=device, **group)
         invited = [
             server.ask("/init_weight_transfer_engine", {"init_info": group | {"rank": rank}})
-            for server, rank in zip(there, first, strict=False)
+            for server, rank in zip(present, first, strict=False)
         ]
         self.group, *_ = await asyncio.gather(joining, *invited)
         self.members = urls
