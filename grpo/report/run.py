@@ -15,8 +15,8 @@ from grpo.evaluation.metrics import solved
 from grpo.evaluation.statistics import mean_interval
 from grpo.report.changes import changed_problems
 from grpo.runs.health import warnings_of
-from grpo.runs.html import pieces
 from grpo.runs.runs import Run, numbered, samples_in
+from grpo.runs.token_texts import token_texts
 from grpo.system.metrics import percent
 
 LONGEST = 20_000  # characters of a text; the middle of a longer text is left out
@@ -185,9 +185,9 @@ def shorter(value: Any) -> Any:
 
 
 def add_pieces(run: Run, steps: Sequence[dict[str, Any]]) -> None:
-    """Add `pieces` (the text of each sampled token, see `html.pieces`) and `logprobs` to samples whose tokens were saved."""
+    """Add `pieces` (the text of each sampled token, see `token_texts`) and `logprobs` to samples whose tokens were saved."""
     kept = [sample for step in steps for sample in step["samples"] if "token_ids" in sample]
-    texts = iter(pieces((token for sample in kept for token in sample["token_ids"]), run.policy))
+    texts = iter(token_texts((token for sample in kept for token in sample["token_ids"]), run.policy))
     for sample in kept:
         sample["pieces"] = list(islice(texts, len(sample.pop("token_ids"))))
         sample["logprobs"] = np.round(sample.pop("rollout_logprobs"), 3)

@@ -15,7 +15,7 @@ import pandas as pd
 
 from grpo.evaluation.metrics import as_json, number_and_interval
 from grpo.evaluation.statistics import arm_interval, compare_arms, holm, over_seeds, paired
-from grpo.runs.runs import SAME, VERDICTS, Run, arms, load
+from grpo.runs.runs import VERDICTS, Run, arms, load
 from grpo.system.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -103,13 +103,6 @@ def comparable(runs: Iterable[Run]) -> dict[str, list[Run]]:
     return {arm: of for arm, of in found.items() if of}
 
 
-def complete(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Return `comparable(runs)`, and raise UserError if it is empty."""
-    if found := comparable(runs):
-        return found
-    raise UserError("none of the runs has finished with an evaluation, so there is nothing to compare yet")
-
-
 def compared(done: Mapping[str, Sequence[Run]]) -> pd.DataFrame:
     """Return a table with a row for each arm, best first.
 
@@ -132,18 +125,3 @@ def compared(done: Mapping[str, Sequence[Run]]) -> pd.DataFrame:
                 arm |= {name: row[name] for name in ("better", "worse", "ties")}
     table = pd.DataFrame.from_dict(rows, orient="index").rename_axis("arm").drop(columns="n")
     return table.sort_values("value", ascending=False)
-
-
-def effects(done: Mapping[str, list[Run]]) -> dict[str, pd.DataFrame]:
-    """Return a table for each swept key except the seed: value, low, high, n over all runs that share a value of the key."""
-    runs = [run for of in done.values() for run in of]
-    accuracy = pd.Series([run.accuracy.iloc[-1] for run in runs])
-    swept = pd.DataFrame([run.overrides for run in runs]).drop(columns=list(SAME), errors="ignore").fillna("default")
-    found = {}
-    for key in swept:
-        if swept[key].nunique() > 1:
-            by = {value: over_seeds(part)._asdict() for value, part in accuracy.groupby(swept[key], sort=False)}
-            table = pd.DataFrame(by).T.rename_axis(key)
-            # numbers are sorted by size
-            found[key] = table.sort_index(key=lambda index: pd.to_numeric(index, errors="coerce"), kind="stable")
-    return found

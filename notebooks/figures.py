@@ -1,50 +1,64 @@
-"""Numbers and figures of an objective: its loss and its gradient against the ratio of a token.
+"""Figures and a table that only these notebooks show. Needs the extra `plot` (matplotlib).
 
-Every value is computed by the Algorithm itself (`loss` with autograd), so a figure cannot be out of date.
-Algorithms whose values agree share a panel or a line. Needs the extra `plot` (matplotlib).
+`grpo/runs/plots.py` has the figures that programs draw, too.
 """
 
 import math
 import textwrap
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Literal
 
+import pandas as pd
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from grpo.evaluation.statistics import over_seeds
 from grpo.objectives.algorithm import Algorithm
-from grpo.objectives.trial import even_batch
+from grpo.objectives.anatomy import against_ratio
 from grpo.runs.plots import COLOURS, panels, tidy
-
-OLD_LOGPROB = -3.0  # of every token before the update; new probabilities are at most 1 for ratios up to e^3
-
-
-def against_ratio(
-    algorithm: Algorithm, ratios: Tensor, advantage: float, tokens: int = 10, together: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of an answer, and its gradient by one token's log-probability, for each ratio of that token.
-
-    ratios: [R], new over old probability of the first token of an answer.
-    tokens: length of the answer; its other tokens keep ratio 1, or all have the same ratio (together=True).
-
-    Every token has weight 1, so the reduction has no influence.
-    Returns (loss [R], gradient [R]); the loss is the difference from the loss at ratio 1 for all tokens.
-    """
-    batch = even_batch(len(ratios) + 1, tokens, OLD_LOGPROB)
-    weights = batch.weights.requires_grad_()
-    moved = torch.zeros_like(weights)
-    moved[:-1, slice(None) if together else slice(1)] = ratios.log()[:, None]
-    logprobs = (batch.old_logprobs + moved).requires_grad_()
-    batch = replace(batch, weights=weights, advantages=torch.full_like(weights, advantage))
-    loss, _ = algorithm.loss(logprobs, torch.zeros_like(logprobs), batch)
-    of_tokens, gradient = torch.autograd.grad(loss, (weights, logprobs))  # a loss is sum(weights x token loss)
-    losses = of_tokens.sum(1)
-    return losses[:-1] - losses[-1], gradient[:-1, 0]
+from grpo.runs.runs import SAME, Run
 
 
-# -- figures
+def error_bars(table: pd.DataFrame, axes: Axes, **labels) -> None:
+    """Draw the columns value, low and high as points with error bars against the index: numbers to scale, names side by side."""
+    numbers = pd.api.types.is_numeric_dtype(table.index)
+    x = table.index if numbers else range(len(table))
+    bars = [table["value"] - table["low"], table["high"] - table["value"]]
+    axes.errorbar(x, table["value"], yerr=bars, fmt="o-" if numbers else "o", markersize=4, capsize=3, linewidth=1.5)
+    if not numbers:
+        axes.set_xticks(x, table.index)
+        axes.set_xlim(-0.5, len(table) - 0.5)
+    tidy(axes, **labels)
+
+
+def stack(table: pd.DataFrame, axes: Axes, **labels) -> None:
+    """Draw the columns of a table as stacked areas against its index."""
+    axes.stackplot(table.index, table.fillna(0).T, labels=list(table), colors=COLOURS, alpha=0.8)
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    tidy(axes, **{"xlabel": "rollouts", **labels})
+
+
+# -- sweeps
+
+
+def effects(done: Mapping[str, list[Run]]) -> dict[str, pd.DataFrame]:
+    """Return a table for each swept key except the seed: value, low, high, n over all runs that share a value of the key."""
+    runs = [run for of in done.values() for run in of]
+    accuracy = pd.Series([run.accuracy.iloc[-1] for run in runs])
+    swept = pd.DataFrame([run.overrides for run in runs]).drop(columns=list(SAME), errors="ignore").fillna("default")
+    found = {}
+    for key in swept:
+        if swept[key].nunique() > 1:
+            by = {value: over_seeds(part)._asdict() for value, part in accuracy.groupby(swept[key], sort=False)}
+            table = pd.DataFrame(by).T.rename_axis(key)
+            # numbers are sorted by size
+            found[key] = table.sort_index(key=lambda index: pd.to_numeric(index, errors="coerce"), kind="stable")
+    return found
+
+
+# -- objectives
 
 
 def alike(curves: Mapping[str, Tensor]) -> dict[str, Tensor]:
