@@ -45,29 +45,30 @@ def stack(table: pd.DataFrame, axes: Axes, **labels) -> None:
 
 def effects(done: Mapping[str, list[Run]]) -> dict[str, pd.DataFrame]:
     """Return a table for each swept key except the seed: value, low, high, n over all runs that share a value of the key."""
-    runs = [run for of in done.values() for run in of]
+    runs = [run for members in done.values() for run in members]
     accuracy = pd.Series([run.accuracy.iloc[-1] for run in runs])
     swept = pd.DataFrame([run.overrides for run in runs]).drop(columns=list(SAME), errors="ignore").fillna("default")
-    found = {}
+    tables = {}
     for key in swept:
         if swept[key].nunique() > 1:
-            by = {value: over_seeds(part)._asdict() for value, part in accuracy.groupby(swept[key], sort=False)}
-            table = pd.DataFrame(by).T.rename_axis(key)
+            by_value = accuracy.groupby(swept[key], sort=False)
+            rows = {value: over_seeds(part)._asdict() for value, part in by_value}
+            table = pd.DataFrame(rows).T.rename_axis(key)
             # numbers are sorted by size
-            found[key] = table.sort_index(key=lambda index: pd.to_numeric(index, errors="coerce"), kind="stable")
-    return found
+            tables[key] = table.sort_index(key=lambda index: pd.to_numeric(index, errors="coerce"), kind="stable")
+    return tables
 
 
 # -- objectives
 
 
 def alike(curves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Merge curves that coincide into one, under their names joined by commas."""
-    found: dict[str, list[str]] = {}  # first name of each set of equal curves -> all names of the set
+    """Merge curves that coincide into one, under their names joined by commas. A curve: a tensor of any shape."""
+    sets: dict[str, list[str]] = {}  # first name of each set of equal curves -> all names of the set
     for name, curve in curves.items():
-        same = (other for other in found if torch.allclose(curve, curves[other], rtol=1e-3, atol=1e-6))
-        found.setdefault(next(same, name), []).append(name)
-    return {", ".join(names): curves[first] for first, names in found.items()}
+        same = (other for other in sets if torch.allclose(curve, curves[other], rtol=1e-3, atol=1e-6))
+        sets.setdefault(next(same, name), []).append(name)
+    return {", ".join(names): curves[first] for first, names in sets.items()}
 
 
 def objectives(
@@ -85,10 +86,10 @@ def objectives(
     setting: further arguments of `against_ratio`.
     """
     ratios = torch.linspace(math.log(least), math.log(most), 401).exp()
-    drawn = {
-        name: torch.stack([torch.stack(against_ratio(algorithm, ratios, sign, **setting)) for sign in (1.0, -1.0)], 1)
-        for name, algorithm in algorithms.items()
-    }  # [2, 2, R]: loss or gradient, sign of the advantage
+    drawn = {}  # [2, 2, R] each: loss or gradient, sign of the advantage
+    for name, algorithm in algorithms.items():
+        signs = [torch.stack(against_ratio(algorithm, ratios, sign, **setting)) for sign in (1.0, -1.0)]
+        drawn[name] = torch.stack(signs, dim=1)
     index = ("loss", "gradient").index(what)
     shapes = {names: curves[index] for names, curves in alike(drawn).items()}
     figure, grid = panels(len(shapes), sharex=True, sharey=bound is not None)
