@@ -49,8 +49,8 @@ def sample_panel(title: str, sample: Sample) -> Panel:
     text = Text(prompt if len(prompt) < 500 else "..." + prompt[-500:], style="dim")
     for message in sample.trajectory.messages[len(steps[0].state.messages) :]:
         calls = [f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})" for call in message.tool_calls]
-        said = "\n".join(filter(None, (message.content[:1000], *calls)))
-        text.append("\n" + said, style="default" if message.role == "assistant" else "dim")
+        words = "\n".join(filter(None, (message.content[:1000], *calls)))
+        text.append("\n" + words, style="default" if message.role == "assistant" else "dim")
     return Panel(text, title=f"{title}: reward {sample.reward.value:.2f}, {sample.length} tokens", title_align="left")
 
 
@@ -120,8 +120,8 @@ class Terminal(L.Callback):
         self.learned.append(batch.metrics)
         self.note(batch.evaluations)
         rollout = batch.rollout + 1
-        each = (time.perf_counter() - self.begun) / len(self.learned)
-        left = each * (self.num_rollouts - rollout)
+        per_rollout = (time.perf_counter() - self.begun) / len(self.learned)
+        left = per_rollout * (self.num_rollouts - rollout)
         line = f"{rollout}/{self.num_rollouts}  {status(batch.metrics, left, self.columns)}"
         self.progress.update(self.in_place(line), refresh=self.console.is_terminal)
         due = self.every and (rollout % self.every == 0 or rollout == self.num_rollouts)
@@ -184,7 +184,7 @@ class Terminal(L.Callback):
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         self.progress.stop()
-        asked = isinstance(exception, StopError)  # it says itself how to continue
-        if not asked and (self.folder / "checkpoints" / "last.ckpt").exists():
+        says_how = isinstance(exception, StopError)  # how to continue
+        if not says_how and (self.folder / "checkpoints" / "last.ckpt").exists():
             resume = f"python train.py {shlex.quote(f'ckpt_path={self.folder}')}"
             self.line(f"stopped by {type(exception).__name__}; to resume: {resume}")
