@@ -86,7 +86,7 @@ class Evaluator:
         return rollouts == of or (rollouts % self.every == 0 and rollouts >= self.delay)
 
     def sources(self, task: Task) -> dict[str, tuple[Task, Split]]:
-        """Return the tasks to evaluate on and their splits, by name: the run's own by that of the split, and each set."""
+        """Return the tasks to evaluate on with their splits, by name: the run's task by the name of its split, and each set."""
         others = {name: (settings["task"], self.split) for name, settings in (self.sets or {}).items()}
         return {self.split: (task, self.split)} | others
 

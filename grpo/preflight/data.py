@@ -112,7 +112,8 @@ def turns(probe: Probe) -> Checked:
     if count == len(several):
         return Checked("PASS", text)
     tokens = sum(len(row.prompt_ids) + len(row.ids) for of_episode in rows for row in of_episode)
-    text += f", {tokens / sum(len(sample.turns[-1].ids) for sample in several):.1f} times the tokens of the last turns"
+    of_last_turns = sum(len(sample.turns[-1].ids) for sample in several)
+    text += f", {tokens / of_last_turns:.1f} times the tokens of the last turns"
     if any(thought_dropped(probe.rollouts.renderer, sample) for sample in several):
         text += ": the chat template drops earlier thoughts, so each turn after one is a row of its own"
         return Checked("PASS", text)

@@ -243,4 +243,6 @@ def forecast(sizes: Sizes, trainer: L.Trainer, parts: list[Part] | None = None, 
 
 def human(size: int | None) -> str:
     """Return a number of bytes as text, in MB or GB."""
-    return "unknown" if size is None else f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
+    if size is None:
+        return "unknown"
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"

@@ -121,7 +121,7 @@ def body_below_the_critic(module: L.LightningModule) -> nn.Module | None:
 
 
 def minibatch(plan: Plan, prompt_tokens: int, rows: int) -> TokenBatch:
-    """Return a batch of groups with this many rows, all as long as possible."""
+    """Return a batch of groups, [rows, longest prompt + longest completion]: every token counts."""
     width = plan.sampling.max_tokens
     group = torch.arange(rows) // plan.group_size
     ids = group[:, None].expand(rows, prompt_tokens + width)  # a different prompt for each group
@@ -164,9 +164,15 @@ def in_a_layer(model: nn.Module) -> int:
 
 
 def by_groups(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
-    """Return the result of a product for each expert, without numbers. Two dimensions: the rows of all experts together."""
-    groups = () if a.ndim != b.ndim else (len(a),) if a.ndim == 3 else (len(offsets),)
-    return a.new_empty(*groups, a.shape[-2], b.shape[-1])
+    """Return an empty tensor of the shape of torch._grouped_mm(a, b, offsets), a product for each of E experts.
+
+    a, b: [E, M, K] and [E, K, N] give [E, M, N]. If one of them has two dimensions, with the rows of all experts, so has the
+    result. If both have, [M, R] and [R, N], the offsets, [E], cut R into experts, and the result is [E, M, N].
+    """
+    if a.ndim != b.ndim:
+        return a.new_empty(a.shape[-2], b.shape[-1])
+    experts = len(a) if a.ndim == 3 else len(offsets)
+    return a.new_empty(experts, a.shape[-2], b.shape[-1])
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:

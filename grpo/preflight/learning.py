@@ -129,7 +129,7 @@ def devices(probe: Probe) -> Checked:
 
 
 def objective(probe: Probe, tokens: TokenBatch) -> TokenBatch:
-    """Return these rows with advantages of both signs, ready for the loss. Equal rows do not cancel."""
+    """Return these rows ready for the loss, with advantages 1, -2, 3, -4 ...: of both signs, and equal rows do not cancel."""
     module = probe.module
     number = torch.arange(1, len(tokens) + 1, device=tokens.ids.device)
     advantages = torch.where(number % 2 == 1, 1.0, -1.0) * number
@@ -146,7 +146,8 @@ def gradient_bound(probe: Probe) -> float:
 
 
 def gradient_of(probe: Probe, tokens: TokenBatch, pieces: int) -> Tensor:
-    """Return the gradient of the loss of these rows as one vector, at most SLICE numbers per parameter. Leaves none behind."""
+    """Return the gradient of the loss of these rows as one vector: of each parameter evenly spaced numbers, about SLICE at most.
+    The parameters have no gradient afterwards. pieces: into how many microbatches the rows are cut."""
     [optimizer] = probe.module.trainer.optimizers
     probe.sleep()
     try:

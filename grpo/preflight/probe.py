@@ -112,7 +112,8 @@ class Probe:
         return groups, slowest(time.perf_counter() - begun)
 
     def rollout_of(self, pieces: Sequence[tuple[list[Group], float]]) -> float:
-        """Return the seconds of a rollout if its first and its further prompts take what those of the pieces took."""
+        """Return the seconds that a rollout will take: its first prompts as long as the first piece, each further prompt as long
+        as one more prompt took in the pieces."""
         (groups, seconds), *others = pieces
         per_prompt = seconds / max(1, len(groups))
         if others:
@@ -272,8 +273,11 @@ class Probe:
         """The relative precision of the coarsest number type of trainer and engine."""
         engine = self.rollouts.engine
         same = isinstance(engine, TransformersEngine) or hasattr(engine, "shared_bytes")
-        types = [computes_in(self.module.policy), *([] if same else [getattr(engine, "dtype", torch.bfloat16)])]
-        types += [torch.bfloat16] if self.precision == "bf16-mixed" else []
+        types = [computes_in(self.module.policy)]
+        if not same:
+            types.append(getattr(engine, "dtype", torch.bfloat16))
+        if self.precision == "bf16-mixed":
+            types.append(torch.bfloat16)
         return max(torch.finfo(dtype).eps for dtype in types)
 
     @contextmanager

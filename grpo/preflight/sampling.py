@@ -88,7 +88,10 @@ def sync(probe: Probe) -> Checked:
 
 @torch.no_grad()
 def moved_by(probe: Probe, share: float, version: int) -> Checked:
-    """Return the verdict after weights were moved by this share of their size. version: of the moved weights."""
+    """Add noise to a parameter of each kind, compare engine and trainer, take it away and compare again.
+
+    share: size of the noise, as a share of the parameter's. version: of the moved weights.
+    """
     bound, prompts = probe.bound, [ids for ids, _ in probe.few.sequences()]
     chosen, length = probe.one_of_each_kind(), probe.length_in(probe.allowance.left(1 / 8))
     rng = torch.Generator().manual_seed(0)

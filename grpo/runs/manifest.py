@@ -42,7 +42,9 @@ PACKAGES = (
 def revision(folder: Path) -> dict[str, Any] | None:
     """Return the commit of a git checkout and whether files differ from it; None outside a checkout."""
     head, changed = git(folder, "rev-parse", "HEAD"), git(folder, "status", "--porcelain")
-    return None if head is None or changed is None else {"revision": head.strip(), "dirty": bool(changed.strip())}
+    if head is None or changed is None:
+        return None
+    return {"revision": head.strip(), "dirty": bool(changed.strip())}
 
 
 def versions() -> dict[str, str]:

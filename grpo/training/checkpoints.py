@@ -17,7 +17,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,16 +121,17 @@ class RunCheckpoints(PlainCheckpoints):
 
 
 class RowsInFiles:
-    """A tensor whose rows are in several files. They are read when a slice asks for them."""
+    """A tensor whose rows are in several files, in order; a slice reads its rows. parts: [rows, ...] each."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self.parts, self.shape = parts, torch.Size((sum(map(len, parts)), *parts[0].shape[1:]))
 
     def __getitem__(self, rows: slice) -> Tensor:
-        ends = list(accumulate(map(len, self.parts)))
-        starts = [end - len(part) for end, part in zip(ends, self.parts, strict=True)]
-        pairs = zip(self.parts, starts, strict=True)
-        return torch.cat([part[max(0, rows.start - start) : max(0, rows.stop - start)] for part, start in pairs])
+        pieces, start = [], 0  # start: the first row of a part
+        for part in self.parts:
+            pieces.append(part[max(0, rows.start - start) : max(0, rows.stop - start)])
+            start += len(part)
+        return torch.cat(pieces)
 
 
 def local_shards(tensors: Mapping[str, Tensor], pieces: bool, first: bool) -> dict[str, Tensor]:

@@ -203,7 +203,8 @@ def with_group(make: Callable[[list], Optimizer], lr: float, parameters: Iterabl
 def value_metrics(tokens: TokenBatch, returns: Tensor) -> dict[str, float]:
     """Return the metrics of the values before the update, on all ranks. returns: [B, C], NaN where they are unknown."""
     means, mask = Means(), tokens.mask & ~returns.isnan()
-    for name, numbers in {"value/mean": tokens.values, "return": returns, "error": returns - tokens.values}.items():
+    columns = {"value/mean": tokens.values, "return": returns, "error": returns - tokens.values}
+    for name, numbers in columns.items():
         means.add_tokens(name, numbers.double(), mask)
         means.add_tokens(f"{name}^2", numbers.double().square(), mask)
     measured = means.result()

@@ -28,7 +28,8 @@ class Means:
     def add(self, name: str, total: float | Tensor, count: float | Tensor = 1.0) -> None:
         """Add the sum of `count` values to the mean `name`."""
         if is_on_device(total):
-            self.waiting.append((name, total, count if isinstance(count, Tensor) else total.new_full((), count)))
+            count = count if isinstance(count, Tensor) else total.new_full((), count)
+            self.waiting.append((name, total, count))
         else:
             self.sums[name] += float(total)
             self.counts[name] += float(count)
@@ -66,8 +67,9 @@ class Means:
         """Add loss/policy_epoch_K, the loss of the tokens since the last epoch ended, if there are several. epoch: from 0."""
         if epochs > 1:
             self.settle()
-            before = [f"loss/policy_epoch_{k}" for k in range(1, epoch + 1)]
-            total, count = (of["loss/policy"] - sum(of[name] for name in before) for of in (self.sums, self.counts))
+            earlier = [f"loss/policy_epoch_{k}" for k in range(1, epoch + 1)]
+            total = self.sums["loss/policy"] - sum(self.sums[name] for name in earlier)
+            count = self.counts["loss/policy"] - sum(self.counts[name] for name in earlier)
             self.add(f"loss/policy_epoch_{epoch + 1}", total, count)
 
     def take(self, other: "Means") -> None:

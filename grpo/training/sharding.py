@@ -143,7 +143,9 @@ def shard(
     wanted: the number type of the model. low: what passes compute in, None for `wanted`.
     """
     policy = MixedPrecisionPolicy(low, torch.float32, cast_forward_inputs=False) if low else MixedPrecisionPolicy()
-    settings = {"mesh": mesh, "mp_policy": policy} | ({"offload_policy": CPUOffloadPolicy()} if offload else {})
+    settings = {"mesh": mesh, "mp_policy": policy}
+    if offload:
+        settings["offload_policy"] = CPUOffloadPolicy()
 
     def give_up(layer: FSDPModule, *_: Any) -> None:
         if not torch.is_grad_enabled() and not model.is_whole:

@@ -21,7 +21,7 @@ KEPT = 3  # updates that a run writes: each has the trained weights
 class Skipped:
     """Notes the skipped updates of a run. Mutable: `row` counts those in a row.
 
-    folder: for the first ones. most: the run ends after so many in a row.
+    folder: where the first KEPT are written. most: the run ends after so many in a row.
     """
 
     def __init__(self, folder: str, most: int) -> None:

@@ -49,7 +49,7 @@ class Checkpoint(L.Callback):
                        counts, and a later one that scores the same replaces it
         step_000020    with `history`: a link to the policy after each multiple of so many rollouts, the newest `history_keep`
 
-    monitor, mode: the metric that chooses `best`, and its direction. A metric of rollouts is of the policy before the update.
+    monitor, mode: the metric that chooses `best`, and its direction. A metric of rollouts measures the policy before the update.
     only_model: checkpoints have no state of the optimizer, which begins anew in a resumed run.
 
     Each is complete before it gets its name. If one cannot be written, because the disk is full or a weight is not finite, the
@@ -159,9 +159,10 @@ class Checkpoint(L.Callback):
                         write_card(folder, self.rollouts, self.measured, self.monitor, self.mode, self.value)
                 self.exported = self.rollouts
             link(self.folder / name, policy)
-            steps = [step for step in sorted(self.folder.glob("step_*[0-9]")) if int(step.name[5:]) <= self.rollouts]
+            history = sorted(self.folder.glob("step_*[0-9]"))
+            steps = [step for step in history if int(step.name.removeprefix("step_")) <= self.rollouts]
             steps = steps[-(self.history_keep or len(steps)) :]
-            for old in set(self.folder.glob("step_*[0-9]")) - set(steps):  # too old, or later than the resumed run
+            for old in set(history) - set(steps):  # too old, or later than the resumed run
                 old.unlink()
             named = [path.resolve() for path in (self.folder / "last", self.folder / "best", *steps)]
             remove(old for old in self.folder.glob("policy_*") if old.resolve() not in named)

@@ -33,7 +33,8 @@ SPARKS = 40  # evaluations in the sparkline
 
 def status(metrics: Mapping[str, float], left: float, columns: Sequence[str] = ()) -> str:
     """Return the line of a rollout, at most 66 characters. left: the remaining seconds. columns: more metrics, beyond that."""
-    more = "".join(f"{name.rpartition('/')[2]} {written(name, metrics[name])}  " for name in columns if name in metrics)
+    logged = [name for name in columns if name in metrics]
+    more = "".join(f"{name.rpartition('/')[2]} {written(name, metrics[name])}  " for name in logged)
     return (
         f"reward {metrics['rollout/reward']:.2f}  solved {percent(metrics['rollout/solve_rate'], 0)}  groups "
         f"{percent(metrics['rollout/effective_groups'], 0)}  {more}{metrics['tokens/s']:,.0f} tok/s  {clock(left)} left"
