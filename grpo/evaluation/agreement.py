@@ -25,10 +25,10 @@ def krippendorff_alpha(items: Sequence[Sequence[Hashable]]) -> float:
 
     Do: how often two labels of an item differ, an item of m labels with weight m. De: the same of any two of the n labels.
     """
-    each = [Counter(labels) for labels in items if len(labels) > 1]
-    of_all = sum(each, Counter())
+    tallies = [Counter(labels) for labels in items if len(labels) > 1]
+    of_all = sum(tallies, Counter())
     n = of_all.total()
-    differ = sum(k * (one.total() - k) / (one.total() - 1) for one in each for k in one.values())
+    differ = sum(k * (tally.total() - k) / (tally.total() - 1) for tally in tallies for k in tally.values())
     expected = sum(k * (n - k) for k in of_all.values()) / max(n - 1, 1)
     return 1 - differ / expected if expected else math.nan
 
@@ -37,7 +37,7 @@ def correlation_inside(groups: Sequence[Hashable], a: Sequence[float], b: Sequen
     """Return Pearson's correlation of a and b after the mean of its group is taken from each. NaN if one does not vary."""
     rows = np.array([a, b], dtype=float)
     for group in set(groups):
-        members = np.array([one == group for one in groups])
+        members = np.array([label == group for label in groups])
         rows[:, members] -= rows[:, members].mean(1, keepdims=True)
     scale = math.sqrt((rows[0] ** 2).sum() * (rows[1] ** 2).sum())
     return float(rows[0] @ rows[1]) / scale if scale > 1e-12 else math.nan

@@ -46,8 +46,8 @@ def history(evaluations: Sequence[tuple[int, Mapping[str, float]]]) -> Table:
 
     A metric that an evaluation lacks, such as a part of the reward that applied to no sample, is shown as -.
     """
-    known = dict.fromkeys(name for _, metrics in evaluations for name in metrics)
-    names = [name for name in known if any(is_result(name, metrics.get(name, 0)) for _, metrics in evaluations)]
+    logged = dict.fromkeys(name for _, metrics in evaluations for name in metrics)
+    names = [name for name in logged if any(is_result(name, metrics.get(name, 0)) for _, metrics in evaluations)]
     rows = [["rollouts", *(name.removeprefix("eval/") for name in names)]]
     for rollouts, metrics in evaluations:
         rows.append([str(rollouts), *(written(name, metrics.get(name)) for name in names)])

@@ -39,8 +39,8 @@ class Evaluation:
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics as a run logs them, named eval/NAME."""
-        found = {f"eval/{name}": float(estimate.value) for name, estimate in self.estimates.items()}
-        return found if self.seconds is None else {**found, "time/eval": self.seconds}
+        metrics = {f"eval/{name}": float(estimate.value) for name, estimate in self.estimates.items()}
+        return metrics if self.seconds is None else {**metrics, "time/eval": self.seconds}
 
 
 @enforced("eval")
@@ -74,8 +74,8 @@ class Evaluator:
             raise UserError(
                 f"eval.samples={self.samples} at temperature 0: all samples are equal, set eval.sampling.temperature=1"
             )
-        for name, each in (self.sets or {}).items():
-            if "task" not in each or "/" in name or name in get_args(Split):
+        for name, settings in (self.sets or {}).items():
+            if "task" not in settings or "/" in name or name in get_args(Split):
                 words = "needs a task and a name of its own, without /, as +task@eval.sets.NAME=gsm8k gives it"
                 raise UserError(f"eval.sets.{name} {words}")
 
@@ -86,17 +86,19 @@ class Evaluator:
         return rollouts == of or (rollouts % self.every == 0 and rollouts >= self.delay)
 
     def sources(self, task: Task) -> dict[str, tuple[Task, Split]]:
-        """Return the tasks to evaluate on and their splits, by name: the run's own by that of the split, and each set."""
-        others = {name: (each["task"], self.split) for name, each in (self.sets or {}).items()}
+        """Return the tasks to evaluate on with their splits, by name: the run's task by the name of its split, and each set."""
+        others = {name: (settings["task"], self.split) for name, settings in (self.sets or {}).items()}
         return {self.split: (task, self.split)} | others
 
     def loaded(self, task: Task | None, trains: bool = True) -> dict[str, tuple[Task, Split]]:
-        """Return the training rows if the run `trains` on them, and `sources` with evaluations, once their rows are read, which
-        shows mistakes in them."""
-        found = ({"train": (task, "train")} if trains else {}) | (self.sources(task) if self.every else {})
-        for source, split in found.values():
+        """Return the task and split of training, if the run `trains`, and those of `sources`, if it evaluates. Reads all their
+        rows, which shows mistakes in them."""
+        sources = {"train": (task, "train")} if trains else {}
+        if self.every:
+            sources |= self.sources(task)
+        for source, split in sources.values():
             source.examples(split)
-        return found
+        return sources
 
     def chosen(self, examples: Sequence[Example]) -> list[Example]:
         """Return the examples to evaluate on: the first `limit`."""
@@ -158,6 +160,9 @@ class Evaluator:
 
 def in_one(parts: Sequence[tuple[Sequence[Group], Mapping[str, list[list[Any]]]]]) -> dict[str, list[list[Any]]]:
     """Return the columns of several (groups, columns) as those of all groups, with None where a part lacks a column."""
-    names = dict.fromkeys(name for _, more in parts for name in more)
-    empty = [[[None] * len(group) for group in groups] for groups, _ in parts]
-    return {n: [row for (_, more), none in zip(parts, empty, strict=True) for row in more.get(n, none)] for n in names}
+    joined: dict[str, list[list[Any]]] = {name: [] for _, more in parts for name in more}
+    for groups, more in parts:
+        empty = [[None] * len(group) for group in groups]
+        for name in joined:
+            joined[name] += more.get(name, empty)
+    return joined

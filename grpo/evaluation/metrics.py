@@ -57,8 +57,11 @@ def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
         if isinstance(answer, str):  # pandas may have NaN for None
             same = next((other for other in votes if equal(answer, other)), answer)
             votes.setdefault(same, []).append(is_right)
-    most = max(map(len, votes.values()), default=0)
-    return float(np.mean([np.mean(given) for given in votes.values() if len(given) == most])) if votes else 0.0
+    if not votes:
+        return 0.0
+    most = max(map(len, votes.values()))
+    winners = [np.mean(verdicts) for verdicts in votes.values() if len(verdicts) == most]
+    return float(np.mean(winners))
 
 
 def values_of(example: Example, names: Sequence[str]) -> dict[str, str]:
@@ -82,17 +85,17 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
         claim: Claim | BaseException | None = None
         if claims and sample.trajectory.steps:
             claim = await calls.run(object(), TIMEOUT, claims, sample.example, sample.trajectory)
-        found: dict[str, Any] = values_of(sample.example, by)
+        values: dict[str, Any] = values_of(sample.example, by)
         if isinstance(claim, BaseException):  # the user's code failed or hangs; the evaluation works without it
             failures.append(error_line(claim))
         elif claim:
-            found["answer"] = claim.answer
+            values["answer"] = claim.answer
             if sample.reward.known and claim.lenient is not None:
-                found["correct_lenient"] = sample.reward.correct or claim.lenient
+                values["correct_lenient"] = sample.reward.correct or claim.lenient
         if is_conversation(sample):
             counts = conversation(sample.trajectory)
-            found |= {f"eval/{name}": counts[name] for name in COUNTS}
-        return found
+            values |= {f"eval/{name}": counts[name] for name in COUNTS}
+        return values
 
     async def all_rows() -> list[list[dict[str, Any]]]:
         try:
@@ -104,13 +107,14 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
     if failures:
         log.warning("claims failed on %d samples, the first: %s; no accuracy_lenient", len(failures), failures[0])
     names = dict.fromkeys(name for group in rows for row in group for name in row)
-    return golds(task, groups) | {name: [[row.get(name) for row in group] for group in rows] for name in names}
+    more = {name: [[row.get(name) for row in group] for group in rows] for name in names}
+    return golds(task, groups) | more
 
 
 def solved(samples: pd.DataFrame) -> pd.Series:
     """Return for each prompt_index the share of right samples among those whose reward is known; NaN if none is known."""
-    known = samples["correct"].astype(float).where(samples["reward"].notna())
-    return known.groupby(samples["prompt_index"]).mean()
+    right = samples["correct"].astype(float).where(samples["reward"].notna())
+    return right.groupby(samples["prompt_index"]).mean()
 
 
 def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
@@ -121,39 +125,41 @@ def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
     only if every known sample has them, so that they are over the same problems as accuracy.
     """
     problems = samples["prompt_index"]
-    known = samples["reward"].notna()
+    rewarded = samples["reward"].notna()
 
     def mean(values: pd.Series, bounds: tuple[float, float] | None = SHARE) -> Estimate:
         return mean_interval(values.astype(float).groupby(problems).mean(), bounds=bounds)
 
-    correct = samples["correct"].astype(float).where(known)
-    found = {"accuracy": mean(correct)}
-    graded = samples["correct_lenient"].notna() if "correct_lenient" in samples else known & False
-    claimed = graded.any() and graded[known].all()
+    correct = samples["correct"].astype(float).where(rewarded)
+    metrics = {"accuracy": mean(correct)}
+    graded = samples["correct_lenient"].notna() if "correct_lenient" in samples else rewarded & False
+    claimed = graded.any() and graded[rewarded].all()
     if claimed:
-        found["accuracy_lenient"] = mean(samples["correct_lenient"])
-    tally = correct.groupby(problems).agg(["count", "sum"]).astype(int).to_numpy()  # known, right
+        metrics["accuracy_lenient"] = mean(samples["correct_lenient"])
+    # [problems, 2]: samples with a reward, right samples
+    tally = correct.groupby(problems).agg(["count", "sum"]).astype(int).to_numpy()
     most = int(problems.value_counts().max())
     for name, formula in (("pass@", pass_at_k), ("pass^", all_of_k)):
         for k in powers(most):
             values = [formula(int(n), int(c), k) for n, c in tally if n >= k]
-            found[f"{name}{k}"] = mean_interval(values, bounds=SHARE)
+            metrics[f"{name}{k}"] = mean_interval(values, bounds=SHARE)
     if most > 1 and claimed:
-        votes = [majority(part["answer"], part["correct"]) for _, part in samples[graded].groupby("prompt_index")]
-        found[f"maj@{most}"] = mean_interval(votes, bounds=SHARE)
+        by_problem = samples[graded].groupby("prompt_index")
+        votes = [majority(part["answer"], part["correct"]) for _, part in by_problem]
+        metrics[f"maj@{most}"] = mean_interval(votes, bounds=SHARE)
     for name, values in averaged(samples):
         share = about(f"eval/{name}").unit in ("share", "reward") and values.dropna().isin((0, 1)).all()
-        found[name] = mean(values, SHARE if share else None)
-    return found
+        metrics[name] = mean(values, SHARE if share else None)
+    return metrics
 
 
 def powers(n: int) -> list[int]:
     """Return the k of pass@k: 2, 4, 8 ... below n, and n. For k = 1, pass@k is accuracy."""
-    found, k = [], 2
+    ks, k = [], 2
     while k < n:
-        found.append(k)
+        ks.append(k)
         k *= 2
-    return [*found, n] if n > 1 else found
+    return [*ks, n] if n > 1 else ks
 
 
 def averaged(samples: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
@@ -180,17 +186,17 @@ def estimates_by_value(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, E
     def natural(value: str) -> list:
         return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", value)]
 
-    found = {}
+    tables = {}
     for name in (name for name in samples if name.startswith("by/")):
         parts = dict(list(samples.groupby(name)))
         if len(parts) <= MOST_VALUES:
-            found[name.removeprefix("by/")] = {v: estimates(parts[v]) for v in sorted(parts, key=natural)}
-    return found
+            tables[name.removeprefix("by/")] = {v: estimates(parts[v]) for v in sorted(parts, key=natural)}
+    return tables
 
 
-def as_json(found: Mapping[str, Estimate]) -> dict[str, Any]:
+def as_json(metrics: Mapping[str, Estimate]) -> dict[str, Any]:
     """Return estimates as values for JSON, named eval/NAME."""
-    return {f"eval/{name}": number_and_interval(estimate) for name, estimate in found.items()}
+    return {f"eval/{name}": number_and_interval(estimate) for name, estimate in metrics.items()}
 
 
 def number_and_interval(estimate: Estimate) -> dict[str, float | None]:

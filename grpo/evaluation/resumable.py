@@ -90,12 +90,13 @@ class Scorecard:
         joined = pa.concat_tables(parts, promote_options="permissive")
         pq.write_table(joined, self.folder / "samples.parquet")
         samples = joined.drop_columns(TEXTS).to_pandas()
-        by = estimates_by_value(samples)
-        found = as_json(estimates(samples))
-        found["by"] = {column: {value: as_json(e) for value, e in values.items()} for column, values in by.items()}
-        write_json(self.folder / "metrics.json", found)
+        metrics = as_json(estimates(samples))
+        metrics["by"] = {}
+        for column, by_value in estimates_by_value(samples).items():
+            metrics["by"][column] = {value: as_json(part) for value, part in by_value.items()}
+        write_json(self.folder / "metrics.json", metrics)
         shutil.rmtree(self.parts)
-        return found
+        return metrics
 
 
 def finished(folder: Path) -> dict[str, Any] | None:

@@ -135,14 +135,18 @@ def compare_arms(a: ArrayLike, b: ArrayLike, level: float = 0.95, bounds: Bounds
     """
     a, b = _known(a, b, bounds=bounds)
     if min(len(a), len(b), a.shape[1]) < 2:
-        found = paired(a.mean(axis=0), b.mean(axis=0), level, bounds)
-        return found._replace(test=f"{found.test}, seeds not varied")
+        comparison = paired(a.mean(axis=0), b.mean(axis=0), level, bounds)
+        return comparison._replace(test=f"{comparison.test}, seeds not varied")
 
     d = np.round(b.mean(axis=0) - a.mean(axis=0), 12)
     centre, problems = _centre(d, bounds)
     (of_a, noise_a), (of_b, noise_b) = _seeds(a), _seeds(b)
     noise = noise_a + noise_b
-    parts = [(of_a, len(a) - 1), (of_b, len(b) - 1), (max(problems - noise, 0.0), len(d) - 1)]  # and degrees of freedom
+    parts = [  # variances with their degrees of freedom
+        (of_a, len(a) - 1),
+        (of_b, len(b) - 1),
+        (max(problems - noise, 0.0), len(d) - 1),
+    ]
     variance = max(sum(part for part, _ in parts), noise / 4, TINY**2)  # TINY: in case nothing varies
     degrees = variance**2 / max(sum(part**2 / df for part, df in parts), TINY**4)
     p_value = 2 * stdtr(degrees, -abs(centre) / variance**0.5)
@@ -169,12 +173,12 @@ def _known(*arms: ArrayLike, bounds: Bounds | None) -> list[np.ndarray]:
     if tables[0].shape[1] != tables[-1].shape[1]:
         first, last = tables[0].shape[1], tables[-1].shape[1]
         raise UserError(f"{first} and {last} problems: give the same problems, with NaN for unknown values")
-    known = ~np.isnan(np.vstack(tables)).any(axis=0)
-    tables = [table[:, known] for table in tables]
+    complete = ~np.isnan(np.vstack(tables)).any(axis=0)
+    tables = [table[:, complete] for table in tables]
     for table in tables:
         if bounds is not None and table.size and not bounds[0] <= table.min() <= table.max() <= bounds[1]:
-            found = f"values from {table.min():g} to {table.max():g} are not within {bounds}"
-            raise UserError(f"{found}: give their bounds, or bounds=None for values that are not shares")
+            values = f"values from {table.min():g} to {table.max():g} are not within {bounds}"
+            raise UserError(f"{values}: give their bounds, or bounds=None for values that are not shares")
     return tables
 
 
@@ -221,7 +225,8 @@ def _difference(
 
 def _comparison(d: np.ndarray, difference: Estimate, p_value: float, test: str) -> Comparison:
     better, worse = int((d > 0).sum()), int((d < 0).sum())
-    return Comparison(difference, float(p_value) if len(d) else np.nan, better, worse, len(d) - better - worse, test)
+    ties = len(d) - better - worse
+    return Comparison(difference, float(p_value) if len(d) else np.nan, better, worse, ties, test)
 
 
 def _sign_flip(d: np.ndarray) -> float:

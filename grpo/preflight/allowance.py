@@ -23,7 +23,9 @@ class Allowance:
     @property
     def seconds(self) -> float:
         """The seconds that all checks together may take."""
-        return max(LEAST, SHARE * self.rollouts * (self.rollout + self.update)) if self.fixed is None else self.fixed
+        if self.fixed is not None:
+            return self.fixed
+        return max(LEAST, SHARE * self.rollouts * (self.rollout + self.update))
 
     def left(self, share: float = 1.0) -> float:
         """Return this share of the seconds that are left, on the device that has the fewest; at least 0."""

@@ -58,9 +58,13 @@ class PreflightCallback(L.Callback):
 
     def facts(self) -> dict[str, Any]:
         """Return the verdicts so far, the bound and the plan for the manifest; nothing if the run was resumed."""
-        verdicts = {name: asdict(found) for name, found in self.verdicts.items()}
-        found = {"preflight": verdicts, "rounding": self.rollout.rounding} if verdicts or self.plan else {}
-        return found | ({"plan": asdict(self.plan)} if self.plan else {})
+        facts: dict[str, Any] = {}
+        if self.verdicts or self.plan:
+            facts["preflight"] = {name: asdict(verdict) for name, verdict in self.verdicts.items()}
+            facts["rounding"] = self.rollout.rounding
+        if self.plan:
+            facts["plan"] = asdict(self.plan)
+        return facts
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if self.rollout.learned and self.mode != "only":
@@ -68,8 +72,8 @@ class PreflightCallback(L.Callback):
         if is_source(self.rollout.rollouts.sampler):
             log.warning("no preflight: it plays episodes of a task, and the samples of this run come from a source")
             return self.judge()
-        given = module, self.rollout.rollouts, self.examples, trainer.precision, self.tokenizer
-        probe = Probe(*given, version=self.rollout.learned)
+        rollouts, version = self.rollout.rollouts, self.rollout.learned
+        probe = Probe(module, rollouts, self.examples, trainer.precision, self.tokenizer, version)
         checks = {} if self.mode == "off" else CHECKS
         if checks and not isinstance(module, GRPOModule):
             raise UserError(f"preflight={self.mode} knows only GRPOModule and its subclasses: set preflight=off")
@@ -115,11 +119,10 @@ class PreflightCallback(L.Callback):
             raise SystemExit(0)
 
 
-def agreed(found: Checked) -> Checked:
+def agreed(verdict: Checked) -> Checked:
     """Return the worst verdict of all devices."""
-    return min(
-        distributed.all_gather([found]), key=lambda verdict: ("FAIL", "WARN", "SKIP", "PASS").index(verdict.result)
-    )
+    worst_first = ("FAIL", "WARN", "SKIP", "PASS")
+    return min(distributed.all_gather([verdict]), key=lambda each: worst_first.index(each.result))
 
 
 def outcome(check: Callable[[Probe], Checked], probe: Probe) -> Checked:
@@ -127,26 +130,26 @@ def outcome(check: Callable[[Probe], Checked], probe: Probe) -> Checked:
     wait for this one."""
     begun = time.perf_counter()
     try:
-        found = check(probe)
+        verdict = check(probe)
     except UserError:
         raise
     except Exception as error:  # a model, an engine or a task of the user may raise anything
         log.debug("preflight", exc_info=True)
-        found = Checked("FAIL", error_line(error), "the check could not be made: preflight=warn trains all the same")
+        verdict = Checked("FAIL", error_line(error), "the check could not be made: preflight=warn trains all the same")
         if lacks_memory(error):
             if distributed.world_size() > 1:
                 raise
             torch.cuda.empty_cache()
-            remedy = (
-                "an update needs more: lower optim.max_tokens_per_microbatch, or leave the engine less of the device"
-            )
-            found = Checked("SKIP", f"memory ran out ({error_line(error)})", remedy)
-    return replace(found, seconds=time.perf_counter() - begun)
+            remedy = "lower optim.max_tokens_per_microbatch, or leave the engine less of the device"
+            verdict = Checked("SKIP", f"memory ran out ({error_line(error)})", f"an update needs more: {remedy}")
+    return replace(verdict, seconds=time.perf_counter() - begun)
 
 
 @rank_zero_only
-def show_verdict(name: str, found: Checked) -> None:
+def show_verdict(name: str, verdict: Checked) -> None:
     """Print a verdict as a line, with what to do about it as a second one."""
-    color = {"PASS": "green", "FAIL": "bold red", "WARN": "yellow", "SKIP": "dim"}[found.result]
-    words = f"[{color}]{found.result}[/] {name}, {found.seconds:.1f} s: {escape(found.compared)}"
-    Console().print(words + f"\n     {escape(found.remedy)}" * bool(found.remedy), soft_wrap=True, highlight=False)
+    color = {"PASS": "green", "FAIL": "bold red", "WARN": "yellow", "SKIP": "dim"}[verdict.result]
+    words = f"[{color}]{verdict.result}[/] {name}, {verdict.seconds:.1f} s: {escape(verdict.compared)}"
+    if verdict.remedy:
+        words += f"\n     {escape(verdict.remedy)}"
+    Console().print(words, soft_wrap=True, highlight=False)

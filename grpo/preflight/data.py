@@ -38,31 +38,33 @@ def gold(probe: Probe) -> Checked:
     answers = [(row, str(task.gold(row))) for row in probe.rows if task.gold(row) is not None]
     if not answers:
         return Checked("SKIP", "the rows have no right answers")
-    told, misread = of_the_file(task, probe.rows)
+    in_file, misread = of_the_file(task, probe.rows)
     if misread:
         read, text = misread[0]
-        has = f"{len(misread)} of {told} right answers are not what the file has"
-        return Checked(
-            "FAIL", has, f"{text!r} is read as {read!r}: write the column as texts, or give the file as it was"
-        )
+        has = f"{len(misread)} of {in_file} right answers are not what the file has"
+        remedy = f"{text!r} is read as {read!r}: write the column as texts, or give the file as it was"
+        return Checked("FAIL", has, remedy)
 
     def right(row: Example, answer: str) -> bool:
         state = State(task.messages(row))
-        said = [Trajectory((Step(state, Action(Message("assistant", form.format(answer)))),)) for form in FORMS]
+        messages = [Message("assistant", form.format(answer)) for form in FORMS]
+        episodes = [Trajectory((Step(state, Action(message)),)) for message in messages]
         with put_back(place_of(task)):
-            return any(reward.correct for reward in task.score_group(row, said))
+            return any(reward.correct for reward in task.score_group(row, episodes))
 
     missed = [answer for row, answer in answers if not right(row, answer)]
     if len(missed) == len(answers):
         return Checked("SKIP", f"none of {len(answers)} right answers counts: the reward needs more than an answer")
     others = []  # rows, each with the right answer of another row
     for row, answer in answers:
-        if other := next((a for _, a in answers if a != answer), ""):
+        different = (other for _, other in answers if other != answer)
+        if other := next(different, ""):
             others.append((row, other))
-    broken = [(row, wrong) for row, answer in answers if (wrong := damaged(answer))]
-    fooled, deceived = (sum(right(row, wrong) for row, wrong in pairs) for pairs in (others, broken))
+    broken = [(row, damaged(answer)) for row, answer in answers if damaged(answer)]
+    fooled = sum(right(row, wrong) for row, wrong in others)
+    deceived = sum(right(row, wrong) for row, wrong in broken)
     text = f"{len(answers) - len(missed)} of {len(answers)} right answers are right"
-    text = f"{told} right answers are as the file has them, {text}" if told else text
+    text = f"{in_file} right answers are as the file has them, {text}" if in_file else text
     text += f", {fooled} answers of other rows and {deceived} damaged ones are"
     remedy = f"the right answer {missed[0][:40]!r} gets no marks: look at task.gold" if missed else ACCEPTS
     return judged(not missed and not fooled and not deceived, text, remedy)
@@ -78,14 +80,15 @@ def of_the_file(task: RowTask, rows: Sequence[Example]) -> tuple[int, list[tuple
     if all(at(row, name) is None for row in rows):  # as math's, whose answer is in the solution
         name = data.columns[-1]
     question = data.columns[0]
-    found, told, misread = golds_in(file, question, name, [at(row, question) for row in rows]), 0, []
+    texts_of = golds_in(file, question, name, [at(row, question) for row in rows])  # by question
+    in_file, misread = 0, []
     for row in rows:
-        texts = found.get(key_of(texts_only(at(row, question))), [])
+        texts = texts_of.get(key_of(texts_only(at(row, question))), [])
         read = at(row, name) if overrides(task) else task.gold(row)
-        told += bool(texts)
+        in_file += bool(texts)
         if texts and not any(agrees(read, text) for text in texts):
             misread.append((read, texts[0]))
-    return told, misread
+    return in_file, misread
 
 
 def overrides(task: RowTask) -> bool:
@@ -109,12 +112,12 @@ def turns(probe: Probe) -> Checked:
     text = f"{sum(len(sample.turns) for sample in several)} turns of {len(several)} episodes are {count} rows"
     if count == len(several):
         return Checked("PASS", text)
-    tokens = sum(len(row.prompt_ids) + len(row.ids) for found in rows for row in found)
-    text += f", {tokens / sum(len(sample.turns[-1].ids) for sample in several):.1f} times the tokens of the last turns"
+    tokens = sum(len(row.prompt_ids) + len(row.ids) for of_episode in rows for row in of_episode)
+    of_last_turns = sum(len(sample.turns[-1].ids) for sample in several)
+    text += f", {tokens / of_last_turns:.1f} times the tokens of the last turns"
     if any(thought_dropped(probe.rollouts.renderer, sample) for sample in several):
-        return Checked(
-            "PASS", f"{text}: the chat template drops earlier thoughts, so each turn after one is a row of its own"
-        )
+        text += ": the chat template drops earlier thoughts, so each turn after one is a row of its own"
+        return Checked("PASS", text)
     return Checked("PASS", f"{text}: the template or the environment writes earlier turns in another way")
 
 
@@ -122,25 +125,23 @@ def thought_dropped(renderer: Renderer, sample: Sample) -> bool:
     """Return whether a prompt lacks the thought of the turn before it, although its conversation has it."""
     read = getattr(getattr(renderer, "tokenizer", None), "decode", str)
     for before, step, turn in zip(sample.trajectory.steps, sample.trajectory.steps[1:], sample.turns[1:], strict=False):
-        said = before.action.message
-        if (
-            said.reasoning_content
-            and said in step.state.messages
-            and said.reasoning_content not in read(turn.prompt_ids)
-        ):
+        message = before.action.message
+        thought = message.reasoning_content
+        if thought and message in step.state.messages and thought not in read(turn.prompt_ids):
             return True
     return False
 
 
 def rewards(probe: Probe) -> Checked:
     """Wrong samples do not have higher rewards than right ones, by more than chance explains."""
-    known = [sample.reward for sample in probe.samples if sample.reward.known]
-    by = {side: [reward.value for reward in known if bool(reward.correct) == side] for side in (True, False)}
-    if not by[True] or not by[False]:
-        return Checked("SKIP", f"{len(by[True])} right and {len(by[False])} wrong samples: no comparison")
-    high, low = (sum(values) / len(values) for values in by.values())
-    spread = math.hypot(*(pstdev(values) / len(values) ** 0.5 for values in by.values()))
-    text = f"mean reward {high:.3g} of {len(by[True])} right samples, {low:.3g} of {len(by[False])} wrong ones"
+    graded = [sample.reward for sample in probe.samples if sample.reward.known]
+    right = [reward.value for reward in graded if reward.correct]
+    wrong = [reward.value for reward in graded if not reward.correct]
+    if not right or not wrong:
+        return Checked("SKIP", f"{len(right)} right and {len(wrong)} wrong samples: no comparison")
+    high, low = sum(right) / len(right), sum(wrong) / len(wrong)
+    spread = math.hypot(pstdev(right) / len(right) ** 0.5, pstdev(wrong) / len(wrong) ** 0.5)
+    text = f"mean reward {high:.3g} of {len(right)} right samples, {low:.3g} of {len(wrong)} wrong ones"
     remedy = "wrong answers earn more than right ones: look at task.weights and at the reward"
     return judged(low - high <= 3 * spread, text, remedy)
 

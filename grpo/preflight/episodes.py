@@ -60,8 +60,8 @@ def begun(probe: Probe) -> Checked:
     start = probe.tokenizer and probe.tokenizer.bos_token_id
     if start is None:
         return Checked("SKIP", "the tokenizer has no start token")
-    asked = dict.fromkeys(group[0].turns[0].prompt_ids for group in probe.groups if group[0].turns)
-    without = [prompt for prompt in asked if prompt[0] != start and len(prompt) > 1][:4]
+    prompts = dict.fromkeys(group[0].turns[0].prompt_ids for group in probe.groups if group[0].turns)
+    without = [prompt for prompt in prompts if prompt[0] != start and len(prompt) > 1][:4]
     if not without:
         return Checked("PASS", "all do")
     fit = probe.allowance.left(1 / 8) / probe.token_seconds / 2 / len(without)  # each passes twice
@@ -99,25 +99,25 @@ def spelled_out(probe: Probe) -> Checked:
     renderer, tokenizer = probe.rollouts.renderer, probe.tokenizer
     if tokenizer is None or not hasattr(renderer, "texts"):
         return Checked("SKIP", "the renderer does not tell its texts")
-    known: dict[tuple[int, ...], bool] = {}
-    asked = answered = 0
+    rendered: dict[tuple[int, ...], bool] = {}  # whether a prompt is its text, by its tokens
+    wrong_prompts = wrong_answers = 0
     for step, turn in turns_of(probe):
         ids, state = turn.prompt_ids, step.state
-        if ids not in known and not isinstance(state.prompt, tuple):
+        if ids not in rendered and not isinstance(state.prompt, tuple):
             texts = renderer.texts(state.messages if state.prompt is None else state.prompt, state.tools)
-            known[ids] = any(is_text(ids, *text, tokenizer, renderer.keep) for text in texts)
-        asked += not known.get(ids, True)
+            rendered[ids] = any(is_text(ids, *text, tokenizer, renderer.keep) for text in texts)
+        wrong_prompts += not rendered.get(ids, True)
         read = message_read(renderer, turn.completion.ids, state)
-        answered += step.action.ids not in ((), turn.completion.ids) or read != step.action.message
-    said = [message.content for step, _ in turns_of(probe)[:8] for message in step.state.messages]
-    if any(loses_spaces(text, tokenizer) for text in said):
+        wrong_answers += step.action.ids not in ((), turn.completion.ids) or read != step.action.message
+    contents = [message.content for step, _ in turns_of(probe)[:8] for message in step.state.messages]
+    if any(loses_spaces(text, tokenizer) for text in contents):
         remedy = "name the class PreTrainedTokenizerFast as tokenizer_class in its tokenizer_config.json"
         return Checked("FAIL", "the tokenizer loses the spaces of a text: decode(encode(text)) has none", remedy)
-    text = f"{len(turns_of(probe))} turns: {asked} prompts and {answered} answers are not their texts"
+    text = f"{len(turns_of(probe))} turns: {wrong_prompts} prompts and {wrong_answers} answers are not their texts"
     remedy = "prompts are not what was rendered: look at the renderer and its tokenizer"
-    if not asked:
+    if not wrong_prompts:
         remedy = "answers are not what was sampled, or of another turn: please report this"
-    return judged(not asked and not answered, text, remedy)
+    return judged(not wrong_prompts and not wrong_answers, text, remedy)
 
 
 def is_text(
@@ -155,30 +155,33 @@ def owners(probe: Probe) -> Checked:
         return Checked("SKIP", f"rewards cannot be asked again: {type(error).__name__}")
     if unlike(alone, again):
         return Checked("SKIP", "rewards vary")
-    wrong = sum(unlike([one], [other]) for one, other in zip(recorded, alone, strict=True))
+    wrong = sum(unlike([reward], [other]) for reward, other in zip(recorded, alone, strict=True))
     text = f"{wrong} of {len(alone)} samples have a reward that belongs to another"
     return Checked("FAIL", text, "the reward mixes up its samples: look at the order of the list that it returns")
 
 
 def rescored(probe: Probe, group: Sequence[Sample]) -> list[float]:
     """Return the reward of each sample, scored alone. Raises what the reward raises, and TimeoutError."""
-    task, timeout, calls = probe.rollouts.task, probe.rollouts.plan.limits.score_timeout, Calls(THREADS, "the reward")
+    task, timeout = probe.rollouts.task, probe.rollouts.plan.limits.score_timeout
+    calls = Calls(THREADS, "the reward")
+
+    async def scored(sample: Sample) -> Any:
+        return await calls.run(object(), timeout, score_group, task, sample.example, [sample.trajectory])
 
     async def all_alone() -> list[Any]:
-        asked = ((task, sample.example, [sample.trajectory]) for sample in group)
-        return await asyncio.gather(*(calls.run(object(), timeout, score_group, *one) for one in asked))
+        return await asyncio.gather(*map(scored, group))
 
     try:
-        found = asyncio.run(all_alone())
+        results = asyncio.run(all_alone())
     finally:
         calls.close()
-    for each in found:
-        if isinstance(each, BaseException):
-            raise each
-    return [each[0].value for each in found]
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [rewards[0].value for rewards in results]
 
 
-def unlike(some: Sequence[float], others: Sequence[float]) -> bool:
+def unlike(rewards: Sequence[float], others: Sequence[float]) -> bool:
     """Return whether two lists of rewards differ by more than rounding; lists of unlike lengths do."""
-    pairs = zip(some, others, strict=False)
-    return len(some) != len(others) or any(abs(a - b) > 1e-4 * max(1.0, abs(a)) for a, b in pairs)
+    pairs = zip(rewards, others, strict=False)
+    return len(rewards) != len(others) or any(abs(a - b) > 1e-4 * max(1.0, abs(a)) for a, b in pairs)

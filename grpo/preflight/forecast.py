@@ -78,17 +78,17 @@ class Sizes:
     def parts(self, precision: str, ranks: int, sharded: bool = False, device: str = "cpu") -> list[Part] | None:
         """Return the parts of memory that one process will hold with such a device; None if they are unknown."""
         with cut_as_on(device):
-            found = known(self.counted, self.longest(), precision, ranks, sharded)
+            parts = known(self.counted, self.longest(), precision, ranks, sharded)
         memory.give_back()  # some optimizers compute with real tensors even here
-        if found and device == "cuda":
-            there = sum(part.size or 0 for part in found if not part.host and part.phase != "rollout")
-            found.append(Part("reserve", CONTEXT + round(RESERVE * there)))
-        return found
+        if parts and device == "cuda":
+            held = sum(part.size or 0 for part in parts if not part.host and part.phase != "rollout")
+            parts.append(Part("reserve", CONTEXT + round(RESERVE * held)))
+        return parts
 
     def needed(self, precision: str, ranks: int, device: str = "cpu") -> int:
         """Return the most bytes that one of these ranks holds on its device without sharding; 0 if unknown."""
-        found = self.parts(precision, ranks, device=device)
-        return largest_phase([part for part in found or () if not part.host])
+        parts = self.parts(precision, ranks, device=device)
+        return largest_phase([part for part in parts or () if not part.host])
 
     def of_trainer(self, trainer: L.Trainer) -> list[Part] | None:
         """Return the parts of memory that one process of this trainer will hold; None if they are unknown."""
@@ -103,9 +103,9 @@ class Sizes:
             return optim, None
         place, parts = trainer.strategy.root_device, self.of_trainer(trainer)
         needed = largest_phase([part for part in parts or () if not part.host])
-        there = memory.total(place) // (trainer.num_devices if place.type == "cpu" else 1)
-        again = needed > there and bool(recomputable(self.bare()))
-        words = "true" if again else "false", human(needed), human(there)
+        total = memory.total(place) // (trainer.num_devices if place.type == "cpu" else 1)
+        again = needed > total and bool(recomputable(self.bare()))
+        words = "true" if again else "false", human(needed), human(total)
         log.info("optim.gradient_checkpointing=%s: without it a run takes %s of %s", *words)
         return replace(optim, gradient_checkpointing=again), None if again else parts
 
@@ -119,15 +119,22 @@ class Sizes:
         policy, dtype = self.bare(), torch.bfloat16
         plan = replace(self.plan, prompts=math.ceil(self.plan.prompts / ranks))
         prompt, cache = self.longest(), partial(in_the_cache, policy.config, dtype)
-        one = replace(plan, prompts=1, group_size=1)
+        single = replace(plan, prompts=1, group_size=1)
         return Room(
             total=total,
             weights=sum(p.numel() for p in policy.parameters()) * dtype.itemsize,
-            sequence=known(cache, one, prompt, math.inf) or 0,
+            sequence=known(cache, single, prompt, math.inf) or 0,
             cache=known(cache, plan, prompt, math.inf) or 0,
             may_sleep=not plan.ahead,
             **in_phases([part for part in parts if not part.host]),
         )
+
+    def in_16_bits(self) -> tuple[L.LightningModule, list[torch.Tensor]]:
+        """Return the module in 16 bits, and its tensors and gradients."""
+        module = imagined(self.make_module, replace(self.pretrained, dtype="bfloat16"))
+        parameters = [*module.parameters()]
+        gradients = with_gradients(p for p in parameters if p.requires_grad)
+        return module, [*parameters, *module.buffers(), *gradients]
 
     def counted(
         self, prompt_tokens: int, precision: str = "32-true", devices: int = 1, sharded: bool = False
@@ -137,30 +144,30 @@ class Sizes:
         module = imagined(self.make_module, self.pretrained)
         policy, optim = module.policy, module.optim
         [optimizer], _ = module.configure_optimizers()
-        own = [*module.parameters(), *module.buffers()]  # of the critic, too
+        model = [*module.parameters(), *module.buffers()]  # also the critic's
         learned = learned_by(optimizer)  # the float32 masters, if there are any
         gradients = with_gradients(learned)
         copies = module.reference.own() if module.reference else []
-        passes, there = module, [*own, *learned, *gradients, *copies]
-        beside, mixed = there, precision == "bf16-mixed"
+        held = [*model, *learned, *gradients, *copies]
+        mixed = precision == "bf16-mixed"
         # layers that are gathered in 16 bits, so autocast copies no weight
-        if low_shards := sharded and mixed and policy.dtype.itemsize == 4:
-            passes = imagined(self.make_module, replace(self.pretrained, dtype="bfloat16"))
-            parameters = [*passes.parameters()]
-            beside = [*parameters, *passes.buffers(), *with_gradients(p for p in parameters if p.requires_grad)]
+        low_shards = sharded and mixed and policy.dtype.itemsize == 4
+        # what computes, and the tensors that exist before
+        passes, beside = self.in_16_bits() if low_shards else (module, held)
         one_pass = partial(activation_bytes, passes, plan, prompt_tokens, beside)
         casts = partial(torch.autocast, "cpu", torch.bfloat16, enabled=mixed and not low_shards)
         with casts():
             passing = known(one_pass, optim.layout) or known(one_pass, "padded")
         optimizer_state = known(after_a_step, optimizer)
-        stepping = known(optimizer_step_bytes, optimizer, there) or 0
+        stepping = known(optimizer_step_bytes, optimizer, held) or 0
         if not optim.offload:  # a step begins when the activations are gone
             stepping = max(0, stepping - (passing.total() if passing else 0))
-        shared, lora = hasattr(engine, "shared_bytes"), "adapter=lora"  # shared: vLLM already holds the weights
-        weights, masters = 0 if shared else bytes_of(own), bytes_of([*own, *learned]) - bytes_of(own)
+        lora = "adapter=lora"
+        in_engine = hasattr(engine, "shared_bytes")  # vLLM already holds the weights
+        weights, masters = 0 if in_engine else bytes_of(model), bytes_of([*model, *learned]) - bytes_of(model)
         if sharded:
-            weights, masters = bytes_of(p for p in own if not p.requires_grad) + bytes_of(learned), 0
-        buckets = bytes_of(p for p in own if p.requires_grad) if devices > 1 and not sharded else 0
+            weights, masters = bytes_of(p for p in model if not p.requires_grad) + bytes_of(learned), 0
+        buckets = bytes_of(p for p in model if p.requires_grad) if devices > 1 and not sharded else 0
         models = [model for model in (passes.policy, body_below_the_critic(passes)) if model is not None]
         gathered = sum(map(in_a_layer, models)) if sharded else 0  # layers that are whole while they compute
         of_device = devices if sharded else 1
@@ -206,10 +213,10 @@ def forecast(sizes: Sizes, trainer: L.Trainer, parts: list[Part] | None = None, 
     fit = getattr(sizes.engine, "fit", None) if device.type == "cuda" else None
     parts = parts or (sizes.of_trainer(trainer) if shown or fit else [])
     if parts and fit:
-        held = fit(sizes.room(parts, memory.total(device), trainer.world_size))
+        of_engine = fit(sizes.room(parts, memory.total(device), trainer.world_size))
         lower = "a lower engine.args.gpu_memory_utilization"
         parts = [part for part in parts if part.name != "engine"]
-        parts += [Part("engine", size, lower, phase) for phase, size in held.items()]
+        parts += [Part("engine", size, lower, phase) for phase, size in of_engine.items()]
     if not shown:
         return parts or []
     if parts is None:
@@ -217,17 +224,17 @@ def forecast(sizes: Sizes, trainer: L.Trainer, parts: list[Part] | None = None, 
         return []
     parts += [LATER] if device == cpu else []
     for place in dict.fromkeys([device, cpu]):
-        here = [part for part in parts if part.size != 0 and (device == cpu or part.host == (place == cpu))]
-        if not here:
+        held = [part for part in parts if part.size != 0 and (device == cpu or part.host == (place == cpu))]
+        if not held:
             continue
         now, more = memory.held(place), memory.free(place) // (trainer.num_devices if place == cpu else 1)
-        most = {phase: now + size for phase, size in in_phases(here).items()}
-        table = ", ".join(f"{part.name} {human(part.size)}" for part in [Part("so far", now), *here])
+        most = {phase: now + size for phase, size in in_phases(held).items()}
+        table = ", ".join(f"{part.name} {human(part.size)}" for part in [Part("so far", now), *held])
         amounts = map(human, [*most.values(), now + more])
         log.info("memory: %s in an update, %s in a rollout, of %s on %s: %s", *amounts, place, table)
         for phase, size in most.items():
             if size > now + more:
-                remediable = [part for part in here if part.phase in ("", phase) and part.size and part.remedy]
+                remediable = [part for part in held if part.phase in ("", phase) and part.size and part.remedy]
                 largest = sorted(remediable, key=lambda part: part.size, reverse=True)[:3]
                 remedies = dict.fromkeys(part.remedy for part in largest)
                 log.warning("memory: the %s may not fit; what helps most: %s", phase, ", ".join(remedies))
@@ -236,4 +243,6 @@ def forecast(sizes: Sizes, trainer: L.Trainer, parts: list[Part] | None = None, 
 
 def human(size: int | None) -> str:
     """Return a number of bytes as text, in MB or GB."""
-    return "unknown" if size is None else f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
+    if size is None:
+        return "unknown"
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"

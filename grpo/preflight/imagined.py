@@ -64,14 +64,16 @@ def imagined(make_module: Callable[[nn.Module], L.LightningModule], pretrained: 
     """Return a module of CPU tensors without memory, so that kernels are chosen as for real tensors."""
     with torch.device("meta"):
         module = make_module(pretrained.outline())
-    there: dict[Tensor, Tensor] = {}  # tied ones stay tied
+    empty: dict[Tensor, Tensor] = {}  # by the tensor that it replaces: tied ones stay tied
     with FakeTensorMode(allow_non_fake_inputs=True):
         for part in module.modules():
             for name, x in [*part._parameters.items(), *part._buffers.items()]:
-                if x is not None and x not in there:
-                    empty = torch.empty_like(x, device="cpu")
-                    there[x] = nn.Parameter(empty, x.requires_grad) if name in part._parameters else empty
-                (part._parameters if name in part._parameters else part._buffers)[name] = there.get(x)
+                tensors = part._parameters if name in part._parameters else part._buffers
+                if x is not None and x not in empty:
+                    empty[x] = torch.empty_like(x, device="cpu")
+                    if tensors is part._parameters:
+                        empty[x] = nn.Parameter(empty[x], x.requires_grad)
+                tensors[name] = empty.get(x)
     return module
 
 
@@ -88,27 +90,28 @@ def after_a_step(optimizer: Optimizer) -> int:
     return bytes_of(tensor for state in optimizer.state.values() for tensor in state.values())
 
 
-def optimizer_step_bytes(optimizer: Optimizer, there: Iterable[Tensor]) -> int:
-    """Make a step after the first one, and return the peak bytes of its temporary tensors. there: parameters and gradients."""
+def optimizer_step_bytes(optimizer: Optimizer, before: Iterable[Tensor]) -> int:
+    """Make a step after the first one, and return the peak bytes of its temporary tensors. before: parameters and gradients."""
     state = [x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor)]
-    with Live([*there, *state]) as live:
+    with Live([*before, *state]) as live:
         optimizer.step()
     return live.most.total()
 
 
 def activation_bytes(
-    module: L.LightningModule, plan: Plan, prompt_tokens: int, there: Iterable[Tensor], layout: Layout
+    module: L.LightningModule, plan: Plan, prompt_tokens: int, before: Iterable[Tensor], layout: Layout
 ) -> Counter[str]:
-    """Return the peak bytes of the longest microbatch, forward and backward. there: tensors that exist before it."""
+    """Return the peak bytes of the longest microbatch, forward and backward. before: tensors that exist before it."""
     policy, optim, algorithm = module.policy, module.optim, module.algorithm
     batch = minibatch(plan, prompt_tokens, plan.prompts * plan.group_size // algorithm.num_minibatches)
     batch = batch.rows(microbatches(batch, layout, optim.max_tokens_per_microbatch)[0])
-    live = Live(there, policy.config.get_text_config().vocab_size)
+    live = Live(before, policy.config.get_text_config().vocab_size)
     below, again = body_below_the_critic(module), optim.gradient_checkpointing
     with live, recomputing(policy, again), recomputing(below, again and below is not None):
-        found = completion_logprobs(policy, batch, module.temperature, algorithm.entropy.active, layout)
-        valued = [] if below is None else [states_before(below, batch, layout)]
-        sum(numbers.sum() for numbers in (*found, *valued)).backward()
+        outputs = [*completion_logprobs(policy, batch, module.temperature, algorithm.entropy.active, layout)]
+        if below is not None:
+            outputs.append(states_before(below, batch, layout))
+        sum(numbers.sum() for numbers in outputs).backward()
     return live.most
 
 
@@ -118,7 +121,7 @@ def body_below_the_critic(module: L.LightningModule) -> nn.Module | None:
 
 
 def minibatch(plan: Plan, prompt_tokens: int, rows: int) -> TokenBatch:
-    """Return a batch of groups with this many rows, all as long as possible."""
+    """Return a batch of groups, [rows, longest prompt + longest completion]: every token counts."""
     width = plan.sampling.max_tokens
     group = torch.arange(rows) // plan.group_size
     ids = group[:, None].expand(rows, prompt_tokens + width)  # a different prompt for each group
@@ -137,14 +140,14 @@ def in_the_cache(config: PretrainedConfig, dtype: torch.dtype, plan: Plan, promp
 
 @torch.no_grad()
 def in_sampling(
-    policy: nn.Module, dtype: torch.dtype, plan: Plan, prompt_tokens: int, there: Iterable[Tensor]
+    policy: nn.Module, dtype: torch.dtype, plan: Plan, prompt_tokens: int, before: Iterable[Tensor]
 ) -> int | None:
     """Return the peak bytes of the built-in engine besides its cache: it reads prompts, or draws a token for each row."""
     vocabulary, rows = policy.config.get_text_config().vocab_size, plan.prompts * plan.group_size
     count = max(1, min(plan.prompts, PREFILL_TOKENS // prompt_tokens))
     prompts = Packed([[0] * prompt_tokens] * count, [[]] * count, torch.device("cpu"))
     last = torch.arange(1, count + 1) * prompt_tokens - 1
-    with Live(there) as live:
+    with Live(before) as live:
         with attending(policy):
             policy(prompts.ids, position_ids=prompts.positions, plan=prompts, use_cache=False, logits_to_keep=last)
         logits = next(policy.parameters()).new_empty(rows, vocabulary, dtype=dtype)
@@ -161,9 +164,15 @@ def in_a_layer(model: nn.Module) -> int:
 
 
 def by_groups(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
-    """Return the result of a product for each expert, without numbers. Two dimensions: the rows of all experts together."""
-    groups = () if a.ndim != b.ndim else (len(a),) if a.ndim == 3 else (len(offsets),)
-    return a.new_empty(*groups, a.shape[-2], b.shape[-1])
+    """Return an empty tensor of the shape of torch._grouped_mm(a, b, offsets), a product for each of E experts.
+
+    a, b: [E, M, K] and [E, K, N] give [E, M, N]. If one of them has two dimensions, with the rows of all experts, so has the
+    result. If both have, [M, R] and [R, N], the offsets, [E], cut R into experts, and the result is [E, M, N].
+    """
+    if a.ndim != b.ndim:
+        return a.new_empty(a.shape[-2], b.shape[-1])
+    experts = len(a) if a.ndim == 3 else len(offsets)
+    return a.new_empty(experts, a.shape[-2], b.shape[-1])
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
@@ -174,12 +183,12 @@ def bytes_of(tensors: Iterable[Any]) -> int:
 class Live(TorchDispatchMode):
     """Counts the bytes of tensors that are created while it is active, as long as they exist; `most` is the highest count.
 
-    there: earlier tensors, which do not count. A tensor counts as logits if its last dimension is the vocabulary.
+    before: earlier tensors, which do not count. A tensor counts as logits if its last dimension is the vocabulary.
     """
 
-    def __init__(self, there: Iterable[Tensor], vocabulary: int | None = None) -> None:
+    def __init__(self, before: Iterable[Tensor], vocabulary: int | None = None) -> None:
         super().__init__()
-        self.seen, self.vocabulary = {storage_of(tensor) for tensor in there}, vocabulary
+        self.seen, self.vocabulary = {storage_of(tensor) for tensor in before}, vocabulary
         self.now: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
 

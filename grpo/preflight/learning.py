@@ -27,9 +27,9 @@ def mask(probe: Probe) -> Checked:
         rows = tokens.sample == s
         good = int(tokens.mask[rows].sum()) == sample.length
         for number, turn in enumerate(sample.turns):
-            here = tokens.mask[rows] & (tokens.turn[rows] == number)
-            values = tokens.rollout_logprobs[rows][here].cpu()
-            good &= placed[rows][here].tolist() == list(turn.completion.ids)
+            in_turn = tokens.mask[rows] & (tokens.turn[rows] == number)
+            values = tokens.rollout_logprobs[rows][in_turn].cpu()
+            good &= placed[rows][in_turn].tolist() == list(turn.completion.ids)
             good &= torch.equal(values, torch.tensor(turn.completion.logprobs).to(values))
         wrong += not good
     every = torch.arange(len(tokens), device=tokens.ids.device)
@@ -50,13 +50,10 @@ def weights(probe: Probe) -> Checked:
     shares = {"sequence": 1 / (answered * lengths), "token": ones / total, "sum": ones / answered}
     shares["constant"] = ones / (len(lengths) * algorithm.max_tokens)
     right = torch.where(tokens.mask, shares[algorithm.reduce][tokens.sample, None], 0.0)
-    found = probe.module.weighed(tokens, len(lengths) * world).weights
-    text = (
-        f"{int(total)} tokens weigh {float(found.sum()):.6g} together, {float(right.sum()):.6g} by {algorithm.reduce}"
-    )
-    return judged(
-        torch.allclose(found, right, rtol=1e-4, atol=0), text, "the loss weighs its tokens wrongly: please report this"
-    )
+    ours = probe.module.weighed(tokens, len(lengths) * world).weights
+    sums = f"{float(ours.sum()):.6g} together, {float(right.sum()):.6g} by {algorithm.reduce}"
+    equal = torch.allclose(ours, right, rtol=1e-4, atol=0)
+    return judged(equal, f"{int(total)} tokens weigh {sums}", "the loss weighs its tokens wrongly: please report this")
 
 
 @torch.no_grad()
@@ -87,17 +84,17 @@ def gradient(probe: Probe) -> Checked:
     module, few = probe.module, objective(probe, probe.few)
     chosen = module.layout
     cuts = {"1 microbatch": 1, "3": min(3, len(few)), f"{len(few)}": len(few)}
-    found = {name: gradient_of(probe, few, pieces) for name, pieces in cuts.items()}
+    gradients = {name: gradient_of(probe, few, pieces) for name, pieces in cuts.items()}
     try:
         module.__dict__["layout"] = ("padded", chosen[1])
-        found["padded"] = gradient_of(probe, few, 1)
+        gradients["padded"] = gradient_of(probe, few, 1)
     finally:
         module.__dict__["layout"] = chosen
-    first = found["1 microbatch"]
+    first = gradients["1 microbatch"]
     norm = float(first.norm())
     if not norm:
         return Checked("SKIP", "the objective has no gradient on these rows")
-    apart = {name: float((other - first).norm()) / norm for name, other in found.items()}
+    apart = {name: float((other - first).norm()) / norm for name, other in gradients.items()}
     bound = gradient_bound(probe)
     worst = max(apart, key=apart.get)
     size = f"{len(few)} rows, {int(few.attention_mask.sum())} tokens"
@@ -112,7 +109,8 @@ def devices(probe: Probe) -> Checked:
         return Checked("SKIP", "the run has one device")
     few = objective(probe, probe.few)
     whole, mine = gradient_of(probe, few, 1), distributed.share(len(few))
-    part = gradient_of(probe, few.rows(slice(mine.start, mine.stop)) if mine else few.rows(slice(0, 1)).silenced(), 1)
+    share = few.rows(slice(mine.start, mine.stop)) if mine else few.rows(slice(0, 1)).silenced()
+    part = gradient_of(probe, share, 1)
     summed = distributed.is_sharded(probe.module.policy)  # the ranks have their mean already
     total = part * count if summed else distributed.all_sum(part.to(few.ids.device)).cpu()
     apart = max(distributed.all_gather([float((total - whole).norm() / whole.norm().clamp(min=1e-30))]))
@@ -122,7 +120,7 @@ def devices(probe: Probe) -> Checked:
 
 
 def objective(probe: Probe, tokens: TokenBatch) -> TokenBatch:
-    """Return these rows with advantages of both signs, ready for the loss. Equal rows do not cancel."""
+    """Return these rows ready for the loss, with advantages 1, -2, 3, -4 ...: of both signs, and equal rows do not cancel."""
     module = probe.module
     number = torch.arange(1, len(tokens) + 1, device=tokens.ids.device)
     advantages = torch.where(number % 2 == 1, 1.0, -1.0) * number
@@ -139,7 +137,8 @@ def gradient_bound(probe: Probe) -> float:
 
 
 def gradient_of(probe: Probe, tokens: TokenBatch, pieces: int) -> Tensor:
-    """Return the gradient of the loss of these rows as one vector, at most SLICE numbers per parameter. Leaves none behind."""
+    """Return the gradient of the loss of these rows as one vector: of each parameter evenly spaced numbers, about SLICE at most.
+    The parameters have no gradient afterwards. pieces: into how many microbatches the rows are cut."""
     [optimizer] = probe.module.trainer.optimizers
     probe.sleep()
     try:
@@ -174,20 +173,20 @@ def seconds(probe: Probe) -> float:
     passes = 1 + 4 * module.algorithm.num_epochs
     fit = probe.allowance.left(1 / 3) / passes / probe.token_seconds
     count = max(1, int((lengths.cumsum(0) <= fit).sum()))
-    some, [optimizer] = probe.tokens.rows(rows[:count]), module.trainer.optimizers
+    timed, [optimizer] = probe.tokens.rows(rows[:count]), module.trainer.optimizers
     probe.sleep()
 
     def learned() -> float:
         """Return the seconds of the gradients of these rows."""
         begun = time.perf_counter()
-        tokens = objective(probe, some)
+        tokens = objective(probe, timed)
         for _ in range(module.algorithm.num_epochs):
             for _, microbatch in module.microbatches(tokens, torch.arange(len(tokens), device=module.device)):
                 backward(module, microbatch)
         return time.perf_counter() - begun
 
     try:
-        spent = module.at_once.fitting(learned, optimizer.zero_grad, some.ids.shape[1])
+        spent = module.at_once.fitting(learned, optimizer.zero_grad, timed.ids.shape[1])
     finally:
         optimizer.zero_grad()
     return spent * float(lengths.sum() / lengths[:count].sum())

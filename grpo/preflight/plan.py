@@ -50,13 +50,13 @@ class RunPlan:
     def lines(self) -> list[str]:
         """Return the plan in words."""
         data = f"{self.passes:.1f} passes over" if self.passes >= 1 else f"{self.passes:.2%} of"
-        on, each = (f" on {self.devices} devices", " on each") if self.devices > 1 else ("", "")
+        devices, on_each = (f" on {self.devices} devices", " on each") if self.devices > 1 else ("", "")
         work = (
             f"{self.rollouts} rollouts x {self.samples} samples x at most {self.max_tokens:,} tokens, {self.updates} updates in "
-            f"microbatches of {self.tokens_per_microbatch:,} tokens{on}, {data} {self.rows:,} rows"
+            f"microbatches of {self.tokens_per_microbatch:,} tokens{devices}, {data} {self.rows:,} rows"
         )
         evaluated = f", {self.evaluations} evaluations of {self.problems} problems" if self.evaluations else ""
-        cost = [f"{human(self.memory)} of memory{each}"] if self.memory else []
+        cost = [f"{human(self.memory)} of memory{on_each}"] if self.memory else []
         cost += [f"{human(self.disk)} on disk"] if self.disk else []
         if self.seconds:
             times = {"rollouts": self.rollout_time, "updates": self.update_time, "evaluations": self.evaluation_time}
@@ -78,7 +78,7 @@ def plan_of(
 ) -> RunPlan:
     """Return the plan of a run. parts: of the memory forecast. timed: play and learn from the probe, to know times and sizes."""
     plan, algorithm = probe.rollouts.plan, probe.rollouts.algorithm
-    here = [part for part in parts if not part.host or probe.module.device.type == "cpu"]
+    on_device = [part for part in parts if not part.host or probe.module.device.type == "cpu"]
     train = probe.examples["train"]
     held_out = [probe.examples[name] for name in evaluator.sources(probe.rollouts.task) if evaluator.every]
     sized = RunPlan(
@@ -91,8 +91,8 @@ def plan_of(
         passes=plan.num_rollouts * plan.prompts / len(train),
         evaluations=sum(evaluator.due(r, plan.num_rollouts) for r in range(plan.num_rollouts + 1)),
         problems=sum(len(evaluator.chosen(rows)) for rows in held_out),
-        memory=largest_phase(here),
-        disk=sum(checkpoint_bytes(probe, parts, each) for each in callbacks_of(callbacks, Checkpoint)),
+        memory=largest_phase(on_device),
+        disk=sum(checkpoint_bytes(probe, parts, writer) for writer in callbacks_of(callbacks, Checkpoint)),
         devices=distributed.world_size(),
     )
     if not timed:
@@ -105,7 +105,7 @@ def plan_of(
     return replace(
         sized,
         rollout_time=sized.rollouts * seconds,
-        update_time=sized.rollouts * larger * learning.seconds(probe) / sized.devices,  # each learned all
+        update_time=sized.rollouts * larger * learning.seconds(probe) / sized.devices,  # each device learned from all
         evaluation_time=evaluated * seconds,
         disk=sized.disk + round(tables * larger * table_bytes(probe)),
     )

@@ -105,20 +105,22 @@ class Probe:
         plan, groups, begun = self.rollouts.plan, [], time.perf_counter()
         self.wake()
         for start in range(0, len(rows), plan.prompts):
-            some = rows[start : start + plan.prompts]
+            batch = rows[start : start + plan.prompts]
             with self.rollouts.while_sampling():
-                places = range(first + start, first + start + len(some))
-                groups += self.rollouts.one_round(plan.num_rollouts, some, places, plan.group_size)
+                places = range(first + start, first + start + len(batch))
+                groups += self.rollouts.one_round(plan.num_rollouts, batch, places, plan.group_size)
         return groups, slowest(time.perf_counter() - begun)
 
     def rollout_of(self, pieces: Sequence[tuple[list[Group], float]]) -> float:
-        """Return the seconds of a rollout if its first and its further prompts take what those of the pieces took."""
+        """Return the seconds that a rollout will take: its first prompts as long as the first piece, each further prompt as long
+        as one more prompt took in the pieces."""
         (groups, seconds), *others = pieces
-        each = seconds / max(1, len(groups))
+        per_prompt = seconds / max(1, len(groups))
         if others:
             [(more, longer)] = others
-            each = min(longer / len(more), max(0.0, longer - seconds) / max(1, len(more) - len(groups)))
-        return seconds + each * (self.rollouts.plan.prompts - len(groups))
+            more_prompts = max(1, len(more) - len(groups))
+            per_prompt = min(longer / len(more), max(0.0, longer - seconds) / more_prompts)
+        return seconds + per_prompt * (self.rollouts.plan.prompts - len(groups))
 
     def rollout_seconds(self) -> float:
         """Return the seconds of a rollout: of a whole one if there is time, otherwise by those of the probe."""
@@ -224,13 +226,13 @@ class Probe:
         others: how many have been sampled before, so that these have seeds of their own.
         """
         seeds = [1_000_003 * (others + i) + 17 for i in range(len(prompts))]
-        own = self.rollouts.plan.sampling
-        plain = Sampling(max_tokens or own.max_tokens, own.temperature, stop_ids=own.stop_ids)
+        engine, settings = self.rollouts.engine, self.rollouts.plan.sampling
+        plain = Sampling(max_tokens or settings.max_tokens, settings.temperature, stop_ids=settings.stop_ids)
         self.wake()
         with self.rollouts.while_sampling():
-            completions = self.rollouts.engine.sample(prompts, plain, seeds)
-        engine = self.rollouts.engine
-        return self.rows_of([Turn(tuple(p), received(engine, c)) for p, c in zip(prompts, completions, strict=True)])
+            completions = engine.sample(prompts, plain, seeds)
+        pairs = zip(prompts, completions, strict=True)
+        return self.rows_of([Turn(tuple(prompt), received(engine, completion)) for prompt, completion in pairs])
 
     def length_in(self, seconds: float) -> int:
         """Return the tokens of a completion that the engine samples twice in this time, 8 at least, at most those of `few`."""
@@ -271,8 +273,11 @@ class Probe:
         """The relative precision of the coarsest number type of trainer and engine."""
         engine = self.rollouts.engine
         same = isinstance(engine, TransformersEngine) or hasattr(engine, "shared_bytes")
-        types = [computes_in(self.module.policy), *([] if same else [getattr(engine, "dtype", torch.bfloat16)])]
-        types += [torch.bfloat16] if self.precision == "bf16-mixed" else []
+        types = [computes_in(self.module.policy)]
+        if not same:
+            types.append(getattr(engine, "dtype", torch.bfloat16))
+        if self.precision == "bf16-mixed":
+            types.append(torch.bfloat16)
         return max(torch.finfo(dtype).eps for dtype in types)
 
     @contextmanager
@@ -298,7 +303,7 @@ class Probe:
         for name, p in self.module.policy.named_parameters():
             if p.requires_grad:
                 kinds.setdefault(kind_of(name), []).append((name, p))
-        return dict(found[i % len(found)] for i, found in enumerate(kinds.values()))
+        return dict(members[i % len(members)] for i, members in enumerate(kinds.values()))
 
 
 def mean_gap(one: Tensor, two: Tensor, tokens: TokenBatch) -> float:
@@ -310,10 +315,10 @@ def shortened(rows: TokenBatch, tokens: int, sampled: int | None = None) -> Toke
     """Return shorter rows, of at most `tokens` tokens each, 8 at least: the end of the prompt, and the beginning of what follows,
     at most half of them if the prompt has the other half, and at most `sampled`."""
     tokens = max(8, tokens)
-    own = min(rows.completion_width, max(tokens // 2, tokens - rows.prompt_width), max(1, sampled or tokens))
-    front = max(1, min(rows.prompt_width, tokens - own))
-    left, right = rows.prompt_width - front, rows.prompt_width + own
+    after = min(rows.completion_width, max(tokens // 2, tokens - rows.prompt_width), max(1, sampled or tokens))
+    before = max(1, min(rows.prompt_width, tokens - after))
+    left, right = rows.prompt_width - before, rows.prompt_width + after
     change = {name: getattr(rows, name)[:, left:right] for name in ("ids", "attention_mask")}
     for name in ("mask", "rollout_logprobs", "turn", "given"):
-        change[name] = getattr(rows, name)[:, :own]
+        change[name] = getattr(rows, name)[:, :after]
     return replace(rows, **change).trimmed()

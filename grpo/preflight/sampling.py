@@ -32,30 +32,44 @@ def draws(probe: Probe) -> Checked:
     at_once = min(DRAWS, max(FIRST_DRAWS, probe.rollouts.plan.prompts * probe.rollouts.plan.group_size))
     row, at = divmod(int(entropy.argmax()), entropy.shape[1])
     prompt, completion = tokens.sequences()[row]
-    first, reported, begun = [], [], time.perf_counter()
+    drawn, reported, begun = [], [], time.perf_counter()
     with probe.rollouts.while_sampling():  # each device for itself, as often as it can
-        while len(first) < MOST_DRAWS and ((spent := time.perf_counter() - begun) < patience or not first):
-            fit = 1 + int(len(first) * (patience / spent - 1)) if first else FIRST_DRAWS
-            count = min(fit, at_once, MOST_DRAWS - len(first))
-            drawn = probe.sample([[*prompt, *completion[:at]]] * count, max_tokens=1, others=len(first))
-            first += drawn.ids[:, drawn.prompt_width].tolist()
-            reported += drawn.rollout_logprobs[:, 0].tolist()
-    ids, where, counts = np.unique(first, return_index=True, return_counts=True)
-    shares, total = np.exp(reported)[where], len(first)
-    often = shares * total >= 5
-    observed = np.append(counts[often], counts[~often].sum())
-    expected = np.append(shares[often], max(0.0, 1 - shares[often].sum())) * total
-    if expected[-1] < 5:  # too few for a bin of their own: they join the largest one
-        largest = observed[:-1].argmax()
-        observed[largest] += observed[-1]
-        expected[largest] += expected[-1]
-        observed, expected = observed[:-1], expected[:-1]
+        while len(drawn) < MOST_DRAWS:
+            spent = time.perf_counter() - begun
+            if drawn and spent >= patience:
+                break
+            fit = 1 + int(len(drawn) * (patience / spent - 1)) if drawn else FIRST_DRAWS
+            count = min(fit, at_once, MOST_DRAWS - len(drawn))
+            batch = probe.sample([[*prompt, *completion[:at]]] * count, max_tokens=1, others=len(drawn))
+            drawn += batch.ids[:, batch.prompt_width].tolist()
+            reported += batch.rollout_logprobs[:, 0].tolist()
+    ids, where, counts = np.unique(drawn, return_index=True, return_counts=True)
+    total = len(drawn)
+    observed, expected = bins(counts, np.exp(reported)[where])
     if len(observed) < 2:
         thin = f"no token of {len(ids)} is likely enough for {total} draws to tell"
         return Checked("SKIP", thin if len(ids) > 1 else "the policy is certain everywhere: all draws are equal")
     p_value = chi2.sf(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)
     text = f"{total} draws among {len(ids)} tokens, p = {p_value:.2g}"
     return judged(bool(p_value >= RARE), text, f"the engine draws from another distribution than it reports: {ENGINE}")
+
+
+def bins(counts: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the observed and the expected numbers of draws in each bin of the chi-square test, [bins] each.
+
+    counts, shares: how often each token was drawn, and the probability that the engine reports for it, [tokens] each. A token
+    that is expected five times or more has a bin of its own. The others share one, or join the largest if that expects fewer.
+    """
+    total = counts.sum()
+    often = shares * total >= 5
+    observed, expected = counts[often], shares[often] * total
+    others, expected_others = counts[~often].sum(), max(0.0, 1 - shares[often].sum()) * total
+    if expected_others >= 5:
+        return np.append(observed, others), np.append(expected, expected_others)
+    largest = observed.argmax()
+    observed[largest] += others
+    expected[largest] += expected_others
+    return observed, expected
 
 
 def sync(probe: Probe) -> Checked:
@@ -67,7 +81,10 @@ def sync(probe: Probe) -> Checked:
 
 @torch.no_grad()
 def moved_by(probe: Probe, share: float, version: int) -> Checked:
-    """Return the verdict after weights were moved by this share of their size. version: of the moved weights."""
+    """Add noise to a parameter of each kind, compare engine and trainer, take it away and compare again.
+
+    share: size of the noise, as a share of the parameter's. version: of the moved weights.
+    """
     bound, prompts = probe.bound, [ids for ids, _ in probe.few.sequences()]
     chosen, length = probe.one_of_each_kind(), probe.length_in(probe.allowance.left(1 / 8))
     rng = torch.Generator().manual_seed(0)

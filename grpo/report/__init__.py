@@ -64,12 +64,12 @@ def document(
 
 
 def dictionary(names: Iterable[str]) -> dict[str, Any]:
-    """Return what is known of metrics (about), the charts shown at first (groups), and the kinds of time (times)."""
-    known = {name: about(name) or Metric(name, "number", "") for name in names}
+    """Return the dictionary's entries of these metrics (about), the charts shown at first (groups), the kinds of time (times)."""
+    entries = {name: about(name) or Metric(name, "number", "") for name in names}
     return {
         "about": {
             name: {"unit": metric.unit, "words": metric.words, "healthy": healthy(metric)}
-            for name, metric in known.items()
+            for name, metric in entries.items()
         },
         "groups": [(title, [metric.name for metric in group if metric.charted]) for title, group in GROUPS.items()],
         "times": TIMES,
@@ -105,9 +105,9 @@ def plain(value: Any) -> Any:
     """Return a value as JSON types: numbers with six significant digits, null for NaN and infinity."""
     match value:
         case Mapping():
-            return {name: plain(one) for name, one in value.items()}
+            return {name: plain(part) for name, part in value.items()}
         case list() | tuple() | np.ndarray():
-            return [plain(one) for one in value]
+            return [plain(part) for part in value]
         case np.generic():
             return plain(value.item())
         case float():

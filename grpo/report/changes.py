@@ -15,7 +15,8 @@ def first_samples(run: Run, after: int) -> pd.DataFrame:
     """Return the first sample of each problem in an evaluation, by item, without those of eval.sets and unknown rewards."""
     table = run.evaluations([after], COLUMNS)
     table = table[table["set"].isna()] if "set" in table else table
-    table = table[table["reward"].notna()].assign(correct=lambda known: known["correct"].astype(bool))
+    table = table[table["reward"].notna()]
+    table = table.assign(correct=table["correct"].astype(bool))
     return table.drop_duplicates("item").set_index("item")
 
 
@@ -30,8 +31,8 @@ def changed_problems(run: Run, count: int = 3) -> dict[str, Any] | None:
         return None
     before, after = run.evaluated[0], run.evaluated[-1]
     both = first_samples(run, before).join(first_samples(run, after)[SIDES], rsuffix=" after", how="inner")
-    told = both["correct"].any() or both["correct after"].any()
-    by = "correct" if told else "reward"
+    some_right = both["correct"].any() or both["correct after"].any()
+    by = "correct" if some_right else "reward"
     gain = np.sign(both[f"{by} after"].astype(float) - both[by].astype(float))
     better, worse = both[gain > 0], both[gain < 0]
     last = min(len(worse), max(1, count - len(better)))

@@ -15,8 +15,8 @@ from grpo.evaluation.metrics import solved
 from grpo.evaluation.statistics import mean_interval
 from grpo.report.changes import changed_problems
 from grpo.runs.health import warnings_of
-from grpo.runs.html import pieces
 from grpo.runs.runs import Run, numbered, samples_in
+from grpo.runs.token_texts import token_texts
 from grpo.system.metrics import percent
 
 LONGEST = 20_000  # characters of a text; the middle of a longer text is left out
@@ -57,7 +57,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     """Return (name, value) of what the manifest knows about the run, without empty values."""
     noted = run.manifest
     git, hardware, checks = noted.get("git"), noted.get("hardware", {}), noted.get("preflight", {})
-    found = {
+    values = {
         "folder": str(run.folder.resolve()),
         "started": minute(noted.get("started")),
         "ended": minute(noted.get("ended")),
@@ -65,9 +65,9 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "hardware": ", ".join(filter(None, [*hardware.get("gpus", []), hardware.get("processor")])),
         "torch": noted.get("versions", {}).get("torch"),
         "command": " ".join(noted.get("command", [])),
-        **{f"preflight: {name}": f"{one['result']}: {one['compared']}" for name, one in checks.items()},
+        **{f"preflight: {name}": f"{check['result']}: {check['compared']}" for name, check in checks.items()},
     }
-    return [(name, value) for name, value in found.items() if value]
+    return [(name, value) for name, value in values.items() if value]
 
 
 def minute(time: str | None) -> str | None:
@@ -104,12 +104,12 @@ def accuracy_intervals(run: Run) -> dict[str, dict[int, tuple[float, float]]]:
         return {}
     samples = run.evaluations(columns=["rollout", "set", "prompt_index", "correct", "reward"])
     sets = samples["set"].fillna("") + "/" if "set" in samples else "/"
-    found: dict[str, dict[int, tuple[float, float]]] = {}
+    intervals: dict[str, dict[int, tuple[float, float]]] = {}
     for (name, at), part in samples.assign(set=sets).groupby(["set", "rollout"]):
         _, low, high, problems = mean_interval(solved(part), bounds=(0, 1))
         if problems > 1:
-            found.setdefault(f"eval/{name.lstrip('/')}accuracy", {})[at] = (low, high)
-    return found
+            intervals.setdefault(f"eval/{name.lstrip('/')}accuracy", {})[at] = (low, high)
+    return intervals
 
 
 # -- samples
@@ -145,8 +145,10 @@ def embedded(run: Run, budget: int) -> dict[str, Any]:
         largest = int(sizes.max()) if len(sizes) else 1
         chosen = evenly(sizes.index, max(2, room // largest))
         for rollout in chosen:
-            table = samples_in(run.folder / folders[kind], [rollout], None).head(min(largest, room // len(chosen)))
-            steps.append({"kind": kind, "rollout": rollout, "samples": sample_rows(table, conversations, examples)})
+            table = samples_in(run.folder / folders[kind], [rollout], None)
+            table = table.head(min(largest, room // len(chosen)))
+            rows = sample_rows(table, conversations, examples)
+            steps.append({"kind": kind, "rollout": rollout, "samples": rows})
             shown += len(table)
     add_pieces(run, steps)
     left = f"All {total:,} samples are here." if total else "The run left no samples."
@@ -154,21 +156,27 @@ def embedded(run: Run, budget: int) -> dict[str, Any]:
         where = "rollouts/, evaluations/ and discarded/ of the run's folder; grpo.runs.runs.Run(FOLDER).samples() reads them"
         left = f"{shown:,} of {total:,} samples are here, evenly spread over the run. All of them are in {where}."
     steps.sort(key=lambda step: (step["kind"] != "rollout", step["rollout"]))
-    texts = {"conversations": conversations, "examples": examples}
-    return shorter({"steps": steps, "left": left, **{name: list(map(json.loads, of)) for name, of in texts.items()}})
+    return shorter(
+        {
+            "steps": steps,
+            "left": left,
+            "conversations": list(map(json.loads, conversations)),
+            "examples": list(map(json.loads, examples)),
+        }
+    )
 
 
 def sample_rows(table: pd.DataFrame, conversations: dict[str, int], examples: dict[str, int]) -> list[dict[str, Any]]:
     """Return the samples of a table as dictionaries. Adds their messages and examples to the two, which number them."""
     parts = [name for name in table.columns if name.startswith("reward/") or name == "overlong"]
-    found = []
+    samples = []
     for row in table.astype(object).where(table.notna(), None).to_dict("records"):
         row["conversation"] = conversations.setdefault(row.pop("messages"), len(conversations))
         if row.get("example"):
             row["example"] = examples.setdefault(row["example"], len(examples))
         row["parts"] = {name: row.pop(name) for name in parts}
-        found.append({name: value for name, value in row.items() if value is not None})
-    return found
+        samples.append({name: value for name, value in row.items() if value is not None})
+    return samples
 
 
 def shorter(value: Any) -> Any:
@@ -178,16 +186,16 @@ def shorter(value: Any) -> Any:
             half = LONGEST // 2
             return f"{value[:half]}\n[... {len(value) - 2 * half:,} characters left out ...]\n{value[-half:]}"
         case list():
-            return [shorter(one) for one in value]
+            return [shorter(part) for part in value]
         case dict():
-            return {name: shorter(one) for name, one in value.items()}
+            return {name: shorter(part) for name, part in value.items()}
     return value
 
 
 def add_pieces(run: Run, steps: Sequence[dict[str, Any]]) -> None:
-    """Add `pieces` (the text of each sampled token, see `html.pieces`) and `logprobs` to samples whose tokens were saved."""
+    """Add `pieces` (the text of each sampled token, see `token_texts`) and `logprobs` to samples whose tokens were saved."""
     kept = [sample for step in steps for sample in step["samples"] if "token_ids" in sample]
-    texts = iter(pieces((token for sample in kept for token in sample["token_ids"]), run.policy))
+    texts = iter(token_texts((token for sample in kept for token in sample["token_ids"]), run.policy))
     for sample in kept:
         sample["pieces"] = list(islice(texts, len(sample.pop("token_ids"))))
         sample["logprobs"] = np.round(sample.pop("rollout_logprobs"), 3)

@@ -15,7 +15,7 @@ from grpo.system.errors import UserError
 REFRESH = 10.0  # seconds after which pages load themselves again
 
 
-def found(folder: Path) -> Iterator[Path]:
+def run_folders(folder: Path) -> Iterator[Path]:
     """Yield the folders of all runs and sweeps in a folder, at any depth."""
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -29,7 +29,7 @@ def found(folder: Path) -> Iterator[Path]:
 def index(folder: Path) -> str:
     """Return the page of a folder: its runs and sweeps, the newest first."""
     rows: list[dict[str, Any]] = []
-    for place in found(folder):
+    for place in run_folders(folder):
         run, name = Run(place), place.relative_to(folder).as_posix()
         accuracy = run.accuracy
         rows.append(
@@ -52,7 +52,7 @@ def answer(folder: Path, path: str) -> tuple[int, str]:
     if path == "/":
         return 200, index(folder)
     place = folder / unquote(path).strip("/").removesuffix("report.html")
-    if place not in found(folder):
+    if place not in run_folders(folder):
         return 404, "there is no such run"
     try:
         return 200, document(place, place / "report.html", live=REFRESH)
@@ -70,8 +70,8 @@ def serve(folder: str | Path, port: int) -> ThreadingHTTPServer:
         def do_GET(self) -> None:
             host = self.headers.get("Host", "").rpartition(":")[0]
             # a name of another site may lead here
-            known = host in ("127.0.0.1", "localhost")
-            status, text = answer(root, urlsplit(self.path).path) if known else (403, "ask for 127.0.0.1")
+            is_ours = host in ("127.0.0.1", "localhost")
+            status, text = answer(root, urlsplit(self.path).path) if is_ours else (403, "ask for 127.0.0.1")
             self.send_response(status)
             self.send_header("Content-Type", f"text/{'html' if status == 200 else 'plain'}; charset=utf-8")
             self.send_header("Cache-Control", "no-store")

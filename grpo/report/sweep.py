@@ -15,7 +15,7 @@ FEWEST = 4  # seeds for a band: the interval of fewer is so wide that it hides t
 
 def sweep_data(runs: Sequence[Run], folder: Path, out: Path) -> dict[str, Any]:
     """Return the data for the page of a sweep. out: path of the page, from which links to the runs start."""
-    found = arms(runs)
+    by_arm = arms(runs)
     finished = sum(run.status == "finished" for run in runs)
     started = [minute(run.manifest["started"]) for run in runs if run.manifest.get("started")]
     logged = [at for run in runs if run.measured for at in run.metrics.index] or [0, 1]
@@ -24,14 +24,14 @@ def sweep_data(runs: Sequence[Run], folder: Path, out: Path) -> dict[str, Any]:
         "name": f"Sweep {folder.resolve().name}",
         "facts": [("folder", str(folder.resolve())), *(("started", first) for first in sorted(started)[:1])],
         "numbers": [
-            {"label": "arms", "value": str(len(found)), "note": ""},
+            {"label": "arms", "value": str(len(by_arm)), "note": ""},
             {"label": "runs", "value": f"{finished} / {len(runs)}", "note": "finished"},
         ],
-        "arms": list(found),
-        "table": arm_rows(runs, list(found)),
-        "metrics": bands(runs, list(found)),
+        "arms": list(by_arm),
+        "table": arm_rows(runs, list(by_arm)),
+        "metrics": bands(runs, list(by_arm)),
         "span": (min(logged), max(logged)),
-        "runs": [line(run, label, out) for label, members in found.items() for run in members],
+        "runs": [line(run, label, out) for label, members in by_arm.items() for run in members],
     }
 
 
@@ -52,22 +52,22 @@ def line(run: Run, label: str, out: Path) -> dict[str, Any]:
 def bands(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """Return by metric, for each arm, the mean over seeds, the curve of every seed, and the interval from FEWEST seeds on."""
     logged = (run.metrics.dropna(axis="columns", how="all") for run in runs if run.measured)
-    found: dict[str, list[dict[str, Any]]] = {}
+    arms_of: dict[str, list[dict[str, Any]]] = {}
     for name in sorted({name for metrics in logged for name in metrics}):
         means = band(runs, name).rename(columns={"rollouts": "x", "mean": "y"})
         values = curves(runs, name).rename(columns={"rollouts": "x", "value": "y"})
-        found[name] = []
+        arms_of[name] = []
         for label in labels:
             mean, every = means[means["arm"] == label], values[values["arm"] == label].groupby("seed")
             if len(every) < FEWEST:
                 mean = mean.assign(low=None, high=None)
-            seeds = [{"label": f"seed {seed}", **one[["x", "y"]].to_dict("list")} for seed, one in every]
-            found[name].append({**mean[["x", "y", "low", "high"]].to_dict("list"), "seeds": seeds})
-    return found
+            seeds = [{"label": f"seed {seed}", **curve[["x", "y"]].to_dict("list")} for seed, curve in every]
+            arms_of[name].append({**mean[["x", "y", "low", "high"]].to_dict("list"), "seeds": seeds})
+    return arms_of
 
 
 def arm_rows(runs: Sequence[Run], labels: Sequence[str]) -> list[dict[str, Any]]:
     """Return a row for each arm, as in `compared`; without values if no run of the arm has finished and was evaluated."""
-    known = comparable(runs)
-    rows = compared(known).to_dict("index") if known else {}
+    done = comparable(runs)
+    rows = compared(done).to_dict("index") if done else {}
     return [{"arm": label, **rows.get(label, {"seeds": 0})} for label in labels]

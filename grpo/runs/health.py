@@ -74,9 +74,8 @@ class Watch:
         if older and metric.stale:
             return replace(metric, high=metric.stale)
         if metric.name == "rollout/logprob_gap" and self.rounding:
-            return replace(
-                metric, high=min(metric.high, 10 * self.rounding), stop=min(metric.stop, 1000 * self.rounding)
-            )
+            high, stop = min(metric.high, 10 * self.rounding), min(metric.stop, 1000 * self.rounding)
+            return replace(metric, high=high, stop=stop)
         if metric.jump < math.inf and value:
             before = self.recent.setdefault(metric.name, [])
             high = metric.jump * median(before) if len(before) == WINDOW else metric.high
@@ -107,4 +106,7 @@ def warnings_of(
     """Return all findings of a run, at most one for each metric. metrics: by the number of rollouts learned from. intervals: of
     eval/accuracy."""
     watch = Watch(rounding)
-    return [found for at, row in metrics.items() for found in watch.findings(at, row, intervals.get(at))]
+    findings: list[Finding] = []
+    for rollouts, row in metrics.items():
+        findings += watch.findings(rollouts, row, intervals.get(rollouts))
+    return findings

@@ -70,33 +70,39 @@ def sampling_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 def sample_of(row: Mapping[str, Any], model: str) -> dict[str, Any]:
     """Return a sample in Inspect's form: the conversation, the score, and the parts of the reward. row: of samples.parquet."""
     *before, last = map(message_of_inspect, conversation_of(row))
-    known = {name: value for name, value in row.items() if not (isinstance(value, float) and pd.isna(value))}
+    missing = {name for name, value in row.items() if value is None or (isinstance(value, float) and pd.isna(value))}
+    values = {name: value for name, value in row.items() if name not in missing}
     score = {
-        "value": VERDICT.get(known.get("correct"), "N"),
-        "answer": known.get("answer"),
+        "value": VERDICT.get(values.get("correct"), "N"),
+        "answer": values.get("answer"),
         "explanation": row["outcome"],
     }
-    parts = {name: {"value": value} for name, value in known.items() if name.startswith("reward") and value is not None}
+    parts = {name: {"value": value} for name, value in values.items() if name.startswith("reward")}
     stop = "max_tokens" if row["truncated"] else "stop"
     return {
         "id": row["item"],
         "epoch": row["sample"] + 1,
         "input": before,
-        "target": known.get("gold") or "",
+        "target": values.get("gold") or "",
         "messages": [*before, last],
-        "output": {"model": model, "choices": [{"message": last, "stop_reason": stop}], "completion": last["content"]},
-        "scores": {"correct": score, **parts},
-        "metadata": {
-            name: known[name] for name in ("tokens", "turns", "end", "env_error") if known.get(name) is not None
+        "output": {
+            "model": model,
+            "choices": [{"message": last, "stop_reason": stop}],
+            "completion": last["content"],
         },
+        "scores": {"correct": score, **parts},
+        "metadata": {name: values[name] for name in ("tokens", "turns", "end", "env_error") if name in values},
     }
 
 
 def message_of_inspect(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message in Inspect's form, in which a call of a tool is flat."""
-    calls = [
-        {"id": call.get("id", ""), "function": call["function"]["name"], "arguments": call["function"]["arguments"]}
-        for call in message.get("tool_calls", [])
-    ]
-    named = {"function": message["name"]} if message["role"] == "tool" and "name" in message else {}
-    return {"role": message["role"], "content": message["content"], **named, **({"tool_calls": calls} if calls else {})}
+    form = {"role": message["role"], "content": message["content"]}
+    if message["role"] == "tool" and "name" in message:
+        form["function"] = message["name"]
+    calls = [(call.get("id", ""), call["function"]) for call in message.get("tool_calls", [])]
+    if calls:
+        form["tool_calls"] = [
+            {"id": name, "function": function["name"], "arguments": function["arguments"]} for name, function in calls
+        ]
+    return form

@@ -42,16 +42,18 @@ PACKAGES = (
 def revision(folder: Path) -> dict[str, Any] | None:
     """Return the commit of a git checkout and whether files differ from it; None outside a checkout."""
     head, changed = git(folder, "rev-parse", "HEAD"), git(folder, "status", "--porcelain")
-    return None if head is None or changed is None else {"revision": head.strip(), "dirty": bool(changed.strip())}
+    if head is None or changed is None:
+        return None
+    return {"revision": head.strip(), "dirty": bool(changed.strip())}
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed PACKAGES."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            numbers[package] = version(package)
+    return numbers
 
 
 def hardware() -> dict[str, Any]:
@@ -85,25 +87,12 @@ def in_a_line(error: BaseException) -> str:
     return hidden(one_line(f"{type(error).__name__}: {error}"))
 
 
-@contextmanager
-def kept(
-    folder: str,
-    overrides: Sequence[str],
-    seed: int,
-    examples: Mapping[str, Sequence[Example]],
-    *progress: Callable[[], Mapping[str, Any]],
-) -> Iterator[Callable[[], None]]:
-    """Keep FOLDER/manifest.json up to date during a `with` block. Yields a function that writes what is known by then.
-
-    The status becomes finished, interrupted or failed. It stays running if the process was killed.
-    progress: functions that return further facts.
-    """
-    if rank_zero_only.rank != 0:  # only the first process writes
-        yield lambda: None
-        return
+def beginning(
+    folder: str, overrides: Sequence[str], seed: int, examples: Mapping[str, Sequence[Example]]
+) -> dict[str, Any]:
+    """Return what is known of a run when it begins. Copies the user's code to its folder."""
     before = Run(folder).manifest  # a run that is resumed in its own folder
-    begun = time.monotonic()
-    facts: dict[str, Any] = {
+    return {
         "status": "running",
         "error": None,
         "started": before.get("started", now()),
@@ -122,8 +111,28 @@ def kept(
         "data": {split: data_facts(rows) for split, rows in examples.items()},
     }
 
+
+@contextmanager
+def kept(
+    folder: str,
+    overrides: Sequence[str],
+    seed: int,
+    examples: Mapping[str, Sequence[Example]],
+    *progress: Callable[[], Mapping[str, Any]],
+) -> Iterator[Callable[[], None]]:
+    """Keep FOLDER/manifest.json up to date during a `with` block. Yields a function that writes what is known by then.
+
+    The status becomes finished, interrupted or failed. It stays running if the process was killed.
+    progress: functions that return further facts.
+    """
+    if rank_zero_only.rank != 0:  # only the first process writes
+        yield lambda: None
+        return
+    begun = time.monotonic()
+    facts = beginning(folder, overrides, seed, examples)
+
     def noted() -> dict[str, Any]:
-        return {name: fact for each in progress for name, fact in each().items()}
+        return {name: fact for facts_of in progress for name, fact in facts_of().items()}
 
     def note() -> None:
         save_manifest(folder, facts | noted())

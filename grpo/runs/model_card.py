@@ -72,8 +72,8 @@ def problem(run: Run) -> tuple[str, Any]:
     return (run.choices or run.overrides).get("task", task.get("_target_", "none")), task.get("path")
 
 
-def results(run: Run, found: Mapping[str, Any]) -> list[EvalResult]:
-    """Return accuracy, pass@k and their like in the hub's form. run: of train.py or eval.py. found: as in metrics.json."""
+def results(run: Run, metrics: Mapping[str, Any]) -> list[EvalResult]:
+    """Return accuracy, pass@k and their like in the hub's form. run: of train.py or eval.py. metrics: as in metrics.json."""
     (task, source), settings = problem(run), run.config["eval"]
     how = {"samples": settings["samples"], "temperature": settings["sampling"]["temperature"]}
     return [
@@ -86,7 +86,7 @@ def results(run: Run, found: Mapping[str, Any]) -> list[EvalResult]:
             metric_value=estimate["value"],
             metric_args={**{key: estimate[key] for key in ("low", "high", "n")}, **how},
         )
-        for name, estimate in found.items()
+        for name, estimate in metrics.items()
         if re.fullmatch(r"eval/(accuracy|accuracy_lenient|pass[@^]\d+|maj@\d+)", name) and estimate["value"] is not None
     ]
 

@@ -6,7 +6,6 @@ A function draws on the axes that it gets. The colours are those of Okabe and It
 from collections.abc import Iterable, Sequence
 
 import matplotlib.pyplot as plt
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -66,22 +65,3 @@ def metrics(runs: Sequence[Run], names: Sequence[str]) -> Figure:
     if len(labels) > 1:
         figure.legend(lines, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return figure
-
-
-def error_bars(table: pd.DataFrame, axes: Axes, **labels) -> None:
-    """Draw the columns value, low and high as points with error bars against the index: numbers to scale, names side by side."""
-    numbers = pd.api.types.is_numeric_dtype(table.index)
-    x = table.index if numbers else range(len(table))
-    bars = [table["value"] - table["low"], table["high"] - table["value"]]
-    axes.errorbar(x, table["value"], yerr=bars, fmt="o-" if numbers else "o", markersize=4, capsize=3, linewidth=1.5)
-    if not numbers:
-        axes.set_xticks(x, table.index)
-        axes.set_xlim(-0.5, len(table) - 0.5)
-    tidy(axes, **labels)
-
-
-def stack(table: pd.DataFrame, axes: Axes, **labels) -> None:
-    """Draw the columns of a table as stacked areas against its index."""
-    axes.stackplot(table.index, table.fillna(0).T, labels=list(table), colors=COLOURS, alpha=0.8)
-    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    tidy(axes, **{"xlabel": "rollouts", **labels})

@@ -47,7 +47,7 @@ def keep_code(folder: Path, arguments: Iterable[str]) -> dict[str, str]:
 @cache
 def packages() -> str:
     """Return all installed packages with their versions, a line each."""
-    names = {f"{found.name}=={found.version}" for found in distributions()}
+    names = {f"{package.name}=={package.version}" for package in distributions()}
     return "\n".join(sorted(names, key=str.lower)) + "\n"
 
 
@@ -55,11 +55,11 @@ def user_files(arguments: Iterable[str]) -> set[Path]:
     """Return the Python files in use that belong neither to this project, nor to Python, nor to an installed package."""
     loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     named = [name for argument in arguments for name in FILE.findall(argument)]
-    places = {place for given in [*OURS, *PYTHON] for place in (given, given.resolve())}
-    known = tuple(str(place) if place.suffix == ".py" else f"{place}{os.sep}" for place in places)
-    others = {name for name in [*loaded, *named] if name and name.endswith(".py") and not name.startswith(known)}
-    found = {Path(name).expanduser().resolve() for name in others}
-    return {file for file in found if file.is_file() and not str(file).startswith(known)}
+    places = {place for path in [*OURS, *PYTHON] for place in (path, path.resolve())}
+    not_theirs = tuple(str(place) if place.suffix == ".py" else f"{place}{os.sep}" for place in places)
+    names = {name for name in [*loaded, *named] if name and name.endswith(".py")}
+    files = {Path(name).expanduser().resolve() for name in names if not name.startswith(not_theirs)}
+    return {file for file in files if file.is_file() and not str(file).startswith(not_theirs)}
 
 
 def patch() -> str:

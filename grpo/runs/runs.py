@@ -63,8 +63,8 @@ class Run:
     @cached_property
     def overrides(self) -> dict[str, str]:
         """The overrides of the command line, by key."""
-        given = self.manifest.get("overrides") or self.saved(".hydra/overrides.yaml")
-        pairs = (override.lstrip("+~").partition("=") for override in given)
+        overrides = self.manifest.get("overrides") or self.saved(".hydra/overrides.yaml")
+        pairs = (override.lstrip("+~").partition("=") for override in overrides)
         return {key: value for key, _, value in pairs}
 
     @cached_property
@@ -82,8 +82,10 @@ class Run:
     def status(self) -> str:
         """finished, running, failed (also before training began), interrupted, or stopped (killed without a final status)."""
         status = self.manifest.get("status", "failed")
-        here = self.manifest.get("host") == socket.gethostname()
-        return "stopped" if status == "running" and here and not psutil.pid_exists(self.manifest["pid"]) else status
+        of_this_machine = self.manifest.get("host") == socket.gethostname()
+        if status == "running" and of_this_machine and not psutil.pid_exists(self.manifest["pid"]):
+            return "stopped"
+        return status
 
     @property
     def measured(self) -> bool:
@@ -146,9 +148,9 @@ class Run:
         samples = self.evaluations(wanted, ["item", "reward", "set", *VERDICTS.values()])
         if "set" in samples:  # one of eval.sets
             samples = samples[samples["set"].isna()]
-        known = samples["reward"].notna()
+        rewarded = samples["reward"].notna()
         right = {name: samples[column].astype(float) for name, column in VERDICTS.items() if column in samples}
-        return pd.DataFrame(right).where(known).groupby(samples["item"]).mean()
+        return pd.DataFrame(right).where(rewarded).groupby(samples["item"]).mean()
 
     @property
     def evaluated(self) -> list[int]:
@@ -172,8 +174,8 @@ def samples_in(folder: Path, rollouts: Rollouts, columns: Sequence[str] | None) 
     files = numbered(folder)
     wanted = files if rollouts is None else [rollout for rollout in rollouts if rollout in files]
     if not wanted:
-        there = ", ".join(map(str, files)) or "none"
-        raise UserError(f"{folder} has no table of {rollouts or 'any rollout'}; it has rollouts: {there}")
+        numbers = ", ".join(map(str, files)) or "none"
+        raise UserError(f"{folder} has no table of {rollouts or 'any rollout'}; it has rollouts: {numbers}")
     return pd.concat([read_columns(files[rollout], columns) for rollout in wanted], ignore_index=True)
 
 
@@ -188,16 +190,16 @@ def read_columns(file: Path, columns: Sequence[str] | None) -> pd.DataFrame:
 
 def load(*paths: str | Path) -> list[Run]:
     """Return the runs of these folders, in order; a sweep stands for its jobs. Raises UserError for any other folder."""
-    found: list[Run] = []
+    runs: list[Run] = []
     for path in map(Path, paths):
         jobs = [job for job in path.glob("*") if job.is_dir() and job.name.isdigit()]
         if (path / "config.yaml").is_file():
-            found.append(Run(path))
+            runs.append(Run(path))
         elif jobs:
-            found += map(Run, sorted(jobs, key=lambda job: int(job.name)))
+            runs += map(Run, sorted(jobs, key=lambda job: int(job.name)))
         else:
             raise UserError(f"{path} is neither a run (it has no config.yaml) nor a sweep (it has no folder 0)")
-    return found
+    return runs
 
 
 def latest(folder: str | Path = "outputs") -> Path:
@@ -213,14 +215,15 @@ def arms(runs: Iterable[Run]) -> dict[str, list[Run]]:
     runs = list(runs)
     overridden = any(run.overrides for run in runs)
     settings = [run.overrides if overridden else flat(run.config) for run in runs]
-    known = [one for one in settings if one]  # a run that failed early may have no settings
-    names = dict.fromkeys(name for one in known for name in one if not name.startswith(SHOWN) and name not in SAME)
-    keys = [name for name in names if len({str(one.get(name)) for one in known}) > 1]
-    found: dict[str, list[Run]] = {}
-    for run, one in zip(runs, settings, strict=True):
-        label = ", ".join(f"{key}={one[key]}" for key in keys if key in one)
-        found.setdefault(label or ("default" if keys else "all runs"), []).append(run)
-    return found
+    begun = [values for values in settings if values]  # a run that failed early may have no settings
+    names = dict.fromkeys(name for values in begun for name in values)
+    names = [name for name in names if not name.startswith(SHOWN) and name not in SAME]
+    keys = [name for name in names if len({str(values.get(name)) for values in begun}) > 1]
+    groups: dict[str, list[Run]] = {}
+    for run, values in zip(runs, settings, strict=True):
+        label = ", ".join(f"{key}={values[key]}" for key in keys if key in values)
+        groups.setdefault(label or ("default" if keys else "all runs"), []).append(run)
+    return groups
 
 
 def table(runs: Iterable[Run]) -> pd.DataFrame:
@@ -254,5 +257,5 @@ def band(runs: Iterable[Run], metric: str) -> pd.DataFrame:
     bounds = (0, 1) if entry and entry.unit == "share" else (-math.inf, math.inf)
     groups = curves(runs, metric).groupby(["arm", "rollouts"], sort=False)["value"]
     rows = [(*place, *over_seeds(values)) for place, values in groups]
-    found = pd.DataFrame(rows, columns=["arm", "rollouts", "mean", "low", "high", "n"])
-    return found.assign(low=found["low"].clip(*bounds), high=found["high"].clip(*bounds))
+    means = pd.DataFrame(rows, columns=["arm", "rollouts", "mean", "low", "high", "n"])
+    return means.assign(low=means["low"].clip(*bounds), high=means["high"].clip(*bounds))

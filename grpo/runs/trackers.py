@@ -191,9 +191,12 @@ class MLflow(Tracker):
             artifacts = str(Path(self.uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts")
             Path(artifacts).parent.mkdir(parents=True, exist_ok=True)
         self.client = MlflowClient(self.uri)
-        there = self.client.get_experiment_by_name(self.experiment_name)
-        experiment = there.experiment_id if there else self.client.create_experiment(self.experiment_name, artifacts)
-        self.run_id = self.client.create_run(experiment, run_name=self.options["name"], tags=self.tags).info.run_id
+        if experiment := self.client.get_experiment_by_name(self.experiment_name):
+            number = experiment.experiment_id
+        else:
+            number = self.client.create_experiment(self.experiment_name, artifacts)
+        run = self.client.create_run(number, run_name=self.options["name"], tags=self.tags)
+        self.run_id = run.info.run_id
         params = [Param(allowed(name), str(value)[:6000]) for name, value in settings.items()]
         self.client.log_batch(self.run_id, params=params)
 

@@ -17,7 +17,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,7 +58,8 @@ class PlainCheckpoints(CheckpointIO):
         storage_options: set if all ranks call this, with sharded tensors. whole: the first rank writes them all. pieces: each
         rank writes its rows of them, to a file of its own.
         """
-        tensors, pieces, first = Tensors(), storage_options == "pieces", not storage_options or distributed.rank() == 0
+        tensors, pieces = Tensors(), storage_options == "pieces"
+        first = not storage_options or distributed.rank() == 0
         try:
             state = to_plain(checkpoint, tensors)
         except TypeError as error:
@@ -91,14 +91,14 @@ class PlainCheckpoints(CheckpointIO):
         joined = RowsInFiles if lazily else torch.cat
         whole = {name: parts[0] if len(parts) == 1 else joined(parts) for name, parts in tensors.items()}
         try:
-            found = {**from_plain(json.loads((path / STATE).read_text()), whole)}
+            checkpoint = {**from_plain(json.loads((path / STATE).read_text()), whole)}
         except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} was written by another version: {error}") from error
-        if distributed.rank() == 0 and not found.get("optimizer_states", True):
+        if distributed.rank() == 0 and not checkpoint.get("optimizer_states", True):
             log.warning("%s has no state of the optimizer, which begins anew: the run is not as without a stop", path)
         if broken:
             raise UserError(f"{path} has {len(broken)} weights that are not finite, the first is {broken[0]}")
-        return found
+        return checkpoint
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint."""
@@ -110,38 +110,39 @@ class RunCheckpoints(PlainCheckpoints):
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return a checkpoint. Raises UserError also if it lacks one of PARTS."""
-        found = super().load_checkpoint(path, *args, **kwargs)
+        checkpoint = super().load_checkpoint(path, *args, **kwargs)
         for name, kind in PARTS.items():
-            part = found
+            part = checkpoint
             for key in name.split("."):
                 part = part.get(key) if isinstance(part, dict) else None
             if not isinstance(part, kind):
                 raise UserError(f"{path} is no whole checkpoint of a run: {name} is missing in its {STATE}")
-        return found
+        return checkpoint
 
 
 class RowsInFiles:
-    """A tensor whose rows are in several files. They are read when a slice asks for them."""
+    """A tensor whose rows are in several files, in order; a slice reads its rows. parts: [rows, ...] each."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self.parts, self.shape = parts, torch.Size((sum(map(len, parts)), *parts[0].shape[1:]))
 
     def __getitem__(self, rows: slice) -> Tensor:
-        ends = list(accumulate(map(len, self.parts)))
-        starts = [end - len(part) for end, part in zip(ends, self.parts, strict=True)]
-        pairs = zip(self.parts, starts, strict=True)
-        return torch.cat([part[max(0, rows.start - start) : max(0, rows.stop - start)] for part, start in pairs])
+        pieces, start = [], 0  # start: the first row of a part
+        for part in self.parts:
+            pieces.append(part[max(0, rows.start - start) : max(0, rows.stop - start)])
+            start += len(part)
+        return torch.cat(pieces)
 
 
 def local_shards(tensors: Mapping[str, Tensor], pieces: bool, first: bool) -> dict[str, Tensor]:
     """Return the tensors that this rank writes: with `pieces` its rows of the sharded ones, else the first rank writes all."""
-    found = {}
+    shards = {}
     for name, tensor in tensors.items():
         sharded = local(tensor) is not tensor
-        here = local(tensor) if pieces else full(tensor)  # one at a time
+        shard = local(tensor) if pieces else full(tensor)  # one at a time
         if first or (pieces and sharded):
-            found[name] = here.cpu().contiguous()
-    return found
+            shards[name] = shard.cpu().contiguous()
+    return shards
 
 
 def write_file(file: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -155,13 +156,14 @@ def write_pieces(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
     disk of one is full."""
     distributed.all_gather([None])  # from now on the folder is there
     try:
-        sums, fault = write_file(folder / f"tensors.{distributed.rank():05}.safetensors", tensors), None
+        file = folder / f"tensors.{distributed.rank():05}.safetensors"
+        sums, fault = write_file(file, tensors), None
     except (OSError, SafetensorError) as error:
         sums, fault = {}, error
     everyones = distributed.all_gather([sums])
     if not all(everyones):
         raise fault or OSError(errno.ENOSPC, "another device could not write its part")
-    return {name: total for each in everyones for name, total in each.items()}
+    return {name: digest for sums in everyones for name, digest in sums.items()}
 
 
 def read_tensors(folder: Path, mapped: bool) -> dict[str, list[Tensor]]:
@@ -170,11 +172,11 @@ def read_tensors(folder: Path, mapped: bool) -> dict[str, list[Tensor]]:
     mapped: the files are mapped, not read. A tensor of the optimizer that stayed mapped would keep the whole file in memory, next
     to the pages that have changed since, and on the disk when it is removed.
     """
-    found: dict[str, list[Tensor]] = {}
+    parts: dict[str, list[Tensor]] = {}
     for file in sorted(folder.glob("tensors*.safetensors")):
         for name, tensor in load_file(file, backend="mmap" if mapped else "pread").items():
-            found.setdefault(name, []).append(tensor)
-    return found
+            parts.setdefault(name, []).append(tensor)
+    return parts
 
 
 def neighbour(folder: Path, word: str) -> Path:
@@ -241,32 +243,32 @@ def fault_of(folder: Path) -> str | None:
     return f"{' and '.join(changed)} changed after it was written" if changed else None
 
 
-def usable(given: Path) -> Path:
-    """Return the checkpoint to resume from: `given`, or the newest one if that is the folder of a run or its last.ckpt.
+def usable(path: Path) -> Path:
+    """Return the checkpoint to resume from: `path`, or the newest one if that is the folder of a run or its last.ckpt.
 
     If the newest is damaged, a warning says so, and the one before is taken.
     Raises UserError if no checkpoint can be used.
     """
-    if given.is_file():
-        raise UserError(f"ckpt_path={given} is a file: give a run's folder, or one of its checkpoints, NUMBER.ckpt")
-    runs = {given / "checkpoints", given.parent} if given.name == "last.ckpt" else {given / "checkpoints"}
-    newest = [path for folder in runs for path in by_rollouts(folder).values()]
-    for path in newest or [given]:
-        if (fault := fault_of(path)) is None:
-            return path
-        log.warning("checkpoint %s is damaged: %s", path, fault)
-    others = [path for path in by_rollouts(given.parent).values() if path != given]
+    if path.is_file():
+        raise UserError(f"ckpt_path={path} is a file: give a run's folder, or one of its checkpoints, NUMBER.ckpt")
+    runs = {path / "checkpoints", path.parent} if path.name == "last.ckpt" else {path / "checkpoints"}
+    newest = [checkpoint for folder in runs for checkpoint in by_rollouts(folder).values()]
+    for checkpoint in newest or [path]:
+        if (fault := fault_of(checkpoint)) is None:
+            return checkpoint
+        log.warning("checkpoint %s is damaged: %s", checkpoint, fault)
+    others = [checkpoint for checkpoint in by_rollouts(path.parent).values() if checkpoint != path]
     advice = "give the folder of a run with whole checkpoints"
     if others and not newest:
         advice = f"there is also {others[0]}"
-    raise UserError(f"ckpt_path={given} is no whole checkpoint: {advice}")
+    raise UserError(f"ckpt_path={path} is no whole checkpoint: {advice}")
 
 
 def check_shapes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Raise UserError if the shapes of a checkpoint's tensors, by name, are not those of the policy."""
     if different := [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]:
-        there, here = (shapes.get(different[0], "missing") for shapes in (theirs, ours))
+        saved, present = (shapes.get(different[0], "missing") for shapes in (theirs, ours))
         raise UserError(
             f"ckpt_path is a checkpoint of another model: {len(different)} of {len(ours)} tensors differ, the first is "
-            f"{different[0]} ({there} there, {here} here); give the model=, adapter= and critic= of that run"
+            f"{different[0]} ({saved} there, {present} here); give the model=, adapter= and critic= of that run"
         )

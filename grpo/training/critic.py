@@ -59,7 +59,7 @@ class ValueLearning:
         if self.model is None:
             dtype = next(p.dtype for p in policy.parameters() if p.requires_grad)
             return Critic(policy.get_output_embeddings().weight.shape[1], dtype)
-        config, ours = (each.get_text_config() for each in (self.model.config(), policy.config))
+        config, ours = self.model.config().get_text_config(), policy.config.get_text_config()
         if config.vocab_size < ours.vocab_size:
             line = f"has {config.vocab_size} tokens, the policy {ours.vocab_size}"
             raise UserError(f"critic.model.path={self.model.path} {line}: take a model with the policy's tokenizer")
@@ -93,14 +93,13 @@ class ActorCritic(GRPOModule):
         return super().trained() | {f"{NAMES}{name}": p for name, p in self.critic.named_parameters()}
 
     def configure_optimizers(self):
-        found = super().configure_optimizers()
+        optimizers = super().configure_optimizers()
         self.has_masters = self.by_hand
-        return found
+        return optimizers
 
     def policy_shapes(self) -> dict[str, tuple[int, ...]]:
-        return super().policy_shapes() | {
-            f"{NAMES}{name}": tuple(p.shape) for name, p in self.critic.named_parameters()
-        }
+        shapes = {f"{NAMES}{name}": tuple(p.shape) for name, p in self.critic.named_parameters()}
+        return super().policy_shapes() | shapes
 
     def live(self, tokens: TokenBatch) -> Tensor:
         """Return the indices of all rows, [B]: the critic learns from each."""
@@ -119,8 +118,8 @@ class ActorCritic(GRPOModule):
         # DistributedDataParallel waits for gradients of all parameters, and then the policy has none
         self.by_hand = self.has_masters or (self.pretraining and not is_sharded(self.policy))
         coef = self.entropy.state_dict()
-        own = self.critic.model is not None
-        with recomputing(self.critic.model, own and self.optim.gradient_checkpointing):
+        has_body = self.critic.model is not None
+        with recomputing(self.critic.model, has_body and self.optim.gradient_checkpointing):
             scores = batch.scores.to(batch.tokens.ids.device, non_blocking=True)
             tokens, returns = self.valued(batch.tokens, scores)
             batch.tokens = tokens
@@ -131,29 +130,23 @@ class ActorCritic(GRPOModule):
 
     @torch.no_grad()
     def valued(self, tokens: TokenBatch, scores: Scores) -> tuple[TokenBatch, Tensor]:
-        """Add the values and their targets, and needed old log-probabilities if the pass has them. Returns also the discounted
-        sums of rewards, [B, C], which are NaN where the reward is."""
+        """Add the values, [B, C], and their targets. A pass of the policy also gives the old log-probabilities, if these are
+        needed. Returns also the discounted sums of rewards, [B, C], which are NaN where the reward is."""
         logprobs, entropy, values = (torch.zeros_like(tokens.rollout_logprobs) for _ in range(3))
-        for rows, some in self.microbatches(tokens, self.live(tokens)):
-            width, states = some.completion_width, None
+        settings = self.temperature, False, *self.layout
+        for rows, microbatch in self.microbatches(tokens, self.live(tokens)):
+            width, states = microbatch.completion_width, None
             if self.critic.model is None:
-                *of_policy, states = one_pass(
-                    self.policy, logprobs_and_states, some, self.temperature, False, *self.layout
-                )
+                *of_policy, states = one_pass(self.policy, logprobs_and_states, microbatch, *settings)
                 logprobs[rows, :width], entropy[rows, :width] = of_policy
-            values[rows, :width] = self.values_of(some, states)
+            values[rows, :width] = self.values_of(microbatch, states)
         if self.critic.model is None and self.algorithm.needs_old and not self.algorithm.takes("prob_squares"):
             tokens = replace(tokens, old_logprobs=logprobs, old_entropy=entropy)
-        given = (
-            scores.rewards,
-            scores.rewards_of_turns(scores.rewards),
-            values,
-            tokens.mask,
-            tokens.sample,
-            tokens.turn,
-        )
-        targets = partial(value_targets, *given, self.learning.gamma)
-        returns, lam = targets(1.0), 1.0 if self.pretraining else self.learning.lam
+        places = tokens.mask, tokens.sample, tokens.turn
+        of_turns = scores.rewards_of_turns(scores.rewards)
+        targets = partial(value_targets, scores.rewards, of_turns, values, *places, self.learning.gamma)
+        lam = 1.0 if self.pretraining else self.learning.lam
+        returns = targets(1.0)
         learned = returns if lam == 1 else targets(lam)
         return replace(tokens, values=values, targets=learned.nan_to_num(0.0)), returns
 
@@ -179,8 +172,8 @@ class ActorCritic(GRPOModule):
         states = None
         with torch.set_grad_enabled(not self.pretraining):
             if self.critic.model is None:
-                given = (tokens, self.temperature, entropy_gradient, *self.layout)
-                logprobs, entropy, states = one_pass(model, logprobs_and_states, *given)
+                settings = self.temperature, entropy_gradient, *self.layout
+                logprobs, entropy, states = one_pass(model, logprobs_and_states, tokens, *settings)
                 states = torch.lerp(states.detach(), states, self.learning.coef)  # scales the gradient alone
             else:
                 logprobs, entropy = super().forward_pass(model, tokens, entropy_gradient)
@@ -202,19 +195,20 @@ def with_group(make: Callable[[list], Optimizer], lr: float, parameters: Iterabl
     """Return make's optimizer, in which the critic's parameters are a group with this learning rate."""
     parameters = list(parameters)
     optimizer = make([(name, p) for name, p in parameters if not name.startswith(NAMES)])
-    if own := [(name, p) for name, p in parameters if name.startswith(NAMES)]:
-        optimizer.add_param_group({"params": own, "lr": lr, "part": "value"})
+    if of_critic := [(name, p) for name, p in parameters if name.startswith(NAMES)]:
+        optimizer.add_param_group({"params": of_critic, "lr": lr, "part": "value"})
     return optimizer
 
 
 def value_metrics(tokens: TokenBatch, returns: Tensor) -> dict[str, float]:
     """Return the metrics of the values before the update, on all ranks. returns: [B, C], NaN where they are unknown."""
-    means, known = Means(), tokens.mask & ~returns.isnan()
-    for name, numbers in {"value/mean": tokens.values, "return": returns, "error": returns - tokens.values}.items():
-        means.add_tokens(name, numbers.double(), known)
-        means.add_tokens(f"{name}^2", numbers.double().square(), known)
-    found = means.result()
-    metrics = {name: found[name] for name in ("value/mean",) if name in found}
-    if found.get("return_std", 0.0) > 1e-6:
-        metrics["value/explained_variance"] = 1 - (found["error_std"] / found["return_std"]) ** 2
+    means, mask = Means(), tokens.mask & ~returns.isnan()
+    columns = {"value/mean": tokens.values, "return": returns, "error": returns - tokens.values}
+    for name, numbers in columns.items():
+        means.add_tokens(name, numbers.double(), mask)
+        means.add_tokens(f"{name}^2", numbers.double().square(), mask)
+    measured = means.result()
+    metrics = {name: measured[name] for name in ("value/mean",) if name in measured}
+    if measured.get("return_std", 0.0) > 1e-6:
+        metrics["value/explained_variance"] = 1 - (measured["error_std"] / measured["return_std"]) ** 2
     return metrics

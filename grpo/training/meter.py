@@ -28,7 +28,8 @@ class Means:
     def add(self, name: str, total: float | Tensor, count: float | Tensor = 1.0) -> None:
         """Add the sum of `count` values to the mean `name`."""
         if is_on_device(total):
-            self.waiting.append((name, total, count if isinstance(count, Tensor) else total.new_full((), count)))
+            count = count if isinstance(count, Tensor) else total.new_full((), count)
+            self.waiting.append((name, total, count))
         else:
             self.sums[name] += float(total)
             self.counts[name] += float(count)
@@ -49,15 +50,16 @@ class Means:
         if is_on_device(value):
             self.waiting.append((name, value, count))
         elif count:
-            self.extremes[name] = (min if name.endswith("_min") else max)(
-                float(value), self.extremes.get(name, float(value))
-            )
+            extreme, number = min if name.endswith("_min") else max, float(value)
+            self.extremes[name] = extreme(number, self.extremes.get(name, number))
 
     def settle(self) -> None:
         """Read the tensors that were added, by one copy."""
-        waiting, self.waiting = self.waiting, []
-        names, *tensors = zip(*waiting, strict=True) if waiting else ((), (), ())
-        numbers = torch.stack([torch.stack(some) for some in tensors]).tolist() if waiting else tensors
+        if not self.waiting:
+            return
+        names, values, counts = zip(*self.waiting, strict=True)
+        self.waiting = []
+        numbers = torch.stack([torch.stack(values), torch.stack(counts)]).tolist()  # [2, waiting]
         for name, value, count in zip(names, *numbers, strict=True):
             (self.keep if name.endswith(("_min", "_max")) else self.add)(name, value, count)
 
@@ -65,8 +67,9 @@ class Means:
         """Add loss/policy_epoch_K, the loss of the tokens since the last epoch ended, if there are several. epoch: from 0."""
         if epochs > 1:
             self.settle()
-            before = [f"loss/policy_epoch_{k}" for k in range(1, epoch + 1)]
-            total, count = (of["loss/policy"] - sum(of[name] for name in before) for of in (self.sums, self.counts))
+            earlier = [f"loss/policy_epoch_{k}" for k in range(1, epoch + 1)]
+            total = self.sums["loss/policy"] - sum(self.sums[name] for name in earlier)
+            count = self.counts["loss/policy"] - sum(self.counts[name] for name in earlier)
             self.add(f"loss/policy_epoch_{epoch + 1}", total, count)
 
     def take(self, other: "Means") -> None:
@@ -124,6 +127,6 @@ def note_engine(means: Means, microbatch: TokenBatch) -> None:
 
 def of_advantages(advantages: Tensor) -> dict[str, float]:
     """Return the metrics of the advantages [N, G] of all ranks' samples. Samples that nothing is learned from have 0."""
-    found = {"positive": (advantages > 0).sum(), "negative": (advantages < 0).sum()}
-    found |= {"mean": advantages.mean(), "std": advantages.std(correction=0)}
-    return {f"rollout/advantages_{name}": float(value) for name, value in found.items()}
+    numbers = {"positive": (advantages > 0).sum(), "negative": (advantages < 0).sum()}
+    numbers |= {"mean": advantages.mean(), "std": advantages.std(correction=0)}
+    return {f"rollout/advantages_{name}": float(number) for name, number in numbers.items()}

@@ -126,10 +126,11 @@ class GRPOModule(ModuleState):
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies, [B, C] each, of these rows, by microbatches; 0 on the other rows."""
         logprobs, entropy = torch.zeros_like(tokens.rollout_logprobs), torch.zeros_like(tokens.rollout_logprobs)
-        for some, microbatch in self.microbatches(tokens, rows):
+        settings = temperature or self.temperature, False, *self.layout
+        for indices, microbatch in self.microbatches(tokens, rows):
             width = microbatch.completion_width
-            given = microbatch, temperature or self.temperature, False, *self.layout
-            logprobs[some, :width], entropy[some, :width] = one_pass(model, completion_logprobs, *given)
+            numbers = one_pass(model, completion_logprobs, microbatch, *settings)
+            logprobs[indices, :width], entropy[indices, :width] = numbers
         return logprobs, entropy
 
     def forward_pass(self, model: nn.Module, tokens: TokenBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
@@ -190,8 +191,8 @@ class GRPOModule(ModuleState):
         """Make one optimizer step on the loss of a minibatch, summed over its microbatches. count: its samples on all ranks.
         Returns the log-probabilities before the step, [B, C]; 0 on rows that were skipped."""
         minibatch = self.weighed(minibatch, count)
-        alpha, zero = self.entropy.alpha, self.optimizers().zero_grad
-        logprobs, noted = self.at_once.fitting(lambda: self.gradients(minibatch, alpha), zero, minibatch.ids.shape[1])
+        alpha, zero_grad, longest = self.entropy.alpha, self.optimizers().zero_grad, minibatch.ids.shape[1]
+        logprobs, noted = self.at_once.fitting(lambda: self.gradients(minibatch, alpha), zero_grad, longest)
         if stepped := self.step(minibatch, noted):
             means.take(noted)
         means.add("loss/skipped", not stepped)
@@ -247,7 +248,7 @@ class GRPOModule(ModuleState):
             optimizer.step()
             self.moved, self.skipped.row = True, 0
         else:
-            self.skipped.note(self, minibatch)
+            self.skipped.note(self.position(), self.policy, minibatch)
         optimizer.zero_grad()
         schedule.step()
         self.updates += 1

@@ -1,5 +1,7 @@
 """The module's part of a checkpoint. A run resumes only with the model that it started with."""
 
+from typing import Any
+
 import lightning as L
 from torch import nn
 
@@ -39,6 +41,12 @@ class ModuleState(L.LightningModule):
         self.entropy.load_state_dict(checkpoint["progress"])
         if self.reference is not None and self.reference.moves and "reference" in checkpoint:
             self.reference.load(checkpoint["reference"])
+
+    def position(self) -> dict[str, Any]:
+        """Return what repeating the next update needs, besides weights and tokens: `updates` so far, its `rollout` from 1, the
+        seed, and the state of the entropy's controller."""
+        rollout = self.updates // self.algorithm.updates_per_rollout + 1
+        return {"updates": self.updates, "rollout": rollout, "seed": self.seed, "entropy": self.entropy.state_dict()}
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that learn, by name."""

@@ -83,8 +83,10 @@ class Optimization:
 
     def built(self, optimizer: Optimizer, num_updates: int) -> LRScheduler:
         """Return the schedule of a run."""
-        rises = {} if self.warmup_ratio is None else {"num_warmup_steps": math.ceil(self.warmup_ratio * num_updates)}
-        return self.schedule(optimizer=optimizer, num_training_steps=num_updates, **rises)
+        warmup = {}
+        if self.warmup_ratio is not None:
+            warmup["num_warmup_steps"] = math.ceil(self.warmup_ratio * num_updates)
+        return self.schedule(optimizer=optimizer, num_training_steps=num_updates, **warmup)
 
 
 def learned_by(optimizer: Optimizer) -> list[Tensor]:
@@ -105,10 +107,11 @@ def clipped(optimizer: Optimizer, most: float | None, means: Means) -> bool:
     parts: dict[str, list[Tensor]] = {}
     for group in optimizer.param_groups:
         parts.setdefault(group.get("part", "loss"), []).extend(group["params"])
-    norms = {part: full(nn.utils.clip_grad_norm_(learned, most or torch.inf)) for part, learned in parts.items()}
-    for part, norm in norms.items():
-        means.add(f"{part}/grad_norm", norm)
-    return all(norm.isfinite() for norm in norms.values())
+    norms = []
+    for part, learned in parts.items():
+        norms.append(full(nn.utils.clip_grad_norm_(learned, most or torch.inf)))
+        means.add(f"{part}/grad_norm", norms[-1])
+    return all(norm.isfinite() for norm in norms)
 
 
 @dataclass

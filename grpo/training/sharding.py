@@ -84,7 +84,7 @@ class Sharded(Watched, ModelParallelStrategy):
         """Return the state of the module, with sharded tensors, in the number type of the model's files."""
         stored = self.lightning_module.policy.stored_in
         state = self.lightning_module.state_dict()
-        return {name: each.to(stored) if each.is_floating_point() else each for name, each in state.items()}
+        return {name: x.to(stored) if x.is_floating_point() else x for name, x in state.items()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer, with sharded tensors, as it is without sharding."""
@@ -115,7 +115,7 @@ class Sharded(Watched, ModelParallelStrategy):
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):  # or none
             learned = learned_by(optimizer)
             states = {
-                i: {name: part_of(x, learned[i]) if same_shape(x, learned[i]) else x for name, x in values.items()}
+                i: {name: state_part(x, learned[i]) for name, x in values.items()}
                 for i, values in saved["state"].items()
             }
             optimizer.load_state_dict({"state": states, "param_groups": saved["param_groups"]})
@@ -128,9 +128,10 @@ class Sharded(Watched, ModelParallelStrategy):
         PlainCheckpoints().save_checkpoint(checkpoint, filepath, "pieces" if self.pieces else "whole")
 
 
-def same_shape(saved: Any, parameter: Tensor) -> bool:
-    """Return whether a state has a number for each number of its parameter; others are the same on all ranks."""
-    return getattr(saved, "shape", None) == parameter.shape
+def state_part(saved: Any, parameter: Tensor) -> Any:
+    """Return this rank's part of an entry of an optimizer's state. An entry of another shape than its parameter, such as the
+    number of steps, is the same on all ranks."""
+    return part_of(saved, parameter) if getattr(saved, "shape", None) == parameter.shape else saved
 
 
 def shard(
@@ -142,13 +143,18 @@ def shard(
     wanted: the number type of the model. low: what passes compute in, None for `wanted`.
     """
     policy = MixedPrecisionPolicy(low, torch.float32, cast_forward_inputs=False) if low else MixedPrecisionPolicy()
-    settings = {"mesh": mesh, "mp_policy": policy} | ({"offload_policy": CPUOffloadPolicy()} if offload else {})
+    settings = {"mesh": mesh, "mp_policy": policy}
+    if offload:
+        settings["offload_policy"] = CPUOffloadPolicy()
+
+    def give_up(layer: FSDPModule, *_: Any) -> None:
+        if not torch.is_grad_enabled() and not model.is_whole:
+            layer.reshard()
+
     for layer in layers_of(model) if hasattr(model, "config") else ():
         convert(layer, wanted)
         fully_shard(layer, reshard_after_forward=reshard, **settings)
-        layer.register_forward_hook(
-            lambda layer, *_: None if torch.is_grad_enabled() or model.is_whole else layer.reshard()
-        )
+        layer.register_forward_hook(give_up)
     convert(model, wanted)
     fully_shard(model, reshard_after_forward=True, **settings)
     model.computes_in, model.stored_in, model.reshards, model.is_whole = low or wanted, wanted, reshard, False
@@ -165,7 +171,7 @@ def convert(part: nn.Module, wanted: torch.dtype) -> None:
 
 def parts(model: nn.Module) -> list[FSDPModule]:
     """Return the modules that are sharded together: the layers and the root."""
-    return [each for each in model.modules() if isinstance(each, FSDPModule)]
+    return [part for part in model.modules() if isinstance(part, FSDPModule)]
 
 
 @contextmanager

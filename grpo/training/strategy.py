@@ -37,13 +37,13 @@ class Strategy:
     reshard: bool = True
     checkpoint: Literal["whole", "sharded"] = "whole"
 
-    def chosen(self, needs: Callable[[], int], there: int) -> "Strategy":
-        """Return ddp or fsdp2 in place of auto, and log why. needs: the bytes of one device with ddp. there: what it has."""
+    def chosen(self, needs: Callable[[], int], total: int) -> "Strategy":
+        """Return ddp or fsdp2 in place of auto, and log why. needs: the bytes of one device with ddp. total: what it has."""
         if self.kind != "auto":
             return self
         wanted = needs()
-        kind, fits = ("ddp", "fits") if wanted <= there else ("fsdp2", "does not fit")
-        log.info("strategy=%s: the whole policy needs %.1f GB, which %s %.1f GB", kind, wanted / 1e9, fits, there / 1e9)
+        kind, fits = ("ddp", "fits") if wanted <= total else ("fsdp2", "does not fit")
+        log.info("strategy=%s: the whole policy needs %.1f GB, which %s %.1f GB", kind, wanted / 1e9, fits, total / 1e9)
         return replace(self, kind=kind)
 
 
@@ -57,8 +57,9 @@ def check_devices(devices: int, prompts: int, rollouts: int) -> None:
     if distributed.world_size() != devices:  # vLLM in the trainer's process creates its own process group
         line = f"the engine has made a process group of {distributed.world_size()} for the {devices} devices"
         raise UserError(f"{line}: set trainer.devices and num_nodes, also with torchrun, or engine=transformers")
-    if len(found := set(distributed.all_gather([rollouts]))) > 1:
-        line = f"the devices resume after {min(found)} and {max(found)} rollouts"
+    resumed_after = set(distributed.all_gather([rollouts]))
+    if len(resumed_after) > 1:
+        line = f"the devices resume after {min(resumed_after)} and {max(resumed_after)} rollouts"
         raise UserError(f"{line}: all machines must see the same hydra.run.dir")
     if prompts < devices:
         raise UserError(f"rollout.prompts={prompts} is fewer than the {devices} devices: each needs a prompt, raise it")

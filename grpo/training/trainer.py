@@ -55,30 +55,20 @@ def make_trainer(
     Raises UserError for a missing device, and for a GPU that is there and that torch cannot use.
     """
     memory.settle()
-    if accelerator in ("auto", "cuda", "gpu"):
-        check_gpu("the run", "trainer=cpu")
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True, "auto": True}
-    if not there.get(accelerator, False):
-        usable = ", ".join(name for name, is_there in there.items() if is_there)
-        raise UserError(f"trainer.accelerator={accelerator} is not available here: choose {usable}")
+    on_gpu = takes_gpu(accelerator)
     if precision == "auto":
-        precision = "bf16-mixed" if accelerator in ("auto", "cuda") and there["cuda"] else "32-true"
-    if matmul_precision == "high" and not (there["cuda"] and accelerator in ("auto", "cuda")):
+        precision = "bf16-mixed" if on_gpu else "32-true"
+    if matmul_precision == "high" and not on_gpu:
         raise UserError("trainer.matmul_precision=high is TF32, which only a GPU has: set it to highest")
     torch.set_float32_matmul_precision(matmul_precision)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         devices, num_nodes = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
-    ranks, shared = devices * num_nodes, "auto"
+    ranks, among_ranks = devices * num_nodes, "auto"
     if ranks > 1:
-        place = torch.device("cuda" if there["cuda"] and accelerator in ("auto", "cuda") else "cpu")
-        free = memory.total(place) // (devices if place.type == "cpu" else 1)
-        strategy = (strategy or Strategy()).chosen(partial(needs, precision, ranks, place.type), free)
-        shared = WatchedRanks(timeout)
-    if ranks > 1 and strategy.kind == "fsdp2":
-        from grpo.training.sharding import Sharded
-
-        shared = Sharded(timeout, ranks, strategy.reshard, strategy.checkpoint == "sharded", precision == "bf16-mixed")
-        precision = "32-true"  # its passes have a number type of their own
+        place = "cuda" if on_gpu else "cpu"
+        total = memory.total(torch.device(place)) // (1 if on_gpu else devices)  # processes share the CPU's memory
+        strategy = (strategy or Strategy()).chosen(partial(needs, precision, ranks, place), total)
+        among_ranks, precision = lightning_strategy(strategy, timeout, ranks, precision)
     if SLURMEnvironment.detect():
         plugins = [SLURMEnvironment(auto_requeue=False), *plugins]  # Stop takes the signals
     try:
@@ -88,7 +78,7 @@ def make_trainer(
             deterministic=deterministic,
             devices=devices,
             num_nodes=num_nodes,
-            strategy=shared,
+            strategy=among_ranks,
             callbacks=callbacks,
             logger=logger,
             plugins=[RunCheckpoints(), *plugins],
@@ -103,11 +93,33 @@ def make_trainer(
     except (TypeError, ValueError, MisconfigurationException) as error:
         raise UserError(f"trainer: {error}") from error
     if rank_zero_only.rank >= trainer.world_size:  # this process would train and save nothing
-        line = (
-            f"the environment says that this is process {rank_zero_only.rank}, counted from 0, of {trainer.world_size}"
-        )
+        place = f"process {rank_zero_only.rank}, counted from 0, of {trainer.world_size}"
+        line = f"the environment says that this is {place}"
         raise UserError(f"{line}: unset RANK, LOCAL_RANK and SLURM_PROCID, or set trainer.devices")
     return trainer
+
+
+def takes_gpu(accelerator: str) -> bool:
+    """Return whether the run uses CUDA GPUs. Raises UserError for a device that is missing, or that torch cannot use."""
+    if accelerator in ("auto", "cuda", "gpu"):
+        check_gpu("the run", "trainer=cpu")
+    cuda = torch.cuda.is_available()
+    available = {"cuda": cuda, "mps": torch.backends.mps.is_available(), "cpu": True, "auto": True}
+    if not available.get(accelerator, False):
+        usable = ", ".join(name for name, is_available in available.items() if is_available)
+        raise UserError(f"trainer.accelerator={accelerator} is not available here: choose {usable}")
+    return cuda and accelerator in ("auto", "cuda")
+
+
+def lightning_strategy(strategy: Strategy, timeout: float, ranks: int, precision: str) -> tuple[Any, str]:
+    """Return Lightning's strategy for several ranks, and the precision that its Trainer gets. strategy: ddp or fsdp2."""
+    if strategy.kind != "fsdp2":
+        return WatchedRanks(timeout), precision
+    from grpo.training.sharding import Sharded
+
+    in_pieces, mixed = strategy.checkpoint == "sharded", precision == "bf16-mixed"
+    # passes of a sharded model have a number type of their own
+    return Sharded(timeout, ranks, strategy.reshard, in_pieces, mixed), "32-true"
 
 
 def callbacks_of(callbacks: Sequence[Callback], kind: type[T]) -> list[T]:

@@ -14,14 +14,13 @@ from html import unescape
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, compose_config, preset
+from conftest import ROOT, compose_config
 from helpers.runs import VARIED
 from pyarrow import parquet
 from scipy.stats import binomtest
 
 from grpo.evaluation.statistics import arm_interval
-from grpo.runs import html
-from grpo.runs.anatomy import against_ratio, alike
+from notebooks import cards, figures
 from train import train
 
 nbformat = pytest.importorskip("nbformat")  # missing where only vLLM is tested
@@ -291,46 +290,19 @@ def test_05_teaches_another_task(tmp_path):
     assert "rollout 1\n" in samples["text"] and "rollout 2\n" in samples["text"]
 
 
-# -- the numbers that are drawn
-
-
-@pytest.mark.parametrize(
-    ("algo", "advantage", "ratio", "loss", "gradient"),
-    [
-        ("grpo", 1, 1.5, -0.2, 0.0),  # -1.2 from -1
-        ("grpo", 1, 0.5, 0.5, -0.5),
-        ("grpo", -1, 1.5, 0.5, 1.5),  # no bound on this side
-        ("grpo", -1, 0.5, -0.2, 0.0),
-        ("dapo", 1, 1.25, -0.25, -1.25),  # within 1.28
-        ("rloo", 1, 2.0, -0.6931, -1.0),  # -log r
-        ("cispo", 1, 2.0, 1.6137, -2.0),  # -2 (log 2 - 3) from 3: the ratio is a weight
-        ("rolo", -1, 3.0, 2.0, 3.0),
-        ("gspo", 1, 0.5, 0.6697, -0.9330),  # ten tokens of s = 0.5^(1/10), each with a tenth of its gradient
-        ("ppo_sequence", 1, 0.5, 5.0, -5.0),  # ten tokens of the product
-        ("atropos", 1, 1.5, -0.2 + 0.1 * (2 / 3 - 1 + 0.4055), 0.1 * (1 - 2 / 3)),  # the KL acts beyond the clip
-    ],
-)
-def test_the_loss_and_gradient_of_one_token(algo, advantage, ratio, loss, gradient):
-    found = against_ratio(preset(f"algo={algo}"), torch.tensor([ratio]), advantage)
-    assert torch.cat(found).tolist() == pytest.approx([loss, gradient], abs=2e-4)
-
-
-def test_tokens_that_move_together():
-    loss, gradient = against_ratio(preset("algo=ppo_sequence"), torch.tensor([1.01]), 1, together=True)
-    assert loss.item() == pytest.approx(-10 * (1.01**10 - 1), abs=1e-3)
-    assert gradient.item() == pytest.approx(-10 * 1.01**10, abs=1e-3)
+# -- their modules
 
 
 def test_what_coincides_is_drawn_once():
     curves = {"a": torch.tensor([1.0, 0.0]), "b": torch.tensor([1.0, 0.1]), "c": torch.tensor([1.0001, 0.0])}
-    assert {names: curve.tolist() for names, curve in alike(curves).items()} == {
+    assert {names: curve.tolist() for names, curve in figures.alike(curves).items()} == {
         "a, c": [1.0, 0.0],
         "b": curves["b"].tolist(),
     }
 
 
 def test_differences_are_word_by_word_and_escaped():
-    marked = html.difference("x < 12 apples", "x < 13 <b>apples</b>")
+    marked = cards.difference("x < 12 apples", "x < 13 <b>apples</b>")
     assert text_of(re.sub(r"<del.*?</del>", "", marked)) == "x < 13 <b>apples</b>"
     assert text_of(re.sub(r"<ins.*?</ins>", "", marked)) == "x < 12 apples"
     assert ">12</del>" in marked and "<b>" not in marked

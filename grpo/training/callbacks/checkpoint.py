@@ -49,7 +49,7 @@ class Checkpoint(L.Callback):
                        counts, and a later one that scores the same replaces it
         step_000020    with `history`: a link to the policy after each multiple of so many rollouts, the newest `history_keep`
 
-    monitor, mode: the metric that chooses `best`, and its direction. A metric of rollouts is of the policy before the update.
+    monitor, mode: the metric that chooses `best`, and its direction. A metric of rollouts measures the policy before the update.
     only_model: checkpoints have no state of the optimizer, which begins anew in a resumed run.
 
     Each is complete before it gets its name. If one cannot be written, because the disk is full or a weight is not finite, the
@@ -93,9 +93,8 @@ class Checkpoint(L.Callback):
         self.measured = measured.get(self.rollouts)
         self.compare(module, batch.metrics)
         if self.rollouts == self.num_rollouts and (self.folder / "best").resolve().name == "policy_00000":
-            log.warning(
-                "nothing was better than before training (%s): `best` is the policy without training", self.chosen
-            )
+            line = "nothing was better than before training (%s): `best` is the policy without training"
+            log.warning(line, self.chosen)
         if self.history and self.rollouts % self.history == 0:
             self.export(module, f"step_{self.rollouts:06}")
         if self.rollouts == self.num_rollouts or (self.every and self.rollouts % self.every == 0):
@@ -117,8 +116,9 @@ class Checkpoint(L.Callback):
     @property
     def chosen(self) -> str | None:
         """The metric that chooses `best`, and its value there, as text; None if there is no `best`."""
-        known = math.isfinite(self.best_value)
-        return f"{self.mode} {self.monitor}, {written(self.monitor, self.best_value)}" if known else None
+        if not math.isfinite(self.best_value):
+            return None
+        return f"{self.mode} {self.monitor}, {written(self.monitor, self.best_value)}"
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, RolloutError | StopError) and getattr(exception, "saves", True):  # on every rank
@@ -159,12 +159,13 @@ class Checkpoint(L.Callback):
                         write_card(folder, self.rollouts, self.measured, self.monitor, self.mode, self.value)
                 self.exported = self.rollouts
             link(self.folder / name, policy)
-            steps = [step for step in sorted(self.folder.glob("step_*[0-9]")) if int(step.name[5:]) <= self.rollouts]
+            history = sorted(self.folder.glob("step_*[0-9]"))
+            steps = [step for step in history if int(step.name.removeprefix("step_")) <= self.rollouts]
             steps = steps[-(self.history_keep or len(steps)) :]
-            for old in set(self.folder.glob("step_*[0-9]")) - set(steps):  # too old, or later than the resumed run
+            for old in set(history) - set(steps):  # too old, or later than the resumed run
                 old.unlink()
-            kept = [each.resolve() for each in (self.folder / "last", self.folder / "best", *steps)]
-            remove(old for old in self.folder.glob("policy_*") if old.resolve() not in kept)
+            named = [path.resolve() for path in (self.folder / "last", self.folder / "best", *steps)]
+            remove(old for old in self.folder.glob("policy_*") if old.resolve() not in named)
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.only_model:
@@ -191,12 +192,11 @@ def whole_pieces(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Yield the whole weights of a sharded model on the first rank's CPU, at most PIECE bytes at a time; of an adapter all at
     once. Other ranks get empty tensors, and all take them together."""
     if hasattr(model, "peft_config"):
-        yield {
-            name: full(p.detach()).to(model.stored_in).cpu() for name, p in model.named_parameters() if p.requires_grad
-        }
+        trained = [(name, p.detach()) for name, p in model.named_parameters() if p.requires_grad]
+        yield {name: full(p).to(model.stored_in).cpu() for name, p in trained}
         return
     first = distributed.rank() == 0
-    tensors = ((name, each.cpu() if first else each.new_empty(0)) for name, each in checkpoint(model))
+    tensors = ((name, tensor.cpu() if first else tensor.new_empty(0)) for name, tensor in checkpoint(model))
     yield from map(dict, in_pieces(tensors, lambda named: named[1].nbytes, PIECE))
 
 

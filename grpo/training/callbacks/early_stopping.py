@@ -41,18 +41,17 @@ class EarlyStopping(early_stopping.EarlyStopping):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         evaluations = callbacks_of(trainer.callbacks, EvaluationCallback)
-        if self.of_evaluations and any(not each.evaluator.every for each in evaluations):
-            raise UserError(
-                "callbacks.early_stopping would never end this run, which evaluates nothing: set eval.every"
-            )
+        if self.of_evaluations and any(not callback.evaluator.every for callback in evaluations):
+            line = "callbacks.early_stopping would never end this run, which evaluates nothing"
+            raise UserError(f"{line}: set eval.every")
         require_metric(MONITOR, self.monitor, trainer.callback_metrics)
         if self.wait_count >= self.patience:
             log.info("this run has ended early, there is nothing to continue")
             raise SystemExit(0)
 
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
-        old = self.of_evaluations and not batch.evaluations
-        if trainer.should_stop or old:  # it ends anyway, or there is nothing new
+        nothing_new = self.of_evaluations and not batch.evaluations
+        if trainer.should_stop or nothing_new:
             return
         require_metric(MONITOR, self.monitor, trainer.callback_metrics)
         self._run_early_stopping_check(trainer)

@@ -71,8 +71,8 @@ class EvaluationCallback(L.Callback):
         rollout.sync()
         rollout.before = rollout.before or everything(rollout.objects)
         failed = Path(rollouts.folder) / "evaluations" / f"{rollout.learned:06d}.failed.parquet"
-        given = rollouts.task, rollouts.engine, rollouts.renderer, rollouts.seed, rollout.learned, self.examples
+        slots = rollouts.task, rollouts.engine, rollouts.renderer
         with rollout.stop.allowed(), rollouts.while_sampling(), on_disk(failed):
-            evaluation = self.evaluator(*given)
+            evaluation = self.evaluator(*slots, rollouts.seed, rollout.learned, self.examples)
         self.accuracy, rollout.before = evaluation.metrics["eval/accuracy"], None
         return replace(evaluation, seconds=time.perf_counter() - begun)

@@ -38,9 +38,9 @@ class Health(L.Callback):
 
     def __init__(self, ignore: tuple[str, ...] = (), alarms: Alarms = "stop") -> None:
         require("alarms", alarms, Alarms)
-        known = [metric.name for metric in WATCHED]
-        if isinstance(ignore, str) or not set(ignore) <= set(known):
-            raise UserError(f"callbacks.health.ignore={ignore} must be a list of names among {', '.join(known)}")
+        names = [metric.name for metric in WATCHED]
+        if isinstance(ignore, str) or not set(ignore) <= set(names):
+            raise UserError(f"callbacks.health.ignore={ignore} must be a list of names among {', '.join(names)}")
         self.ignored, self.watch, self.alarms = frozenset(ignore), Watch(), alarms
         self.watch.silent |= self.ignored
         self.foreign: str | None = None  # a line for a tiny model that knows another task
@@ -54,9 +54,10 @@ class Health(L.Callback):
         intervals = {evaluation.rollout: evaluation.estimates["accuracy"][1:3] for evaluation in batch.evaluations}
         rows = {evaluation.rollout: evaluation.metrics for evaluation in batch.evaluations}
         rows |= {batch.rollout + 1: batch.metrics}
-        for found in (found for at, row in rows.items() for found in self.watch.findings(at, row, intervals.get(at))):
-            line = f"rollout {found.rollout}: {found.metric} is {found.value:.3g}, {found.words}"
-            self.alarm(line) if found.stops and found.metric not in self.ignored else warn(line)
+        for rollouts, row in rows.items():
+            for finding in self.watch.findings(rollouts, row, intervals.get(rollouts)):
+                line = f"rollout {finding.rollout}: {finding.metric} is {finding.value:.3g}, {finding.words}"
+                self.alarm(line) if finding.stops and finding.metric not in self.ignored else warn(line)
         starts = [evaluation for evaluation in batch.evaluations if evaluation.rollout == 0]
         if starts and starts[0].metrics.get("eval/accuracy") == 0 and self.foreign:
             warn(f"rollout 0: no held-out answer is right: {self.foreign}")
@@ -80,9 +81,8 @@ class Health(L.Callback):
         return asdict(self.watch) | {"silent": sorted(self.watch.silent), "unwell": dict(self.watch.unwell)}
 
     def load_state_dict(self, state: dict) -> None:
-        self.watch = Watch(
-            **state | {"silent": {*state["silent"]} | self.ignored, "unwell": Counter(state.get("unwell", {}))}
-        )
+        silent, unwell = {*state["silent"]} | self.ignored, Counter(state.get("unwell", {}))
+        self.watch = Watch(**state | {"silent": silent, "unwell": unwell})
 
 
 def untaught(policy: Module, task: Task | None) -> str | None:
@@ -106,9 +106,9 @@ def states(trainer: L.Trainer) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the optimizers' states."""
     for optimizer in trainer.optimizers:
         for i, state in enumerate(optimizer.state.values()):
-            yield from (
-                (f"{name} of parameter {i}", value) for name, value in state.items() if isinstance(value, Tensor)
-            )
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    yield f"{name} of parameter {i}", value
 
 
 @rank_zero_only

@@ -44,9 +44,8 @@ class Report(L.Callback):
 
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        if not (
-            isinstance(exception, SystemExit) and not exception.code
-        ):  # preflight=only ends well, without a rollout
+        ended_well = isinstance(exception, SystemExit) and not exception.code  # preflight=only, without a rollout
+        if not ended_well:
             self.write(exception)
 
     def write(self, error: BaseException | None, running: bool = False) -> None:

@@ -36,9 +36,8 @@ class RolloutCallback(L.Callback):
         self.learned = 0  # rollouts learned from so far
         self.before: dict | None = None  # the states before the rollout that is being played
         self.policy = None
-        self.rounding: float | None = (
-            None  # what it may change in a log-probability, in nats, as the preflight measured
-        )
+        # the difference of log-probabilities that rounding explains, in nats, as the preflight measured it
+        self.rounding: float | None = None
         self.syncing = self.started = 0.0  # seconds
         check_engine(self.engine, self.plan.ahead)
 

@@ -47,13 +47,11 @@ def summary(
         table.add_row(f"beside: {name}", f"{clock(part)}, {percent(part / seconds, 0)}")
     table.add_row("tokens/s", f"{tokens / busy:,.0f}")
     table.add_row("memory, at most", f"{memory / 2**30:.2f} GiB")
-    if known := [evaluation for evaluation in evaluations if evaluation.estimates["accuracy"].n]:
+    if graded := [evaluation for evaluation in evaluations if evaluation.estimates["accuracy"].n]:
         # the evaluation before training last, so that a later policy that scores the same is the best
-        best = max([*known[1:], known[0]], key=lambda evaluation: evaluation.estimates["accuracy"].value)
-        for name, evaluation in (("first", known[0]), ("best", best), ("last", known[-1])):
-            table.add_row(
-                f"held out, {name}",
-                f"{share_with_interval(evaluation.estimates['accuracy'])} after {evaluation.rollout}",
-            )
+        best = max([*graded[1:], graded[0]], key=lambda evaluation: evaluation.estimates["accuracy"].value)
+        for name, evaluation in (("first", graded[0]), ("best", best), ("last", graded[-1])):
+            accuracy = share_with_interval(evaluation.estimates["accuracy"])
+            table.add_row(f"held out, {name}", f"{accuracy} after {evaluation.rollout}")
     table.add_row("warnings", ", ".join(warned) or "none")
     return table

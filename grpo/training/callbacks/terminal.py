@@ -33,7 +33,8 @@ SPARKS = 40  # evaluations in the sparkline
 
 def status(metrics: Mapping[str, float], left: float, columns: Sequence[str] = ()) -> str:
     """Return the line of a rollout, at most 66 characters. left: the remaining seconds. columns: more metrics, beyond that."""
-    more = "".join(f"{name.rpartition('/')[2]} {written(name, metrics[name])}  " for name in columns if name in metrics)
+    logged = [name for name in columns if name in metrics]
+    more = "".join(f"{name.rpartition('/')[2]} {written(name, metrics[name])}  " for name in logged)
     return (
         f"reward {metrics['rollout/reward']:.2f}  solved {percent(metrics['rollout/solve_rate'], 0)}  groups "
         f"{percent(metrics['rollout/effective_groups'], 0)}  {more}{metrics['tokens/s']:,.0f} tok/s  {clock(left)} left"
@@ -49,8 +50,8 @@ def sample_panel(title: str, sample: Sample) -> Panel:
     text = Text(prompt if len(prompt) < 500 else "..." + prompt[-500:], style="dim")
     for message in sample.trajectory.messages[len(steps[0].state.messages) :]:
         calls = [f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})" for call in message.tool_calls]
-        said = "\n".join(filter(None, (message.content[:1000], *calls)))
-        text.append("\n" + said, style="default" if message.role == "assistant" else "dim")
+        words = "\n".join(filter(None, (message.content[:1000], *calls)))
+        text.append("\n" + words, style="default" if message.role == "assistant" else "dim")
     return Panel(text, title=f"{title}: reward {sample.reward.value:.2f}, {sample.length} tokens", title_align="left")
 
 
@@ -120,8 +121,8 @@ class Terminal(L.Callback):
         self.learned.append(batch.metrics)
         self.note(batch.evaluations)
         rollout = batch.rollout + 1
-        each = (time.perf_counter() - self.begun) / len(self.learned)
-        left = each * (self.num_rollouts - rollout)
+        per_rollout = (time.perf_counter() - self.begun) / len(self.learned)
+        left = per_rollout * (self.num_rollouts - rollout)
         line = f"{rollout}/{self.num_rollouts}  {status(batch.metrics, left, self.columns)}"
         self.progress.update(self.in_place(line), refresh=self.console.is_terminal)
         due = self.every and (rollout % self.every == 0 or rollout == self.num_rollouts)
@@ -184,7 +185,7 @@ class Terminal(L.Callback):
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         self.progress.stop()
-        asked = isinstance(exception, StopError)  # it says itself how to continue
-        if not asked and (self.folder / "checkpoints" / "last.ckpt").exists():
+        says_how = isinstance(exception, StopError)  # how to continue
+        if not says_how and (self.folder / "checkpoints" / "last.ckpt").exists():
             resume = f"python train.py {shlex.quote(f'ckpt_path={self.folder}')}"
             self.line(f"stopped by {type(exception).__name__}; to resume: {resume}")

@@ -1,14 +1,12 @@
-"""HTML views of samples for notebooks: cards to read, marked differences, and tokens by probability. All text is escaped."""
+"""HTML views of samples: cards to read, marked differences, and tokens by probability. All text is escaped."""
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from difflib import SequenceMatcher
 from html import escape
-from pathlib import Path
 
 import pandas as pd
-from tokenizers import Tokenizer
 
 TEXT_STYLE = "white-space: pre-wrap; font-family: monospace; text-align: left"
 CARD_STYLE = "border-left: 3px solid #999; padding: 2px 10px; margin: 10px 0; text-align: left"
@@ -41,25 +39,15 @@ def samples(table: pd.DataFrame) -> str:
 def difference(before: str, after: str) -> str:
     """Return the second text as HTML, with the words that it adds to the first and the words that it removes marked."""
     a, b = (re.findall(r"\s+|\w+|[^\w\s]", text) for text in (before, after))
-    found = []
-    for kind, i, j, k, m in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-        old, new = escape("".join(a[i:j])), escape("".join(b[k:m]))
+    marked = []
+    for kind, a_start, a_end, b_start, b_end in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        old, new = escape("".join(a[a_start:a_end])), escape("".join(b[b_start:b_end]))
         if kind == "equal":
-            found.append(new)
+            marked.append(new)
             continue
-        found += [f'<del style="background: {REMOVED}">{old}</del>'] if old else []
-        found += [f'<ins style="background: {ADDED}; text-decoration: none">{new}</ins>'] if new else []
-    return "".join(found)
-
-
-def pieces(ids: Iterable[int], policy: Path | None) -> list[str]:
-    """Return the text of each token, or its id as text if there is no tokenizer. policy: a folder with tokenizer.json."""
-    file = policy and policy / "tokenizer.json"
-    if not (file and file.is_file()):
-        return [f"⟨{token}⟩" for token in ids]
-    tokenizer, ids = Tokenizer.from_file(str(file)), list(map(int, ids))
-    texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in set(ids)}
-    return [texts[token] for token in ids]
+        marked += [f'<del style="background: {REMOVED}">{old}</del>'] if old else []
+        marked += [f'<ins style="background: {ADDED}; text-decoration: none">{new}</ins>'] if new else []
+    return "".join(marked)
 
 
 def tokens(texts: Sequence[str], logprobs: Sequence[float]) -> str:
