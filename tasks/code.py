@@ -127,10 +127,10 @@ class Cases(RowTask):
             found = self.found(row)
         except ValueError as error:
             raise UserError(
-                f"{where}: the cases in {', '.join(self.cases)} cannot be read ({error}); see docs/sandbox.md"
+                f"{where}: the cases in {', '.join(self.cases)} cannot be read ({error}); see docs/grading.md"
             ) from error
         if not found:
-            raise UserError(f"{where}: there is no case in {', '.join(self.cases)}; see docs/sandbox.md")
+            raise UserError(f"{where}: there is no case in {', '.join(self.cases)}; see docs/grading.md")
 
     def messages(self, example: Example) -> tuple[Message, ...]:
         if (code := example.get("starter_code") or "").strip():
