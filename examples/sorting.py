@@ -1,4 +1,4 @@
-"""Digits to sort: a task for model=tiny, with the author of its warm start and a reward (docs/tiny_world.md).
+"""Digits to sort: a task for model=tiny, with the author of its warm start and a reward (docs/tasks.md).
 
 python -m examples.sorting rows.jsonl
 """

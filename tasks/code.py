@@ -129,9 +129,9 @@ class Cases(RowTask):
         try:
             cases = self.cases_in(row)
         except ValueError as error:
-            raise UserError(f"{where}: the cases in {columns} cannot be read ({error}); see docs/sandbox.md") from error
+            raise UserError(f"{where}: the cases in {columns} cannot be read ({error}); see docs/grading.md") from error
         if not cases:
-            raise UserError(f"{where}: there is no case in {columns}; see docs/sandbox.md")
+            raise UserError(f"{where}: there is no case in {columns}; see docs/grading.md")
 
     def messages(self, example: Example) -> tuple[Message, ...]:
         if (code := example.get("starter_code") or "").strip():

@@ -94,7 +94,7 @@ def untaught(policy: Module, task: Task | None) -> str | None:
     if taught == type(task).__module__:
         return None
     what = f"model=tiny was trained on {taught} alone"
-    return f"{what}: give another task its warm_start (docs/tiny_world.md), or take another model"
+    return f"{what}: give another task its warm_start (docs/tasks.md), or take another model"
 
 
 def learned(module: L.LightningModule) -> Iterator[tuple[str, Tensor]]:
