@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="number type of all weights")
     parser.add_argument("--license", help="as apache-2.0; by default that of the base model's card")
     parser.add_argument("--eval", type=Path, nargs="+", default=[], help="folders of eval.py run=RUN, for the card")
-    parser.add_argument("--trust", action="store_true", help="run code of the model, if the run did (docs/trust.md)")
+    parser.add_argument("--trust", action="store_true", help="run code of the model, if the run did (docs/run.md)")
     parser.add_argument("--push", metavar="REPO", help="then upload the folder to this repository of the hub")
     parser.add_argument("--private", action="store_true", help="a new repository is private")
     options = parser.parse_intermixed_args(arguments)

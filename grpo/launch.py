@@ -1,4 +1,4 @@
-"""Starts a run on many machines: one Slurm job, lines for torchrun, or services of docker compose. See docs/scale.md.
+"""Starts a run on many machines: one Slurm job, lines for torchrun, or services of docker compose. See docs/hardware.md.
 
 python -m grpo.launch [--dry-run] [--to=slurm|torchrun|compose] OVERRIDES...
 

@@ -38,7 +38,7 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     if unread := next((cause.override for cause in causes if isinstance(cause, OverrideParseException)), None):
         return one_line(f"{unread}: {_quote(unread)}")
     if lacking := next((str(cause) for cause in causes if lacks_memory(cause)), None):
-        least = "python train.py debug=forecast shows what a run needs, docs/memory.md how to need less"
+        least = "python train.py debug=forecast shows what a run needs, docs/hardware.md how to need less"
         return f"not enough memory: {one_line(lacking, 200)}; {least}"
     if isinstance(error, OSError):
         is_output = f"hydra.run.dir={error.filename}" in arguments or error.errno in FULL

@@ -1,4 +1,4 @@
-"""Asks before code runs that only the configuration of a run's folder names, and not this command line. See docs/trust.md."""
+"""Asks before code runs that only the configuration of a run's folder names, and not this command line. See docs/run.md."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ def check_code(config: Any, folder: Path, words: Sequence[str], allowed: bool, y
     ]
     if unnamed:
         line = f"{folder} names code to run that this command line does not: {', '.join(unnamed[:3])[:300]}"
-        raise UserError(f"{line}; read it, then name it in the command too, or add {yes} (docs/trust.md)")
+        raise UserError(f"{line}; read it, then name it in the command too, or add {yes} (docs/run.md)")
 
 
 def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,7 @@
 """Confidence intervals and tests for evaluations. Knows arrays, nothing of models, runs or files.
 
 The unit is the problem. Samples of a problem resemble each other, so they are averaged first, and the estimate is the mean over
-problems (arXiv 2411.00640). NaN marks an unknown value, which is left out. docs/statistics.md shows which function answers which
+problems (arXiv 2411.00640). NaN marks an unknown value, which is left out. docs/evaluation.md shows which function answers which
 question, and how often each interval contains the true value.
 """
 

@@ -102,7 +102,7 @@ class _Launcher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             if self.num_nodes > 1 and "MASTER_ADDR" not in os.environ:
                 line = f"trainer.num_nodes={self.num_nodes} needs a process on each machine"
-                raise UserError(f"{line}: python -m grpo.launch starts them (docs/scale.md)")
+                raise UserError(f"{line}: python -m grpo.launch starts them (docs/hardware.md)")
             if self.num_processes > (most := max(8, os.cpu_count() or 1)):
                 raise UserError(f"trainer.devices={self.num_processes} are too many processes here: at most {most}")
             os.environ[FIRST] = str(os.getpid())

@@ -160,7 +160,7 @@ def test_every_engine_is_in_the_documentation():
 
 
 def test_every_optimizer_is_in_the_documentation():
-    table = (ROOT / "docs" / "memory.md").read_text().partition("## Optimizers")[2]
+    table = (ROOT / "docs" / "hardware.md").read_text().partition("## Optimizers")[2]
     for group, option in OPTIONS:
         assert group != "optim" or f"| `{option}` |" in table
 

@@ -208,7 +208,7 @@ def test_every_interval_holds_the_truth():
         "share, few problems",
         "share, nearly all solved",
         "difference, few differ",
-    )  # the known limits in docs/statistics.md
+    )  # the known limits in docs/evaluation.md
     for case in cases(4000):
         what = case["what"]
         if what in limits:

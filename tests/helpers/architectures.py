@@ -231,24 +231,27 @@ def adapted(model: nn.Module, batch: TokenBatch) -> str:
     return said + ", without its experts" if any(".base_layer." not in name for name in experts) else said
 
 
-def row(name: str) -> str:
-    """Return the architecture's row of docs/models.md."""
+def place(name: str) -> tuple[str, str]:
+    """Return the beginning of the architecture's row in docs/models.md, and what the last cell of the row has for it."""
     model, batch = made(name), batch_of([(9, [5, 8, 1]), (4, [2, 6])])
-    config = ARCHITECTURES[name][0]
+    entry = f"{name} (`{ARCHITECTURES[name][0]}`)"
     try:
         layout = layout_of(model, batch)
     except UserError as error:
         assert "computes a padded row otherwise than the row alone" in str(error)
-        return f"| {name} | `{config}` | refused: its padded rows are wrong | | |"
+        return "| refused: its padded rows are wrong | | |", entry
     try:
         cache = cache_of(model)
     except UserError as error:
         assert "set engine=vllm" in str(error)
         cache = "refused: `engine=vllm`"
-    return f"| {name} | `{config}` | {layout} | {cache} | {adapted(model, batch)} |"
+    return f"| {layout} | {cache} | {adapted(model, batch)} |", entry
 
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
-    for name in sys.argv[1:] or ARCHITECTURES:
-        print(row(name), flush=True)
+    rows: dict[str, list[str]] = {}
+    for start, entry in map(place, sys.argv[1:] or ARCHITECTURES):
+        rows.setdefault(start, []).append(entry)
+    for start, entries in rows.items():
+        print(f"{start} {'; '.join(entries)} |")

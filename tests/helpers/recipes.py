@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md on the GPUs that they are for, by the forecast: PYTHONPATH=.:tests python -m helpers.recipes"""
+"""The recipes of docs/hardware.md on the GPUs that they are for, by the forecast: PYTHONPATH=.:tests python -m helpers.recipes"""
 
 import re
 import tempfile
@@ -43,7 +43,7 @@ class Recipe:
 def recipes() -> list[Recipe]:
     """Return the rows of the table."""
     found = []
-    for line in (ROOT / "docs" / "recipes.md").read_text().splitlines():
+    for line in (ROOT / "docs" / "hardware.md").read_text().splitlines():
         if "`python train.py experiment=" in line:
             size, name, *_ = [cell.strip() for cell in line.strip("|").split("|")]
             *gpus, size = re.findall(r"\d+", size)

@@ -1,4 +1,4 @@
-"""Each recipe of docs/recipes.md fits the GPU that it is for, with each engine that engine=auto may take: by the forecast."""
+"""Each recipe of docs/hardware.md fits the GPU that it is for, with each engine that engine=auto may take: by the forecast."""
 
 import pytest
 from helpers.recipes import GB, parts_of, peaks, recipes

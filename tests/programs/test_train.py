@@ -394,7 +394,7 @@ def test_a_lack_of_memory_is_one_line():
     for give in (lambda: torch.empty(10**15), lambda: np.empty(10**15)):
         with pytest.raises((RuntimeError, MemoryError)) as lack:
             give()
-        assert re.match("not enough memory: .*llocate.*docs/memory.md", explain(lack.value, "train"))
+        assert re.match("not enough memory: .*llocate.*docs/hardware.md", explain(lack.value, "train"))
 
 
 def test_means_of_a_run_are_numbers(smoke, tmp_path):

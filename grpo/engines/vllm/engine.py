@@ -110,7 +110,7 @@ class VLLMEngine:
             taken["gpu_memory_utilization"], self.sleeps = room.share(self._given_sleeps)
             taken |= sleeping(self.sleeps)
         if room.lacks(share := taken["gpu_memory_utilization"]):
-            way_out = "set engine=vllm_shared or engine=transformers, or what needs less memory (docs/memory.md)"
+            way_out = "set engine=vllm_shared or engine=transformers, or what needs less memory (docs/hardware.md)"
             log.warning("engine: the run leaves vLLM %.0f%% of the GPU, which is too little: %s", 100 * share, way_out)
         return self._held(round(share * room.total), room)
 
