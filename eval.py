@@ -67,7 +67,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     """
     from grpo.apps.engines import engine_of
     from grpo.apps.show_evaluation import Bar, show
-    from grpo.evaluation.metrics import columns
+    from grpo.evaluation.estimates import columns
     from grpo.evaluation.resumable import Scorecard, finished, policy_in
     from grpo.rollout.samples_table import on_disk
     from grpo.runs.manifest import kept

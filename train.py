@@ -33,7 +33,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     from grpo.training.callbacks.recorder import Recorder
     from grpo.training.callbacks.rollout import RolloutCallback
     from grpo.training.callbacks.timing import Timing
-    from grpo.training.callbacks.tokens import Tokens
+    from grpo.training.callbacks.token_counts import Tokens
     from grpo.training.strategy import shards
 
     quiet()  # again, because importing lightning sets its log levels

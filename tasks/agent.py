@@ -24,7 +24,7 @@ from grpo.env.types import Action, Env, Example, Reward, State, Trajectory
 from grpo.rewards.combined import Weights
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask
-from grpo.serve.dialects.calls import Answer, Call
+from grpo.serve.dialects.request import Answer, CompletionRequest
 from grpo.serve.sessions import NoAnswer, sessions
 from grpo.system import child
 from grpo.system.errors import UserError
@@ -44,7 +44,7 @@ class AgentEnv:
     def __init__(self, task: "Agent", example: Example, seed: int) -> None:
         self.task, self.example, self.seed, self.solved = task, example, seed, task.rewards.solved
         self.name, self.folder, self.program = "", "", None
-        self.calls: list[tuple[Call, Future]] = []  # that wait for the policy, the oldest first
+        self.calls: list[tuple[CompletionRequest, Future]] = []  # that wait for the policy, the oldest first
         self.reward: Reward | None = None
         self.code: int | None = None  # of the program that has ended
 
@@ -77,11 +77,11 @@ class AgentEnv:
         self.code = code
         self.loop.call_soon_threadsafe(self.came.put_nowait, None)
 
-    def ask(self, call: Call) -> Answer:
+    def ask(self, request: CompletionRequest) -> Answer:
         """Wait for the policy's answer to a call."""
         if len(self.calls) >= WAITING:
             raise NoAnswer(f"{WAITING} calls of this session wait for their answers: wait for one of them", 429)
-        self.calls.append((call, future := Future()))
+        self.calls.append((request, future := Future()))
         if self.name not in self.task.server.open:  # `close` may have missed it
             raise NoAnswer(ENDED, 410)
         self.loop.call_soon_threadsafe(self.came.put_nowait, None)

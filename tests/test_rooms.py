@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import lines  # benchmarks/lines.py
+import walks  # benchmarks/walks.py
 from helpers.project import imports
 
 import grpo
@@ -60,6 +61,14 @@ def named(file: Path) -> set[str]:
     """Return the modules of grpo that a file names in texts; sentences name none."""
     texts = [node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
     return {text for text in texts if isinstance(text, str) and re.fullmatch(r"grpo(\.\w+)+", text)}
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Imports for types alone count. A planted circle is found."""
+    edges = walks.imports()
+    assert len(edges) > 200 and not walks.circles(edges)
+    edges["grpo.system.errors"].add("grpo.rollout.types")
+    assert {"grpo.system.errors", "grpo.rollout.types"} <= walks.circles(edges)[0]
 
 
 def test_a_module_has_one_name():

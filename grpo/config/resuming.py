@@ -38,6 +38,7 @@ MOVED = {  # what an earlier version has written
     "_target_: grpo.apps.api.given": "_target_: grpo.config.objects.given",
     "_target_: grpo.apps.api.model_given": "_target_: grpo.config.objects.model_given",
     "_target_: grpo.apps.sources.": "_target_: grpo.serve.sources.",
+    "_target_: grpo.rewards.judge.": "_target_: grpo.rewards.llm_judge.",
 }
 MISSING = object()
 

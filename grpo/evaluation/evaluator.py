@@ -13,7 +13,7 @@ import pandas as pd
 from grpo.engines.protocol import Engine, Sampling
 from grpo.env.renderer import Renderer
 from grpo.env.types import Example, Split, Task
-from grpo.evaluation.metrics import columns, estimates
+from grpo.evaluation.estimates import columns, estimates
 from grpo.evaluation.statistics import Estimate
 from grpo.rollout.episodes import Play, play
 from grpo.rollout.samples_table import records

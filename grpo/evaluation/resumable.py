@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from grpo.data.rows import fingerprint
 from grpo.env.types import Example
-from grpo.evaluation.metrics import as_json, estimates, estimates_by_value, solved
+from grpo.evaluation.estimates import as_json, estimates, estimates_by_value, solved
 from grpo.rollout.samples_table import records, write
 from grpo.rollout.types import Group
 from grpo.system.errors import UserError

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from grpo.engines.builtin.kv_cache import PREFILL_TOKENS
-from grpo.engines.builtin.sampler import LOGITS_PER_DRAW, Draws
+from grpo.engines.builtin.next_token import LOGITS_PER_DRAW, NextTokens
 from grpo.models.critic import states_before
 from grpo.models.gradient_checkpointing import layers_of, recomputing
 from grpo.models.head import LOGITS_AT_ONCE, logits_at_once
@@ -153,7 +153,7 @@ def in_sampling(
         logits = next(policy.parameters()).new_empty(rows, vocabulary, dtype=dtype)
         at_once = logits[: max(1, LOGITS_PER_DRAW // vocabulary)]
         uniform = at_once.new_empty(len(at_once), dtype=torch.float64)
-        Draws((), plan.sampling, (), torch.device("cpu")).drawn(at_once, uniform, None)
+        NextTokens((), plan.sampling, (), torch.device("cpu")).drawn(at_once, uniform, None)
     return live.most.total()
 
 

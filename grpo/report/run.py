@@ -11,7 +11,7 @@ import pandas as pd
 import yaml
 from pyarrow.parquet import read_metadata
 
-from grpo.evaluation.metrics import solved
+from grpo.evaluation.estimates import solved
 from grpo.evaluation.statistics import mean_interval
 from grpo.report.changes import changed_problems
 from grpo.runs.health import warnings_of

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from grpo.env.tokens import Row, rows_of_turns
 from grpo.objectives.batch import Scores, TokenBatch
-from grpo.rollout.metrics import rectangle
+from grpo.rollout.rollout_metrics import rectangle
 from grpo.rollout.types import Group, Sample
 
 NOTHING = Row((0,), (0,), (-1,), (0.0,))  # a rank needs a row even if all its environments failed at once

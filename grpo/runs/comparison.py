@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from grpo.evaluation.metrics import as_json, number_and_interval
+from grpo.evaluation.estimates import as_json, number_and_interval
 from grpo.evaluation.statistics import arm_interval, compare_arms, holm, over_seeds, paired
 from grpo.runs.runs import VERDICTS, Run, arms, load
 from grpo.system.errors import UserError

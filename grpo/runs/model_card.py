@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from grpo.evaluation.metrics import as_json
+from grpo.evaluation.estimates import as_json
 from grpo.evaluation.statistics import Estimate
 from grpo.runs.runs import Run
 from grpo.system.metrics import written

@@ -17,11 +17,11 @@ from grpo.engines.protocol import Engine
 from grpo.env.tokens import Completion
 from grpo.serve.batching import Batching
 from grpo.serve.clients import client_router
-from grpo.serve.dialects.calls import Call, Fields
+from grpo.serve.dialects.request import CompletionRequest, Fields
 from grpo.serve.gate import Gate, TimedConnection
 from grpo.serve.refusals import refuse
 from grpo.serve.served_weights import Adapter
-from grpo.serve.service import RAW_TOKENS, Json, Service, own_call
+from grpo.serve.service import RAW_TOKENS, Json, Service, own_request
 from grpo.serve.trl import trl_router
 from grpo.system.errors import UserError
 from grpo.system.files import strict_json
@@ -93,25 +93,27 @@ def generate_router(service: Service) -> APIRouter:
         if (messages is None) == (prompt is None):
             raise UserError("give either messages (a list of conversations) or prompt (a text or token ids)")
         if messages is None:
-            call = own_call(fields, RAW_TOKENS)
-            prompts = await service.read(service.prompt_ids, [prompt], call.n)
+            request = own_request(fields, RAW_TOKENS)
+            prompts = await service.read(service.prompt_ids, [prompt], request.n)
             written = of_one_prompt
         else:
-            call = own_call(fields)
-            call = replace(call, settings={"temperature": 0.7, **call.settings})
-            prompts = await service.read(service.chat_ids, messages, call.n)
+            request = own_request(fields)
+            request = replace(request, settings={"temperature": 0.7, **request.settings})
+            prompts = await service.read(service.chat_ids, messages, request.n)
             written = of_conversations
-        completions = await service.sample(prompts, call)
-        return await service.run_in_thread(written, service, prompts, completions, call)
+        completions = await service.sample(prompts, request)
+        return await service.run_in_thread(written, service, prompts, completions, request)
 
     return router
 
 
-def of_conversations(service: Service, prompts: Sequence[tuple], done: Sequence[Completion], call: Call) -> Response:
+def of_conversations(
+    service: Service, prompts: Sequence[tuple], done: Sequence[Completion], request: CompletionRequest
+) -> Response:
     """Return the answer to conversations. done: the completions, n of each prompt."""
     content = {
         "prompt": [service.prompt_text(prompt) for prompt in prompts],
-        "completion": [service.text(completion, call.stop) for completion in done],
+        "completion": [service.text(completion, request.stop) for completion in done],
         "prompt_token_ids": prompts,
         "completion_token_ids": [completion.ids for completion in done],
         "old_log_probs": [completion.logprobs for completion in done],
@@ -120,11 +122,13 @@ def of_conversations(service: Service, prompts: Sequence[tuple], done: Sequence[
     return Response(strict_json(content), media_type="application/json")
 
 
-def of_one_prompt(service: Service, prompts: Sequence[tuple], done: Sequence[Completion], call: Call) -> Response:
+def of_one_prompt(
+    service: Service, prompts: Sequence[tuple], done: Sequence[Completion], request: CompletionRequest
+) -> Response:
     """Return the answer in the form that Atropos reads from vLLM: for each token a list of one {id: log-probability}."""
     (prompt,) = prompts
     content = {
-        "text": [service.text(completion, call.stop) for completion in done],
+        "text": [service.text(completion, request.stop) for completion in done],
         "prompt": service.prompt_text(prompt),
         "finish_reasons": [completion.finish for completion in done],
         "logprobs": [[[{str(i): p}] for i, p in zip(c.ids, c.logprobs, strict=True)] for c in done],

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 
 from grpo.serve.dialects import DIALECTS
 from grpo.serve.dialects.anthropic import ANTHROPIC
-from grpo.serve.dialects.calls import Dialect
+from grpo.serve.dialects.request import Dialect
 from grpo.serve.dialects.writing import sse
 from grpo.serve.service import Json, Service
 from grpo.system.files import strict_json
@@ -22,12 +22,12 @@ def client_router(service: Service) -> APIRouter:
 
     def add(path: str, dialect: Dialect) -> None:
         async def answer(body: Json = None) -> Response:
-            call = dialect.read(body)
-            answers = await service.answers(call)
+            request = dialect.read(body)
+            answers = await service.answers(request)
 
             def written() -> Response:
-                content = dialect.written(call, answers, service.weights.pretrained.path)
-                if call.stream:
+                content = dialect.written(request, answers, service.weights.pretrained.path)
+                if request.stream:
                     return Response("".join(sse(dialect, content)), media_type="text/event-stream")
                 return Response(strict_json(content), media_type="application/json")
 

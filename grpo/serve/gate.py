@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from grpo.serve.metrics import ServeMetrics
+from grpo.serve.prometheus import ServeMetrics
 from grpo.serve.refusals import failure
 
 READ = 16_384  # bytes of a connection that are parsed before the others have their turn

@@ -19,11 +19,11 @@ from grpo.env.messages import cut, shown
 from grpo.env.renderer import Renderer, encoded
 from grpo.env.tokens import Completion
 from grpo.serve.batching import Batching, Unavailable
-from grpo.serve.dialects.calls import Answer, Call, Fields, answered
 from grpo.serve.dialects.chat import CHAT
 from grpo.serve.dialects.completions import prompt_of
+from grpo.serve.dialects.request import Answer, CompletionRequest, Fields, answered
 from grpo.serve.limits import Crowded, RequestLimits
-from grpo.serve.metrics import ServeMetrics
+from grpo.serve.prometheus import ServeMetrics
 from grpo.serve.served_weights import ServedWeights
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Range
@@ -35,18 +35,18 @@ RAW_TOKENS = 16  # max_tokens after a raw prompt, where a request has none
 LIKELIEST = 20  # most alternatives of a token, as in OpenAI's API and vLLM
 
 
-def own_call(fields: Fields, most: int | None = None) -> Call:
+def own_request(fields: Fields, most: int | None = None) -> CompletionRequest:
     """Return the settings of a request of an endpoint whose answer has no alternatives of tokens and no stream.
 
     most: max_tokens, where the request has none; None: that of conversations. `logprobs` may be 0 or 1, since the sampled
     tokens have theirs in any case.
     """
     fields.take("logprobs", Annotated[int, Range(0, 1)])
-    call = Call(n=fields.take("n", Count, 1), **fields.sampling())
+    request = CompletionRequest(n=fields.take("n", Count, 1), **fields.sampling())
     fields.check_empty()
-    if call.stream:
+    if request.stream:
         raise UserError("stream=True is not supported here: leave it out, or use /v1/completions")
-    return replace(call, max_tokens=most) if call.max_tokens is None else call
+    return replace(request, max_tokens=most) if request.max_tokens is None else request
 
 
 @dataclass(eq=False)
@@ -90,18 +90,18 @@ class Service:
             raise UserError(f'{shown(messages)} is no conversation: give [{{"role": "user", "content": "..."}}, ...]')
         return self.rendered(CHAT.read({"messages": messages}))
 
-    def rendered(self, call: Call) -> tuple[int, ...]:
+    def rendered(self, request: CompletionRequest) -> tuple[int, ...]:
         """Return the token ids of a call's conversation."""
-        self.limits.check("prompt", sum(len(message.content) for message in call.messages), "characters of a prompt")
-        return tuple(self.renderer_of(call).prompt_ids(call.messages, call.tools))
+        self.limits.check("prompt", sum(len(message.content) for message in request.messages), "characters of a prompt")
+        return tuple(self.renderer_of(request).prompt_ids(request.messages, request.tools))
 
-    def renderer_of(self, call: Call) -> Renderer:
+    def renderer_of(self, request: CompletionRequest) -> Renderer:
         """Return the renderer with the call's variables of the chat template."""
-        if not call.template:
+        if not request.template:
             return self.renderer
         if not hasattr(self.renderer, "with_args"):
             raise UserError(f"{type(self.renderer).__name__} takes no chat_template_kwargs: leave them out")
-        return self.renderer.with_args(call.template)
+        return self.renderer.with_args(request.template)
 
     def prompt_ids(self, prompt: Any) -> tuple[int, ...]:
         """Return the token ids of a text, of token ids, or of vLLM's form of either. Raises UserError for anything else."""
@@ -114,20 +114,20 @@ class Service:
             raise UserError(f"a prompt has {shown(bad[0])}, but token ids are integers from 0 to {last}")
         return prompt
 
-    def sampling(self, call: Call) -> Sampling:
+    def sampling(self, request: CompletionRequest) -> Sampling:
         """Return the settings of a call in the form of the engines. Without max_tokens these are 16 for raw prompts, else 256."""
-        if len(call.settings.get("stop_ids", ())) > 1000:
+        if len(request.settings.get("stop_ids", ())) > 1000:
             raise UserError("there are at most 1000 stop_token_ids")
-        most = (RAW_TOKENS if call.prompts else 256) if call.max_tokens is None else call.max_tokens
+        most = (RAW_TOKENS if request.prompts else 256) if request.max_tokens is None else request.max_tokens
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        return Sampling(most, **call.settings, stop=StopTexts(call.stop, decode) if call.stop else ())
+        return Sampling(most, **request.settings, stop=StopTexts(request.stop, decode) if request.stop else ())
 
-    async def answers(self, call: Call) -> list[Answer]:
+    async def answers(self, request: CompletionRequest) -> list[Answer]:
         """Return n answers to each prompt of a call. Raises UserError and Unavailable."""
-        function, inputs = (self.prompt_ids, call.prompts) if call.prompts else (self.rendered, [call])
-        prompts = await self.read(function, inputs, call.n)
-        top = max(call.logprobs or 0, call.prompt_logprobs or 0)
-        scored = top or call.prompt_logprobs is not None or (call.echo and call.logprobs is not None)
+        function, inputs = (self.prompt_ids, request.prompts) if request.prompts else (self.rendered, [request])
+        prompts = await self.read(function, inputs, request.n)
+        top = max(request.logprobs or 0, request.prompt_logprobs or 0)
+        scored = top or request.prompt_logprobs is not None or (request.echo and request.logprobs is not None)
         self.batching.check_ready()
         engine = self.batching.engine
         if scored and not hasattr(engine, "score"):
@@ -135,38 +135,40 @@ class Service:
             raise UserError(f"the engine {type(engine).__name__} {line}")
         if top > LIKELIEST:
             raise UserError(f"{top} alternatives of a token are too many: ask for at most {LIKELIEST}")
-        each = [prompt for prompt in prompts for _ in range(call.n)]
-        if call.max_tokens == 0 and (scored or call.prompts):  # an empty completion, as of OpenAI's older API
-            self.check_size(prompts, call.n, 0)
+        each = [prompt for prompt in prompts for _ in range(request.n)]
+        if request.max_tokens == 0 and (scored or request.prompts):  # an empty completion, as of OpenAI's older API
+            self.check_size(prompts, request.n, 0)
             completions = [Completion((), (), "length")] * len(each)
         else:
-            completions = await self.sample(prompts, call)
+            completions = await self.sample(prompts, request)
         rows = [prompt + completion.ids for prompt, completion in zip(each, completions, strict=True)]
         scores = [()] * len(each)
         if scored:
             scores = await asyncio.wrap_future(self.batching.call(lambda engine: engine.score(rows, top)))
-        return await self.run_in_thread(self.answered, call, each, completions, scores)
+        return await self.run_in_thread(self.answered, request, each, completions, scores)
 
     def answered(
-        self, call: Call, prompts: Sequence, completions: Sequence[Completion], scores: Sequence
+        self, request: CompletionRequest, prompts: Sequence, completions: Sequence[Completion], scores: Sequence
     ) -> list[Answer]:
         """Return the answer that each completion is."""
-        renderer = self.renderer_of(call)
+        renderer = self.renderer_of(request)
         return [
-            answered(call, prompt, done, renderer.parse(done.ids, call.tools), self.tokenizer.decode, values)
+            answered(request, prompt, done, renderer.parse(done.ids, request.tools), self.tokenizer.decode, values)
             for prompt, done, values in zip(prompts, completions, scores, strict=True)
         ]
 
-    async def sample(self, prompts: Sequence[Sequence[int]], call: Call) -> list[Completion]:
+    async def sample(self, prompts: Sequence[Sequence[int]], request: CompletionRequest) -> list[Completion]:
         """Return n completions of each prompt, in the order of the prompts. Raises UserError and Unavailable.
 
         If the task that waits for it is cancelled, the prompts leave the queue and the running batch.
         """
         self.batching.check_ready()
-        sampling = self.sampling(call)
-        self.check_size(prompts, call.n, sampling.max_tokens)
-        each = [prompt for prompt in prompts for _ in range(call.n)]
-        seeds = [secrets.randbits(63) if call.seed is None else derive_seed(call.seed, i) for i in range(len(each))]
+        sampling = self.sampling(request)
+        self.check_size(prompts, request.n, sampling.max_tokens)
+        each = [prompt for prompt in prompts for _ in range(request.n)]
+        seeds = [
+            secrets.randbits(63) if request.seed is None else derive_seed(request.seed, i) for i in range(len(each))
+        ]
         completions = await asyncio.wrap_future(self.batching.sample(each, sampling, seeds))
         self.metrics.tokens.labels("prompt").inc(sum(map(len, prompts)))
         self.metrics.tokens.labels("completion").inc(sum(len(completion.ids) for completion in completions))
@@ -192,4 +194,4 @@ class Service:
         """Sample one token, to check that the engine works. Raises Unavailable if sampling is paused."""
         if self.batching.paused:
             raise Unavailable("generation is paused")
-        await self.sample([(0,)], Call(max_tokens=1, settings={"temperature": 0.0}))
+        await self.sample([(0,)], CompletionRequest(max_tokens=1, settings={"temperature": 0.0}))

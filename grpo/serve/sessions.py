@@ -20,7 +20,7 @@ from grpo.env.messages import shown
 from grpo.env.scoring import LARGEST
 from grpo.env.types import Reward
 from grpo.serve.dialects import DIALECTS
-from grpo.serve.dialects.calls import Call
+from grpo.serve.dialects.request import CompletionRequest
 from grpo.serve.dialects.writing import sse
 from grpo.system.errors import UserError, error_line
 from grpo.system.files import strict_json
@@ -40,14 +40,14 @@ class NoAnswer(UserError):
         self.status = status
 
 
-def check_call(call: Call) -> None:
+def check_call(request: CompletionRequest) -> None:
     """Raise NoAnswer for a call that a session cannot honour. Temperature and the like are the run's, whatever it asks for."""
     reasons = {
-        "n above 1": call.count > 1,
-        "a form of the answer": "guided" in call.settings,
-        "chat_template_kwargs": call.template,
-        "echo or prompt_logprobs": call.echo or call.prompt_logprobs is not None,
-        "max_tokens=0": call.max_tokens == 0,
+        "n above 1": request.count > 1,
+        "a form of the answer": "guided" in request.settings,
+        "chat_template_kwargs": request.template,
+        "echo or prompt_logprobs": request.echo or request.prompt_logprobs is not None,
+        "max_tokens=0": request.max_tokens == 0,
     }
     for name, wanted in reasons.items():
         if wanted:

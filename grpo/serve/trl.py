@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from starlette.exceptions import HTTPException
 
-from grpo.serve.dialects.calls import Fields
-from grpo.serve.service import RAW_TOKENS, Json, Service, own_call
+from grpo.serve.dialects.request import Fields
+from grpo.serve.service import RAW_TOKENS, Json, Service, own_request
 
 UNSENT = (
     'this server reads weights from a folder: save them and POST /reload_weights {"path": FOLDER}; servers that a trainer sends '
@@ -42,9 +42,9 @@ def trl_router(service: Service) -> APIRouter:
         fields, of_chat = Fields(body), request.url.path == "/chat/"
         likely = "logprobs" in fields
         inputs = fields.take("messages" if of_chat else "prompts", list, [])
-        call = own_call(fields, RAW_TOKENS)
-        prompts = await service.read(service.chat_ids if of_chat else service.prompt_ids, inputs, call.n)
-        completions = await service.sample(prompts, call)
+        wanted = own_request(fields, RAW_TOKENS)
+        prompts = await service.read(service.chat_ids if of_chat else service.prompt_ids, inputs, wanted.n)
+        completions = await service.sample(prompts, wanted)
         ids = [completion.ids for completion in completions]
         logprobs = [completion.logprobs for completion in completions]
         answer = {"prompt_ids": prompts, "completion_ids": ids}

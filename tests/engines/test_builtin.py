@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from grpo.engines.auto import auto_engine
 from grpo.engines.builtin.engine import TransformersEngine
-from grpo.engines.builtin.sampler import Draws, draw, filter_logits, penalize
+from grpo.engines.builtin.next_token import NextTokens, draw, filter_logits, penalize
 from grpo.engines.protocol import Sampling
 from grpo.engines.stop_texts import StopTexts
 from grpo.env.messages import Message
@@ -84,7 +84,7 @@ def test_tokens_that_a_row_has_seen_stay_its_own_when_others_end(engine, toy_mod
 
 def test_each_token_has_a_random_number_of_its_own():
     """All of 1,000 tokens are equally likely, so the number is the token's place among them."""
-    draws = Draws([(1,), (2,)], Sampling(6), [5, 6], torch.device("cpu"))
+    draws = NextTokens([(1,), (2,)], Sampling(6), [5, 6], torch.device("cpu"))
     draws.join([0, 1], 1000)
     drawn = torch.stack([draws.step(torch.zeros(2, 1000)) for _ in range(6)], dim=1)
     numbers = [torch.rand(6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in (5, 6)]

@@ -20,9 +20,9 @@ from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, SingleTurn, State, Step, Trajectory
-from grpo.evaluation import metrics
+from grpo.evaluation import estimates as estimates_module
+from grpo.evaluation.estimates import all_of_k, columns, estimates, estimates_by_value, majority, pass_at_k, powers
 from grpo.evaluation.evaluator import Evaluator
-from grpo.evaluation.metrics import all_of_k, columns, estimates, estimates_by_value, majority, pass_at_k, powers
 from grpo.rewards.math.answers import loose_answer
 from grpo.rollout.samples_table import records, write
 from grpo.rollout.types import Sample
@@ -203,7 +203,7 @@ def test_claims_that_hang_are_reported_and_end_nothing(monkeypatch, caplog):
         def claims(self, example, trajectory):
             threading.Event().wait(60)
 
-    monkeypatch.setattr(metrics, "TIMEOUT", 0.05)
+    monkeypatch.setattr(estimates_module, "TIMEOUT", 0.05)
     found = columns(Hangs(), [[sample(True)]])
     assert found == {"gold": [[None]]}
     assert "claims failed on 1 samples, the first: TimeoutError: it took longer than 0.05 s" in caplog.text

@@ -17,9 +17,9 @@ from grpo.apps import profile_rewards
 from grpo.config.validation import check_values
 from grpo.env.messages import Message
 from grpo.evaluation.agreement import cohen_kappa, correlation_inside, krippendorff_alpha
-from grpo.rewards import judge
+from grpo.rewards import llm_judge
 from grpo.rewards.combined import Rewards
-from grpo.rewards.judge import Judge, as_criteria, explicit_score, verdicts
+from grpo.rewards.llm_judge import Judge, as_criteria, explicit_score, verdicts
 from grpo.runs.health import Watch
 from grpo.system.errors import RewardError, UserError
 
@@ -184,14 +184,14 @@ def test_a_wrong_key_or_model_ends_the_run_in_one_line():
 
 
 def test_one_limiter_for_a_host(monkeypatch):
-    monkeypatch.setattr(judge, "_hosts", {})
+    monkeypatch.setattr(llm_judge, "_hosts", {})
     pair = threading.Barrier(2)  # no request is answered alone
     endpoint = Endpoint(lambda _: pair.wait(60) is None or "1: yes")
     with endpoint.running() as url:
         judges = [Judge("m", url=url, concurrency=2, name=name) for name in ("one", "two")]
         Rewards(judges).score({}, [said(letter) for letter in "abcde"])
     assert len(endpoint.requests) == 10 and endpoint.most == 2
-    monkeypatch.setattr(judge, "_hosts", {})
+    monkeypatch.setattr(llm_judge, "_hosts", {})
     began = time.monotonic()
     judged(lambda _: "1: yes", "abc", per_minute=1200)
     assert time.monotonic() - began >= 0.1  # two gaps of 60 / 1200 s

@@ -28,7 +28,7 @@ from grpo.objectives.loss import clip, token_weights
 from grpo.rollout import engine_queue
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.episodes import play
-from grpo.rollout.metrics import rollout_metrics, sample_means
+from grpo.rollout.rollout_metrics import rollout_metrics, sample_means
 from grpo.rollout.types import Limits, Sample
 from grpo.runs.runs import Run
 from grpo.system import calls

@@ -18,7 +18,7 @@ from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import scores
 from grpo.rollout.engine_queue import EngineQueue
 from grpo.rollout.episodes import play
-from grpo.rollout.metrics import rollout_metrics, sample_means, share_repeated
+from grpo.rollout.rollout_metrics import rollout_metrics, sample_means, share_repeated
 from grpo.rollout.types import Plan, Sample
 from grpo.system.errors import UserError
 from grpo.system.seeds import derive_seed

@@ -12,7 +12,7 @@ from grpo.env.renderer import TokenizerRenderer
 from grpo.env.tokens import Completion, rows_of_turns
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate, scores
-from grpo.rollout.metrics import rollout_metrics
+from grpo.rollout.rollout_metrics import rollout_metrics
 from grpo.rollout.source.conversion import Conversion
 from grpo.rollout.source.file import Recorded
 from grpo.system.errors import RolloutError, UserError

@@ -8,7 +8,7 @@ import pytest
 from grpo.env.messages import Message, ToolCall, ToolSpec, cut
 from grpo.env.tokens import Completion
 from grpo.serve.dialects import DIALECTS
-from grpo.serve.dialects.calls import Answer, answered
+from grpo.serve.dialects.request import Answer, answered
 from grpo.serve.dialects.writing import sse, words_of
 from grpo.system.errors import UserError
 
@@ -94,7 +94,7 @@ def test_one_conversation_in_three_forms():
 
 
 def test_settings_have_the_names_of_sampling():
-    call = CHAT.read(
+    request = CHAT.read(
         {
             "model": "any", "messages": QUESTION, "stop": "\n", "max_tokens": 5, "max_completion_tokens": 7,
             "temperature": 0.5, "top_k": -1, "stop_token_ids": [3],
@@ -103,13 +103,18 @@ def test_settings_have_the_names_of_sampling():
             "stream_options": {"include_usage": True}, "suffix": None,
         }
     )  # fmt: skip
-    assert (call.stop, call.max_tokens, call.stream, call.usage) == (("\n",), 7, True, True)
-    assert call.settings == {"temperature": 0.5, "top_k": 0, "stop_ids": [3], "guided": {"json": SCHEMA}}
+    assert (request.stop, request.max_tokens, request.stream, request.usage) == (("\n",), 7, True, True)
+    assert request.settings == {"temperature": 0.5, "top_k": 0, "stop_ids": [3], "guided": {"json": SCHEMA}}
     several = COMPLETIONS.read({"prompt": [[1, 2], "x"], "n": 2, "echo": True, "logprobs": 5, "max_tokens": 0})
     assert (several.prompts, several.prompt, several.count) == (((1, 2), "x"), (1, 2), 4)
     sampling = {"max_tokens": 3, "logprobs": 1, "stop_token_ids": [2], "skip_special_tokens": False}
-    call = TOKENS.read({"model": "m", "token_ids": [5, 6], "sampling_params": sampling})
-    assert (call.prompts, call.max_tokens, call.logprobs, call.settings) == (((5, 6),), 3, 1, {"stop_ids": [2]})
+    request = TOKENS.read({"model": "m", "token_ids": [5, 6], "sampling_params": sampling})
+    assert (request.prompts, request.max_tokens, request.logprobs, request.settings) == (
+        ((5, 6),),
+        3,
+        1,
+        {"stop_ids": [2]},
+    )
     assert ANTHROPIC.read({"messages": QUESTION, "stop_sequences": ["a", "b"]}).stop == ("a", "b")
     assert RESPONSES.read({"input": "Hi", "max_output_tokens": 4}).messages == (Message("user", "Hi"),)
 
@@ -160,10 +165,10 @@ def test_what_cannot_be_read_or_honoured_is_one_line(dialect, body, line):
 
 def test_the_text_is_cut_at_the_first_stop_text():
     assert cut("a--b\n", ["\n", "--"]) == ("a", "--") and cut("ab", ["c"]) == ("ab", None)
-    call = COMPLETIONS.read({"prompt": "ab", "stop": ["--"], "logprobs": 0})
-    answer = spoken(call, "xy--")
+    request = COMPLETIONS.read({"prompt": "ab", "stop": ["--"], "logprobs": 0})
+    answer = spoken(request, "xy--")
     assert (answer.message.content, answer.stop, answer.kept, answer.finish) == ("xy", "--", 2, "stop")
-    (choice,) = COMPLETIONS.written(call, [answer], "m")["choices"]
+    (choice,) = COMPLETIONS.written(request, [answer], "m")["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("xy", "stop")
     assert choice["logprobs"] == {
         "tokens": ["x", "y"],
@@ -176,7 +181,7 @@ def test_the_text_is_cut_at_the_first_stop_text():
     pairs = {1: "xy", 2: "z-", 3: "-!"}  # a token in which the stop text begins or ends
     spelled = lambda ids, skip_special_tokens=False: "".join(pairs[i] for i in ids)  # noqa: E731
     done = Completion((1, 2, 3), (-1.0, -2.0, -3.0), "stop")
-    answer = answered(call, (), done, Message("assistant", "xyz--!"), spelled)
+    answer = answered(request, (), done, Message("assistant", "xyz--!"), spelled)
     assert (answer.message.content, answer.kept) == ("xyz", 2)
     ids = COMPLETIONS.read({"prompt": "ab", "stop": ["--"], "return_token_ids": True, "logprobs": 0})
     (choice,) = COMPLETIONS.written(ids, [answer], "m")["choices"]
@@ -185,26 +190,26 @@ def test_the_text_is_cut_at_the_first_stop_text():
 
 def test_alternatives_have_the_temperature_of_the_sample():
     """p is .5, .3, .2 at temperature 1; at 0.5 its squares over .38, whose sum is 1."""
-    call = CHAT.read({"messages": QUESTION, "temperature": 0.5, "logprobs": True, "top_logprobs": 2})
+    request = CHAT.read({"messages": QUESTION, "temperature": 0.5, "logprobs": True, "top_logprobs": 2})
     scores = ({}, {98: -1.0}, {120: math.log(0.2), 121: math.log(0.5), 122: math.log(0.3)})
     done = Completion((120,), (math.log(0.04 / 0.38),), "length")
-    answer = answered(call, (97, 98), done, Message("assistant", "x"), decode, scores)
-    ((text, own, likely),) = answer.tokens(call)
+    answer = answered(request, (97, 98), done, Message("assistant", "x"), decode, scores)
+    ((text, own, likely),) = answer.tokens(request)
     assert (text, own) == ("x", pytest.approx(math.log(0.04 / 0.38)))
     assert likely == pytest.approx({"y": math.log(0.25 / 0.38), "z": math.log(0.09 / 0.38)})
-    (content,) = CHAT.written(call, [answer], "m")["choices"][0]["logprobs"]["content"]
+    (content,) = CHAT.written(request, [answer], "m")["choices"][0]["logprobs"]["content"]
     assert content["bytes"] == [120] and [top["token"] for top in content["top_logprobs"]] == ["y", "z"]
 
 
 def test_an_echo_has_the_prompts_tokens():
-    call = COMPLETIONS.read({"prompt": "ab", "echo": True, "max_tokens": 0, "logprobs": 1})
+    request = COMPLETIONS.read({"prompt": "ab", "echo": True, "max_tokens": 0, "logprobs": 1})
     scores = ({}, {98: -1.0, 99: -0.5})
-    answer = spoken(call, "", finish="length", scores=scores)
-    (choice,) = COMPLETIONS.written(call, [answer], "m")["choices"]
+    answer = spoken(request, "", finish="length", scores=scores)
+    (choice,) = COMPLETIONS.written(request, [answer], "m")["choices"]
     assert choice["text"] == "ab" and choice["logprobs"]["token_logprobs"] == [None, -1.0]
     assert choice["logprobs"]["top_logprobs"] == [None, {"c": -0.5, "b": -1.0}]
-    call = CHAT.read({"messages": QUESTION, "prompt_logprobs": 1})
-    written = CHAT.written(call, [answer], "m")["prompt_logprobs"]
+    request = CHAT.read({"messages": QUESTION, "prompt_logprobs": 1})
+    written = CHAT.written(request, [answer], "m")["prompt_logprobs"]
     assert written == [
         None, {"98": {"logprob": -1.0, "decoded_token": "b"}, "99": {"logprob": -0.5, "decoded_token": "c"}}
     ]  # fmt: skip
@@ -213,26 +218,26 @@ def test_an_echo_has_the_prompts_tokens():
 def test_calls_of_tools_are_written_and_read_again():
     """A client that sends the answer back gives the policy the very call that it wrote."""
     made = ToolCall("add", {"a": 1, "b": "é"})
-    call = CHAT.read({"messages": QUESTION, "tools": [TOOL]})
-    answer = spoken(call, "<call>", [made])
-    choice = CHAT.written(call, [answer], "m")["choices"][0]
+    request = CHAT.read({"messages": QUESTION, "tools": [TOOL]})
+    answer = spoken(request, "<call>", [made])
+    choice = CHAT.written(request, [answer], "m")["choices"][0]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
     (again,) = CHAT.read({"messages": [choice["message"]]}).messages
     assert again.content == "" and (again.tool_calls[0].name, again.tool_calls[0].arguments) == ("add", made.arguments)
-    written = ANTHROPIC.written(call, [answer], "m")
+    written = ANTHROPIC.written(request, [answer], "m")
     assert written["stop_reason"] == "tool_use" and [block["type"] for block in written["content"]] == ["tool_use"]
     (message,) = ANTHROPIC.read({"messages": [{"role": "assistant", "content": written["content"]}]}).messages
     assert (message.tool_calls[0].arguments, message.tool_calls[0].id[:6]) == (made.arguments, "toolu_")
-    output = RESPONSES.written(call, [answer], "m")["output"]
+    output = RESPONSES.written(request, [answer], "m")["output"]
     (message,) = RESPONSES.read({"input": output}).messages
     assert message.tool_calls[0].arguments == made.arguments and message.tool_calls[0].id == output[0]["call_id"]
 
 
 def test_usage_counts_a_prompt_once():
-    call = CHAT.read({"messages": QUESTION, "n": 2})
-    usage = CHAT.written(call, [spoken(call, "xyz"), spoken(call, "x")], "m")["usage"]
+    request = CHAT.read({"messages": QUESTION, "n": 2})
+    usage = CHAT.written(request, [spoken(request, "xyz"), spoken(request, "x")], "m")["usage"]
     assert usage == {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}
-    written = RESPONSES.written(RESPONSES.read({"input": "x"}), [spoken(call, "xyz", finish="length")], "m")
+    written = RESPONSES.written(RESPONSES.read({"input": "x"}), [spoken(request, "xyz", finish="length")], "m")
     assert (written["status"], written["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert written["usage"]["total_tokens"] == 5
 
@@ -242,32 +247,32 @@ def test_a_stream_comes_in_pieces_that_make_the_answer():
     assert [words_of(text) for text in texts[:3]] == [["one", "  two", "\nthree "], [""], [" "]]
     for text in texts:
         assert "".join(words_of(text)) == text
-        call = CHAT.read({"messages": QUESTION, "stream": True, "logprobs": True, "prompt_logprobs": 0})
-        *told, end = (data for _, data in CHAT.events(CHAT.written(call, [spoken(call, text)], "m")))
+        request = CHAT.read({"messages": QUESTION, "stream": True, "logprobs": True, "prompt_logprobs": 0})
+        *told, end = (data for _, data in CHAT.events(CHAT.written(request, [spoken(request, text)], "m")))
         deltas = [data["choices"][0]["delta"] for data in told]
         assert "".join(delta["content"] for delta in deltas) == text and len(deltas) == len(words_of(text))
         assert ["role" in delta for delta in deltas] == [data["choices"][0]["logprobs"] is not None for data in told]
         assert ["prompt_logprobs" in data for data in (*told, end)] == [True, *[False] * len(told)]
         assert {data["choices"][0]["finish_reason"] for data in told} == {None} and end["choices"][0]["finish_reason"]
-        call = COMPLETIONS.read({"prompt": "ab", "stream": True, "n": 2})
+        request = COMPLETIONS.read({"prompt": "ab", "stream": True, "n": 2})
         choices = [
             data["choices"][0]
-            for _, data in COMPLETIONS.events(COMPLETIONS.written(call, [spoken(call, text)] * 2, "m"))
+            for _, data in COMPLETIONS.events(COMPLETIONS.written(request, [spoken(request, text)] * 2, "m"))
         ]
         for index in (0, 1):
             mine = [choice for choice in choices if choice["index"] == index]
             assert "".join(choice["text"] for choice in mine) == text
             assert [choice["finish_reason"] is None for choice in mine] == [True] * (len(mine) - 1) + [False]
-        blocks = ANTHROPIC.events(ANTHROPIC.written(call, [spoken(call, text)], "m"))
+        blocks = ANTHROPIC.events(ANTHROPIC.written(request, [spoken(request, text)], "m"))
         said_in = [data["delta"]["text"] for name, data in blocks if name == "content_block_delta"]
-        told = RESPONSES.events(RESPONSES.written(RESPONSES.read({"input": "x"}), [spoken(call, text)], "m"))
+        told = RESPONSES.events(RESPONSES.written(RESPONSES.read({"input": "x"}), [spoken(request, text)], "m"))
         assert "".join(said_in) == text == "".join(data["delta"] for name, data in told if name.endswith("text.delta"))
 
 
 def test_streams_tell_the_whole_answer():
-    call = CHAT.read({"messages": QUESTION, "stream": True, "stream_options": {"include_usage": True}})
-    answer = spoken(call, "xyz", [ToolCall("add", {"a": 1})])
-    first, end, usage = (data for _, data in CHAT.events(CHAT.written(call, [answer], "m")))
+    request = CHAT.read({"messages": QUESTION, "stream": True, "stream_options": {"include_usage": True}})
+    answer = spoken(request, "xyz", [ToolCall("add", {"a": 1})])
+    first, end, usage = (data for _, data in CHAT.events(CHAT.written(request, [answer], "m")))
     assert first["choices"][0]["delta"]["tool_calls"][0]["index"] == 0 and first["object"] == "chat.completion.chunk"
     assert (end["choices"][0]["finish_reason"], usage["choices"], usage["usage"]["total_tokens"]) == (
         "tool_calls",
@@ -277,12 +282,12 @@ def test_streams_tell_the_whole_answer():
     quiet = CHAT.read({"messages": QUESTION, "stream": True})
     lines = [*sse(CHAT, CHAT.written(quiet, [spoken(quiet, "x")], "m"))]
     assert len(lines) == 3 and lines[-1] == "data: [DONE]\n\n"
-    events = [*ANTHROPIC.events(ANTHROPIC.written(call, [answer], "m"))]
+    events = [*ANTHROPIC.events(ANTHROPIC.written(request, [answer], "m"))]
     assert [name for name, _ in events] == [
         "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta", "message_stop"
     ]  # fmt: skip
     assert json.loads(events[2][1]["delta"]["partial_json"]) == {"a": 1}
-    events = [*RESPONSES.events(RESPONSES.written(call, [spoken(call, "xyz")], "m"))]
+    events = [*RESPONSES.events(RESPONSES.written(request, [spoken(request, "xyz")], "m"))]
     assert [data["sequence_number"] for _, data in events] == [*range(9)] and events[-1][0] == "response.completed"
     assert [data["delta"] for name, data in events if name.endswith("delta")] == ["xyz"]
     lines = [*sse(RESPONSES, events[-1][1]["response"])]

@@ -24,7 +24,7 @@ from grpo.apps.demo_model import make_model
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Engine, Sampling
 from grpo.models.pretrained import Pretrained
-from grpo.rewards.judge import Judge
+from grpo.rewards.llm_judge import Judge
 from grpo.serve.__main__ import main
 from grpo.serve.batching import Batching
 from grpo.system.calls import awaited

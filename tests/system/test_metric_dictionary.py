@@ -6,7 +6,7 @@ from conftest import EXAMPLES, ROOT
 from helpers.runs import learned
 
 from grpo.env.types import Reward, Trajectory
-from grpo.rollout.metrics import conversation
+from grpo.rollout.rollout_metrics import conversation
 from grpo.system.errors import UserError
 from grpo.system.metrics import (
     GROUPS,

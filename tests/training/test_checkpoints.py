@@ -91,7 +91,13 @@ def test_code_does_not_travel(tmp_path):
     assert from_plain(plan, {}).sampling.max_tokens == 8
     attacks = [
         {"$is": name, "cache": f"{tmp_path}/made", "level": f"{tmp_path}/evil.py:f"}
-        for name in ("os.system", "grpo.system.files.write_text", "collections.Counter", 3, "grpo.rewards.judge.Judge")
+        for name in (
+            "os.system",
+            "grpo.system.files.write_text",
+            "collections.Counter",
+            3,
+            "grpo.rewards.llm_judge.Judge",
+        )
     ]
     attacks.append(
         {"$is": "grpo.objectives.algorithm.Algorithm", "level": f"{tmp_path}/evil.py:f", "reduce": "sequence"}

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from grpo.engines.builtin.kv_cache import KVCache
 from grpo.engines.builtin.llama import LlamaCache, is_plain_llama
+from grpo.engines.builtin.next_token import NextTokens
 from grpo.engines.builtin.padded import PaddedCache
-from grpo.engines.builtin.sampler import Draws
 from grpo.engines.context import check_context
 from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.env.tokens import Completion
@@ -81,7 +81,7 @@ class TransformersEngine:
         stop_ids, every = {*eos, *sampling.stop_ids}, STEPS.get(device.type, 16)
 
         cache = self.cache(self.model, prompts, sampling.max_tokens, self.max_cache_tokens)
-        draws = Draws(prompts, sampling, seeds, device)
+        draws = NextTokens(prompts, sampling, seeds, device)
         completions: list[Completion | None] = [None] * len(prompts)
         logits = None  # [B, V], one row per sample in the batch
         while (waiting or logits is not None) and len(self.unwanted) < len(prompts):

@@ -1,10 +1,10 @@
-"""APIs in which clients ask for messages of the policy, as pure functions in message space; see `calls`."""
+"""APIs in which clients ask for messages of the policy, as pure functions in message space; see `request`."""
 
 from grpo.serve.dialects.anthropic import ANTHROPIC
 from grpo.serve.dialects.chat import CHAT
 from grpo.serve.dialects.completions import COMPLETIONS
 from grpo.serve.dialects.responses import RESPONSES
-from grpo.serve.dialects.tokens import TOKENS
+from grpo.serve.dialects.token_ids import TOKENS
 
 DIALECTS = {  # by the path of a request
     "/v1/chat/completions": CHAT,

@@ -6,20 +6,20 @@ from typing import Any
 from grpo.env.conversations import messages_of, text_in
 from grpo.env.messages import ToolCall, tool_of
 from grpo.serve.dialects import writing
-from grpo.serve.dialects.calls import Answer, Call, Dialect, Fields, offered_tools
+from grpo.serve.dialects.request import Answer, CompletionRequest, Dialect, Fields, offered_tools
 
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
          413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
 
 
-def read_anthropic(fields: Fields) -> Call:
+def read_anthropic(fields: Fields) -> CompletionRequest:
     """Read a request. A conversation that ends with the assistant's message is continued."""
     system = text_in(fields.pop("system", None))
     conversation: list[tuple[dict[str, Any], str]] = [({"role": "system", "content": system}, "")] if system else []
     for message in fields.take("messages", list, []):
         conversation += messages_in(message)
     described = [tool | {"parameters": tool["input_schema"]} for tool in fields.take("tools", list, [])]
-    return Call(
+    return CompletionRequest(
         messages_of(conversation),
         offered_tools([tool_of({"function": tool}) for tool in described], fields.pop("tool_choice", None)),
         **fields.sampling("stop_sequences"),
@@ -39,7 +39,7 @@ def messages_in(message: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], st
         yield {"role": message["role"], "content": text_in(texts), "tool_calls": used}, ""
 
 
-def anthropic_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str, Any]:
+def anthropic_written(request: CompletionRequest, answers: Sequence[Answer], model: str) -> dict[str, Any]:
     """Return the answer as Anthropic's message."""
     (answer,) = answers
     message = answer.message
@@ -54,7 +54,7 @@ def anthropic_written(call: Call, answers: Sequence[Answer], model: str) -> dict
     ]
     spoken = [{"type": "text", "text": message.content}] if message.content or not called else []
     reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-    read, wrote = writing.written_usage(call, answers)
+    read, wrote = writing.written_usage(request, answers)
     return {
         "id": writing.new_id("msg_"),
         "type": "message",

@@ -7,12 +7,12 @@ from typing import Any
 from grpo.env.conversations import chat_message, messages_of
 from grpo.env.messages import ToolCall, tool_of
 from grpo.serve.dialects import writing
-from grpo.serve.dialects.calls import Answer, Call, Dialect, Fields, offered_tools
+from grpo.serve.dialects.request import Answer, CompletionRequest, Dialect, Fields, offered_tools
 from grpo.system.errors import UserError
 from grpo.system.ranges import Whole
 
 
-def read_chat(fields: Fields) -> Call:
+def read_chat(fields: Fields) -> CompletionRequest:
     """Read a request. A conversation that ends with the assistant's message is continued, as `continue_final_message` asks."""
     messages = messages_of([chat_message(message) for message in fields.take("messages", list, [])])
     tools = map(tool_of, fields.take("tools", list, []))
@@ -21,7 +21,7 @@ def read_chat(fields: Fields) -> Call:
         if fields.take(name, bool, wanted) != wanted:
             raise UserError(f"{name}={not wanted}: a last message of the assistant is continued, any other is answered")
     wants, top = fields.take("logprobs", bool, False), fields.take("top_logprobs", Whole, 0)
-    return Call(
+    return CompletionRequest(
         messages,
         offered_tools(tools, fields.pop("tool_choice", None)),
         template=fields.take("chat_template_kwargs", dict, {}),
@@ -48,29 +48,29 @@ def written_call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id or writing.new_id("call_"), "type": "function", "function": function}
 
 
-def chat_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str, Any]:
+def chat_written(request: CompletionRequest, answers: Sequence[Answer], model: str) -> dict[str, Any]:
     """Return the answers as OpenAI's chat completion."""
     choices = [
-        {"message": written_message(answer), "logprobs": chat_logprobs(call, answer)}
-        | ({"token_ids": answer.completion.ids} if call.with_ids else {})
+        {"message": written_message(answer), "logprobs": chat_logprobs(request, answer)}
+        | ({"token_ids": answer.completion.ids} if request.with_ids else {})
         for answer in answers
     ]
-    written = writing.openai_answer("chat.completion", call, answers, model, choices)
-    if call.with_ids:
+    written = writing.openai_answer("chat.completion", request, answers, model, choices)
+    if request.with_ids:
         written["prompt_token_ids"] = answers[0].prompt_ids
-    return written | writing.prompt_scores(call, answers[0])
+    return written | writing.prompt_scores(request, answers[0])
 
 
-def chat_logprobs(call: Call, answer: Answer) -> dict[str, Any] | None:
+def chat_logprobs(request: CompletionRequest, answer: Answer) -> dict[str, Any] | None:
     """Return the log-probability of each token, with its alternatives; None if they are not wanted."""
-    if call.logprobs is None:
+    if request.logprobs is None:
         return None
 
     def entry(text: str, value: float | None) -> dict[str, Any]:
         return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
     content = []
-    for text, value, alternatives in answer.tokens(call):
+    for text, value, alternatives in answer.tokens(request):
         content.append(entry(text, value) | {"top_logprobs": [*starmap(entry, alternatives.items())]})
     return {"content": content}
 

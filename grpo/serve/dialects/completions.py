@@ -6,16 +6,16 @@ from typing import Any
 
 from grpo.env.messages import shown
 from grpo.serve.dialects import writing
-from grpo.serve.dialects.calls import Answer, Call, Dialect, Fields, Prompt
+from grpo.serve.dialects.request import Answer, CompletionRequest, Dialect, Fields, Prompt
 from grpo.system.errors import UserError
 from grpo.system.ranges import Whole
 
 
-def read_completions(fields: Fields) -> Call:
+def read_completions(fields: Fields) -> CompletionRequest:
     """Read a request. The prompt is a text, token ids, or a list of either."""
     prompt = fields.pop("prompt", None)
     several = isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt)
-    return Call(
+    return CompletionRequest(
         prompts=tuple(map(prompt_of, prompt if several else [prompt])),
         logprobs=fields.take("logprobs", Whole),
         echo=fields.take("echo", bool, False),
@@ -33,14 +33,14 @@ def prompt_of(prompt: Any) -> Prompt:
     return prompt if isinstance(prompt, str) else tuple(prompt)
 
 
-def completions_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str, Any]:
+def completions_written(request: CompletionRequest, answers: Sequence[Answer], model: str) -> dict[str, Any]:
     """Return the answers as OpenAI's text completion."""
     choices = []
     for answer in answers:
-        text = answer.decode(answer.prompt_ids) if call.echo and answer.decode else ""
-        choice = {"text": text + answer.message.content, "logprobs": None} | writing.prompt_scores(call, answer)
-        if call.logprobs is not None:
-            tokens = answer.tokens(call)
+        text = answer.decode(answer.prompt_ids) if request.echo and answer.decode else ""
+        choice = {"text": text + answer.message.content, "logprobs": None} | writing.prompt_scores(request, answer)
+        if request.logprobs is not None:
+            tokens = answer.tokens(request)
             texts = [piece for piece, _, _ in tokens]
             choice["logprobs"] = {
                 "tokens": texts,
@@ -48,10 +48,10 @@ def completions_written(call: Call, answers: Sequence[Answer], model: str) -> di
                 "top_logprobs": [None if value is None else {**top, piece: value} for piece, value, top in tokens],
                 "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
             }
-        if call.with_ids:
+        if request.with_ids:
             choice |= {"token_ids": answer.completion.ids, "prompt_token_ids": answer.prompt_ids}
         choices.append(choice)
-    return writing.openai_answer("text_completion", call, answers, model, choices)
+    return writing.openai_answer("text_completion", request, answers, model, choices)
 
 
 def completions_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]:

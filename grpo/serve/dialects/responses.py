@@ -7,13 +7,13 @@ from typing import Any
 from grpo.env.conversations import call_written, messages_of, text_in
 from grpo.env.messages import shown, tool_of
 from grpo.serve.dialects import writing
-from grpo.serve.dialects.calls import Answer, Call, Dialect, Fields, offered_tools
 from grpo.serve.dialects.chat import chat_logprobs
+from grpo.serve.dialects.request import Answer, CompletionRequest, Dialect, Fields, offered_tools
 from grpo.system.errors import UserError
 from grpo.system.ranges import Whole
 
 
-def read_responses(fields: Fields) -> Call:
+def read_responses(fields: Fields) -> CompletionRequest:
     """Read a request. `instructions` are a system message before the input."""
     conversation: list[tuple[dict[str, Any], str]] = []
     items = fields.take("input", str | list, [])
@@ -24,7 +24,9 @@ def read_responses(fields: Fields) -> Call:
     top = fields.take("top_logprobs", Whole)
     fields["response_format"] = fields.take("text", dict, {}).get("format", {"type": "text"})
     tools = offered_tools(tools, fields.pop("tool_choice", None))
-    return Call(messages_of(conversation), tools, logprobs=top, **fields.sampling("stop", "max_output_tokens"))
+    return CompletionRequest(
+        messages_of(conversation), tools, logprobs=top, **fields.sampling("stop", "max_output_tokens")
+    )
 
 
 def add_item(conversation: list[tuple[dict[str, Any], str]], item: Mapping[str, Any]) -> None:
@@ -43,21 +45,21 @@ def add_item(conversation: list[tuple[dict[str, Any], str]], item: Mapping[str, 
         raise UserError(f"the input has an item of type {shown(kind)}: give messages, function calls and their outputs")
 
 
-def responses_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str, Any]:
+def responses_written(request: CompletionRequest, answers: Sequence[Answer], model: str) -> dict[str, Any]:
     """Return the answer as OpenAI's response."""
     (answer,) = answers
     message, cut_short = answer.message, answer.completion.finish == "length"
     end = {"status": "incomplete" if cut_short else "completed"}
     output: list[dict[str, Any]] = []
     if message.content or not message.tool_calls:
-        logprobs = (chat_logprobs(call, answer) or {"content": []})["content"]
+        logprobs = (chat_logprobs(request, answer) or {"content": []})["content"]
         part = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": logprobs}
         output.append({"id": writing.new_id("msg_"), "type": "message", "role": "assistant", "content": [part], **end})
     for tool_call in message.tool_calls:
         call_id, arguments = tool_call.id or writing.new_id("call_"), writing.arguments_of(tool_call.arguments)
         called = {"call_id": call_id, "name": tool_call.name, "arguments": arguments}
         output.append({"id": writing.new_id("fc_"), "type": "function_call", **called, **end})
-    read, wrote = writing.written_usage(call, answers)
+    read, wrote = writing.written_usage(request, answers)
     usage = {"input_tokens": read, "output_tokens": wrote, "total_tokens": read + wrote}
     details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
     return {

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo.serve.dialects.calls import Answer, Call, Dialect
+from grpo.serve.dialects.request import Answer, CompletionRequest, Dialect
 from grpo.system.files import strict_json
 
 
@@ -20,16 +20,16 @@ def new_id(kind: str) -> str:
     return f"{kind}{uuid.uuid4().hex[:24]}"
 
 
-def written_usage(call: Call, answers: Sequence[Answer]) -> tuple[int, int]:
+def written_usage(request: CompletionRequest, answers: Sequence[Answer]) -> tuple[int, int]:
     """Return the numbers of tokens of the prompts, each counted once, and of the completions."""
-    return sum(len(a.prompt_ids) for a in answers[:: call.n]), sum(len(a.completion.ids) for a in answers)
+    return sum(len(a.prompt_ids) for a in answers[:: request.n]), sum(len(a.completion.ids) for a in answers)
 
 
 def openai_answer(
-    kind: str, call: Call, answers: Sequence[Answer], model: str, choices: Iterable[dict[str, Any]]
+    kind: str, request: CompletionRequest, answers: Sequence[Answer], model: str, choices: Iterable[dict[str, Any]]
 ) -> dict[str, Any]:
     """Return what the answers of OpenAI's two older APIs have in common."""
-    read, wrote = written_usage(call, answers)
+    read, wrote = written_usage(request, answers)
     usage = {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
     ends = [{"index": i, "finish_reason": answer.finish} for i, answer in enumerate(answers)]
     return {
@@ -38,17 +38,17 @@ def openai_answer(
         "created": int(time.time()),
         "model": model,
         "choices": [end | choice for end, choice in zip(ends, choices, strict=True)],
-        **({"usage": usage} if call.usage or not call.stream else {}),
+        **({"usage": usage} if request.usage or not request.stream else {}),
     }
 
 
-def prompt_scores(call: Call, answer: Answer) -> dict[str, Any]:
+def prompt_scores(request: CompletionRequest, answer: Answer) -> dict[str, Any]:
     """Return the field `prompt_logprobs`, if it is wanted: log-probabilities of the prompt's tokens in vLLM's form."""
-    if call.prompt_logprobs is None:
+    if request.prompt_logprobs is None:
         return {}
     rows = []
     for scores in answer.scores[: len(answer.prompt_ids)]:
-        row = {str(i): {"logprob": p, "decoded_token": answer.piece(i, call)} for i, p in scores.items()}
+        row = {str(i): {"logprob": p, "decoded_token": answer.piece(i, request)} for i, p in scores.items()}
         rows.append(row or None)  # nothing precedes the first token
     return {"prompt_logprobs": rows}
 

@@ -7,7 +7,7 @@ import lightning as L
 
 from grpo.rollout.ahead import Ahead, check_engine
 from grpo.rollout.collate import collate
-from grpo.rollout.metrics import rollout_metrics
+from grpo.rollout.rollout_metrics import rollout_metrics
 from grpo.rollout.rollouts import Rollouts
 from grpo.system import distributed, memory
 from grpo.system.errors import StopError, UserError

@@ -16,8 +16,8 @@ from grpo.env.types import Claim, Example, Task
 from grpo.evaluation.statistics import Estimate, mean_interval
 from grpo.rewards.math.answers import equal
 from grpo.rollout.engine_queue import beside
-from grpo.rollout.metrics import conversation, is_conversation
 from grpo.rollout.rewarding import THREADS
+from grpo.rollout.rollout_metrics import conversation, is_conversation
 from grpo.rollout.samples_table import golds
 from grpo.rollout.types import TIMEOUT, Group, Sample
 from grpo.system.calls import Calls

@@ -4,31 +4,31 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from grpo.serve.dialects import writing
-from grpo.serve.dialects.calls import Answer, Call, Dialect, Fields
 from grpo.serve.dialects.chat import chat_logprobs
 from grpo.serve.dialects.completions import prompt_of
+from grpo.serve.dialects.request import Answer, CompletionRequest, Dialect, Fields
 from grpo.system.ranges import Whole
 
 
-def read_tokens(fields: Fields) -> Call:
+def read_tokens(fields: Fields) -> CompletionRequest:
     """Read a request: token_ids, and sampling_params with vLLM's names."""
     params = Fields(fields.take("sampling_params", dict, {}))
     params |= {"stream": fields.take("stream", bool, False)}
     params |= dict.fromkeys(["return_token_ids", "return_tokens_as_token_ids"], True)
     prompt, logprobs = prompt_of(fields.pop("token_ids", None)), params.take("logprobs", Whole)
-    call = Call(prompts=(prompt,), logprobs=logprobs, **params.sampling(), **params.vllm())
+    request = CompletionRequest(prompts=(prompt,), logprobs=logprobs, **params.sampling(), **params.vllm())
     params.check_empty()
-    return call
+    return request
 
 
-def tokens_written(call: Call, answers: Sequence[Answer], model: str) -> dict[str, Any]:
+def tokens_written(request: CompletionRequest, answers: Sequence[Answer], model: str) -> dict[str, Any]:
     """Return the answers as vLLM's token ids."""
     choices = []
     for i, answer in enumerate(answers):
         done = answer.completion
         choice = {"index": i, "token_ids": done.ids, "finish_reason": done.finish}
-        choices.append(choice | {"logprobs": chat_logprobs(call, answer)})
-    return {"request_id": writing.new_id("generate-"), "choices": choices} | writing.prompt_scores(call, answers[0])
+        choices.append(choice | {"logprobs": chat_logprobs(request, answer)})
+    return {"request_id": writing.new_id("generate-"), "choices": choices} | writing.prompt_scores(request, answers[0])
 
 
 def tokens_events(answer: dict[str, Any]) -> Iterator[tuple[None, dict[str, Any]]]:

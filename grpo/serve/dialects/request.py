@@ -1,8 +1,8 @@
 """A request for messages of the policy and its answer, in no API's form, and what reads the one and writes the other. No HTTP, no
 engine.
 
-`Dialect.read` makes a `Call` of a request's JSON. Whoever answers it renders the messages, samples, and gives each completion to
-`answered`. `Dialect.written` makes the JSON of the answers, and `writing.sse` a stream of it.
+`Dialect.read` makes a `CompletionRequest` of a request's JSON. Whoever answers it renders the messages, samples, and gives each
+completion to `answered`. `Dialect.written` makes the JSON of the answers, and `writing.sse` a stream of it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ NEUTRAL: dict[str, Any] = {  # field -> the only value that is accepted
 
 
 @dataclass(frozen=True)
-class Call:
+class CompletionRequest:
     """A request for messages of the policy.
 
     messages, tools: the conversation, and the tools that the policy may call. prompts: raw prompts in place of messages.
@@ -79,7 +79,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer to a `Call`; see `answered`.
+    """One answer to a `CompletionRequest`; see `answered`.
 
     message: the policy's, cut before the stop text. completion: all that was sampled. prompt_ids: the prompt, as the policy read
     it. decode: from ids to text, special tokens included; None: tokens are written as token_id:ID.
@@ -100,34 +100,34 @@ class Answer:
         """OpenAI's word for the reason why it ended: `stop`, `length` or `tool_calls`."""
         return "tool_calls" if self.message.tool_calls else self.completion.finish
 
-    def tokens(self, call: Call) -> list[tuple[str, float | None, dict[str, float]]]:
+    def tokens(self, request: CompletionRequest) -> list[tuple[str, float | None, dict[str, float]]]:
         """Return text, log-probability and alternatives (texts, likeliest first) of each token that the client sees.
 
-        With `call.with_ids` these are all sampled tokens, else those before the stop text. Log-probabilities are those of the
+        With `request.with_ids` these are all sampled tokens, else those before the stop text. Log-probabilities are those of the
         completion's temperature T; the alternatives' are exact too, since log p(v) - log p(w) is linear in 1 / T.
         """
-        done, temperature = self.completion, call.settings.get("temperature", 1.0) or 1.0
-        kept = len(done.ids) if call.with_ids or self.kept is None else self.kept
+        done, temperature = self.completion, request.settings.get("temperature", 1.0) or 1.0
+        kept = len(done.ids) if request.with_ids or self.kept is None else self.kept
         scores = self.scores[len(self.prompt_ids) :] or [{i: p} for i, p in zip(done.ids, done.logprobs, strict=True)]
         tokens = []
-        if call.echo:
+        if request.echo:
             for token, likely in zip(self.prompt_ids, self.scores, strict=False):
-                tokens.append(self.token(call, token, likely.get(token), likely, 1.0))
+                tokens.append(self.token(request, token, likely.get(token), likely, 1.0))
         for token, logprob, likely in zip(done.ids[:kept], done.logprobs, scores, strict=False):
-            tokens.append(self.token(call, token, logprob, likely, temperature))
+            tokens.append(self.token(request, token, logprob, likely, temperature))
         return tokens
 
     def token(
-        self, call: Call, token: int, logprob: float | None, likely: Scores, temperature: float
+        self, request: CompletionRequest, token: int, logprob: float | None, likely: Scores, temperature: float
     ) -> tuple[str, float | None, dict[str, float]]:
         """Return text, log-probability and alternatives of one token. likely: at temperature 1, `token` first."""
-        best = sorted(likely.items(), key=lambda item: -item[1])[: call.logprobs or 0]
-        alternatives = {self.piece(i, call): logprob + (value - likely[token]) / temperature for i, value in best}
-        return self.piece(token, call), logprob, alternatives
+        best = sorted(likely.items(), key=lambda item: -item[1])[: request.logprobs or 0]
+        alternatives = {self.piece(i, request): logprob + (value - likely[token]) / temperature for i, value in best}
+        return self.piece(token, request), logprob, alternatives
 
-    def piece(self, token: int, call: Call) -> str:
+    def piece(self, token: int, request: CompletionRequest) -> str:
         """Return the text of one token."""
-        return f"token_id:{token}" if call.ids_as_tokens or self.decode is None else self.decode([token])
+        return f"token_id:{token}" if request.ids_as_tokens or self.decode is None else self.decode([token])
 
 
 class Fields(dict[str, Any]):
@@ -145,7 +145,7 @@ class Fields(dict[str, Any]):
         return self.pop(name, default)
 
     def sampling(self, stop: str = "stop", *max_tokens: str) -> dict[str, Any]:
-        """Remove the fields of sampling, and return them as arguments of `Call`. stop, max_tokens: the API's names of these."""
+        """Remove the fields of sampling, and return them as arguments of the request. stop, max_tokens: the API's names."""
         texts = self.take(stop, str | list[str], [])
         texts = [texts] if isinstance(texts, str) else texts
         texts = tuple(text.encode(errors="replace").decode() for text in texts)
@@ -165,7 +165,7 @@ class Fields(dict[str, Any]):
         }
 
     def vllm(self) -> dict[str, Any]:
-        """Remove the fields that only OpenAI's older APIs and vLLM have, and return them as arguments of `Call`."""
+        """Remove the fields that only OpenAI's older APIs and vLLM have, and return them as arguments of `CompletionRequest`."""
         return {
             "n": self.take("n", Count, 1),
             "with_ids": self.take("return_token_ids", bool, False),
@@ -188,28 +188,28 @@ class Fields(dict[str, Any]):
 class Dialect:
     """An API: reads requests, writes answers, streams and errors.
 
-    reader: makes a Call of a request's fields, of which it removes those that it knows.
-    written(call, answers, model): the JSON of the answers, n for each prompt.
+    reader: makes a CompletionRequest of a request's fields, of which it removes those that it knows.
+    written(request, answers, model): the JSON of the answers, n for each prompt.
     events(answer): the name, if the API has names, and the data of each server-sent event that tells this JSON.
     failure(status, line): the JSON of an error.
     """
 
-    reader: Callable[[Fields], Call]
-    written: Callable[[Call, Sequence[Answer], str], dict[str, Any]]
+    reader: Callable[[Fields], CompletionRequest]
+    written: Callable[[CompletionRequest, Sequence[Answer], str], dict[str, Any]]
     events: Callable[[dict[str, Any]], Iterator[tuple[str | None, dict[str, Any]]]]
     failure: Callable[[int, str], dict[str, Any]]
 
-    def read(self, body: Any) -> Call:
+    def read(self, body: Any) -> CompletionRequest:
         """Return the request in no API's form. Raises UserError, in one line, for what cannot be read or honoured."""
         fields = Fields(body)
         try:
-            call = self.reader(fields)
+            request = self.reader(fields)
             fields.check_empty()
         except (TypeError, Malformed) as error:
             raise UserError(str(error)) from error
         except (LookupError, AttributeError) as error:
             raise UserError(f"a part of the request lacks what it needs: {error}") from error
-        return call
+        return request
 
 
 def guided_by(response_format: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def offered_tools(tools: Iterable[ToolSpec], choice: Any) -> tuple[ToolSpec, ...
 
 
 def answered(
-    call: Call,
+    request: CompletionRequest,
     prompt_ids: Sequence[int],
     completion: Completion,
     message: Message,
@@ -244,9 +244,9 @@ def answered(
     scores: Sequence[Scores] = (),
 ) -> Answer:
     """Return the answer that a completion is. message: parsed from all of it. decode: a tokenizer's."""
-    content, stop = cut(message.content, call.stop)
+    content, stop = cut(message.content, request.stop)
     kept, ids, read = len(completion.ids), completion.ids, partial(decode, skip_special_tokens=True)
-    place = len(cut(read(ids), call.stop)[0]) if stop else 0
+    place = len(cut(read(ids), request.stop)[0]) if stop else 0
     while stop and kept and len(read(ids[: kept - 1])) >= place:
         kept -= 1
     message = replace(message, content=content)

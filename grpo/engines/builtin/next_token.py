@@ -52,7 +52,7 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
 
-class Draws:
+class NextTokens:
     """Draws and stores the tokens of n samples. Mutable: rows join and leave, and each step draws a token for every row."""
 
     def __init__(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling, seeds: Sequence[int], device) -> None:
