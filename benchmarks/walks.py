@@ -5,9 +5,9 @@
 The picture: for each room, the rooms it imports from, with the number of imports. A circle is two or more modules that
 import each other, imports for types alone included.
 
-A walk: an object is followed from the call that makes it an argument. A stay is a call, of a function of the project, that has
-the object as an argument; calls by the same function are one stay. A climb is a step to a room above, a return a step to a room
-that was left before. The run has one rollout of eight samples, without preflight.
+A walk: an object is followed from the call that makes it an argument. A stay is a function of the project that is called with the
+object. A climb is a call from a room to one that comes later in the picture: it is possible only through an object or a function
+that the earlier room was given. The run has one rollout of eight samples, without preflight.
 """
 
 import ast
@@ -21,12 +21,12 @@ from collections import Counter
 from contextlib import redirect_stdout
 from functools import cache
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 
 import lines
 
+Stay = tuple[str, str]  # a file and a function of it
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = list(
     re.findall(r"^    ([a-z]+) {2,}\S", (ROOT / "grpo/__init__.py").read_text().partition("The core")[0], re.M)
@@ -83,23 +83,24 @@ class Walk:
     def __init__(self, file: str, function: str, argument: str, part: str) -> None:
         self.begins, self.argument, self.part = (file, function), argument, part
         self.object: object = None
-        self.stays: list[tuple[str, str]] = []
+        self.stays: dict[Stay, str] = {}  # and the file that calls it first
 
-    def see(self, stay: tuple[str, str], arguments: dict[str, object]) -> None:
+    def see(self, stay: Stay, arguments: dict[str, object], caller: str) -> None:
         if self.object is None and stay == self.begins:
             self.object = arguments[self.argument]
             self.object = getattr(self.object, self.part) if self.part else self.object
-            self.stays.append(stay)
+            self.stays[stay] = stay[0]
         if self.object is not None and stay not in self.stays and any(a is self.object for a in arguments.values()):
-            self.stays.append(stay)
+            self.stays[stay] = caller
 
     def show(self) -> str:
-        rooms = [room(file) for file, _ in self.stays]
-        steps = [name for i, name in enumerate(rooms) if not i or rooms[i - 1] != name]
         places = {name: place for place, name in enumerate(ROOMS)} | dict.fromkeys(("program", "tasks"), len(ROOMS))
-        climbs = sum(places[a] < places[b] for a, b in pairwise(steps))
-        counts = f"{len(rooms)} stays, {len(set(rooms))} rooms, {climbs} climbs, {len(steps) - len(set(steps))} returns"
-        return counts + "".join(f"\n    {file.removeprefix('grpo/')} {function}" for file, function in self.stays)
+        climbs = {stay for stay, caller in self.stays.items() if places[room(stay[0])] > places[room(caller)]}
+        text = f"{len(self.stays)} stays, {len({room(file) for file, _ in self.stays})} rooms, {len(climbs)} climbs"
+        for file, function in self.stays:
+            climb = f"  (a climb from {self.stays[file, function]})" if (file, function) in climbs else ""
+            text += f"\n    {file} {function}{climb}"
+        return text
 
 
 def walked() -> dict[str, Walk]:
@@ -107,7 +108,7 @@ def walked() -> dict[str, Walk]:
     walks = {name: Walk(*begins) for name, begins in WALKS.items()}
 
     @cache
-    def stay_of(code: CodeType) -> tuple[str, str] | None:
+    def stay_of(code: CodeType) -> Stay | None:
         file = code.co_filename.removeprefix(f"{ROOT}/")
         ours = file.split("/")[0] in ("train.py", "grpo", "tasks") and code.co_name[0] != "<"
         return (file, code.co_name) if ours else None
@@ -116,8 +117,11 @@ def walked() -> dict[str, Walk]:
         if event == "call" and (stay := stay_of(code := frame.f_code)):
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             arguments = {name: frame.f_locals.get(name) for name in names}
+            caller = frame.f_back
+            while caller and not stay_of(caller.f_code):
+                caller = caller.f_back
             for walk in walks.values():
-                walk.see(stay, arguments)
+                walk.see(stay, arguments, stay_of(caller.f_code)[0] if caller else stay[0])
 
     for library in ("lightning", "transformers", "tensorboard"):  # imports are slow under a profile
         import_module(library)
