@@ -47,8 +47,7 @@ def main(
 
     sampler = Uniform(task.examples("train"), plan.prompts, SEED)
     renderer = TokenizerRenderer(pretrained.tokenizer())
-    made = Rollouts(plan, task, sampler, TransformersEngine(), renderer, algorithm, folder, SEED)
-    rollout = RolloutCallback(made)
+    rollout = RolloutCallback(Rollouts(plan, task, sampler, TransformersEngine(), renderer, algorithm, folder, SEED))
     evaluator = Evaluator(Sampling(max_tokens, temperature=0))
     evaluation = EvaluationCallback(rollout, evaluator, {"test": task.examples("test")})
     module = GRPOModule(pretrained.model(), algorithm, optim, plan.sampling.temperature, plan.num_rollouts, SEED)

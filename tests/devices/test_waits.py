@@ -73,7 +73,7 @@ def learn(module: GRPOModule, device: Pretended) -> int:
         ("algo=dapo algo.num_epochs=2", 12),
         ("algo=gspo algo.num_minibatches=2", 17),
         ("algo/kl=loss algo.entropy.coef=0.01", 8),
-        ("algo=kl_cov", 17),
+        ("algo=kl_cov", 16),
         ("algo=reinforce_pp", 12),
     ],
 )
