@@ -14,11 +14,11 @@ its door is the first lines of its __init__.py.
     evaluation  accuracy, pass@k and their like, each with its interval
     runs        what a run leaves behind, and what reads it: tables, comparisons, plots; the bounds of healthy metrics (health.py)
     report      a run or a sweep as one page
-    training    the update (a LightningModule), checkpoints, devices; callbacks/ have what happens round it, warnings among them
-    preflight   what is known before the first update: the memory forecast, the checks (does any group have a signal?), the plan
+    training    the update (a LightningModule), checkpoints, devices; callbacks/ have what happens round it; health.py warns
+    preflight   what is known before the first update: the memory forecast, the checks (data.py: has any group a signal?), the plan
     config      composes, checks and explains configurations; resumed runs; help
     apps        what all command lines share, the Python API, sweep/, the models of the demo and of the README
-    serve       what speaks HTTP: the server of a policy, dialects/ (APIs of clients), sessions of programs, sources/
+    serve       what speaks HTTP: the server of a policy, dialects/ (chat.py is OpenAI's), sessions of programs, sources/
 
 A file of this folder is a program: `python -m grpo.launch`. `python -m grpo.serve` and `python -m grpo.report` are rooms.
 
@@ -37,22 +37,25 @@ The core makes the algorithm. The core, in the order in which to read it:
     objectives/batch.py            the tensors that the loss sees
     objectives/shaping.py          the reward that the advantage sees: overlong answers, the KL
     objectives/advantage.py        rewards -> advantages
-    objectives/loss.py             ratios, surrogates (here is the clip), token weights
+    objectives/loss.py             ratios, surrogates (`clip`: the loss of each token, and which ones it clipped), token weights
     objectives/kl.py               settings and estimators of the KL
     objectives/entropy.py          the bonus and its controller
     objectives/algorithm.py        equation 1: the axes joined into a loss
     models/policy.py               the policy, and the frozen reference
     models/logprobs.py             log-probabilities of sampled tokens
     training/batch.py              the batch that Lightning hands from hook to hook
-    training/callbacks/rollout.py  before an update: weights to the engine, a rollout from it
+    training/callbacks/rollout.py  before an update: weights to the engine, a rollout from it; the state of both for a resumed run
     training/module.py             the update
     training/callbacks/evaluation.py  held-out examples, metrics to the loggers
 
 Beside the core: data/samplers.py (prompts that come more often), rollout/draw.py and selection.py (which samples count),
 objectives/surrogates.py, baselines.py, turns.py, choices.py and importance.py (more losses and advantages, which tokens count,
 corrections), rollout/engine_queue.py and system/calls.py (threads, time-outs), rollout/ahead.py (a rollout beside the update),
-system/metrics.py (every number that is logged), training/critic.py (PPO's values), training/callbacks/checkpoint.py (what a
-resumed run needs), training/sharding.py (several devices, each with a part of the policy).
+system/metrics.py (every number that is logged), training/critic.py (PPO's values), training/callbacks/checkpoint.py (when a
+checkpoint is written, and the best policy), training/sharding.py (several devices, each with a part of the policy).
+
+A new advantage, surrogate or correction is one function, whose parameter names choose its inputs (objectives/arguments.py), and a
+YAML file in conf/algo/.
 
 `tasks/` holds one file for each task, `conf/` every choice, `train.py` and `eval.py` put the objects together.
 """
