@@ -39,7 +39,7 @@ curve: $(VENV)/installed-test ## the README's picture: three algorithms, three s
 	$(BIN)/python -m grpo.plots outputs/algorithms --out docs/curve.png
 	$(BIN)/python -m grpo.report outputs/algorithms
 docs: $(VENV)/installed-test ## the site: open site/index.html
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet
 clean: ## remove the environments (runs stay in outputs/)
 	rm -rf $(VENV) $(VENV)-vllm
 
