@@ -28,9 +28,8 @@ import lines
 
 Stay = tuple[str, str]  # a file and a function of it
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = list(
-    re.findall(r"^    ([a-z]+) {2,}\S", (ROOT / "grpo/__init__.py").read_text().partition("The core")[0], re.M)
-)
+MAP = (ROOT / "grpo/__init__.py").read_text().partition("The core")[0]
+ROOMS = re.findall(r"^    ([a-z]+) {2,}\S", MAP, re.M)
 WALKS = {  # name: file, function and argument where a walk begins, and a part of the argument or none
     "the configuration": ("train.py", "train", "config", ""),
     "an example": ("grpo/rollout/episodes.py", "episode", "example", ""),
@@ -87,8 +86,8 @@ class Walk:
 
     def see(self, stay: Stay, arguments: dict[str, object], caller: str) -> None:
         if self.object is None and stay == self.begins:
-            self.object = arguments[self.argument]
-            self.object = getattr(self.object, self.part) if self.part else self.object
+            whole = arguments[self.argument]
+            self.object = getattr(whole, self.part) if self.part else whole
             self.stays[stay] = stay[0]
         if self.object is not None and stay not in self.stays and any(a is self.object for a in arguments.values()):
             self.stays[stay] = caller

@@ -158,8 +158,8 @@ class Agent(RowTask):
     ) -> None:
         super().__init__(Dataset(path, (prompt,), **rows), rewards, weights, solved)
         self.gold_column, self.prompt = gold, prompt
-        # files by their full paths, because the program runs in another folder
         words = shlex.split(command or "")
+        # files by their full paths, because the program runs in another folder
         self.words = [os.path.abspath(word) if Path(word).is_file() else word for word in words]
         if self.words and not shutil.which(self.words[0], path=environment()["PATH"]):
             raise UserError(f"task.command={command}: there is no such program; give one, as 'python my_agent.py'")

@@ -94,7 +94,7 @@ class Episode:
         elif arguments:  # gymnasium's step: observation, reward, terminated, truncated, information
             seen, reward, over = result[0], result[1], any(result[2:4])
         else:  # gymnasium's reset: observation, information
-            seen, reward, over = result[0], 0.0, any(result[2:4])
+            seen, reward, over = result[0], 0.0, False
         self.total += float(reward or 0.0)
         if over:
             return self.outcome()

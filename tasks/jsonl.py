@@ -51,8 +51,8 @@ class Jsonl(RowTask):
     """prompt: the column with the prompt, a text or a list of messages (see `conversation`). gold: the column with the right
     answer, for rewards that need `gold`. Both may be dotted names of fields in a column.
     last_answer: whether the policy continues an assistant's message at the end of a prompt, or that is left out. template: the
-    text around a prompt that is a text, which replaces {prompt}. system: the message before the prompt. environment: see
-    `FactoryEnv`. rows: further arguments of `Dataset`.
+    text around a prompt that is a text, with {prompt} where the prompt goes. system: the message before the prompt. environment:
+    see `FactoryEnv`. rows: further arguments of `Dataset`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Jsonl(RowTask):
         self.last_answer = last_answer
         self.logged = False  # whether the log has a line about prompts that are texts
         columns = (prompt,) if gold is None else (prompt, gold)
-        super().__init__(Dataset(path, columns, form=self.messages_of, **rows), rewards, weights, solved)
+        super().__init__(Dataset(path, columns, form=self.posed, **rows), rewards, weights, solved)
 
     def columns(self, example: Example) -> Example:
         """Return the columns, with the prompt also as `prompt`, which shows whether this is a conversation."""
@@ -107,11 +107,11 @@ class Jsonl(RowTask):
 
     def messages(self, example: Example) -> tuple[Message, ...]:
         try:
-            return self.messages_of(at(example, self.prompt))
+            return self.posed(at(example, self.prompt))
         except UserError as error:
             raise UserError(f"task.prompt={self.prompt}: {error}") from error
 
-    def messages_of(self, prompt: Any) -> tuple[Message, ...]:
+    def posed(self, prompt: Any) -> tuple[Message, ...]:
         """Return the messages of a prompt. Raises UserError if it has no form that can be sent."""
         before = (Message("system", self.system),) if self.system else ()
         if isinstance(prompt, str):

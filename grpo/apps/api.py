@@ -119,7 +119,7 @@ def evaluate(run: Any = None, *, output_dir: str | PathLike | None = None, **set
 
 
 def callback_values(callbacks: Any) -> dict[str, Any]:
-    """Return the values that set callbacks: options of the group in `callbacks`, an object in `callbacks.` and its class."""
+    """Return the values that set callbacks: names of options as `callbacks`, each object as `callbacks.CLASS`, in lower case."""
     listed = callbacks if isinstance(callbacks, Sequence) and not isinstance(callbacks, str) else [callbacks]
     names = [callback for callback in listed if isinstance(callback, str)]
     objects = {f"callbacks.{type(each).__name__.lower()}": each for each in listed if not isinstance(each, str)}

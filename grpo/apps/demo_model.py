@@ -37,7 +37,6 @@ from grpo.env.types import State
 from grpo.system.errors import UserError
 from grpo.system.files import write_json
 from grpo.system.ranges import Positive, Share, Whole
-from grpo.training.checkpoints import new_folder
 
 RECIPE = 3  # increase it when a change of this file changes the model
 SHIPPED = Path(__file__).with_name("demo_models")
@@ -278,6 +277,8 @@ def make_once(make: Callable[[Path], None], folder: Path) -> None:
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: dict[str, Any], folder: Path) -> None:
     """Write model, tokenizer and recipe as a Hugging Face folder."""
+    from grpo.training.checkpoints import new_folder  # imports lightning
+
     with new_folder(folder) as unfinished:
         model.to(torch.bfloat16).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)

@@ -58,23 +58,23 @@ class Names(dict):
 
     def arguments(self, name: str) -> dict[str, Any]:
         """Return the annotations of the arguments of a class or function, and of the base class that gets the rest."""
-        node, kinds = self.nodes.get(name), {}
+        node, annotations = self.nodes.get(name), {}
         if isinstance(node, str):
             return arguments(node)
         if isinstance(node, ast.ClassDef):
             if node.decorator_list:  # a dataclass
                 fields = [statement for statement in node.body if isinstance(statement, ast.AnnAssign)]
-                kinds = {field.target.id: self.kind(field.annotation) for field in fields}
+                annotations = {field.target.id: self.kind(field.annotation) for field in fields}
             init = next((method for method in node.body if getattr(method, "name", "") == "__init__"), None)
             if node.bases and (init is None or init.args.kwarg):
-                kinds = self.arguments(ast.unparse(node.bases[0])) | kinds
+                annotations = self.arguments(ast.unparse(node.bases[0])) | annotations
             node = init
         if isinstance(node, ast.FunctionDef):
             if node.args.kwarg and node.args.kwarg.arg == "rows":
-                kinds |= arguments("grpo.data.dataset.Dataset")
+                annotations |= arguments("grpo.data.dataset.Dataset")
             named = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-            kinds |= {argument.arg: self.kind(argument.annotation) for argument in named if argument.annotation}
-        return kinds
+            annotations |= {argument.arg: self.kind(argument.annotation) for argument in named if argument.annotation}
+        return annotations
 
 
 @cache

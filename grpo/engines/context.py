@@ -13,7 +13,8 @@ Bound = Callable[[], int | None]
 
 
 def check_context(prompt: int, answer: int, context: int | None, way_out: str = "lower max_tokens") -> None:
-    """Raise UserError if a prompt and its answer, both in tokens, exceed a context. context: None has no limit."""
+    """Raise UserError if a prompt and its answer, both in tokens, exceed a context. context: None has no limit.
+    way_out: what to do besides shorter prompts."""
     if context is not None and prompt + answer > context:
         tokens = f"a prompt of {prompt} tokens and an answer of {answer}"
         raise UserError(f"{tokens} exceed the context of {context}: {way_out}, or use shorter prompts")

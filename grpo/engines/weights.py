@@ -82,7 +82,7 @@ def as_in_files(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     for name, tensor in checkpoint(model):
         files = revert_weight_conversion(base, {name: tensor})
-        yield from ((file_name, part.contiguous()) for file_name, part in files.items())
+        yield from ((key, part.contiguous()) for key, part in files.items())
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:

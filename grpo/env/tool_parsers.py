@@ -76,9 +76,10 @@ class Reader:
 
 def inside(values: Sequence[Any]) -> list[Any]:
     """Return the elements of the lists and the values of the objects among these values."""
-    lists = [value for value in values if isinstance(value, list)]
-    objects = [value.values() for value in values if isinstance(value, dict)]
-    return [*chain.from_iterable([*lists, *objects])]
+    groups = (
+        value.values() if isinstance(value, dict) else value for value in values if isinstance(value, dict | list)
+    )
+    return [*chain.from_iterable(groups)]
 
 
 class Xml(NamedTuple):

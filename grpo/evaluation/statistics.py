@@ -177,8 +177,8 @@ def _known(*arms: ArrayLike, bounds: Bounds | None) -> list[np.ndarray]:
     tables = [table[:, complete] for table in tables]
     for table in tables:
         if bounds is not None and table.size and not bounds[0] <= table.min() <= table.max() <= bounds[1]:
-            values = f"values from {table.min():g} to {table.max():g} are not within {bounds}"
-            raise UserError(f"{values}: give their bounds, or bounds=None for values that are not shares")
+            line = f"values from {table.min():g} to {table.max():g} are not within {bounds}"
+            raise UserError(f"{line}: give their bounds, or bounds=None for values that are not shares")
     return tables
 
 

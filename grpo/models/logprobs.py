@@ -69,9 +69,9 @@ def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, 
     mask = (batch.host or batch).mask.cpu()
     ends = mask.flip(1).cumsum(1).bool().sum(1).sub(1).clamp(min=0).tolist()
     prompts, rows, together = [], [], {}
-    for r, ((prompt, rest), end) in enumerate(zip(batch.sequences(), ends, strict=True)):
+    for r, ((prompt, completion), end) in enumerate(zip(batch.sequences(), ends, strict=True)):
         prompts.append(prompt)
-        rows.append(rest[:end])
+        rows.append(completion[:end])
         together.setdefault(prompt if share else r, []).append(r)
     shared, rest = [], []  # of each group: the tokens that its rows share, and those of each row after them
     for members in together.values():

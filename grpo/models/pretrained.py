@@ -176,7 +176,7 @@ class InMemory(Pretrained):
     def model(self, mapped: bool = False) -> nn.Module:
         if self.quantization or hasattr(self.given, "quantization_method"):
             raise UserError("model: an object has plain weights: give its name, and model.quantization")
-        return finite("the given model", learning(self.given)).eval()
+        return finite("the given model", learning(self.given), "load it again").eval()
 
 
 def context_of(config: PretrainedConfig) -> int | None:

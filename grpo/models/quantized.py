@@ -67,7 +67,7 @@ def in_8_bits(weight: Tensor) -> dict[str, Tensor]:
 
 def in_4_bits(weight: Tensor) -> dict[str, Tensor]:
     """Return the parts of a matrix, [out, in], in n = out x in / 64 blocks: its codes, [out x in / 2, 1] uint8; the scales of its
-    blocks in 8 bits, [n] uint8; and what these stand for: scale_of_scales, [n / 256 rounded up], the table code, [256], and the
+    blocks in 8 bits, [n] uint8; and what decodes these: scale_of_scales, [n / 256 rounded up], the table code, [256], and the
     mean. Raises UserError without bitsandbytes."""
     try:
         from bitsandbytes.functional import create_dynamic_map

@@ -3,7 +3,7 @@
     advantage x level of the ratio x surrogate x reduction x KL x choice of tokens x correction
 
 Every axis is a pure function of tensors in a file of its own. This file joins them: `credit` turns rewards into advantages,
-`loss` is equation 1. `check_algorithm` of checks.py refuses meaningless combinations.
+`loss` is equation 1. axes.py refuses meaningless combinations.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from grpo.objectives.advantage import reward_to_go, whiten
 from grpo.objectives.arguments import OFFERED, call, function_of, parameters
+from grpo.objectives.axes import check_axes
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.objectives.choices import chosen_tokens, with_top_entropy
 from grpo.objectives.entropy import EntropyBonus
@@ -64,6 +65,7 @@ class Algorithm:
     def __post_init__(self) -> None:
         level, reduce = function_of("level", self.level, Level), function_of("reduce", self.reduce, Reduce)
         vars(self).update(level=level, reduce=reduce, choice=with_top_entropy(self.choice, self.top_entropy))
+        check_axes(self)
 
     @property
     def updates_per_rollout(self) -> int:

@@ -71,9 +71,8 @@ def alp(rewards: Tensor, lengths: Tensor, parts: Mapping[str, Tensor], beta: Non
     same whatever a wrong answer earns. There is no division by the standard deviation: where all are right, any beta would become
     the whole signal."""
     solved = parts["correct"].nanmean(dim=1, keepdim=True).nan_to_num(0.0).clamp(min=1 / rewards.shape[1])
-    return less_mean(rewards) - less_mean(
-        beta * solved * lengths + 0 * rewards
-    )  # 0 x NaN: an ungraded sample has no cost
+    # 0 x NaN: an ungraded sample has no cost
+    return less_mean(rewards) - less_mean(beta * solved * lengths + 0 * rewards)
 
 
 def length_penalty(

@@ -1,8 +1,7 @@
-"""Refuses meaningless values of an Algorithm, and meaningless combinations of them, each with a UserError of one line.
+"""Refuses an Algorithm that does not fit a rollout, or whose functions fail, each with a UserError of one line.
 
-`check_algorithm` makes all checks: `check_axes` of the Algorithm alone, `check_rollout` against the size of a rollout, and
-`check_functions`, which tries its functions on random numbers. `advice` names settings that work but are rarely meant. None of
-this needs a model.
+`check_algorithm` makes both checks: `check_rollout` against the size of a rollout, and `check_functions`, which tries the
+functions on random numbers. `advice` names settings that work but are rarely meant. None of this needs a model.
 """
 
 import copy
@@ -15,86 +14,21 @@ import torch
 from torch import Tensor
 
 from grpo.objectives.algorithm import Algorithm
-from grpo.objectives.arguments import OF_TOKENS, OFFERED, WITHOUT_RATIO, call, named, parameters
-from grpo.objectives.entropy import EntropyBonus
-from grpo.objectives.kl import KL
-from grpo.objectives.loss import clip, policy_log_ratio, token_weights
-from grpo.objectives.surrogates import vespo
+from grpo.objectives.arguments import OF_TOKENS, call, named, parameters
+from grpo.objectives.axes import clip_bounds, kl_in_reward
+from grpo.objectives.loss import policy_log_ratio, token_weights
 from grpo.objectives.trial import even_batch, random_batch, tried
 from grpo.system.errors import UserError
 from grpo.system.progress import Progress
-from grpo.system.ranges import require
 
 log = logging.getLogger(__name__)
 
 
 def check_algorithm(a: Algorithm, prompts: int, group_size: int, ahead: int = 0, critic: bool = False) -> None:
-    """Raises UserError for a meaningless setting, if `a` does not fit a rollout of prompts x group_size samples, or if a function
-    fails on random numbers. ahead: the age of the samples, in rollouts, when they are learned from. critic: the run has one. Logs
-    the advice."""
-    check_axes(a)
+    """Raises UserError if `a` does not fit a rollout of prompts x group_size samples, or if a function fails on random numbers.
+    ahead: the age of the samples, in rollouts, when they are learned from. critic: the run has one. Logs the advice."""
     check_rollout(a, prompts, group_size, ahead, critic)
     check_functions(a, prompts, group_size)
-
-
-def check_axes(a: Algorithm) -> None:
-    """Raises UserError for the first meaningless setting of `a`."""
-    for name, kind in (("kl", KL), ("entropy", EntropyBonus)):
-        if not isinstance(value := getattr(a, name), kind):
-            raise UserError(f"algo.{name}={value} must be a grpo {kind.__name__}: coef 0 switches it off")
-    for axis in OFFERED:
-        if callable(getattr(a, axis)):
-            check_parameters(a, axis)
-    check_combinations(a)
-    _, high, dual = clip_bounds(a)
-    if dual is not None and dual <= 1 + (high or 0):
-        raise UserError(f"algo.surrogate.dual={dual} must be above 1 + high, 3 is usual; null is off")
-
-
-def check_parameters(a: Algorithm, axis: str) -> None:
-    """Refuse a function with a parameter for which there is no value, or a value that does not fit its annotation."""
-    offered = WITHOUT_RATIO if axis == "surrogate" and a.level == "none" else OFFERED[axis]
-    for name, parameter in parameters(getattr(a, axis)).items():
-        if parameter.default is not parameter.empty:
-            require(f"algo.{axis}.{name}", parameter.default, parameter.annotation)
-        if parameter.default is not parameter.empty or parameter.kind == parameter.VAR_KEYWORD or name in offered:
-            continue
-        if name in OFFERED[axis]:
-            fix = "take algo/surrogate=reinforce, or algo.level=token"
-            raise UserError(f"algo.level=none, but {named(axis, getattr(a, axis))} needs the {name}: {fix}")
-        raise UserError(f"{named(axis, getattr(a, axis))} needs {name!r}; available are only: {', '.join(offered)}")
-
-
-def check_combinations(a: Algorithm) -> None:
-    """Refuse meaningless combinations of axes."""
-    with_ratio = a.kl.place == "loss_with_ratio"
-    if a.level == "none" and a.kl.in_loss and with_ratio:
-        raise UserError("algo.kl.place=loss_with_ratio, but algo.level=none has no ratio: set algo.kl.place=loss")
-    if a.old_policy == "rollout" and a.correction is not None:
-        line = "algo.old_policy=rollout puts the engine's mismatch into the ratio, and algo.correction would count it twice"
-        raise UserError(f"{line}: set algo/correction=none or algo.old_policy=trainer")
-    if a.correction is not None and getattr(a.surrogate, "func", a.surrogate) is vespo:
-        line = "algo/surrogate=vespo compares with the policy that sampled, and algo.correction would count that twice"
-        raise UserError(f"{line}: set algo/correction=none")
-    takes_ratio = parameters(a.surrogate).keys() & {"ratio", "log_ratio"}
-    if a.level not in ("token", "none") and not takes_ratio and not with_ratio:
-        level = named("level", a.level) if callable(a.level) else f"algo.level={a.level}"
-        raise UserError(
-            f"{level} has no effect: {named('surrogate', a.surrogate)} does not use the ratio; set algo.level=none"
-        )
-    if not {"rewards", "steps"} & parameters(a.advantage).keys():
-        for name, is_on in (("overlong_share", a.overlong_share), ("kl.place=reward", kl_in_reward(a))):
-            if is_on:
-                raise UserError(
-                    f"algo.{name} changes the reward, but {named('advantage', a.advantage)} does not use it"
-                )
-
-
-def clip_bounds(a: Algorithm) -> tuple[float | None, float | None, float | None]:
-    """Return low, high and dual of `clip`; None for each if the surrogate is another function."""
-    if getattr(a.surrogate, "func", a.surrogate) is not clip:
-        return None, None, None
-    return tuple(parameters(a.surrogate)[name].default for name in ("low", "high", "dual"))
 
 
 def check_rollout(a: Algorithm, prompts: int, group_size: int, ahead: int, critic: bool) -> None:
@@ -115,11 +49,6 @@ def check_rollout(a: Algorithm, prompts: int, group_size: int, ahead: int, criti
         valid = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
         size = f"{rows} rows of a rollout ({prompts} prompts x {group_size} samples)"
         raise UserError(f"algo.num_minibatches={a.num_minibatches} does not divide the {size}; valid values: {valid}")
-
-
-def kl_in_reward(a: Algorithm) -> bool:
-    """Return whether the KL enters the rewards of samples, not those of tokens."""
-    return a.kl.in_reward and a.kl.place == "reward"
 
 
 def check_functions(a: Algorithm, prompts: int, group_size: int) -> None:

@@ -25,10 +25,9 @@ def chosen_tokens(choice: Callable[..., Tensor], tokens: TokenBatch, rng: torch.
     fields = (sample, tokens.old_logprobs, tokens.old_entropy, tokens.advantages)
     of_rank = [values[mask].cpu() for values in fields]  # [n of this rank] each
     of_ranks = distributed.all_gather([of_rank])
-    samples, *fields = (torch.cat(parts) for parts in zip(*of_ranks, strict=True))  # [n] each
+    samples, logprobs, entropy, advantages = (torch.cat(parts) for parts in zip(*of_ranks, strict=True))  # [n] each
     order = samples.argsort(stable=True)
-    logprobs, entropy, advantages = (values[order] for values in fields)
-    offered = {"logprobs": logprobs, "entropy": entropy, "advantages": advantages, "rng": rng}
+    offered = {"logprobs": logprobs[order], "entropy": entropy[order], "advantages": advantages[order], "rng": rng}
     counted = torch.zeros(len(order), dtype=torch.bool).scatter(0, order, call("choice", choice, offered))
     start = sum(len(samples) for samples, *_ in of_ranks[: distributed.rank()])
     here = counted[start : start + len(of_rank[0])].to(mask.device)

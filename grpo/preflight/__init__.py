@@ -10,6 +10,7 @@ from grpo.preflight import data, episodes, learning, sampling
 from grpo.preflight.probe import Checked, Probe
 
 CHECKS: dict[str, Callable[[Probe], Checked]] = {
+    "the weights are whole": learning.all_weights,
     "prompts differ, answers end": episodes.prompts,
     "prompts have their start token": episodes.begun,
     "tokens are those of the texts": episodes.spelled_out,

@@ -60,7 +60,7 @@ def gold(probe: Probe) -> Checked:
         different = (other for _, other in answers if other != answer)
         if other := next(different, ""):
             others.append((row, other))
-    broken = [(row, damaged(answer)) for row, answer in answers if damaged(answer)]
+    broken = [(row, wrong) for row, answer in answers if (wrong := damaged(answer))]
     fooled = sum(right(row, wrong) for row, wrong in others)
     deceived = sum(right(row, wrong) for row, wrong in broken)
     text = f"{len(answers) - len(missed)} of {len(answers)} right answers are right"

@@ -168,8 +168,8 @@ class Sizes:
         if sharded:
             weights, masters = bytes_of(p for p in model if not p.requires_grad) + bytes_of(learned), 0
         buckets = bytes_of(p for p in model if p.requires_grad) if devices > 1 and not sharded else 0
-        models = [model for model in (passes.policy, body_below_the_critic(passes)) if model is not None]
-        gathered = sum(map(in_a_layer, models)) if sharded else 0  # layers that are whole while they compute
+        bodies = [body for body in (passes.policy, body_below_the_critic(passes)) if body is not None]
+        gathered = sum(map(in_a_layer, bodies)) if sharded else 0  # layers that are whole while they compute
         of_device = devices if sharded else 1
         parts = [
             Part("weights", weights // of_device, "" if policy.dtype.itemsize == 2 else "model.dtype=bfloat16"),

@@ -11,10 +11,20 @@ from grpo.models.gradient_checkpointing import recomputing
 from grpo.objectives.batch import TokenBatch
 from grpo.preflight.probe import Checked, Probe, judged, mean_gap
 from grpo.system import distributed
+from grpo.system.loading import not_finite
 from grpo.training.module import GRPOModule
 from grpo.training.optimization import learned_by
 
 SLICE = 1 << 16
+
+
+def all_weights(probe: Probe) -> Checked:
+    """All weights are finite, also after a cast that came later than loading. Loading has raised an error if one was missing,
+    renamed or of another shape."""
+    named = dict(probe.module.policy.named_parameters())
+    broken = not_finite(named.items())
+    text = f"{len(named)} tensors, none missing or of another shape, {len(broken)} not finite"
+    return judged(not broken, text, f"the checkpoint is damaged, the first one is {next(iter(broken), '')}")
 
 
 def mask(probe: Probe) -> Checked:

@@ -81,7 +81,7 @@ def sync(probe: Probe) -> Checked:
 
 @torch.no_grad()
 def moved_by(probe: Probe, share: float, version: int) -> Checked:
-    """Add noise to a parameter of each kind, compare engine and trainer, take it away and compare again.
+    """Return the verdict on moved weights: add noise to one parameter of each kind, compare, take it away, compare again.
 
     share: size of the noise, as a share of the parameter's. version: of the moved weights.
     """

@@ -192,7 +192,7 @@ class Rewards:
 
 
 def _checked(name: str, values: Any, count: int) -> list[float | Reward | None]:
-    """Return a function's values as a list of this length. Raises RewardError if they are none, or the function raised."""
+    """Return a function's values as a list of this length. Raises RewardError if they are no such list, or it raised."""
     function = f"the reward function {name!r}"
     if isinstance(values, BaseException):
         raise RewardError(f"{function} raised {error_line(values)}") from values

@@ -237,13 +237,13 @@ class Session:
     async def compared(self, answers: Sequence[str]) -> list[float | Reward | None]:
         """Return (wins - losses) / matches of each answer; None for an answer without a rival."""
         n = len(answers)
-        if n < 2:
-            return [None] * n
         pairs = set()
         for i in range(n):
             for distance in range(1, min(self.judge.rounds, n - 1) + 1):
                 rival = (i + distance) % n
                 pairs.add((min(i, rival), max(i, rival)))
+        if not pairs:
+            return [None] * n
         matches = [(i, j, voter) for i, j in sorted(pairs) for voter in enumerate(self.judge.models)]
         requests = [self.match(answers[i], answers[j], voter) for i, j, voter in matches]
         results = await asyncio.gather(*requests)
@@ -252,11 +252,11 @@ class Session:
             if result is not None:
                 points[i].append(result)
                 points[j].append(-result)
-        return [fmean(results) if results else UNJUDGED for results in points]
+        return [fmean(earned) if earned else UNJUDGED for earned in points]
 
     async def match(self, left: str, right: str, voter: tuple[int, str]) -> int | None:
         """Return 1 if `left` wins, -1 if `right` does, 0 for a tie, None for an invalid verdict. Both orders are asked for; an
-        answer that wins in one of them only has a tie."""
+        answer that wins in only one of them ties."""
         if not (left and right):
             return bool(left) - bool(right)
         labels = {"BETTER": ["tie", "A", "B"]}

@@ -46,7 +46,7 @@ class RowTask:
     stop: str | None = None  # the text with which a base model starts to invent the next question
 
     def __init__(self, data: Rows, rewards: Functions, weights: Weights = None, solved: float = 1.0) -> None:
-        self.read: set[str] = set()  # splits whose right answers were read
+        self.graders_warned: set[str] = set()  # splits whose right answers the grader has looked at
         self.tried = False  # whether the reward functions have scored a made-up answer
         self.data, self.rewards = data, Rewards(rewards, weights, solved, self.usual_weights)
 
@@ -67,8 +67,8 @@ class RowTask:
             self.rewards.try_foreign(self.columns(rows[0]), self.messages(rows[0]))
             self.load_state_dict(before)
             self.tried = True
-        if self.grades_mathematics and split not in self.read:
-            self.read.add(split)
+        if self.grades_mathematics and split not in self.graders_warned:
+            self.graders_warned.add(split)
             self.warn_of_unreadable(rows, split)
         return rows
 

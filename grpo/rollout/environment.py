@@ -40,7 +40,7 @@ class Environment:
     async def outcome(self) -> Reward | BaseException | None:
         """Return the reward that the environment gives the whole episode, if it has one."""
         method = getattr(self.env, "outcome", None)
-        if method is None:
+        if not method:
             return None
         return await self._call(method, lambda result: None if result is None else reward_of(result))
 

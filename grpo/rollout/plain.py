@@ -52,10 +52,6 @@ def to_plain(value: Any, tensors: Tensors, path: str = "") -> Any:
 
     Raises TypeError for an object that is no plain data.
     """
-
-    def below(key: Any) -> str:
-        return f"{path}.{key}" if path else str(key)
-
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -67,11 +63,11 @@ def to_plain(value: Any, tensors: Tensors, path: str = "") -> Any:
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, Sequence | set | frozenset):
-        inside = [to_plain(element, tensors, below(i)) for i, element in enumerate(value)]
+        inside = [to_plain(element, tensors, below(path, i)) for i, element in enumerate(value)]
         kind = "$tuple" if isinstance(value, tuple) else "$set"
         return {kind: inside} if isinstance(value, tuple | set | frozenset) else inside
     if isinstance(value, Mapping):
-        inside = {key: to_plain(element, tensors, below(key)) for key, element in value.items()}
+        inside = {key: to_plain(element, tensors, below(path, key)) for key, element in value.items()}
         if all(isinstance(key, str) and key[:1] != "$" for key in inside):
             return inside
         return {"$items": [[to_plain(key, tensors, path), element] for key, element in inside.items()]}
@@ -79,6 +75,11 @@ def to_plain(value: Any, tensors: Tensors, path: str = "") -> Any:
         inside = {f.name: to_plain(getattr(value, f.name), tensors, f"{path}.{f.name}") for f in fields(value)}
         return {"$is": name_of(kind), **inside}
     raise TypeError(f"{path} is a {kind.__name__}, not a number, text, list, dictionary or tensor")
+
+
+def below(path: str, key: Any) -> str:
+    """Return the place of an element."""
+    return f"{path}.{key}" if path else str(key)
 
 
 def from_plain(plain: Any, tensors: Mapping[str, Tensor]) -> Any:

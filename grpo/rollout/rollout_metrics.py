@@ -56,8 +56,7 @@ def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
     conversations = any(map(is_conversation, samples))
     values: dict[str, list[float]] = {}
     for sample in samples:
-        ours = {"length": sample.length, "truncated": sample.trajectory.truncated}
-        ours |= {"repeated": share_repeated(sample)}
+        ours = {"length": sample.length, "truncated": sample.trajectory.truncated, "repeated": share_repeated(sample)}
         ours |= {name: sample.reward.outcome == name for name in graded}
         ours |= conversation(sample.trajectory) if conversations else {}
         parts = {name_of_part(name): value for name, value in sample.reward.parts.items()}

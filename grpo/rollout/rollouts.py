@@ -52,8 +52,8 @@ class Rollout:
         """Return the age of the weights that sampled a token, in versions before `rollouts`, on average over tokens."""
         samples = [sample for group in self.groups for sample in group]
         turns = [(sample.age, turn.completion) for sample in samples for turn in sample.turns]
-        versions = [v for age, done in turns for v in done.versions or (self.version - age,) * len(done.ids)]
-        return sum(rollouts - version for version in versions) / max(1, len(versions))
+        versions = [done.versions or (self.version - age,) * len(done.ids) for age, done in turns]
+        return (rollouts * sum(map(len, versions)) - sum(map(sum, versions))) / max(1, sum(map(len, versions)))
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class Rollouts:
     """Makes rollout r, which depends only on (seed, r), on the engine's weights, and on the states of sampler and selection.
     Mutable: the trainer sets `while_sampling`.
 
-    folder: the run's folder, where the samples of a failed rollout are saved. while_sampling: a context around the engine.
+    folder: the run's folder, where the samples of a failed rollout are saved. while_sampling: the context in which it samples.
     """
 
     plan: Plan

@@ -48,7 +48,7 @@ class Dynamic:
     """Dynamic sampling (DAPO, arXiv 2503.14476): groups without signal are replaced, in at most `rounds` rounds of sampling.
 
     by: a group has signal if right and wrong answers are in it (correct), or if its rewards differ (reward). low, high: bounds on
-    the group's mean of these numbers, outside of which it has none (prime-rl's gates); None: no bound.
+    the group's mean of these numbers, outside of which it has no signal (prime-rl's gates); None: no bound.
     """
 
     rounds: Count = 10
@@ -78,9 +78,8 @@ class Dynamic:
             live = self.live(draw, groups)
             if (count := int(live.sum())) >= draw.prompts:
                 break
-            wanted = math.ceil(
-                (draw.prompts - count) * len(groups) / max(count, 1)
-            )  # new ones may have equal rewards too
+            # new ones may have equal rewards too
+            wanted = math.ceil((draw.prompts - count) * len(groups) / max(count, 1))
         if draw.rounds < 2:
             return groups
         best = (~live).int().argsort(stable=True)[: draw.prompts]

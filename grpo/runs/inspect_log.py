@@ -100,9 +100,9 @@ def message_of_inspect(message: Mapping[str, Any]) -> dict[str, Any]:
     form = {"role": message["role"], "content": message["content"]}
     if message["role"] == "tool" and "name" in message:
         form["function"] = message["name"]
-    calls = [(call.get("id", ""), call["function"]) for call in message.get("tool_calls", [])]
-    if calls:
+    if calls := message.get("tool_calls", []):
         form["tool_calls"] = [
-            {"id": name, "function": function["name"], "arguments": function["arguments"]} for name, function in calls
+            {"id": call.get("id", ""), "function": call["function"]["name"], "arguments": call["function"]["arguments"]}
+            for call in calls
         ]
     return form

@@ -56,10 +56,10 @@ def user_files(arguments: Iterable[str]) -> set[Path]:
     loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     named = [name for argument in arguments for name in FILE.findall(argument)]
     places = {place for path in [*OURS, *PYTHON] for place in (path, path.resolve())}
-    not_theirs = tuple(str(place) if place.suffix == ".py" else f"{place}{os.sep}" for place in places)
+    prefixes = tuple(str(place) if place.suffix == ".py" else f"{place}{os.sep}" for place in places)
     names = {name for name in [*loaded, *named] if name and name.endswith(".py")}
-    files = {Path(name).expanduser().resolve() for name in names if not name.startswith(not_theirs)}
-    return {file for file in files if file.is_file() and not str(file).startswith(not_theirs)}
+    files = {Path(name).expanduser().resolve() for name in names if not name.startswith(prefixes)}
+    return {file for file in files if file.is_file() and not str(file).startswith(prefixes)}
 
 
 def patch() -> str:

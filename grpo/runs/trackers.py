@@ -82,7 +82,10 @@ class Tracker(Logger):
             call(*arguments)
         except Exception as error:  # a client may raise any type
             self.works = False
-            reason = (hidden(str(error)).strip().splitlines() or [type(error).__name__])[0][:200]
+            text = re.sub(
+                r"//[^/@\s]+@", "//***@", hidden(str(error))
+            )  # also a short name: addresses of trackers have keys
+            reason = (text.strip().splitlines() or [type(error).__name__])[0][:200]
             log.warning(f"{type(self).__name__} {what}, the run continues without it: {reason}{advice}")
 
 
@@ -192,10 +195,10 @@ class MLflow(Tracker):
             Path(artifacts).parent.mkdir(parents=True, exist_ok=True)
         self.client = MlflowClient(self.uri)
         if experiment := self.client.get_experiment_by_name(self.experiment_name):
-            number = experiment.experiment_id
+            experiment_id = experiment.experiment_id
         else:
-            number = self.client.create_experiment(self.experiment_name, artifacts)
-        run = self.client.create_run(number, run_name=self.options["name"], tags=self.tags)
+            experiment_id = self.client.create_experiment(self.experiment_name, artifacts)
+        run = self.client.create_run(experiment_id, run_name=self.options["name"], tags=self.tags)
         self.run_id = run.info.run_id
         params = [Param(allowed(name), str(value)[:6000]) for name, value in settings.items()]
         self.client.log_batch(self.run_id, params=params)

@@ -91,12 +91,12 @@ class Service:
         return self.rendered(CHAT.read({"messages": messages}))
 
     def rendered(self, request: CompletionRequest) -> tuple[int, ...]:
-        """Return the token ids of a call's conversation."""
+        """Return the token ids of a request's conversation."""
         self.limits.check("prompt", sum(len(message.content) for message in request.messages), "characters of a prompt")
         return tuple(self.renderer_of(request).prompt_ids(request.messages, request.tools))
 
     def renderer_of(self, request: CompletionRequest) -> Renderer:
-        """Return the renderer with the call's variables of the chat template."""
+        """Return the renderer with the request's variables of the chat template."""
         if not request.template:
             return self.renderer
         if not hasattr(self.renderer, "with_args"):
@@ -115,7 +115,7 @@ class Service:
         return prompt
 
     def sampling(self, request: CompletionRequest) -> Sampling:
-        """Return the settings of a call in the form of the engines. Without max_tokens these are 16 for raw prompts, else 256."""
+        """Return a request's settings in the form of the engines. Without max_tokens these are 16 for raw prompts, else 256."""
         if len(request.settings.get("stop_ids", ())) > 1000:
             raise UserError("there are at most 1000 stop_token_ids")
         most = (RAW_TOKENS if request.prompts else 256) if request.max_tokens is None else request.max_tokens
@@ -123,7 +123,7 @@ class Service:
         return Sampling(most, **request.settings, stop=StopTexts(request.stop, decode) if request.stop else ())
 
     async def answers(self, request: CompletionRequest) -> list[Answer]:
-        """Return n answers to each prompt of a call. Raises UserError and Unavailable."""
+        """Return n answers to each prompt of a request. Raises UserError and Unavailable."""
         function, inputs = (self.prompt_ids, request.prompts) if request.prompts else (self.rendered, [request])
         prompts = await self.read(function, inputs, request.n)
         top = max(request.logprobs or 0, request.prompt_logprobs or 0)

@@ -4,7 +4,7 @@ POST /SESSION/v1/chat/completions, ...   a call, by the dialects
 POST /SESSION/reward                     the reward of the episode
 POST /sessions                           opens a session for an external program; needs the API key
 
-A session is an environment with `ask(call)`, which waits for the answer, and `post(reward)`.
+A session is an environment with `ask(request)`, which waits for the answer, and `post(reward)`.
 """
 
 import hmac
@@ -28,7 +28,7 @@ from grpo.system.ports import check_port
 
 HOST = "127.0.0.1"
 BODY = 1 << 23  # bytes of a request
-PATIENCE = 30.0  # seconds in which a program from outside waits for an episode
+PATIENCE = 30.0  # seconds in which an external program waits for an episode
 MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "grpo"}]}
 
 
@@ -40,8 +40,8 @@ class NoAnswer(UserError):
         self.status = status
 
 
-def check_call(request: CompletionRequest) -> None:
-    """Raise NoAnswer for a call that a session cannot honour. Temperature and the like are the run's, whatever it asks for."""
+def check_request(request: CompletionRequest) -> None:
+    """Raise NoAnswer for a request that a session cannot honour. Temperature and the like are the run's, whatever it asks for."""
     reasons = {
         "n above 1": request.count > 1,
         "a form of the answer": "guided" in request.settings,
@@ -121,9 +121,9 @@ class Sessions(ThreadingHTTPServer):
             return strict_json({"reward": reward and reward.value})
         if (dialect := DIALECTS.get(f"/{route}")) is None:
             raise NoAnswer(f"there is no /{shown(route)} in a session, but {', '.join(DIALECTS)}, /reward", 404)
-        check_call(call := dialect.read(body))
-        written = dialect.written(call, [session.ask(call)], str(body.get("model", "policy")))
-        return "".join(sse(dialect, written)) if call.stream else strict_json(written)
+        check_request(request := dialect.read(body))
+        written = dialect.written(request, [session.ask(request)], str(body.get("model", "policy")))
+        return "".join(sse(dialect, written)) if request.stream else strict_json(written)
 
 
 @cache

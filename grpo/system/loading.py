@@ -39,10 +39,10 @@ def kind_of(name: str) -> str:
     return "".join(c for c in name if not c.isdigit())
 
 
-def finite(what: str, model: nn.Module) -> nn.Module:
+def finite(what: str, model: nn.Module, cause: str = "the checkpoint is damaged") -> nn.Module:
     """Return the model. Raises UserError if a weight is NaN or infinite."""
     if broken := not_finite(model.named_parameters()):
-        raise UserError(f"{what} has weights that are NaN or infinite: {_few(broken)}; load an undamaged checkpoint")
+        raise UserError(f"{what} has weights that are NaN or infinite: {_few(broken)}; {cause}")
     return model
 
 

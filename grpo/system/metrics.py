@@ -103,12 +103,12 @@ def require_metric(key: str, name: str, measured: Iterable[str] = ()) -> None:
     """Raise UserError, with the nearest names, if the value `name` of a key is no metric, or none of those `measured`. Names of
     another kind (eval/, loss/ ...) in `measured` do not count."""
     kind = name.partition("/")[0]
-    rivals = [other for other in measured if other.partition("/")[0] == kind]
-    unknown = name not in rivals if rivals else about(name) is None
+    same_kind = [metric for metric in measured if metric.partition("/")[0] == kind]
+    unknown = name not in same_kind if same_kind else about(name) is None
     if unknown:
-        near = get_close_matches(name, rivals or [metric.name for metric in METRICS], cutoff=0.3)
+        near = get_close_matches(name, same_kind or [metric.name for metric in METRICS], cutoff=0.3)
         similar = f"; similar: {', '.join(near)}" if near else ""
-        whose = " of this run" if rivals else ""
+        whose = " of this run" if same_kind else ""
         raise UserError(f"{key}={name} is no metric{whose}{similar}; docs/algorithms.md lists all")
 
 

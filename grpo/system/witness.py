@@ -1,4 +1,4 @@
-"""Names the user's function that was running when something calls os._exit.
+"""Names the user's function that is running when something calls os._exit.
 
 A user's function that calls os._exit gets an exception instead: its exit code could be 0, and the run would seem to have
 finished. After a crash in C, Python prints where each thread was.

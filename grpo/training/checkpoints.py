@@ -163,7 +163,7 @@ def write_pieces(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
     everyones = distributed.all_gather([sums])
     if not all(everyones):
         raise fault or OSError(errno.ENOSPC, "another device could not write its part")
-    return {name: digest for sums in everyones for name, digest in sums.items()}
+    return {name: digest for of_rank in everyones for name, digest in of_rank.items()}
 
 
 def read_tensors(folder: Path, mapped: bool) -> dict[str, list[Tensor]]:

@@ -93,8 +93,8 @@ def make_trainer(
     except (TypeError, ValueError, MisconfigurationException) as error:
         raise UserError(f"trainer: {error}") from error
     if rank_zero_only.rank >= trainer.world_size:  # this process would train and save nothing
-        place = f"process {rank_zero_only.rank}, counted from 0, of {trainer.world_size}"
-        line = f"the environment says that this is {place}"
+        process = f"process {rank_zero_only.rank}, counted from 0, of {trainer.world_size}"
+        line = f"the environment says that this is {process}"
         raise UserError(f"{line}: unset RANK, LOCAL_RANK and SLURM_PROCID, or set trainer.devices")
     return trainer
 
@@ -123,5 +123,5 @@ def lightning_strategy(strategy: Strategy, timeout: float, ranks: int, precision
 
 
 def callbacks_of(callbacks: Sequence[Callback], kind: type[T]) -> list[T]:
-    """Return those of a run's callbacks that are of a class. A callback that needs another one finds it so."""
+    """Return a run's callbacks that are of a class. A callback finds another one that it needs in this way."""
     return [callback for callback in callbacks if isinstance(callback, kind)]

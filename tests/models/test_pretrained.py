@@ -59,7 +59,7 @@ def rename(weights: dict) -> None:
             lambda w: w.update({UP.replace("0", "7"): w[UP].clone()}),
             f"has 1 weights of layers beyond the model's: {UP.replace('0', '7')}; ",
         ),
-        (lambda w: w[UP][0, 0].fill_(torch.nan), f"NaN or infinite: {UP}; load an undamaged checkpoint"),
+        (lambda w: w[UP][0, 0].fill_(torch.nan), f"NaN or infinite: {UP}; the checkpoint is damaged"),
         (lambda w: w[UP][0, 0].fill_(-torch.inf), f"NaN or infinite: {UP}"),
     ],
 )
@@ -73,7 +73,7 @@ def test_a_checkpoint_that_does_not_fit_its_model_is_refused(folder, change, mes
 def test_a_model_in_memory_with_a_weight_that_is_nan_is_refused(toy):
     model = Pretrained(str(toy)).model()
     dict(model.named_parameters())[UP].data[0, 0] = torch.nan
-    with pytest.raises(UserError, match=f"the given model has weights that are NaN or infinite: {UP}"):
+    with pytest.raises(UserError, match=f"the given model has weights that are NaN or infinite: {UP}; load it again"):
         InMemory(str(toy), given=model).model()
 
 

@@ -122,6 +122,15 @@ def test_the_plan_of_that_run(checked, probe):
     assert [duration(s) for s in (59, 90, 7200, 200_000)] == ["59 s", "1.5 min", "2.0 h", "2.3 days"]
 
 
+def test_a_weight_that_is_not_finite(probe):
+    weight = probe.module.policy.model.norm.weight
+    before = weight.detach().clone()
+    weight.data[3] = torch.inf
+    found = preflight.outcome(CHECKS["the weights are whole"], probe)
+    weight.data.copy_(before)
+    assert found.result == "FAIL" and found.compared.endswith("1 not finite") and "model.norm.weight" in found.remedy
+
+
 def test_prompts_that_do_not_depend_on_the_row(checked, probe, monkeypatch):
     ids = checked[0].groups[0][0].turns[0].prompt_ids
     monkeypatch.setattr(type(probe.rollouts.renderer), "prompt_ids", lambda *_: ids)

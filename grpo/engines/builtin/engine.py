@@ -106,12 +106,11 @@ class TransformersEngine:
         scores: list[list[dict[int, float]]] = []
         for sequence in sequences:
             ids = torch.tensor([sequence], device=self.model.device)
-            logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1]  # [T-1, V]
-            logprobs = logits.float().log_softmax(-1)
-            drawn = logprobs.gather(-1, ids[0, 1:, None])
+            logprobs = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)  # [T-1, V]
+            actual = logprobs.gather(-1, ids[0, 1:, None])
             best = logprobs.topk(min(top, logprobs.shape[-1]))
             which = torch.cat([ids[0, 1:, None], best.indices], -1)  # [T-1, 1 + top]
-            values = torch.cat([drawn, best.values], -1)
+            values = torch.cat([actual, best.values], -1)
             rows = zip(which.tolist(), values.tolist(), strict=True)
             scores.append([{}, *(dict(zip(*row, strict=True)) for row in rows)])
         return scores

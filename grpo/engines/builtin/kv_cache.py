@@ -57,17 +57,17 @@ class KVCache:
         while waiting:
             prompt = self.prompt_of[waiting[0]]
             is_read = prompt in self.logits or prompt in unread[-1:]
-            to_read = unread if is_read else [*unread, prompt]
-            prompts, rows = len(self.prompts) + len(to_read), len(self.rows) + len(new) + 1
+            prompts, rows = len(self.prompts) + len(unread) + (not is_read), len(self.rows) + len(new) + 1
             tokens = prompts * self.widest + rows * self.max_tokens
             if tokens > self.bound and rows > 1:
                 break
-            unread = to_read
+            if not is_read:
+                unread.append(prompt)
             new.append(waiting.popleft())
         if not new:
             return [], None
-        for prompts in in_pieces(unread, lambda u: len(self.texts[u]), PREFILL_TOKENS):
-            self.read(prompts)
+        for piece in in_pieces(unread, lambda u: len(self.texts[u]), PREFILL_TOKENS):
+            self.read(piece)
         logits = torch.stack([self.logits[self.prompt_of[i]] for i in new])
         following = self.prompt_of[waiting[0]] if waiting else None
         self.logits = {u: row for u, row in self.logits.items() if u == following}

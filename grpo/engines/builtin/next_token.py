@@ -58,8 +58,8 @@ class NextTokens:
     def __init__(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling, seeds: Sequence[int], device) -> None:
         self.prompts, self.sampling, self.seeds, self.device = prompts, sampling, seeds, device
         shape = len(prompts), sampling.max_tokens
-        exact = torch.float32 if device.type == "mps" else torch.float64
-        self.uniform = torch.empty(shape, dtype=exact, device=device)
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.uniform = torch.empty(shape, dtype=dtype, device=device)
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(shape, device=device)
         self.rows = torch.zeros(0, dtype=torch.int64, device=device)  # [B], the sample of each row

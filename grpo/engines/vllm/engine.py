@@ -96,7 +96,7 @@ class VLLMEngine:
         self.context: int | None = None
         self._path = path
         # on a GPU without a given share it is built when `fit` has told it what the run leaves, at the first load
-        has_share = args.keys() & {"gpu_memory_utilization", "kv_cache_memory_bytes"}
+        has_share = not args.keys().isdisjoint({"gpu_memory_utilization", "kv_cache_memory_bytes"})
         fixed = current_platform.is_cpu() or has_share
         self._fits, self._given_sleeps = not fixed, sleeps
         if devices * nodes == 1 and fixed:

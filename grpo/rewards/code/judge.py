@@ -232,9 +232,9 @@ def encode(value: Any, peer: Peer | None = None, depth: int = 0) -> bytes:
         if isinstance(value, kind):
             if depth > DEEPEST:
                 raise ValueError(f"more than {DEEPEST} containers inside one another")
-            items = list(kind.__iter__(value))
-            if kind is dict:  # key, value, key, value, ...
-                items = [item for pair in dict.items(value) for item in pair]
+            # of a dictionary: key, value, key, value, ...
+            is_dict = kind is dict
+            items = [item for pair in dict.items(value) for item in pair] if is_dict else list(kind.__iter__(value))
             return b"%b%d;" % (letter, len(items)) + b"".join(encode(item, peer, depth + 1) for item in items)
     if isinstance(value, Remote):
         return b"r%x;" % value._number

@@ -140,8 +140,8 @@ def _check_confined(line: bytes) -> None:
     """Raise UserError if the child's first line says that it could not confine itself."""
     if line.startswith(sandbox_child.REFUSED):
         reason = line.removeprefix(sandbox_child.REFUSED).decode(errors="replace")
-        fix = "use Linux with Landlock, in a container that permits it, or accept limits of time, memory and file size"
-        raise UserError(f"a program cannot be confined here ({reason}): {fix} alone with unconfined=True")
+        fix = "use Linux with Landlock, in a container that permits it, or accept limits of time, memory and file size alone"
+        raise UserError(f"a program cannot be confined here ({reason}): {fix} with unconfined=True")
 
 
 @cache
@@ -220,8 +220,8 @@ def _exceeds(folder: str, limit: int) -> bool:
 
 
 def _kill(process: subprocess.Popen, group: bool) -> None:
-    """Kill the process and wait for it. group: kill what is left of its group even if it has ended, when the system may have
-    given its id away.
+    """Kill the process and wait for it. group: kill what is left of its group even if it has ended, although its id may be
+    another's by then.
 
     The judge first gets the time to end its candidate, which would stay behind as a zombie if no process adopts orphans.
     """

@@ -234,9 +234,9 @@ def main() -> None:
 
 def be_candidate(judge: int, questions: int, reply: int, confined: bool) -> None:
     """Confine this process if the judge is confined, and run the program in it. Never returns."""
-    from judge import run_candidate
-
     try:
+        from judge import run_candidate
+
         if confined:
             die_with(judge)
             seccomp(seccomp_filter(os.uname().machine, os.getpid()))

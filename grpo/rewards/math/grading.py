@@ -61,7 +61,8 @@ def unreadable(golds: Sequence[str | None]) -> list[int]:
             places.setdefault(gold, []).append(place)
     if not places:
         return []
-    with ThreadPoolExecutor(WORKERS) as pool:  # a number that is no right answer
+    with ThreadPoolExecutor(WORKERS) as pool:
+        # the answer is a number that is no right answer
         outcomes = pool.map(lambda gold: verdict("12345678987654321", gold), places)
         bad = [gold for gold, outcome in zip(places, outcomes, strict=True) if outcome == "error"]
     return sorted(place for gold in bad for place in places[gold])

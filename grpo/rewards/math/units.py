@@ -31,7 +31,7 @@ _TAIL = re.compile(
 _OTHER_NUMBER = re.compile(rf"(?:{_NO_UNIT})\b")
 _GENERAL = re.compile(r"\b(?:units?|of|the|exactly)\b")
 _COMPASS = {"N": "north", "S": "south", "E": "east", "W": "west"}
-# which pint takes for attometers, petamol per liter, ...
+# words that pint takes for units: attometers, petamol per liter, ...
 _ONLY_WORDS = frozenset(["am", "pm", "ad", "bc", "bce", "ce", "up", "at", "a"])
 _LOCK = threading.Lock()
 
@@ -84,10 +84,9 @@ def factor(ours: str, gold: str) -> Fraction | None:
 def temperature(value: Fraction, ours: str, gold: str) -> Fraction | None:
     """Return a temperature in the gold's scale; None if these are no two scales of temperature."""
     our_unit, unit = _read(ours)[0], _read(gold)[0]
-    if our_unit is None or unit is None or not _offset(our_unit, unit):
+    if our_unit is None or unit is None or our_unit.dimensionality != unit.dimensionality:
         return None
-    same_kind = our_unit.dimensionality == unit.dimensionality
-    if not same_kind:
+    if not _offset(our_unit, unit):
         return None
     with _LOCK:
         return Fraction(_pint().Quantity(value, our_unit).to(unit).magnitude)

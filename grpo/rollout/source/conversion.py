@@ -82,9 +82,9 @@ class Conversion:
         if not versions:
             self.say("which weights have sampled is unknown, and so is how old they are")
         advantage, correct = record.get("advantage"), record.get("correct")
-        of_tokens = {value for turn in turns for value in turn.advantages or ()}
-        if advantage is None and len(of_tokens) == 1:
-            (advantage,) = of_tokens
+        if advantage is None:
+            of_tokens = {value for turn in turns for value in turn.advantages or ()}
+            advantage = of_tokens.pop() if len(of_tokens) == 1 else None
         if advantage is not None:  # it is that of every token
             turns = tuple(replace(turn, advantages=None) for turn in turns)
         advantage = math.nan if advantage is None else float(advantage)
@@ -114,8 +114,9 @@ class Conversion:
         if logprobs is None:
             raise RolloutError(NO_LOGPROBS)
         check_logprobs(logprobs)
-        goes_on, last = end < len(row.ids), "stop" if ids[-1] in self.ends else "length"
-        reason = "stop" if goes_on else finish or last
+        reason = "stop" if end < len(row.ids) else finish
+        if not reason:
+            reason = "stop" if ids[-1] in self.ends else "length"
         versions = None if row.versions is None else tuple(row.versions[begin:end])
         return Completion(ids, logprobs, reason, versions)
 

@@ -217,10 +217,10 @@ def guided_by(response_format: Mapping[str, Any]) -> dict[str, Any]:
     kind = response_format.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise UserError(f"response_format={shown(response_format)}: its type is text, json_object or json_schema")
+    schema = response_format.get("json_schema", response_format).get("schema") or {"type": "object"}
     if kind == "text":
         return {}
-    schema = response_format.get("json_schema", response_format).get("schema") if kind == "json_schema" else None
-    return {"guided": {"json": schema or {"type": "object"}}}
+    return {"guided": {"json": {"type": "object"} if kind == "json_object" else schema}}
 
 
 def offered_tools(tools: Iterable[ToolSpec], choice: Any) -> tuple[ToolSpec, ...]:

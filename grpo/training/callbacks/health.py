@@ -46,9 +46,9 @@ class Health(L.Callback):
         self.foreign: str | None = None  # a line for a tiny model that knows another task
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        for rollout in callbacks_of(trainer.callbacks, RolloutCallback):
-            self.watch.rounding = rollout.rounding or self.watch.rounding
-            self.foreign = untaught(module.policy, rollout.rollouts.task)
+        for callback in callbacks_of(trainer.callbacks, RolloutCallback):
+            self.watch.rounding = callback.rounding or self.watch.rounding
+            self.foreign = untaught(module.policy, callback.rollouts.task)
 
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         intervals = {evaluation.rollout: evaluation.estimates["accuracy"][1:3] for evaluation in batch.evaluations}

@@ -32,7 +32,8 @@ class Samples(L.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         rollout = batch.rollout + 1
         if self.every and rollout % self.every == 0:
-            task = next((rollout.rollouts.task for rollout in callbacks_of(trainer.callbacks, RolloutCallback)), None)
+            players = callbacks_of(trainer.callbacks, RolloutCallback)
+            task = next((callback.rollouts.task for callback in players), None)
             columns = {"advantage": batch.advantages, **golds(task, batch.groups)}
             if "overlong" in batch.scores.parts:
                 columns["overlong"] = batch.scores.parts["overlong"].tolist()

@@ -185,7 +185,7 @@ class Terminal(L.Callback):
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         self.progress.stop()
-        says_how = isinstance(exception, StopError)  # how to continue
-        if not says_how and (self.folder / "checkpoints" / "last.ckpt").exists():
+        asked_to_stop = isinstance(exception, StopError)  # whose message says how to continue
+        if not asked_to_stop and (self.folder / "checkpoints" / "last.ckpt").exists():
             resume = f"python train.py {shlex.quote(f'ckpt_path={self.folder}')}"
             self.line(f"stopped by {type(exception).__name__}; to resume: {resume}")
