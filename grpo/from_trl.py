@@ -51,8 +51,8 @@ def check_batches(values: Mapping[str, Any]) -> None:
     """Refuse sizes that TRL refuses, and those that have no form here. values: of the fields, and what is derived from them."""
     group, processes, batch = values["num_generations"], values.get("num_processes") or 1, values["batch"]
     generated, update, evaluated = values["generated"], values["update"], values.get("num_generations_eval") or group
-    if min(group, evaluated) < 2:
-        raise UserError(f"num_generations={min(group, evaluated)} must be at least 2, as TRL says")
+    if group < 2:
+        raise UserError(f"num_generations={group} must be at least 2, as TRL says")
     if generated % batch:
         line = f"generation_batch_size={generated} is no multiple of the {batch} rows of a step"
         raise UserError(
@@ -139,11 +139,10 @@ def main(arguments: Sequence[str]) -> None:
     if not arguments or {"-h", "--help"} & {*arguments}:
         print(__doc__)
         return
-    data, found = yaml.safe_load(DATA.read_text(encoding="utf-8")), Found()
-    if arguments[0].endswith(".py"):
-        found = read_script(Path(arguments[0]))
+    data = yaml.safe_load(DATA.read_text(encoding="utf-8"))
+    found = read_script(Path(arguments[0])) if arguments[0].endswith(".py") else None
     try:
-        file = OmegaConf.create(found.fields) if arguments[0].endswith(".py") else OmegaConf.load(arguments[0])
+        file = OmegaConf.create(found.fields) if found else OmegaConf.load(arguments[0])
         more = OmegaConf.from_dotlist(list(arguments[1:]))
         fields = OmegaConf.to_container(OmegaConf.merge(file, more), resolve=False)
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
@@ -151,8 +150,9 @@ def main(arguments: Sequence[str]) -> None:
             f"{arguments[0]} is no file with the fields of `trl grpo`: {str(error).splitlines()[0]}"
         ) from error
     words, lines = translated(data, fields)
-    words += [f"++adapter.{name}={hydra_value(value)}" for name, value in found.adapter.items()]
-    lines = [*found.notes, *unread_lines(data, found, more), *lines]
+    if found:
+        words += [f"++adapter.{name}={hydra_value(value)}" for name, value in found.adapter.items()]
+        lines = [*found.notes, *unread_lines(data, found, more), *lines]
     check_values(composed("train", [*words, "output_dir=."]))
     print(*(f"# {line}" for line in lines), f"python train.py {shlex.join(words)}", sep="\n")
 

@@ -59,11 +59,12 @@ class Script:
         self.functions = {node.name: node.lineno for node in self.of(ast.FunctionDef, ast.AsyncFunctionDef)}
 
     def of(self, *kinds: type) -> list:
+        """Return the nodes of these kinds."""
         return [node for node in self.nodes if isinstance(node, kinds)]
 
     def one(self, name: str) -> ast.Call | None:
         """Return the only call of a class or function; None if there is none. Raises UserError for several."""
-        calls = [node for node in self.nodes if called(node) == name]
+        calls = [node for node in self.nodes if callee(node) == name]
         if len(calls) > 1:
             lines = ", ".join(str(call.lineno) for call in calls)
             raise UserError(
@@ -98,23 +99,24 @@ class Script:
                 self.lose(name, node)
 
     def lose(self, name: str, node: ast.expr) -> None:
+        """Note an argument whose value the text does not show."""
         self.found.unread.append((node.lineno, name, ast.unparse(node)))
 
     def trainer(self, name: str, node: ast.expr) -> None:
         """Take an argument of GRPOTrainer."""
         made, fields = self.meant(node), self.found.fields
-        if name == "model" and called(made) == "from_pretrained":
-            (_, path), *rest = arguments(made, ["model_name_or_path"])
+        if name == "model" and callee(made) == "from_pretrained" and arguments_by_name(made, ["path"]):
+            (_, path), *rest = arguments_by_name(made, ["model_name_or_path"])
             self.take([("model_name_or_path", path)], fields)
             self.take(rest, fields.setdefault("model_init_kwargs", {}))
         elif name == "model":
             self.take([("model_name_or_path", node)], fields)
-        elif name == "peft_config" and called(made) == "LoraConfig":
+        elif name == "peft_config" and callee(made) == "LoraConfig":
             fields |= PEFT
-            self.take(((LORA[key], value) for key, value in arguments(made) if key in LORA), fields)
-            self.take(((key, value) for key, value in arguments(made) if key not in LORA), self.found.adapter)
+            self.take(((LORA[key], value) for key, value in arguments_by_name(made) if key in LORA), fields)
+            self.take(((key, value) for key, value in arguments_by_name(made) if key not in LORA), self.found.adapter)
         elif name == "reward_funcs":
-            parts = made.elts if isinstance(made, ast.List | ast.Tuple) else [made if called(made) else node]
+            parts = made.elts if isinstance(made, ast.List | ast.Tuple) else [made if callee(made) else node]
             fields[name] = [function for part in parts if (function := self.reward(part))]
         elif name == "train_dataset":
             self.rows(node)
@@ -141,7 +143,7 @@ class Script:
         made, split = self.meant(node), []
         if isinstance(made, ast.Subscript):
             made, split = self.meant(made.value), [("split", made.slice)]
-        given = dict(arguments(made, ["path", "name"]) + split) if called(made) == "load_dataset" else {}
+        given = dict(arguments_by_name(made, ["path", "name"]) + split) if callee(made) == "load_dataset" else {}
         if "data_files" in given:
             given = {"path": given["data_files"]}
         try:
@@ -155,12 +157,12 @@ class Script:
         self.found.fields |= read
 
 
-def called(node: ast.expr) -> str:
+def callee(node: ast.expr) -> str:
     """Return the last name of the function that an expression calls; "" if it is no call."""
     return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
 
 
-def arguments(call: ast.Call, names: Iterable[str] = ()) -> list[tuple[str, ast.expr]]:
+def arguments_by_name(call: ast.Call, names: Iterable[str] = ()) -> list[tuple[str, ast.expr]]:
     """Return the arguments of a call with their names, of which `names` are those by position; a mapping's is `**`."""
     return [*zip(names, call.args, strict=False), *((keyword.arg or "**", keyword.value) for keyword in call.keywords)]
 
@@ -172,8 +174,8 @@ def read_script(path: Path) -> Found:
     if trainer is None and config is None:
         raise UserError(f"{path} has no call of GRPOTrainer or GRPOConfig: name the script that has it")
     if config is not None:
-        script.take(arguments(config, ["output_dir"]), script.found.fields)
-    for name, node in arguments(trainer, TRAINER) if trainer else ():
-        if name != "args" or called(script.meant(node)) != "GRPOConfig":
+        script.take(arguments_by_name(config, ["output_dir"]), script.found.fields)
+    for name, node in arguments_by_name(trainer, TRAINER) if trainer else ():
+        if name != "args" or callee(script.meant(node)) != "GRPOConfig":
             script.trainer(name, node)
     return script.found
