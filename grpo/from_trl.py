@@ -61,11 +61,11 @@ def check_batches(values: Mapping[str, Any]) -> None:
     if generated % group:
         line = f"num_generations={group} does not divide the {generated} samples of a batch, and TRL refuses it"
         sizes = f"{values['per_device_train_batch_size']} rows x num_processes={processes} x {generated // batch} steps"
-        raise UserError(f"{line} ({sizes}): {AFTER}; or one of {divisors(generated)}")
+        raise UserError(f"{line} ({sizes}): {AFTER}; or set num_generations to one of {divisors(generated)}")
     if values["eval_strategy"] != "no" and (rows := values["per_device_eval_batch_size"] * processes) % evaluated:
         line = f"{evaluated} samples for each prompt do not divide the {rows} rows of a batch of evaluations, and TRL refuses it"
         sizes = f"per_device_eval_batch_size x num_processes={processes}"
-        raise UserError(f"{line} ({sizes}): {AFTER}; or num_generations_eval, one of {divisors(rows)}")
+        raise UserError(f"{line} ({sizes}): {AFTER}; or set num_generations_eval to one of {divisors(rows)}")
     if generated % update and update % generated:
         line = f"an update takes {update} samples, so parts of batches of {generated}"
         raise UserError(f"{line}: let steps_per_generation be a multiple of gradient_accumulation_steps")

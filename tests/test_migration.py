@@ -127,7 +127,7 @@ def test_a_configuration_of_trl_becomes_a_command(tmp_path, capsys, case):
         (
             "per_device_train_batch_size: 4",
             r"num_generations=8 does not divide the 4 samples of a batch, and TRL refuses it \(4 rows x num_processes=1 x 1 "
-            r"steps\): give num_processes=N after the file if there are several; or one of 2, 4$",
+            r"steps\): give num_processes=N after the file if there are several; or set num_generations to one of 2, 4$",
         ),
         (  # 12 samples are no two prompts of 8
             "{per_device_train_batch_size: 2, num_processes: 3, gradient_accumulation_steps: 2}",
