@@ -1,4 +1,5 @@
-"""Keep grpo/apps/from_trl.yaml complete: every setting of the installed TRL's `trl grpo` has one row there, which has an answer.
+"""Keep grpo/apps/from_trl.yaml complete: every setting of the installed TRL's `trl grpo`, and
+every argument of its GRPOTrainer, has one row there, which has an answer.
 
     python benchmarks/from_trl.py            # prints what is wrong, and fails if there is anything
     python benchmarks/from_trl.py --write    # adds open rows for new settings, removes lost ones, writes the tables
@@ -7,6 +8,7 @@ The tables of docs/migration.md are made from that file, which `python -m grpo.f
 """
 
 import dataclasses
+import inspect
 import json
 import re
 import sys
@@ -15,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, meta
+from jinja2 import meta
+
+from grpo.from_trl import JINJA
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "grpo" / "apps" / "from_trl.yaml"
@@ -31,6 +35,13 @@ def settings() -> dict[str, dataclasses.Field]:
 
     kinds = (GRPOConfig, GRPOScriptArguments, ModelConfig, DatasetMixtureConfig)
     return {field.name: field for kind in kinds for field in dataclasses.fields(kind)}
+
+
+def arguments() -> list[str]:
+    """Return the arguments of the installed GRPOTrainer."""
+    from trl import GRPOTrainer
+
+    return list(inspect.signature(GRPOTrainer.__init__).parameters)[1:]
 
 
 def version() -> str:
@@ -51,9 +62,10 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def page(data: dict[str, Any], text: str) -> str:
-    """Return the page with its two tables, of the fields and of the others, as the data has them."""
+    """Return the page with its three tables, of the fields, the others and the trainer's arguments, as the data has them."""
     parts = re.split(re.escape(HEADER) + r"(?:\|.*\n)*", text)
-    return "".join([parts[0], table(data["fields"]), parts[1], table(data["others"]), *parts[2:]])
+    tables = [table(data[name]) for name in ("fields", "others", "trainer")]
+    return parts[0] + "".join(made + after for made, after in zip(tables, parts[1:], strict=True))
 
 
 def read_by_rules(data: dict[str, Any]) -> set[str]:
@@ -61,9 +73,7 @@ def read_by_rules(data: dict[str, Any]) -> set[str]:
     rules = [rule.partition(" when ") for row in data["fields"] + data["others"] for rule in row.get("set", ())]
     texts = [f"{word}{{{{ {condition or 0} }}}}" for word, _, condition in rules]
     texts += [f"{{{{ {expression} }}}}" for expression in data["derived"].values()]
-    return {name for text in texts for name in meta.find_undeclared_variables(Environment().parse(text))} - {
-        *data["derived"]
-    }
+    return {name for text in texts for name in meta.find_undeclared_variables(JINJA.parse(text))} - {*data["derived"]}
 
 
 def faults(data: dict[str, Any]) -> list[str]:
@@ -77,6 +87,11 @@ def faults(data: dict[str, Any]) -> list[str]:
         *(f"{name} has {count} rows" for name, count in listed.items() if count > 1),
         *(f"{name} is no field of TRL {version()}" for name in listed if name not in there),
         *(f"{name} is a field of TRL {version()}" for name in others if name in there),
+        *(
+            f"{name} of GRPOTrainer has no row"
+            for name in arguments()
+            if name not in {row["trl"] for row in data["trainer"]}
+        ),
         *(f"{row['trl']} has no answer" for row in data["fields"] if row["here"] == OPEN),
         *(
             f"{name} is {default!r} in TRL"

@@ -1,17 +1,20 @@
-"""Print the command of train.py for a configuration of `trl grpo --config`.
+"""Print the command of train.py for a run of TRL: a configuration of `trl grpo --config`, or a script with a GRPOTrainer.
 
     python -m grpo.from_trl CONFIG.yaml [FIELD=VALUE ...]
+    python -m grpo.from_trl SCRIPT.py [FIELD=VALUE ...]
 
 The command comes last. The lines before it begin with # and say what becomes of the fields that have no key here. More fields may
-follow the file, as num_processes=8. TRL need not be installed: from_trl.yaml, beside this file, has its fields.
+follow the file, as num_processes=8. A script is read and not run; a line names each argument whose value its text does not show.
+TRL need not be installed: apps/from_trl.yaml has its fields.
 """
 
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import yaml
@@ -19,11 +22,13 @@ from jinja2 import ChainableUndefined, Environment, TemplateError
 from omegaconf import OmegaConf
 
 from grpo.apps.cli import one_line_errors, quiet
+from grpo.apps.trl_script import Found, read_script
 from grpo.config.composing import composed, literal
 from grpo.config.validation import check_values
 from grpo.system.errors import UserError
 
 DATA = Path(__file__).parent / "apps" / "from_trl.yaml"
+AFTER = "give num_processes=N after the file if there are several"
 WORD = re.compile(r"(?:'(?:\\.|[^'\\])*'|[^\s'])+")  # a space within quotes belongs to the word
 
 
@@ -37,23 +42,77 @@ def hydra_value(value: Any) -> str:
     return value if plain else literal(value)
 
 
-def translated(fields: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the words of the command, and a line for each field that has none. Raises UserError for a field that TRL lacks."""
-    data = yaml.safe_load(DATA.read_text(encoding="utf-8"))
-    rows = [(row["trl"].split(), row) for row in [*data["fields"], *data["others"]]]
-    all_names = [name for names, _ in rows for name in names]
+JINJA = Environment(undefined=ChainableUndefined, finalize=hydra_value)
+JINJA.globals["zip"] = zip
+JINJA.filters["part"] = lambda function: re.split("[.:/]", function)[-1]  # the name of its part of the reward
+
+
+def check_batches(values: Mapping[str, Any]) -> None:
+    """Refuse sizes that TRL refuses, and those that have no form here. values: of the fields, and what is derived from them."""
+    group, processes, batch = values["num_generations"], values.get("num_processes") or 1, values["batch"]
+    generated, update, evaluated = values["generated"], values["update"], values.get("num_generations_eval") or group
+    if group < 2:
+        raise UserError(f"num_generations={group} must be at least 2, as TRL says")
+    if generated % batch:
+        line = f"generation_batch_size={generated} is no multiple of the {batch} rows of a step"
+        raise UserError(
+            f"{line} (per_device_train_batch_size x num_processes={processes}), and TRL refuses it: {AFTER}"
+        )
+    if generated % group:
+        line = f"num_generations={group} does not divide the {generated} samples of a batch, and TRL refuses it"
+        sizes = f"{values['per_device_train_batch_size']} rows x num_processes={processes} x {generated // batch} steps"
+        raise UserError(f"{line} ({sizes}): {AFTER}; or set num_generations to one of {divisors(generated)}")
+    if values["eval_strategy"] != "no" and (rows := values["per_device_eval_batch_size"] * processes) % evaluated:
+        line = f"{evaluated} samples for each prompt do not divide the {rows} rows of a batch of evaluations, and TRL refuses it"
+        sizes = f"per_device_eval_batch_size x num_processes={processes}"
+        raise UserError(f"{line} ({sizes}): {AFTER}; or set num_generations_eval to one of {divisors(rows)}")
+    if generated % update and update % generated:
+        line = f"an update takes {update} samples, so parts of batches of {generated}"
+        raise UserError(f"{line}: let steps_per_generation be a multiple of gradient_accumulation_steps")
+
+
+def divisors(count: int) -> str:
+    """Return the valid sizes of a group among `count` samples, the numbers from 2 that divide it."""
+    return ", ".join(str(size) for size in range(2, count + 1) if count % size == 0) or f"none for {count}"
+
+
+def rows_of(data: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the row of each field."""
+    return {name: row for row in [*data["fields"], *data["others"]] for name in row["trl"].split()}
+
+
+def unread_lines(data: Mapping[str, Any], found: Found, given: Container[str]) -> list[str]:
+    """Return a line for each argument of a script whose value its text does not show, without those `given` after it."""
+    rows = rows_of(data) | {row["trl"]: row for row in data["trainer"]}
+    lines = []
+    for number, name, text in found.unread:
+        row = rows.get(name, {"here": name})
+        argument = shorten(f"{name}{text}" if name == "**" else f"{name}={text}", 90)
+        if name not in given:
+            lines.append(
+                ": ".join(filter(None, [f"line {number}: {argument} is not read", row["here"], row.get("remark")]))
+            )
+    return lines
+
+
+def translated(data: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the words of the command, and a line for each field that has none. data: from_trl.yaml. Raises UserError for a field
+    that TRL lacks, and for sizes that it refuses."""
+    by_name = rows_of(data)
     for name in fields:
-        if name not in all_names:
-            near = get_close_matches(name, all_names, n=1)
+        if name not in by_name:
+            near = get_close_matches(name, by_name, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"{name} is no field of `trl grpo` in TRL {data['version']}{hint}")
-    jinja = Environment(undefined=ChainableUndefined, finalize=hydra_value)
+    fields = {by_name[name].get("now", name): value for name, value in fields.items()}
     values = {**data["defaults"], **fields}
     words, lines = list(data["always"]), []
     try:
         for name, expression in data["derived"].items():
-            values[name] = jinja.compile_expression(expression, undefined_to_none=False)(values)
-        for names, row in rows:
+            values[name] = JINJA.compile_expression(expression, undefined_to_none=False)(values)
+        check_batches(values)
+        for row in [*data["fields"], *data["others"]]:
+            names = row["trl"].split()
             in_use = [name for name in names if name in fields]
             if not in_use and not {*names} & {*data["said"].split()}:
                 continue
@@ -62,8 +121,8 @@ def translated(fields: Mapping[str, Any]) -> tuple[list[str], list[str]]:
             made = []
             for rule in row.get("set", [] if row["here"] in ("always", "none") else default_rules):
                 text, _, condition = rule.partition(" when ")
-                if not condition or jinja.compile_expression(condition)(values):
-                    made += WORD.findall(jinja.from_string(text).render(values))
+                if not condition or JINJA.compile_expression(condition)(values):
+                    made += WORD.findall(JINJA.from_string(text).render(values))
             words += made
             if not made:
                 lost = [name for name in in_use if fields[name] not in (None, False, "no", "none", "", [], {})]
@@ -80,14 +139,20 @@ def main(arguments: Sequence[str]) -> None:
     if not arguments or {"-h", "--help"} & {*arguments}:
         print(__doc__)
         return
+    data = yaml.safe_load(DATA.read_text(encoding="utf-8"))
+    found = read_script(Path(arguments[0])) if arguments[0].endswith(".py") else None
     try:
-        config = OmegaConf.merge(OmegaConf.load(arguments[0]), OmegaConf.from_dotlist(list(arguments[1:])))
-        fields = OmegaConf.to_container(config, resolve=False)
+        file = OmegaConf.create(found.fields) if found else OmegaConf.load(arguments[0])
+        more = OmegaConf.from_dotlist(list(arguments[1:]))
+        fields = OmegaConf.to_container(OmegaConf.merge(file, more), resolve=False)
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise UserError(
             f"{arguments[0]} is no file with the fields of `trl grpo`: {str(error).splitlines()[0]}"
         ) from error
-    words, lines = translated(fields)
+    words, lines = translated(data, fields)
+    if found:
+        words += [f"++adapter.{name}={hydra_value(value)}" for name, value in found.adapter.items()]
+        lines = [*found.notes, *unread_lines(data, found, more), *lines]
     check_values(composed("train", [*words, "output_dir=."]))
     print(*(f"# {line}" for line in lines), f"python train.py {shlex.join(words)}", sep="\n")
 

@@ -18,7 +18,8 @@ from helpers.project import faults, holds, table
 from huggingface_hub.cli import hf
 from huggingface_hub.errors import OfflineModeIsEnabled
 
-from grpo.from_trl import main
+from grpo.apps.trl_script import read_script
+from grpo.from_trl import main, translated
 from grpo.system.errors import UserError
 
 TEXT = from_trl.DATA.read_text()
@@ -35,7 +36,22 @@ KNOWN = """
     --num-inference-nodes --debug-loading --log-dir --weight-bridge-mode --vllm-restart-interval --vllm-config-path --clip-eps
     --kl-coef --no-reference-logprobs --optimizer --use-wandb --wandb-project --wandb-group --wandb-run-name --benchmark --lora-r
     --lora-alpha --lora-dropout --lora-target-modules --lora-layer-indices --enforce-eager
+    --env.group_size --env.max_token_length --env.total_steps --env.steps_per_eval --env.rollout_server_url --env.batch_size
+    --env.max_num_workers --env.max_num_workers_per_node --env.max_eval_workers --env.max_batches_offpolicy --env.use_wandb
+    --env.wandb_name --env.data_path_to_save_groups --openai.base_url --openai.model_name --openai.api_key --openai.timeout
+    --openai.num_max_requests_at_once --openai.num_requests_for_eval --openai.server_type --slurm --slurm.*
     --model-path --tp --port --host num_steps num_epochs group_size
+"""
+# the fields of GRPOConfig 0.16, and of its script, that TRL 1.16 lacks
+OLDER = """
+    per_gpu_train_batch_size per_gpu_eval_batch_size no_cuda use_mps_device jit_mode_eval use_ipex fp16_opt_level
+    half_precision_backend tpu_num_cores tpu_metrics_debug past_index fsdp_min_num_params tp_size
+    fsdp_transformer_layer_cls_to_wrap adafactor group_by_length use_legacy_prediction_loop
+    include_inputs_for_metrics fp16_backend evaluation_strategy push_to_hub_model_id warmup_ratio logging_dir
+    push_to_hub_organization push_to_hub_token mp_parameters torchdynamo ray_scope dispatch_batches split_batches
+    save_safetensors include_tokens_per_second vllm_device vllm_dtype vllm_max_model_len
+    vllm_enable_prefix_caching max_prompt_length vllm_guided_decoding_regex overwrite_output_dir torch_dtype
+    gradient_checkpointing_use_reentrant
 """
 
 
@@ -45,7 +61,7 @@ def test_the_keys_of_a_table_exist(header):
 
 
 def test_every_flag_has_a_line():
-    assert not [flag for flag in KNOWN.split() if f"`{flag}`" not in FLAGS]
+    assert not [flag for flag in [*KNOWN.split(), "deepspeed --num_gpus"] if f"`{flag}`" not in FLAGS]
 
 
 def test_every_flag_of_the_server_of_trl_has_a_line():
@@ -56,6 +72,15 @@ def test_every_flag_of_the_server_of_trl_has_a_line():
 def test_every_setting_of_trl_has_one_row_with_an_answer():
     pytest.importorskip("trl")
     assert from_trl.faults(DATA) == [] and from_trl.mended(TEXT) == TEXT and from_trl.page(DATA, PAGE) == PAGE
+
+
+def test_every_field_of_an_older_trl_has_a_row():
+    others = [name for row in DATA["others"] for name in row["trl"].split()]
+    assert not {*OLDER.split()} - {*others} and len(others) == len({*others})
+    new = {name for row in DATA["fields"] for name in row["trl"].split()}
+    assert {row["now"] for row in DATA["others"] if "now" in row} <= new
+    words, _ = translated(DATA, {"adafactor": True})
+    assert "optim=adafactor" in words and not [word for word in words if "betas" in word]
 
 
 def test_a_new_setting_and_a_lost_one_are_found_and_mended():
@@ -97,16 +122,114 @@ def test_a_configuration_of_trl_becomes_a_command(tmp_path, capsys, case):
     ("text", "line"),
     [
         ("epsilom: 0.2", "epsilom is no field of `trl grpo` in TRL 1.16; did you mean epsilon?"),
-        ("num_generations: 0", "a value that TRL does not take: integer division or modulo by zero"),
-        ("num_generations: 16", r"rollout\.prompts=0 must be"),
+        ("per_device_train_batch_size: 0", "a value that TRL does not take: integer division or modulo by zero"),
+        ("num_generations: 1", "num_generations=1 must be at least 2"),
+        (
+            "per_device_train_batch_size: 4",
+            r"num_generations=8 does not divide the 4 samples of a batch, and TRL refuses it \(4 rows x num_processes=1 x 1 "
+            r"steps\): give num_processes=N after the file if there are several; or set num_generations to one of 2, 4$",
+        ),
+        (  # 12 samples are no two prompts of 8
+            "{per_device_train_batch_size: 2, num_processes: 3, gradient_accumulation_steps: 2}",
+            r"does not divide the 12 .* \(2 rows x num_processes=3 x 2 steps\).* 2, 3, 4, 6, 12$",
+        ),
+        ("generation_batch_size: 12", r"generation_batch_size=12 is no multiple of the 8 rows of a step"),
+        (
+            "{steps_per_generation: 3, gradient_accumulation_steps: 2}",
+            "an update takes 16 samples, so parts of batches of 24",
+        ),
+        (
+            "{eval_strategy: steps, per_device_eval_batch_size: 4}",
+            r"8 samples for each prompt do not divide the 4 rows",
+        ),
         ("- a list", "is no file with the fields of `trl grpo`"),
     ],
 )
 def test_a_wrong_configuration_is_one_line(tmp_path, text, line):
-    (tmp_path / "grpo.yaml").write_text(text if text == "- a list" else MODEL + text)
+    more = MODEL if text[0] not in "-{" else ""
+    (tmp_path / "grpo.yaml").write_text(more + text)
     with pytest.raises(UserError, match=line) as error:
         main([str(tmp_path / "grpo.yaml")])
     assert "\n" not in str(error.value)
+
+
+SCRIPT = """
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import accuracy_reward
+import mine.rewards as ours
+
+MODEL = "org/model"
+common = {"max_completion_length": 100, "num_generations": 4}
+
+def short(completions, **columns):
+    return [-len(text) for text in completions]
+
+for rate in (1e-6, 1e-5):
+    config = GRPOConfig("runs/short", learning_rate=rate, per_device_train_batch_size=4, seed=7, **common)
+trainer = GRPOTrainer(
+    AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16, revision="v2"),
+    [short, accuracy_reward, ours.polite, "org/judge", made(3)],
+    config,
+    train_dataset=load_dataset("org/rows", "main", split="train"),
+    callbacks=[Stop()],
+    peft_config=LoraConfig(r=4, bias="lora_only", **other),
+)
+raise SystemExit("nothing of this is run")
+"""
+
+
+def test_a_script_is_read_without_running_it(tmp_path, capsys):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    main([str(tmp_path / "script.py"), "num_processes=2", "temperature=0.9"])
+    *lines, command = capsys.readouterr().out.splitlines()
+    assert lines[:5] == [
+        "# line 11: copy short into rewards.py, with what it needs: to import it from script.py would run that script",
+        "# line 15: learning_rate=rate is not read: optim.optimizer.lr",
+        "# line 18: reward_funcs=made(3) is not read: task.rewards: functions by name, as `FILE.py:NAME`",
+        "# line 21: callbacks=[Stop()] is not read: callbacks: those of Lightning, as nodes with a `_target_`",
+        "# line 22: **other is not read: **",
+    ]
+    assert [line.split(":")[0] for line in lines[5:]] == ["# per_device_train_batch_size"]
+    words = """
+        hydra.run.dir=runs/short rollout.group_size=4 rollout.prompts=2 algo.num_minibatches=1 seed=7 max_tokens=100
+        trainer.devices=2 model=path model.path=org/model model.dtype=bfloat16 model.revision=v2 rollout.sampling.temperature=0.9
+        task.path=org/rows task.config=main task.splits.train=train optim.optimizer.lr=1e-06
+        task.rewards=[rewards.py:short,trl.rewards.accuracy_reward,mine.rewards.polite,org/judge]
+        adapter=lora adapter.r=4 adapter.lora_alpha=8 ++adapter.bias=lora_only
+    """
+    assert {*words.split()} <= {*shlex.split(command)}
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("x = 1", "has no call of GRPOTrainer or GRPOConfig: name the script that has it"),
+        ("GRPOTrainer()\nGRPOTrainer()", "calls GRPOTrainer in lines 1, 2: leave the one in it that you want"),
+        ("GRPOTrainer(", "script.py cannot be read as a Python script: '(' was never closed"),
+        ("GRPOConfig(lr=1)", "lr is no field of `trl grpo` in TRL 1.16"),
+    ],
+)
+def test_a_wrong_script_is_one_line(tmp_path, text, line):
+    (tmp_path / "script.py").write_text(text)
+    with pytest.raises(UserError, match=re.escape(line)) as error:
+        main([str(tmp_path / "script.py")])
+    assert "\n" not in str(error.value)
+
+
+def test_rows_that_a_script_makes_go_into_a_file(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text('rows = load_dataset("org/rows")\nGRPOTrainer("org/model", train_dataset=rows["train"].map(f))')
+    found = read_script(script)
+    assert found.fields == {"model_name_or_path": "org/model", "dataset_name": "rows.jsonl"}
+    assert found.notes == [
+        """line 2: write the rows of train_dataset=rows['train'].map(f) to rows.jsonl, as datasets do by .to_json("rows.jsonl")"""
+    ]
+    script.write_text(
+        'rows = load_dataset("json", data_files="a.json")\nGRPOTrainer("org/model", train_dataset=rows["train"])'
+    )
+    assert read_script(script).fields == {"model_name_or_path": "org/model", "dataset_name": "a.json"}
 
 
 @pytest.mark.parametrize("file", ["migration.md", "logging.md"])
@@ -137,7 +260,7 @@ def exists(word: str) -> bool:
 
 def test_the_features_are_the_lines_of_the_table_and_what_they_name_exists():
     lines = {rows: text for rows, text in TABLE["features"].items() if " | " in text}
-    wanted = {system: [] for system in "TRAM"}
+    wanted = {system: [] for system in "TRAMX"}
     for rows, text in lines.items():
         wanted[rows[0]].append(f"| {text} |\n")
     found = re.findall(r"^\| feature \| here \|\n\|---\|---\|\n((?:\|.*\n)+)", PAGE, re.M)
@@ -171,7 +294,7 @@ def test_every_feature_is_shown_in_one_way_and_the_page_counts_them():
     }
     ways = Counter(row for rows in kinds.values() for row in rows)
     assert ways == Counter(" ".join(TABLE["features"]).split())
-    assert Counter(row[0] for row in ways) == {"R": 27, "T": 39, "A": 46, "M": 21}
+    assert Counter(row[0] for row in ways) == {"R": 27, "T": 39, "A": 46, "M": 21, "X": 8}
     for kind, rows in kinds.items():
         assert f"| {len(rows)} {kind} |" in PAGE, f"{len(rows)} rows {kind}"
     assert f"{len(ways)} features" in PAGE and f"| not here: {'; '.join(TABLE['open'].values())} |" in PAGE

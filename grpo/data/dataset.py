@@ -5,13 +5,15 @@ Knows nothing of what the columns mean, except that the first column a task need
 
 import contextlib
 import logging
+import math
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from grpo.data.rows import at, head, key_of, side
+from grpo.data.rows import at, head, key_of, point_of, side
 from grpo.data.tables import KINDS, TableRows, arrow_rows, from_datasets, read_file
 from grpo.env.types import Example, Split
 from grpo.system.errors import UserError
@@ -22,6 +24,7 @@ log = logging.getLogger(__name__)
 SPLITS = get_args(Split)
 Filter = Literal["empty", "duplicate"]
 FILTERS = get_args(Filter)
+FEW = 20  # rows to hold out: of more, hashes leave none in one case of 500 million
 
 
 class Dataset:
@@ -32,7 +35,8 @@ class Dataset:
     with several datasets.
     splits: from our names (train, validation, test) to the source's; None or absent if the source, such as a file, lacks one.
     held_out: for a split that the source lacks, the share of train rows that it takes, such as {validation: 0.1}, chosen by a
-    hash of the question. A row of a test or validation split is never trained on, even if it is in train too.
+    hash of the question; test has at least one row of two. A row of a test or validation split is never trained on, even if it is
+    in train too.
     filters: `empty` removes rows in which a column is missing or blank, `duplicate` rows whose question came before. The log
     counts removed rows. limits: numbers of rows, after filtering. streaming: read only as much of a hub dataset as they need.
     numbers: columns of a CSV file that hold numbers; NA, nan, null, None and blanks are then None. form: called with every
@@ -92,6 +96,16 @@ class Dataset:
         sides = {split} if split in self.held_out or split == "train" else set(SPLITS)
         return self._kept(split, source, sides, self._questions(SPLITS[SPLITS.index(split) + 1 :]))
 
+    @cached_property
+    def shares(self) -> Mapping[str, float]:
+        """The shares that are held out. A small file may have no hash below test's share, which then reaches the lowest one."""
+        share, streams = self.held_out.get("test"), self.streaming
+        if share is None or streams or len(source := self._source("train")) * share > FEW:
+            return self.held_out
+        rows = (values for _, values in self._rows(source, "train") if not any(map(_blank, values)))
+        points = {point_of(values[0]) for values in rows}
+        return self.held_out | ({"test": max(share, math.nextafter(min(points), 1))} if len(points) > 1 else {})
+
     def _questions(self, splits: Sequence[Split]) -> set[int]:
         """Return the keys of the questions in the source's own rows of these splits."""
         keys: set[int] = set()
@@ -111,6 +125,7 @@ class Dataset:
         removed = dict.fromkeys((*self.filters, "held out"), 0)
         kept = [] if self.streaming else array("q")  # rows of a table are not kept in memory
         seen: set[int] = set()
+        shares = self.shares if len(sides) == 1 else {}
         read, blank = 0, None
         for row, values in self._rows(source, split):
             if len(kept) == self.limits[split]:
@@ -126,7 +141,7 @@ class Dataset:
                 removed["empty"] += 1
                 continue
             self._check_form(values[0], source, read - 1)
-            if side(values[0], self.held_out) not in sides:
+            if side(values[0], shares) not in sides:
                 continue
             if "duplicate" in self.filters and question in seen:
                 removed["duplicate"] += 1

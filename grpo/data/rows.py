@@ -33,12 +33,17 @@ def key_of(question: Any) -> int:
     return int.from_bytes(hashlib.sha256(" ".join(text.split()).encode()).digest()[:8], "big")
 
 
+def point_of(question: Any) -> float:
+    """Return the point between 0 and 1 at which a question's hash lies."""
+    return key_of(question) / 2**64
+
+
 def side(question: Any, held_out: Mapping[str, float]) -> Split:
     """Return the split that a question belongs to. A stable hash of its text decides, whatever other rows there are.
 
     held_out: the shares of validation and test; train has the rest.
     """
-    place = key_of(question) / 2**64
+    place = point_of(question)
     for split in ("test", "validation"):
         if place < (share := held_out.get(split, 0.0)):
             return split

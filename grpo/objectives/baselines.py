@@ -31,9 +31,11 @@ def max_rl(rewards: Tensor) -> Tensor:
     return less_baseline(rewards, mean) / torch.where(mean > 0, mean, 1.0)
 
 
-def gdpo(parts: Mapping[str, Tensor], weights: Mapping[str, float], eps: NonNegative = 1e-4) -> Tensor:
-    """GDPO: normalises every part of the reward over its group, then the weighted sum over the batch. weights: {part: weight}.
-    A part that does not apply to a sample is NaN there and is left out."""
+def gdpo(parts: Mapping[str, Tensor], weights: Mapping[str, float] | None = None, eps: NonNegative = 1e-4) -> Tensor:
+    """GDPO, arXiv 2601.05242: normalises each part of the reward over its group, then the weighted sum over the batch. weights:
+    {part: weight}; None is 1 for `correct` and `format`. A part that does not apply to a sample is NaN there and left out."""
+    if weights is None:
+        weights = {"correct": 1.0, "format": 1.0}
     if not weights:
         raise UserError("weights is empty: name parts of the reward, as in {correct: 1, format: 0.5}")
     try:

@@ -8,7 +8,7 @@ from helpers.rows import write
 from hydra.utils import instantiate
 
 from grpo.data.dataset import Dataset
-from grpo.data.rows import side, spread
+from grpo.data.rows import point_of, side, spread
 from grpo.system.errors import UserError
 
 
@@ -238,6 +238,22 @@ def test_a_split_that_the_folder_lacks_is_held_out_of_train(tmp_path):
     none = dataset(tmp_path, splits={"train": "train", "validation": None, "test": None})
     with pytest.raises(UserError, match=r"no split 'test': .* give train; task\.held_out\.test=0\.1"):
         none.split("test")
+
+
+def test_a_tenth_of_six_rows_is_one_row(tmp_path):
+    """By their hashes all of them would be train rows; the one with the lowest hash is held out."""
+    rows = [{"question": f"q{i}", "answer": "1"} for i in (2, 3, 5, 6, 8, 9)]
+    assert min(point_of(row["question"]) for row in rows) > 0.1
+    write(tmp_path / "rows.jsonl", rows)
+    lowest = min(rows, key=lambda row: point_of(row["question"]))["question"]
+    ours = dataset(tmp_path / "rows.jsonl", held_out={"test": 0.1})
+    assert [row["question"] for row in ours.split("train")] == [
+        row["question"] for row in rows if row["question"] != lowest
+    ]
+    assert [row["question"] for row in ours.split("test")] == [lowest]
+    write(tmp_path / "rows.jsonl", rows[:1])
+    with pytest.raises(UserError, match=r"no rows for the split 'test': .* or give more rows"):
+        dataset(tmp_path / "rows.jsonl", held_out={"test": 0.1}).split("test")
 
 
 def test_what_the_messages_say_to_set_can_be_set(tmp_path):

@@ -34,9 +34,10 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def composable(overrides: list[str]) -> list[str]:
-    """Return the overrides without Hydra's flags, with the first choice of a sweep."""
+    """Return the overrides without Hydra's flags, with the first choice of a sweep, or the start of an interval."""
     parsed = OverridesParser.create().parse_overrides([word for word in overrides if not word.startswith("-")])
-    return [
-        f"{one.get_key_element()}={next(one.sweep_string_iterator())}" if one.is_sweep_override() else one.input_line
-        for one in parsed
-    ]
+
+    def first(one):
+        return one.value().start if one.is_interval_sweep() else next(one.sweep_string_iterator())
+
+    return [f"{one.get_key_element()}={first(one)}" if one.is_sweep_override() else one.input_line for one in parsed]

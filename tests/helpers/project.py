@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 CHOICES = {  # together they have the keys that the tables name
     "train": (
         "engine=vllm algo/kl=loss task=gsm8k",
-        "task=musique",
+        "task=musique algo/advantage=gdpo judge=explicit",
         "engine=vllm_server adapter=lora logger=wandb optim=adamw_8bit source=atropos task=jsonl",
     ),
     "serve": ("engine=vllm",),

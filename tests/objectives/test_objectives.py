@@ -81,8 +81,14 @@ def test_gdpo_normalises_every_part():
     parts["format"] = tensor([[NAN, NAN], [1.0, 0.0]])
     got = gdpo(parts, {"correct": 1.0, "format": 1.0}, eps=0.0)
     close(got, tensor([[1.0, -1], [2, -2]]) / math.sqrt(10 / 3))
+    close(gdpo(parts, eps=0.0), got)
     with pytest.raises(UserError, match="no part 'style'; there are correct, format"):
         gdpo(parts, {"style": 1.0})
+
+
+def test_the_weights_of_gdpo_are_those_that_are_given():
+    made = preset("algo/advantage=gdpo", "algo.advantage.weights={correct: 1, unique_letters: 0.5}")
+    assert made.advantage.keywords["weights"] == {"correct": 1, "unique_letters": 0.5}
 
 
 BASELINES = [
@@ -418,7 +424,10 @@ def test_an_entropy_controller_goes_on_from_its_state():
         ),
         (["algo.advantage.eps=-1"], "algo.advantage.eps=-1 must be a number of at least 0"),
         (["algo/surrogate=reinforce", "algo.level=sequence"], "algo.level=sequence has no effect"),
-        (["algo/advantage=gdpo", "algo.advantage.weights=null"], "weights=null must be a mapping, each value a number"),
+        (
+            ["algo/advantage=gdpo", "algo.advantage.weights=3"],
+            "weights=3 must be a mapping, each value a number, or null",
+        ),
         (["algo=dapo", "algo/advantage=gdpo"], "algo.overlong_share changes the reward"),
         (["algo=rloo", "algo/advantage=gdpo"], "algo.kl.place=reward changes the reward"),
         (["algo=dapo", "algo/advantage=max_rl"], r"^algo.advantage \(max_rl\): rewards must not be negative"),

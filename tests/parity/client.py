@@ -2,9 +2,11 @@
 
 import json
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+from queue import SimpleQueue
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -68,3 +70,11 @@ ask("/sleep", {})
 print("asleep", ask("/is_sleeping")["is_sleeping"])
 ask("/wake_up", {})
 print("awake", ask("/is_sleeping")["is_sleeping"])
+
+ask("/pause", {})
+answers = SimpleQueue()
+for _ in range(2):  # limits.queue=1: the one that comes second is refused
+    threading.Thread(target=lambda: answers.put(ask("/generate/", asked))).start()
+print("full", answers.get())
+ask("/resume", {})
+print("then", len(answers.get()["completion_ids"]))
