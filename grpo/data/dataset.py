@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from grpo.data.rows import at, head, key_of, side
 from grpo.data.tables import KINDS, TableRows, arrow_rows, from_datasets, read_file
 from grpo.env.types import Example, Split
-from grpo.system.errors import UserError
+from grpo.system.errors import MissingRows, UserError
 from grpo.system.ranges import Count, Share, enforced
 
 log = logging.getLogger(__name__)
@@ -200,14 +200,15 @@ class Dataset:
             return arrow_rows(from_datasets(self.path, self.config, split=name, streaming=self.streaming))
         except Exception as error:  # a network may raise anything
             reason = _reason(error)
-            if "split" in reason.lower():
+            if has_no_split := "split" in reason.lower():
                 missing = f"has no split {name!r}"
                 settings = f"task.splits.{split}=null task.held_out.{split}=0.1"
                 fix = f"name it, as task.splits.{split}=NAME, or take it from the train rows by {settings}"
             else:
                 missing = "is no folder of this machine, and the hub does not give it"
                 fix = "give task.path=FOLDER with a train.jsonl and a test.jsonl"
-            raise UserError(f"task.path={self.path} {missing} ({reason}): {fix}") from error
+            kind = UserError if has_no_split else MissingRows
+            raise kind(f"task.path={self.path} {missing} ({reason}): {fix}") from error
 
 
 @contextlib.contextmanager

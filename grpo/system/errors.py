@@ -43,6 +43,10 @@ class StopError(UserError):
         self.reason = reason
 
 
+class MissingRows(UserError):
+    """The rows are not on this machine, and the hub does not give them."""
+
+
 class UnsavedError(UserError):
     """The run has learned, and its last policy could not be written."""
 
