@@ -8,11 +8,11 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from omegaconf import DictConfig
 
+from grpo.data.dataset import MissingRows
 from grpo.data.rows import Made
 from grpo.env.messages import Message
 from grpo.env.types import Example, SingleTurn, Split, Task
 from grpo.evaluation.evaluator import Evaluator
-from grpo.system.errors import MissingRows
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Questions:
         return SingleTurn((Message("user", example["prompt"]),))
 
 
-def readable(task: Task | None, evaluator: Evaluator, config: DictConfig, trains: bool) -> tuple[Any, dict[str, Any]]:
+def with_rows(task: Task | None, evaluator: Evaluator, config: DictConfig, trains: bool) -> tuple[Any, dict[str, Any]]:
     """Return the task, and its splits as `Evaluator.loaded` does. If the rows are out of reach, a forecast gets made-up ones.
     Raises MissingRows, which also says whether the model is here. trains: whether the run plays episodes of the task."""
     try:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from grpo.data.rows import at, head, key_of, side
 from grpo.data.tables import KINDS, TableRows, arrow_rows, from_datasets, read_file
 from grpo.env.types import Example, Split
-from grpo.system.errors import MissingRows, UserError
+from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Share, enforced
 
 log = logging.getLogger(__name__)
@@ -22,6 +22,10 @@ log = logging.getLogger(__name__)
 SPLITS = get_args(Split)
 Filter = Literal["empty", "duplicate"]
 FILTERS = get_args(Filter)
+
+
+class MissingRows(UserError):
+    """The rows are not on this machine, and the hub does not give them."""
 
 
 class Dataset:

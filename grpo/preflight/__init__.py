@@ -6,7 +6,8 @@ and puts everything back, so that runs with and without preflight have equal num
 
 from collections.abc import Callable
 
-from grpo.preflight import data, disk, episodes, learning, sampling
+from grpo.preflight import data, episodes, learning, sampling
+from grpo.preflight.plan import disk
 from grpo.preflight.probe import Checked, Probe
 
 CHECKS: dict[str, Callable[[Probe], Checked]] = {

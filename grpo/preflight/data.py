@@ -170,7 +170,7 @@ def signal(probe: Probe) -> Checked:
     if live and solved:
         return Checked("PASS", f"{text}: fit for GRPO")
     if live:
-        text += f": no answer is right, so only other parts of the reward can rise at first; {spread(groups)}"
+        text += f": no answer is right, so only other parts of the reward can rise at first; {differing(groups)}"
         remedy = "the advantage scales a small part up to the size of a right answer: set algo/advantage=mean_only"
         return Checked("WARN", text, remedy) if scales(probe.module.algorithm) else Checked("PASS", text)
     values = {sample.reward.value for sample in samples if sample.reward.known}
@@ -189,7 +189,7 @@ def signal(probe: Probe) -> Checked:
     return Checked("FAIL", text, next(words for applies, words in causes if applies))
 
 
-def spread(groups: Sequence[Group]) -> str:
+def differing(groups: Sequence[Group]) -> str:
     """Return which parts of the reward differ within groups, and their mean deviation there; the reward if it has no parts."""
 
     def deviation(number: Callable[[Reward], float]) -> float:

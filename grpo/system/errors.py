@@ -43,16 +43,6 @@ class StopError(UserError):
         self.reason = reason
 
 
-class MissingRows(UserError):
-    """The rows are not on this machine, and the hub does not give them."""
-
-
-class UnsavedError(UserError):
-    """The run has learned, and its last policy could not be written."""
-
-    exit_code = 74  # EX_IOERR of sysexits.h
-
-
 class RolloutError(UserError):
     """A user's code failed in a rollout, and the run cannot continue. groups: everything played so far, with the rewards
     that are known."""

@@ -27,13 +27,13 @@ from grpo.env.types import Reward, SingleTurn, State, Trajectory
 from grpo.evaluation.evaluator import Evaluator
 from grpo.models.logprobs import completion_logprobs
 from grpo.objectives.advantage import group_advantages
-from grpo.preflight import CHECKS, data, disk, episodes, learning, sampling
+from grpo.preflight import CHECKS, data, episodes, learning, sampling
 from grpo.preflight import callback as preflight
 from grpo.preflight import probe as probing
 from grpo.preflight.allowance import Allowance
-from grpo.preflight.disk import checkpoint_bytes
 from grpo.preflight.forecast import Part
-from grpo.preflight.plan import RunPlan, duration, plan_of
+from grpo.preflight.plan import RunPlan, disk, duration, plan_of
+from grpo.preflight.plan.disk import checkpoint_bytes
 from grpo.preflight.probe import Probe
 from grpo.rollout.collate import collate
 from grpo.rollout.types import Sample

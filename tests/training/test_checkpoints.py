@@ -36,10 +36,10 @@ from grpo.rollout.plain import Tensors, from_plain, to_plain
 from grpo.rollout.types import Limits
 from grpo.runs.runs import Run
 from grpo.system import files
-from grpo.system.errors import UnsavedError, UserError
+from grpo.system.errors import UserError
 from grpo.system.files import replacing, surviving
 from grpo.system.seeds import random_states, set_random_states
-from grpo.training.callbacks.checkpoint import Checkpoint
+from grpo.training.callbacks.checkpoint import Checkpoint, UnsavedError
 from grpo.training.callbacks.evaluation import EvaluationCallback
 from grpo.training.checkpoints import PlainCheckpoints, RunCheckpoints, fault_of, link, new_folder, usable
 from train import train

@@ -20,7 +20,7 @@ from grpo.evaluation.statistics import Estimate
 from grpo.runs.model_card import write_card
 from grpo.system import distributed
 from grpo.system.distributed import full, is_sharded
-from grpo.system.errors import RolloutError, StopError, UnsavedError
+from grpo.system.errors import RolloutError, StopError, UserError
 from grpo.system.files import surviving, write_json
 from grpo.system.loading import not_finite
 from grpo.system.metrics import require_metric, written
@@ -35,6 +35,12 @@ log = logging.getLogger(__name__)
 
 MONITOR = "callbacks.checkpoint.monitor"
 PIECE = 4 << 30  # bytes of a sharded policy that the first rank's CPU holds at once
+
+
+class UnsavedError(UserError):
+    """The run has learned, and its last policy could not be written."""
+
+    exit_code = 74  # EX_IOERR of sysexits.h
 
 
 class Checkpoint(L.Callback):

@@ -7,8 +7,8 @@ import lightning as L
 
 from grpo.evaluation.evaluator import Evaluator
 from grpo.preflight import learning
-from grpo.preflight.disk import checkpoint_bytes, evaluated, table_bytes
 from grpo.preflight.forecast import Part, human, largest_phase
+from grpo.preflight.plan.disk import checkpoint_bytes, evaluated, table_bytes
 from grpo.preflight.probe import Probe
 from grpo.system import distributed
 from grpo.training.callbacks.checkpoint import Checkpoint
