@@ -37,7 +37,7 @@ def replacing(file: str | Path) -> Iterator[Path]:
 @contextmanager
 def surviving(what: str) -> Iterator[None]:
     """Log one line if `what` cannot be written in this block because the disk is full, note it in LOST, and go on. Other errors
-    are raised. What is written later is not lost."""
+    are raised. A file that is written later is not lost."""
     try:
         yield
         LOST.pop(what, None)

@@ -606,6 +606,9 @@ def test_the_room_is_that_of_the_disk_of_the_folder(tmp_path):
 
 
 def test_a_check_is_named_by_a_part_of_its_name():
+    made = preflight.PreflightCallback({"mode": "on", "skip": ["held-out", "disk"]}, None, None, {})
+    assert made.waived == {"held-out rows are new", "the disk has room"}
+    assert preflight.PreflightCallback("warn", None, None, {}).mode == "warn"  # a file of the user's may say it so
     assert preflight.check_named("prompts differ") == preflight.check_named("prompts differ, answers end")
     with pytest.raises(
         UserError, match=r"skip=\[prompts dffer\] is no check; did you mean 'prompts differ, answers end'"
