@@ -22,7 +22,7 @@ from grpo.config.resuming import has_checkpoint, is_over
 from grpo.runs.runs import Run
 from grpo.system import witness
 from grpo.system.errors import StopError, UserError
-from grpo.system.stop import SIGNALS, Stop, seconds_of
+from grpo.system.stop import SIGNALS, Stop, leave_early, seconds_of
 from train import train
 
 SETTINGS = """callbacks=[samples,checkpoint] callbacks.checkpoint.every=3 rollout.num_rollouts=4 algo.num_epochs=2
@@ -58,6 +58,17 @@ def same(one, other) -> None:
     runs = [Run(folder) for folder in (one, other)]
     assert runs[0].samples([1, 2, 3, 4]).equals(runs[1].samples([1, 2, 3, 4]))
     assert runs[0].evaluations([0, 2, 4]).equals(runs[1].evaluations([0, 2, 4]))
+
+
+def test_a_signal_before_the_training_says_that_nothing_goes_on(capsys):
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            leave_early(signal.SIGUSR1, None)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert ended.value.code == 75
+    assert capsys.readouterr().err == "stopped by SIGUSR1 before the training: the same command begins again\n"
 
 
 @pytest.mark.slow
