@@ -22,7 +22,7 @@ from grpo.config.resuming import has_checkpoint, is_over
 from grpo.runs.runs import Run
 from grpo.system import witness
 from grpo.system.errors import StopError, UserError
-from grpo.system.stop import SIGNALS, Stop, leave_early, seconds_of
+from grpo.system.stop import SIGNALS, Stop, seconds_of
 from train import train
 
 SETTINGS = """callbacks=[samples,checkpoint] callbacks.checkpoint.every=3 rollout.num_rollouts=4 algo.num_epochs=2
@@ -58,17 +58,6 @@ def same(one, other) -> None:
     runs = [Run(folder) for folder in (one, other)]
     assert runs[0].samples([1, 2, 3, 4]).equals(runs[1].samples([1, 2, 3, 4]))
     assert runs[0].evaluations([0, 2, 4]).equals(runs[1].evaluations([0, 2, 4]))
-
-
-def test_a_signal_before_the_training_says_that_nothing_goes_on(capsys):
-    before = signal.getsignal(signal.SIGUSR1)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            leave_early(signal.SIGUSR1, None)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert ended.value.code == 75
-    assert capsys.readouterr().err == "stopped by SIGUSR1 before the training: the same command begins again\n"
 
 
 @pytest.mark.slow
@@ -139,7 +128,8 @@ def test_a_signal_before_training_ends_with_the_same_code(kind, monkeypatch, cap
     with Stop().during(), pytest.raises(SystemExit) as ended:
         signal.signal(kind, signal.SIG_DFL)  # a test in the background ignores SIGINT
         cli.run(lambda: os.kill(os.getpid(), kind), "train")
-    assert ended.value.code == 75 and capsys.readouterr().err.startswith(f"stopped by {kind.name}; ")
+    line = f"stopped by {kind.name} before the training: the same command begins again\n"
+    assert ended.value.code == 75 and capsys.readouterr().err == line
 
 
 def test_a_second_signal_ends_the_process_and_the_first_one_a_fork():
