@@ -21,6 +21,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     import lightning as L  # imported here, so that --help, a mistyped key and the parent of a sweep need no torch
 
     from grpo.apps.engines import engine_of
+    from grpo.apps.rows import with_rows
     from grpo.models.policy import with_adapter
     from grpo.objectives.checks import check_algorithm
     from grpo.preflight.callback import PreflightCallback
@@ -47,7 +48,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     prompt_limit = instantiate(config.prompt_limit)
     task = instantiate(config.task)
     source = instantiate(config.source)
-    splits = evaluator.loaded(task, trains=source is None)
+    task, splits = with_rows(task, evaluator, config, trains=source is None)
     pretrained = instantiate(config.model)
     check_model(pretrained, config)
     prompt_limit = prompt_limit.within(pretrained.context(), config.max_tokens)

@@ -164,6 +164,7 @@ VLLM = {
 }
 # lines that tell of a slower way, which is right
 TOLD = ("engine: sampling from", "optim.layout=shared_prompt does not fit", "engine: ")
+TOLD += ("preflight: there is something to learn: 0% solved",)  # only a format's reward differs
 # checks that say, as they should, that this model has nothing to learn from this task, and their warnings
 HONEST = {
     name: {LEARN, END, "rollout/truncated", "rollout/no_answer", "rollout/effective_groups", "rollout/malformed_calls"}

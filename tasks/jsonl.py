@@ -92,7 +92,7 @@ class Jsonl(RowTask):
         if split == "train" and not self.logged and isinstance(at(rows[0], self.prompt), str):
             self.logged = True
             form = "a user's message, in the chat template if there is one"
-            bare = "model.chat_template=none sends it alone, as TRL"
+            bare = "with model.chat_template=none it is sent alone, as TRL does"
             log.info("task.prompt=%s is a text: %s; %s", self.prompt, form, bare)
         return rows
 

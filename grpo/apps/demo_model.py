@@ -240,7 +240,7 @@ def tiny_folder(
     name = "tiny-" + hashlib.sha256(json.dumps([recipe, taste]).encode()).hexdigest()[:12]
 
     def make(folder: Path) -> None:
-        print("warm-starting the tiny model (a few minutes, once) ...", flush=True)
+        print("warm-starting the tiny model (a few minutes, once; if it is stopped, it begins anew) ...", flush=True)
         began = time.perf_counter()
         clean = worked_answers(clean_steps * BATCH, 2 * seed)
         spoiled = worked_answers(hasty_steps * BATCH, 2 * seed + 1, hasty=hasty, slips=slips)

@@ -27,6 +27,10 @@ FILTERS = get_args(Filter)
 FEW = 20  # rows to hold out: of more, hashes leave none in one case of 500 million
 
 
+class MissingRows(UserError):
+    """The rows are not on this machine, and the hub does not give them."""
+
+
 class Dataset:
     """The rows of a task, by split, each read once.
 
@@ -215,14 +219,15 @@ class Dataset:
             return arrow_rows(from_datasets(self.path, self.config, split=name, streaming=self.streaming))
         except Exception as error:  # a network may raise anything
             reason = _reason(error)
-            if "split" in reason.lower():
+            if has_no_split := "split" in reason.lower():
                 missing = f"has no split {name!r}"
                 settings = f"task.splits.{split}=null task.held_out.{split}=0.1"
                 fix = f"name it, as task.splits.{split}=NAME, or take it from the train rows by {settings}"
             else:
                 missing = "is no folder of this machine, and the hub does not give it"
                 fix = "give task.path=FOLDER with a train.jsonl and a test.jsonl"
-            raise UserError(f"task.path={self.path} {missing} ({reason}): {fix}") from error
+            kind = UserError if has_no_split else MissingRows
+            raise kind(f"task.path={self.path} {missing} ({reason}): {fix}") from error
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ and puts everything back, so that runs with and without preflight have equal num
 from collections.abc import Callable
 
 from grpo.preflight import data, episodes, learning, sampling
+from grpo.preflight.plan import disk
 from grpo.preflight.probe import Checked, Probe
 
 CHECKS: dict[str, Callable[[Probe], Checked]] = {
@@ -28,4 +29,5 @@ CHECKS: dict[str, Callable[[Probe], Checked]] = {
     "the policy starts at its reference": learning.first_pass,
     "the gradient ignores microbatches": learning.gradient,
     "the devices' gradients add up": learning.devices,
+    "the disk has room": disk.room,
 }

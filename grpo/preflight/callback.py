@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import lightning as L
@@ -29,27 +30,31 @@ from grpo.training.module import GRPOModule
 
 log = logging.getLogger(__name__)
 
+WAIVED = Checked("WAIVED", "by preflight.skip")
 Mode = Literal["on", "warn", "off", "only"]
 
 
 class PreflightCallback(L.Callback):
     """Checks a run before it learns, and prints its plan. It comes after RolloutCallback.
 
-    mode: on: a FAIL stops the run with exit code 3. warn: a FAIL is a warning. off: no checks. only: the run ends after them.
+    settings: the mode, or mode and skip. on: a FAIL stops the run with exit code 3. warn: a FAIL is a warning. off: no checks.
+    only: the run ends after them. skip: checks that are not made, each by its name or a part of it.
     examples: the rows of each split. tokenizer: the model's own.
     Mutable: parts, those of the memory forecast; verdicts, by the name of the check; plan; noted, called when a verdict is known.
     """
 
     def __init__(
         self,
-        mode: Mode,
+        settings: Mode | Mapping[str, Any],
         rollout: RolloutCallback,
         evaluator: Evaluator,
         examples: Mapping[str, Sequence[Example]],
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        require("preflight", mode, Mode)
-        self.mode, self.rollout, self.evaluator, self.examples = mode, rollout, evaluator, examples
+        both = {"mode": settings} if isinstance(settings, str) else settings
+        self.mode, self.waived = both["mode"], {check_named(part) for part in both.get("skip", ())}
+        require("preflight", self.mode, Mode)
+        self.rollout, self.evaluator, self.examples = rollout, evaluator, examples
         self.tokenizer = tokenizer
         self.parts: list[Part] = []
         self.verdicts: dict[str, Checked] = {}
@@ -73,7 +78,7 @@ class PreflightCallback(L.Callback):
             log.warning("no preflight: it plays episodes of a task, and the samples of this run come from a source")
             return self.judge()
         rollouts, version = self.rollout.rollouts, self.rollout.learned
-        probe = Probe(module, rollouts, self.examples, trainer.precision, self.tokenizer, version)
+        probe = Probe(module, rollouts, self.examples, trainer.precision, self.tokenizer, version, parts=self.parts)
         checks = {} if self.mode == "off" else CHECKS
         if checks and not isinstance(module, GRPOModule):
             raise UserError(f"preflight={self.mode} knows only GRPOModule and its subclasses: set preflight=off")
@@ -83,7 +88,7 @@ class PreflightCallback(L.Callback):
         try:
             with trainer.precision_plugin.forward_context(), self.rollout.stop.allowed():
                 for name, check in checks.items():
-                    self.verdicts[name] = agreed(outcome(check, probe))
+                    self.verdicts[name] = WAIVED if name in self.waived else agreed(outcome(check, probe))
                     self.rollout.rounding = vars(probe).get("bound")
                     self.noted()
                     show_verdict(name, self.verdicts[name])  # at once: on a large model the checks take minutes
@@ -109,7 +114,8 @@ class PreflightCallback(L.Callback):
         """End the run if a check failed, or if only the checks were wanted."""
         failed = [f"{name}: {v.compared}; {v.remedy}" for name, v in self.verdicts.items() if v.result == "FAIL"]
         if failed and self.mode != "warn":
-            raise PreflightError(f"preflight failed: {' | '.join(failed)} (preflight=warn trains all the same)")
+            others = "preflight=warn trains all the same, preflight.skip=[NAME] leaves a check out"
+            raise PreflightError(f"preflight failed: {' | '.join(failed)} ({others})")
         for line in failed:
             log.warning("preflight failed: %s", line)
         for name, v in self.verdicts.items():
@@ -117,6 +123,18 @@ class PreflightCallback(L.Callback):
                 log.warning("preflight: %s: %s; %s", name, v.compared, v.remedy)
         if self.mode == "only":
             raise SystemExit(0)
+
+
+def check_named(part: str) -> str:
+    """Return the name of the check that has this part. Raises UserError if no check has it, or several."""
+    named = [part] if part in CHECKS else [name for name in CHECKS if part in name]
+    if len(named) == 1:
+        return named[0]
+    if named:
+        raise UserError(f"preflight.skip=[{part}] is in several names: {' | '.join(named)}; give more of one")
+    near = get_close_matches(part, CHECKS, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise UserError(f"preflight.skip=[{part}] is no check{hint}; the checks: {' | '.join(CHECKS)}")
 
 
 def agreed(verdict: Checked) -> Checked:
@@ -148,7 +166,7 @@ def outcome(check: Callable[[Probe], Checked], probe: Probe) -> Checked:
 @rank_zero_only
 def show_verdict(name: str, verdict: Checked) -> None:
     """Print a verdict as a line, with what to do about it as a second one."""
-    color = {"PASS": "green", "FAIL": "bold red", "WARN": "yellow", "SKIP": "dim"}[verdict.result]
+    color = {"PASS": "green", "FAIL": "bold red", "SKIP": "dim"}.get(verdict.result, "yellow")
     words = f"[{color}]{verdict.result}[/] {name}, {verdict.seconds:.1f} s: {escape(verdict.compared)}"
     if verdict.remedy:
         words += f"\n     {escape(verdict.remedy)}"

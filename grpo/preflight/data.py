@@ -3,10 +3,12 @@
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from statistics import pstdev
+from statistics import mean, pstdev
 from typing import Any
+
+import torch
 
 from grpo.data.dataset import Dataset
 from grpo.data.rows import at, key_of
@@ -15,16 +17,20 @@ from grpo.env.messages import Message
 from grpo.env.renderer import Renderer
 from grpo.env.scoring import place_of
 from grpo.env.tokens import rows_of_turns
-from grpo.env.types import Action, Example, State, Step, Trajectory
+from grpo.env.types import Action, Example, Reward, State, Step, Trajectory
+from grpo.objectives.algorithm import Algorithm
+from grpo.objectives.arguments import call, parameters
+from grpo.preflight.episodes import is_question, is_seeded
 from grpo.preflight.probe import Checked, Probe, judged
 from grpo.rewards.row_task import RowTask
 from grpo.rollout.collate import scores
-from grpo.rollout.types import Sample
+from grpo.rollout.types import Group, Sample
 from grpo.system.global_state import put_back
 from grpo.training.callbacks.health import untaught
 
 FORMS = ("\\boxed{{{}}}", "#### {}", "{}")  # ways to write an answer
 ACCEPTS = "the reward accepts wrong answers"
+MOST = 10_000  # rows of a split that are compared
 WORDS = 8  # words in a row that make two texts near duplicates
 VERBS = "question|problem|q|task|solve|answer|calculate"
 LEADING = re.compile(rf"^({VERBS})( the following)?( problem| question)?\s*\d*\s*[:.)]\s*")
@@ -161,9 +167,12 @@ def signal(probe: Probe) -> Checked:
     solved = sum(map(sum, right)) / max(1, len(samples))
     passed = sum(map(any, right)) / count
     text = f"{solved:.0%} solved, pass@{size} {passed:.0%}, {live} of {count} groups have signal"
+    if live and solved:
+        return Checked("PASS", f"{text}: fit for GRPO")
     if live:
-        fit = "fit for GRPO" if solved else "no answer is right, so only other parts of the reward can rise at first"
-        return Checked("PASS", f"{text}: {fit}")
+        text += f": no answer is right, so only other parts of the reward can rise at first; {differing(groups)}"
+        remedy = "the advantage scales a small part up to the size of a right answer: set algo/advantage=mean_only"
+        return Checked("WARN", text, remedy) if scales(probe.module.algorithm) else Checked("PASS", text)
     values = {sample.reward.value for sample in samples if sample.reward.known}
     outcomes = {sample.reward.outcome for sample in samples}
     foreign = untaught(probe.module.policy, probe.rollouts.task)
@@ -178,6 +187,30 @@ def signal(probe: Probe) -> Checked:
         (True, f"rewards differ between prompts only: {sorted(values)[:3]}"),
     ]
     return Checked("FAIL", text, next(words for applies, words in causes if applies))
+
+
+def differing(groups: Sequence[Group]) -> str:
+    """Return which parts of the reward differ within groups, and their mean deviation there; the reward if it has no parts."""
+
+    def deviation(number: Callable[[Reward], float]) -> float:
+        values = [[number(sample.reward) for sample in group if sample.reward.known] for group in groups]
+        return mean(pstdev(of_group) for of_group in values if of_group)
+
+    names = sorted({name for group in groups for sample in group for name in sample.reward.parts})
+    sizes = {name: deviation(lambda reward, name=name: reward.parts.get(name, 0.0)) for name in names}
+    apart = {name: size for name, size in sizes.items() if size} or {"reward": deviation(lambda reward: reward.value)}
+    return ", ".join(f"{name} differs by {size:.2g} within a group" for name, size in apart.items())
+
+
+def scales(algorithm: Algorithm) -> bool:
+    """Return whether the advantage gives rewards that are ten times as far apart the same advantages, and needs no more than
+    rewards."""
+    needed = [name for name, one in parameters(algorithm.advantage).items() if one.default is one.empty]
+    if needed != ["rewards"]:
+        return False
+    rewards = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    wide, narrow = (call("advantage", algorithm.advantage, {"rewards": rewards * size}) for size in (10.0, 1.0))
+    return torch.allclose(wide, narrow, rtol=1e-2)
 
 
 def folded(text: str) -> str:
@@ -196,22 +229,31 @@ def shingles(text: str) -> set[int]:
 
 
 def held_out(probe: Probe) -> Checked:
-    """No held-out row is among the training rows, however it is written; near duplicates are counted."""
+    """No held-out row is among the training rows, however it is written; near duplicates are counted. Where the environment draws
+    the problem from its seed, the same row is another problem: evaluations have seeds of their own."""
     (_, train), *others = probe.examples.items()
     if not others:
         return Checked("SKIP", "the run evaluates nothing")
     known = set(questions(train))
+    if whole := len(known) == 1:  # the question is always the same: the rest of a row may be the problem
+        known = set(questions(train, whole))
     seen = set().union(*map(shingles, known))
-    asked = [text for _, rows in others for text in questions(rows)]
+    asked = [text for _, rows in others for text in questions(rows, whole)]
     equal = sum(text in known for text in asked)
     runs = [shingles(text) for text in asked if text not in known]
     near = sum(len(run & seen) > len(run) / 2 for run in runs if run)
     text = f"{equal} of {len(asked)} held-out rows are training rows; {near} more share most runs of {WORDS} words"
-    return judged(equal <= len(asked) / 100, text, "accuracy would be memory: remove these rows, or set task.held_out")
+    if equal <= len(asked) / 100:
+        return Checked("PASS", text)
+    repeated = len(known) <= min(len(train), MOST) / 10
+    if repeated and is_seeded(probe.rollouts.task) and not is_question(probe):
+        return Checked("PASS", f"{text}; {len(known)} of the training rows differ: the problem is in the seed")
+    return Checked("FAIL", text, "accuracy would be memory: remove these rows, or set task.held_out")
 
 
-def questions(rows: Sequence[Example], most: int = 10_000) -> Iterable[str]:
-    """Yield the folded question of each row, at most `most` of them."""
-    for row in islice(rows, most):
-        column = next((row[name] for name in ("question", "problem", "prompt") if isinstance(row.get(name), str)), None)
+def questions(rows: Sequence[Example], whole: bool = False) -> Iterable[str]:
+    """Yield the folded question of each row, of MOST at most. whole: take all values of a row."""
+    names = () if whole else ("question", "problem", "prompt")
+    for row in islice(rows, MOST):
+        column = next((row[name] for name in names if isinstance(row.get(name), str)), None)
         yield folded(" ".join(map(str, row.values())) if column is None else column)

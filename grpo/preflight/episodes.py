@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.env.intake import build, close_env
+from grpo.env.intake import asked_for, build, close_env
 from grpo.env.renderer import message_read
 from grpo.env.scoring import score_group
 from grpo.env.tokens import Completion, Turn
-from grpo.env.types import SingleTurn, Step
+from grpo.env.types import EnvBuilder, SingleTurn, Step
 from grpo.preflight.probe import Checked, Probe, judged
 from grpo.rollout.rewarding import THREADS
 from grpo.rollout.types import Sample
@@ -25,7 +25,8 @@ PATIENCE = 4.0  # seconds, or a part of the checks' time: slow rewards are asked
 def prompts(probe: Probe) -> Checked:
     """Different rows have different prompts, the policy can end an answer, and the engine ends those that are too long.
 
-    Environments may begin all their episodes alike; plain questions, and a template, may not make different rows alike.
+    Environments may begin all their episodes alike if the problem is in the row or in the seed; plain questions, and a template,
+    may not make different rows alike.
     """
     first = [group[0] for group in probe.groups if group[0].turns]
     asked = {sample.turns[0].prompt_ids for sample in first}
@@ -33,10 +34,12 @@ def prompts(probe: Probe) -> Checked:
     if len(first) > 1 and len(asked) == 1:
         said = {repr(sample.trajectory.steps[0].state) for sample in first if sample.trajectory.steps}
         if len(said) > 1 or is_question(probe):
-            return Checked(
-                "FAIL", text, "prompts do not depend on the rows: look at the chat template and at task.prompt"
-            )
+            remedy = "prompts do not depend on the rows: look at the chat template and at task.prompt"
+            return Checked("FAIL", text, remedy)
         text += ": the environment begins all episodes alike"
+        if not is_seeded(probe.rollouts.task) and all(sample.example == first[0].example for sample in first):
+            remedy = "there is one problem: give rows that differ, or let `build` take group_seed and draw the problem from it"
+            return Checked("FAIL", f"{text}, its rows are equal, and it takes no seed", remedy)
     most = probe.rollouts.plan.sampling.max_tokens
     lengths = [(len(turn.completion.ids), min(step.state.max_tokens or most, most)) for step, turn in turns_of(probe)]
     if first:  # shorter than the policy would end by itself
@@ -92,6 +95,11 @@ def is_question(probe: Probe) -> bool:
         return isinstance(env, SingleTurn)
     finally:
         awaited(close_env(env))
+
+
+def is_seeded(task: EnvBuilder) -> bool:
+    """Return whether the task's environments get a seed, from which they may draw the problem."""
+    return bool(asked_for(task.build, seed=0, group_seed=0))
 
 
 def spelled_out(probe: Probe) -> Checked:

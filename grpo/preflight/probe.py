@@ -20,6 +20,7 @@ from grpo.models.head import logits_at_once
 from grpo.models.logprobs import completion_logprobs
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.preflight.allowance import Allowance, slowest
+from grpo.preflight.forecast import Part
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.engine_queue import received
 from grpo.rollout.rollouts import Rollouts
@@ -39,9 +40,9 @@ PASSES = 24  # passes over these rows in all checks, a backward pass counts as t
 @dataclass(frozen=True)
 class Checked:
     """The result of a check. compared: the numbers, or the reason for a SKIP. remedy: what to do about a FAIL or a WARN,
-    which does not stop the run. seconds: time."""
+    which does not stop the run. WAIVED: the user has left the check out. seconds: time."""
 
-    result: Literal["PASS", "WARN", "FAIL", "SKIP"]
+    result: Literal["PASS", "WARN", "FAIL", "SKIP", "WAIVED"]
     compared: str
     remedy: str = ""
     seconds: float = 0.0
@@ -56,6 +57,7 @@ def judged(good: bool, compared: str, remedy: str) -> Checked:
 class Probe:
     """A run before its first rollout. examples: the rows of each split. precision: of Lightning's trainer. tokenizer: the
     model's own. version: of the engine's weights. allowance: the time of the checks, by which they choose how much they compare.
+    parts: of the memory forecast.
 
     It needs no more memory than the run: its passes are microbatches of an update, and the engine sleeps meanwhile if it does
     so in a run.
@@ -68,6 +70,7 @@ class Probe:
     tokenizer: PreTrainedTokenizerBase | None = None
     version: int = 0
     allowance: Allowance | None = None
+    parts: Sequence[Part] = ()
 
     def __post_init__(self) -> None:
         self.allowance = self.allowance or Allowance(self.rollouts.plan.num_rollouts)

@@ -40,6 +40,7 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
         "intervals": {name: [ends.get(at) for at in metrics.index] for name, ends in intervals.items()},
         "changed": changed_problems(run),
         "warnings": [vars(warning) for warning in warnings_of(logged, held_out, run.manifest.get("rounding"))],
+        "not_written": run.manifest.get("not_written", {}),
         "overrides": run.manifest.get("overrides") or [f"{key}={value}" for key, value in run.overrides.items()],
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
         **embedded(run, samples),

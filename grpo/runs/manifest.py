@@ -22,7 +22,7 @@ from grpo.env.types import Example
 from grpo.runs.provenance import git, keep_code
 from grpo.runs.runs import Run
 from grpo.system.errors import StopError, one_line
-from grpo.system.files import surviving, write_json
+from grpo.system.files import LOST, surviving, write_json
 from grpo.system.secrets import hidden, masked_argument
 
 PACKAGES = (
@@ -75,11 +75,13 @@ def data_facts(rows: Sequence[Example]) -> dict[str, Any]:
 
 
 def ending(error: BaseException | None) -> dict[str, Any]:
-    """Return status (finished, interrupted or failed), error and ended of a run, by the exception that ended it (None: none)."""
+    """Return status (finished, interrupted or failed), error and ended of a run, by the exception that ended it (None: none), and
+    the files that a full disk has not taken."""
     stopped = isinstance(error, KeyboardInterrupt | SystemExit | StopError)  # Lightning turns the first into the second
     done = error is None or (isinstance(error, SystemExit) and error.code == 0)
     status = "finished" if done else "interrupted" if stopped else "failed"
-    return {"status": status, "error": in_a_line(error) if status == "failed" else None, "ended": now()}
+    line = in_a_line(error) if status == "failed" else None
+    return {"status": status, "error": line, "ended": now(), "not_written": dict(LOST)}
 
 
 def in_a_line(error: BaseException) -> str:
@@ -129,6 +131,7 @@ def kept(
         yield lambda: None
         return
     begun = time.monotonic()
+    LOST.clear()
     facts = beginning(folder, overrides, seed, examples)
 
     def noted() -> dict[str, Any]:

@@ -51,6 +51,7 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None, monitor: 
         "rollouts learned from": f"{rollouts}, each of {size}",
         "held-out accuracy": in_words(accuracy, config["eval"], monitor),
         "best policy of the run": f"chosen by `{monitor}` ({mode}), here {written(monitor, value)}",
+        "checks left out": ", ".join(waived(run)),
         "seed": config["seed"],
         "revision of the code": (run.manifest.get("git") or {}).get("revision"),
         "versions": ", ".join(f"{name} {number}" for name, number in run.manifest.get("versions", {}).items()),
@@ -64,6 +65,12 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None, monitor: 
         run=as_cell(run.name),
     )
     card.save(policy / "README.md")
+
+
+def waived(run: Run) -> list[str]:
+    """Return the names of the checks that the user of a run has left out."""
+    verdicts = run.manifest.get("preflight") or {}
+    return [name for name, verdict in verdicts.items() if verdict["result"] == "WAIVED"]
 
 
 def problem(run: Run) -> tuple[str, Any]:

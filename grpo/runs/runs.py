@@ -6,8 +6,9 @@ A file is read on first use.
 import json
 import math
 import socket
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from grpo.system.settings import flat
 
 VERDICTS = {"accuracy": "correct", "accuracy_lenient": "correct_lenient"}  # metric -> its column in tables of samples
 # keys that may differ between runs of one arm
-SAME = ("seed", "data_seed", "ckpt_path", "output_dir", "optim.skipped", "trainer.default_root_dir", "preflight")
-SHOWN = ("callbacks", "logger")  # groups that may differ, too
+SAME = ("seed", "data_seed", "ckpt_path", "output_dir", "optim.skipped", "trainer.default_root_dir")
+SHOWN = ("callbacks", "logger", "preflight")  # groups that may differ, too
 Rollouts = Collection[int] | None  # wanted rollouts; None: all
 # PyYAML's parser in C, if there is one, takes a tenth of the time
 read_yaml = partial(yaml.load, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -89,14 +90,23 @@ class Run:
 
     @property
     def measured(self) -> bool:
-        """Whether the run has a metrics.csv."""
-        return (self.folder / "metrics.csv").is_file()
+        """Whether the run has a metrics.csv with a row."""
+        if not (file := self.folder / "metrics.csv").is_file():
+            return False
+        with file.open(encoding="utf-8") as lines:
+            return len(list(islice(lines, 2))) == 2
+
+    @property
+    def learned(self) -> bool:
+        """Whether metrics.csv has the row of a rollout, not only of the evaluation before training."""
+        return self.measured and self.metrics.index[-1] > 0
 
     @cached_property
     def metrics(self) -> pd.DataFrame:
         """metrics.csv: a row for each rollout, indexed by rollouts learned from; NaN where a metric was not logged."""
         if not self.measured:
-            raise UserError(f"{self.folder} has no metrics.csv: choose a run with logger=csv (part of the default)")
+            line = f"{self.folder} has no metrics.csv with a row"
+            raise UserError(f"{line}: choose a run that has begun to learn, with logger=csv (part of the default)")
         table = pd.read_csv(self.folder / "metrics.csv").drop(columns="epoch", errors="ignore")
         return table.rename(columns={"step": "rollouts"}).set_index("rollouts")
 
@@ -202,12 +212,17 @@ def load(*paths: str | Path) -> list[Run]:
     return runs
 
 
+def newest(folder: str | Path = "outputs") -> Iterator[Path]:
+    """Yield the runs under `folder` that have learned from a rollout, by the age of their metrics.csv, the newest first."""
+    files = sorted(Path(folder).rglob("metrics.csv"), key=lambda file: file.stat().st_mtime, reverse=True)
+    yield from (file.parent for file in files if Run(file.parent).learned)
+
+
 def latest(folder: str | Path = "outputs") -> Path:
-    """Return the run under `folder` whose metrics.csv is the newest."""
-    file = max(Path(folder).rglob("metrics.csv"), key=lambda file: file.stat().st_mtime, default=None)
-    if file is None:
-        raise UserError(f"no run under {folder}: start one with python train.py")
-    return file.parent
+    """Return the first of `newest`."""
+    if (found := next(newest(folder), None)) is None:
+        raise UserError(f"no run under {folder} has learned from a rollout: start one with python train.py")
+    return found
 
 
 def arms(runs: Iterable[Run]) -> dict[str, list[Run]]:

@@ -18,6 +18,7 @@ from grpo.system.errors import one_line
 log = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+LOST: dict[str, str] = {}  # of this run: why a file or folder could not be written, by its path
 
 
 @contextmanager
@@ -35,14 +36,17 @@ def replacing(file: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def surviving(what: str) -> Iterator[None]:
-    """Log one line if `what` cannot be written in this block because the disk is full, and go on. Other errors are raised."""
+    """Log one line if `what` cannot be written in this block because the disk is full, note it in LOST, and go on. Other errors
+    are raised. A file that is written later is not lost."""
     try:
         yield
+        LOST.pop(what, None)
     except (OSError, SafetensorError) as error:
         number = re.search(r"os error (\d+)", str(error))  # Safetensors has no errno
         if (int(number[1]) if number else getattr(error, "errno", None)) not in FULL:
             raise
-        log.warning("%s was not written, and the run goes on: %s", what, one_line(error))
+        LOST[what] = one_line(error, 200)
+        log.warning("%s was not written, and the run goes on: %s", what, LOST[what])
 
 
 def write_text(file: str | Path, text: str) -> None:

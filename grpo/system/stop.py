@@ -86,7 +86,8 @@ class Stop:
 def leave_early(number: int, frame: FrameType | None) -> None:
     """End the process before a run has something to save. No StopError: libraries catch exceptions where they import others."""
     signal.signal(number, signal.SIG_DFL)
-    print(StopError(signal.Signals(number).name), file=sys.stderr, flush=True)
+    line = f"stopped by {signal.Signals(number).name} before the training: the same command begins again"
+    print(line, file=sys.stderr, flush=True)
     sys.exit(StopError.exit_code)
 
 

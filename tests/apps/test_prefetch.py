@@ -8,10 +8,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import EXAMPLES, ROOT
+from conftest import EXAMPLES, ROOT, compose_config
 
+from grpo.data.dataset import MissingRows
 from grpo.prefetch import main
 from grpo.system.errors import UserError
+from train import train
 
 TASK = ["task=gsm8k", f"task.path={EXAMPLES}", "model=path"]
 
@@ -31,6 +33,17 @@ def test_what_the_hub_does_not_give_is_one_line(missing):
     with pytest.raises(UserError, match=r"path=org/nothing is n.* hub") as error:
         main([*TASK, *missing])
     assert "\n" not in str(error.value)
+
+
+def test_without_network_rows_and_model_are_named_together_and_a_forecast_needs_no_rows(toy, tmp_path, caplog):
+    words = ["task=gsm8k", "task.path=org/nothing", "model=path", f"output_dir={tmp_path}"]
+    with pytest.raises(MissingRows, match=r"task\.path=org/nothing .*; model\.path=org/none is not on this machine"):
+        train(compose_config(*words, "model.path=org/none"))
+    with pytest.raises(MissingRows, match=r"give task\.path=FOLDER with a train\.jsonl and a test\.jsonl$"):
+        train(compose_config(*words, f"model.path={toy}"))
+    caplog.set_level("INFO")
+    train(compose_config(*words, f"model.path={toy}", "debug=forecast", "trainer=cpu"))
+    assert "this forecast is for prompts of 256 tokens instead" in caplog.text and "memory: " in caplog.text
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

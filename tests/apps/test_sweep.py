@@ -112,6 +112,19 @@ def test_places():
             places(wrong, [], {})
 
 
+def test_a_table_is_advised_where_runs_can_be_compared(tmp_path, capsys):
+    """Two jobs that kept no samples of their evaluations."""
+    sweep = make(tmp_path)
+    for seed in range(2):
+        (tmp_path / str(seed)).mkdir()
+        (tmp_path / str(seed) / "config.yaml").write_text(f"seed: {seed}\ntask: {{}}\n")
+        (tmp_path / str(seed) / "manifest.json").write_text('{"status": "finished"}')
+        (tmp_path / str(seed) / "metrics.csv").write_text("step,eval/accuracy\n4,0.5\n")
+        sweep.jobs.append(Job(seed, tmp_path / str(seed), [], "", 4, "finished"))
+    sweep.report()
+    assert capsys.readouterr().out == f"written to {tmp_path}/report.html\n"
+
+
 def test_how_far_a_sweep_is_is_told(tmp_path):
     sweep = make(tmp_path)
     sweep.jobs = [

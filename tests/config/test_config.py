@@ -21,7 +21,7 @@ from grpo.config.help import OURS, WIDTH, phrases_of
 from grpo.objectives.checks import check_algorithm
 from grpo.system.errors import UserError
 
-GROUPS = (*VALUES, "recipe", "source", "sweep", "experiment")
+GROUPS = (*VALUES, "recipe", "source", "sweep", "experiment", "preflight")
 OPTIONS = [(group, option) for group in GROUPS for option in options(group)]
 
 

@@ -183,12 +183,12 @@ def test_dynamic_sampling_looks_for_right_and_wrong_answers_not_at_the_penalty_o
     assert Dynamic(by="reward").live(draw, []).tolist() == [True, True]
 
 
-@pytest.mark.parametrize(("rounds", "found"), [(1, "PASS"), (2, "FAIL")])
+@pytest.mark.parametrize(("rounds", "found"), [(1, "WARN"), (2, "FAIL")])
 def test_preflight_knows_what_dynamic_sampling_looks_at(rounds, found):
     """Rewards differ, and no answer is right."""
     group = [replace(sample, reward=Reward(value, False)) for sample, value in zip(TWO, (0.0, 0.5), strict=True)]
     plan = SimpleNamespace(plan=SimpleNamespace(group_size=2), selection=Dynamic() if rounds == 2 else Everything())
-    plan.task, module = None, SimpleNamespace(policy=None)
+    plan.task, module = None, SimpleNamespace(policy=None, algorithm=SimpleNamespace(advantage=group_advantages))
     probe = SimpleNamespace(
         module=module, rollouts=plan, groups=[group], further=lambda: (), scores=scores([group]), samples=group
     )

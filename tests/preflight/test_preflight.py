@@ -3,9 +3,11 @@
 import json
 import math
 import random
+import shutil
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -24,19 +26,21 @@ from grpo.env.tokens import Completion
 from grpo.env.types import Reward, SingleTurn, State, Trajectory
 from grpo.evaluation.evaluator import Evaluator
 from grpo.models.logprobs import completion_logprobs
+from grpo.objectives.advantage import group_advantages
 from grpo.preflight import CHECKS, data, episodes, learning, sampling
 from grpo.preflight import callback as preflight
 from grpo.preflight import probe as probing
 from grpo.preflight.allowance import Allowance
 from grpo.preflight.forecast import Part
-from grpo.preflight.plan import RunPlan, checkpoint_bytes, duration, plan_of
+from grpo.preflight.plan import RunPlan, disk, duration, plan_of
+from grpo.preflight.plan.disk import checkpoint_bytes
 from grpo.preflight.probe import Probe
 from grpo.rollout.collate import collate
 from grpo.rollout.types import Sample
 from grpo.runs.runs import Run
 from grpo.system import distributed
 from grpo.system.distributed import one_pass
-from grpo.system.errors import PreflightError
+from grpo.system.errors import PreflightError, UserError
 from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.samples import Samples
 from tasks.jsonl import Jsonl
@@ -275,7 +279,22 @@ def test_signal_without_right_answers_is_not_called_fit(probe, monkeypatch):
         probe.rollouts.task, "score_group", lambda row, said: [Reward(float(i), False) for i in range(len(said))]
     )
     found = preflight.outcome(CHECKS["there is something to learn"], probe)
-    assert found.result == "PASS" and "0% solved, pass@4 0%, 8 of 8 groups have signal: no answer is" in found.compared
+    assert found.result == "WARN" and "0% solved, pass@4 0%, 8 of 8 groups have signal: no answer is" in found.compared
+    # 0, 1, 2, 3 in each group: the deviation is the root of 5 / 4
+    assert found.compared.endswith("reward differs by 1.1 within a group") and "mean_only" in found.remedy
+
+
+@pytest.mark.parametrize(("scale", "result"), [("group", "WARN"), ("batch", "WARN"), ("none", "PASS")])
+def test_a_small_penalty_that_alone_differs_is_named_with_its_remedy(probe, monkeypatch, scale, result):
+    """Each second sample pays 0.02: a deviation of 0.01, which a division by it makes as large as that of any reward."""
+    part = lambda i: {"correct": 0.0, "calls": -0.02 * (i % 2)}  # noqa: E731
+    rewards = lambda row, said: [Reward(part(i)["calls"], False, part(i)) for i in range(len(said))]  # noqa: E731
+    monkeypatch.setattr(probe.rollouts.task, "score_group", rewards)
+    algorithm = replace(probe.module.algorithm, advantage=partial(group_advantages, scale=scale))
+    monkeypatch.setattr(probe.module, "algorithm", algorithm)
+    found = preflight.outcome(CHECKS["there is something to learn"], probe)
+    assert found.result == result and found.compared.endswith("; calls differs by 0.01 within a group")
+    assert ("algo/advantage=mean_only" in found.remedy) == (result == "WARN")
 
 
 def test_a_reward_that_is_always_the_same(probe, monkeypatch):
@@ -530,6 +549,90 @@ def test_equal_prompts_are_a_fault_of_questions_alone(checked, probe, monkeypatc
     assert "look at the chat template and at task.prompt" in found.remedy
 
 
+@pytest.mark.parametrize(
+    ("seeded", "equal", "result"), [(True, True, "PASS"), (False, False, "PASS"), (False, True, "FAIL")]
+)
+def test_a_constant_prompt_needs_a_problem_in_the_row_or_in_the_seed(probe, monkeypatch, seeded, equal, result):
+    with_seed, without = (lambda example, group_seed: Doors()), (lambda example: Doors())
+    monkeypatch.setattr(probe.rollouts.task, "build", with_seed if seeded else without)
+    row = probe.examples["train"][0]
+    monkeypatch.setattr(probe.rollouts.sampler, "draw", lambda r, count: [row] * 8 if equal else EXAMPLE_ROWS)
+    found = preflight.outcome(CHECKS["prompts differ, answers end"], again(probe))
+    assert found.result == result and ("let `build` take group_seed" in found.remedy) == (result == "FAIL")
+
+
+EXAMPLE_ROWS = [{"question": "Which door?", "answer": str(i)} for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("build", "train_rows", "test_rows", "result"),
+    [
+        (
+            lambda example, group_seed: Doors(),
+            [{"prompt": "Which door?"}] * 20,
+            [{"prompt": "Which door?"}] * 5,
+            "PASS",
+        ),
+        (lambda example: Doors(), [{"prompt": "Which door?"}] * 20, [{"prompt": "Which door?"}] * 5, "FAIL"),
+        (lambda example: Doors(), EXAMPLE_ROWS[:5], EXAMPLE_ROWS[5:], "PASS"),  # the answer is the problem
+        (lambda example, group_seed: Doors(), EXAMPLE_ROWS[:5], EXAMPLE_ROWS[:2], "FAIL"),  # the row is
+        (lambda example, group_seed: SingleTurn(()), [{"prompt": "?"}] * 20, [{"prompt": "?"}] * 5, "FAIL"),
+    ],
+    ids=["seed", "no seed", "another column", "rows that differ", "a question"],
+)
+def test_held_out_rows_are_new_where_the_seed_has_the_problem(probe, monkeypatch, build, train_rows, test_rows, result):
+    monkeypatch.setattr(probe.rollouts.task, "build", build)
+    probe.examples = {"train": train_rows, "test": test_rows}
+    assert preflight.outcome(CHECKS["held-out rows are new"], probe).result == result
+
+
+@pytest.mark.parametrize(
+    ("free", "result"), [(10**12, "PASS"), (30_000_000, "WARN"), (3_000_000, "FAIL")], ids=["room", "less", "none"]
+)
+def test_a_disk_without_room(probe, monkeypatch, tmp_path, free, result):
+    """1.26 million weights of 4 bytes and the optimizer's 8: 15 MB a checkpoint, of which three, and three policies of 5 MB."""
+    trained = sum(p.nbytes for p in probe.module.policy.parameters())
+    checkpoint = Checkpoint(None, str(tmp_path), 20)
+    monkeypatch.setattr(probe.module, "trainer", SimpleNamespace(callbacks=[checkpoint]))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    monkeypatch.setattr(probe, "parts", [Part("optimizer", 2 * trained)])
+    found = CHECKS["the disk has room"](probe)
+    assert found.result == result and found.compared.startswith(f"the run writes {12 * trained / 1e6:.2f} MB, ")
+    assert ("a checkpoint with its policy takes" in found.compared) == (result == "FAIL")
+
+
+def test_the_room_is_that_of_the_disk_of_the_folder(tmp_path):
+    assert disk.free_bytes(tmp_path / "not" / "there") == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
+
+
+def test_a_check_is_named_by_a_part_of_its_name():
+    made = preflight.PreflightCallback({"mode": "on", "skip": ["held-out", "disk"]}, None, None, {})
+    assert made.waived == {"held-out rows are new", "the disk has room"}
+    assert preflight.PreflightCallback("warn", None, None, {}).mode == "warn"  # a file of the user's may say it so
+    assert preflight.check_named("prompts differ") == preflight.check_named("prompts differ, answers end")
+    with pytest.raises(
+        UserError, match=r"skip=\[prompts dffer\] is no check; did you mean 'prompts differ, answers end'"
+    ):
+        preflight.check_named("prompts dffer")
+    with pytest.raises(
+        UserError, match=r"in several names: prompts differ, answers end \| prompts have their start token"
+    ):
+        preflight.check_named("prompts")
+
+
+@pytest.mark.slow
+def test_a_check_that_is_left_out_is_told_everywhere(smoke, tmp_path, capsys):
+    """A random model solves nothing; both checks that would stop the run are left out."""
+    skip = "preflight.skip=[prompts differ,something to learn]"
+    train(compose_config(*smoke("preflight=on", skip, "callbacks=[checkpoint,report]")))
+    names = ["prompts differ, answers end", "there is something to learn"]
+    verdicts = Run(tmp_path).manifest["preflight"]
+    assert [name for name, verdict in verdicts.items() if verdict["result"] == "WAIVED"] == names
+    assert f"WAIVED {names[1]}, 0.0 s: by preflight.skip" in capsys.readouterr().out
+    assert f"| checks left out | {', '.join(names)} |" in (tmp_path / "checkpoints" / "last" / "README.md").read_text()
+    assert "WAIVED: by preflight.skip" in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_a_run_is_the_same_with_and_without(smoke, tmp_path, adapter):
@@ -572,7 +675,7 @@ def test_a_failure_stops_the_run_with_an_exit_code_of_its_own(smoke, tmp_path, c
     line = capsys.readouterr().err
     assert ended.value.code == PreflightError.exit_code == 3 and line.count("\n") == 1
     assert line.startswith("error: preflight failed: prompts differ, answers end: 4 different prompts of 4; 8 of 8 ")
-    assert "there is something to learn: 0% solved" in line and line.endswith("(preflight=warn trains all the same)\n")
+    assert "there is something to learn: 0% solved" in line and "(preflight=warn trains all the same, " in line
     manifest = Run(tmp_path).manifest
     assert manifest["status"] == "failed" and manifest["preflight"]["there is something to learn"]["result"] == "FAIL"
     assert not (tmp_path / "metrics.csv").exists()

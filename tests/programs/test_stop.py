@@ -128,7 +128,8 @@ def test_a_signal_before_training_ends_with_the_same_code(kind, monkeypatch, cap
     with Stop().during(), pytest.raises(SystemExit) as ended:
         signal.signal(kind, signal.SIG_DFL)  # a test in the background ignores SIGINT
         cli.run(lambda: os.kill(os.getpid(), kind), "train")
-    assert ended.value.code == 75 and capsys.readouterr().err.startswith(f"stopped by {kind.name}; ")
+    line = f"stopped by {kind.name} before the training: the same command begins again\n"
+    assert ended.value.code == 75 and capsys.readouterr().err == line
 
 
 def test_a_second_signal_ends_the_process_and_the_first_one_a_fork():

@@ -153,7 +153,7 @@ def test_runs_side_by_side(run, tmp_path):
         "algo=grpo": ["0", "1"], "algo=dr_grpo": ["2", "3"],
     }  # fmt: skip
     assert list(arms(made[:2])) == ["all runs"]
-    made[1].overrides["preflight"] = "off"  # which changes no number
+    made[1].overrides |= {"preflight": "off", "preflight.skip": "[learn]"}  # which change no number
     assert list(arms(made)) == ["algo=grpo", "algo=dr_grpo"]
     for silent in (silent_runs := [Run(r.folder) for r in made]):
         silent.overrides = {}
@@ -168,6 +168,14 @@ def test_runs_side_by_side(run, tmp_path):
     assert len(asked) == 3 and asked.mean() == pytest.approx(made[1].accuracy.iloc[-1])
     assert runs[-1].verdicts() is None
     assert latest(tmp_path).parent == tmp_path / "sweep"
+    for name, text in (("empty", ""), ("head", "step,rollout/reward\n"), ("before", "step,eval/accuracy\n0,0.5\n")):
+        (tmp_path / name).mkdir()  # newer runs that failed before their first rollout
+        (tmp_path / name / "metrics.csv").write_text(text)
+        assert Run(tmp_path / name).measured == (name == "before") and not Run(tmp_path / name).learned
+        assert Run(tmp_path / name).curve("rollout/reward").empty
+    assert latest(tmp_path).parent == tmp_path / "sweep"
+    with pytest.raises(UserError, match=r"no run under .*head has learned from a rollout"):
+        latest(tmp_path / "head")
     with pytest.raises(UserError, match=r"neither a run .* nor a sweep"):
         load(tmp_path)
     with pytest.raises(UserError, match=r"has no metrics\.csv"):

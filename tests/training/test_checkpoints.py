@@ -6,9 +6,12 @@ import pickle
 import resource
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import lightning as L
 import numpy as np
 import pandas as pd
 import pytest
@@ -19,23 +22,77 @@ from helpers.slots import Varied
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
+from grpo.apps.cli import one_line_errors
 from grpo.config.resuming import check_resumed, is_over
 from grpo.data.prompts import Uniform
 from grpo.data.rows import fingerprint
 from grpo.env.messages import Message
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.statistics import mean_interval
+from grpo.models.pretrained import Pretrained
+from grpo.report import write_report
 from grpo.report.run import accuracy_intervals
 from grpo.rollout.plain import Tensors, from_plain, to_plain
 from grpo.rollout.types import Limits
 from grpo.runs.runs import Run
+from grpo.system import files
 from grpo.system.errors import UserError
 from grpo.system.files import replacing, surviving
 from grpo.system.seeds import random_states, set_random_states
-from grpo.training.callbacks.checkpoint import Checkpoint
+from grpo.training.callbacks.checkpoint import Checkpoint, UnsavedError
 from grpo.training.callbacks.evaluation import EvaluationCallback
 from grpo.training.checkpoints import PlainCheckpoints, RunCheckpoints, fault_of, link, new_folder, usable
 from train import train
+
+
+def test_best_is_what_the_disk_took(tmp_path, toy, toy_model):
+    """30 % is written. 50 % is not, so 40 % is better than what is there; the last policy of all is lost."""
+    checkpoint = Checkpoint(Pretrained(str(toy)).tokenizer(), str(tmp_path / "checkpoints"), 4)
+    module = SimpleNamespace(policy=toy_model)
+
+    def after(rollouts: int, accuracy: float) -> list:
+        checkpoint.rollouts = rollouts
+        checkpoint.compare(module, {"eval/accuracy": accuracy})
+        return [(tmp_path / "checkpoints" / "best").resolve().name, checkpoint.chosen, checkpoint.lost]
+
+    assert after(1, 0.3) == ["policy_00001", "max eval/accuracy, 30.0 %", []]
+    with full_disk(100_000):
+        assert after(2, 0.5) == ["policy_00001", "max eval/accuracy, 30.0 %", [2]]
+    assert after(3, 0.4) == ["policy_00003", "max eval/accuracy, 40.0 %", [2]]
+    checkpoint.saved = 3
+    checkpoint.teardown(None, module, "fit")  # nothing to say
+    with full_disk(100_000):
+        assert after(4, 0.6)[2] == [2, 4]
+    checkpoint.saved = 4
+    with pytest.raises(UnsavedError, match=r"the policy after 4 rollouts was not written, .*resume=auto begins anew"):
+        checkpoint.teardown(None, module, "fit")
+
+
+class Full(L.Callback):
+    """From the end of a rollout on, the disk takes no file as large as a policy."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        if batch.rollout == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.mark.slow
+def test_a_run_whose_last_policy_is_lost_has_not_finished(smoke, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    words = ["callbacks=[samples,checkpoint,terminal]", "callbacks.checkpoint.every=1", "rollout.num_rollouts=3"]
+    words.append("+callbacks.full={_target_: test_checkpoints.Full}")
+    with full_disk(10**9), pytest.raises(SystemExit) as ended, one_line_errors("train"):
+        train(compose_config(*smoke(*words)))
+    told, manifest = capsys.readouterr(), Run(tmp_path).manifest
+    assert ended.value.code == 74 and told.err.endswith("trains on from the checkpoint after 1 rollouts\n")
+    assert "not written: policy_00002, 00002.ckpt, policy_00003, 00003.ckpt" in " ".join(told.out.split())
+    assert manifest["status"] == "failed" and manifest["error"].startswith("UnsavedError: the policy after 3 rollouts")
+    lost = ["policy_00002", "00002.ckpt", "policy_00003", "00003.ckpt"]
+    assert [Path(name).name for name in manifest["not_written"]] == lost
+    write_report(tmp_path)
+    assert all(f"checkpoints/{name}" in (tmp_path / "report.html").read_text() for name in lost)
+    config = compose_config(*smoke("rollout.num_rollouts=3", "resume=auto"))
+    assert not is_over(config)  # so that the same command continues
 
 
 def test_plain_data_returns_what_it_was_given(tmp_path):
@@ -364,17 +421,28 @@ def test_a_folder_is_complete_or_as_before(tmp_path):
     assert (tmp_path / "last" / "file").read_text() == "three"
 
 
-def test_a_full_disk_costs_one_line(tmp_path, caplog):
-    """A limit on the size of files stands for the full disk."""
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """A limit on the size of files, in bytes, stands for the full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_costs_one_line_and_is_noted(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(files, "LOST", {})
     whole = {"weight": torch.zeros(100_000)}
     PlainCheckpoints().save_checkpoint(whole, tmp_path / "00001.ckpt")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
+    with full_disk(100_000):
         PlainCheckpoints().save_checkpoint(whole, tmp_path / "00002.ckpt")
         with surviving("metrics.csv"), replacing(tmp_path / "metrics.csv") as new:
             new.write_bytes(bytes(200_000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [*files.LOST] == [str(tmp_path / "00002.ckpt"), "metrics.csv"]
+    with surviving("metrics.csv"):  # written a little later
+        pass
+    assert [*files.LOST] == [str(tmp_path / "00002.ckpt")]
     assert [path.name for path in tmp_path.iterdir()] == ["00001.ckpt"] and fault_of(tmp_path / "00001.ckpt") is None
     assert [record.getMessage().count("was not written, and the run goes on: ") for record in caplog.records] == [1, 1]

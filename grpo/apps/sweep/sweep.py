@@ -164,11 +164,15 @@ class Sweep:
         """Write report.html for the training runs of the sweep. A failure is printed, not raised."""
         if not any(job.status == "finished" and job.rollouts is not None for job in self.jobs):
             return
-        from grpo.report import write_report  # a slow import
+        from grpo.report import write_report  # slow imports
+        from grpo.runs.comparison import comparable
+        from grpo.runs.runs import load
 
         try:
             page = write_report(self.folder)
-            self.console.print(f"written to {page}; as a table: python eval.py compare={self.folder}")
+            arms = len(comparable(load(self.folder)))  # runs without callbacks.samples cannot be compared
+            table = f"; as a table: python eval.py compare={self.folder}" if arms > 1 else ""
+            self.console.print(f"written to {page}{table}")
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             self.console.print(f"no report.html ({reason}); to retry: python -m grpo.report {self.folder}")

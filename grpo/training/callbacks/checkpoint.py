@@ -20,7 +20,7 @@ from grpo.evaluation.statistics import Estimate
 from grpo.runs.model_card import write_card
 from grpo.system import distributed
 from grpo.system.distributed import full, is_sharded
-from grpo.system.errors import RolloutError, StopError
+from grpo.system.errors import RolloutError, StopError, UserError
 from grpo.system.files import surviving, write_json
 from grpo.system.loading import not_finite
 from grpo.system.metrics import require_metric, written
@@ -35,6 +35,12 @@ log = logging.getLogger(__name__)
 
 MONITOR = "callbacks.checkpoint.monitor"
 PIECE = 4 << 30  # bytes of a sharded policy that the first rank's CPU holds at once
+
+
+class UnsavedError(UserError):
+    """The run has learned, and its last policy could not be written."""
+
+    exit_code = 74  # EX_IOERR of sysexits.h
 
 
 class Checkpoint(L.Callback):
@@ -53,7 +59,7 @@ class Checkpoint(L.Callback):
     only_model: checkpoints have no state of the optimizer, which begins anew in a resumed run.
 
     Each is complete before it gets its name. If one cannot be written, because the disk is full or a weight is not finite, the
-    run says so and goes on, and the one before stays.
+    run says so and goes on, and the one before stays. A run whose last policy the disk did not take ends with UnsavedError.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class Checkpoint(L.Callback):
         self.rollouts = 0  # rollouts learned from
         self.exported = self.saved = -1  # the rollouts of the newest policy and checkpoint that were written
         self.measured: Estimate | None = None  # held-out accuracy of the present policy, if it was evaluated
+        self.lost: list[int] = []  # the rollouts of policies that the disk did not take
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         for callback in callbacks_of(trainer.callbacks, EvaluationCallback):
@@ -102,16 +109,19 @@ class Checkpoint(L.Callback):
         self.seconds += time.perf_counter() - begun
 
     def compare(self, module: L.LightningModule, metrics: Mapping[str, float]) -> None:
-        """Export the present policy as `best` if its metric is the best so far. Raises UserError if there is no such metric."""
+        """Note the metric of the present policy, and keep the best one. Raises UserError if there is no such metric."""
         if math.isinf(self.best_value):
             require_metric(MONITOR, self.monitor, metrics)
         self.value = metrics.get(self.monitor, math.nan)
         if self.monitor in metrics and math.isnan(self.value):
             log.warning("rollout %d: %s is unknown: this policy cannot be `best`", self.rollouts, self.monitor)
-        elif self.sign * self.value > self.sign * self.best_value:
+        self.keep_best(module)
+
+    def keep_best(self, module: L.LightningModule) -> None:
+        """Export the present policy as `best` if it is better than the one on the disk."""
+        if self.sign * self.value > self.sign * self.best_value and self.export(module, "best"):
             # so that a policy equal to the one before training is better
             self.best_value = self.value if self.rollouts else math.nextafter(self.value, -self.sign * math.inf)
-            self.export(module, "best")
 
     @property
     def chosen(self) -> str | None:
@@ -124,13 +134,22 @@ class Checkpoint(L.Callback):
         if isinstance(exception, RolloutError | StopError) and getattr(exception, "saves", True):  # on every rank
             self.save(trainer, module)
 
+    def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        """Raise UnsavedError, after all callbacks have shown the end of the run, if its last policy is not on the disk."""
+        if self.saved >= 0 and self.saved in self.lost:
+            newest = max(by_rollouts(self.folder), default=None)
+            again = "begins anew" if newest is None else f"trains on from the checkpoint after {newest} rollouts"
+            line = f"the policy after {self.saved} rollouts was not written, because the disk of {self.folder} is full"
+            raise UnsavedError(f"{line}: free space there; then the same command with resume=auto {again}")
+
     def save(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Write a checkpoint and the policy, and remove checkpoints that are too many."""
         if broken := distributed.all_gather(not_finite(module.policy.named_parameters())):
             log.warning("rollout %d: %s is not finite, so no checkpoint is written", self.rollouts, broken[0])
             return
         self.saved = self.rollouts
-        self.export(module, "last")
+        if self.export(module, "last"):
+            self.keep_best(module)  # if the disk did not take it a moment ago
         path = self.folder / f"{self.rollouts:05}.ckpt"
         trainer.save_checkpoint(path)  # does nothing but a warning if the disk is full
         if trainer.is_global_zero and path.is_dir():
@@ -140,16 +159,22 @@ class Checkpoint(L.Callback):
             kept = [number for number in there if number <= self.rollouts][: self.keep]
             remove(old for number, old in there.items() if number not in kept)
 
-    def export(self, module: L.LightningModule, name: str) -> None:
-        """Write the policy, its tokenizer and a model card, and let `name` be a link to that folder."""
+    def export(self, module: L.LightningModule, name: str) -> bool:
+        """Write the policy, its tokenizer and a model card, and let `name` be a link to that folder. Returns whether the disk
+        took them."""
         pieces = whole_pieces(module.policy) if is_sharded(module.policy) else iter([None])
-        self.write(module, name, pieces)
+        written = self.write(module, name, pieces)
         deque(pieces, maxlen=0)  # all ranks gather all weights together, even if the first one has failed
+        if written := any(distributed.all_gather([bool(written)])):
+            self.lost = [rollouts for rollouts in self.lost if rollouts != self.rollouts]
+        else:
+            self.lost.append(self.rollouts)
+        return written
 
     @rank_zero_only
-    def write(self, module: L.LightningModule, name: str, pieces: Iterator[dict[str, Tensor] | None]) -> None:
+    def write(self, module: L.LightningModule, name: str, pieces: Iterator[dict[str, Tensor] | None]) -> bool:
         """Write what `export` says. pieces: see `write_policy`."""
-        policy = self.folder / f"policy_{self.rollouts:05}"
+        policy, written = self.folder / f"policy_{self.rollouts:05}", False
         with surviving(str(policy)):
             if self.exported != self.rollouts:
                 with new_folder(policy) as folder:
@@ -166,6 +191,8 @@ class Checkpoint(L.Callback):
                 old.unlink()
             named = [path.resolve() for path in (self.folder / "last", self.folder / "best", *steps)]
             remove(old for old in self.folder.glob("policy_*") if old.resolve() not in named)
+            written = True
+        return written
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.only_model:

@@ -1,6 +1,6 @@
 """The summary at the end of a run: its time, speed, memory and accuracy, as a table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 
 from rich.table import Table
@@ -22,11 +22,13 @@ def summary(
     warned: Sequence[str],
     checkpoint: float,
     calls: Mapping[str, float],
+    lost: Collection[int] = (),
 ) -> Table:
     """Return the table of a run.
 
     learned: the metrics of each rollout. seconds: duration of the whole run. warned: the metrics that had a warning. checkpoint:
-    seconds of writing checkpoints. calls: seconds of environments and rewards, by their names, which other parts include.
+    seconds of writing checkpoints. calls: seconds of environments and rewards, by their names, which other parts include. lost:
+    the rollouts of policies that are not on the disk, so that none of them is the best.
     Accuracies are on the held-out examples, with a 95 % confidence interval for other examples of the same kind.
     """
     rows = [*learned, *(evaluation.metrics for evaluation in evaluations if evaluation.rollout == 0)]
@@ -49,8 +51,11 @@ def summary(
     table.add_row("memory, at most", f"{memory / 2**30:.2f} GiB")
     if graded := [evaluation for evaluation in evaluations if evaluation.estimates["accuracy"].n]:
         # the evaluation before training last, so that a later policy that scores the same is the best
-        best = max([*graded[1:], graded[0]], key=lambda evaluation: evaluation.estimates["accuracy"].value)
+        kept = [evaluation for evaluation in [*graded[1:], graded[0]] if evaluation.rollout not in lost]
+        best = max(kept, key=lambda evaluation: evaluation.estimates["accuracy"].value, default=None)
         for name, evaluation in (("first", graded[0]), ("best", best), ("last", graded[-1])):
+            if evaluation is None:
+                continue
             accuracy = share_with_interval(evaluation.estimates["accuracy"])
             table.add_row(f"held out, {name}", f"{accuracy} after {evaluation.rollout}")
     table.add_row("warnings", ", ".join(warned) or "none")

@@ -19,6 +19,7 @@ from grpo.evaluation.evaluator import Evaluation
 from grpo.rollout.types import Sample
 from grpo.system.calls import SPENT
 from grpo.system.errors import StopError
+from grpo.system.files import LOST
 from grpo.system.metrics import percent, require_metric, written
 from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
@@ -169,9 +170,11 @@ class Terminal(L.Callback):
             self.draw(history([(evaluation.rollout, evaluation.metrics) for evaluation in evaluations]))
         if self.learned:
             warned = [name for health in callbacks_of(trainer.callbacks, Health) for name in health.warned()]
+            warned += ["not written: " + ", ".join(Path(name).name for name in LOST)] if LOST else []
             saving = callbacks_of(trainer.callbacks, Checkpoint)
             seconds, saved = time.perf_counter() - self.begun, sum(callback.seconds for callback in saving)
-            table = summary(self.learned, evaluations, seconds, warned, saved, SPENT)
+            lost = {rollouts for callback in saving for rollouts in callback.lost}
+            table = summary(self.learned, evaluations, seconds, warned, saved, SPENT, lost)
             for chosen in (callback.chosen for callback in saving if callback.chosen):
                 table.add_row("checkpoints/best", chosen)
             self.draw(table)

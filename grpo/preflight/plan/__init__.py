@@ -1,20 +1,17 @@
 """The plan of a run: how much it samples, learns, evaluates and writes, and how long that takes, known before it starts."""
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import lightning as L
 
 from grpo.evaluation.evaluator import Evaluator
 from grpo.preflight import learning
 from grpo.preflight.forecast import Part, human, largest_phase
+from grpo.preflight.plan.disk import checkpoint_bytes, evaluated, table_bytes
 from grpo.preflight.probe import Probe
-from grpo.rollout.samples_table import records, write
 from grpo.system import distributed
 from grpo.training.callbacks.checkpoint import Checkpoint
-from grpo.training.callbacks.samples import Samples
 from grpo.training.trainer import callbacks_of
 
 
@@ -98,32 +95,11 @@ def plan_of(
     if not timed:
         return sized
     larger = sized.samples / len(probe.samples)
-    evaluated = sized.evaluations * sized.problems * evaluator.samples / sized.samples  # in rollouts
-    writers = [samples.every for samples in callbacks_of(callbacks, Samples)]
-    tables = sum((sized.rollouts / every if every else 0) + evaluated for every in writers)
     seconds = probe.rollout_seconds()
     return replace(
         sized,
         rollout_time=sized.rollouts * seconds,
         update_time=sized.rollouts * larger * learning.seconds(probe) / sized.devices,  # each device learned from all
-        evaluation_time=evaluated * seconds,
-        disk=sized.disk + round(tables * larger * table_bytes(probe)),
+        evaluation_time=evaluated(probe, evaluator) * seconds,
+        disk=sized.disk + table_bytes(probe, evaluator, callbacks),
     )
-
-
-def table_bytes(probe: Probe) -> int:
-    """Return the size of the probe's episodes as a table of samples."""
-    with tempfile.TemporaryDirectory() as folder:
-        write(file := Path(folder, "samples.parquet"), records(probe.groups))
-        return file.stat().st_size
-
-
-def checkpoint_bytes(probe: Probe, parts: Sequence[Part], writes: Checkpoint) -> int:
-    """Return the size of checkpoints/: those to resume from and the one that is being written, and policies: last, best, the one
-    that is being written, and the history."""
-    trained = sum(p.nbytes for p in probe.module.policy.parameters() if p.requires_grad)
-    state = sum(part.size or 0 for part in parts if part.name in ("masters", "optimizer"))
-    pieces = distributed.world_size() if distributed.is_sharded(probe.module.policy) else 1
-    steps = writes.num_rollouts // writes.history if writes.history else 0
-    state = 0 if writes.only_model else state * pieces
-    return (writes.keep + 1) * (trained + state) + (3 + min(steps, writes.history_keep or steps)) * trained

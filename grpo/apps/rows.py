@@ -1,0 +1,51 @@
+"""The rows of a run: they are read, or for a forecast of memory made up where nobody gives them."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from omegaconf import DictConfig
+
+from grpo.data.dataset import MissingRows
+from grpo.data.rows import Made
+from grpo.env.messages import Message
+from grpo.env.types import Example, SingleTurn, Split, Task
+from grpo.evaluation.evaluator import Evaluator
+
+log = logging.getLogger(__name__)
+
+TOKENS, ROWS = 256, 10_000  # of a made-up prompt; made-up rows of a split
+
+
+class Questions:
+    """Plain questions of about `tokens` tokens, in place of a task whose rows are out of reach. They have no reward."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        return Made(ROWS, lambda i: {"prompt": "word " * self.tokens})
+
+    def build(self, example: Example) -> SingleTurn:
+        return SingleTurn((Message("user", example["prompt"]),))
+
+
+def with_rows(task: Task | None, evaluator: Evaluator, config: DictConfig, trains: bool) -> tuple[Any, dict[str, Any]]:
+    """Return the task, and its splits as `Evaluator.loaded` does. If the rows are out of reach, a forecast gets made-up ones.
+    Raises MissingRows, which also says whether the model is here. trains: whether the run plays episodes of the task."""
+    try:
+        return task, evaluator.loaded(task, trains)
+    except MissingRows as error:
+        if config.forecast == "only":
+            most = config.prompt_limit.max_tokens or 2 * TOKENS
+            stand_in = Questions(min(TOKENS, most // 2))
+            log.warning("%s; this forecast is for prompts of %d tokens instead", error, stand_in.tokens)
+            return stand_in, {"train": (stand_in, "train")}
+        path = config.model.path
+        here = not isinstance(path, str) or Path(path).exists() or try_to_load_from_cache(path, "config.json")
+        if here:
+            raise
+        fetch = "where there is a network, python -m grpo.prefetch with these arguments fetches both"
+        raise MissingRows(f"{error}; model.path={path} is not on this machine either: {fetch}") from error
