@@ -6,7 +6,7 @@ import, so that a mistake and --help need no torch. keys.yaml has the types of k
 
 import ast
 import builtins
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -114,6 +114,12 @@ def kinds(node: Any, key: str = "", kind: Any = Any) -> Iterator[tuple[str, Any,
         yield key, node, kind
 
 
+def no_value(keys: Sequence[str]) -> str:
+    """Return the line about keys that must have a value and have none."""
+    given, group = " ".join(f"{key}=..." for key in keys), keys[0].partition(".")[0]
+    return f"{' and '.join(keys)} must have a value: give {given}; --help {group} shows the keys of {group}"
+
+
 def check_values(config: DictConfig) -> None:
     """Check every value of a configuration. Raises UserError for the first one that does not fit."""
     node = OmegaConf.to_container(config, resolve=True)
@@ -133,5 +139,8 @@ def check_values(config: DictConfig) -> None:
     written = flat(OmegaConf.to_container(config))  # an error names the key that holds the value, not one with ${...}
     by_place = sorted(kinds(node), key=lambda leaf: "${" in str(written.get(leaf[0])))
     for key, value, kind in by_place:
+        if "${oc.env:" in str(source := written.get(key)) and r.is_quoted(kind, value):
+            line = f"{key}='{value}' is a text, as all that the environment holds, and must be {r.spelled(kind)}"
+            raise UserError(f"{line}: {key}='${{oc.decode:{source}}}' reads it")
         if value != "???":
             r.require(key, value, kind)
