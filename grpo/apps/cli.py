@@ -92,7 +92,7 @@ def run(main: Callable[[], object], config_name: str) -> None:
 
 
 def parsed() -> Namespace:
-    """Return flags and overrides of the command line. Raises UserError for flags that Hydra does not have, in place of its usage."""
+    """Return flags and overrides of the command line. Raises UserError for a flag that Hydra does not have."""
 
     def refuse(reason: str) -> NoReturn:
         raise UserError(f"{reason}; settings are KEY=VALUE, and --help lists them")
@@ -166,6 +166,11 @@ def check_run(config: DictConfig, first: bool, overrides: Sequence[str]) -> None
         raise UserError("each process would make a folder of its own: set hydra.run.dir to one that all of them see")
     if first:
         check_unused(config)
+        monitor = OmegaConf.select(config, "callbacks.checkpoint.monitor") or ""
+        if config.eval.every == 0 and monitor.startswith("eval/"):
+            log.info(
+                "eval.every=0: the run is not evaluated, and there is no checkpoints/best; last is its newest policy"
+            )
     check_resumed(config)
 
 

@@ -1,6 +1,7 @@
-"""Finds mistakes that need no torch before it is imported, which takes seconds. Files of the user's are read, and nothing in them runs.
+"""Finds mistakes that need no torch before it is imported, which takes seconds.
 
-The run applies the same rules to what it builds; a check here is silent where reading alone cannot decide.
+Files of the user's are read, and nothing in them runs. The run applies the same rules to what it builds; a check here is silent
+where reading alone cannot decide.
 """
 
 import ast
@@ -9,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from urllib import request
@@ -25,11 +27,10 @@ from grpo.data.rows import head
 from grpo.rewards.resolve import ALWAYS, SHIPPED, lacks, not_imported, not_in, not_shipped
 from grpo.system.errors import UserError
 
-NEEDED = """
-    adapter algo callbacks engine eval logger model module optim play prompt_limit renderer rollout sampler selection source task
-    trainer
-""".split()  # what train.py builds
-OF_ROWS = "name config splits held_out filters train_limit validation_limit test_limit streaming numbers".split()
+NEEDED = (  # what train.py builds
+    *("adapter", "algo", "callbacks", "engine", "eval", "logger", "model", "module", "optim", "play", "prompt_limit"),
+    *("renderer", "rollout", "sampler", "selection", "source", "task", "trainer"),
+)
 DYNAMIC = {
     "globals",
     "exec",
@@ -50,11 +51,15 @@ def check_early(config: DictConfig) -> None:
     if empty := sorted(key for key in OmegaConf.missing_keys(config) if key.startswith(("task.", "model."))):
         raise UserError(no_value(empty))
     check_unused(config)
+    check_sources(config)
+
+
+def check_sources(config: DictConfig) -> None:
+    """Raises UserError for reward functions, rows or a model that are not where the configuration says."""
     task = {} if config.task is None else OmegaConf.to_container(config.task, resolve=True)
     needed = needed_by(task)
     dataset = dataset_of(config, task)
-    lines = [*model_faults(config.model), *dataset_faults(dataset)]
-    if lines:
+    if lines := [*model_faults(config.model), *dataset_faults(dataset)]:
         raise UserError("; and ".join(lines))
     if dataset and task["_target_"] == "tasks.jsonl.Jsonl":
         check_columns(task, dataset, needed)
@@ -139,19 +144,20 @@ def dataset_of(config: DictConfig, task: Mapping[str, Any]) -> Dataset | None:
     """Return the rows that the run will train on; None if they are no dataset. Raises UserError for settings that it refuses."""
     if not isinstance(task.get("path"), str) or "filters" not in task or config.source is not None:
         return None
-    return Dataset(task["path"], (), **{key: task[key] for key in OF_ROWS if key in task})
+    settings = signature(Dataset).parameters.keys() - {"path", "columns", "form"}
+    return Dataset(task["path"], (), **{key: value for key, value in task.items() if key in settings})
 
 
 def dataset_faults(dataset: Dataset | None) -> Iterator[str]:
-    """Yield a line if the rows are not on this machine and cannot come from the hub. Raises UserError for a path that is wrong."""
+    """Yield a line if the rows are not on this machine and cannot come from the hub. Raises UserError for a wrong path."""
     if dataset is None or dataset.file("train"):
         return
     dataset.check_path()
     owner, _, name = dataset.path.partition("/")
     made = os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME, "datasets"))
-    if not in_cache(dataset.path, "dataset") and not Path(made, f"{owner}___{name}".lower()).exists():
-        if reason := no_hub():
-            yield str(not_given(dataset.path, reason))
+    is_here = in_cache(dataset.path, "dataset") or Path(made, f"{owner}___{name}".lower()).exists()
+    if not is_here and (reason := no_hub()):
+        yield str(not_given(dataset.path, reason))
 
 
 def model_faults(model: DictConfig) -> Iterator[str]:
