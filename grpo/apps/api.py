@@ -92,7 +92,7 @@ def train(
         raise UserError("tokenizer=... belongs to a model that is an object too; a model by its name has its own")
     words.append(f"output_dir={literal(folder)}")
     with in_one_line("train", words):
-        config = checked(composed("train", words), objects)
+        config = with_known_keys(composed("train", words), objects)
         if dataset is not None:
             save_rows(dataset, folder)
         config = placed(config, objects)
@@ -116,7 +116,7 @@ def evaluate(run: Any = None, *, output_dir: str | PathLike | None = None, **set
     words, objects = split(({} if run is None else {"run": getattr(run, "folder", run)}) | settings)
     words.append(f"output_dir={literal(folder)}")
     with in_one_line("eval", words):
-        config = checked(composed("eval", words), objects)
+        config = with_known_keys(composed("eval", words), objects)
         config = placed(config, getattr(run, "objects", {}) | objects, objects)
         script("eval").evaluate(config, words)
     return EvaluatedRun(folder)
@@ -151,7 +151,7 @@ def split(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     return words, objects
 
 
-def checked(config: DictConfig, objects: Mapping[str, Any]) -> DictConfig:
+def with_known_keys(config: DictConfig, objects: Mapping[str, Any]) -> DictConfig:
     """Return the configuration. Raises UserError if an object has a key that belongs to no group of it, as reward_funcs=f."""
     for key in objects.keys() - {"tokenizer"}:
         if key.partition(".")[0] not in config:

@@ -81,9 +81,9 @@ def run(main: Callable[[], object], config_name: str) -> None:
     with one_line_errors(config_name), sweep.reported():
         arguments = parsed()
         if arguments.help:
-            from grpo.config.help import page
+            from grpo.config.help import help_page
 
-            print(page(config_name, arguments.overrides))
+            print(help_page(config_name, arguments.overrides))
         else:
             witness.watch()
             if config_name == "train" and not arguments.multirun:

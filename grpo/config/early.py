@@ -84,13 +84,13 @@ def needed_by(task: Mapping[str, Any]) -> dict[str, list[str]]:
     """
     rewards = task.get("rewards")
     names = [name for name in (rewards if isinstance(rewards, list) else [rewards]) if isinstance(name, str)]
-    found = {name.rpartition(":")[2]: written(name, "the reward function") for name in names}
+    found = {name.rpartition(":")[2]: definition_of(name, "the reward function") for name in names}
     if isinstance(environment := task.get("environment"), str):
-        written(environment, "task.environment")
+        definition_of(environment, "task.environment")
     return {name: required(node) for name, node in found.items() if node is not None}
 
 
-def written(name: str, what: str) -> Definition | None:
+def definition_of(name: str, what: str) -> Definition | None:
     """Return the definition of FILE.py:NAME, or of a name without a dot; None if it is of another kind, or has no `def` there.
 
     what: the words for it in an error. Raises UserError if it is not there.
@@ -111,12 +111,12 @@ def written(name: str, what: str) -> Definition | None:
     public = [each for each in defined if each[0] != "_"]
     if not colon:
         raise not_shipped(name, public)
-    if attribute not in set(spelled(tree)) and not DYNAMIC & set(spelled(tree)):
+    if attribute not in set(names_in(tree)) and not DYNAMIC & set(names_in(tree)):
         raise not_in(file.stem, what, name, public)
     return None
 
 
-def spelled(tree: ast.Module) -> Iterator[str]:
+def names_in(tree: ast.Module) -> Iterator[str]:
     """Yield every name that a module may give to something, and those that it uses; `vars` for an import of all names."""
     for node in ast.walk(tree):
         if isinstance(node, ast.alias):

@@ -37,7 +37,7 @@ class Foreign:
 
 @cache
 def tables(headers: tuple[str, ...] = SETTINGS) -> Mapping[str, list[Foreign]]:
-    """Return the rows of the tables with these headers, by `plain` name; empty without the page."""
+    """Return the rows of the tables with these headers, by `plain_name` name; empty without the page."""
     found: dict[str, list[Foreign]] = defaultdict(list)
     system = header = ""
     with suppress(OSError):
@@ -48,7 +48,7 @@ def tables(headers: tuple[str, ...] = SETTINGS) -> Mapping[str, list[Foreign]]:
             header = (header or cells[0]) if cells else ""
             if header in headers and len(cells) == 3:
                 for row in rows(system, *cells):
-                    found[plain(row.name)].append(row)
+                    found[plain_name(row.name)].append(row)
     return found
 
 
@@ -61,7 +61,7 @@ def rows(system: str, first: str, here: str, remark: str) -> list[Foreign]:
     return [Foreign(system, name, key, remark) for name, key in pairs or [(name, answer) for name in names]]
 
 
-def plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return a name without what differs between a flag, a key and an argument."""
     return name.lstrip("-+~").replace("-", "_").removeprefix("actor_rollout_ref.")
 
@@ -71,7 +71,7 @@ def known_elsewhere(name: str, headers: tuple[str, ...] = SETTINGS) -> str | Non
 
     name: a key, a flag or an argument. A dotted one that no table has is looked up by its last part, and as `FIRST.*`.
     """
-    name, table = plain(name), tables(headers)
+    name, table = plain_name(name), tables(headers)
     group, _, last = name.rpartition(".")
     found = next((table[each] for each in (name, last, f"{group}.*") if each in table), [])
     by_answer = {row.here: row for row in reversed(found)}  # systems that agree are one

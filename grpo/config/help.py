@@ -26,7 +26,7 @@ OURS = ("_target_", "_partial_", "_convert_", "hydra")  # keys that --cfg shows 
 USAGE = Path(__file__).with_name("usage.txt").read_text(encoding="utf-8").rstrip()
 
 
-def page(config_name: str, words: Sequence[str] = ()) -> str:
+def help_page(config_name: str, words: Sequence[str] = ()) -> str:
     """Return the text of --help. words: overrides, and names of groups or keys, to show these alone.
 
     Raises UserError for a name that is neither.

@@ -184,7 +184,7 @@ def changes(config: DictConfig, folder: Path) -> list[str]:
     return [f"{key}={now.get(key)} (was {then.get(key)})" for key in keys if now.get(key) != then.get(key)]
 
 
-def chosen(changed: Sequence[str], folder: Path) -> list[str]:
+def chosen_changes(changed: Sequence[str], folder: Path) -> list[str]:
     """Return those of the `changes` that somebody chose: a key that repeats another one changes with it."""
     if len(changed) < 2:
         return list(changed)
@@ -258,7 +258,7 @@ def check_resumed(config: DictConfig) -> None:
         raise UserError(f"ckpt_path={path} has the state of another optimizer: {other[0]}; {fix}")
     saved = saved_config(folder) if changed else config
     guarded = [line for line in changed if line.startswith(GUARDED) and not is_shown(line, config, saved)]
-    listed = chosen(changed, folder)
+    listed = chosen_changes(changed, folder)
     if guarded and config.resume.changes != "allow":
         named = [line for line in guarded if line in listed] or listed
         line = f"the run to resume had other settings: {', '.join(named[:5])}"

@@ -36,7 +36,7 @@ def try_task(task: Task, splits: Mapping[str, tuple[Task, Split]]) -> None:
     rows = task.examples("train")
     errors = []
     for place in range(min(ROWS, len(rows))):
-        error = awaited(tried(task, rows[place]))
+        error = awaited(play_once(task, rows[place]))
         if error is None:
             break
         errors.append(error)
@@ -53,7 +53,7 @@ def is_users(task: Task) -> bool:
     return any(not module.startswith(OURS) for module in classes) or getattr(task, "looks", 0) > 0
 
 
-async def tried(task: Task, example: Example) -> BaseException | None:
+async def play_once(task: Task, example: Example) -> BaseException | None:
     """Play an episode that the answer ends, and score it. Returns the error of an environment that does not start."""
     calls = Calls(1, f"the trial of {type(task).__name__}")
     env = Environment(calls, (0, 0), PATIENCE)

@@ -6,11 +6,9 @@ Values are not converted: "3", 3.0 and true are not integers. NaN and infinity a
 """
 
 import inspect
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import chain
@@ -166,13 +164,6 @@ def as_yaml(value: Any) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), " ".join(str(value).split()))
 
 
-def is_quoted(kind: Any, value: Any) -> bool:
-    """Return whether a value is a text that would fit the annotation without its quotes, as '3' for an integer."""
-    with suppress(ValueError):
-        return isinstance(value, str) and not accepts(kind, value) and accepts(kind, json.loads(value))
-    return False
-
-
 def require(key: str, value: Any, kind: Any) -> None:
     """Raises UserError if a value does not fit its annotation. key: its dotted key."""
     if not accepts(kind, value):
@@ -180,8 +171,6 @@ def require(key: str, value: Any, kind: Any) -> None:
         line = f"{'is not' if only_words else 'must be'} {spelled(kind)}"
         if isinstance(value, Real) and accepts(kind, str(value)):
             line += f"; as a text: {key}=\"'{value}'\""
-        if is_quoted(kind, value):
-            raise UserError(f"{key}='{value}' is a text and {line}: leave out the quotes")
         raise UserError(f"{key}={as_yaml(value)[:200]} {line}")
 
 

@@ -42,6 +42,7 @@ def project(tmp_path, monkeypatch) -> Path:
     for folder in ("project", "project/lib", "project/run", "elsewhere", "project/.venv/site-packages"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "code.py").write_text(EVIL)
+    (tmp_path / "project" / "rows.jsonl").write_text('{"prompt": "1?"}\n')
     monkeypatch.chdir(tmp_path / "project")
     monkeypatch.syspath_prepend(str(tmp_path / "project"))
     return tmp_path / "project"
