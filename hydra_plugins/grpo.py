@@ -18,6 +18,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 
+from grpo.apps.sweep.arms import check_arms
 from grpo.apps.sweep.jobs import Job
 from grpo.apps.sweep.sweep import Sweep, places
 from grpo.config.composing import literal
@@ -43,7 +44,7 @@ class Processes(Launcher):
         params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
         overrides = parsed([*params, *config.hydra.overrides.task])
         self.swept = {key for key, override in overrides.items() if override.is_sweep_override()}
-        if config.hydra.sweeper._target_.rpartition(".")[2] != "BasicSweeper" and config.eval.every == 0:
+        if self.searches and config.eval.every == 0:
             raise UserError("eval.every=0: a search maximises held-out accuracy, so set eval.every to 1 or more")
         folder = Path(config.hydra.sweep.dir)
         again = [argument for argument in sys.argv if not argument.startswith("hydra.sweep.dir=")]
@@ -62,12 +63,20 @@ class Processes(Launcher):
         """Run the jobs and return their accuracies; a failed job returns None, because an exception would stop the sweeper."""
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         jobs = [self.job(list(overrides)) for overrides in job_overrides]
+        if not self.searches and "algo" in self.config:
+            check_arms({job.label: config for job, config in jobs if job.status == "waiting"})
+        jobs = [job for job, _ in jobs]
         self.sweep.run()
         done = JobStatus.COMPLETED
         return [JobReturn(overrides=job.overrides, status=done, _return_value=job.accuracy) for job in jobs]
 
-    def job(self, overrides: list[str]) -> Job:
-        """Return the job with these overrides, added to the sweep."""
+    @property
+    def searches(self) -> bool:
+        """Whether a sweeper chooses jobs by the results of others, so that a job may fail."""
+        return self.config.hydra.sweeper._target_.rpartition(".")[2] != "BasicSweeper"
+
+    def job(self, overrides: list[str]) -> tuple[Job, DictConfig]:
+        """Return the job with these overrides, added to the sweep, and its configuration without `hydra`."""
         config = self.context.config_loader.load_sweep_config(self.config, overrides)
         values = OmegaConf.masked_copy(config, set(config) - {"hydra"})
         values.output_dir = "."  # known only in the job, as other values that refer to hydra
@@ -81,7 +90,7 @@ class Processes(Launcher):
         folder = self.sweep.folder / config.hydra.sweep.subdir
         label = " ".join(o.input_line for key, o in parsed(overrides).items() if key in self.swept)
         rollouts = config.rollout.num_rollouts if "rollout" in config else None
-        return self.sweep.add(Job(number, folder, overrides, label or "default settings", rollouts))
+        return self.sweep.add(Job(number, folder, overrides, label or "default settings", rollouts)), values
 
     def command(self, job: Job, overrides: Sequence[str]) -> list[str]:
         """Return the command that runs a job with these overrides in its folder."""

@@ -15,9 +15,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import DictConfig
+
 from grpo.apps.cli import announced, quiet
 from grpo.config.composing import CONF, composed, literal, options
-from grpo.config.explain import explain
+from grpo.config.explain import explain, no_key
+from grpo.config.foreign import ARGUMENTS, SETTINGS, known_elsewhere
 from grpo.config.objects import placed
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
@@ -77,7 +80,7 @@ def train(
         raise UserError("rewards=... belongs to a task by its name; a task that is an object has its own score")
     folder = Path(output_dir or timed_folder("python"))
     if dataset is not None:
-        values = {"task": "jsonl", "task.path": save_rows(dataset, folder)} | values
+        values = {"task": "jsonl", "task.path": folder / "data"} | values
     if callbacks is not None:
         values |= callback_values(callbacks)
     words, objects = split(values)
@@ -89,7 +92,10 @@ def train(
         raise UserError("tokenizer=... belongs to a model that is an object too; a model by its name has its own")
     words.append(f"output_dir={literal(folder)}")
     with in_one_line("train", words):
-        config = placed(composed("train", words), objects)
+        config = with_known_keys(composed("train", words), objects)
+        if dataset is not None:
+            save_rows(dataset, folder)
+        config = placed(config, objects)
         if output_dir is None and config.trainer.devices * config.trainer.num_nodes > 1:
             raise UserError("on several devices each process runs this program: give output_dir, which all share")
         config = announced(config, words)
@@ -110,7 +116,8 @@ def evaluate(run: Any = None, *, output_dir: str | PathLike | None = None, **set
     words, objects = split(({} if run is None else {"run": getattr(run, "folder", run)}) | settings)
     words.append(f"output_dir={literal(folder)}")
     with in_one_line("eval", words):
-        config = placed(composed("eval", words), getattr(run, "objects", {}) | objects, objects)
+        config = with_known_keys(composed("eval", words), objects)
+        config = placed(config, getattr(run, "objects", {}) | objects, objects)
         script("eval").evaluate(config, words)
     return EvaluatedRun(folder)
 
@@ -144,6 +151,14 @@ def split(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     return words, objects
 
 
+def with_known_keys(config: DictConfig, objects: Mapping[str, Any]) -> DictConfig:
+    """Return the configuration. Raises UserError if an object has a key that belongs to no group of it, as reward_funcs=f."""
+    for key in objects.keys() - {"tokenizer"}:
+        if key.partition(".")[0] not in config:
+            raise UserError(no_key(key, list(config), ARGUMENTS if known_elsewhere(key, ARGUMENTS) else SETTINGS))
+    return config
+
+
 def is_plain(value: Any) -> bool:
     """Return whether a configuration can hold a value."""
     if isinstance(value, list | tuple):
@@ -151,8 +166,8 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | PathLike)
 
 
-def save_rows(dataset: Any, folder: Path) -> Path:
-    """Save rows as FOLDER/data/SPLIT.parquet, unless a run there has them already. Returns FOLDER/data."""
+def save_rows(dataset: Any, folder: Path) -> None:
+    """Save rows as FOLDER/data/SPLIT.parquet, unless a run there has them already."""
     from datasets import Dataset
     from datasets.utils.logging import disable_progress_bar
 
@@ -161,7 +176,6 @@ def save_rows(dataset: Any, folder: Path) -> Path:
     for split, rows in splits.items() if not (folder / "config.yaml").exists() else ():
         table = rows if isinstance(rows, Dataset) else Dataset.from_list(list(map(dict, rows)))
         table.to_parquet(folder / "data" / f"{split}.parquet")
-    return folder / "data"
 
 
 @contextmanager

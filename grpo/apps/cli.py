@@ -5,11 +5,13 @@ import os
 import sys
 import threading
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from shutil import rmtree
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
@@ -19,7 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo.apps.sweep import sweep
 from grpo.config.composing import composed
+from grpo.config.early import check_early, check_unused
 from grpo.config.explain import chain, explain
+from grpo.config.foreign import known_elsewhere
 from grpo.config.resuming import (
     add_saved_overrides,
     check_resumed,
@@ -75,16 +79,31 @@ def run(main: Callable[[], object], config_name: str) -> None:
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
             sys.argv.append("hydra.output_subdir=null")  # the first process writes Hydra's record
     with one_line_errors(config_name), sweep.reported():
-        arguments = get_args_parser().parse_args()
+        arguments = parsed()
         if arguments.help:
-            from grpo.config.help import USAGE, described
+            from grpo.config.help import help_page
 
-            print(USAGE, described(config_name, arguments.overrides), sep="\n\n")
+            print(help_page(config_name, arguments.overrides))
         else:
             witness.watch()
             if config_name == "train" and not arguments.multirun:
                 on_signals(leave_early)  # until the training begins
             main()
+
+
+def parsed() -> Namespace:
+    """Return flags and overrides of the command line. Raises UserError for a flag that Hydra does not have."""
+
+    def refuse(reason: str) -> NoReturn:
+        raise UserError(f"{reason}; settings are KEY=VALUE, and --help lists them")
+
+    parser = get_args_parser()
+    parser.error = refuse
+    arguments, unknown = parser.parse_known_args()
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        refuse("; ".join(filter(None, [f"there is no flag {flag}", known_elsewhere(flag)])))
+    return arguments
 
 
 @contextmanager
@@ -101,9 +120,24 @@ def one_line_errors(config_name: str) -> Iterator[None]:
             raise
         mistake = next((cause for cause in chain(error) if isinstance(cause, UserError)), UserError())
         print(f"{mistake.kind}{hidden(line)}", file=sys.stderr)
+        if HydraConfig.initialized() and not rank_variable():
+            remove_unused(Path(HydraConfig.get().runtime.output_dir))
         sys.exit(mistake.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def remove_unused(folder: Path) -> None:
+    """Remove the folder of a run that ended before it wrote anything: Hydra makes one, with its record and an empty log."""
+    names = {file.name for file in folder.iterdir()} if folder.is_dir() else {"none"}
+    logs = [folder / name for name in names if name.endswith(".log")]
+    if not names - {".hydra"} - {log.name for log in logs} and not any(log.stat().st_size for log in logs):
+        rmtree(folder, ignore_errors=True)
+
+
+def rank_variable() -> str:
+    """Return the variable of the environment that numbers this process among those of a run; "" if there is none."""
+    return next((name for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), "")
 
 
 def make_task(overrides: Sequence[str], path: str) -> Task:
@@ -127,15 +161,16 @@ def check_run(config: DictConfig, first: bool, overrides: Sequence[str]) -> None
             raise UserError("task=none is for samples that others play: give a task, or source=atropos or file")
         config.eval.every = 0
     keep_secrets(config)
-    folder = Path(config.output_dir).resolve()
-    resumed = config.ckpt_path and Path(config.ckpt_path).resolve()
     processes = config.trainer.num_nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ
     if processes and not any(word.startswith(("hydra.run.dir=", "output_dir=")) for word in [*sys.argv, *overrides]):
         raise UserError("each process would make a folder of its own: set hydra.run.dir to one that all of them see")
-    in_place = resumed and folder in (resumed, *resumed.parents)
-    if first and (folder / "config.yaml").exists() and not in_place and not config.resume.auto:
-        line = f"{config.output_dir} already has a run: set hydra.run.dir to a new folder"
-        raise UserError(f"{line}, or resume that run with ckpt_path={config.output_dir}")
+    if first:
+        check_unused(config)
+        monitor = OmegaConf.select(config, "callbacks.checkpoint.monitor") or ""
+        if config.eval.every == 0 and monitor.startswith("eval/"):
+            log.info(
+                "eval.every=0: the run is not evaluated, and there is no checkpoints/best; last is its newest policy"
+            )
     check_resumed(config)
 
 
@@ -184,7 +219,7 @@ def announced(config: DictConfig, overrides: Sequence[str] | None = None) -> Dic
     with the command line on top; None if resume=auto names a run that has finished, or after replay.
     """
     check_values(config)
-    name = next((name for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), "")
+    name = rank_variable()
     if not (rank := os.environ.get(name, "0")).isdecimal():
         raise UserError(f"{name}={rank} in the environment is no number: unset it")
     if config.resume.auto and not config.ckpt_path and has_checkpoint(Path(config.output_dir)):
@@ -206,6 +241,8 @@ def announced(config: DictConfig, overrides: Sequence[str] | None = None) -> Dic
         if shows:
             print(f"this run has finished: {config.output_dir}")
         return None
+    if not name and not in_sweep():  # other processes of the run may have made its folder
+        check_early(config)
     if shows and config.ckpt_path:
         print(f"resuming {config.ckpt_path}", flush=True)
     if shows:

@@ -2,10 +2,8 @@
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
 from omegaconf import DictConfig
 
 from grpo.data.dataset import MissingRows
@@ -33,19 +31,14 @@ class Questions:
 
 
 def with_rows(task: Task | None, evaluator: Evaluator, config: DictConfig, trains: bool) -> tuple[Any, dict[str, Any]]:
-    """Return the task, and its splits as `Evaluator.loaded` does. If the rows are out of reach, a forecast gets made-up ones.
-    Raises MissingRows, which also says whether the model is here. trains: whether the run plays episodes of the task."""
+    """Return the task, and its splits as `Evaluator.loaded` does. If the rows are out of reach, a forecast gets made-up ones, and
+    others raise MissingRows. trains: whether the run plays episodes of the task."""
     try:
         return task, evaluator.loaded(task, trains)
     except MissingRows as error:
-        if config.forecast == "only":
-            most = config.prompt_limit.max_tokens or 2 * TOKENS
-            stand_in = Questions(min(TOKENS, most // 2))
-            log.warning("%s; this forecast is for prompts of %d tokens instead", error, stand_in.tokens)
-            return stand_in, {"train": (stand_in, "train")}
-        path = config.model.path
-        here = not isinstance(path, str) or Path(path).exists() or try_to_load_from_cache(path, "config.json")
-        if here:
+        if config.forecast != "only":
             raise
-        fetch = "where there is a network, python -m grpo.prefetch with these arguments fetches both"
-        raise MissingRows(f"{error}; model.path={path} is not on this machine either: {fetch}") from error
+        most = config.prompt_limit.max_tokens or 2 * TOKENS
+        stand_in = Questions(min(TOKENS, most // 2))
+        log.warning("%s; this forecast is for prompts of %d tokens instead", error, stand_in.tokens)
+        return stand_in, {"train": (stand_in, "train")}

@@ -10,7 +10,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo.config.composing import CONF, composed, literal
+from grpo.config.foreign import SETTINGS, known_elsewhere
 from grpo.config.resuming import key_in
+from grpo.config.validation import no_value
 from grpo.system.errors import UserError, lacks_memory, one_line
 from grpo.system.files import FULL
 from grpo.system.settings import flat
@@ -19,6 +21,7 @@ RENAMED = {
     "loader": "sampler",
     "algo.sampling_rounds": "selection=dynamic selection.rounds",
     "algo.sampling_filter": "selection=dynamic selection.by",
+    "optim.schedule.num_cycles": "optim.schedule.scheduler_specific_kwargs={num_cycles: 2}",
 }
 OWN_REWARD = "task.rewards: the reward of this task is its own: see its keys (--help), or define score (docs/tasks.md)"
 
@@ -45,11 +48,14 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
         if is_output or (error.filename and not isinstance(error, FileNotFoundError)):
             return f"the output folder cannot be written: {error}; set hydra.run.dir=FOLDER"
     if key := re.search(r"Could not override '([^']+)'", str(error)):
-        if key[1] in ("task.rewards", "task.weights"):
-            return OWN_REWARD
-        near = RENAMED.get(key[1].removesuffix("._target_")) or nearest(key[1], known_keys(config_name, arguments))
-        hint = f"did you mean {near}?" if near else "--help lists them"
-        return f"there is no key {key[1]!r}; {hint} (+{key[1]}=... adds a new key)"
+        inner = next((str(cause.full_key) for cause in causes if getattr(cause, "full_key", None)), "")
+        of_a_dictionary = inner.startswith(f"{key[1]}.")
+        return no_key(inner if of_a_dictionary else key[1], known_keys(config_name, arguments))
+    if several := re.search(r"Ambiguous value for argument '(.*?)'\s+1\. To use it as a list", str(error), re.S):
+        name, _, value = several[1].partition("=")
+        return f"{several[1]}: {_quote(several[1])}; a list is {name}=[{value}], and -m makes a sweep of the values"
+    if empty := re.search(r"Missing mandatory value: ([\w.]+)", str(error)):
+        return no_value([empty[1]])
     if present := re.search(r"An item is already at '([^']+)'", str(error)):
         return f"there is a key {present[1]} already: leave out the +"
     if re.search(r"unexpected keyword argument '(rewards|weights)'", str(error)):
@@ -57,6 +63,8 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     deleted = re.search(r"Could not delete from config. '([^']+)' does not exist", str(error))
     if deleted and deleted[1] in known_keys(config_name, arguments):
         return f"~{deleted[1]}: its value is null, and Hydra deletes no null: give {deleted[1]}=0 ~{deleted[1]}"
+    if deleted:
+        return f"~{deleted[1]}: there is no such key to leave out, and --help lists the keys"
     if "Config group override must be" in str(error):
         named = [a for a in arguments if (CONF / a.partition("=")[0]).is_dir()]
         wrong = [a for a in named if not (CONF / f"{a.replace('=', '/')}.yaml").is_file()]
@@ -68,11 +76,32 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
         guess = "is it installed?" if lacks else "a key too many, or a value of the wrong type?"
         return f"{one_line(reason)} ({guess})"
     gone = next((a for a in arguments if a.startswith("~") and key_in(a) in re.split(r"\W+", str(error))), None)
-    if gone and not deleted and isinstance(error, (HydraException, OmegaConfBaseException)):
+    if gone and isinstance(error, (HydraException, OmegaConfBaseException)):
         return f"{gone}: the run needs {key_in(gone)}: give it another value or option, and --help lists them"
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return one_line(error)
     return None
+
+
+def no_key(key: str, keys: Sequence[str], headers: tuple[str, ...] = SETTINGS) -> str:
+    """Return the line about a key that does not exist. keys: all that do. headers: the tables of other systems to look into.
+
+    A name of another system is looked up before a similar key is guessed, but a key of ours with just that name wins.
+    """
+    if key in ("task.rewards", "task.weights"):
+        return OWN_REWARD
+    parent, _, last = key.rpartition(".")
+    near = RENAMED.get(key.removesuffix("._target_"))
+    is_ours = any(name.rpartition(".")[2] == last for name in keys)
+    if near is None and not is_ours and (elsewhere := known_elsewhere(key, headers)):
+        return f"there is no key {key!r}; {elsewhere}"
+    below = [name.removeprefix(f"{parent}.") for name in keys if name.rpartition(".")[0] == parent]
+    listed = ", ".join(name for name in below if not name.startswith("_"))
+    if near := near or nearest(key, keys):
+        hint = f"did you mean {near}?"
+    else:
+        hint = f"{parent} has {listed}" if parent and listed else "--help lists them"
+    return f"there is no key {key!r}; {hint} (+{key}=... adds a new key)"
 
 
 def _quote(argument: str) -> str:
@@ -93,15 +122,18 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def nearest(key: str, keys: list[str]) -> str | None:
+def nearest(key: str, keys: Sequence[str]) -> str | None:
     """Return the known key most similar to a mistyped one; None if none is similar.
 
-    Keys of the same group come first. Within a group the last part of the key is compared before the whole key.
+    Keys beside it come first, then those of the same group. The last part of the key is compared, and after it the whole key, if
+    that may be mistyped before its last part.
     """
-    group, last = key.partition(".")[0], key.rpartition(".")[2]
-    for names in ([name for name in keys if name.startswith(f"{group}.")], keys):
+    group, (parent, _, last) = key.partition(".")[0], key.rpartition(".")
+    beside = [name for name in keys if parent and name.rpartition(".")[0] == parent]
+    for names in (beside, [name for name in keys if name.startswith(f"{group}.")], keys):
         ends = {name.rpartition(".")[2]: name for name in reversed(names)}
-        if alike := get_close_matches(last, ends, n=1) or get_close_matches(key, names, n=1):
+        alike = get_close_matches(last, ends, n=1)
+        if alike := alike or ([] if beside else get_close_matches(key, names, n=1)):
             return ends.get(alike[0], alike[0])
     return None
 

@@ -4,6 +4,7 @@ Each phrase of the text is a comment in conf/: for a group, beside its line in t
 algo/grpo.yaml, for an axis of an algorithm); for an option, on the first line of its file; for a key, beside the key.
 """
 
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from grpo.config.composing import CONF, composed, options
+from grpo.config.explain import known_keys, no_key
 from grpo.config.validation import kinds
+from grpo.system.errors import UserError
 from grpo.system.ranges import compact
 
 WIDTH = 100
@@ -23,25 +26,60 @@ OURS = ("_target_", "_partial_", "_convert_", "hydra")  # keys that --cfg shows 
 USAGE = Path(__file__).with_name("usage.txt").read_text(encoding="utf-8").rstrip()
 
 
-def described(config_name: str, overrides: Sequence[str] = ()) -> str:
-    """Return the second part of --help: the groups with their options, and all keys with their values."""
+def help_page(config_name: str, words: Sequence[str] = ()) -> str:
+    """Return the text of --help. words: overrides, and names of groups or keys, to show these alone.
+
+    Raises UserError for a name that is neither.
+    """
+    names = [word for word in words if re.fullmatch(r"[\w./]+", word)]
+    overrides = [word for word in words if word not in names]
+    if not names:
+        return f"{USAGE}\n\n{described(config_name, overrides)}"
+    return "\n\n".join(described(config_name, overrides, name) for name in names)
+
+
+def described(config_name: str, overrides: Sequence[str] = (), only: str = "") -> str:
+    """Return the second part of --help: the groups with their options, and all keys with their values.
+
+    only: a group or a key to show alone. Raises UserError if it is neither.
+    """
     config = composed(config_name, overrides, return_hydra_config=True)
     keys = OmegaConf.to_container(config)
     several = {group: list(node) for group, node in keys.items() if isinstance(node, Mapping)}  # callbacks=[A,B]
     choices = several | dict(config.hydra.runtime.choices)
     groups, phrases = phrases_of(config_name, choices)
-    lines = ["The groups and their options; * is the one in use:"]
-    for group, phrase in groups.items():
-        lines += ["", *row(group, phrase, 20)]
-        for option in options(group):
-            mark = "*" if option in used(choices.get(group)) else " "
-            lines += row(f"  {mark} {option}", first_line(CONF / group / f"{option}.yaml"), 28)
-    lines += ["", "The keys of this command line:", ""]
     phrases |= {g.replace("/", "."): phrase for g, phrase in groups.items()}
     texts = ((key, compact(kind).replace(" ", HARD)) for key, _, kind in kinds(keys))
     ranges = {key: f" ({text})" for key, text in texts if text}
-    lines += tree(keys, {key: (phrase + ranges.get(key, "")).lstrip() for key, phrase in phrases.items()})
+    phrases = {key: (phrase + ranges.get(key, "")).lstrip() for key, phrase in phrases.items()}
+    if only:
+        path = only.replace("/", ".")
+        groups = {group: phrase for group, phrase in groups.items() if group.replace("/", ".") == path}
+        keys = alone(keys, path.split("."))
+        if not groups and not keys:
+            raise UserError(no_key(path, known_keys(config_name, overrides)))
+    lines = [*option_lines(groups, choices), ""] if groups else []
+    lines += ["The keys of this command line:", "", *tree(keys, phrases)] if keys else []
     return "\n".join(lines).replace(HARD, " ")
+
+
+def option_lines(groups: Mapping[str, str], choices: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of groups with their options. groups: the phrase of each. choices: the options in use."""
+    yield "The groups and their options; * is the one in use:"
+    for group, phrase in groups.items():
+        yield from ["", *row(group, phrase, 20)]
+        for option in options(group):
+            mark = "*" if option in used(choices.get(group)) else " "
+            yield from row(f"  {mark} {option}", first_line(CONF / group / f"{option}.yaml"), 28)
+
+
+def alone(node: Any, path: Sequence[str]) -> dict[str, Any]:
+    """Return the one key at a path below a node, within the nodes above it; {} if it does not exist."""
+    name, *rest = path
+    if not isinstance(node, Mapping) or name not in node:
+        return {}
+    inner = alone(node[name], rest) if rest else node[name]
+    return {name: inner} if inner or not rest else {}
 
 
 def phrases_of(config_name: str, choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -183,6 +184,20 @@ def changes(config: DictConfig, folder: Path) -> list[str]:
     return [f"{key}={now.get(key)} (was {then.get(key)})" for key in keys if now.get(key) != then.get(key)]
 
 
+def chosen_changes(changed: Sequence[str], folder: Path) -> list[str]:
+    """Return those of the `changes` that somebody chose: a key that repeats another one changes with it."""
+    if len(changed) < 2:
+        return list(changed)
+    try:
+        written = flat(OmegaConf.to_container(composed("train", [*overrides_of(folder), "output_dir=."])))
+    except HydraException:  # the arguments of the run have no meaning today
+        return list(changed)
+    references = {key: re.fullmatch(r"\$\{([\w.]+)\}", str(value)) for key, value in written.items()}
+    values = {key_in(line): line.partition("=")[2] for line in changed}
+    repeated = {key: values.get(match[1]) for key, match in references.items() if match}
+    return [line for line in changed if repeated.get(key_in(line)) != line.partition("=")[2]]
+
+
 def policy_folder(run: str) -> Path:
     """Return the Hugging Face folder for `run=`: the best policy of a run, the policy of a checkpoint, or the folder itself."""
     path = Path(run).absolute()
@@ -243,11 +258,13 @@ def check_resumed(config: DictConfig) -> None:
         raise UserError(f"ckpt_path={path} has the state of another optimizer: {other[0]}; {fix}")
     saved = saved_config(folder) if changed else config
     guarded = [line for line in changed if line.startswith(GUARDED) and not is_shown(line, config, saved)]
+    listed = chosen_changes(changed, folder)
     if guarded and config.resume.changes != "allow":
-        line = f"the run to resume had other settings: {', '.join(guarded[:5])}"
+        named = [line for line in guarded if line in listed] or listed
+        line = f"the run to resume had other settings: {', '.join(named[:5])}"
         raise UserError(f"{line}; leave them out, or set resume.changes=allow")
     if changed:
-        log.warning("resuming with other values: %s", ", ".join(changed))
+        log.warning("resuming with other values: %s", ", ".join(listed))
 
 
 def check_data(config: DictConfig, examples: Mapping[str, Sequence[Any]]) -> None:

@@ -6,7 +6,8 @@ import, so that a mistake and --help need no torch. keys.yaml has the types of k
 
 import ast
 import builtins
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -114,6 +115,12 @@ def kinds(node: Any, key: str = "", kind: Any = Any) -> Iterator[tuple[str, Any,
         yield key, node, kind
 
 
+def no_value(keys: Sequence[str]) -> str:
+    """Return the line about keys that must have a value and have none."""
+    given, group = " ".join(f"{key}=..." for key in keys), keys[0].partition(".")[0]
+    return f"{' and '.join(keys)} must have a value: give {given}; --help {group} shows the keys of {group}"
+
+
 def check_values(config: DictConfig) -> None:
     """Check every value of a configuration. Raises UserError for the first one that does not fit."""
     node = OmegaConf.to_container(config, resolve=True)
@@ -133,5 +140,23 @@ def check_values(config: DictConfig) -> None:
     written = flat(OmegaConf.to_container(config))  # an error names the key that holds the value, not one with ${...}
     by_place = sorted(kinds(node), key=lambda leaf: "${" in str(written.get(leaf[0])))
     for key, value, kind in by_place:
+        if is_quoted(kind, value):
+            raise UserError(quoted_line(key, value, kind, str(written.get(key))))
         if value != "???":
             r.require(key, value, kind)
+
+
+def is_quoted(kind: Any, value: Any) -> bool:
+    """Return whether a value is a text that would fit the annotation without its quotes, as '3' for an integer."""
+    with suppress(ValueError):
+        return isinstance(value, str) and not r.accepts(kind, value) and r.accepts(kind, json.loads(value))
+    return False
+
+
+def quoted_line(key: str, value: str, kind: Any, source: str) -> str:
+    """Return the line about a quoted value. source: the value as it was given, which may refer to the environment."""
+    if "${oc.env:" not in source:
+        return f"{key}='{value}' is a text and must be {r.spelled(kind)}: leave out the quotes"
+    typed = f"{key}='${{oc.decode:{source}}}'".replace("$", r"\$")
+    line = f"{key}='{value}' is a text, as all that the environment holds, and must be {r.spelled(kind)}"
+    return f'{line}: "{typed}" in the shell reads it'

@@ -189,8 +189,7 @@ class Dataset:
         with _reading(f"task.path={self.path}"):
             heads = tuple(dict.fromkeys(head(name, source.column_names) for name in self.columns))
             if missing := [name for name in heads if name not in source.column_names]:
-                has = ", ".join(source.column_names)
-                raise UserError(f"{self.path}, {split}: no column {missing[0]!r}; it has {has}")
+                raise no_column(self.path, split, missing[0], source.column_names)
             rows = source if self.streaming else source.select_columns(heads)
             for i, row in enumerate(rows):
                 yield row if self.streaming else i, [at(row, name) for name in self.columns]
@@ -212,22 +211,33 @@ class Dataset:
         if file := self.file(split):
             with _reading(f"the dataset file {file}"):
                 return read_file(file, self.streaming, self.numbers)
-        if self.path.startswith((".", "/", "~")) or self.path.count("/") != 1:
-            raise UserError(f"task.path={self.path} does not exist: give a folder, a file or a dataset's id on the hub")
+        self.check_path()
         name = self.splits.get(split, split)
         try:
             return arrow_rows(from_datasets(self.path, self.config, split=name, streaming=self.streaming))
         except Exception as error:  # a network may raise anything
             reason = _reason(error)
-            if has_no_split := "split" in reason.lower():
-                missing = f"has no split {name!r}"
-                settings = f"task.splits.{split}=null task.held_out.{split}=0.1"
-                fix = f"name it, as task.splits.{split}=NAME, or take it from the train rows by {settings}"
-            else:
-                missing = "is no folder of this machine, and the hub does not give it"
-                fix = "give task.path=FOLDER with a train.jsonl and a test.jsonl"
-            kind = UserError if has_no_split else MissingRows
-            raise kind(f"task.path={self.path} {missing} ({reason}): {fix}") from error
+            if "split" not in reason.lower():
+                raise not_given(self.path, reason) from error
+            settings = f"task.splits.{split}=null task.held_out.{split}=0.1"
+            fix = f"name it, as task.splits.{split}=NAME, or take it from the train rows by {settings}"
+            raise UserError(f"task.path={self.path} has no split {name!r} ({reason}): {fix}") from error
+
+    def check_path(self) -> None:
+        """Raises UserError if the path does not exist and is no id of the hub."""
+        if not self.local.exists() and (self.path.startswith((".", "/", "~")) or self.path.count("/") != 1):
+            raise UserError(f"task.path={self.path} does not exist: give a folder, a file or a dataset's id on the hub")
+
+
+def no_column(path: str, split: str, name: str, columns: Iterable[str]) -> UserError:
+    """Return the error for rows without a column."""
+    return UserError(f"{path}, {split}: no column {name!r}; it has {', '.join(columns)}")
+
+
+def not_given(path: str, reason: str) -> MissingRows:
+    """Return the error for a dataset that is not here and does not come from the hub."""
+    line = f"task.path={path} is no folder of this machine, and the hub does not give it ({reason})"
+    return MissingRows(f"{line}: give task.path=FOLDER with a train.jsonl and a test.jsonl")
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 from grpo.env.messages import Message
 from grpo.env.scoring import LARGEST
 from grpo.env.types import Action, Env, Example, Reward, State, Step, Trajectory
-from grpo.rewards.resolve import Function, Functions, locate, module_of, reward_name
+from grpo.rewards.resolve import ALWAYS, TRL_GIVES, Function, Functions, lacks, locate, module_of, reward_name
 from grpo.system.calls import Calls, awaited
 from grpo.system.errors import RewardError, UserError, error_line
 from grpo.system.global_state import put_back
@@ -85,9 +85,8 @@ class Rewards:
         for name, function in zip(self.names, self.functions, strict=True):
             for parameter in _parameters(function):
                 needed = parameter.default is parameter.empty and parameter.kind in _NAMED
-                if needed and parameter.name not in present | _ALWAYS:
-                    lacks = f"{parameter.name!r}, which is no column of {where} ({', '.join(sorted(present))})"
-                    raise UserError(f"the reward function {name!r} needs {lacks} and has no default value")
+                if needed and parameter.name not in present | ALWAYS:
+                    raise lacks(name, parameter.name, present, where)
 
     def try_foreign(self, example: Example, messages: Sequence[Message]) -> None:
         """Call the functions that do not come with the project with two made-up answers, in the form that a run gives them.
@@ -231,9 +230,6 @@ async def _side_by_side(results: Sequence[Any]) -> list[Any]:
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_LISTS = {"prompts", "completions", "completion_ids", "truncated", "lengths", "outcomes", "environments"}
-TRL_GIVES = ("trainer_state", "log_metric", "log_extra")  # to every function, beside the lists
-_ALWAYS = _LISTS | {"progress", *TRL_GIVES}  # available in every task
 
 
 def _parameters(function: Function) -> list[inspect.Parameter]:

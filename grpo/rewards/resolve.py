@@ -4,7 +4,7 @@ Imports modules by name alone, ours too.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from functools import cache, partial
 from importlib import import_module
@@ -18,6 +18,18 @@ from grpo.system.metrics import is_taken
 from grpo.system.witness import seen
 
 SHIPPED = "grpo.rewards.functions"  # a name without a dot is looked up here
+TRL_GIVES = ("trainer_state", "log_metric", "log_extra")  # to every function, beside the lists
+LISTS = {"prompts", "completions", "completion_ids", "truncated", "lengths", "outcomes", "environments"}
+ALWAYS = LISTS | {"progress", *TRL_GIVES}  # arguments that every task has
+GOLDEN = (
+    "answer",
+    "gold",
+    "solution",
+    "target",
+    "label",
+    "ground_truth",
+    "final_answer",
+)  # usual columns of right answers
 Function = Callable[..., Any]  # (prompts, completions, **columns) -> list[float | None | Reward], or a coroutine of it
 Functions = str | Function | Sequence[str | Function]  # names or functions
 
@@ -34,11 +46,37 @@ def locate(name: str) -> Function:
 
         return Classifier(name)
     if not colon and "." not in name:
-        near = get_close_matches(name, shipped, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "."
-        forms = f"{', '.join(shipped)}, a dotted path, FILE.py:NAME, or the folder or hub id of a reward model"
-        raise UserError(f"there is no reward function {name!r}{hint} Give one of {forms}")
+        raise not_shipped(name, shipped)
     return imported(name, "the reward function")
+
+
+def not_shipped(name: str, shipped: Sequence[str]) -> UserError:
+    """Return the error for a name without a dot that is none of the functions that come with the project."""
+    near = get_close_matches(name, shipped, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    forms = f"{', '.join(shipped)}, a dotted path, FILE.py:NAME, or the folder or hub id of a reward model"
+    return UserError(f"there is no reward function {name!r}{hint} Give one of {forms}")
+
+
+def not_in(owner: str, what: str, name: str, names: Sequence[str]) -> UserError:
+    """Return the error for a module that lacks a function. names: the functions that it has. what: see `imported`."""
+    return UserError(f"{what} {name!r} is not there: {owner} has {', '.join(names) or 'none'}")
+
+
+def not_imported(what: str, name: str, error: BaseException) -> UserError:
+    """Return the error for a module that could not be imported. what: see `imported`."""
+    reason = f"{type(error).__name__}: {error} (its folder must be on PYTHONPATH, or say FILE.py:NAME)"
+    return UserError(f"{what} {name!r} cannot be imported: {reason}")
+
+
+def lacks(function: str, parameter: str, columns: Iterable[str], where: str) -> UserError:
+    """Return the error for rows without a column that a reward function needs. where: the name of their source."""
+    present = sorted(columns)
+    line = f"the reward function {function!r} needs {parameter!r}, which is no column of {where} ({', '.join(present)})"
+    if parameter != "gold":
+        return UserError(f"{line} and has no default value")
+    column = next((name for name in GOLDEN if name in present), "COLUMN")
+    return UserError(f"{line}: name the column that holds the right answers, as task.gold={column}")
 
 
 def imported(name: str, what: str) -> Function:
@@ -53,12 +91,10 @@ def imported(name: str, what: str) -> Function:
                 raise FileNotFoundError(f"there is no file {owner}")
             module = _module_of_file(Path(owner).expanduser().resolve()) if colon else import_module(owner)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
-        reason = f"{type(error).__name__}: {error} (its folder must be on PYTHONPATH, or say FILE.py:NAME)"
-        raise UserError(f"{what} {name!r} cannot be imported: {reason}") from error
+        raise not_imported(what, name, error) from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        names = ", ".join(_functions_in(module)) or "none"
-        raise UserError(f"{what} {name!r} is not there: {module.__name__} has {names}")
+        raise not_in(module.__name__, what, name, _functions_in(module))
     return function
 
 

@@ -145,6 +145,10 @@ def base_weights(model):
 def test_a_mistake_is_one_line():
     with pytest.raises(UserError, match=r"there is no key 'rolout\.prompts'; did you mean rollout\.prompts"):
         grpo.train("tiny", rolout={"prompts": 4})
+    with pytest.raises(UserError, match="there is no key 'reward_funcs'; TRL's reward_funcs is rewards here"):
+        grpo.train("tiny", reward_funcs=varied_lengths)
+    with pytest.raises(UserError, match="there is no key 'num_generations'; TRL's num_generations is"):
+        grpo.train("tiny", num_generations=4)
     with pytest.raises(UserError, match=r"algo has no option 'gpro'; options: .*grpo"):
         grpo.train("tiny", algo="gpro")
     with pytest.raises(UserError, match="a task that is an object has its own score"):
@@ -161,6 +165,15 @@ def test_under_torchrun_a_program_names_its_folder_as_the_command_line_does(smok
     check_run(config, True, [f"output_dir={config.output_dir}"])
     with pytest.raises(UserError, match=r"each process would make a folder of its own: set hydra\.run\.dir"):
         check_run(config, True, [])
+
+
+def test_a_run_without_evaluations_says_that_there_will_be_no_best(smoke, caplog):
+    with caplog.at_level("INFO"):
+        check_run(compose_config(*smoke("callbacks=[checkpoint]", "eval.every=0")), True, [])
+        check_run(compose_config(*smoke("callbacks=[checkpoint]", "eval.every=1")), True, [])
+        other = ("eval.every=0", "callbacks.checkpoint.monitor=rollout/reward")
+        check_run(compose_config(*smoke("callbacks=[checkpoint]", *other)), True, [])
+    assert caplog.text.count("eval.every=0: the run is not evaluated, and there is no checkpoints/best") == 1
 
 
 @pytest.mark.parametrize(

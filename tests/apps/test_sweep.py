@@ -13,6 +13,7 @@ import psutil
 import pytest
 from conftest import ROOT, compose_config
 
+from grpo.apps.sweep.arms import check_arms
 from grpo.apps.sweep.jobs import Job
 from grpo.apps.sweep.sweep import Sweep, places
 from grpo.system import child
@@ -133,6 +134,25 @@ def test_how_far_a_sweep_is_is_told(tmp_path):
     assert sweep.total() == "1/4 done, 1 failed, 1 running"
 
 
+def test_an_arm_that_cannot_be_is_named_before_the_first_job():
+    arms = {
+        "algo.num_minibatches=4": compose_config("output_dir=.", "algo.num_minibatches=4"),
+        "rollout.group_size=1": compose_config("output_dir=.", "rollout.group_size=1"),
+        "eval.samples=2": compose_config("output_dir=.", "eval.samples=2"),
+        "model.path=/no/folder": compose_config("output_dir=.", "model=path", "model.path=/no/folder"),
+    }
+    good = arms["algo.num_minibatches=4"]
+    check_arms({"as it is": good, "once more": good})
+    for label, part in {
+        "rollout.group_size=1": "rollout.group_size=1: advantages compare the samples",
+        "eval.samples=2": "eval.samples=2 at temperature 0",
+        "model.path=/no/folder": "model.path=/no/folder is neither a local folder nor",
+    }.items():
+        with pytest.raises(UserError) as refusal:
+            check_arms({"as it is": good, label: arms[label]})
+        assert str(refusal.value).startswith(f"the arm {label} cannot run, and no job has begun: {part}")
+
+
 AT_WORK = """if True:
     import sys
     from pathlib import Path
@@ -186,10 +206,10 @@ def status(job: Path) -> str | None:
 
 @pytest.mark.slow
 def test_a_sweep_that_is_killed_is_gone_on_with(smoke, tmp_path):
-    """Jobs 1 and 3 fail, since their groups have one sample. When the sweep is killed, job 0 has finished and job 2 has not."""
+    """Jobs 1 and 3 fail, since no prompt fits the model. When the sweep is killed, job 0 has finished and job 2 has not."""
     settings = ["callbacks=[checkpoint]", "callbacks.checkpoint.every=1", "eval.every=3"]
     folder = tmp_path / "sweep"
-    swept = ["rollout.num_rollouts=1,12", "rollout.group_size=2,1"]
+    swept = ["rollout.num_rollouts=1,12", "max_tokens=8,4090"]
     command = sweep_command(smoke, folder, *settings, *swept, "hydra.launcher.jobs=2")
     first = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
@@ -211,7 +231,7 @@ def test_a_sweep_that_is_killed_is_gone_on_with(smoke, tmp_path):
     failed = [f"{job} ({folder}/{job}/output.txt)" for job in (1, 3)]
     assert again.stderr == f"error: 2 of the sweep's 4 jobs failed: {', '.join(failed)}\n"
     assert "sweep of 4 jobs, 1 of them finished before, 2 at a time" in again.stdout
-    assert "job 1 failed: rollout.num_rollouts=1 rollout.group_size=1: error: rollout.group_size=1: adv" in again.stdout
+    assert "job 1 failed: rollout.num_rollouts=1 max_tokens=4090: error: the prompt of train example 1" in again.stdout
     assert f"written to {folder}/report.html" in again.stdout and (folder / "report.html").exists()
     assert (folder / "0/metrics.csv").stat().st_mtime_ns == before
     assert [status(folder / name) for name in "02"] == ["finished"] * 2 and (folder / "multirun.yaml").exists()

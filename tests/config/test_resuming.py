@@ -12,6 +12,7 @@ from grpo.config.resuming import (
     changes,
     check_data,
     check_resumed,
+    chosen_changes,
     continued,
     joined,
     save_config,
@@ -73,6 +74,21 @@ def test_the_command_line_is_on_top(run):
     assert "callbacks.curriculum.rollout=None (was 9)" in said and any(
         line.startswith("max_tokens=32 (was ") for line in said
     )
+
+
+def test_a_key_that_repeats_another_one_is_not_listed_beside_it(run, monkeypatch):
+    config = resumed(run, "max_tokens=32", "eval.sampling.max_tokens=16")
+    said = changes(config, run)
+    repeated = [line for line in said if line.endswith("max_tokens=32 (was 512)")]
+    assert sorted(line.partition("=")[0] for line in repeated) == [
+        "algo.max_tokens",
+        "max_tokens",
+        "rollout.sampling.max_tokens",
+    ]
+    assert sorted(chosen_changes(said, run)) == ["eval.sampling.max_tokens=16 (was 512)", "max_tokens=32 (was 512)"]
+    monkeypatch.setattr("grpo.training.checkpoints.usable", lambda given: given)
+    with pytest.raises(UserError, match=r"had other settings: .*\bmax_tokens=32 \(was 512\)"):
+        check_resumed(config)  # since algo.max_tokens would make it another run
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ def project(tmp_path, monkeypatch) -> Path:
     for folder in ("project", "project/lib", "project/run", "elsewhere", "project/.venv/site-packages"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "code.py").write_text(EVIL)
+    (tmp_path / "project" / "rows.jsonl").write_text('{"prompt": "1?"}\n')
     monkeypatch.chdir(tmp_path / "project")
     monkeypatch.syspath_prepend(str(tmp_path / "project"))
     return tmp_path / "project"
@@ -100,7 +101,7 @@ def test_what_is_not_asked_for(value, project):
 
 
 def test_a_run_of_ones_own_is_resumed_without_a_question(project):
-    own = [*ROWS, "task.rewards=[code.py:reward, lib.code.reward, correct]", "task.weights=[1, 1, 1]", "algo=dapo"]
+    own = [*ROWS, "task.rewards=[code.py:reward, lib.code.reward, longer]", "task.weights=[1, 1, 1]", "algo=dapo"]
     own += ["+callbacks.mine={_target_: helpers.slots.Crash, rollout: 3}", "optim.optimizer._target_=torch.optim.Adam"]
     resume(f"ckpt_path={run_with(project / 'run', *own)}")
 

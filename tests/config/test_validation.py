@@ -104,6 +104,15 @@ def test_a_value_that_was_accepted_once(override, line):
     assert refused(override) == line
 
 
+def test_a_number_from_the_environment_is_a_text(monkeypatch):
+    monkeypatch.setenv("GRPO_TEST_SEED", "3")
+    assert refused("seed=${oc.env:GRPO_TEST_SEED}") == (
+        "seed='3' is a text, as all that the environment holds, and must be an integer of at least 0 and at most 4294967295: "
+        r""""seed='\${oc.decode:\${oc.env:GRPO_TEST_SEED}}'" in the shell reads it"""
+    )
+    check_values(compose_config("output_dir=.", "seed='${oc.decode:${oc.env:GRPO_TEST_SEED}}'"))
+
+
 def test_an_adapter_has_no_dropout():
     line = "adapter.lora_dropout=0.1 must be 0: the policy stays in evaluation mode, in which dropout has no effect"
     assert refused("adapter=lora", "adapter.lora_dropout=0.1") == line
@@ -134,7 +143,7 @@ def test_a_user_s_class_is_checked_by_its_annotations_without_an_import(tmp_path
     check_values(OmegaConf.create({"task": node}))
     for wrong, line in [
         ({"size": 2.0}, "task.size=2.0 must be an integer"),
-        ({"seconds": "1"}, "task.seconds=1 must be a number"),
+        ({"seconds": "1"}, "task.seconds='1' is a text and must be a number: leave out the quotes"),
         ({"name": []}, "task.name=[] must be a text, or null"),
         ({"mode": "c"}, "task.mode=c is not one of a, b"),
     ]:

@@ -290,7 +290,7 @@ def test_a_resumed_run_says_what_is_different(smoke, tmp_path, caplog):
         "optim.max_grad_norm=2 (was 1.0)",
         "rollout.num_rollouts=3 (was 2)",
     ]
-    assert sorted(said) == [*changed[:1], "callbacks.checkpoint.num_rollouts=3 (was 2)", *changed[1:]]
+    assert sorted(said) == changed  # without callbacks.checkpoint.num_rollouts, which repeats a key
 
 
 def test_a_run_makes_its_folder(smoke, tmp_path):

@@ -1,0 +1,56 @@
+"""Finds the arms of a sweep that cannot be, before its first job: the checks of a run that need no model."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from grpo.config.early import check_sources
+from grpo.config.explain import explain
+from grpo.system.errors import UserError
+
+
+def check_arms(arms: Mapping[str, DictConfig]) -> None:
+    """Raises UserError for the first arm that its run would refuse. arms: the configuration of each, by a label for people."""
+    for check in (check_sources, check_built):  # the second imports torch
+        seen: list[Any] = []
+        for label, config in arms.items():
+            try:
+                nodes = [config[name] for name in CHECKED[check]]
+                plain = [node and OmegaConf.to_container(node, resolve=True) for node in nodes]
+                if plain not in seen:
+                    check(config)
+                seen.append(plain)
+            except Exception as error:
+                if (line := explain(error, "train")) is None:
+                    raise
+                raise UserError(f"the arm {label} cannot run, and no job has begun: {line}") from error
+
+
+def check_built(config: DictConfig) -> None:
+    """Build what needs neither rows nor a model, and check that it fits together. Raises UserError."""
+    from grpo.objectives.checks import check_algorithm
+
+    plan, algorithm = instantiate(config.rollout), instantiate(config.algo)
+    instantiate(config.eval)
+    with silent("grpo.objectives.checks"):  # the job itself gives the advice
+        check_algorithm(algorithm, plan.prompts, plan.group_size, plan.ahead, "critic" in config.module)
+
+
+# what each check reads
+CHECKED = {check_sources: ("task", "source", "model"), check_built: ("rollout", "algo", "eval", "module")}
+
+
+@contextmanager
+def silent(name: str) -> Iterator[None]:
+    """Hold back the warnings of a logger."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

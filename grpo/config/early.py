@@ -1,0 +1,208 @@
+"""Finds mistakes that need no torch before it is imported, which takes seconds.
+
+Files of the user's are read, and nothing in them runs. The run applies the same rules to what it builds; a check here is silent
+where reading alone cannot decide.
+"""
+
+import ast
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from inspect import signature
+from pathlib import Path
+from typing import Any
+from urllib import request
+from urllib.error import HTTPError
+
+from huggingface_hub import constants
+from omegaconf import DictConfig, OmegaConf
+
+from grpo.config.composing import CONF
+from grpo.config.validation import no_value
+from grpo.data.dataset import Dataset, no_column, not_given
+from grpo.data.glance import columns_in
+from grpo.data.rows import head
+from grpo.rewards.resolve import ALWAYS, SHIPPED, lacks, not_imported, not_in, not_shipped
+from grpo.system.errors import UserError
+
+NEEDED = (  # what train.py builds
+    *("adapter", "algo", "callbacks", "engine", "eval", "logger", "model", "module", "optim", "play", "prompt_limit"),
+    *("renderer", "rollout", "sampler", "selection", "source", "task", "trainer"),
+)
+# a module with these may have names that it does not spell
+DYNAMIC = {"globals", "exec", "vars", "setattr", "__getattr__"}
+HUB_ID = re.compile(r"(?![./~])[\w.-]+(/[\w.-]+)?")
+ANSWER = 5.0  # seconds for the hub to answer
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def check_early(config: DictConfig) -> None:
+    """Raises UserError for the first mistake of a run that can be known without building anything. All values are checked."""
+    if lost := [name for name in NEEDED if name not in config]:
+        raise UserError(f"~{lost[0]}: the run needs {lost[0]}: give it another value or option, and --help lists them")
+    if empty := sorted(key for key in OmegaConf.missing_keys(config) if key.startswith(("task.", "model."))):
+        raise UserError(no_value(empty))
+    check_unused(config)
+    check_sources(config)
+
+
+def check_sources(config: DictConfig) -> None:
+    """Raises UserError for reward functions, rows or a model that are not where the configuration says."""
+    task = {} if config.task is None else OmegaConf.to_container(config.task, resolve=True)
+    needed = needed_by(task)
+    dataset = dataset_of(config, task)
+    lines = [*model_faults(config.model), *([] if config.forecast == "only" else dataset_faults(dataset))]
+    if len(lines) > 1:
+        lines.append("where there is a network, python -m grpo.prefetch with these arguments fetches both")
+    if lines:
+        raise UserError("; ".join(lines))
+    if dataset and task["_target_"] == "tasks.jsonl.Jsonl":
+        check_columns(task, dataset, needed)
+
+
+def check_unused(config: DictConfig) -> None:
+    """Raises UserError if the output folder has another run than the one that is resumed."""
+    folder, resumed = Path(config.output_dir).resolve(), config.ckpt_path and Path(config.ckpt_path).resolve()
+    in_place = resumed and folder in (resumed, *resumed.parents)
+    if (folder / "config.yaml").exists() and not in_place and not config.resume.auto:
+        line = f"{config.output_dir} already has a run: set hydra.run.dir to a new folder"
+        raise UserError(f"{line}, or resume that run with ckpt_path={config.output_dir}")
+
+
+# -- functions by name
+
+
+def needed_by(task: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the arguments without a default value of each reward function whose source can be read, by the function's name.
+
+    Raises UserError for a function that is not there.
+    """
+    rewards = task.get("rewards")
+    names = [name for name in (rewards if isinstance(rewards, list) else [rewards]) if isinstance(name, str)]
+    found = {name.rpartition(":")[2]: definition_of(name, "the reward function") for name in names}
+    if isinstance(environment := task.get("environment"), str):
+        definition_of(environment, "task.environment")
+    return {name: required(node) for name, node in found.items() if node is not None}
+
+
+def definition_of(name: str, what: str) -> Definition | None:
+    """Return the definition of FILE.py:NAME, or of a name without a dot; None if it is of another kind, or has no `def` there.
+
+    what: the words for it in an error. Raises UserError if it is not there.
+    """
+    owner, colon, attribute = name.rpartition(":")
+    if not colon and ("." in name or "/" in name or Path(name).exists()):
+        return None
+    file = Path(owner).expanduser() if colon else CONF.parent / f"{SHIPPED.replace('.', '/')}.py"
+    if not file.is_file():
+        raise not_imported(what, name, FileNotFoundError(f"there is no file {owner}"))
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return None  # the import will say it
+    defined = {node.name: node for node in tree.body if isinstance(node, Definition | ast.ClassDef)}
+    if attribute in defined:
+        return defined[attribute] if isinstance(defined[attribute], Definition) else None
+    public = [each for each in defined if each[0] != "_"]
+    if not colon:
+        raise not_shipped(name, public)
+    if attribute not in set(names_in(tree)) and not DYNAMIC & set(names_in(tree)):
+        raise not_in(file.stem, what, name, public)
+    return None
+
+
+def names_in(tree: ast.Module) -> Iterator[str]:
+    """Yield every name that a module may give to something, and those that it uses; `vars` for an import of all names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.alias):
+            yield "vars" if node.name == "*" else (node.asname or node.name).partition(".")[0]
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, Definition | ast.ClassDef):
+            yield node.name
+
+
+def required(node: Definition) -> list[str]:
+    """Return the parameters of a function that have no default value; none if a decorator may change them."""
+    if node.decorator_list:
+        return []
+    named = [*node.args.posonlyargs, *node.args.args]
+    named = named[: len(named) - len(node.args.defaults)][len(node.args.posonlyargs) :]
+    only = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+    return [argument.arg for argument in [*named, *(argument for argument, default in only if default is None)]]
+
+
+# -- rows and models
+
+
+def dataset_of(config: DictConfig, task: Mapping[str, Any]) -> Dataset | None:
+    """Return the rows that the run will train on; None if they are no dataset. Raises UserError for settings that it refuses."""
+    if not isinstance(task.get("path"), str) or "filters" not in task or config.source is not None:
+        return None
+    settings = signature(Dataset).parameters.keys() - {"path", "columns", "form"}
+    return Dataset(task["path"], (), **{key: value for key, value in task.items() if key in settings})
+
+
+def dataset_faults(dataset: Dataset | None) -> Iterator[str]:
+    """Yield a line if the rows are not on this machine and cannot come from the hub. Raises UserError for a wrong path."""
+    if dataset is None or dataset.file("train"):
+        return
+    dataset.check_path()
+    owner, _, name = dataset.path.partition("/")
+    made = os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME, "datasets"))
+    is_here = in_cache(dataset.path, "dataset") or Path(made, f"{owner}___{name}".lower()).exists()
+    if not is_here and (reason := no_hub()):
+        yield str(not_given(dataset.path, reason))
+
+
+def model_faults(model: DictConfig) -> Iterator[str]:
+    """Yield a line if the model is no folder of this machine and cannot come from the hub."""
+    path = model.path if model._target_ == "grpo.models.pretrained.Pretrained" else None
+    if not isinstance(path, str) or Path(path).exists():
+        return
+    line = f"model.path={path} is neither a local folder nor a model that the hub gives"
+    if not HUB_ID.fullmatch(path):
+        yield f"{line}: give a folder that exists, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+    elif not in_cache(path, "model") and (reason := no_hub()):
+        yield f"{line} ({reason}): give model.path=FOLDER"
+
+
+def in_cache(name: str, kind: str) -> bool:
+    """Return whether the hub's cache on this machine has something of a repository. kind: model or dataset."""
+    return Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}").is_dir()
+
+
+@cache
+def no_hub() -> str:
+    """Return why nothing can be loaded from the hub; "" if it answers."""
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE=1 is set"
+    try:
+        request.urlopen(request.Request(constants.ENDPOINT, method="HEAD"), timeout=ANSWER).close()
+    except HTTPError:  # an answer
+        return ""
+    except OSError as error:
+        return f"{constants.ENDPOINT} does not answer: {getattr(error, 'reason', error)}"
+    return ""
+
+
+def check_columns(task: Mapping[str, Any], dataset: Dataset, needed: Mapping[str, Sequence[str]]) -> None:
+    """Raises UserError if a local file of training rows lacks the question, the right answer, or what a reward function needs."""
+    if (file := dataset.file("train")) is None:
+        return
+    columns, may_have = [], None
+    with suppress(Exception):  # the run will say what is wrong with the file
+        columns, may_have = columns_in(file)
+    if may_have is None:
+        return
+    for name in filter(None, (task["prompt"], task["gold"])):
+        if not may_have(name) and not may_have(head(name)):
+            raise no_column(dataset.path, "train", head(name, columns), columns)
+    given = ALWAYS | {"prompt"} | ({"gold"} if task["gold"] else set())
+    for function, parameters in needed.items():
+        for parameter in parameters:
+            if parameter not in given and not may_have(parameter):
+                raise lacks(function, parameter, columns, "train")

@@ -1,0 +1,140 @@
+"""Mistakes that are found before torch is imported, each as the line of the run itself."""
+
+import csv
+import json
+import re
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+from conftest import EXAMPLES, ROOT, compose_config
+
+from grpo.config import early
+from grpo.data.glance import columns_in
+from grpo.rewards.combined import Rewards
+from grpo.rewards.resolve import locate
+from grpo.system.errors import UserError
+
+MINE = """
+from functools import partial
+
+def plain(prompts, completions, **columns): return [0.0] * len(prompts)
+def with_colour(completions, colour, size=1, *, shape="round", **columns): return [0.0] * len(completions)
+made = partial(plain, [])
+"""
+ROWS = ["task=jsonl", f"task.path={EXAMPLES / 'train.jsonl'}", "task.prompt=question"]
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(UserError) as refusal:
+        early.check_early(compose_config("output_dir=.", *overrides))
+    return str(refusal.value)
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path / "mine.py"
+
+
+def test_what_train_py_builds_is_needed():
+    built = {name for name in re.findall(r"instantiate\(config\.(\w+)\)", (ROOT / "train.py").read_text())}
+    assert built <= {*early.NEEDED} and {*early.NEEDED} - built == {"engine"}  # which engine_of builds
+
+
+def test_the_lines_of_a_mistake(mine, tmp_path):
+    assert refused("~task").startswith("~task: the run needs task")
+    assert refused("task=jsonl").startswith(
+        "task.path and task.rewards must have a value: give task.path=... task.rewards=..."
+    )
+    assert refused(*ROWS, "task.rewards=corect").startswith(
+        "there is no reward function 'corect'; did you mean correct?"
+    )
+    assert refused(*ROWS, f"task.rewards={mine}:nope").endswith("is not there: mine has plain, with_colour")
+    assert "FileNotFoundError: there is no file /no/mine.py" in refused(*ROWS, "task.rewards=/no/mine.py:nope")
+    assert refused(*ROWS, "task.rewards=correct") == (
+        "the reward function 'correct' needs 'gold', which is no column of train (answer, question): "
+        "name the column that holds the right answers, as task.gold=answer"
+    )
+    assert "needs 'colour', which is no column of train (answer, question) and has no" in refused(
+        *ROWS, f"task.rewards={mine}:with_colour"
+    )
+    assert refused(*ROWS, "task.prompt=prompt", "task.rewards=longer").endswith(
+        "no column 'prompt'; it has question, answer"
+    )
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    assert "already has a run: set hydra.run.dir" in refused(f"output_dir={tmp_path / 'run'}")
+
+
+def test_a_model_and_rows_that_are_nowhere_are_named_together(monkeypatch):
+    monkeypatch.setattr(early.constants, "HF_HUB_OFFLINE", True)
+    early.no_hub.cache_clear()
+    line = refused("model=path", "model.path=org/no_such_model", "task=gsm8k", "task.path=org/no_such_rows")
+    assert line.startswith(
+        "model.path=org/no_such_model is neither a local folder nor a model that the hub gives (HF_HUB_OFFLINE=1"
+    )
+    assert "; task.path=org/no_such_rows is no folder of this machine, and the hub does not give it (HF_HUB" in line
+    assert line.endswith("python -m grpo.prefetch with these arguments fetches both")
+    line = refused("model=path", "model.path=org/no_such_model", "task.path=org/no_such_rows", "debug=forecast", "task=gsm8k")
+    assert "task.path" not in line  # a forecast makes rows up
+    assert "give a folder that exists" in refused("model=path", "model.path=/no/folder")
+    assert "task.path=nowhere does not exist" in refused("task=gsm8k", "task.path=nowhere")
+    early.no_hub.cache_clear()
+
+
+def test_what_is_on_this_machine_or_may_come_from_the_hub_is_not_refused(monkeypatch, tmp_path, mine):
+    monkeypatch.setattr(early.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(early.constants, "HF_HUB_CACHE", str(tmp_path))
+    early.no_hub.cache_clear()
+    (tmp_path / "models--org--name").mkdir()
+    (tmp_path / "datasets--org--rows").mkdir()
+    cached = ("model=path", "model.path=org/name", "task=gsm8k", "task.path=org/rows")
+    early.check_early(compose_config("output_dir=.", *cached))
+    early.check_early(
+        compose_config("output_dir=.", *ROWS, "task.gold=answer", f"task.rewards=[correct,{mine}:made,os.getcwd]")
+    )
+    early.no_hub.cache_clear()
+
+
+def test_it_says_what_the_run_would_say(mine):
+    """The rules about reward functions stand in rewards/, and both ways lead to them."""
+    for name in ("corect", f"{mine}:nope"):
+        with pytest.raises(UserError) as refusal:
+            locate(name)
+        words = str(refusal.value).partition("; did you mean")[0].partition(": mine has")[0]
+        assert refused(*ROWS, f"task.rewards={name}").startswith(words)
+    with pytest.raises(UserError) as refusal:
+        Rewards("correct").check({"question", "answer"}, "train")
+    assert refused(*ROWS, "task.rewards=correct") == str(refusal.value)
+
+
+def test_columns_of_a_file_without_its_rows(tmp_path):
+    rows = [{"a": 1, "b": "x"}, {"a": 2, "b": "y", "c": "only here"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["a", "b"], [1, "x"]])
+    pd.DataFrame(rows[:1]).to_parquet(tmp_path / "rows.parquet")
+    for kind, later in (("jsonl", True), ("json", True), ("csv", False), ("parquet", False)):
+        names, may_have = columns_in(tmp_path / f"rows.{kind}")
+        assert (names, may_have("b"), may_have("c"), may_have("d")) == (["a", "b"], True, later, False), kind
+
+
+@pytest.mark.slow
+def test_none_of_it_imports_torch(tmp_path):
+    words = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "train.py",
+        *ROWS,
+        "task.rewards=correct",
+        f"hydra.run.dir={tmp_path}/run",
+    ]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert done.stderr.splitlines()[-1].startswith("error: the reward function 'correct' needs 'gold'")
+    assert "grpo.config.early" in imported and not imported & {"torch", "lightning", "transformers", "datasets"}
+    assert not (tmp_path / "run").exists()
