@@ -77,7 +77,9 @@ def test_a_model_and_rows_that_are_nowhere_are_named_together(monkeypatch):
     )
     assert "; task.path=org/no_such_rows is no folder of this machine, and the hub does not give it (HF_HUB" in line
     assert line.endswith("python -m grpo.prefetch with these arguments fetches both")
-    line = refused("model=path", "model.path=org/no_such_model", "task.path=org/no_such_rows", "debug=forecast", "task=gsm8k")
+    line = refused(
+        "model=path", "model.path=org/no_such_model", "task.path=org/no_such_rows", "debug=forecast", "task=gsm8k"
+    )
     assert "task.path" not in line  # a forecast makes rows up
     assert "give a folder that exists" in refused("model=path", "model.path=/no/folder")
     assert "task.path=nowhere does not exist" in refused("task=gsm8k", "task.path=nowhere")
