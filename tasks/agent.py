@@ -18,6 +18,7 @@ from typing import Any
 
 from grpo.data.dataset import Dataset
 from grpo.env.messages import Message
+from grpo.env.programs import program_variables
 from grpo.env.tokens import Completion
 from grpo.env.types import Action, Env, Example, Reward, State, Trajectory
 from grpo.rewards.combined import Weights
@@ -71,7 +72,7 @@ class AgentEnv:
         self.folder = tempfile.mkdtemp(prefix="grpo-agent-")
         example = Path(self.folder, "example.json")
         example.write_text(strict_json(self.example, ensure_ascii=False, default=str), encoding="utf-8")
-        variables = {**child.environment(), **addresses, "GRPO_EXAMPLE": str(example), "GRPO_SEED": str(self.seed)}
+        variables = {**program_variables(), **addresses, "GRPO_EXAMPLE": str(example), "GRPO_SEED": str(self.seed)}
         words = ["sh", "-c", f'ulimit -f {FILE_BLOCKS}; exec "$@"', "sh", *self.task.words]
         with Path(self.folder, "stderr").open("wb") as errors:
             output = {"stdout": subprocess.DEVNULL, "stderr": errors}
@@ -159,7 +160,7 @@ class Agent(RowTask):
         words = shlex.split(command or "")
         # files by their full paths, because the program runs in another folder
         self.words = [os.path.abspath(word) if Path(word).is_file() else word for word in words]
-        if self.words and not shutil.which(self.words[0], path=child.environment()["PATH"]):
+        if self.words and not shutil.which(self.words[0], path=program_variables()["PATH"]):
             raise UserError(f"task.command={command}: there is no such program; give one, as 'python my_agent.py'")
         key = "" if self.words else os.environ.get("GRPO_AGENT_KEY", "")
         if not self.words and not (key and port):

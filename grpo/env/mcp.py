@@ -18,8 +18,8 @@ from functools import cache
 from typing import Any
 
 from grpo.env.messages import ToolSpec
+from grpo.env.programs import program_variables
 from grpo.env.tools import ToolError
-from grpo.system.child import environment
 from grpo.system.errors import UserError
 from grpo.system.files import strict_json
 
@@ -28,7 +28,7 @@ SECONDS = 60.0  # for a server to start, and for one call
 GRACE = 5.0  # seconds for a server to end
 
 
-class Server:
+class ToolServer:
     """One server, started by its first call and, if it has ended, by the next one. May be used by many threads at once.
 
     command: the words of the program. It has this process's environment, and is stopped when this process ends.
@@ -57,7 +57,7 @@ class Server:
         from mcp import Client, StdioServerParameters, stdio_client
 
         try:
-            there = StdioServerParameters(command=self.words[0], args=self.words[1:], env=environment())
+            there = StdioServerParameters(command=self.words[0], args=self.words[1:], env=program_variables())
             async with Client(stdio_client(there, errlog=self.errors)) as client:
                 self.over = asyncio.Event()
                 ready.set_result(client)
@@ -144,7 +144,7 @@ class Server:
 class Tool:
     """A tool of a server, which `ToolEnv` takes in place of a function."""
 
-    def __init__(self, server: Server, spec: ToolSpec) -> None:
+    def __init__(self, server: ToolServer, spec: ToolSpec) -> None:
         self.server, self.spec, self.__name__ = server, spec, spec.name
 
     def __call__(self, **arguments: Any) -> str:
@@ -154,7 +154,7 @@ class Tool:
 def mcp_tools(command: str) -> list[Tool]:
     """Return the tools of the server that this command starts, once in this process. Raises UserError if there is none."""
     words = shlex.split(command)
-    if not words or not shutil.which(words[0], path=environment()["PATH"]):
+    if not words or not shutil.which(words[0], path=program_variables()["PATH"]):
         raise UserError(f"task.tools=mcp:{command}: there is no such program; give one, as 'mcp:python my_server.py'")
     try:
         import mcp  # noqa: F401
@@ -170,6 +170,6 @@ def mcp_tools(command: str) -> list[Tool]:
 
 
 @cache
-def _server(command: str, process: int) -> Server:
+def _server(command: str, process: int) -> ToolServer:
     """Return the server of a command. process: a fork has servers of its own."""
-    return Server(command)
+    return ToolServer(command)

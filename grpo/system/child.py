@@ -11,17 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 GRACE = 10.0  # seconds for a process to end by itself
-
-
-def environment() -> dict[str, str]:
-    """Return the variables of programs: ours, with this Python, and with the modules of this folder."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    modules = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    direct = dict.fromkeys(["NO_PROXY", "no_proxy"], ",".join(["127.0.0.1", os.environ.get("no_proxy", "")]))
-    return {**os.environ, "PATH": path, "PYTHONPATH": modules, **direct}
 
 
 def start(command: Sequence[str], **options) -> subprocess.Popen:

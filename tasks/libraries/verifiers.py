@@ -104,7 +104,8 @@ class World:
                 threading.Thread(target=self.loop.run_forever, name="verifiers", daemon=True).start()
                 self.over, self.ready = asyncio.Event(), asyncio.Event()
                 self.serving = asyncio.run_coroutine_threadsafe(self.serve(), self.loop)
-                atexit.register(self.stop)
+                # the library needs threads to end its servers, and there are none any more in atexit's own functions
+                getattr(threading, "_register_atexit", atexit.register)(self.stop)
         return asyncio.run_coroutine_threadsafe(self.play(task, address), self.loop)
 
     async def serve(self) -> None:

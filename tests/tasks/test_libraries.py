@@ -210,10 +210,11 @@ def test_an_agent_of_verifiers_plays_several_turns(tmp_path, monkeypatch):
 
 def test_what_verifiers_refuses_is_one_line(tmp_path):
     pytest.importorskip("verifiers")
-    (tmp_path / "sums.py").write_text(TASKSET)
-    for agent, line in (("{max_turn: 6}", "max_turn"), ("{}", "defines no `__all__`")):
+    (tmp_path / "unnamed.py").write_text(TASKSET)
+    (tmp_path / "named.py").write_text(f"{TASKSET}\n__all__ = ['Sums']\n")
+    for file, agent, line in (("unnamed", "{}", "defines no `__all__`"), ("named", "{max_turn: 6}", "max_turn")):
         with pytest.raises(Exception, match=f"verifiers refuses .*{line}"):
-            task_of("task=verifiers", f"task.taskset={tmp_path}/sums.py:Sums", f"task.agent={agent}")
+            task_of("task=verifiers", f"task.taskset={tmp_path}/{file}.py:Sums", f"task.agent={agent}")
 
 
 FACTORY = """
