@@ -29,7 +29,7 @@ def skypilot_values(config: DictConfig, words: Sequence[str], folder: Path, proj
         extras = [*["vllm"] * has_gpu, *(name for name in TRACKERS if name in (config.logger or ()))]
     run = f"{BUCKET}/{folder.name}" if deployment.bucket else f"outputs/launched/{folder.name}"
     mounts: dict[str, Any] = {}
-    there = [placed(word, project, mounts) for word in words]
+    there = [with_file(word, project, mounts) for word in words]
     if deployment.bucket:
         mounts[BUCKET] = {"source": deployment.bucket, "mode": "MOUNT_CACHED"}
     same = [word for word in there if word.startswith("trainer")]
@@ -53,7 +53,7 @@ def gpus(config: DictConfig) -> int:
     return max(config.trainer.devices, *(number + 1 for number in servers), 1)
 
 
-def placed(word: str, project: Path, mounts: dict[str, Any]) -> str:
+def with_file(word: str, project: Path, mounts: dict[str, Any]) -> str:
     """Return an override as the rented machine gets it. A file or folder of this machine that it names is sent with the project,
     or, if it is not part of that, noted in `mounts`, from its place there to its place here."""
 

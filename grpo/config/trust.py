@@ -11,7 +11,7 @@ from grpo.config.composing import CONF
 from grpo.system.errors import UserError
 
 # keys whose value is run as a command, or lets foreign code run
-RUNS = ("command", "trust_remote_code", "unconfined")
+RUNS = ("command", "trust_remote_code", "unconfined", "sandbox")
 HARMLESS = (
     "grpo.objectives.",
     "grpo.rewards.functions.",
