@@ -67,7 +67,7 @@ def run_in(command: str) -> Run:
     return run
 
 
-def answer(job: dict[str, Any]) -> dict[str, Any]:
+def answer_of(job: dict[str, Any]) -> dict[str, Any]:
     """Run a job here, and return its result as JSON can tell."""
     tests = job["tests"] and UnitTests(**{**job["tests"], "names": tuple(job["tests"]["names"])})
     limits = ProgramLimits(**job["limits"])
@@ -76,6 +76,6 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     try:
-        print(json.dumps(answer(json.load(sys.stdin))))
+        print(json.dumps(answer_of(json.load(sys.stdin))))
     except UserError as error:
         sys.exit(str(error))
